@@ -1,0 +1,111 @@
+"""Every error Tatami raises on purpose.
+
+Each says what happened, where (rank, peer, operation), the value seen, and what to do about it.
+
+    TatamiError
+    ├── InputError (ValueError)                 refused at the boundary, before anything starts or is written
+    │   ├── ClusterError                        a cluster description; carries all its problems at once
+    │   ├── PlanError                           speeds, sizes or a tiling that cannot be
+    │   ├── ScheduleError                       a collective that cannot be built, or would not deliver
+    │   ├── ModelError                          a network that cannot be tiled, or a random layer refused by name
+    │   ├── DataError                           a data file; names the line
+    │   ├── CheckpointError                     weights of another network, a damaged file
+    │   └── OutputExistsError (FileExistsError) an output file that would be overwritten
+    ├── MissingExtraError (ImportError)         an optional dependency; names the pip command
+    ├── CommError (RuntimeError)                bytes did not move
+    │   ├── CommTimeoutError (TimeoutError)     who waited for whom, in what, for how long
+    │   ├── RankDiedError (ConnectionError)     a peer ended before its part was done
+    │   └── ClosedError                         an operation on a communicator that was closed
+    ├── LabError (RuntimeError)                 a cluster on one machine could not be built, changed or taken away
+    └── TrainingError (RuntimeError)            a run that cannot go on
+        └── NotFiniteError (ArithmeticError)    a loss that is NaN or infinite: which rank, which iteration
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class TatamiError(Exception):
+    """The root: `except tatami.errors.TatamiError` catches what Tatami raises on purpose."""
+
+
+class InputError(TatamiError, ValueError):
+    """Input refused at the boundary, before anything is started or written."""
+
+
+class ClusterError(InputError):
+    """A cluster description with one or more faults; `problems` holds one line for each, led by its path."""
+
+    def __init__(self, message: str, *, problems: Sequence[str] = ()) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n  ".join([message, *self.problems]))
+
+
+class PlanError(InputError):
+    """Speeds, sizes or a tiling that cannot be."""
+
+
+class ScheduleError(InputError):
+    """A collective that cannot be built for these ranks, or whose schedule would not deliver; names phase, round and step."""
+
+
+class ModelError(InputError):
+    """A network that cannot be tiled exactly; names the layer."""
+
+
+class DataError(InputError):
+    """A data file that is not what it should be; names the file and the line."""
+
+
+class CheckpointError(InputError):
+    """Weights that do not fit this network, or a file that is damaged; names the tensor or the file."""
+
+
+class OutputExistsError(InputError, FileExistsError):
+    """An output file exists already and overwriting was not asked for."""
+
+
+class MissingExtraError(TatamiError, ImportError):
+    """An optional dependency is not installed; the message holds the pip command that installs it."""
+
+    def __init__(self, what: str, *, extra: str) -> None:
+        self.extra = extra
+        super().__init__(f"{what} is not installed. Install it with:  pip install 'tatami[{extra}]'")
+
+
+class CommError(TatamiError, RuntimeError):
+    """Bytes did not move between ranks."""
+
+
+class CommTimeoutError(CommError, TimeoutError):
+    """A wait ended without its message: says who waited for whom, in which operation, for how long."""
+
+
+class RankDiedError(CommError, ConnectionError):
+    """A peer ended before its part of an operation was done; `rank` is the one that died."""
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        self.rank = rank
+        super().__init__(message)
+
+
+class ClosedError(CommError):
+    """An operation on a communicator that was closed."""
+
+
+class LabError(TatamiError, RuntimeError):
+    """A lab that this machine cannot build, change or take away; says what is missing, and what works instead."""
+
+
+class TrainingError(TatamiError, RuntimeError):
+    """A training run that cannot go on."""
+
+
+class NotFiniteError(TrainingError, ArithmeticError):
+    """A loss became NaN or infinite; `rank` and `iteration` say where it was first seen."""
+
+    def __init__(self, message: str, *, rank: int, iteration: int) -> None:
+        self.rank = rank
+        self.iteration = iteration
+        super().__init__(message)

@@ -1,0 +1,127 @@
+"""Quantities as text: golden texts both ways, exact round trips, and errors that show how to write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tatami import units
+from tatami.errors import InputError
+
+POSITIVE = st.floats(min_value=1e-300, max_value=1e300) | st.integers(0, 10**15).map(float) | st.just(0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1 Gbit/s", 125e6),
+        ("1Gbps", 125e6),
+        ("1 Gb/s", 125e6),
+        ("125 MB/s", 125e6),
+        ("2 GiB/s", 2.0**31),
+        ("1e3", 1000.0),
+        (7, 7.0),
+    ],
+)
+def test_a_bandwidth_is_bytes_per_second(text: object, value: float) -> None:
+    assert units.parse_bandwidth(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("24 GiB", 24 * 2**30), ("64 MB", 64_000_000), ("8 kbit", 1000), ("12", 12), ("1.5 B", 2), (2**70 + 1, 2**70 + 1)],
+)
+def test_a_size_is_whole_bytes(text: object, value: int) -> None:
+    assert units.parse_size(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("50 us", 50e-6),
+        ("50 µs", 50e-6),
+        ("3 ns", 3e-9),
+        ("1.5 ms", 1.5e-3),
+        ("20 s", 20.0),
+        ("5 min", 300.0),
+        ("2h", 7200.0),
+        ("30d", 30 * 86400.0),
+        ("1 w", 7 * 86400.0),
+        ("3y", 3 * 365 * 86400.0),
+    ],
+)
+def test_a_duration_is_seconds_to_the_last_bit(text: str, value: float) -> None:
+    assert units.parse_duration(text) == value
+
+
+@pytest.mark.parametrize(("text", "value"), [("10 Gflop/s", 1e10), ("1.5 Tflops", 1.5e12), ("0.25", 0.25), (3, 3.0)])
+def test_a_speed_is_flop_per_second(text: object, value: float) -> None:
+    assert units.parse_speed(text) == value
+
+
+@pytest.mark.parametrize(
+    ("printed", "text"),
+    [
+        (units.format_bandwidth(125e6), "1 Gbit/s"),
+        (units.format_bandwidth(5e9), "40 Gbit/s"),
+        (units.format_bandwidth(123456789.0, digits=3), "988 Mbit/s"),
+        (units.format_size(24 * 2**30), "24 GiB"),
+        (units.format_size(10**9), "1 GB"),
+        (units.format_size(1001), "1001 B"),
+        (units.format_size(0), "0 B"),
+        (units.format_size(1_500_000_000, digits=2), "1.4 GiB"),
+        (units.format_duration(50e-6), "50 us"),
+        (units.format_duration(3 * 365 * 86400.0), "3 y"),
+        (units.format_duration(90.0), "90 s"),
+        (units.format_duration(0.0123456, digits=3), "12.3 ms"),
+        (units.format_duration(0.9996, digits=3), "1 s"),
+        (units.format_duration(0.0, digits=3), "0 s"),
+        (units.format_speed(1.2345e10, digits=3), "12.3 Gflop/s"),
+        (units.format_speed(1e18, digits=3), "1,000 Pflop/s"),
+    ],
+)
+def test_printed(printed: str, text: str) -> None:
+    assert printed == text
+
+
+@given(POSITIVE)
+def test_what_is_printed_exactly_is_read_as_the_same_number(value: float) -> None:
+    assert units.parse_bandwidth(units.format_bandwidth(value)) == value
+    assert units.parse_duration(units.format_duration(value)) == value
+    assert units.parse_speed(units.format_speed(value)) == value
+
+
+@given(st.integers(0, 2**80))
+def test_a_size_comes_back_whole(size_bytes: int) -> None:
+    assert units.parse_size(units.format_size(size_bytes)) == size_bytes
+
+
+@given(st.floats(min_value=1e-9, max_value=1e9), st.integers(2, 6))
+def test_what_is_rounded_is_near(value: float, digits: int) -> None:
+    text = units.format_duration(value, digits=digits).replace(",", "")
+    assert units.parse_duration(text) == pytest.approx(value, rel=10.0 ** (1 - digits))
+
+
+@pytest.mark.parametrize(
+    ("parse", "value", "message"),
+    [
+        (units.parse_size, "3 KB", r"unknown unit 'KB' \(did you mean kB\?\); write '24 GiB', '64 MB'"),
+        (units.parse_bandwidth, "1 gbit/s", r"unknown unit 'gbit/s' \(did you mean Gbit/s\?\); write '1 Gbit/s'"),
+        (units.parse_bandwidth, "1 Gbit", "unknown unit 'Gbit'"),
+        (units.parse_duration, "5 m", "did you mean ms or min"),
+        (units.parse_duration, "", "'' is not a duration; write '50 us'"),
+        (units.parse_duration, "soon", "'soon' is not a duration"),
+        (units.parse_duration, "-5 s", "must be >= 0, not -5 s"),
+        (units.parse_speed, "1e999", "must be a finite number, not '1e999'"),
+        (units.parse_speed, float("nan"), "must be a finite number, not nan"),
+        (units.parse_size, float("inf"), "must be a finite number, not inf"),
+        (units.parse_speed, True, "must be a computing speed, not True; write '10 Gflop/s'"),
+        (units.parse_size, None, "must be a size in bytes, not None"),
+    ],
+)
+def test_what_is_refused(parse: Callable[[object], float], value: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse(value)
