@@ -1,0 +1,115 @@
+"""What machines there are: processors, the links between them, and how to ask for one by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tatami.cluster.speeds import speed_problem
+from tatami.errors import ClusterError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processor:
+    """One rank's device.
+
+    Attributes:
+        name: how tilings and logs call it.
+        speed: relative, or flop/s once measured; only ratios count.
+        host: the machine it sits in; processors of one host talk over the local link.
+        memory_bytes: None where it is not known.
+        spread: how far a measured speed strayed, relative to it (0.02 for 2 %); None where nothing was measured.
+    """
+
+    name: str
+    speed: float
+    host: str = "localhost"
+    memory_bytes: int | None = None
+    spread: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A way between two processors: `latency_s` for each message, `bandwidth_bytes_per_s` for its bytes."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.bandwidth_bytes_per_s) and self.bandwidth_bytes_per_s > 0):
+            raise ClusterError(f"the bandwidth of a link must be a finite number > 0 bytes/s, not {self.bandwidth_bytes_per_s}")
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
+            raise ClusterError(f"the latency of a link must be a finite number >= 0 s, not {self.latency_s}")
+
+    def transfer_s(self, size_bytes: float) -> float:
+        """Seconds for one message of `size_bytes`."""
+        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+
+
+LOCAL_LINK = Link(bandwidth_bytes_per_s=5e9, latency_s=5e-6)
+"""Between ranks of one host, through shared memory, where nothing was measured."""
+NETWORK_LINK = Link(bandwidth_bytes_per_s=125e6, latency_s=50e-6)
+"""Between hosts, 1 Gbit/s Ethernet, where nothing was measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Processors in the order of the ranks, and the links between them.
+
+    Attributes:
+        processors: rank r runs on `processors[r]`.
+        local: the link between processors of one host.
+        network: the link between hosts.
+        links: exceptions, by pair of host names (in sorted order; both the same for a host's own local link).
+    """
+
+    processors: tuple[Processor, ...]
+    local: Link = LOCAL_LINK
+    network: Link = NETWORK_LINK
+    links: dict[tuple[str, str], Link] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.processors:
+            problems.append("processors: there is none")
+        names: set[str] = set()
+        for index, processor in enumerate(self.processors):
+            if problem := speed_problem(processor.speed):
+                problems.append(f"processors[{index}].speed: {problem} ({processor.name})")
+            if processor.name in names:
+                problems.append(f"processors[{index}].name: {processor.name!r} is taken already")
+            names.add(processor.name)
+        for first, second in self.links:
+            if first > second:
+                problems.append(f"links[{first!r}, {second!r}]: the hosts must be in sorted order")
+        if problems:
+            raise ClusterError("this cluster cannot be:", problems=problems)
+
+    @classmethod
+    def from_speeds(cls, speeds: Sequence[float], *, host: str = "localhost") -> Cluster:
+        """Processors p0, p1, ... of the given relative speeds, all on one host."""
+        return cls(processors=tuple(Processor(name=f"p{i}", speed=float(s), host=host) for i, s in enumerate(speeds)))
+
+    @property
+    def size(self) -> int:
+        return len(self.processors)
+
+    @cached_property
+    def by_name(self) -> dict[str, Processor]:
+        return {processor.name: processor for processor in self.processors}
+
+    @cached_property
+    def rank_of(self) -> dict[str, int]:
+        """The rank that runs on the processor of this name."""
+        return {processor.name: rank for rank, processor in enumerate(self.processors)}
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        return {processor.name: processor.speed for processor in self.processors}
+
+    def link(self, one: str, other: str) -> Link:
+        """The link between the processors named `one` and `other`."""
+        first, second = sorted((self.by_name[one].host, self.by_name[other].host))
+        return self.links.get((first, second), self.local if first == second else self.network)

@@ -1,0 +1,197 @@
+"""The tables of a cluster's TOML file: their types, and the faults of single values, each with its path."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache, partial
+from typing import Any, NewType, TypeVar
+
+import cattrs
+from cattrs.gen import make_dict_structure_fn
+
+from tatami.cluster.cluster import Link, Processor
+from tatami.cluster.speeds import speed_problem
+from tatami.errors import InputError
+from tatami.units import parse_bandwidth, parse_duration, parse_size, parse_speed
+
+_Number = TypeVar("_Number", int, float)
+_Name = NewType("_Name", str)
+_Speed = NewType("_Speed", float)
+_Spread = NewType("_Spread", float)
+_Memory = NewType("_Memory", int)
+_Count = NewType("_Count", int)
+_Bandwidth = NewType("_Bandwidth", float)
+_Latency = NewType("_Latency", float)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkTable:
+    bandwidth: _Bandwidth
+    latency: _Latency
+
+    def link(self) -> Link:
+        return Link(bandwidth_bytes_per_s=self.bandwidth, latency_s=self.latency)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostsLinkTable(LinkTable):
+    hosts: list[_Name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessorTable:
+    name: _Name
+    speed: _Speed
+    spread: _Spread | None = None
+    host: _Name = _Name("localhost")
+    memory: _Memory | None = None
+    count: _Count | None = None
+
+    def processors(self) -> tuple[Processor, ...]:
+        names = numbered(self.name, count=self.count, append=True)
+        hosts = numbered(self.host, count=self.count, append=False)
+        return tuple(
+            Processor(name=name, speed=self.speed, spread=self.spread, host=host, memory_bytes=self.memory)
+            for name, host in zip(names, hosts, strict=True)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterFile:
+    processors: list[ProcessorTable]
+    local: LinkTable | None = None
+    network: LinkTable | None = None
+    links: list[HostsLinkTable] | None = None
+
+
+def structure(tables: Mapping[str, Any]) -> tuple[ClusterFile | None, list[str]]:
+    """The file as typed tables, and no faults; or None, and one line for every fault of a value."""
+    try:
+        return _converter().structure(tables, ClusterFile), []
+    except (cattrs.BaseValidationError, InputError) as error:
+        return None, list(_problems(error, path=""))
+
+
+def numbered(name: str, *, count: int | None, append: bool) -> list[str]:
+    """The `count` names of a group: `{i}` stands for 0, 1, ...; where it is not in `name`, `append` puts it at the end."""
+    if count is None:
+        return [name]
+    if append and "{i}" not in name:
+        name += "{i}"
+    return [name.replace("{i}", str(index)) for index in range(count)]
+
+
+@cache
+def _converter() -> cattrs.Converter:
+    converter = cattrs.Converter(detailed_validation=True, forbid_extra_keys=True)
+    converter.register_structure_hook(_Name, lambda value, _: _name(value))
+    converter.register_structure_hook(_Speed, lambda value, _: _speed(value))
+    converter.register_structure_hook(_Spread, lambda value, _: _spread(value))
+    converter.register_structure_hook(_Memory, lambda value, _: _positive(value, parse_size(value)))
+    converter.register_structure_hook(_Count, lambda value, _: _count(value))
+    converter.register_structure_hook(_Bandwidth, lambda value, _: _positive(value, parse_bandwidth(value)))
+    converter.register_structure_hook(_Latency, lambda value, _: parse_duration(value))
+    # From the leaves up: cattrs looks up the hooks of a table's fields when the table's own is made.
+    _register_list(converter, list[_Name], size=2)
+    for table in (LinkTable, HostsLinkTable, ProcessorTable):
+        converter.register_structure_hook(table, _table_hook(table, converter))
+    _register_list(converter, list[ProcessorTable], size=None)
+    _register_list(converter, list[HostsLinkTable], size=None)
+    converter.register_structure_hook(ClusterFile, _table_hook(ClusterFile, converter))
+    return converter
+
+
+def _table_hook(kind: type, converter: cattrs.Converter) -> Any:
+    structure: Any = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True)
+
+    def hook(value: object, _: Any) -> Any:
+        if not isinstance(value, dict):
+            raise InputError(f"must be a table, not {value!r}")
+        return structure(value, kind)
+
+    return hook
+
+
+def _register_list(converter: cattrs.Converter, kind: Any, *, size: int | None) -> None:
+    structure: Any = converter.get_structure_hook(kind)
+
+    def hook(value: object, _: Any) -> Any:
+        if size is not None and not (isinstance(value, list) and len(value) == size):
+            raise InputError(f"must be a list of {size} host names (the same twice for a host's own local link), not {value!r}")
+        if not isinstance(value, list):
+            raise InputError("must be a list of tables: head each with double brackets")
+        if not value:
+            raise InputError("there is none")
+        return structure(value, kind)
+
+    converter.register_structure_hook_func(partial(operator.eq, kind), hook)
+
+
+def _problems(error: BaseException, *, path: str) -> Iterable[str]:
+    """One line for every fault in cattrs' tree of exceptions."""
+    if isinstance(error, cattrs.ClassValidationError):
+        nested, own = error.group_exceptions()
+        for inner, note in nested:
+            yield from _problems(inner, path=f"{path}.{note.name}" if path else note.name)
+        for inner in own:
+            yield from _problems(inner, path=path)
+    elif isinstance(error, cattrs.IterableValidationError):
+        for inner, item in error.group_exceptions()[0]:
+            yield from _problems(inner, path=f"{path}[{item.index}]")
+    elif isinstance(error, cattrs.ForbiddenExtraKeysError):
+        known = [known.name for known in fields(error.cl)]
+        for key in sorted(error.extra_fields):
+            yield f"{path}.{key}: unknown key{nearest(key, known)}" if path else f"{key}: unknown key{nearest(key, known)}"
+    elif isinstance(error, KeyError):
+        yield f"{path}: is missing"
+    else:
+        yield f"{path}: {error}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error about `name`: the nearest of the `known`, or all of them."""
+    listed = sorted(known)
+    near = difflib.get_close_matches(name, listed, n=1, cutoff=0.4)
+    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(listed)}"
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise InputError(f"must be a text that is not empty, not {value!r}")
+    return value
+
+
+def _speed(value: object) -> float:
+    if isinstance(value, str):
+        return _positive(value, parse_speed(value))
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise InputError(f"must be a number > 0, or a text such as '10 Gflop/s', not {value!r}")
+    try:
+        speed = float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        speed = math.inf
+    if problem := speed_problem(speed):
+        raise InputError(problem)
+    return speed
+
+
+def _spread(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        raise InputError(f"must be a number >= 0, relative to the speed, as 0.02, not {value!r}")
+    return float(value)
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"must be a whole number >= 1, not {value!r}")
+    return value
+
+
+def _positive(seen: object, value: _Number) -> _Number:
+    if value <= 0:
+        raise InputError(f"must be > 0, not {seen}")
+    return value

@@ -1,0 +1,142 @@
+"""A cluster as a TOML file, as a person writes it and as `tatami probe` does.
+
+[local]                                   # between processors of one host; may be left out
+bandwidth = "40 Gbit/s"                   # text with a unit, or a number in bytes/s
+latency = "5 us"                          # ... or in seconds
+
+[network]                                 # between hosts; may be left out
+bandwidth = "1 Gbit/s"
+latency = "50 us"
+
+[[processors]]
+name = "old{i}"                           # with count: old0 ... old3
+speed = 1.0                               # relative, or "10 Gflop/s"
+spread = 0.02                             # of the measured speed, relative; may be left out
+host = "cpu{i}"                           # cpu0 ... cpu3; "localhost" where it is left out
+memory = "24 GiB"                         # may be left out
+count = 4                                 # may be left out
+
+[[links]]                                 # an exception for two hosts, or for one: its own local link
+hosts = ["cpu0", "cpu1"]
+bandwidth = "10 Gbit/s"
+latency = "20 us"
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tatami.cluster.cluster import LOCAL_LINK, NETWORK_LINK, Cluster, Link
+from tatami.cluster.tables import nearest, numbered, structure
+from tatami.errors import ClusterError
+from tatami.outputs import write_text
+from tatami.units import format_bandwidth, format_duration, format_size
+
+
+def read_cluster(path: Path | str) -> Cluster:
+    """The cluster that a TOML file describes.
+
+    Raises:
+        ClusterError: the file cannot be read, or is no TOML, or describes no cluster: `problems` holds every fault, each
+            with its path, such as `processors[2].speed: must be > 0, not -1`.
+    """
+    try:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ClusterError(f"cannot read the cluster file {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ClusterError(f"{path} is not text in UTF-8 (byte {error.start}), so it is no TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ClusterError(f"{path} is not TOML: {error}") from None
+    file, problems = structure(tables)
+    problems += _clashes(tables)
+    if problems or file is None:
+        raise ClusterError(f"{path} cannot be used as a cluster:", problems=problems)
+    return Cluster(
+        processors=tuple(processor for table in file.processors for processor in table.processors()),
+        local=file.local.link() if file.local else LOCAL_LINK,
+        network=file.network.link() if file.network else NETWORK_LINK,
+        links={_pair(table.hosts): table.link() for table in file.links or []},
+    )
+
+
+def write_cluster(cluster: Cluster, path: Path | str, *, force: bool = False) -> None:
+    """Write a TOML file that `read_cluster` reads as an equal cluster. Links of hosts that have no processor are left out.
+
+    Raises:
+        OutputExistsError: the file exists and `force` was not given.
+    """
+    write_text(path, cluster_toml(cluster), force=force)
+
+
+def cluster_toml(cluster: Cluster) -> str:
+    """The text of the file that `write_cluster` writes."""
+    hosts = {processor.host for processor in cluster.processors}
+    blocks = [["[local]", *_link_lines(cluster.local)], ["[network]", *_link_lines(cluster.network)]]
+    for pair, link in cluster.links.items():
+        if hosts.issuperset(pair):
+            blocks.append(["[[links]]", f"hosts = [{', '.join(map(_text, pair))}]", *_link_lines(link)])
+    for processor in cluster.processors:
+        lines = ["[[processors]]", f"name = {_text(processor.name)}", f"speed = {processor.speed!r}"]
+        if processor.spread is not None:
+            lines.append(f"spread = {processor.spread!r}")
+        lines.append(f"host = {_text(processor.host)}")
+        if processor.memory_bytes is not None:
+            lines.append(f"memory = {_text(format_size(processor.memory_bytes))}")
+        blocks.append(lines)
+    return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
+
+
+def _link_lines(link: Link) -> list[str]:
+    return [
+        f"bandwidth = {_text(format_bandwidth(link.bandwidth_bytes_per_s))}",
+        f"latency = {_text(format_duration(link.latency_s))}",
+    ]
+
+
+def _text(text: str) -> str:
+    """A TOML string: JSON's, but for the delete character, which JSON leaves as it is and TOML forbids."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _pair(hosts: Iterable[str]) -> tuple[str, str]:
+    first, second = sorted(hosts)
+    return first, second
+
+
+def _clashes(tables: Mapping[str, Any]) -> list[str]:
+    """Names that are taken and hosts that are not there: looked for in what is well formed, beside other faults."""
+    problems = []
+    taken: dict[str, int] = {}
+    hosts: set[str] = set()
+    for index, table in enumerate(_listed(tables.get("processors"))):
+        count, host = table.get("count"), table.get("host", "localhost")
+        count = count if isinstance(count, int) and count > 0 and not isinstance(count, bool) else None
+        if isinstance(host, str):
+            hosts.update(numbered(host, count=count, append=False))
+        if isinstance(name := table.get("name"), str):
+            for each in numbered(name, count=count, append=True):
+                if each in taken:
+                    problems.append(f"processors[{index}].name: {each!r} is taken already, by processors[{taken[each]}]")
+                taken.setdefault(each, index)
+    pairs: dict[tuple[str, str], int] = {}
+    for index, table in enumerate(_listed(tables.get("links"))):
+        names = table.get("hosts")
+        if not (isinstance(names, list) and len(names) == 2 and all(isinstance(name, str) for name in names)):
+            continue
+        for position, name in enumerate(names):
+            if name not in hosts:
+                problems.append(f"links[{index}].hosts[{position}]: no processor is on {name!r}{nearest(name, hosts)}")
+        if _pair(names) in pairs:
+            problems.append(f"links[{index}].hosts: this pair is taken already, by links[{pairs[_pair(names)]}]")
+        pairs.setdefault(_pair(names), index)
+    return problems
+
+
+def _listed(value: object) -> list[dict[str, Any]]:
+    """The tables of a list, an empty one in the place of what is none, so that indices stay right."""
+    return [item if isinstance(item, dict) else {} for item in value] if isinstance(value, list) else []

@@ -1,0 +1,61 @@
+"""Who gets which rectangle."""
+
+from tatami.tiling.alphabeta import AlphaBetaCost
+from tatami.tiling.bounds import VolumeBounds, time_bound_s, volume_bounds, volume_bytes
+from tatami.tiling.cost import AbstractCost, Cost
+from tatami.tiling.even import EvenPlanner
+from tatami.tiling.grid import GridPlanner
+from tatami.tiling.gridrev import GridRevPlanner
+from tatami.tiling.horizontal import Message, horizontal_messages
+from tatami.tiling.layout import Column, Layout
+from tatami.tiling.merge import SMALL_GROUP, SrpmMergedPlanner, remove_small_groups
+from tatami.tiling.paper import PaperCost
+from tatami.tiling.plan import PLANNERS, Plan, check_sizes, compare, find_planner, plan
+from tatami.tiling.planner import AbstractPlanner
+from tatami.tiling.span import Span, largest_remainder, spans
+from tatami.tiling.speeds import with_speeds
+from tatami.tiling.srpm import SrpmPlanner, SrpmTable, srpm_table
+from tatami.tiling.tile import Tile
+from tatami.tiling.tiling import Group, Tiling
+from tatami.tiling.timed import TimedPlanner
+from tatami.tiling.weighted import WeightedPlanner
+
+__all__ = [
+    "PLANNERS",
+    "SMALL_GROUP",
+    "AbstractCost",
+    "AbstractPlanner",
+    "AlphaBetaCost",
+    "Column",
+    "Cost",
+    "EvenPlanner",
+    "GridPlanner",
+    "GridRevPlanner",
+    "Group",
+    "Layout",
+    "Message",
+    "PaperCost",
+    "Plan",
+    "Span",
+    "SrpmMergedPlanner",
+    "SrpmPlanner",
+    "SrpmTable",
+    "Tile",
+    "Tiling",
+    "TimedPlanner",
+    "VolumeBounds",
+    "WeightedPlanner",
+    "check_sizes",
+    "compare",
+    "find_planner",
+    "horizontal_messages",
+    "largest_remainder",
+    "plan",
+    "remove_small_groups",
+    "spans",
+    "srpm_table",
+    "time_bound_s",
+    "volume_bounds",
+    "volume_bytes",
+    "with_speeds",
+]

@@ -1,0 +1,99 @@
+"""What no tiling can beat: lower bounds of the communication volume, and of the predicted time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import fsum, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tatami.cluster import Cluster
+from tatami.tiling.alphabeta import AlphaBetaCost
+from tatami.tiling.layout import Layout
+from tatami.tiling.links import fastest
+from tatami.workload import Workload
+
+_BISECTIONS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class VolumeBounds:
+    """Lower bounds for tiles of given areas on a floor of width 1 and height 1, in bytes.
+
+    Attributes:
+        lb1: 2 sqrt(alpha beta) sum sqrt(a_i): of the sum of alpha h_i + beta w_i.
+        lb2: the same, no tile being wider or higher than the floor.
+        lb3: 2 lb2 - 2 (alpha + beta), at least 0: of the volume that is sent.
+    """
+
+    lb1: float
+    lb2: float
+    lb3: float
+
+
+def volume_bounds(areas: Sequence[float], *, alpha_bytes: float, beta_bytes: float) -> VolumeBounds:
+    """LB1, LB2 and LB3 of section 6.
+
+    Args:
+        areas: a_i, each tile's fraction of the floor.
+        alpha_bytes: (n + l) m, bytes for each unit of height (`Workload.horizontal_bytes`).
+        beta_bytes: l s, bytes for each unit of width (`Workload.vertical_bytes`).
+    """
+    a = np.asarray(areas, dtype=np.float64)
+    width = np.clip(np.sqrt(alpha_bytes * a / beta_bytes), a, 1.0)
+    lb1 = 2 * sqrt(alpha_bytes * beta_bytes) * fsum(np.sqrt(a))
+    lb2 = fsum(alpha_bytes * a / width + beta_bytes * width)
+    return VolumeBounds(lb1=lb1, lb2=lb2, lb3=max(0.0, 2 * lb2 - 2 * (alpha_bytes + beta_bytes)))
+
+
+def volume_bytes(layout: Layout, *, workload: Workload) -> float:
+    """What all processors together send for the pairs: 2 [alpha (sum heights - 1) + beta (sum widths - 1)], section 6.
+
+    Every column reduces by 2 (k - 1) / k of its bytes for each member, every group by 2 (C - 1) / C for each owner.
+    """
+    down = sum(column.width * (len(column.processors) - 1) for column in layout.columns)
+    return 2 * (workload.horizontal_bytes * (len(layout.columns) - 1) + workload.vertical_bytes * down)
+
+
+def time_bound_s(cluster: Cluster, *, workload: Workload, cost: AlphaBetaCost) -> float:
+    """A time that no tiling of any shape, of any of the cluster's processors, can beat under `cost`.
+
+    In a time T processor i can cover at most the area A_i(T), if it pays for its own tile alone, in the smallest groups there
+    are (two members; a tile over the whole width or height pays nothing on that axis), at the best link of the cluster. The
+    bound is the least T with sum A_i(T) >= 1, by bisection.
+    """
+    speeds = np.array([processor.speed for processor in cluster.processors]) * cost.scale(cluster)
+    alone_s = (workload.flop_per_area + workload.flop_per_width) / float(speeds.max())
+    if cluster.size == 1:
+        return alone_s
+    low, high = workload.flop_per_area / fsum(speeds), alone_s
+    low = min(low, high)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if fsum(_largest_area(middle, speeds, cluster=cluster, workload=workload)) >= 1:
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def _largest_area(time_s: float, speeds: NDArray[np.float64], *, cluster: Cluster, workload: Workload) -> NDArray[np.float64]:
+    link = fastest(cluster)
+    area_s, width_s = workload.flop_per_area / speeds, workload.flop_per_width / speeds
+    vertical_s = workload.vertical_bytes / link.bandwidth_bytes_per_s
+    horizontal_s = workload.horizontal_bytes / link.bandwidth_bytes_per_s
+    vertical_latency_s = 2 * workload.vertical_exchanges * link.latency_s
+    across_s = link.latency_s
+    if workload.replicated_bytes:
+        across_s += 2 * link.latency_s + workload.replicated_bytes / link.bandwidth_bytes_per_s
+    whole = np.where(time_s >= area_s + width_s, 1.0, 0.0)
+    full_width = (time_s - width_s - vertical_s - vertical_latency_s) / area_s
+    full_height = (time_s - horizontal_s - across_s) / (area_s + width_s)
+    # Inside: area_s w h + (width_s + vertical_s) w + horizontal_s h <= rest; the most area has the last two terms equal.
+    rest = np.maximum(time_s - vertical_latency_s - across_s, 0.0)
+    half = np.sqrt((width_s + vertical_s) * horizontal_s)
+    inside = ((np.sqrt(half**2 + area_s * rest) - half) / area_s) ** 2
+    area: NDArray[np.float64] = np.clip(np.maximum.reduce([whole, full_width, full_height, inside]), 0.0, 1.0)
+    return area

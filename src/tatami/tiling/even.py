@@ -1,0 +1,36 @@
+"""Method 1 of the paper: the same share for everybody, whatever the speeds are."""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+from tatami.cluster import Cluster
+from tatami.tiling.cost import AbstractCost
+from tatami.tiling.layout import Column, Layout
+from tatami.tiling.planner import AbstractPlanner, best_grid
+from tatami.workload import Workload
+
+
+@final
+class EvenPlanner(AbstractPlanner):
+    """N_DP equal columns of equal tiles, filled in the order of the ranks; the cheapest N_DP."""
+
+    name: ClassVar[str] = "even"
+
+    def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
+        names = [processor.name for processor in cluster.processors]
+
+        def build(num_columns: int) -> Layout:
+            depth = len(names) // num_columns
+            return Layout(
+                columns=tuple(
+                    Column(
+                        width=1 / num_columns,
+                        processors=tuple(names[start : start + depth]),
+                        heights=(1 / depth,) * depth,
+                    )
+                    for start in range(0, len(names), depth)
+                )
+            )
+
+        return best_grid(build, cluster=cluster, workload=workload, cost=cost)

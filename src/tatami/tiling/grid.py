@@ -1,0 +1,52 @@
+"""Method H of the paper: a grid whose columns are as wide as their slowest is fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import fsum
+from typing import ClassVar, final
+
+from tatami.cluster import Cluster, Processor
+from tatami.tiling.cost import AbstractCost
+from tatami.tiling.layout import Column, Layout
+from tatami.tiling.planner import AbstractPlanner, ascending, best_grid
+from tatami.workload import Workload
+
+
+@final
+class GridPlanner(AbstractPlanner):
+    """Method H: columns of the same number of processors in ascending order, each as wide as its slowest is fast.
+
+    The units are split evenly; the cheapest N_DP.
+    """
+
+    name: ClassVar[str] = "grid"
+
+    def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
+        build = grid_builder(ascending(cluster), heights=lambda slowest: [1.0] * len(slowest))
+        return best_grid(build, cluster=cluster, workload=workload, cost=cost)
+
+
+def grid_builder(
+    order: Sequence[Processor], *, heights: Callable[[Sequence[Processor]], Sequence[float]]
+) -> Callable[[int], Layout]:
+    """Builds the grid of `order` for a number of columns; `heights` gives all columns' heights from the slowest column."""
+
+    def build(num_columns: int) -> Layout:
+        depth = len(order) // num_columns
+        columns = [order[start : start + depth] for start in range(0, len(order), depth)]
+        across = fsum(column[0].speed for column in columns)
+        shares = heights(columns[0])
+        down = fsum(shares)
+        return Layout(
+            columns=tuple(
+                Column(
+                    width=column[0].speed / across,
+                    processors=tuple(processor.name for processor in column),
+                    heights=tuple(share / down for share in shares),
+                )
+                for column in columns
+            )
+        )
+
+    return build

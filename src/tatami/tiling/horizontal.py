@@ -1,0 +1,109 @@
+"""Horizontal communication as data: who sends which units to whom, so that every owner ends with the sum over the columns.
+
+The unit axis is cut at the union of all columns' cuts. Each segment, a group, has one owner in every column; the C owners
+sum it among themselves. There is no funnel: who owns more units sends more, and nobody sends for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tatami.errors import PlanError
+from tatami.tiling.span import Span, spans
+from tatami.tiling.tiling import Tiling
+
+Method = Literal["direct", "reduce-scatter"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """All that one processor sends another in one phase.
+
+    What arrives in phase 0 is added to what the receiver has, what arrives in phase 1 replaces it. Everybody sends what it
+    had at the beginning of the phase.
+
+    Attributes:
+        phase: 0 or 1; a phase begins for a processor when it has all messages of the one before.
+        source: the sender's name.
+        dest: the receiver's name.
+        spans: which units, of which pair (its index among the tilings); in order, none twice.
+    """
+
+    phase: int
+    source: str
+    dest: str
+    spans: tuple[tuple[int, Span], ...]
+
+
+def horizontal_messages(tilings: Sequence[Tiling], *, method: Method) -> tuple[Message, ...]:
+    """The messages that sum every unit over its owners: at most one from one processor to another in each phase.
+
+    Args:
+        tilings: one for each pair of the network: the same processors in the same columns, each pair's own units.
+        method: "direct": one phase, every owner sends all its units to each other owner; the bytes grow with C - 1.
+            "reduce-scatter": two phases. Every group is cut into C chunks of whole units, and chunk c is summed by its owner
+            in column c, who then gives the sum to the other owners: 2 (C - 1) / C of the bytes. For C = 2 both carry the same
+            bytes, and "direct" needs half the messages.
+
+    Returns:
+        Messages in the order of phase, source and dest (as the tiles lie, column by column). None carries nothing.
+
+    Raises:
+        PlanError: an unknown method, no tiling, or tilings whose columns differ.
+    """
+    if method not in ("direct", "reduce-scatter"):
+        raise PlanError(f"there is no method {method!r} of horizontal communication; choose direct or reduce-scatter")
+    order = _common_order(tilings)
+    bundles: dict[tuple[int, str, str], list[tuple[int, Span]]] = {}
+    for pair, tiling in enumerate(tilings):
+        transfers = _direct(tiling) if method == "direct" else _reduce_scatter(tiling)
+        for phase, source, dest, units in transfers:
+            bundle = bundles.setdefault((phase, source, dest), [])
+            if bundle and bundle[-1][0] == pair and bundle[-1][1].stop == units.start:
+                bundle[-1] = (pair, Span(bundle[-1][1].start, units.stop))
+            else:
+                bundle.append((pair, units))
+    keys = sorted(bundles, key=lambda key: (key[0], order[key[1]], order[key[2]]))
+    return tuple(Message(phase=key[0], source=key[1], dest=key[2], spans=tuple(bundles[key])) for key in keys)
+
+
+def _direct(tiling: Tiling) -> Iterator[tuple[int, str, str, Span]]:
+    for group in tiling.groups:
+        for source in group.owners:
+            for dest in group.owners:
+                if source != dest:
+                    yield 0, source, dest, group.units
+
+
+def _reduce_scatter(tiling: Tiling) -> Iterator[tuple[int, str, str, Span]]:
+    num_columns = len(tiling.columns)
+    turn = 0
+    for group in tiling.groups:
+        share, left = divmod(group.units.size, num_columns)
+        # Units that do not divide go to the columns in turn, so that thin groups do not all burden the first column.
+        extra = {(turn + index) % num_columns for index in range(left)}
+        turn = (turn + left) % num_columns
+        start = group.units.start
+        for summer, chunk in zip(
+            group.owners, spans([share + (column in extra) for column in range(num_columns)]), strict=True
+        ):
+            if chunk.size == 0:
+                continue
+            units = Span(start + chunk.start, start + chunk.stop)
+            for other in group.owners:
+                if other != summer:
+                    yield 0, other, summer, units
+                    yield 1, summer, other, units
+
+
+def _common_order(tilings: Sequence[Tiling]) -> dict[str, int]:
+    """The place of every processor in the tiles' order, which all tilings must share."""
+    if not tilings:
+        raise PlanError("horizontal communication needs at least one tiling")
+    columns = [[[tile.processor for tile in column] for column in tiling.columns] for tiling in tilings]
+    for index, other in enumerate(columns):
+        if other != columns[0]:
+            raise PlanError(f"the tilings of one network must have the same columns: 0 has {columns[0]}, {index} has {other}")
+    return {tile.processor: index for index, tile in enumerate(tilings[0].tiles)}

@@ -1,0 +1,128 @@
+"""Who lies where, in fractions: the answer of a planner before it is cut to whole samples and units."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from tatami.errors import PlanError
+from tatami.tiling.span import largest_remainder, spans
+from tatami.tiling.tile import Tile
+from tatami.tiling.tiling import Tiling
+from tatami.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """Processors that share the same samples, from top to bottom.
+
+    Attributes:
+        width: the column's fraction of the samples.
+        processors: names, from top to bottom.
+        heights: each processor's fraction of the units; they sum to 1.
+    """
+
+    width: float
+    processors: tuple[str, ...]
+    heights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.processors) != len(self.heights) or not self.processors:
+            raise PlanError(f"a column needs one height for each processor: {self.processors} have {self.heights}")
+        for name, share in (("width", self.width), *zip(self.processors, self.heights, strict=True)):
+            if not (math.isfinite(share) and share >= 0):
+                raise PlanError(f"share of {name} must be a finite number >= 0, not {share}")
+        if not math.isclose(sum(self.heights), 1.0, rel_tol=1e-6):
+            raise PlanError(f"the heights of column {self.processors} sum to {sum(self.heights)}, not 1")
+
+    @property
+    def cuts(self) -> tuple[float, ...]:
+        """Where the column is cut, from 0 to 1; rounded, so that cuts meant to be level are, whatever was added up first."""
+        return (0.0, *(round(cut, 12) for cut in accumulate(self.heights[:-1])), 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Columns side by side; their widths sum to 1. The same layout is cut for any batch and any number of units."""
+
+    columns: tuple[Column, ...]
+
+    def __post_init__(self) -> None:
+        width = sum(column.width for column in self.columns)
+        if not math.isclose(width, 1.0, rel_tol=1e-6):
+            raise PlanError(f"the widths of the columns sum to {width}, not 1")
+        for name, count in Counter(self.processors).items():
+            if count > 1:
+                raise PlanError(f"{name} lies twice in the layout; each processor has one place")
+
+    @property
+    def processors(self) -> tuple[str, ...]:
+        """All names, column by column, from top to bottom."""
+        return tuple(name for column in self.columns for name in column.processors)
+
+    def cut(self, *, samples: int, units: int) -> Tiling:
+        """Whole samples and units by largest remainder. A tile may come out empty: planners see to it that none does."""
+        tiles = []
+        widths = spans(largest_remainder([column.width for column in self.columns], total=samples))
+        for index, (column, width) in enumerate(zip(self.columns, widths, strict=True)):
+            heights = spans(largest_remainder(column.heights, total=units))
+            for name, height in zip(column.processors, heights, strict=True):
+                tiles.append(Tile(processor=name, column=index, samples=width, units=height))
+        return Tiling(samples=samples, units=units, tiles=tuple(tiles))
+
+    def cut_pairs(self, workload: Workload) -> tuple[Tiling, ...]:
+        """One tiling for each pair of the workload: the same columns and samples, each pair's own units."""
+        return tuple(self.cut(samples=workload.samples, units=pair.units) for pair in workload.pairs)
+
+    def empty(self, workload: Workload) -> frozenset[str]:
+        """The processors that would get no sample, or no unit of some pair."""
+        widths = largest_remainder([column.width for column in self.columns], total=workload.samples)
+        units = {pair.units for pair in workload.pairs}
+        names: set[str] = set()
+        for column, width in zip(self.columns, widths, strict=True):
+            if width == 0:
+                names.update(column.processors)
+                continue
+            for total in units:
+                sizes = largest_remainder(column.heights, total=total)
+                if 0 in sizes:
+                    names.update(name for name, size in zip(column.processors, sizes, strict=True) if size == 0)
+        return frozenset(names)
+
+    def to_json(self) -> str:
+        """One line of JSON; `from_json` reads it back, bit for bit."""
+        return json.dumps(self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        columns = [
+            {"width": column.width, "processors": list(column.processors), "heights": list(column.heights)}
+            for column in self.columns
+        ]
+        return {"columns": columns}
+
+    @classmethod
+    def from_json(cls, text: str) -> Layout:
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanError: not JSON, a key is missing, or shares that cannot be.
+        """
+        try:
+            return cls(
+                columns=tuple(
+                    Column(
+                        width=float(column["width"]),
+                        processors=tuple(map(str, column["processors"])),
+                        heights=tuple(map(float, column["heights"])),
+                    )
+                    for column in json.loads(text)["columns"]
+                )
+            )
+        except PlanError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"not the JSON of a layout: {error!r}; Layout.to_json writes it") from error

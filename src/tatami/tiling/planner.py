@@ -1,0 +1,54 @@
+"""What a planner is: speeds and a workload in, a layout out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from tatami.cluster import Cluster, Processor
+from tatami.tiling.cost import AbstractCost
+from tatami.tiling.layout import Layout
+from tatami.workload import Workload
+
+
+class AbstractPlanner(ABC):
+    """Decides who lies where. Every rank plans alone, so the answer depends on the arguments alone, bit for bit.
+
+    `plan` does the rest: it checks the input, cuts the layout to whole samples and units, leaves out who comes out with
+    nothing, and prices the result.
+    """
+
+    name: ClassVar[str]
+    """How `plan` and the command line call it."""
+
+    @abstractmethod
+    def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
+        """A layout of all processors of the cluster.
+
+        Args:
+            cluster: the processors, in the order of the ranks, with their speeds.
+            workload: what is laid out.
+            cost: what to choose by, where the method leaves a choice.
+        """
+
+
+def ascending(cluster: Cluster) -> list[Processor]:
+    """The processors by speed, the slowest first; of equals, the lower rank first."""
+    return sorted(cluster.processors, key=lambda processor: processor.speed)
+
+
+def best_grid(build: Callable[[int], Layout], *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
+    """The cheapest of `build(N_DP)` over the numbers of columns N_DP that divide the number of processors.
+
+    A grid in which somebody would get no sample or no unit is taken only where every grid has one; of equals, the fewest
+    columns.
+    """
+    layouts = [build(columns) for columns in range(1, cluster.size + 1) if cluster.size % columns == 0]
+    whole = [layout for layout in layouts if not layout.empty(workload)]
+    return cheapest(whole or layouts, cluster=cluster, workload=workload, cost=cost)
+
+
+def cheapest(layouts: Sequence[Layout], *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
+    """The layout of the least cost; of equals, the first."""
+    return min(layouts, key=lambda layout: cost.price(layout, cluster=cluster, workload=workload).total)

@@ -1,0 +1,60 @@
+"""Half-open integer intervals, and the one rule by which real shares become them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tatami.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """The integers `start <= i < stop`, of samples or of units."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def __and__(self, other: Span) -> Span:
+        """The integers in both; empty (size 0) where they do not meet."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+    def slice(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+def largest_remainder(shares: Sequence[float], *, total: int) -> tuple[int, ...]:
+    """Integers in proportion to `shares` that sum to `total`: round down, then give what is left to the largest remainders.
+
+    Ties go to the earlier share, so that every rank cuts alike.
+
+    Raises:
+        PlanError: a share that is negative or not finite, or none above 0.
+    """
+    scale = sum(shares)
+    if not (math.isfinite(scale) and scale > 0 and min(shares) >= 0):
+        raise PlanError(f"shares must be finite numbers >= 0 and not all 0, not {list(shares)}")
+    ideal = [total * share / scale for share in shares]
+    # 1e-9 below an integer is that integer: 0.35 * 100 is 35, not 34 and a large remainder.
+    floor = [int(value + 1e-9) for value in ideal]
+    left = total - sum(floor)
+    order = sorted(range(len(shares)), key=lambda index: (floor[index] - ideal[index], index))
+    for index in order[:left]:
+        floor[index] += 1
+    return tuple(floor)
+
+
+def spans(sizes: Sequence[int]) -> tuple[Span, ...]:
+    """Consecutive spans of the given sizes, from 0."""
+    result = []
+    start = 0
+    for size in sizes:
+        result.append(Span(start, start + size))
+        start += size
+    return tuple(result)

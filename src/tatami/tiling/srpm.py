@@ -1,0 +1,191 @@
+"""SRPM, static rectangular partitioning mapping: areas as the speeds, columns by a dynamic program over Eq. 8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import fsum, inf
+from typing import ClassVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tatami.cluster import Cluster, Processor
+from tatami.errors import PlanError
+from tatami.tiling.cost import AbstractCost
+from tatami.tiling.layout import Column, Layout
+from tatami.tiling.paper import eq8_factors
+from tatami.tiling.planner import AbstractPlanner, ascending
+from tatami.workload import Workload
+
+Row = NDArray[np.float64]
+
+
+@final
+class SrpmPlanner(AbstractPlanner):
+    """Ozawa, Sugaya and Aso, section 4: ascending order, straight columns, the number of columns that minimises Eq. 8."""
+
+    name: ClassVar[str] = "srpm"
+
+    def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:  # noqa: ARG002 - Eq. 8 decides
+        order = ascending(cluster)
+        table = srpm_table(cluster, workload=workload)
+        across = fsum(processor.speed for processor in order)
+        columns = []
+        stop = 0
+        for size in table.sizes:
+            members = order[stop : stop + size]
+            stop += size
+            total = fsum(processor.speed for processor in members)
+            columns.append(
+                Column(
+                    width=total / across,
+                    processors=tuple(processor.name for processor in members),
+                    heights=tuple(processor.speed / total for processor in members),
+                )
+            )
+        return Layout(columns=tuple(columns))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SrpmTable:
+    """The dynamic program's table; `str` of it reads like the paper's.
+
+    Attributes:
+        abilities: p_i in the order of the partition (ascending, as the paper has it), summing to 1.
+        rows: row C - 1 holds t(C, q) for q = 0..N (infinite where q processors cannot fill C columns): the least possible
+            max over C columns of s_c (k(c) - 1), using the first q processors.
+        t_comm: Eq. 8 with t(C, N), in elements, for every row.
+        sizes: k(c) of the best partition, from the slowest column.
+        depth: the most processors that a column may have.
+    """
+
+    abilities: tuple[float, ...]
+    rows: tuple[Row, ...]
+    t_comm: tuple[float, ...]
+    sizes: tuple[int, ...]
+    depth: int
+
+    def partition(self, columns: int) -> tuple[int, ...] | None:
+        """k(c) of the best partition into this many columns, from the first column; None where there is none."""
+        rows = self.rows[:columns]
+        return _sizes(_sums(self.abilities), rows, self.depth) if rows[-1][-1] < inf else None
+
+    def t(self, columns: int, processors: int) -> float:
+        """t(C, q).
+
+        Raises:
+            PlanError: more columns than the program looked at, or more than processors.
+        """
+        if not 1 <= columns <= min(len(self.rows), processors) or processors > len(self.abilities):
+            raise PlanError(
+                f"t({columns}, {processors}) is not in the table: it has C = 1..{len(self.rows)} and "
+                f"q = C..{len(self.abilities)}"
+            )
+        return float(self.rows[columns - 1][processors])
+
+    def __str__(self) -> str:
+        lines = [f"| C | t(C, q) for q = C..{len(self.abilities)} | t_comm |", "|---|---|---|"]
+        for columns, (row, elements) in enumerate(zip(self.rows, self.t_comm, strict=True), start=1):
+            values = " ".join(f"{value:.2f}" for value in row[columns:])
+            mark = " (the minimum)" if columns == len(self.sizes) else ""
+            lines.append(f"| {columns} | {values} | {elements:.1f}{mark} |")
+        return "\n".join(lines)
+
+
+def srpm_table(
+    cluster: Cluster, *, workload: Workload, least_rows: int = 1, order: Sequence[Processor] | None = None
+) -> SrpmTable:
+    """Fill the table t(C, q) and choose the number of columns.
+
+    t(C, q) = min over q' in [C - 1, q - 1] of max((p_q'+1 + ... + p_q) (q - q' - 1), t(C - 1, q'))
+
+    The first term falls with q' and the second rises, so the minimum lies where they cross: a binary search for all q at
+    once, O(N log N) a row. Columns of more processors than the narrowest pair has units, and more columns than samples,
+    are not considered: somebody would get nothing.
+
+    Args:
+        least_rows: fill so many rows even if they cannot hold the minimum; the table otherwise ends where the second term
+            of Eq. 8 alone exceeds the best so far. N fills it whole.
+        order: the order in which processors fill the columns; ascending where None.
+
+    Raises:
+        PlanError: more processors than samples times the narrowest pair's units.
+    """
+    speeds = [processor.speed for processor in (ascending(cluster) if order is None else order)]
+    total = fsum(speeds)
+    abilities = tuple(speed / total for speed in speeds)
+    vertical, horizontal = eq8_factors(workload)
+    depth = workload.narrowest
+    sums = _sums(abilities)
+    rows: list[Row] = []
+    t_comm: list[float] = []
+    best = inf
+    crossing = np.zeros(len(sums), dtype=np.int64)
+    for columns in range(1, min(len(speeds), workload.samples) + 1):
+        if horizontal * (columns - 1) >= best and columns > least_rows:
+            break
+        if columns == 1:
+            row = _column_cost(sums, 0, np.arange(len(sums)), depth)
+            row[0] = inf
+        else:
+            row, crossing = _next_row(sums, columns, rows[-1], crossing, depth)
+        rows.append(row)
+        t_comm.append(vertical * float(row[-1]) + horizontal * (columns - 1))
+        best = min(best, t_comm[-1])
+    if best == inf:
+        raise PlanError(
+            f"{len(speeds)} processors are too many for {workload.samples} samples x {depth} units of the narrowest pair: "
+            "give each at least one of both"
+        )
+    return SrpmTable(
+        abilities=abilities,
+        rows=tuple(rows),
+        t_comm=tuple(t_comm),
+        sizes=_sizes(sums, rows[: t_comm.index(best) + 1], depth),
+        depth=depth,
+    )
+
+
+def _sums(abilities: Sequence[float]) -> Row:
+    return np.concatenate([[0.0], np.cumsum(np.asarray(abilities, dtype=np.float64))])
+
+
+def _column_cost(sums: Row, start: int | NDArray[np.int64], stop: int | NDArray[np.int64], depth: int) -> Row:
+    """s_c (k(c) - 1) of a column of processors start..stop-1; infinite where it is deeper than `depth`."""
+    members = np.asarray(stop) - start
+    return np.where(members > depth, inf, (sums[stop] - sums[start]) * (members - 1))
+
+
+def _next_row(sums: Row, columns: int, previous: Row, crossing: NDArray[np.int64], depth: int) -> tuple[Row, NDArray[np.int64]]:
+    """t(C, .) from t(C - 1, .), and for every q the least q' with t(C - 1, q') >= the cost of the last column.
+
+    `crossing` is that of the row before: it only ever moves to the right from row to row.
+    """
+    q = np.arange(columns, len(sums))
+    low = np.maximum(crossing[columns:], columns - 1)
+    high = q - 1
+    while np.any(low < high):
+        middle = (low + high) // 2
+        right = previous[middle] < _column_cost(sums, middle, q, depth)
+        low = np.where(right, middle + 1, low)
+        high = np.where(right, high, middle)
+    low = np.minimum(low, high)
+    left = np.maximum(low - 1, columns - 1)
+    before = np.where(low > columns - 1, np.maximum(_column_cost(sums, left, q, depth), previous[left]), inf)
+    row = np.full(len(sums), inf)
+    row[columns:] = np.minimum(before, np.maximum(_column_cost(sums, low, q, depth), previous[low]))
+    moved = np.zeros(len(sums), dtype=np.int64)
+    moved[columns:] = low
+    return row, moved
+
+
+def _sizes(sums: Row, rows: Sequence[Row], depth: int) -> tuple[int, ...]:
+    """k(c) of a partition that reaches the last row's t(C, N): from the last column back, the first q' that gives t(C, q)."""
+    stops = [len(sums) - 1]
+    for columns in range(len(rows), 1, -1):
+        start = np.arange(columns - 1, stops[-1])
+        costs = np.maximum(_column_cost(sums, start, stops[-1], depth), rows[columns - 2][start])
+        stops.append(columns - 1 + int(np.argmin(costs)))
+    return tuple(stop - start for start, stop in pairwise([0, *reversed(stops)]))

@@ -1,0 +1,83 @@
+"""The least predicted time: SRPM's partitions for many numbers of columns, priced with the cluster's own links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import fsum
+from typing import ClassVar, final
+
+from tatami.cluster import Cluster, Processor
+from tatami.tiling.cost import AbstractCost
+from tatami.tiling.even import EvenPlanner
+from tatami.tiling.grid import GridPlanner
+from tatami.tiling.gridrev import GridRevPlanner
+from tatami.tiling.layout import Column, Layout
+from tatami.tiling.planner import AbstractPlanner, ascending, cheapest
+from tatami.tiling.srpm import SrpmPlanner, srpm_table
+from tatami.tiling.weighted import WeightedPlanner
+from tatami.workload import Workload
+
+_FEW = 64
+"""Up to so many processors every other planner is tried, too: milliseconds each."""
+_ROWS = 256
+"""Of the dynamic program's table, whatever Eq. 8 thinks of them. Up to 16 columns all are tried, then steps of an eighth."""
+
+
+@final
+class TimedPlanner(AbstractPlanner):
+    """Whatever `cost` finds cheapest, of many partitions and of what the other planners say; so it is never worse than SRPM.
+
+    Eq. 8 counts elements and knows neither links nor what every rank of a column repeats. This planner takes the dynamic
+    program's partition for many numbers of columns, in ascending order and host by host (columns that stay on one host use its
+    local link), and moves the cuts so that all tiles compute for the same time.
+    """
+
+    name: ClassVar[str] = "timed"
+
+    def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
+        others: list[AbstractPlanner] = [SrpmPlanner(), WeightedPlanner()]
+        if cluster.size <= _FEW:
+            others += [EvenPlanner(), GridPlanner(), GridRevPlanner()]
+        layouts = [other.layout(cluster=cluster, workload=workload, cost=cost) for other in others]
+        layouts += _partitions(cluster, workload=workload)
+        whole = [layout for layout in layouts if not layout.empty(workload)]
+        return cheapest(whole or layouts[:1], cluster=cluster, workload=workload, cost=cost)
+
+
+def balanced(columns: Sequence[Sequence[Processor]], *, workload: Workload) -> Layout | None:
+    """Widths and heights with which every tile computes for the same time; None where somebody is too slow for any height.
+
+    A tile takes w (F h + G) / v: F flop for the whole area, G for the whole width whatever the height, v its speed. Equal
+    times T in a column of k processors of total speed S give w = T S / (F + k G), and the widths sum to 1.
+    """
+    per_area, per_width = workload.flop_per_area, workload.flop_per_width
+    speeds = [fsum(processor.speed for processor in column) for column in columns]
+    rates = [speed / (per_area + len(column) * per_width) for column, speed in zip(columns, speeds, strict=True)]
+    total = fsum(rates)
+    result = []
+    for column, speed, rate in zip(columns, speeds, rates, strict=True):
+        flop = per_area + len(column) * per_width
+        heights = tuple((processor.speed / speed * flop - per_width) / per_area for processor in column)
+        if min(heights) <= 0:
+            return None
+        result.append(Column(width=rate / total, processors=tuple(processor.name for processor in column), heights=heights))
+    return Layout(columns=tuple(result))
+
+
+def _partitions(cluster: Cluster, *, workload: Workload) -> Iterator[Layout]:
+    orders = [ascending(cluster)]
+    by_host = sorted(orders[0], key=lambda processor: processor.host)
+    if by_host != orders[0]:
+        orders.append(by_host)
+    for order in orders:
+        table = srpm_table(cluster, workload=workload, least_rows=_ROWS, order=order)
+        num_columns = 0
+        while num_columns < len(table.rows):
+            num_columns = min(num_columns + max(1, num_columns // 8), len(table.rows))
+            sizes = table.partition(num_columns)
+            if sizes is None:
+                continue
+            places = iter(order)
+            layout = balanced([[next(places) for _ in range(size)] for size in sizes], workload=workload)
+            if layout is not None:
+                yield layout

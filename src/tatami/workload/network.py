@@ -1,0 +1,127 @@
+"""A layered network as plain facts, and the workload it makes: which linear layers pair up, which are replicated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tatami.errors import PlanError
+from tatami.workload.workload import Pair, Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense:
+    """A linear layer: weight (outputs, inputs), and bias (outputs,) where it has one."""
+
+    inputs: int
+    outputs: int
+    bias: bool = True
+
+    @property
+    def parameters(self) -> int:
+        return self.outputs * (self.inputs + self.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """What lies between linear layers. Only an elementwise one can lie inside a tiled pair: it needs no other unit."""
+
+    name: str
+    elementwise: bool = True
+
+
+Layer = Dense | Activation
+
+
+def parse_net(text: str) -> tuple[int, ...]:
+    """The sizes of a network written "203-80-26": inputs, hidden layers, outputs.
+
+    Raises:
+        PlanError: not at least three whole numbers >= 1, joined by "-".
+    """
+    words = text.strip().split("-")
+    if any(not word.strip().isascii() or not word.strip().isdigit() or int(word) < 1 for word in words):
+        raise PlanError(f"network {text!r} must be whole numbers >= 1 joined by '-': inputs-hidden-outputs, such as 203-80-26")
+    if len(words) < 3:
+        raise PlanError(f"network {text!r} has no hidden layer; write at least inputs-hidden-outputs, such as 203-80-26")
+    return tuple(int(word) for word in words)
+
+
+def net_layers(sizes: Sequence[int], *, bias: bool = False) -> tuple[Layer, ...]:
+    """Linear layers between consecutive `sizes`, a sigmoid after each, as in the paper (which has no biases)."""
+    layers: list[Layer] = []
+    for inputs, outputs in pairwise(sizes):
+        layers += [Dense(inputs=inputs, outputs=outputs, bias=bias), Activation(name="sigmoid")]
+    return tuple(layers)
+
+
+def pairing(layers: Sequence[Layer]) -> tuple[tuple[int, int], ...]:
+    """Which linear layers are tiled together: the indices in `layers` of the first and the second of each pair.
+
+    From the front, a linear layer pairs with the next one, if nothing but elementwise activations lies between; one that
+    finds no partner is replicated.
+    """
+    pairs = []
+    first: int | None = None
+    for index, layer in enumerate(layers):
+        if isinstance(layer, Dense):
+            if first is None:
+                first = index
+            else:
+                pairs.append((first, index))
+                first = None
+        elif not layer.elementwise:
+            first = None
+    return tuple(pairs)
+
+
+def network_workload(layers: Sequence[Layer], *, samples: int, element_bytes: int = 4) -> Workload:
+    """The workload of a network of any depth.
+
+    The second bias of a pair and every linear layer outside of pairs count as replicated. A replicated layer costs each
+    sample 2 flop per weight forward, 2 for the weight's gradient, and 2 for the input's where layers lie below.
+
+    Raises:
+        PlanError: sizes that do not fit each other, or no two linear layers that pair up.
+    """
+    dense = [(index, layer) for index, layer in enumerate(layers) if isinstance(layer, Dense)]
+    for (before, one), (after, other) in pairwise(dense):
+        if one.outputs != other.inputs:
+            raise PlanError(f"layer {before} has {one.outputs} outputs, but layer {after} takes {other.inputs} inputs")
+    pairs, tiled, parameters, flop = [], set(), 0, 0
+    linear = dict(dense)
+    for index, partner in pairing(layers):
+        first, second = linear[index], linear[partner]
+        tiled |= {index, partner}
+        parameters += second.outputs if second.bias else 0
+        pairs.append(
+            Pair(
+                inputs=first.inputs,
+                units=first.outputs,
+                outputs=second.outputs,
+                unit_bias=first.bias,
+                input_gradient=index != dense[0][0],
+            )
+        )
+    if not pairs:
+        raise PlanError(
+            f"this network has {len(dense)} linear layers and none pair up: tiling needs two in a row with only elementwise "
+            "activations between"
+        )
+    for index, layer in dense:
+        if index not in tiled:
+            parameters += layer.parameters
+            flop += layer.inputs * layer.outputs * (4 if index == dense[0][0] else 6)
+    return Workload(
+        samples=samples,
+        pairs=tuple(pairs),
+        replicated_parameters=parameters,
+        replicated_flop_per_sample=flop,
+        element_bytes=element_bytes,
+    )
+
+
+def net_workload(text: str, *, samples: int, bias: bool = False, element_bytes: int = 4) -> Workload:
+    """The workload of "203-80-26": `parse_net`, `net_layers` and `network_workload` in one."""
+    return network_workload(net_layers(parse_net(text), bias=bias), samples=samples, element_bytes=element_bytes)

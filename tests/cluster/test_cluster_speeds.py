@@ -1,0 +1,73 @@
+"""Speeds from a command line, and the checks of a cluster made in code."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tatami.cluster import Cluster, Link, Processor, check_speeds, parse_speeds
+from tatami.errors import ClusterError
+
+
+def test_speeds() -> None:
+    assert parse_speeds("1,1.5, 2") == (1.0, 1.5, 2.0)
+    assert parse_speeds("10 Gflop/s,2e9", expected=2) == (1e10, 2e9)
+
+
+@given(st.lists(st.floats(1e-300, 1e300), min_size=1, max_size=8))
+def test_speeds_come_back(speeds: list[float]) -> None:
+    assert parse_speeds(",".join(map(repr, speeds)), expected=len(speeds)) == tuple(speeds)
+    check_speeds(speeds, expected=len(speeds))
+
+
+def test_all_faults_of_a_list_at_once() -> None:
+    with pytest.raises(ClusterError) as caught:
+        parse_speeds("1,,-2,nan,x,0,inf", expected=3)
+    assert [problem.split(";")[0] for problem in caught.value.problems] == [
+        "speeds[1]: is missing",
+        "speeds[2]: must be > 0, not -2",
+        "speeds[3]: must be a finite number > 0, not nan",
+        "speeds[4]: 'x' is not a computing speed",
+        "speeds[5]: must be > 0, not 0",
+        "speeds[6]: must be a finite number > 0, not inf",
+        "speeds: 7 given, expected 3, one for each rank",
+    ]
+    assert str(caught.value).startswith("--speeds '1,,-2,nan,x,0,inf' cannot be used; write numbers > 0")
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+def test_no_speeds(text: str) -> None:
+    with pytest.raises(ClusterError, match="speeds: there is none"):
+        parse_speeds(text, expected=2)
+
+
+def test_numbers_are_checked_alike() -> None:
+    with pytest.raises(ClusterError) as caught:
+        check_speeds([1.0, -1.0, float("nan")], expected=4)
+    assert caught.value.problems == (
+        "speeds[1]: must be > 0, not -1",
+        "speeds[2]: must be a finite number > 0, not nan",
+        "speeds: 3 given, expected 4, one for each rank",
+    )
+
+
+def test_a_cluster_names_all_its_faults() -> None:
+    link = Link(bandwidth_bytes_per_s=1.0, latency_s=0.0)
+    with pytest.raises(ClusterError) as caught:
+        Cluster(processors=(Processor(name="a", speed=0), Processor(name="a", speed=1)), links={("b", "a"): link})
+    assert caught.value.problems == (
+        "processors[0].speed: must be > 0, not 0 (a)",
+        "processors[1].name: 'a' is taken already",
+        "links['b', 'a']: the hosts must be in sorted order",
+    )
+    with pytest.raises(ClusterError, match="processors: there is none"):
+        Cluster(processors=())
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "latency", "name"), [(0.0, 0.0, "bandwidth"), (1.0, -1.0, "latency"), (float("inf"), 0.0, "bandwidth")]
+)
+def test_a_link_that_cannot_be(bandwidth: float, latency: float, name: str) -> None:
+    with pytest.raises(ClusterError, match=f"the {name} of a link must be a finite number"):
+        Link(bandwidth_bytes_per_s=bandwidth, latency_s=latency)

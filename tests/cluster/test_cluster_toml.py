@@ -1,0 +1,200 @@
+"""Cluster files: what is written is read back, groups unfold, and every fault of a file is named at once."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tatami.cluster import LOCAL_LINK, NETWORK_LINK, Cluster, Link, Processor, cluster_toml, read_cluster, write_cluster
+from tatami.errors import ClusterError, OutputExistsError
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster.toml"
+NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8).filter(lambda name: name.strip() != "")
+LINKS = st.builds(
+    Link, bandwidth_bytes_per_s=st.floats(1e-3, 1e15), latency_s=st.floats(0, 1e3) | st.sampled_from([0.0, 50e-6, 1e-3])
+)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    hosts = draw(st.lists(NAMES, min_size=1, max_size=4, unique=True))
+    names = draw(st.lists(NAMES, min_size=1, max_size=6, unique=True))
+    processors = tuple(
+        Processor(
+            name=name,
+            speed=draw(st.floats(1e-300, 1e300)),
+            host=draw(st.sampled_from(hosts)),
+            memory_bytes=draw(st.none() | st.integers(1, 2**50)),
+            spread=draw(st.none() | st.floats(0, 10)),
+        )
+        for name in names
+    )
+    used = st.sampled_from(sorted({processor.host for processor in processors}))
+    pairs = st.tuples(used, used).map(lambda pair: (min(pair), max(pair)))
+    return Cluster(
+        processors=processors, local=draw(LINKS), network=draw(LINKS), links=draw(st.dictionaries(pairs, LINKS, max_size=3))
+    )
+
+
+def problems_of(text: str) -> tuple[str, ...]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "cluster.toml")
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ClusterError) as caught:
+            read_cluster(path)
+        assert str(path) in str(caught.value)
+        return caught.value.problems
+
+
+@given(clusters())
+def test_what_is_written_is_read_as_an_equal_cluster(cluster: Cluster) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "cluster.toml")
+        write_cluster(cluster, path)
+        assert read_cluster(path) == cluster
+
+
+def test_the_example() -> None:
+    cluster = read_cluster(EXAMPLE)
+    assert [(p.name, p.host, p.speed, p.spread) for p in cluster.processors] == [
+        ("old0", "cpu0", 1.0, None),
+        ("old1", "cpu1", 1.0, None),
+        ("old2", "cpu2", 1.0, None),
+        ("old3", "cpu3", 1.0, None),
+        ("new0", "tower", 2.5, 0.03),
+        ("new1", "tower", 2.5, 0.03),
+    ]
+    assert cluster.by_name["new1"].memory_bytes == 24 * 2**30
+    assert cluster.link("old0", "old1") == Link(bandwidth_bytes_per_s=125e6, latency_s=50e-6)
+    assert cluster.link("new0", "old0") == Link(bandwidth_bytes_per_s=1.25e9, latency_s=20e-6)
+    assert cluster.link("new0", "new1") == Link(bandwidth_bytes_per_s=5e9, latency_s=5e-6)
+
+
+def test_text_as_a_person_would_write_it() -> None:
+    cluster = Cluster(processors=(Processor(name="a", speed=1.5, memory_bytes=2**30),))
+    assert cluster_toml(cluster) == (
+        '[local]\nbandwidth = "40 Gbit/s"\nlatency = "5 us"\n\n[network]\nbandwidth = "1 Gbit/s"\nlatency = "50 us"\n\n'
+        '[[processors]]\nname = "a"\nspeed = 1.5\nhost = "localhost"\nmemory = "1 GiB"\n'
+    )
+
+
+def test_numbers_are_si_and_links_may_be_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        '[network]\nbandwidth = 1000\nlatency = 0.5\n[[processors]]\nname = "n"\nspeed = "2 Gflop/s"\nmemory = 7\ncount = 2\n'
+    )
+    cluster = read_cluster(path)
+    assert cluster.local == LOCAL_LINK
+    assert cluster.network == Link(bandwidth_bytes_per_s=1000.0, latency_s=0.5)
+    assert cluster.processors == tuple(Processor(name=name, speed=2e9, memory_bytes=7) for name in ("n0", "n1"))
+
+
+def test_links_of_hosts_without_processors_are_left_out(tmp_path: Path) -> None:
+    cluster = Cluster(processors=(Processor(name="a", speed=1.0, host="h"),), links={("g", "h"): NETWORK_LINK})
+    write_cluster(cluster, tmp_path / "c.toml")
+    assert read_cluster(tmp_path / "c.toml").links == {}
+
+
+def test_all_faults_at_once_each_with_its_path() -> None:
+    problems = problems_of(
+        """
+        netwrk = 3
+        local = 5
+        [[processors]]
+        name = "a"
+        speed = -1
+        [[processors]]
+        name = "a"
+        sped = 2
+        memory = "24 GB/s"
+        [[processors]]
+        name = ""
+        speed = nan
+        count = 0
+        spread = "2 %"
+        host = "h"
+        [[links]]
+        hosts = ["localhos", "h"]
+        bandwidth = 0
+        latency = "5 m"
+        [[links]]
+        hosts = ["h"]
+        latency = 1
+        """
+    )
+    starts = [
+        "processors[0].speed: must be > 0, not -1",
+        "processors[1].speed: is missing",
+        "processors[1].memory: '24 GB/s' is not a size in bytes: unknown unit 'GB/s' (did you mean GB",
+        "processors[1].sped: unknown key; did you mean speed?",
+        "processors[1].name: 'a' is taken already, by processors[0]",
+        "processors[2].name: must be a text that is not empty, not ''",
+        "processors[2].speed: must be a finite number > 0, not nan",
+        "processors[2].count: must be a whole number >= 1, not 0",
+        "processors[2].spread: must be a number >= 0, relative to the speed",
+        "local: must be a table, not 5",
+        "links[0].bandwidth: must be > 0, not 0",
+        "links[0].latency: '5 m' is not a duration: unknown unit 'm' (did you mean ms or min?)",
+        "links[0].hosts[0]: no processor is on 'localhos'; did you mean localhost?",
+        "links[1].bandwidth: is missing",
+        "links[1].hosts: must be a list of 2 host names",
+        "netwrk: unknown key; did you mean network?",
+    ]
+    for start in starts:
+        assert sum(problem.startswith(start) for problem in problems) == 1, start
+    assert len(problems) == len(starts)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "processors: is missing"),
+        ("processors = []", "processors: there is none"),
+        ('[processors]\nname = "a"', "processors: must be a list of tables: head each with double brackets"),
+        ("processors = [3]", "processors[0]: must be a table, not 3"),
+        ('[[processors]]\nname = "a"\nspeed = true', "processors[0].speed: must be a number > 0"),
+        ('[[processors]]\nname = "a"\nspeed = 0', "processors[0].speed: must be > 0, not 0"),
+        (f'[[processors]]\nname = "a"\nspeed = 1{"0" * 400}', "processors[0].speed: must be a finite number > 0, not inf"),
+        ("[[processors]]\nname = 4\nspeed = 1", "processors[0].name: must be a text that is not empty, not 4"),
+        (
+            '[[processors]]\nname = "a"\ncount = 2\nspeed = 1\n[[processors]]\nname = "a1"\nspeed = 1',
+            "processors[1].name: 'a1' is taken already, by processors[0]",
+        ),
+        (
+            '[[processors]]\nname = "a"\nspeed = 1\nhost = "h"\n'
+            + '[[links]]\nhosts = ["h", "h"]\nbandwidth = 1\nlatency = 0\n' * 2,
+            "links[1].hosts: this pair is taken already, by links[0]",
+        ),
+    ],
+)
+def test_one_fault(text: str, problem: str) -> None:
+    (only,) = problems_of(text)
+    assert only.startswith(problem)
+
+
+def test_a_file_that_is_no_toml(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    with pytest.raises(ClusterError, match=r"cannot read the cluster file .*cluster.toml: No such file"):
+        read_cluster(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ClusterError, match=r"is not text in UTF-8 \(byte 0\)"):
+        read_cluster(path)
+    path.write_text("[local\n")
+    with pytest.raises(ClusterError, match=r"cluster.toml is not TOML: .*line 1"):
+        read_cluster(path)
+
+
+def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "cluster.toml"
+    one, two = Cluster.from_speeds([1.0]), Cluster.from_speeds([1.0, 2.0])
+    write_cluster(one, path)
+    with pytest.raises(OutputExistsError, match=r"cluster.toml exists already; .*--force"):
+        write_cluster(two, path)
+    assert read_cluster(path) == one
+    write_cluster(two, path, force=True)
+    assert read_cluster(path) == two
+    assert [file.name for file in path.parent.iterdir()] == ["cluster.toml"]

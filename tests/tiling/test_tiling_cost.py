@@ -1,0 +1,164 @@
+"""Cost models against figures worked out by hand, and bounds that no plan beats."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tatami.cluster import Cluster, Link, Processor
+from tatami.errors import PlanError
+from tatami.tiling import (
+    AlphaBetaCost,
+    Column,
+    Layout,
+    PaperCost,
+    compare,
+    horizontal_messages,
+    time_bound_s,
+    volume_bounds,
+    volume_bytes,
+)
+from tatami.tiling.links import SlowestLink
+from tatami.workload import Pair, Workload
+
+LOCAL = Link(bandwidth_bytes_per_s=1e9, latency_s=1e-6)
+SLOW = Link(bandwidth_bytes_per_s=1e6, latency_s=1e-3)
+WORKLOAD = Workload.mlp(30, 40, 10, samples=100)
+GRID = Layout(
+    columns=(
+        Column(width=0.25, processors=("p0", "p1"), heights=(0.5, 0.5)),
+        Column(width=0.75, processors=("p2", "p3"), heights=(0.5, 0.5)),
+    )
+)
+
+
+def four(*hosts: str) -> Cluster:
+    processors = tuple(Processor(name=f"p{i}", speed=1.0, host=host) for i, host in enumerate(hosts))
+    return Cluster(processors=processors, local=LOCAL, network=SLOW)
+
+
+def test_eq_8_sums_over_pairs() -> None:
+    pairs = (Pair(inputs=30, units=40, outputs=10), Pair(inputs=10, units=8, outputs=4))
+    cost = PaperCost().price(GRID, cluster=four(*"aabb"), workload=Workload(samples=100, pairs=pairs, replicated_parameters=7))
+    assert cost.vertical == pytest.approx(2 * 14 * 100 * 0.75)
+    assert cost.horizontal == 2 * (40 * 40 + 14 * 8 + 7)
+    assert (cost.compute, cost.unit) == (0.0, "elements")
+
+
+def test_alpha_beta_by_hand_on_two_hosts() -> None:
+    cost = AlphaBetaCost(flop_per_s=1e6).price(GRID, cluster=four(*"aabb"), workload=WORKLOAD)
+    assert cost.compute == pytest.approx(WORKLOAD.flop(width=0.75, height=0.5) / 1e6)
+    # Columns are inside a host: two steps, each half of 0.75 * 100 * 10 * 4 bytes.
+    assert cost.vertical == pytest.approx(2 * (1e-6 + 1500 / 1e9))
+    # Groups span the hosts: one message of half the 40 units, each of 40 elements, to one neighbour.
+    assert cost.horizontal == pytest.approx(1e-3 + 20 * 40 * 4 / 1e6)
+    assert cost.total == cost.compute + cost.vertical + cost.horizontal
+
+
+def test_alpha_beta_by_hand_with_columns_across_hosts() -> None:
+    cost = AlphaBetaCost(flop_per_s=1e6).price(GRID, cluster=four(*"abab"), workload=WORKLOAD)
+    assert cost.vertical == pytest.approx(2 * (1e-3 + 1500 / 1e6))
+    assert cost.horizontal == pytest.approx(1e-6 + 20 * 40 * 4 / 1e9)
+
+
+def test_replicated_layers_are_summed_across_columns_too() -> None:
+    workload = Workload(samples=100, pairs=WORKLOAD.pairs, replicated_parameters=500)
+    plain = AlphaBetaCost().price(GRID, cluster=four(*"aabb"), workload=WORKLOAD)
+    more = AlphaBetaCost().price(GRID, cluster=four(*"aabb"), workload=workload)
+    assert more.horizontal - plain.horizontal == pytest.approx(2 * (1e-3 + 1000 / 1e6))
+
+
+def test_measured_speeds_are_flop_per_second() -> None:
+    assert AlphaBetaCost().scale(Cluster.from_speeds([1.0, 0.5])) == 1e9
+    assert AlphaBetaCost().scale(Cluster.from_speeds([2e9, 3e9])) == 1.0
+    with pytest.raises(PlanError, match="flop_per_s of speed 1"):
+        AlphaBetaCost(flop_per_s=0.0)
+
+
+@pytest.mark.parametrize("heights", [((0.5, 0.5), (0.3, 0.7), (0.2, 0.3, 0.5)), ((1.0,), (0.3, 0.7), (0.3, 0.7))])
+def test_latencies_are_counted_as_the_messages_that_are_sent(heights: tuple[tuple[float, ...], ...]) -> None:
+    layout = Layout(
+        columns=tuple(
+            Column(width=1 / 3, processors=tuple(f"{c}{r}" for r in range(len(column))), heights=column)
+            for c, column in enumerate(heights)
+        )
+    )
+    cluster = Cluster(
+        processors=tuple(Processor(name=name, speed=1.0) for name in layout.processors),
+        local=Link(bandwidth_bytes_per_s=1e30, latency_s=1.0),
+    )
+    messages = horizontal_messages([layout.cut(samples=30, units=30)], method="reduce-scatter")
+    most = max(sum(message.source == name for message in messages) for name in layout.processors)
+    cost = AlphaBetaCost().price(layout, cluster=cluster, workload=Workload.mlp(3, 30, 2, samples=30))
+    assert cost.horizontal == pytest.approx(most)
+
+
+links = st.builds(Link, bandwidth_bytes_per_s=st.floats(1e3, 1e9), latency_s=st.floats(0, 1))
+
+
+@given(
+    hosts=st.lists(st.sampled_from("abcd"), min_size=2, max_size=6),
+    local=links,
+    network=links,
+    exceptions=st.dictionaries(st.tuples(st.sampled_from("abcd"), st.sampled_from("abcd")), links, max_size=6),
+)
+def test_the_slowest_link_is_that_of_the_slowest_pair(
+    hosts: list[str], local: Link, network: Link, exceptions: dict[tuple[str, str], Link]
+) -> None:
+    processors = tuple(Processor(name=f"p{i}", speed=1.0, host=host) for i, host in enumerate(hosts))
+    listed = {(first, second): link for (first, second), link in exceptions.items() if first <= second}
+    cluster = Cluster(processors=processors, local=local, network=network, links=listed)
+    names = [processor.name for processor in processors]
+    between = [cluster.link(one, other) for one, other in combinations(names, 2)]
+    found = SlowestLink(cluster).among(names)
+    assert found.bandwidth_bytes_per_s == min(link.bandwidth_bytes_per_s for link in between)
+    assert found.latency_s == max(link.latency_s for link in between)
+
+
+def test_volume_bounds_by_hand() -> None:
+    bounds = volume_bounds([0.25] * 4, alpha_bytes=100.0, beta_bytes=100.0)
+    assert bounds.lb1 == bounds.lb2 == pytest.approx(400.0)
+    assert bounds.lb3 == pytest.approx(400.0)
+    # Height is dear: LB1 would have tiles twice as wide as the floor, LB2 stops at its width.
+    wide = volume_bounds([0.25] * 4, alpha_bytes=1600.0, beta_bytes=100.0)
+    assert (wide.lb1, wide.lb2, wide.lb3) == pytest.approx((1600.0, 2000.0, 600.0))
+    assert volume_bounds([1.0], alpha_bytes=3.0, beta_bytes=5.0).lb3 == pytest.approx(0.0)
+
+
+def test_volume_is_what_the_messages_carry() -> None:
+    workload = Workload.mlp(30, 40, 10, samples=100)
+    messages = horizontal_messages([GRID.cut(samples=100, units=40)], method="direct")
+    across = sum(span.size for message in messages for _, span in message.spans) * 40 * 4
+    down = 2 * (2 - 1) * 10 * 100 * 4
+    assert volume_bytes(GRID, workload=workload) == pytest.approx(across + down)
+
+
+clusters = st.lists(st.tuples(st.floats(0.01, 10.0), st.sampled_from("abc")), min_size=1, max_size=9).map(
+    lambda drawn: Cluster(processors=tuple(Processor(name=f"p{i}", speed=s, host=h) for i, (s, h) in enumerate(drawn)))
+)
+
+
+@given(
+    cluster=clusters,
+    net=st.tuples(st.integers(1, 500), st.integers(9, 500), st.integers(1, 500)),
+    samples=st.integers(9, 3000),
+    flop_per_s=st.sampled_from([1e6, 1e9, 1e12]),
+)
+@settings(max_examples=60, deadline=None)
+@pytest.mark.filterwarnings("ignore:.*leaves out")
+def test_no_plan_beats_the_bounds(cluster: Cluster, net: tuple[int, int, int], samples: int, flop_per_s: float) -> None:
+    workload = Workload.mlp(*net, samples=samples)
+    cost = AlphaBetaCost(flop_per_s=flop_per_s)
+    for plan in compare(cluster=cluster, workload=workload, cost=cost):
+        assert plan.gap >= -1e-9
+        assert plan.volume_bytes >= plan.volume_bounds.lb3 * (1 - 1e-9) - 1e-6
+        assert plan.volume_bounds.lb2 >= plan.volume_bounds.lb1 * (1 - 1e-9)
+        assert plan.bound_s == time_bound_s(cluster, workload=workload, cost=cost)
+
+
+def test_one_processor_reaches_both_bounds() -> None:
+    for plan in compare(cluster=Cluster.from_speeds([0.5]), workload=WORKLOAD):
+        assert (plan.gap, plan.volume_gap) == pytest.approx((0.0, 0.0))

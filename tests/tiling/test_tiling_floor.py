@@ -1,0 +1,168 @@
+"""Spans, tiles, tilings and layouts: whole numbers that cover the floor exactly once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tatami.errors import PlanError
+from tatami.tiling import Column, Group, Layout, Span, Tile, Tiling, largest_remainder, spans
+from tatami.workload import Workload
+
+LAYOUT = Layout(
+    columns=(
+        Column(width=0.35, processors=("a", "b", "c"), heights=(0.2, 0.3, 0.5)),
+        Column(width=0.65, processors=("d", "e"), heights=(0.4, 0.6)),
+    )
+)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    shapes = draw(st.lists(st.lists(st.floats(0.01, 9.0), min_size=1, max_size=5), min_size=1, max_size=5))
+    columns = []
+    for index, shares in enumerate(shapes):
+        names = tuple(f"p{index}.{row}" for row in range(len(shares)))
+        width = sum(shares) / sum(map(sum, shapes))
+        columns.append(Column(width=width, processors=names, heights=tuple(share / sum(shares) for share in shares)))
+    return Layout(columns=tuple(columns))
+
+
+def test_spans_meet() -> None:
+    assert Span(2, 7) & Span(5, 9) == Span(5, 7)
+    assert (Span(2, 4) & Span(5, 9)).size == 0
+    assert list(range(10))[Span(2, 4).slice()] == [2, 3]
+    assert spans([2, 0, 3]) == (Span(0, 2), Span(2, 2), Span(2, 5))
+
+
+def test_largest_remainder_by_hand() -> None:
+    assert largest_remainder([0.35, 0.65], total=100) == (35, 65)
+    assert largest_remainder([1, 1, 1], total=80) == (27, 27, 26)
+    assert largest_remainder([0.25, 0.75], total=2) == (1, 1)
+    assert largest_remainder([5, 3, 1], total=0) == (0, 0, 0)
+
+
+@given(shares=st.lists(st.floats(0.001, 1000.0), min_size=1, max_size=20), total=st.integers(0, 10**6))
+def test_largest_remainder_sums_up_and_is_less_than_one_off(shares: list[float], total: int) -> None:
+    sizes = largest_remainder(shares, total=total)
+    assert sum(sizes) == total
+    for size, share in zip(sizes, shares, strict=True):
+        assert abs(size - total * share / sum(shares)) < 1 + 1e-6
+
+
+@pytest.mark.parametrize("shares", [[], [0.0, 0.0], [1.0, -1.0], [float("nan")], [float("inf"), 1.0]])
+def test_shares_that_cannot_be_are_refused(shares: list[float]) -> None:
+    with pytest.raises(PlanError, match="shares must be finite numbers >= 0"):
+        largest_remainder(shares, total=10)
+
+
+def test_a_layout_is_cut_to_whole_samples_and_units() -> None:
+    tiling = LAYOUT.cut(samples=20, units=10)
+    assert tiling.by_processor["c"] == Tile(processor="c", column=0, samples=Span(0, 7), units=Span(5, 10))
+    assert tiling.by_processor["d"] == Tile(processor="d", column=1, samples=Span(7, 20), units=Span(0, 4))
+    assert tiling.by_processor["d"].area == 52
+    assert [[tile.processor for tile in column] for column in tiling.columns] == [["a", "b", "c"], ["d", "e"]]
+
+
+def test_every_unit_has_one_owner_in_every_column() -> None:
+    assert LAYOUT.cut(samples=20, units=10).groups == (
+        Group(units=Span(0, 2), owners=("a", "d")),
+        Group(units=Span(2, 4), owners=("b", "d")),
+        Group(units=Span(4, 5), owners=("b", "e")),
+        Group(units=Span(5, 10), owners=("c", "e")),
+    )
+
+
+@given(layout=layouts(), samples=st.integers(1, 500), units=st.integers(1, 500))
+def test_tilings_cover_the_floor_once_and_survive_json(layout: Layout, samples: int, units: int) -> None:
+    tiling = layout.cut(samples=samples, units=units)
+    assert sum(tile.area for tile in tiling.tiles) == samples * units
+    assert Tiling.from_json(tiling.to_json()) == tiling
+    position = 0
+    for group in tiling.groups:
+        assert group.units.start == position
+        position = group.units.stop
+        for column, owner in enumerate(group.owners):
+            tile = tiling.by_processor[owner]
+            assert tile.column == column
+            assert tile.units & group.units == group.units
+    assert position == units
+
+
+@given(layout=layouts())
+def test_layouts_survive_json(layout: Layout) -> None:
+    assert Layout.from_json(layout.to_json()) == layout
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"samples": 1, "units": 1, "tiles": [{}]}',
+        '{"columns": [{"width": 1}]}',
+        '{"columns": [{"width": "x"}], "samples": "x", "tiles": []}',
+    ],
+)
+def test_what_is_not_the_json_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="not the JSON of a tiling"):
+        Tiling.from_json(text)
+    with pytest.raises(PlanError, match="not the JSON of a layout"):
+        Layout.from_json(text)
+
+
+def test_json_of_a_tiling_with_a_hole_is_refused() -> None:
+    raw = LAYOUT.cut(samples=20, units=10).to_dict()
+    raw["tiles"][1]["units"] = [3, 5]
+    with pytest.raises(PlanError, match=r"units of column 0 must cover 0\.\.10 exactly once"):
+        Tiling.from_json(json.dumps(raw))
+
+
+def tile(name: str, column: int, samples: tuple[int, int], units: tuple[int, int]) -> Tile:
+    return Tile(processor=name, column=column, samples=Span(*samples), units=Span(*units))
+
+
+@pytest.mark.parametrize(
+    ("tiles", "match"),
+    [
+        ((), "0 tiles"),
+        ((tile("a", 0, (0, 4), (0, 4)),), "end at 4, not at 6"),
+        ((tile("a", 0, (0, 4), (0, 6)), tile("a", 1, (4, 8), (0, 6))), "a has two tiles"),
+        ((tile("a", 0, (0, 4), (0, 6)), tile("b", 2, (4, 8), (0, 6))), "without a gap"),
+        ((tile("a", -1, (0, 8), (0, 6)),), "without a gap"),
+        ((tile("a", 0, (0, 8), (0, 3)), tile("b", 0, (0, 7), (3, 6))), "different samples"),
+        ((tile("a", 0, (0, 8), (0, 4)), tile("b", 0, (0, 8), (3, 6))), "exactly once"),
+        ((tile("a", 0, (0, 4), (0, 6)), tile("b", 1, (5, 8), (0, 6))), "samples of the columns"),
+    ],
+)
+def test_tiles_that_do_not_cover_the_floor_are_refused(tiles: tuple[Tile, ...], match: str) -> None:
+    with pytest.raises(PlanError, match=match):
+        Tiling(samples=8, units=6, tiles=tiles)
+
+
+def test_layouts_that_cannot_be_are_refused() -> None:
+    with pytest.raises(PlanError, match="one height for each processor"):
+        Column(width=1.0, processors=("a", "b"), heights=(1.0,))
+    with pytest.raises(PlanError, match=r"sum to 0\.9"):
+        Column(width=1.0, processors=("a", "b"), heights=(0.5, 0.4))
+    with pytest.raises(PlanError, match="share of a must be a finite number >= 0"):
+        Column(width=1.0, processors=("a", "b"), heights=(-0.5, 1.5))
+    with pytest.raises(PlanError, match=r"widths of the columns sum to 0\.5"):
+        Layout(columns=(Column(width=0.5, processors=("a",), heights=(1.0,)),))
+    with pytest.raises(PlanError, match="a lies twice"):
+        Layout(columns=(Column(width=0.5, processors=("a",), heights=(1.0,)),) * 2)
+
+
+def test_who_comes_out_empty() -> None:
+    layout = Layout(
+        columns=(
+            Column(width=0.001, processors=("a",), heights=(1.0,)),
+            Column(width=0.999, processors=("b", "c"), heights=(0.01, 0.99)),
+        )
+    )
+    assert layout.empty(Workload.mlp(3, 10, 2, samples=10)) == {"a", "b"}
+    assert layout.empty(Workload.mlp(3, 1000, 2, samples=1000)) == frozenset()

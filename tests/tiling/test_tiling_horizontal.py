@@ -1,0 +1,102 @@
+"""Horizontal messages: played on whole numbers, every owner ends with the sum of every unit, each part counted once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tatami.errors import PlanError
+from tatami.tiling import Column, Layout, Span, Tiling
+from tatami.tiling.horizontal import Message, Method, horizontal_messages
+
+METHODS: tuple[Method, ...] = ("direct", "reduce-scatter")
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    shapes = draw(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=5))
+    columns = []
+    for index, shares in enumerate(shapes):
+        names = tuple(f"p{index}.{row}" for row in range(len(shares)))
+        heights = tuple(share / sum(shares) for share in shares)
+        columns.append(Column(width=1 / len(shapes), processors=names, heights=heights))
+    return Layout(columns=tuple(columns))
+
+
+def play(messages: tuple[Message, ...], tilings: tuple[Tiling, ...]) -> dict[tuple[str, int, int], int]:
+    """Every owner's value of every (pair, unit) after the messages; the owner in column c begins with 1000 ** c."""
+    values = {
+        (tile.processor, pair, unit): 1000**tile.column
+        for pair, tiling in enumerate(tilings)
+        for tile in tiling.tiles
+        for unit in range(tile.units.start, tile.units.stop)
+    }
+    for phase in (0, 1):
+        before = dict(values)
+        for message in messages:
+            if message.phase != phase:
+                continue
+            for pair, span in message.spans:
+                for unit in range(span.start, span.stop):
+                    sent = before[message.source, pair, unit]
+                    received = (message.dest, pair, unit)
+                    values[received] = values[received] + sent if phase == 0 else sent
+    return values
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(layout=layouts(), units=st.lists(st.integers(1, 40), min_size=1, max_size=3))
+def test_every_owner_ends_with_the_sum_of_every_column_once(method: Method, layout: Layout, units: list[int]) -> None:
+    tilings = tuple(layout.cut(samples=64, units=count) for count in units)
+    messages = horizontal_messages(tilings, method=method)
+    # In base 1000 every digit counts how often a column's part came in.
+    expected = sum(1000**column for column in range(len(layout.columns)))
+    assert set(play(messages, tilings).values()) == {expected}
+    edges = [(message.phase, message.source, message.dest) for message in messages]
+    assert len(set(edges)) == len(edges)
+    assert all(message.spans and all(span.size for _, span in message.spans) for message in messages)
+    assert max((message.phase for message in messages), default=0) <= (0 if method == "direct" else 1)
+
+
+@given(layout=layouts(), units=st.integers(1, 200))
+def test_reduce_scatter_carries_no_more_than_the_bandwidth_optimum(layout: Layout, units: int) -> None:
+    columns = len(layout.columns)
+    messages = horizontal_messages([layout.cut(samples=8, units=units)], method="reduce-scatter")
+    assert sum(span.size for message in messages for _, span in message.spans) == 2 * (columns - 1) * units
+    summed = [0] * columns
+    for message in messages:
+        if message.phase == 0:
+            summed[int(message.dest[1])] += sum(span.size for _, span in message.spans)
+    assert max(summed) - min(summed) <= columns - 1
+
+
+def test_two_columns_direct() -> None:
+    layout = Layout(
+        columns=(
+            Column(width=0.5, processors=("a", "b"), heights=(0.5, 0.5)),
+            Column(width=0.5, processors=("c", "d"), heights=(0.25, 0.75)),
+        )
+    )
+    tilings = (layout.cut(samples=4, units=8), layout.cut(samples=4, units=4))
+    assert horizontal_messages(tilings, method="direct")[:3] == (
+        Message(phase=0, source="a", dest="c", spans=((0, Span(0, 2)), (1, Span(0, 1)))),
+        Message(phase=0, source="a", dest="d", spans=((0, Span(2, 4)), (1, Span(1, 2)))),
+        Message(phase=0, source="b", dest="d", spans=((0, Span(4, 8)), (1, Span(2, 4)))),
+    )
+
+
+def test_one_column_needs_no_message() -> None:
+    layout = Layout(columns=(Column(width=1.0, processors=("a", "b"), heights=(0.5, 0.5)),))
+    assert horizontal_messages([layout.cut(samples=4, units=8)], method="reduce-scatter") == ()
+
+
+def test_bad_input_is_refused() -> None:
+    one = Layout(columns=(Column(width=1.0, processors=("a", "b"), heights=(0.5, 0.5)),)).cut(samples=4, units=8)
+    other = Layout(columns=(Column(width=1.0, processors=("b", "a"), heights=(0.5, 0.5)),)).cut(samples=4, units=8)
+    with pytest.raises(PlanError, match="same columns"):
+        horizontal_messages([one, other], method="direct")
+    with pytest.raises(PlanError, match="at least one tiling"):
+        horizontal_messages([], method="direct")
+    with pytest.raises(PlanError, match="choose direct or reduce-scatter"):
+        horizontal_messages([one], method="ring")  # type: ignore[arg-type]

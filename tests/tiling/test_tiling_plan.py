@@ -1,0 +1,190 @@
+"""`plan` from end to end: the baselines' shares, who is left out, and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from typing import ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tatami.cluster import Cluster, Processor
+from tatami.errors import ClusterError, PlanError
+from tatami.tiling import (
+    PLANNERS,
+    AbstractCost,
+    AbstractPlanner,
+    AlphaBetaCost,
+    Column,
+    Cost,
+    GridPlanner,
+    GridRevPlanner,
+    Layout,
+    PaperCost,
+    compare,
+    plan,
+)
+from tatami.workload import Pair, Workload
+
+PAPER = Workload.mlp(203, 80, 26, samples=1024)
+EXAMPLE = Cluster.from_speeds([3.0, 1.0, 2.5, 1.5, 3.5, 2.0])
+
+
+class ColumnsCost(AbstractCost):
+    """Nothing is cheaper than `columns` columns."""
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+
+    def price(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> Cost:  # noqa: ARG002
+        return Cost(compute=abs(len(layout.columns) - self.columns), vertical=0.0, horizontal=0.0, unit="s")
+
+
+def test_method_h_as_in_the_papers_example() -> None:
+    result = plan(GridPlanner(), cluster=EXAMPLE, workload=PAPER, cost=ColumnsCost(2))
+    slow, fast = result.layout.columns
+    assert (slow.processors, fast.processors) == (("p1", "p3", "p5"), ("p2", "p0", "p4"))
+    assert (slow.width, fast.width) == pytest.approx((1.0 / 3.5, 2.5 / 3.5))
+    assert slow.heights == fast.heights == pytest.approx((1 / 3, 1 / 3, 1 / 3))
+
+
+def test_method_h_rev_as_in_the_papers_example() -> None:
+    result = plan(GridRevPlanner(), cluster=EXAMPLE, workload=PAPER, cost=ColumnsCost(2))
+    slow, fast = result.layout.columns
+    assert (slow.width, fast.width) == pytest.approx((1.0 / 3.5, 2.5 / 3.5))
+    assert slow.heights == fast.heights == pytest.approx((1 / 4.5, 1.5 / 4.5, 2 / 4.5))
+
+
+def test_even_gives_everybody_the_same_and_keeps_the_order_of_the_ranks() -> None:
+    result = plan("even", cluster=EXAMPLE, workload=PAPER, cost=ColumnsCost(3))
+    assert [column.processors for column in result.layout.columns] == [("p0", "p1"), ("p2", "p3"), ("p4", "p5")]
+    assert {tile.area for tile in result.tiling.tiles} == {341 * 40, 342 * 40}
+
+
+def test_weighted_gives_samples_by_speed_and_all_units() -> None:
+    tiling = plan("weighted", cluster=EXAMPLE, workload=PAPER.with_samples(1350)).tiling
+    assert [tile.samples.size for tile in tiling.tiles] == [300, 100, 250, 150, 350, 200]
+    assert {(tile.units.start, tile.units.stop) for tile in tiling.tiles} == {(0, 80)}
+
+
+@pytest.mark.parametrize("size", [5, 7])
+def test_a_prime_number_of_processors_leaves_a_grid_one_column_or_n(size: int) -> None:
+    for name in ("even", "grid", "grid-rev"):
+        assert len(plan(name, cluster=Cluster.from_speeds([1.0] * size), workload=PAPER).layout.columns) in (1, size)
+
+
+def test_the_best_number_of_columns_is_that_of_the_given_cost() -> None:
+    by_paper = plan("even", cluster=Cluster.from_speeds([1.0] * 6), workload=PAPER, cost=PaperCost())
+    assert len(by_paper.layout.columns) == 2
+    assert by_paper.predicted.unit == "s"
+
+
+def test_all_planners_side_by_side() -> None:
+    plans = compare(cluster=EXAMPLE, workload=PAPER)
+    assert (
+        [one.planner for one in plans]
+        == ["even", "grid", "grid-rev", "srpm", "srpm-merged", "weighted", "timed"]
+        == list(PLANNERS)
+    )
+    assert [one.planner for one in compare(["srpm", "even"], cluster=EXAMPLE, workload=PAPER)] == ["srpm", "even"]
+    for one in plans:
+        assert one.predicted == AlphaBetaCost().price(one.layout, cluster=EXAMPLE, workload=PAPER)
+        assert one.t_comm == PaperCost().price(one.layout, cluster=EXAMPLE, workload=PAPER).total
+        assert one.gap == pytest.approx(one.predicted_s / one.bound_s - 1)
+
+
+@pytest.mark.parametrize("name", list(PLANNERS))
+@given(speeds=st.lists(st.floats(0.01, 10.0), min_size=1, max_size=8), samples=st.integers(8, 60), units=st.integers(8, 60))
+@settings(max_examples=30, deadline=None)
+def test_every_planner_covers_the_floor_and_nobody_is_empty(name: str, speeds: list[float], samples: int, units: int) -> None:
+    pairs = (Pair(inputs=7, units=units, outputs=3), Pair(inputs=3, units=max(2, units // 3), outputs=5, input_gradient=True))
+    workload = Workload(samples=samples, pairs=pairs)
+    cluster = Cluster.from_speeds(speeds)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = plan(name, cluster=cluster, workload=workload)
+    assert bool(caught) == bool(result.left_out)
+    for tiling in result.tilings():
+        assert sum(tile.area for tile in tiling.tiles) == tiling.samples * tiling.units
+        assert all(tile.area > 0 for tile in tiling.tiles)
+        assert {tile.processor for tile in tiling.tiles} | set(result.left_out) == {f"p{i}" for i in range(len(speeds))}
+    assert result == plan(name, cluster=cluster, workload=workload) if not result.left_out else True
+
+
+@pytest.mark.parametrize("name", ["srpm", "srpm-merged", "weighted", "grid-rev"])
+def test_a_processor_that_is_too_slow_is_left_out_by_name(name: str) -> None:
+    cluster = Cluster.from_speeds([1.0, 1e-6, 2.0])
+    with pytest.warns(UserWarning, match=f"{name} leaves out p1: too slow for one of 1024 samples and one of 80 units"):
+        result = plan(name, cluster=cluster, workload=PAPER)
+    assert result.left_out == ("p1",)
+    assert {tile.processor for tile in result.tiling.tiles} == {"p0", "p2"}
+
+
+def test_the_slowest_go_first() -> None:
+    cluster = Cluster.from_speeds([1.0, 2e-6, 1e-6, 1.0])
+    with pytest.warns(UserWarning, match="leaves out p2, p1"):
+        assert plan("weighted", cluster=cluster, workload=PAPER).left_out == ("p2", "p1")
+
+
+def test_the_narrowest_pair_counts_too() -> None:
+    pairs = (Pair(inputs=9, units=100, outputs=2), Pair(inputs=2, units=2, outputs=9, input_gradient=True))
+    workload = Workload(samples=4, pairs=pairs)
+    result = plan("srpm", cluster=Cluster.from_speeds([1.0] * 4), workload=workload)
+    assert max(len(column.processors) for column in result.layout.columns) <= 2
+    assert result.left_out == ()
+
+
+def test_speeds_by_name_and_by_rank() -> None:
+    cluster = Cluster(processors=tuple(Processor(name=name, speed=1.0) for name in ("old", "new")))
+    by_name = plan("weighted", cluster=cluster, workload=PAPER, speeds={"new": 3.0, "old": 1.0})
+    assert by_name == plan("weighted", cluster=cluster, workload=PAPER, speeds=[1.0, 3.0])
+    assert by_name.tiling.by_processor["new"].samples.size == 768
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
+def test_speeds_that_cannot_be_are_refused(speed: float) -> None:
+    with pytest.raises(PlanError, match="speed of p1 must be a finite number > 0"):
+        plan("srpm", cluster=Cluster.from_speeds([1.0, 1.0]), workload=PAPER, speeds=[1.0, speed])
+    with pytest.raises(ClusterError, match=r"processors\[1\]\.speed: must be"):
+        Cluster.from_speeds([1.0, speed])
+
+
+def test_speeds_that_are_missing_or_too_many_are_refused() -> None:
+    cluster = Cluster.from_speeds([1.0, 1.0])
+    with pytest.raises(PlanError, match="3 speeds for 2 processors"):
+        plan("srpm", cluster=cluster, workload=PAPER, speeds=[1.0, 1.0, 1.0])
+    with pytest.raises(PlanError, match=r"missing \['p1'\], unknown \['x'\]"):
+        plan("srpm", cluster=cluster, workload=PAPER, speeds={"p0": 1.0, "x": 1.0})
+    with pytest.raises(ClusterError, match="there is none"):
+        Cluster.from_speeds([])
+
+
+def test_more_processors_than_samples_or_units_are_refused() -> None:
+    cluster = Cluster.from_speeds([1.0] * 9)
+    with pytest.raises(PlanError, match="9 processors are more than the 8 samples"):
+        plan("weighted", cluster=cluster, workload=PAPER.with_samples(8))
+    with pytest.raises(PlanError, match="9 processors are more than the 8 units"):
+        plan("even", cluster=cluster, workload=Workload.mlp(203, 8, 26, samples=1024))
+
+
+class ForgetfulPlanner(AbstractPlanner):
+    """Lays out the first processor alone."""
+
+    name: ClassVar[str] = "forgetful"
+
+    def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:  # noqa: ARG002
+        return Layout(columns=(Column(width=1.0, processors=(cluster.processors[0].name,), heights=(1.0,)),))
+
+
+def test_a_planner_of_ones_own_must_lay_out_everybody() -> None:
+    assert plan(ForgetfulPlanner(), cluster=Cluster.from_speeds([1.0]), workload=PAPER).planner == "forgetful"
+    with pytest.raises(PlanError, match=r"'forgetful' must lay out every processor .* \['p1'\]"):
+        plan(ForgetfulPlanner(), cluster=Cluster.from_speeds([1.0, 1.0]), workload=PAPER)
+
+
+def test_an_unknown_planner_is_refused_with_the_choices() -> None:
+    with pytest.raises(
+        PlanError, match="no planner 'magic'; choose one of even, grid, grid-rev, srpm, srpm-merged, weighted, timed"
+    ):
+        plan("magic", cluster=EXAMPLE, workload=PAPER)

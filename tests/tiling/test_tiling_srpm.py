@@ -1,0 +1,132 @@
+"""SRPM: the paper's table digit for digit, and no contiguous partition is better."""
+
+from __future__ import annotations
+
+import random
+import time
+from itertools import combinations, pairwise
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tatami.cluster import Cluster
+from tatami.errors import PlanError
+from tatami.tiling import plan, srpm_table
+from tatami.workload import Pair, Workload
+
+PAPER = Workload.mlp(203, 80, 26, samples=1024)
+ABILITIES = (0.05, 0.10, 0.20, 0.30, 0.35)
+GOLDEN = """\
+| C | t(C, q) for q = C..5 | t_comm |
+|---|---|---|
+| 1 | 0.00 0.15 0.70 1.95 4.00 | 212992.0 |
+| 2 | 0.00 0.15 0.50 0.70 | 73913.6 (the minimum) |
+| 3 | 0.00 0.15 0.50 | 99904.0 |
+| 4 | 0.00 0.15 | 117907.2 |
+| 5 | 0.00 | 146560.0 |"""
+
+speeds_lists = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=9)
+workloads = st.builds(
+    Workload.mlp,
+    st.integers(1, 300),
+    st.integers(9, 300),
+    st.integers(1, 100),
+    samples=st.integers(9, 5000),
+)
+
+
+def test_the_table_of_the_paper_digit_for_digit() -> None:
+    assert str(srpm_table(Cluster.from_speeds(ABILITIES), workload=PAPER, least_rows=9)) == GOLDEN
+
+
+def test_the_plan_of_the_paper_through_plan() -> None:
+    result = plan("srpm", cluster=Cluster.from_speeds(ABILITIES), workload=PAPER)
+    assert result.t_comm == pytest.approx(73913.6, abs=1e-6)
+    assert [column.processors for column in result.layout.columns] == [("p0", "p1", "p2"), ("p3", "p4")]
+    assert [column.width for column in result.layout.columns] == pytest.approx([0.35, 0.65])
+    assert result.layout.columns[0].heights == pytest.approx((1 / 7, 2 / 7, 4 / 7))
+    assert result.left_out == ()
+
+
+def test_speeds_in_any_order_and_scale_give_the_same_tiles_by_name() -> None:
+    straight = plan("srpm", cluster=Cluster.from_speeds(ABILITIES), workload=PAPER)
+    order = [3, 0, 4, 2, 1]
+    mixed = plan("srpm", cluster=Cluster.from_speeds([20 * ABILITIES[i] for i in order]), workload=PAPER)
+    for rank, index in enumerate(order):
+        one, other = mixed.tiling.by_processor[f"p{rank}"], straight.tiling.by_processor[f"p{index}"]
+        assert (one.samples, one.units) == (other.samples, other.units)
+
+
+def test_the_search_stops_where_the_second_term_alone_is_worse() -> None:
+    table = srpm_table(Cluster.from_speeds(ABILITIES), workload=PAPER)
+    assert len(table.rows) == 3
+    assert table.sizes == (3, 2)
+    assert table.t(2, 5) == pytest.approx(0.70)
+    with pytest.raises(PlanError, match=r"t\(4, 5\) is not in the table: it has C = 1..3"):
+        table.t(4, 5)
+
+
+@given(speeds=speeds_lists, workload=workloads)
+@settings(max_examples=60, deadline=None)
+def test_brute_force_over_contiguous_partitions_finds_nothing_better(speeds: list[float], workload: Workload) -> None:
+    table = srpm_table(Cluster.from_speeds(speeds), workload=workload, least_rows=9)
+    best = inf
+    for columns in range(1, len(speeds) + 1):
+        deepest = min(
+            max(sum(table.abilities[a:b]) * (b - a - 1) for a, b in pairwise((0, *cuts, len(speeds))))
+            for cuts in combinations(range(1, len(speeds)), columns - 1)
+        )
+        assert table.t(columns, len(speeds)) == pytest.approx(deepest, rel=1e-9, abs=1e-12)
+        best = min(best, 2 * workload.vertical_elements * deepest + 2 * workload.horizontal_elements * (columns - 1))
+    assert min(table.t_comm) == pytest.approx(best, rel=1e-9, abs=1e-6)
+    assert plan_t_comm(speeds, workload) == pytest.approx(best, rel=1e-9, abs=1e-6)
+
+
+def plan_t_comm(speeds: list[float], workload: Workload) -> float:
+    """Eq. 8 of the partition that the pruned search returns."""
+    table = srpm_table(Cluster.from_speeds(speeds), workload=workload)
+    starts = [sum(table.sizes[:index]) for index in range(len(table.sizes) + 1)]
+    assert starts[-1] == len(speeds)
+    deepest = max(sum(table.abilities[a:b]) * (b - a - 1) for a, b in pairwise(starts))
+    return 2 * workload.vertical_elements * deepest + 2 * workload.horizontal_elements * (len(table.sizes) - 1)
+
+
+def test_no_column_is_deeper_than_the_narrowest_pair() -> None:
+    pairs = (Pair(inputs=50, units=100, outputs=3), Pair(inputs=3, units=3, outputs=50))
+    table = srpm_table(Cluster.from_speeds([1.0] * 8), workload=Workload(samples=64, pairs=pairs))
+    assert max(table.sizes) <= 3
+    assert table.t(1, 3) == pytest.approx(0.75)
+    assert table.t(1, 4) == inf
+    assert table.partition(1) is None
+    with pytest.raises(PlanError, match="13 processors are too many for 4 samples x 3 units"):
+        srpm_table(Cluster.from_speeds([1.0] * 13), workload=Workload(samples=4, pairs=pairs))
+
+
+@given(speeds=speeds_lists, workload=workloads)
+@settings(max_examples=30, deadline=None)
+def test_every_row_gives_a_partition_that_reaches_it(speeds: list[float], workload: Workload) -> None:
+    table = srpm_table(Cluster.from_speeds(speeds), workload=workload, least_rows=9)
+    assert len(table.rows) == len(speeds)
+    for columns in range(1, len(speeds) + 1):
+        sizes = table.partition(columns)
+        assert sizes is not None
+        starts = [sum(sizes[:index]) for index in range(columns + 1)]
+        assert starts[-1] == len(speeds)
+        deepest = max(sum(table.abilities[a:b]) * (b - a - 1) for a, b in pairwise(starts))
+        assert deepest == pytest.approx(table.t(columns, len(speeds)), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(("size", "limit_s"), [(100, 0.02), (1_000, 0.5), (10_000, 10.0)])
+def test_planning_takes_no_longer_than_promised(size: int, limit_s: float) -> None:
+    chance = random.Random(0)
+    cluster = Cluster.from_speeds([chance.uniform(0.1, 1.0) for _ in range(size)])
+    workload = Workload.mlp(203, 30 * size, 26, samples=30 * size)
+    elapsed = []
+    for _ in range(3):
+        start = time.perf_counter()
+        result = plan("srpm", cluster=cluster, workload=workload)
+        elapsed.append(time.perf_counter() - start)
+    assert len(result.tiling.tiles) == size
+    assert min(elapsed) < limit_s

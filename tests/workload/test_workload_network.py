@@ -1,0 +1,73 @@
+"""A network as plain facts: which layers pair up, and what a workload they make."""
+
+from __future__ import annotations
+
+import pytest
+
+from tatami.errors import PlanError
+from tatami.workload import (
+    Activation,
+    Dense,
+    Pair,
+    Workload,
+    net_layers,
+    net_workload,
+    network_workload,
+    pairing,
+    parse_net,
+)
+
+SIGMOID = Activation(name="sigmoid")
+SOFTMAX = Activation(name="softmax", elementwise=False)
+
+
+@pytest.mark.parametrize(("text", "sizes"), [("203-80-26", (203, 80, 26)), (" 1-2-3-4-5 ", (1, 2, 3, 4, 5))])
+def test_nets_are_read(text: str, sizes: tuple[int, ...]) -> None:
+    assert parse_net(text) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "203", "203-26", "203-0-26", "203--26", "203-x-26", "203-8.5-26", "-203-80-26", "2-²-3"])
+def test_what_is_no_net_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(PlanError, match=r"such as 203-80-26") as error:
+        parse_net(text)
+    assert repr(text) in str(error.value)
+
+
+def test_three_layers_are_the_papers_perceptron() -> None:
+    assert net_workload("203-80-26", samples=1024) == Workload.mlp(203, 80, 26, samples=1024)
+
+
+def test_linear_layers_pair_from_the_front_and_an_odd_one_is_replicated() -> None:
+    layers = net_layers((10, 8, 6, 4))
+    assert pairing(layers) == ((0, 2),)
+    workload = network_workload(layers, samples=5)
+    assert workload.pairs == (Pair(inputs=10, units=8, outputs=6),)
+    assert workload.replicated_parameters == 24
+    assert workload.replicated_flop_per_sample == 6 * 24
+
+
+def test_the_second_pair_needs_a_gradient_of_its_input() -> None:
+    workload = network_workload(net_layers((10, 8, 6, 4, 2), bias=True), samples=5, element_bytes=8)
+    assert workload.pairs == (
+        Pair(inputs=10, units=8, outputs=6, unit_bias=True),
+        Pair(inputs=6, units=4, outputs=2, unit_bias=True, input_gradient=True),
+    )
+    assert workload.replicated_parameters == 6 + 2
+    assert workload.element_bytes == 8
+
+
+def test_only_elementwise_activations_lie_inside_a_pair() -> None:
+    one, two, three = (Dense(inputs=4, outputs=4, bias=False) for _ in range(3))
+    layers = (one, SOFTMAX, two, SIGMOID, SIGMOID, three)
+    assert pairing(layers) == ((2, 5),)
+    workload = network_workload(layers, samples=5)
+    assert workload.pairs == (Pair(inputs=4, units=4, outputs=4, input_gradient=True),)
+    assert workload.replicated_parameters == 16
+    assert workload.replicated_flop_per_sample == 4 * 16
+
+
+def test_networks_that_cannot_be_are_refused() -> None:
+    with pytest.raises(PlanError, match="layer 0 has 4 outputs, but layer 1 takes 5 inputs"):
+        network_workload((Dense(inputs=4, outputs=4), Dense(inputs=5, outputs=2)), samples=5)
+    with pytest.raises(PlanError, match="2 linear layers and none pair up"):
+        network_workload((Dense(inputs=4, outputs=4), SOFTMAX, Dense(inputs=4, outputs=2)), samples=5)
