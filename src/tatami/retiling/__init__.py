@@ -1,0 +1,13 @@
+"""When to lay the tiles anew, and what moves then: DRPM.
+
+Ozawa, Sugaya, Aso: "Parallelizing of a Back Propagation in Heterogeneous Environment Using a Rectangular Partitioning Mapping
+Method", IPSJ journal 2005/2006, section 5.
+"""
+
+from tatami.retiling.controller import Controller
+from tatami.retiling.decision import Decision, Kind
+from tatami.retiling.moves import Move, moved_bytes, moves
+from tatami.retiling.retiler import Retiler
+from tatami.retiling.timing import Timing
+
+__all__ = ["Controller", "Decision", "Kind", "Move", "Retiler", "Timing", "moved_bytes", "moves"]

@@ -1,0 +1,169 @@
+"""The state machine of DRPM: timings in, decisions out. It knows no ranks, no network and no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tatami.cluster import Cluster
+from tatami.errors import PlanError
+from tatami.retiling.ability import ability
+from tatami.retiling.columns import forecast
+from tatami.retiling.decision import Decision, Kind, Verdict, tell
+from tatami.retiling.moves import moves
+from tatami.retiling.published import published
+from tatami.retiling.retiler import Retiler
+from tatami.retiling.settling import MEMORY, settling
+from tatami.retiling.situation import SIGNALS, Signal, Situation, Window, points
+from tatami.retiling.timing import Timing
+from tatami.tiling import AbstractCost, Layout, Tiling
+from tatami.workload import Workload
+
+LEAST_POINTS = 2
+"""Points since the last re-mapping that a check needs of every processor: a line has two."""
+
+
+class Controller:
+    """Decides at every check whether to lay the tiles anew.
+
+    Every rank runs its own on the same timings and comes to the same decisions; nothing else need be agreed upon. Iterations
+    are counted from 1.
+    """
+
+    def __init__(
+        self,
+        retiler: Retiler,
+        *,
+        cluster: Cluster,
+        workload: Workload,
+        layout: Layout,
+        known_speeds: bool = False,
+        cost: AbstractCost | None = None,
+    ) -> None:
+        """Start from `layout`.
+
+        Args:
+            retiler: the settings.
+            cluster: all processors; their speeds count where `known_speeds`, and for who is never measured.
+            workload: what is laid out.
+            layout: the layout in force; may leave processors out.
+            known_speeds: whether `layout` was planned from speeds; `retiler.known_speeds` overrides it.
+            cost: what the planner chooses by; see `tatami.tiling.plan`.
+
+        Raises:
+            PlanError: the layout has a processor that the cluster has not.
+        """
+        strangers = sorted(set(layout.processors) - set(cluster.by_name))
+        if strangers:
+            raise PlanError(f"the layout has {', '.join(strangers)}, but the cluster only {', '.join(cluster.by_name)}")
+        self.retiler = retiler
+        self.cluster = cluster
+        self.workload = workload
+        self.layout = layout
+        self.checks = 0
+        self._cost = cost
+        self._first = not (known_speeds if retiler.known_speeds is None else retiler.known_speeds)
+        self._since: int | None = None
+        self._streak = 0
+        self._kept: dict[str, dict[int, Timing]] = {}
+        self._last: dict[Signal, dict[str, float]] = {signal: {} for signal in SIGNALS}
+
+    @property
+    def tiling(self) -> Tiling:
+        """The layout in force, cut for the workload."""
+        return self.layout.cut(samples=self.workload.samples, units=self.workload.units)
+
+    def due(self, iteration: int) -> bool:
+        """Whether a check follows after this iteration."""
+        return self.retiler.due(iteration)
+
+    def observe(self, iteration: int, timings: Iterable[Timing]) -> Decision:
+        """Check the balance after `iteration`.
+
+        Args:
+            iteration: the last one that was completed. A re-mapping takes effect after it.
+            timings: at least the last L iterations of every processor that has a tile, in any order. Those up to the last
+                re-mapping are not looked at.
+
+        Raises:
+            PlanError: a timing of a processor that the cluster has not.
+        """
+        self.checks += 1
+        recent = self._take(timings)
+        situation = Situation(
+            retiler=self.retiler,
+            cluster=self.cluster,
+            workload=self.workload,
+            layout=self.layout,
+            recent=recent,
+            kept={name: tuple(own.values()) for name, own in self._kept.items()},
+            last=self._last,
+            first=self._first,
+            streak=self._streak,
+            cost=self._cost,
+        )
+        short = self._short(recent)
+        if short is not None:
+            speeds = situation.speeds("compute_s", window=recent)
+            verdict = Verdict(kind=Kind.KEEP, why=short, layout=self.layout, speeds=speeds, ratio=None)
+        else:
+            verdict = (published if self.retiler.rule == "published" else settling)(situation)
+            self._first = False
+        decision = self._decide(verdict, iteration)
+        self._remember(decision, recent, settled=verdict.settled)
+        return decision
+
+    def _take(self, timings: Iterable[Timing]) -> Window:
+        """The last L points of everybody since the last re-mapping, which also join those that are kept."""
+        placed = set(self.layout.processors)
+        fresh: dict[str, list[Timing]] = {name: [] for name in self.cluster.by_name if name in placed}
+        for timing in timings:
+            if timing.processor not in self.cluster.by_name:
+                raise PlanError(
+                    f"a timing of {timing.processor!r} in iteration {timing.iteration}, but the cluster only has "
+                    f"{', '.join(self.cluster.by_name)}"
+                )
+            if timing.processor in fresh and timing.work > 0 and (self._since is None or timing.iteration > self._since):
+                fresh[timing.processor].append(timing)
+        recent: dict[str, tuple[Timing, ...]] = {}
+        for name, own in fresh.items():
+            recent[name] = tuple(sorted(own, key=lambda timing: timing.iteration)[-self.retiler.window :])
+            kept = {**self._kept.get(name, {}), **{timing.iteration: timing for timing in recent[name]}}
+            self._kept[name] = dict(list(kept.items())[-MEMORY * self.retiler.window :])
+        return recent
+
+    def _short(self, recent: Window) -> str | None:
+        """Why nothing can be said yet."""
+        name, count = min(((name, len(own)) for name, own in recent.items()), key=lambda item: item[1])
+        if count >= LEAST_POINTS:
+            return None
+        since = "since the start" if self._since is None else "since the last re-mapping"
+        return f"{name} has {count} of the {LEAST_POINTS} timings needed {since}"
+
+    def _decide(self, verdict: Verdict, iteration: int) -> Decision:
+        old = self.tiling
+        new = old if verdict.kind is Kind.KEEP else verdict.layout.cut(samples=old.samples, units=old.units)
+        predicted = forecast(new, speeds=verdict.speeds).ratio
+        moved = 0 if verdict.kind is Kind.KEEP else sum(move.units.size for move in moves(old, new))
+        return Decision(
+            kind=verdict.kind,
+            check=self.checks,
+            iteration=iteration,
+            layout=verdict.layout,
+            tiling=new,
+            speeds=verdict.speeds,
+            ratio=verdict.ratio,
+            predicted=predicted,
+            reason=tell(verdict, check=self.checks, iteration=iteration, old=old, new=new, moved=moved, predicted=predicted),
+        )
+
+    def _remember(self, decision: Decision, recent: Window, *, settled: bool) -> None:
+        for signal in SIGNALS:
+            found = {name: ability(own) for name, own in points(recent, signal).items()}
+            self._last[signal].update({name: speed for name, speed in found.items() if speed is not None})
+        if decision.remaps:
+            self.layout = decision.layout
+            self._since = decision.iteration
+            self._kept = {}
+            self._streak += 1
+        elif settled:
+            self._streak = 0

@@ -1,0 +1,76 @@
+"""When to look at the balance, and what is bad enough to act on: the settings of DRPM."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from tatami.errors import PlanError
+from tatami.tiling import AbstractPlanner, find_planner
+
+Rule = Literal["settling", "published"]
+RULES: tuple[Rule, ...] = ("settling", "published")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retiler:
+    """Dynamic re-mapping (DRPM) of Ozawa, Sugaya and Aso, section 5. The defaults of the first four are the published ones.
+
+    Attributes:
+        every: R; the balance is checked after every so many iterations.
+        window: L; abilities are estimated from a processor's last so many iterations.
+        t_whole: below this ratio of shortest to longest time the whole is re-mapped.
+        t_line: below this one, and not below `t_whole`, the columns are.
+        planner: what lays out the whole anew; a name in `tatami.tiling.PLANNERS`, or a planner of your own.
+        known_speeds: whether the run starts with speeds. Where it does not, its first check re-maps the whole. None: as the
+            model was tiled.
+        rule: "settling" (see `tatami.retiling.settling`) or "published" (see `tatami.retiling.published`).
+        min_gain: only for "settling": a re-mapping must be expected to shorten the longest compute time by this fraction.
+        certainty: only for "settling": an imbalance must exceed the noise by so many standard errors. 0 takes every number
+            for the truth.
+
+    Raises:
+        PlanError: a setting that cannot be; says which.
+    """
+
+    every: int = 20
+    window: int = 6
+    t_whole: float = 0.4
+    t_line: float = 0.8
+    planner: str | AbstractPlanner = "srpm"
+    known_speeds: bool | None = None
+    rule: Rule = "settling"
+    min_gain: float = 0.05
+    certainty: float = 3.0
+
+    def __post_init__(self) -> None:
+        _check_count("every", self.every, least=1, why="the balance is checked after every so many iterations; 20 is usual")
+        _check_count("window", self.window, least=2, why="a line needs two points; 6 is usual")
+        if not 0 < self.t_whole <= self.t_line <= 1:
+            raise PlanError(
+                f"Retiler needs 0 < t_whole <= t_line <= 1, not t_whole={self.t_whole} and t_line={self.t_line}: both are "
+                "ratios of shortest to longest time; 0.4 and 0.8 are usual"
+            )
+        if self.rule not in RULES:
+            raise PlanError(f"there is no re-mapping rule {self.rule!r}; choose one of {', '.join(RULES)}")
+        if not 0 < self.min_gain < 1:
+            raise PlanError(f"Retiler.min_gain must be a fraction between 0 and 1, not {self.min_gain}; 0.05 is usual")
+        if not (math.isfinite(self.certainty) and self.certainty >= 0):
+            raise PlanError(f"Retiler.certainty must be a finite number >= 0 (of standard errors), not {self.certainty}")
+        if isinstance(self.planner, str):
+            find_planner(self.planner)
+
+    @classmethod
+    def published(cls, *, known_speeds: bool | None = None) -> Retiler:
+        """The rule and the settings of the paper, to the letter."""
+        return cls(rule="published", known_speeds=known_speeds)
+
+    def due(self, iteration: int) -> bool:
+        """Whether a check follows after this iteration (counted from 1)."""
+        return iteration % self.every == 0
+
+
+def _check_count(name: str, value: int, *, least: int, why: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PlanError(f"Retiler.{name} must be a whole number >= {least}, not {value!r}: {why}")

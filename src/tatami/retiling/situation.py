@@ -1,0 +1,78 @@
+"""What a rule looks at when it decides: the layout in force, and what was measured under it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from tatami.cluster import Cluster
+from tatami.retiling.ability import Balance, Point, balance, estimate
+from tatami.retiling.columns import Forecast, forecast, recut
+from tatami.retiling.retiler import Retiler
+from tatami.retiling.timing import Timing
+from tatami.tiling import AbstractCost, Layout, plan
+from tatami.workload import Workload
+
+Signal = Literal["t1_s", "t2_s", "compute_s"]
+"""Which of the measured times counts."""
+SIGNALS: tuple[Signal, ...] = ("t1_s", "t2_s", "compute_s")
+
+Window = Mapping[str, tuple[Timing, ...]]
+"""Timings of each processor that has a tile, in the order of the iterations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """One check, before anything is decided.
+
+    Attributes:
+        retiler: the settings.
+        cluster: all processors, at the speeds that the run started with.
+        workload: what is laid out.
+        layout: the layout in force.
+        recent: the last L iterations, as far as they came after the last re-mapping.
+        kept: the windows of the last few checks since the last re-mapping, `recent` among them.
+        last: the last estimates, by signal and processor, of all that were ever measured.
+        first: nothing is known yet: no speeds were given, and nothing was estimated before.
+        streak: re-mappings since the balance was last good.
+        cost: what planners choose by.
+    """
+
+    retiler: Retiler
+    cluster: Cluster
+    workload: Workload
+    layout: Layout
+    recent: Window
+    kept: Window
+    last: Mapping[Signal, Mapping[str, float]]
+    first: bool
+    streak: int
+    cost: AbstractCost | None
+
+    def balance(self, signal: Signal, *, window: Window) -> Balance | None:
+        """How even `window` was."""
+        return balance(points(window, signal))
+
+    def speeds(self, signal: Signal, *, window: Window) -> dict[str, float]:
+        """Samples x units per second of every processor of the cluster."""
+        return estimate(points(window, signal), last=self.last[signal], given=self.cluster.speeds)
+
+    def whole(self, speeds: Mapping[str, float]) -> Layout:
+        """The planner's layout at `speeds`. Costs in seconds want flop/s."""
+        flop = self.workload.flop_per_area / (self.workload.samples * self.workload.units)
+        measured = {name: speed * flop for name, speed in speeds.items()}
+        return plan(self.retiler.planner, cluster=self.cluster, workload=self.workload, speeds=measured, cost=self.cost).layout
+
+    def columns(self, speeds: Mapping[str, float]) -> Layout:
+        """The layout in force with its cuts moved to `speeds`."""
+        return recut(self.layout, speeds=speeds, units=self.workload.narrowest)
+
+    def forecast(self, layout: Layout, speeds: Mapping[str, float]) -> Forecast:
+        """Compute times of `layout` at `speeds`."""
+        return forecast(layout.cut(samples=self.workload.samples, units=self.workload.units), speeds=speeds)
+
+
+def points(window: Window, signal: Signal) -> dict[str, tuple[Point, ...]]:
+    """(seconds, work) of every iteration, by processor."""
+    return {name: tuple((getattr(timing, signal), timing.work) for timing in own) for name, own in window.items()}

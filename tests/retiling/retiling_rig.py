@@ -1,0 +1,138 @@
+"""A run in the small: what every processor of a tiled run would measure, from its true speed alone.
+
+One iteration, as in the paper: compute 1 (forward) - comm 1 (vertical, waits for the slowest of the column) - compute 2
+(backward) - comm 2 (horizontal, waits for everybody) - compute 3 (modify).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from tatami.cluster import Cluster
+from tatami.retiling import Controller, Decision, Retiler, Timing
+from tatami.tiling import Layout, plan
+from tatami.workload import Workload
+
+FORWARD, BACKWARD, MODIFY = 0.4, 0.5, 0.1
+"""Shares of the compute time of an iteration."""
+NETTALK = Workload.mlp(203, 80, 26, samples=1024)
+
+
+@dataclass
+class Run:
+    """A run that goes on iteration by iteration; `speeds` may be changed between them.
+
+    Attributes:
+        speeds: true speeds, samples x units per millisecond.
+        noise: standard deviation of each iteration's compute time, as a fraction.
+        overhead_s: of each of the three computations, whatever its size.
+        comm_s: one exchange, without the waiting.
+    """
+
+    controller: Controller
+    speeds: dict[str, float]
+    noise: float = 0.0
+    overhead_s: float = 0.0
+    comm_s: float = 0.001
+    seed: int = 0
+    iteration: int = 0
+    decisions: list[Decision] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.timings: list[Timing] = []
+
+    def checks(self, count: int) -> list[Decision]:
+        """Go on until `count` more checks are done; their decisions."""
+        target = len(self.decisions) + count
+        while len(self.decisions) < target:
+            self.iterations(1)
+        return self.decisions[-count:]
+
+    def iterations(self, count: int) -> None:
+        """Go on for so many iterations, checks included."""
+        for _ in range(count):
+            self.iteration += 1
+            self.timings += self._measure()
+            if self.controller.due(self.iteration):
+                self.decisions.append(self.controller.observe(self.iteration, self.timings))
+                self.timings = []
+
+    @property
+    def imbalance(self) -> float:
+        """Slowest over fastest compute time, free of noise."""
+        times = [self._compute_s(tile.processor, tile.area) for tile in self.controller.tiling.tiles]
+        return max(times) / min(times)
+
+    def _compute_s(self, name: str, area: int) -> float:
+        return area / self.speeds[name] / 1000 + 3 * self.overhead_s
+
+    def _measure(self) -> list[Timing]:
+        tiling = self.controller.tiling
+        result = []
+        for column in tiling.columns:
+            compute_s = {}
+            for tile in column:
+                jitter = max(0.1, self.random.gauss(1.0, self.noise))
+                compute_s[tile.processor] = self._compute_s(tile.processor, tile.area) * jitter
+            ready_s = FORWARD * max(compute_s.values()) + (self.comm_s if len(column) > 1 else 0.0)
+            for tile in column:
+                own_s = compute_s[tile.processor]
+                result.append(
+                    Timing(
+                        processor=tile.processor,
+                        iteration=self.iteration,
+                        t1_s=ready_s + BACKWARD * own_s,
+                        t2_s=BACKWARD * own_s,
+                        compute_s=own_s,
+                        work=float(tile.area),
+                    )
+                )
+        return result
+
+
+def run(
+    speeds: list[float],
+    *,
+    retiler: Retiler | None = None,
+    workload: Workload = NETTALK,
+    known: bool = False,
+    noise: float = 0.0,
+    overhead_s: float = 0.0,
+    seed: int = 0,
+) -> Run:
+    """A run on processors p0, p1, ... that starts from SRPM (`known`) or from even tiles, planned in ignorance."""
+    cluster = Cluster.from_speeds(speeds if known else [1.0] * len(speeds))
+    layout = plan("srpm" if known else "even", cluster=cluster, workload=workload).layout
+    return start(
+        layout,
+        cluster=cluster,
+        speeds=speeds,
+        retiler=retiler,
+        workload=workload,
+        known=known,
+        noise=noise,
+        overhead_s=overhead_s,
+        seed=seed,
+    )
+
+
+def start(
+    layout: Layout,
+    *,
+    cluster: Cluster,
+    speeds: list[float],
+    retiler: Retiler | None = None,
+    workload: Workload = NETTALK,
+    known: bool = True,
+    noise: float = 0.0,
+    overhead_s: float = 0.0,
+    seed: int = 0,
+) -> Run:
+    """A run that starts from `layout`, on processors of true `speeds`."""
+    controller = Controller(retiler or Retiler(), cluster=cluster, workload=workload, layout=layout, known_speeds=known)
+    names = [processor.name for processor in cluster.processors]
+    return Run(
+        controller=controller, speeds=dict(zip(names, speeds, strict=True)), noise=noise, overhead_s=overhead_s, seed=seed
+    )

@@ -1,0 +1,173 @@
+"""The controller: thresholds, windows, who is left out, and that all ranks decide alike."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from retiling_rig import NETTALK, run
+
+from tatami.cluster import Cluster
+from tatami.errors import PlanError
+from tatami.retiling import Controller, Kind, Retiler, Timing
+from tatami.tiling import Column, Layout, plan
+from tatami.workload import Workload
+
+TWO = Layout(columns=(Column(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),))
+
+
+def controller(retiler: Retiler, *, known: bool = True, layout: Layout = TWO, speeds: tuple[float, ...] = (1, 1)) -> Controller:
+    return Controller(retiler, cluster=Cluster.from_speeds(speeds), workload=NETTALK, layout=layout, known_speeds=known)
+
+
+def measured(iterations: range, *, t1: tuple[float, ...], t2: tuple[float, ...], compute: tuple[float, ...]) -> list[Timing]:
+    """p0, p1, ... with the same times in every iteration and equal work."""
+    return [
+        Timing(processor=f"p{index}", iteration=iteration, t1_s=t1[index], t2_s=t2[index], compute_s=own, work=40960.0)
+        for iteration in iterations
+        for index, own in enumerate(compute)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("t1", "kind", "told"),
+    [
+        (0.39, Kind.WHOLE, "t1 min/max 0.39 < 0.40: re-map whole"),
+        (0.41, Kind.COLUMNS, "t1 min/max 0.41 < 0.80: re-map columns"),
+        (0.79, Kind.COLUMNS, "t1 min/max 0.79 < 0.80: re-map columns"),
+        (0.81, Kind.KEEP, "t1 min/max 0.81 >= 0.80: keep"),
+    ],
+)
+def test_the_published_thresholds(t1: float, kind: Kind, told: str) -> None:
+    found = controller(Retiler.published()).observe(20, measured(range(1, 21), t1=(t1, 1), t2=(1, 1), compute=(1, 1)))
+    assert found.kind is kind
+    assert found.ratio == pytest.approx(t1)
+    assert str(found).startswith(f"check 1 (iteration 20): {told}")
+
+
+def test_the_published_rule_takes_t2_for_the_whole_and_t1_for_the_columns() -> None:
+    whole = controller(Retiler.published()).observe(20, measured(range(1, 21), t1=(1, 3), t2=(1, 2), compute=(1, 9)))
+    assert whole.speeds["p0"] / whole.speeds["p1"] == pytest.approx(2)
+    lines = controller(Retiler.published()).observe(20, measured(range(1, 21), t1=(2, 3), t2=(1, 2), compute=(1, 9)))
+    assert lines.speeds["p0"] / lines.speeds["p1"] == pytest.approx(1.5)
+    assert lines.layout.columns[0].heights == pytest.approx((0.6, 0.4))
+    assert lines.layout.columns[0].width == 1.0
+    assert lines.layout.processors == ("p0", "p1")
+
+
+def test_the_published_first_check_remaps_the_whole_even_where_all_is_well() -> None:
+    found = controller(Retiler.published(), known=False).observe(
+        20, measured(range(1, 21), t1=(1, 1), t2=(1, 1), compute=(1, 1))
+    )
+    assert found.kind is Kind.WHOLE
+    assert "first check without known speeds" in found.reason
+
+
+def test_known_speeds_of_the_retiler_override_how_the_model_was_tiled() -> None:
+    same = measured(range(1, 21), t1=(1, 1), t2=(1, 1), compute=(1, 1))
+    assert controller(Retiler.published(known_speeds=True), known=False).observe(20, same).kind is Kind.KEEP
+    assert controller(Retiler.published(known_speeds=False), known=True).observe(20, same).kind is Kind.WHOLE
+
+
+def test_the_log_line_of_a_remapping() -> None:
+    found = controller(Retiler()).observe(20, measured(range(1, 21), t1=(1, 1), t2=(1, 1), compute=(1, 3)))
+    assert str(found) == (
+        "check 1 (iteration 20): compute min/max 0.33 < 0.40: re-map whole; speeds p0 1.00 p1 0.33; 1 -> 2 columns; "
+        "80 of 160 unit rows move; compute min/max 1.00 expected"
+    )
+    assert found.predicted == pytest.approx(1.0)
+    found = controller(Retiler()).observe(20, measured(range(1, 21), t1=(1, 1), t2=(1, 1), compute=(3, 5)))
+    assert str(found) == (
+        "check 1 (iteration 20): compute min/max 0.60 < 0.80: re-map columns; speeds p0 1.00 p1 0.60; 1 column; "
+        "10 of 80 unit rows move; compute min/max 1.00 expected"
+    )
+
+
+def test_only_points_since_the_last_remapping_count() -> None:
+    one = controller(Retiler(every=4))
+    slow = measured(range(1, 5), t1=(1, 1), t2=(1, 1), compute=(3, 5))
+    assert one.observe(4, slow).kind is Kind.COLUMNS
+    told = one.observe(5, [*slow, *measured(range(5, 6), t1=(1, 1), t2=(1, 1), compute=(4, 4))])
+    assert str(told) == "check 2 (iteration 5): p0 has 1 of the 2 timings needed since the last re-mapping: keep"
+    told = one.observe(6, [*slow, *measured(range(5, 7), t1=(1, 1), t2=(1, 1), compute=(4, 4))])
+    assert told.ratio == 1.0
+
+
+def test_only_the_last_window_counts() -> None:
+    early = measured(range(1, 15), t1=(1, 1), t2=(1, 1), compute=(1, 9))
+    late = measured(range(15, 21), t1=(1, 1), t2=(1, 1), compute=(1, 1))
+    assert controller(Retiler()).observe(20, [*early, *late]).ratio == 1.0
+
+
+def test_a_clear_change_is_acted_on_and_a_doubtful_one_is_waited_for() -> None:
+    noisy = [1.0, 2.0, 0.6, 1.9, 0.7, 2.2]
+    timings = [
+        Timing(processor=name, iteration=15 + index, t1_s=1, t2_s=1, compute_s=own, work=40960.0)
+        for index, value in enumerate(noisy)
+        for name, own in (("p0", 1.0), ("p1", value))
+    ]
+    found = controller(Retiler()).observe(20, timings)
+    assert found.kind is Kind.KEEP
+    assert "< 0.80, but the noise is 3 x 0." in found.reason
+    assert controller(Retiler(certainty=0.0)).observe(20, timings).kind is Kind.COLUMNS
+
+
+def test_two_windows_together_see_what_one_cannot() -> None:
+    one = controller(Retiler())
+    decisions = []
+    for check in (1, 2):
+        timings = [
+            # One window: 0.66 (1 + 3 x 0.076) = 0.81. Two: 0.66 (1 + 3 x 0.051) = 0.76, below 0.80.
+            Timing(processor=name, iteration=iteration, t1_s=1, t2_s=1, compute_s=mean * (0.88, 1.12)[iteration % 2], work=1.0)
+            for iteration in range(20 * check - 5, 20 * check + 1)
+            for name, mean in (("p0", 0.66), ("p1", 1.0))
+        ]
+        decisions.append(one.observe(20 * check, timings))
+    assert [decision.kind for decision in decisions] == [Kind.KEEP, Kind.COLUMNS]
+    assert decisions[0].reason.endswith("compute min/max 0.66 < 0.80, but the noise is 3 x 0.08: keep")
+
+
+def test_every_rank_decides_the_same_whatever_the_order_of_the_timings() -> None:
+    runs = [run([1.0, 0.7, 0.5, 0.31, 0.9], noise=0.1, seed=3) for _ in range(2)]
+    runs[0].iterations(19)
+    runs[1].iterations(19)
+    random.Random(1).shuffle(runs[1].timings)
+    first, second = (trial.checks(1)[0] for trial in runs)
+    assert first == second
+    assert first.remaps
+
+
+def test_a_processor_without_a_tile_keeps_its_speed_and_comes_back() -> None:
+    coarse = Workload.mlp(4, 4, 2, samples=8)
+    cluster = Cluster.from_speeds([1.0, 1.0, 0.1])
+    with pytest.warns(UserWarning, match="leaves out p2"):
+        layout = plan("srpm", cluster=cluster, workload=coarse).layout
+    one = Controller(Retiler(), cluster=cluster, workload=coarse, layout=layout, known_speeds=True)
+    timings = [
+        Timing(processor=name, iteration=iteration, t1_s=1, t2_s=1, compute_s=own, work=16.0)
+        for iteration in range(15, 21)
+        for name, own in (("p0", 5.0), ("p1", 20.0))
+    ]
+    found = one.observe(20, timings)
+    assert found.kind is Kind.WHOLE
+    # p0 does 3.2 a second where 1.0 was given, p1 0.8: on their median scale of 2.0, p2 does 0.2.
+    assert found.speeds == pytest.approx({"p0": 3.2, "p1": 0.8, "p2": 0.2})
+
+
+def test_strangers_are_refused() -> None:
+    with pytest.raises(PlanError, match="the layout has p1, but the cluster only p0"):
+        controller(Retiler(), speeds=(1,))
+    stranger = Timing(processor="px", iteration=3, t1_s=1, t2_s=1, compute_s=1, work=1)
+    with pytest.raises(PlanError, match="a timing of 'px' in iteration 3, but the cluster only has p0, p1"):
+        controller(Retiler()).observe(20, [stranger])
+
+
+def test_a_thousand_processors_are_checked_in_time_and_told_briefly() -> None:
+    draws = random.Random(2)
+    trial = run([draws.uniform(0.2, 1.0) for _ in range(1000)], workload=Workload.mlp(203, 4096, 26, samples=65536))
+    trial.iterations(14)
+    (decision,) = trial.checks(1)
+    assert decision.kind is Kind.WHOLE
+    assert "... (1000 in all)" in decision.reason
+    assert len(decision.reason) < 400
+    assert trial.imbalance < 1.25
