@@ -1,0 +1,27 @@
+"""Moving bytes between ranks: what a communicator is, its backends, and how ranks are found and started."""
+
+from tatami.comm.allreduce import AllReduce, all_reduce, release
+from tatami.comm.base import AbstractCommunicator, AbstractRequest, Op
+from tatami.comm.detect import BACKENDS, init
+from tatami.comm.launch import run
+from tatami.comm.recording import Call, Recording
+from tatami.comm.reduction import Reduction
+from tatami.comm.threads import run_threads
+from tatami.comm.wrapper import WrappedCommunicator
+
+__all__ = [
+    "BACKENDS",
+    "AbstractCommunicator",
+    "AbstractRequest",
+    "AllReduce",
+    "Call",
+    "Op",
+    "Recording",
+    "Reduction",
+    "WrappedCommunicator",
+    "all_reduce",
+    "init",
+    "release",
+    "run",
+    "run_threads",
+]

@@ -1,0 +1,317 @@
+"""All-reduce with a chosen algorithm: `AllReduce` where the same one is repeated, `all_reduce` for any tensor at any time.
+
+reduce = AllReduce(comm, size=25_000_000)          # windows, buffers and plan are made once
+reduce.buffer.copy_(gradient)                      # better: compute the gradient in the buffer
+reduce.run()                                       # the buffer holds the sum of all ranks' buffers
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from types import TracebackType
+from typing import Self, TypeVar
+
+import torch
+
+from tatami.collective import ALGORITHMS, Grid, Schedule, Sync, build
+from tatami.comm.base import AbstractCommunicator
+from tatami.comm.checked import DTYPES
+from tatami.comm.execute import Executor, Program
+from tatami.comm.reduction import FLOAT_DTYPES, HALF_DTYPES, Reduction
+from tatami.comm.tuning import choose, split_name
+from tatami.errors import ClosedError, InputError
+
+Choice = TypeVar("Choice", bound=Enum)
+
+AUTO = "auto"
+DEBUG_VARIABLE = "TATAMI_DEBUG"
+CACHED = 32
+"""How many plans `all_reduce` keeps for each communicator; the one that was not used for longest goes first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What is to be reduced, and how: the same on all ranks.
+
+    Attributes:
+        size: elements.
+        dtype: of the buffer.
+        op: what is computed.
+        algorithm: a name of `tatami.collective.ALGORITHMS`, or `auto`: by the tuning table of this cluster.
+        grid: (M, N) of a torus; None: follows the hosts.
+        across: the algorithm of columns, or between hosts.
+        sync: of puts.
+        fixed_order: sum in the same order in every run, so that results are the same to the bit.
+        wire: the dtype in which values travel and are summed. None: the buffer's own, but float32 for bfloat16 and float16,
+            which are then rounded once. Those two themselves: half the bytes, rounded after every addition.
+    """
+
+    size: int
+    dtype: torch.dtype = torch.float32
+    op: Reduction = Reduction.SUM
+    algorithm: str = AUTO
+    grid: Grid | None = None
+    across: str = "ring"
+    sync: Sync = Sync.PSCW
+    fixed_order: bool = False
+    wire: torch.dtype | None = None
+
+    def check(self) -> None:
+        """
+        Raises:
+            InputError: a size, dtype, operation or algorithm that cannot be.
+        """
+        if self.size < 0:
+            raise InputError(f"an all-reduce is over 0 or more elements, not {self.size}")
+        for dtype in (self.dtype, self.wire or self.dtype):
+            if dtype not in DTYPES:
+                names = ", ".join(_name(each) for each in DTYPES)
+                raise InputError(f"all_reduce: {dtype} is not reduced between ranks; convert it to one of: {names}")
+        if self.op is Reduction.MEAN and self.dtype not in FLOAT_DTYPES:
+            raise InputError(
+                f"all_reduce: the mean of {_name(self.dtype)} is no {_name(self.dtype)}; take the sum, or convert to float"
+            )
+        if self.wire is not None and (self.wire not in FLOAT_DTYPES) != (self.dtype not in FLOAT_DTYPES):
+            raise InputError(f"all_reduce: {_name(self.dtype)} cannot travel as {_name(self.wire)}")
+        if self.algorithm != AUTO and self.algorithm not in ALGORITHMS:
+            raise InputError(f"there is no all-reduce {self.algorithm!r}; choose of: {AUTO}, {', '.join(ALGORITHMS)}")
+
+    def describe(self) -> str:
+        return f"{self.op.value} of ({self.size},) {_name(self.dtype)} by {self.algorithm}"
+
+
+class AllReduce:
+    """One all-reduce that is repeated: its schedule, windows and buffers are made once. Collective, as all its methods are.
+
+    Attributes:
+        buffer: (size,) what this rank gives before `run`, the result after. It lies in the window that the algorithm works in,
+            where it has one, so that nothing is copied; not to be touched after `close`.
+        schedule: what is run.
+    """
+
+    def __init__(
+        self,
+        comm: AbstractCommunicator,
+        *,
+        size: int,
+        dtype: torch.dtype = torch.float32,
+        op: Reduction | str = Reduction.SUM,
+        algorithm: str = AUTO,
+        grid: Grid | None = None,
+        across: str = "ring",
+        sync: Sync | str = Sync.PSCW,
+        fixed_order: bool = False,
+        wire: torch.dtype | None = None,
+        hosts: Sequence[str] | None = None,
+    ) -> None:
+        """For the arguments see `Wish`; `hosts` groups ranks otherwise than by their hosts, for tries on one machine.
+
+        Raises:
+            InputError: what cannot be; ranks that ask for different things, with both of them; a backend without windows.
+            ScheduleError: M x N is not the number of ranks; no fixed order to be had; ranks of `shared` on several hosts.
+        """
+        wish = Wish(
+            size=size,
+            dtype=dtype,
+            op=_one_of(Reduction, op),
+            algorithm=algorithm,
+            grid=grid,
+            across=across,
+            sync=_one_of(Sync, sync),
+            fixed_order=fixed_order,
+            wire=wire,
+        )
+        self._make(comm, wish, hosts=hosts)
+
+    @classmethod
+    def of(cls, comm: AbstractCommunicator, wish: Wish, *, hosts: Sequence[str] | None = None) -> Self:
+        """From a `Wish`."""
+        made = cls.__new__(cls)
+        made._make(comm, wish, hosts=hosts)
+        return made
+
+    def _make(self, comm: AbstractCommunicator, wish: Wish, *, hosts: Sequence[str] | None) -> None:
+        problem: Exception | None = None
+        try:
+            wish.check()
+        except InputError as error:
+            problem = error
+        check_same(comm, wish)
+        if problem is not None:
+            raise problem
+        wire = wish.wire or (torch.float32 if wish.dtype in HALF_DTYPES else wish.dtype)
+        places = tuple(hosts) if hosts is not None else comm.hosts
+        self.wish = self._chosen(comm, wish, hosts=places) if wish.algorithm == AUTO else wish
+        self.schedule: Schedule = build(
+            self.wish.algorithm,
+            ranks=comm.size,
+            size=wish.size,
+            hosts=places,
+            grid=self.wish.grid,
+            across=self.wish.across,
+            sync=self.wish.sync,
+            fixed_order=wish.fixed_order,
+        )
+        # Loads and stores sum halves in float32 block by block, so they need no second vector.
+        if wish.wire is None and self.schedule.phases and self.wish.algorithm == "shared":
+            wire = wish.dtype
+        self._program: Program | None = executor_of(comm).prepare(self.schedule, dtype=wire, reduction=wish.op)
+        vector = self._program.vector
+        if wire == wish.dtype:
+            self.buffer, self.run = vector, self._program.run
+            return
+        self.buffer = torch.zeros(wish.size, dtype=wish.dtype)
+        self.run = self._staged
+
+    @staticmethod
+    def _chosen(comm: AbstractCommunicator, wish: Wish, *, hosts: tuple[str, ...]) -> Wish:
+        size_bytes = wish.size * (wish.wire or wish.dtype).itemsize
+        name = choose(comm, size=wish.size, size_bytes=size_bytes, hosts=hosts, fixed_order=wish.fixed_order)
+        algorithm, across = split_name(name)
+        return replace(wish, algorithm=algorithm, across=across)
+
+    run: Callable[[], None]
+    """Reduce the buffers of all ranks into everyone's buffer.
+
+    Raises:
+        CommTimeoutError, RankDiedError: a rank did not come; the object cannot be used any more.
+    """
+
+    @property
+    def algorithm(self) -> str:
+        return self.schedule.algorithm
+
+    def close(self) -> None:
+        """Give windows and buffers back."""
+        if self._program is not None:
+            program, self._program = self._program, None
+            self.run = _closed
+            self.buffer = torch.empty(0, dtype=self.buffer.dtype)
+            program.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:  # after an error the other ranks may not come to close with this one
+            self.close()
+
+    def _staged(self) -> None:
+        assert self._program is not None
+        self._program.vector.copy_(self.buffer)
+        self._program.run()
+        self.buffer.copy_(self._program.vector)
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    comm: AbstractCommunicator,
+    *,
+    op: Reduction | str = Reduction.SUM,
+    algorithm: str = AUTO,
+    grid: Grid | None = None,
+    across: str = "ring",
+    sync: Sync | str = Sync.PSCW,
+    fixed_order: bool = False,
+    wire: torch.dtype | None = None,
+) -> None:
+    """The reduction of everyone's `tensor` into everyone's `tensor`, in place; of any shape and strides.
+
+    It is copied into the buffer of an `AllReduce` that is kept for the next call, and back. Ranks that give tensors of
+    different sizes are told so when a size is new to all of them, and always with `TATAMI_DEBUG=1`, which costs an exchange for
+    each call; otherwise such a call ends by its timeout.
+
+    Raises:
+        InputError: as `AllReduce`; a tensor that is not on the CPU.
+        CommTimeoutError, RankDiedError: a rank did not come.
+    """
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise InputError(f"all_reduce moves dense CPU tensors; this one is {tensor.layout} on {tensor.device}")
+    wish = Wish(
+        size=tensor.numel(),
+        dtype=tensor.dtype,
+        op=_one_of(Reduction, op),
+        algorithm=algorithm,
+        grid=grid,
+        across=across,
+        sync=_one_of(Sync, sync),
+        fixed_order=fixed_order,
+        wire=wire,
+    )
+    plans = _plans.setdefault(comm, OrderedDict())
+    if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+        check_same(comm, wish, shape=tuple(tensor.shape))
+    plan = plans.get(wish)
+    if plan is None:
+        plan = plans[wish] = AllReduce.of(comm, wish)
+        if len(plans) > CACHED:
+            plans.popitem(last=False)[1].close()
+    plans.move_to_end(wish)
+    values = tensor.detach()
+    plan.buffer.view(values.shape).copy_(values)
+    plan.run()
+    values.copy_(plan.buffer.view(values.shape))
+
+
+def check_same(comm: AbstractCommunicator, wish: Wish, *, shape: tuple[int, ...] | None = None) -> None:
+    """Whether all ranks ask for the same. Collective.
+
+    Raises:
+        InputError: names the first rank that differs from rank 0, and what both ask for.
+    """
+    if comm.size == 1:
+        return
+    given = comm.allgather_object((wish, shape))
+    for rank, other in enumerate(given):
+        if other != given[0]:
+            told = [
+                f"rank {each} has {asked.describe()}" + (f", shape {form}" if form is not None else "")
+                for each, (asked, form) in ((0, given[0]), (rank, other))
+            ]
+            raise InputError(
+                f"all_reduce on rank {comm.rank} of {comm.size}: {'; '.join(told)}. All ranks must ask for the same"
+            )
+
+
+_executors: weakref.WeakKeyDictionary[AbstractCommunicator, Executor] = weakref.WeakKeyDictionary()
+_plans: weakref.WeakKeyDictionary[AbstractCommunicator, OrderedDict[Wish, AllReduce]] = weakref.WeakKeyDictionary()
+
+
+def executor_of(comm: AbstractCommunicator) -> Executor:
+    """The one of this communicator. Collective when it is asked for first."""
+    if comm not in _executors:
+        _executors[comm] = Executor(comm)
+    return _executors[comm]
+
+
+def release(comm: AbstractCommunicator) -> None:
+    """Give back what `all_reduce` keeps for `comm`, and its executor. Collective.
+
+    For a communicator that is to be closed while the job goes on. `AllReduce` objects made on it must be closed before.
+    """
+    for plan in _plans.pop(comm, OrderedDict()).values():
+        plan.close()
+    executor = _executors.pop(comm, None)
+    if executor is not None:
+        executor.close()
+
+
+def _one_of(kind: type[Choice], value: Choice | str) -> Choice:
+    try:
+        return kind(value)
+    except ValueError as error:
+        choices = ", ".join(repr(each.value) for each in kind)
+        raise InputError(f"all_reduce: there is no {kind.__name__.lower()} {value!r}; choose of {choices}") from error
+
+
+def _closed() -> None:
+    raise ClosedError("this AllReduce was closed; make another one")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

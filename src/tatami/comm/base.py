@@ -1,0 +1,230 @@
+"""What a communicator is: it moves bytes between ranks, and knows no model, no optimizer, no dataset."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+
+from tatami.collective import Sync
+from tatami.comm.window import AbstractSharedWindow, AbstractWindow, refuse_windows
+
+DEFAULT_TIMEOUT_S = 60.0
+
+
+class Op(Enum):
+    """How values of different ranks become one."""
+
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+
+
+class AbstractRequest(ABC):
+    """A transfer under way. The tensors it was given must stay untouched until `wait` returns."""
+
+    @abstractmethod
+    def test(self) -> bool:
+        """Whether it is done; never blocks. Makes progress."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when it is done.
+
+        Raises:
+            CommTimeoutError: it was not done within the communicator's timeout; names operation, peer and tag.
+            RankDiedError: the peer ended first.
+        """
+
+
+class AbstractCommunicator(ABC):
+    """Ranks that can talk to each other, and the operations they talk with.
+
+    Tensors are CPU tensors of any shape and of dtype float64, float32, bfloat16, float16, int64, int32, uint8 or bool; they are
+    used where they lie, without a copy, when they are contiguous. `out` tensors are written in place. Sums of bfloat16 and
+    float16 are taken in float32. Collectives must be called by all ranks in the same order. All waits end: after
+    `timeout_s` seconds with a `CommTimeoutError`, or with a `RankDiedError` where the death of a peer is known.
+
+    Sizes in `counts` are numbers of elements, one for each rank, and may differ and be zero. `None` means equal parts.
+    """
+
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+    # -- who ------------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """This rank, from 0."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    @abstractmethod
+    def hosts(self) -> tuple[str, ...]:
+        """The host name of every rank."""
+
+    @property
+    def library(self) -> str:
+        """What moves the bytes, with its version."""
+        return type(self).__name__
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its own host."""
+        return sum(host == self.hosts[self.rank] for host in self.hosts[: self.rank])
+
+    @property
+    def local_size(self) -> int:
+        """How many ranks its own host has."""
+        return self.hosts.count(self.hosts[self.rank])
+
+    @abstractmethod
+    def split(self, color: int | None, *, key: int = 0) -> AbstractCommunicator | None:
+        """One communicator for each color, ranks ordered by (key, rank); None for ranks whose color is None. Collective."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up what the communicator holds. Later operations raise `ClosedError`."""
+
+    # -- point to point -------------------------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, dest: int, *, tag: int = 0) -> None:
+        self.isend(tensor, dest, tag=tag).wait()
+
+    def recv(self, out: torch.Tensor, source: int, *, tag: int = 0) -> None:
+        self.irecv(out, source, tag=tag).wait()
+
+    @abstractmethod
+    def isend(self, tensor: torch.Tensor, dest: int, *, tag: int = 0) -> AbstractRequest: ...
+
+    @abstractmethod
+    def irecv(self, out: torch.Tensor, source: int, *, tag: int = 0) -> AbstractRequest: ...
+
+    # -- collectives ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def barrier(self) -> None: ...
+
+    @abstractmethod
+    def bcast(self, tensor: torch.Tensor, *, root: int = 0) -> None:
+        """`tensor` of `root` into `tensor` of everyone, in place."""
+
+    @abstractmethod
+    def gather(
+        self, tensor: torch.Tensor, out: torch.Tensor | None, *, root: int = 0, counts: Sequence[int] | None = None
+    ) -> None:
+        """Everyone's `tensor`, one after the other, into `out` of `root`; `out` is None elsewhere."""
+
+    @abstractmethod
+    def scatter(
+        self, tensor: torch.Tensor | None, out: torch.Tensor, *, root: int = 0, counts: Sequence[int] | None = None
+    ) -> None:
+        """Part `rank` of `root`'s `tensor` into `out` of `rank`; `tensor` is None elsewhere."""
+
+    @abstractmethod
+    def allgather(self, tensor: torch.Tensor, out: torch.Tensor, *, counts: Sequence[int] | None = None) -> None:
+        """Everyone's `tensor`, one after the other, into everyone's `out`."""
+
+    @abstractmethod
+    def alltoall(
+        self,
+        tensor: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+    ) -> None:
+        """Part j of `tensor` to rank j; what came from rank i becomes part i of `out`."""
+
+    @abstractmethod
+    def reduce(self, tensor: torch.Tensor, *, root: int = 0, op: Op = Op.SUM) -> None:
+        """The reduction of everyone's `tensor` into `tensor` of `root`, in place; other ranks' tensors stay as they are."""
+
+    @abstractmethod
+    def iallreduce(self, tensor: torch.Tensor, *, op: Op = Op.SUM) -> AbstractRequest:
+        """Begin an all-reduce in place; it is complete when the request is."""
+
+    def allreduce(self, tensor: torch.Tensor, *, op: Op = Op.SUM) -> None:
+        """The reduction of everyone's `tensor` into everyone's `tensor`, in place; the same bits on every rank."""
+        self.iallreduce(tensor, op=op).wait()
+
+    @abstractmethod
+    def reduce_scatter(
+        self, tensor: torch.Tensor, out: torch.Tensor, *, counts: Sequence[int] | None = None, op: Op = Op.SUM
+    ) -> None:
+        """Part `rank` of the reduction of everyone's `tensor` into `out`."""
+
+    # -- windows: see `tatami.comm.window` -------------------------------------------------------------------------
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether `window` and `shared_window` are to be had."""
+        return False
+
+    def window(
+        self,
+        size: int,  # noqa: ARG002 - for those that have windows
+        dtype: torch.dtype,  # noqa: ARG002
+        *,
+        sync: Sync = Sync.PSCW,  # noqa: ARG002
+        memory: torch.Tensor | None = None,  # noqa: ARG002
+    ) -> AbstractWindow:
+        """A window of `size` elements for puts, gets and accumulates; over `memory` where that is given. Collective.
+
+        Raises:
+            InputError: this backend has no one-sided communication; the MPI backend has.
+        """
+        raise refuse_windows(type(self).__name__)
+
+    def shared_window(self, size: int, dtype: torch.dtype) -> AbstractSharedWindow:  # noqa: ARG002
+        """A window of `size` elements for each rank in the memory of their one host. Collective.
+
+        Raises:
+            InputError: this backend has none, or the ranks are on several hosts.
+        """
+        raise refuse_windows(type(self).__name__)
+
+    # -- objects (pickled; only ever between ranks that the user started) -------------------------------------------
+
+    @abstractmethod
+    def send_object(self, value: Any, dest: int, *, tag: int = 0) -> None: ...
+
+    @abstractmethod
+    def recv_object(self, source: int, *, tag: int = 0) -> Any: ...
+
+    @abstractmethod
+    def bcast_object(self, value: Any, *, root: int = 0) -> Any:
+        """`value` of `root`; other ranks' `value` is not looked at."""
+
+    @abstractmethod
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Everyone's `value`, in the order of the ranks."""
+
+    @abstractmethod
+    def gather_object(self, value: Any, *, root: int = 0) -> list[Any] | None:
+        """Everyone's `value` on `root`, None elsewhere."""
+
+    def check_peers(self) -> None:  # noqa: B027 - where no death is ever known
+        """For waits on memory: costs little, returns at once.
+
+        Raises:
+            RankDiedError: where the death of a rank is known.
+        """
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """End all ranks of the job because this one cannot go on. `reason` is printed."""
+
+
+def parts(total: int, counts: Sequence[int] | None, *, size: int) -> tuple[int, ...]:
+    """`counts`, or equal parts of `total` elements."""
+    if counts is not None:
+        return tuple(counts)
+    return (total // size,) * size

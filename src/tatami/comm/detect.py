@@ -1,0 +1,101 @@
+"""Which ranks there are: `init` finds out how this process was started, and returns the communicator for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+
+import torch
+
+from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractCommunicator
+from tatami.comm.mpi import MpiCommunicator
+from tatami.comm.threads import single_communicator, thread_communicator
+from tatami.comm.torchdist import TorchdistCommunicator
+from tatami.errors import InputError
+
+THREADS_VARIABLE = "TATAMI_THREADS"
+
+_MPI_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
+"""Set by the mpiexec of MPICH, of anything that speaks PMIx, of Open MPI, and of Intel MPI."""
+
+_worlds: dict[str, AbstractCommunicator] = {}
+"""The world of each backend, made once: `init` may be called again from anywhere."""
+
+
+def init(*, backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> AbstractCommunicator:
+    """The communicator of all ranks that were started together with this process.
+
+    Under mpiexec or srun these are MPI's ranks, under torchrun those of torch.distributed, inside `run_threads` its threads,
+    and otherwise this process alone. The first call also gives torch its number of threads: the cores of the host divided
+    by the ranks on it, or `TATAMI_THREADS`.
+
+    Args:
+        backend: `mpi`, `torchdist`, `threads` or `single`; None to find out.
+        timeout_s: how long an operation may wait for another rank.
+
+    Raises:
+        InputError: an unknown backend; threads outside of `run_threads`; torchdist without torchrun and without a process
+            group; `TATAMI_THREADS` or `TATAMI_WAIT` is wrong.
+        MissingExtraError: MPI is needed but not installed.
+    """
+    inside = thread_communicator()
+    if backend is None:
+        backend = "threads" if inside is not None else detect_backend(os.environ)
+    if backend not in _MAKERS:
+        raise InputError(f"there is no backend {backend!r}; choose one of: {', '.join(BACKENDS)}")
+    if backend == "threads":
+        if inside is None:
+            raise InputError(
+                "backend 'threads': this is not a rank of run_threads; start the ranks with "
+                "tatami.comm.run_threads(body, size=4), or choose 'single' for one rank"
+            )
+        inside.timeout_s = timeout_s
+        return inside
+    num_threads = threads_asked_for(os.environ)
+    if backend not in _worlds:
+        _worlds[backend] = _MAKERS[backend](timeout_s)
+        _set_torch_threads(num_threads, ranks_on_host=_worlds[backend].local_size)
+    _worlds[backend].timeout_s = timeout_s
+    return _worlds[backend]
+
+
+def detect_backend(environ: Mapping[str, str]) -> str:
+    """`mpi`, `torchdist` or `single`, from the variables that launchers set."""
+    if any(name in environ for name in _MPI_VARIABLES):
+        return "mpi"
+    if "SLURM_PROCID" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
+        return "mpi"
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return "torchdist"
+    return "single"
+
+
+def threads_asked_for(environ: Mapping[str, str]) -> int | None:
+    """The value of `TATAMI_THREADS`; None where it is not set.
+
+    Raises:
+        InputError: it is not a whole number of at least 1.
+    """
+    text = environ.get(THREADS_VARIABLE)
+    if text is None:
+        return None
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise InputError(f"{THREADS_VARIABLE}={text!r} is not a number of threads; give a whole number of at least 1")
+    return int(text)
+
+
+def _set_torch_threads(asked: int | None, *, ranks_on_host: int) -> None:
+    """One rank alone keeps what torch chose; a user's OMP_NUM_THREADS is per rank already."""
+    if asked is not None:
+        torch.set_num_threads(asked)
+    elif ranks_on_host > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_on_host))
+
+
+_MAKERS: dict[str, Callable[[float], AbstractCommunicator]] = {
+    "mpi": lambda timeout_s: MpiCommunicator.world(timeout_s=timeout_s),
+    "torchdist": lambda timeout_s: TorchdistCommunicator.world(timeout_s=timeout_s),
+    "threads": lambda timeout_s: single_communicator(timeout_s=timeout_s),
+    "single": lambda timeout_s: single_communicator(timeout_s=timeout_s),
+}
+BACKENDS = tuple(_MAKERS)

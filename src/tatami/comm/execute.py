@@ -1,0 +1,326 @@
+"""The one executor of schedules: unrolls one once, for this rank, into a list of actions, and then only runs them.
+
+What a step means is said in `tatami.collective.schedule`; nothing here knows an algorithm. A rank's vector lies where the
+schedule needs it: in its host's shared window, in a window for puts, or anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tatami.collective import Group, Native, Phase, Role, Schedule, Step, Sync
+from tatami.comm.base import AbstractCommunicator, Op
+from tatami.comm.epochs import EPOCHS, AbstractEpochs
+from tatami.comm.groups import GroupCommunicators
+from tatami.comm.loads import loads_and_stores
+from tatami.comm.reduction import HALF_DTYPES, Reduction, combine, divide
+from tatami.comm.window import AbstractSharedWindow, AbstractWindow
+from tatami.errors import InputError, ScheduleError
+
+Action = Callable[[], object]
+
+
+class Executor:
+    """Runs schedules on one communicator, on a private copy of it, so that no message of anybody else comes between."""
+
+    def __init__(self, comm: AbstractCommunicator) -> None:
+        """Collective."""
+        private = comm.split(0)
+        assert private is not None
+        self.comm = private
+        self.groups = GroupCommunicators(private)
+
+    def prepare(self, schedule: Schedule, *, dtype: torch.dtype, reduction: Reduction) -> Program:
+        """Make the windows and buffers of a schedule and unroll it for this rank. Collective.
+
+        Args:
+            schedule: for as many ranks as the communicator has.
+            dtype: of the vector.
+            reduction: what `reduce` means; a mean is divided where the schedule says it is cheapest.
+
+        Raises:
+            ScheduleError: it is for another number of ranks, or has a rank in two shared windows.
+            InputError: it needs windows and the backend has none.
+        """
+        if schedule.ranks != self.comm.size:
+            raise ScheduleError(f"{schedule.algorithm} is for {schedule.ranks} ranks, the communicator has {self.comm.size}")
+        check_accumulates(schedule, dtype)
+        self.groups.make(group.ranks for phase in schedule.phases for group in phase.groups if _needs_part(phase))
+        return _Unrolling(self, schedule, dtype=dtype, reduction=reduction).program()
+
+    def close(self) -> None:
+        """Give the communicators back. Collective; programs must be closed before."""
+        self.groups.close()
+        self.comm.close()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Program:
+    """A schedule unrolled for this rank.
+
+    Attributes:
+        vector: (size,) this rank's contribution before `run`, the result after.
+        actions: one after the other.
+    """
+
+    vector: torch.Tensor
+    actions: tuple[Action, ...]
+    windows: tuple[AbstractWindow | AbstractSharedWindow, ...]
+
+    def run(self) -> None:
+        for action in self.actions:
+            action()
+
+    def close(self) -> None:
+        """Collective; `vector` must not be touched any more."""
+        for window in reversed(self.windows):
+            window.close()
+
+
+def check_accumulates(schedule: Schedule, dtype: torch.dtype) -> None:
+    """Refuse what MPI has no type for.
+
+    Raises:
+        InputError: the schedule accumulates bfloat16 or float16.
+    """
+    accumulates = any(phase.sync.one_sided and phase.role is not Role.ALL_GATHER for phase in schedule.phases)
+    if accumulates and dtype in HALF_DTYPES:
+        raise InputError(
+            f"{schedule.algorithm} sums by accumulate, and MPI does not accumulate {dtype}; let it travel as float32 "
+            "(wire=None), or choose torus_put"
+        )
+
+
+def _needs_part(phase: Phase) -> bool:
+    """Whether its groups need communicators of their own: everything but messages and the puts that have one window for all."""
+    return isinstance(phase.what, Native) or phase.sync in (Sync.BARRIER, Sync.FENCE)
+
+
+class _Unrolling:
+    """One schedule, being unrolled."""
+
+    def __init__(self, executor: Executor, schedule: Schedule, *, dtype: torch.dtype, reduction: Reduction) -> None:
+        self.comm = executor.comm
+        self.rank = executor.comm.rank
+        self.groups = executor.groups
+        self.schedule = schedule
+        self.reduction = reduction
+        self.op = reduction.op
+        self.windows: list[AbstractWindow | AbstractSharedWindow] = []
+        self.shared = self._shared_window(dtype)
+        self.by_sync: dict[Sync, AbstractWindow] = {}
+        self.fenced: dict[tuple[int, ...], AbstractWindow] = {}
+        memory = None if self.shared is None else self.shared[0].tensor
+        if memory is None and schedule.shared:
+            # Alone on its host: the others make their windows over memory there is, which all must do alike.
+            memory = torch.zeros(schedule.size, dtype=dtype)
+        for sync in dict.fromkeys(phase.sync for phase in schedule.phases if phase.sync.one_sided):
+            window = self.comm.window(schedule.size, dtype, sync=sync, memory=memory)
+            self.windows.append(window)
+            self.by_sync[sync] = window
+            memory = window.tensor
+        self.vector = torch.zeros(schedule.size, dtype=dtype) if memory is None else memory
+        self.scratch = torch.empty(self._scratch_size(), dtype=dtype)
+
+    def program(self) -> Program:
+        actions: list[Action] = []
+        average_before, parts = self.schedule.average_at(self.rank)
+        mean = self.reduction is Reduction.MEAN
+        for number, phase in enumerate(self.schedule.phases):
+            if mean and number == average_before:
+                actions.extend(self._average(parts))
+            # In a last all-reduce by loads and stores each element is divided before it is stored: no pass of its own.
+            divides = mean and average_before == number + 1 and phase.sync is Sync.BARRIER
+            actions.extend(self._phase(phase, divides=divides))
+            if divides:
+                mean = False
+        if mean and average_before == len(self.schedule.phases):
+            actions.extend(self._average(parts))
+        return Program(vector=self.vector, actions=tuple(actions), windows=tuple(self.windows))
+
+    def _average(self, parts: Sequence[tuple[int, int]]) -> list[Action]:
+        views = [self.vector[start:stop] for start, stop in parts]
+        ranks = self.schedule.ranks
+
+        def act() -> None:
+            for view in views:
+                divide(view, ranks)
+
+        return [act]
+
+    def _phase(self, phase: Phase, *, divides: bool) -> list[Action]:
+        if isinstance(phase.what, Native):
+            return [self._native(phase.role, group) for group in phase.groups_of(self.rank)]
+        if phase.sync.one_sided:
+            return self._puts(phase)
+        rounds = [list(phase.steps_of(self.rank, round=number)) for number in range(phase.num_rounds)]
+        if phase.sync is Sync.BARRIER:
+            return self._local(phase, rounds, divides=divides)
+        return [self._messages(steps) for steps in rounds if steps]
+
+    # -- messages -------------------------------------------------------------------------------------------------
+
+    def _messages(self, steps: list[Step]) -> Action:
+        """Post all, wait for all, then add in the order listed."""
+        comm, op = self.comm, self.op
+        receives: list[tuple[torch.Tensor, int]] = []
+        sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+        used = 0
+        for step in steps:
+            if step.target != self.rank:
+                continue
+            room = self.vector[step.start : step.stop]
+            if step.reduce:
+                came = self.scratch[used : used + step.size]
+                used += step.size
+                sums.append((room, came))
+                receives.append((came, step.source))
+            else:
+                receives.append((room, step.source))
+        sends = [(self.vector[step.start : step.stop], step.target) for step in steps if step.source == self.rank]
+
+        def act() -> None:
+            requests = [comm.irecv(room, source) for room, source in receives]
+            requests += [comm.isend(values, target) for values, target in sends]
+            for request in requests:
+                request.wait()
+            for room, came in sums:
+                combine(room, came, op)
+
+        return act
+
+    # -- natives --------------------------------------------------------------------------------------------------
+
+    def _native(self, role: Role, group: Group) -> Action:
+        comm, op = self.groups.of(group.ranks), self.op
+        whole = self.vector[group.start : group.stop]
+        if role is Role.ALL_REDUCE:
+            return lambda: comm.allreduce(whole, op=op)
+        counts = [stop - start for start, stop in map(group.part, range(group.members))]
+        start, stop = group.part(comm.rank)
+        part = self.vector[start:stop]
+        aside = self.scratch[: part.numel()]
+
+        def scatter() -> None:
+            comm.reduce_scatter(whole, aside, counts=counts, op=op)
+            part.copy_(aside)
+
+        def gather() -> None:
+            aside.copy_(part)
+            comm.allgather(aside, whole, counts=counts)
+
+        return scatter if role is Role.REDUCE_SCATTER else gather
+
+    # -- puts -----------------------------------------------------------------------------------------------------
+
+    def _puts(self, phase: Phase) -> list[Action]:
+        groups = phase.groups_of(self.rank)
+        # Every rank makes the windows of its fenced groups, in the order of the phase.
+        epochs = {group: self._epochs(phase.sync, group) for group in groups}
+        if not groups:
+            return []
+        # Fences are of a group's own window; posts and locks are by peer, so one epoch serves all groups of a round.
+        together = [list(groups)] if phase.sync is Sync.PSCW else [[group] for group in groups]
+        actions: list[Action] = [epochs[some[0]].enter for some in together]
+        for number in range(phase.num_rounds):
+            steps = list(phase.steps_of(self.rank, round=number))
+            by_group = [[step for step in steps if _group_of(step, groups) in some] for some in together]
+            opens, acts, closes = [], [], []
+            for some, mine in zip(together, by_group, strict=True):
+                opened, acted, closed = self._put_round(epochs[some[0]], mine)
+                opens.append(opened)
+                acts.extend(acted)
+                closes.append(closed)
+            actions += [*opens, *acts, *closes]
+        return actions
+
+    def _epochs(self, sync: Sync, group: Group) -> AbstractEpochs:
+        window = self.by_sync[sync]
+        if sync is Sync.FENCE and group.members < self.comm.size:
+            if group.ranks not in self.fenced:
+                part = self.groups.of(group.ranks)
+                made = part.window(self.schedule.size, self.vector.dtype, sync=sync, memory=self.vector)
+                self.fenced[group.ranks] = made
+                self.windows.append(made)
+            window = self.fenced[group.ranks]
+        return EPOCHS[sync](window, self.comm, ranks=group.ranks)
+
+    def _put_round(self, epochs: AbstractEpochs, steps: list[Step]) -> tuple[Action, list[Action], Action]:
+        window, op = epochs.window, self.op
+        member = {rank: index for index, rank in enumerate(epochs.ranks)} if window in self.fenced.values() else None
+        sources = sorted({step.source for step in steps if step.target == self.rank})
+        targets = sorted({step.target for step in steps if step.source == self.rank})
+        acts: list[Action] = []
+        for step in steps:
+            if step.source != self.rank:
+                continue
+            values = self.vector[step.start : step.stop]
+            target = step.target if member is None else member[step.target]
+            if step.reduce:
+                acts.append(_bound_accumulate(window, values, target, step.start, op))
+            else:
+                acts.append(_bound_put(window, values, target, step.start))
+        return (
+            lambda: epochs.open(sources=sources, targets=targets),
+            acts,
+            lambda: epochs.close(sources=sources, targets=targets),
+        )
+
+    # -- loads and stores -------------------------------------------------------------------------------------------
+
+    def _shared_window(self, dtype: torch.dtype) -> tuple[AbstractSharedWindow, tuple[int, ...]] | None:
+        """That of this rank's host, and who is in it."""
+        mine = {
+            group.ranks for phase in self.schedule.phases if phase.sync is Sync.BARRIER for group in phase.groups_of(self.rank)
+        }
+        if not mine:
+            return None
+        if len(mine) > 1:
+            raise ScheduleError(f"rank {self.rank} is in {len(mine)} shared windows, of {sorted(mine)[:3]}; it can be in one")
+        ranks = mine.pop()
+        window = self.groups.of(ranks).shared_window(self.schedule.size, dtype)
+        self.windows.append(window)
+        return window, ranks
+
+    def _local(self, phase: Phase, rounds: list[list[Step]], *, divides: bool) -> list[Action]:
+        if self.shared is None or self.rank not in phase.memberships:
+            return []
+        window, ranks = self.shared
+        vectors = {rank: window.of(member) for member, rank in enumerate(ranks)}
+        actions: list[Action] = [window.barrier]
+        for steps in rounds:
+            mine = [step for step in steps if step.issuer == self.rank]
+            divisor = self.schedule.ranks if divides else None
+            actions += loads_and_stores(mine, vectors, rank=self.rank, op=self.op, divisor=divisor)
+            actions.append(window.barrier)
+        return actions
+
+    def _scratch_size(self) -> int:
+        natives = [
+            stop - start
+            for phase in self.schedule.phases
+            if isinstance(phase.what, Native)
+            for group in phase.groups_of(self.rank)
+            for start, stop in [group.part(group.ranks.index(self.rank))]
+        ]
+        return max([self.schedule.scratch_size(self.rank), *natives])
+
+
+def _group_of(step: Step, groups: Sequence[Group]) -> Group:
+    """The group that holds both ends and the range of a step."""
+    return next(
+        group
+        for group in groups
+        if step.source in group.ranks and step.target in group.ranks and group.start <= step.start and step.stop <= group.stop
+    )
+
+
+def _bound_put(window: AbstractWindow, values: torch.Tensor, target: int, start: int) -> Action:
+    return lambda: window.put(values, target, start=start)
+
+
+def _bound_accumulate(window: AbstractWindow, values: torch.Tensor, target: int, start: int, op: Op) -> Action:
+    return lambda: window.accumulate(values, target, start=start, op=op)

@@ -1,0 +1,76 @@
+"""`python -I guard.py command ...`: runs one rank's command, and says how it died if it did.
+
+MPI's launchers kill all ranks as soon as one has died, and cannot tell afterwards which was the first. So `tatami run` puts
+this small parent above each rank: it outlives the rank just long enough to say so. It also ends by a signal when the rank ended
+with an exit code, because before MPI is up MPICH's launcher lets the other ranks wait for ever otherwise.
+
+It is started by its path, and imports the standard library alone: it must cost nothing beside the rank itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+from types import FrameType
+
+LAST_WORDS = "TATAMI_LAST_WORDS"
+"""The variable with the directory in which a dying rank leaves its message for `tatami run`."""
+_PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal a process gets when its parent dies."""
+_READING_TIME_S = 0.2
+_RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+
+
+def main() -> int:
+    """Run the command; returns 0 when it ended well, and otherwise does not return."""
+    command, parent = sys.argv[1:], os.getpid()
+    # A signal that comes while there is no handler yet waits for it.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    rank_pid = os.fork()
+    if rank_pid == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            os.execvp(command[0], command)
+        os._exit(1)
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        os.kill(rank_pid, number)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    code = os.waitstatus_to_exitcode(os.waitpid(rank_pid, 0)[1])
+    if code == 0:
+        return 0
+    rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "?")
+    how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+    where = f"pid {rank_pid} on {socket.gethostname()}"
+    say_last(f"tatami run: rank {rank} ({where}) {how}; the other ranks are stopped")
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 1
+
+
+def say_last(message: str) -> None:
+    """Say on standard error why this rank ends the job, in a way that the end of the job cannot swallow.
+
+    MPI's launchers drop what they have not yet read of a rank's output when a rank aborts. A file of `tatami run`, which prints
+    it when all is over, is not dropped. Without one (other machines, other launchers) the launcher gets a moment to read.
+    """
+    directory = os.environ.get(LAST_WORDS)
+    if directory is not None and os.path.isdir(directory):
+        name = os.path.join(directory, f"{time.time_ns():020d}-{os.getpid()}")
+        with open(name + ".part", "w", encoding="utf-8") as file:
+            file.write(message + "\n")
+        os.replace(name + ".part", name)
+        return
+    print(message, file=sys.stderr, flush=True)
+    time.sleep(_READING_TIME_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,322 @@
+"""Ranks as MPI processes, through mpi4py, on tensors where they lie.
+
+Nothing here blocks inside MPI: every operation is started in its nonblocking form and waited for by `wait_until`, so that a
+wait ends after its timeout and leaves the core to others meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from itertools import accumulate
+from types import ModuleType
+from typing import Any, Never
+
+import torch
+
+from tatami.clock import Clock, SystemClock
+from tatami.collective import Sync
+from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest, Op
+from tatami.comm.checked import MAX_TAG, CheckedCommunicator
+from tatami.comm.mpi_window import MpiSharedWindow, MpiWindow
+from tatami.comm.session import abandoned, load_mpi, stop_all_ranks
+from tatami.comm.wait import Waiting, wait_policy, wait_until
+from tatami.comm.window import AbstractSharedWindow, AbstractWindow, check_window
+from tatami.errors import CommError, InputError
+
+_OWN_TAG = MAX_TAG + 1
+"""The tag of exchanges inside collectives."""
+
+
+class MpiRequest(AbstractRequest):
+    """MPI requests that are complete together, and what must be done then."""
+
+    def __init__(
+        self,
+        communicator: MpiCommunicator,
+        requests: list[Any],
+        *,
+        operation: str,
+        keep: tuple[torch.Tensor | None, ...],
+        peer: int | None = None,
+        tag: int | None = None,
+        room_bytes: int | None = None,
+        then: Callable[[], object] | None = None,
+    ) -> None:
+        """`keep` are the tensors MPI works on; `room_bytes` is the size that must have come, where that is to be checked."""
+        self._communicator = communicator
+        self._requests = requests
+        self._operation = operation
+        self._keep = keep
+        self._peer = peer
+        self._tag = tag
+        self._room_bytes = room_bytes
+        self._status = communicator.mpi.Status() if room_bytes is not None else None
+        self._then = then
+        self._complete = False
+
+    def test(self) -> bool:
+        if self._complete:
+            return True
+        mpi = self._communicator.mpi
+        try:
+            one = self._requests[0] if len(self._requests) == 1 else None
+            arrived = one.Test(self._status) if one is not None else mpi.Request.Testall(self._requests)
+        except mpi.Exception as error:
+            self._complete = True
+            raise CommError(f"{self._waiting().describe()}: MPI says: {error.Get_error_string()}") from error
+        if arrived:
+            self._finish()
+        return self._complete
+
+    def wait(self) -> None:
+        communicator = self._communicator
+        waited_s = wait_until(self.test, policy=communicator.policy, timeout_s=communicator.timeout_s, clock=communicator.clock)
+        if waited_s is not None:
+            self._give_up()
+            raise self._waiting().timeout(waited_s)
+
+    def _finish(self) -> None:
+        self._complete = True
+        if self._status is not None:
+            came_bytes = self._status.Get_count(self._communicator.mpi.BYTE)
+            if came_bytes != self._room_bytes:
+                raise CommError(
+                    f"{self._waiting().describe()}: {came_bytes} bytes came where {self._room_bytes} were expected; "
+                    "shapes and dtypes must agree on both sides"
+                )
+        if self._then is not None:
+            self._then()
+
+    def _give_up(self) -> None:
+        """A receive can be taken back; anything else keeps its tensors alive for as long as MPI may touch them."""
+        if self._operation == "recv":
+            self._requests[0].Cancel()
+            if self._requests[0].Test():
+                return
+        abandoned.append((self._requests, self._keep))
+
+    def _waiting(self) -> Waiting:
+        communicator = self._communicator
+        return Waiting(
+            operation=self._operation, rank=communicator.rank, size=communicator.size, peer=self._peer, tag=self._tag
+        )
+
+
+class MpiCommunicator(CheckedCommunicator):
+    """One rank of an MPI job, or of a part of it made by `split`."""
+
+    def __init__(
+        self, comm: Any, *, mpi: ModuleType, hosts: tuple[str, ...], timeout_s: float, clock: Clock | None = None
+    ) -> None:
+        """Takes over `comm`, an mpi4py communicator on which nobody else sends; `hosts` are those of its ranks."""
+        super().__init__(timeout_s=timeout_s)
+        self.mpi = mpi
+        self.clock = clock or SystemClock()
+        self._comm = comm
+        self._rank: int = comm.Get_rank()
+        self._size: int = comm.Get_size()
+        self._hosts = hosts
+        self._types = {
+            torch.float64: mpi.DOUBLE,
+            torch.float32: mpi.FLOAT,
+            torch.int64: mpi.INT64_T,
+            torch.int32: mpi.INT32_T,
+            torch.uint8: mpi.UINT8_T,
+        }
+        self._ops = {Op.SUM: mpi.SUM, Op.MAX: mpi.MAX, Op.MIN: mpi.MIN}
+        self.policy = wait_policy(ranks_on_host=self.local_size, cores=len(os.sched_getaffinity(0)))
+
+    @classmethod
+    def world(cls, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> MpiCommunicator:
+        """All ranks of the job, on a communicator of Tatami's own.
+
+        Raises:
+            MissingExtraError: mpi4py, or an MPI library for it, is not installed.
+        """
+        mpi = load_mpi()
+        comm = mpi.COMM_WORLD.Dup()
+        # Who shares this host is not known yet: as if all did, a wait is polite in any case.
+        unknown = cls(comm, mpi=mpi, hosts=(socket.gethostname(),) * comm.Get_size(), timeout_s=timeout_s)
+        hosts = unknown.allgather_object(socket.gethostname())
+        return cls(comm, mpi=mpi, hosts=tuple(hosts), timeout_s=timeout_s)
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return self._hosts
+
+    def split(self, color: int | None, *, key: int = 0) -> MpiCommunicator | None:
+        self._check_open("split")
+        # MPI_Comm_split spins until all have come, so meet politely first.
+        self.barrier()
+        part = self._comm.Split(self.mpi.UNDEFINED if color is None else color, key)
+        if color is None:
+            return None
+        members = part.Get_group().Translate_ranks(None, self._comm.Get_group())
+        hosts = tuple(self.hosts[member] for member in members)
+        made = MpiCommunicator(part, mpi=self.mpi, hosts=hosts, timeout_s=self.timeout_s, clock=self.clock)
+        made.policy = self.policy
+        return made
+
+    def close(self) -> None:
+        """MPI has only some two thousand communicators to give: close those made by `split` on all their ranks."""
+        if not self._closed:
+            self._closed = True
+            self._comm.Free()
+
+    @property
+    def library(self) -> str:
+        return " ".join(str(self.mpi.Get_library_version()).strip().splitlines()[0].split())
+
+    @property
+    def has_windows(self) -> bool:
+        return True
+
+    def window(
+        self, size: int, dtype: torch.dtype, *, sync: Sync = Sync.PSCW, memory: torch.Tensor | None = None
+    ) -> AbstractWindow:
+        check_window(size, sync)
+        return MpiWindow(self._own(), size=size, dtype=dtype, sync=sync, memory=memory)
+
+    def shared_window(self, size: int, dtype: torch.dtype) -> AbstractSharedWindow:
+        check_window(size, Sync.PSCW)
+        return MpiSharedWindow(self._own(), size=size, dtype=dtype)
+
+    def _own(self) -> MpiCommunicator:
+        own = self.split(0)
+        assert own is not None
+        return own
+
+    def wait_for(self, done: Callable[[], bool], *, operation: str, missing: tuple[int, ...]) -> None:
+        """Wait politely for what `missing` must do.
+
+        Raises:
+            CommTimeoutError: names them.
+        """
+        waited_s = wait_until(done, policy=self.policy, timeout_s=self.timeout_s, clock=self.clock)
+        if waited_s is not None:
+            raise Waiting(operation=operation, rank=self.rank, size=self.size, missing=missing).timeout(waited_s)
+
+    def abort(self, reason: str) -> Never:
+        stop_all_ranks(f"rank {self.rank} of {self.size} aborted: {reason}")
+
+    # -- point to point -----------------------------------------------------------------------------------------------
+
+    def _start_send(self, tensor: torch.Tensor, dest: int, tag: int) -> AbstractRequest:
+        request = self._comm.Isend(self.as_bytes(tensor), dest, tag)
+        return MpiRequest(self, [request], operation="send", keep=(tensor,), peer=dest, tag=tag)
+
+    def _start_recv(self, out: torch.Tensor, source: int, tag: int) -> AbstractRequest:
+        request = self._comm.Irecv(self.as_bytes(out), source, tag)
+        return MpiRequest(self, [request], operation="recv", keep=(out,), peer=source, tag=tag, room_bytes=out.nbytes)
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def _start_barrier(self) -> AbstractRequest:
+        return self._collective("barrier", self._comm.Ibarrier())
+
+    def _start_bcast(self, tensor: torch.Tensor, root: int) -> AbstractRequest:
+        return self._collective("bcast", self._comm.Ibcast(self.as_bytes(tensor), root), tensor)
+
+    def _start_gather(
+        self, tensor: torch.Tensor, out: torch.Tensor | None, root: int, counts: tuple[int, ...]
+    ) -> AbstractRequest:
+        target = None if out is None else self._byte_parts(out, counts)
+        return self._collective("gather", self._comm.Igatherv(self.as_bytes(tensor), target, root), tensor, out)
+
+    def _start_scatter(
+        self, tensor: torch.Tensor | None, out: torch.Tensor, root: int, counts: tuple[int, ...]
+    ) -> AbstractRequest:
+        source = None if tensor is None else self._byte_parts(tensor, counts)
+        return self._collective("scatter", self._comm.Iscatterv(source, self.as_bytes(out), root), tensor, out)
+
+    def _start_allgather(self, tensor: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...]) -> AbstractRequest:
+        request = self._comm.Iallgatherv(self.as_bytes(tensor), self._byte_parts(out, counts))
+        return self._collective("allgather", request, tensor, out)
+
+    def _start_alltoall(
+        self, tensor: torch.Tensor, out: torch.Tensor, send_counts: tuple[int, ...], recv_counts: tuple[int, ...]
+    ) -> AbstractRequest:
+        request = self._comm.Ialltoallv(self._byte_parts(tensor, send_counts), self._byte_parts(out, recv_counts))
+        return self._collective("alltoall", request, tensor, out)
+
+    def _start_reduce(self, tensor: torch.Tensor, root: int, op: Op) -> AbstractRequest:
+        mine = self._typed(tensor)
+        source, target = (self.mpi.IN_PLACE, mine) if self.rank == root else (mine, None)
+        return self._collective("reduce", self._comm.Ireduce(source, target, self._ops[op], root), tensor)
+
+    def _start_allreduce(self, tensor: torch.Tensor, op: Op) -> AbstractRequest:
+        if self.size == 2:
+            return self._exchange(tensor, op)
+        request = self._comm.Iallreduce(self.mpi.IN_PLACE, self._typed(tensor), self._ops[op])
+        return self._collective("allreduce", request, tensor)
+
+    def _start_reduce_scatter(
+        self, tensor: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...], op: Op
+    ) -> AbstractRequest:
+        request = self._comm.Ireduce_scatter(self._typed(tensor), self._typed(out), counts, self._ops[op])
+        return self._collective("reduce_scatter", request, tensor, out)
+
+    def _exchange(self, tensor: torch.Tensor, op: Op) -> AbstractRequest:
+        """Two ranks swap their tensors and both combine them: a + b is b + a to the bit."""
+        peer = 1 - self.rank
+        theirs = torch.empty_like(tensor)
+        requests = [
+            self._comm.Irecv(self.as_bytes(theirs), peer, _OWN_TAG),
+            self._comm.Isend(self.as_bytes(tensor), peer, _OWN_TAG),
+        ]
+
+        def combine() -> None:
+            if op is Op.SUM:
+                tensor.add_(theirs)
+            elif op is Op.MAX:
+                torch.maximum(tensor, theirs, out=tensor)
+            else:
+                torch.minimum(tensor, theirs, out=tensor)
+
+        return MpiRequest(self, requests, operation="allreduce", keep=(tensor, theirs), then=combine)
+
+    def _collective(self, operation: str, request: Any, *keep: torch.Tensor | None) -> MpiRequest:
+        return MpiRequest(self, [request], operation=operation, keep=keep)
+
+    # -- tensors as MPI sees them ---------------------------------------------------------------------------------------
+
+    def _memory(self, tensor: torch.Tensor) -> Any:
+        return self.mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+    @property
+    def handle(self) -> Any:
+        """The mpi4py communicator, for what is made on it: windows."""
+        return self._comm
+
+    def mpi_op(self, op: Op) -> Any:
+        return self._ops[op]
+
+    def as_typed(self, tensor: torch.Tensor) -> list[Any]:
+        """
+        Raises:
+            InputError: MPI has no such type to compute with.
+        """
+        if tensor.dtype not in self._types:
+            raise InputError(f"MPI does not add up {tensor.dtype}; accumulate float32 instead")
+        return self._typed(tensor)
+
+    def as_bytes(self, tensor: torch.Tensor) -> list[Any]:
+        return [self._memory(tensor), tensor.nbytes, self.mpi.BYTE]
+
+    def _typed(self, tensor: torch.Tensor) -> list[Any]:
+        return [self._memory(tensor), tensor.numel(), self._types[tensor.dtype]]
+
+    def _byte_parts(self, tensor: torch.Tensor, counts: tuple[int, ...]) -> list[Any]:
+        sizes = [count * tensor.itemsize for count in counts]
+        starts = list(accumulate(sizes[:-1], initial=0))
+        return [self._memory(tensor), (sizes, starts), self.mpi.BYTE]

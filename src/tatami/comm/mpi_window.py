@@ -1,0 +1,190 @@
+"""Windows of MPI: `Win.Allocate`, `Win.Create` over memory there is already, and `Win.Allocate_shared`.
+
+Post and start are made with MODE_NOCHECK, and a notice of Tatami's own says that a rank has posted: it is waited for politely
+and with a timeout; and MPICH 5.0's start never returns when a rank that is not among its targets has posted for it already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tatami.collective import Sync
+from tatami.comm.base import Op
+from tatami.comm.meeting import CounterBarrier, notices, polls_before_yield
+from tatami.comm.watchdog import WATCHDOG
+from tatami.comm.window import AbstractSharedWindow, AbstractWindow, check_access, check_epoch_call, check_window_open
+from tatami.errors import InputError
+
+if TYPE_CHECKING:
+    from tatami.comm.mpi import MpiCommunicator
+
+PAGE = 4096
+_POSTED = 0
+"""The tag of notices that a rank has posted; on a communicator of the window's own."""
+
+
+class MpiWindow(AbstractWindow):
+    """Remote memory access among all ranks of `comm`, which the window takes over and closes."""
+
+    def __init__(
+        self, comm: MpiCommunicator, *, size: int, dtype: torch.dtype, sync: Sync, memory: torch.Tensor | None
+    ) -> None:
+        """`memory` (size,) is exposed where it lies; None: MPI allocates, which lets ranks of one host reach it directly."""
+        self._comm = comm
+        self._mpi = comm.mpi
+        self.sync = sync
+        self._closed = False
+        self._group = comm.handle.Get_group()
+        self._exposed: tuple[int, ...] = ()
+        nbytes = size * dtype.itemsize
+        comm.barrier()
+        with WATCHDOG.watch(f"making a window on rank {comm.rank} of {comm.size}", timeout_s=comm.timeout_s):
+            if memory is None:
+                self._win = self._mpi.Win.Allocate(nbytes, 1, comm=comm.handle)
+                self.tensor = _tensor(self._win.tomemory(), size, dtype)
+            else:
+                buffer = self._mpi.buffer.fromaddress(memory.data_ptr(), memory.nbytes)
+                self._win = self._mpi.Win.Create(buffer, 1, comm=comm.handle)
+                self.tensor = memory
+        if memory is None:
+            self.tensor.zero_()
+        if sync is Sync.LOCK:
+            self._win.Lock_all(self._mpi.MODE_NOCHECK)
+        comm.barrier()
+
+    def put(self, tensor: torch.Tensor, target: int, *, start: int) -> None:
+        self._check("put", tensor, target, start)
+        self._win.Put(self._comm.as_bytes(tensor), target, (start * tensor.itemsize, tensor.nbytes, self._mpi.BYTE))
+
+    def get(self, out: torch.Tensor, source: int, *, start: int) -> None:
+        self._check("get", out, source, start)
+        self._win.Get(self._comm.as_bytes(out), source, (start * out.itemsize, out.nbytes, self._mpi.BYTE))
+
+    def accumulate(self, tensor: torch.Tensor, target: int, *, start: int, op: Op) -> None:
+        self._check("accumulate", tensor, target, start)
+        if tensor.dtype == torch.bool:  # a sum of truths is `or`
+            tensor, op = tensor.view(torch.uint8), Op.MAX if op is Op.SUM else op
+        mine = self._comm.as_typed(tensor)
+        self._win.Accumulate(mine, target, (start * tensor.itemsize, *mine[1:]), self._comm.mpi_op(op))
+
+    def fence(self) -> None:
+        check_epoch_call("fence", self.sync)
+        self._comm.barrier()
+        with self._watch("fence"):
+            self._win.Fence()
+
+    def post(self, sources: Sequence[int]) -> None:
+        check_epoch_call("post", self.sync)
+        self._exposed = tuple(sources)
+        if sources:
+            group = self._group.Incl(list(sources))
+            self._win.Post(group, self._mpi.MODE_NOCHECK)
+            group.Free()
+            notices(self._comm, to=sources, tag=_POSTED)
+
+    def start(self, targets: Sequence[int]) -> None:
+        check_epoch_call("start", self.sync)
+        notices(self._comm, by=targets, tag=_POSTED)
+        group = self._group.Incl(list(targets))
+        with self._watch("start"):
+            self._win.Start(group, self._mpi.MODE_NOCHECK)
+        group.Free()
+
+    def complete(self) -> None:
+        check_epoch_call("complete", self.sync)
+        with self._watch("complete"):
+            self._win.Complete()
+
+    def wait(self) -> None:
+        check_epoch_call("wait", self.sync)
+        if self._exposed:
+            self._comm.wait_for(self._win.Test, operation="wait of a window", missing=self._exposed)
+            self._exposed = ()
+
+    def flush(self, target: int) -> None:
+        check_epoch_call("flush", self.sync)
+        with self._watch("flush", peer=target):
+            self._win.Flush(target)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._comm.barrier()
+            if self.sync is Sync.LOCK:
+                self._win.Unlock_all()
+            with self._watch("closing"):
+                self._win.Free()
+            self._comm.close()
+
+    def _check(self, what: str, tensor: torch.Tensor, peer: int, start: int) -> None:
+        check_window_open(self._closed)
+        check_access(tensor, self.tensor, peer=peer, ranks=self._comm.size, start=start, what=what)
+
+    def _watch(self, call: str, *, peer: int | None = None) -> Any:
+        towards = "" if peer is None else f" towards rank {peer}"
+        comm = self._comm
+        return WATCHDOG.watch(f"{call} of a window on rank {comm.rank} of {comm.size}{towards}", timeout_s=comm.timeout_s)
+
+
+class MpiSharedWindow(AbstractSharedWindow):
+    """Memory shared by all ranks of `comm`, which must be on one host; the window takes `comm` over and closes it."""
+
+    def __init__(self, comm: MpiCommunicator, *, size: int, dtype: torch.dtype) -> None:
+        if len(set(comm.hosts)) > 1:
+            hosts = ", ".join(sorted(set(comm.hosts))[:4])
+            raise InputError(f"a shared window needs ranks of one host, and these are on {hosts}; split by host first")
+        self._comm = comm
+        self._closed = False
+        mpi = comm.mpi
+        # Every rank's part ends on a page of its own for its counter, so that vectors begin on pages too.
+        vector_bytes = -(-size * dtype.itemsize // PAGE) * PAGE
+        comm.barrier()
+        with WATCHDOG.watch(f"making a shared window on rank {comm.rank} of {comm.size}", timeout_s=comm.timeout_s):
+            self._win = mpi.Win.Allocate_shared(vector_bytes + PAGE, 1, comm=comm.handle)
+        # Win.Sync, the memory fence, is allowed inside of an access epoch only.
+        self._win.Lock_all(mpi.MODE_NOCHECK)
+        memories = [self._win.Shared_query(rank)[0] for rank in range(comm.size)]
+        self._tensors = [_tensor(memory, size, dtype) for memory in memories]
+        self.tensor = self._tensors[comm.rank]
+        self.tensor.zero_()
+        counters = [memoryview(memory)[vector_bytes : vector_bytes + 8].cast("q") for memory in memories]
+        counters[comm.rank][0] = 0
+        self._barrier = CounterBarrier(
+            counters,
+            rank=comm.rank,
+            policy=comm.policy,
+            timeout_s=lambda: comm.timeout_s,
+            clock=comm.clock,
+            visible=self._win.Sync,
+            polls=polls_before_yield(ranks_on_host=comm.size),
+        )
+        comm.barrier()
+
+    def of(self, rank: int) -> torch.Tensor:
+        check_window_open(self._closed)
+        return self._tensors[rank]
+
+    def barrier(self) -> None:
+        self._barrier.wait()
+
+    def make_visible(self) -> None:
+        self._win.Sync()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._comm.barrier()
+            self._win.Unlock_all()
+            with WATCHDOG.watch("closing a shared window", timeout_s=self._comm.timeout_s):
+                self._win.Free()
+            self._comm.close()
+
+
+def _tensor(memory: Any, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """The beginning of MPI's memory as a tensor (size,)."""
+    if size == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=size)

@@ -1,0 +1,71 @@
+"""Objects between ranks: pickled, their length first, then their bytes, as tensors.
+
+Unpickling runs what the sender wrote: this is only ever for ranks that the user started.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+
+from tatami.comm.base import AbstractCommunicator
+
+
+class ObjectMessages(AbstractCommunicator):
+    """The object operations of a communicator that can move tensors; abstract."""
+
+    def send_object(self, value: Any, dest: int, *, tag: int = 0) -> None:
+        payload = _pickled(value)
+        self.send(torch.tensor([payload.numel()]), dest, tag=tag)
+        self.send(payload, dest, tag=tag)
+
+    def recv_object(self, source: int, *, tag: int = 0) -> Any:
+        length = torch.empty(1, dtype=torch.int64)
+        self.recv(length, source, tag=tag)
+        payload = torch.empty(int(length), dtype=torch.uint8)
+        self.recv(payload, source, tag=tag)
+        return _unpickled(payload)
+
+    def bcast_object(self, value: Any, *, root: int = 0) -> Any:
+        payload = _pickled(value if self.rank == root else None)
+        length = torch.tensor([payload.numel()])
+        self.bcast(length, root=root)
+        if self.rank == root:
+            self.bcast(payload, root=root)
+            return value
+        payload = torch.empty(int(length), dtype=torch.uint8)
+        self.bcast(payload, root=root)
+        return _unpickled(payload)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        payload = _pickled(value)
+        lengths = torch.empty(self.size, dtype=torch.int64)
+        self.allgather(torch.tensor([payload.numel()]), lengths)
+        counts = lengths.tolist()
+        everything = torch.empty(sum(counts), dtype=torch.uint8)
+        self.allgather(payload, everything, counts=counts)
+        return [_unpickled(part) for part in torch.split(everything, counts)]
+
+    def gather_object(self, value: Any, *, root: int = 0) -> list[Any] | None:
+        payload = _pickled(value)
+        length = torch.tensor([payload.numel()])
+        if self.rank != root:
+            self.gather(length, None, root=root)
+            self.gather(payload, None, root=root)
+            return None
+        lengths = torch.empty(self.size, dtype=torch.int64)
+        self.gather(length, lengths, root=root)
+        counts = lengths.tolist()
+        everything = torch.empty(sum(counts), dtype=torch.uint8)
+        self.gather(payload, everything, root=root, counts=counts)
+        return [_unpickled(part) for part in torch.split(everything, counts)]
+
+
+def _pickled(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpickled(payload: torch.Tensor) -> Any:
+    return pickle.loads(payload.numpy().tobytes())

@@ -1,0 +1,103 @@
+"""MPI's life in this process: started on demand, ended cleanly at exit, and stopped on all ranks when one of them fails."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import traceback
+from types import ModuleType, TracebackType
+from typing import Any, Never
+
+from tatami.clock import SystemClock
+from tatami.comm import guard
+from tatami.comm.wait import WaitPolicy, wait_until
+from tatami.errors import MissingExtraError
+
+_RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+_GOODBYE_POLICY = WaitPolicy(spin_s=0.0, longest_sleep_s=5e-3)
+"""Nothing hurries at the end: other ranks may still compute, and should have the cores."""
+
+abandoned: list[tuple[list[Any], object]] = []
+"""Requests whose wait timed out, with their tensors: MPI may still write there, so they must live as long as the process."""
+
+
+def load_mpi() -> ModuleType:
+    """`mpi4py.MPI`, initialised. What Tatami starts, Tatami ends; a program that started MPI itself keeps that right.
+
+    Raises:
+        MissingExtraError: mpi4py, or an MPI library for it, is not installed.
+    """
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise MissingExtraError(f"MPI for Python (mpi4py: {error})", extra="mpi") from error
+    if not MPI.Is_initialized():
+        # Any thread may wait or fail; the lock this needs inside MPI costs less than 0.1 us an operation.
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        sys.excepthook = _stop_on_exception
+        threading.excepthook = _stop_on_thread_exception
+        atexit.register(_say_goodbye, MPI)
+    return MPI
+
+
+def this_rank() -> str:
+    """How this process is called in messages, also before MPI is up."""
+    mpi = _running_mpi()
+    if mpi is not None:
+        return f"rank {mpi.COMM_WORLD.Get_rank()} of {mpi.COMM_WORLD.Get_size()}"
+    rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), None)
+    return f"rank {rank}" if rank is not None else f"process {os.getpid()}"
+
+
+def stop_all_ranks(message: str, *, exit_code: int = 1) -> Never:
+    """Say `message` and end every rank of the job, this one included."""
+    sys.stdout.flush()
+    guard.say_last(message)
+    mpi = _running_mpi()
+    if mpi is not None:
+        mpi.COMM_WORLD.Abort(exit_code)
+    os._exit(exit_code)
+
+
+def stop_on_failure(error: BaseException, *, trace: TracebackType | None, thread: str = "") -> Never:
+    """Print the traceback under the number of this rank, and end all ranks: they would wait for this one."""
+    where = this_rank()
+    lines = "".join(traceback.format_exception(type(error), error, trace)).rstrip().splitlines()
+    stop_all_ranks(
+        "\n".join([f"{where} failed{thread}; all ranks are stopped:", *(f"[{where}] {line}" for line in lines)]),
+        exit_code=130 if isinstance(error, KeyboardInterrupt) else 1,
+    )
+
+
+def _stop_on_exception(_kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    stop_on_failure(error, trace=trace)
+
+
+def _stop_on_thread_exception(args: threading.ExceptHookArgs) -> None:
+    if args.exc_value is not None and args.exc_type is not SystemExit:
+        thread = f" in thread {args.thread.name!r}" if args.thread is not None else ""
+        stop_on_failure(args.exc_value, trace=args.exc_traceback, thread=thread)
+
+
+def _say_goodbye(mpi: ModuleType) -> None:
+    """Meet all ranks before MPI_Finalize, which would spin on a core while the others still work."""
+    if mpi.Is_finalized():
+        return
+    num_unfinished = sum(not request.Test() for requests, _ in abandoned for request in requests)
+    if num_unfinished:
+        stop_all_ranks(f"{this_rank()} ends with {num_unfinished} transfers that timed out; all ranks are stopped")
+    request = mpi.COMM_WORLD.Ibarrier()
+    wait_until(request.Test, policy=_GOODBYE_POLICY, timeout_s=float("inf"), clock=SystemClock())
+    mpi.Finalize()
+
+
+def _running_mpi() -> ModuleType | None:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None

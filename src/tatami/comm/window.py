@@ -1,0 +1,188 @@
+"""Windows: memory of one rank that other ranks read and write without its help.
+
+Two kinds, both holding torch tensors where MPI or the host's memory has them, so that nothing is copied:
+
+* `AbstractWindow` (`communicator.window(...)`): remote memory access across any ranks, for one kind of synchronisation:
+
+      Sync.FENCE   fence(); put(...); fence()                                     everyone meets
+      Sync.PSCW    post(sources); start(targets); put(...); complete(); wait()    only the peers of this epoch
+      Sync.LOCK    put(...); flush(target)                                        tell the target by a message of your own
+
+* `AbstractSharedWindow` (`communicator.shared_window(...)`): ranks of one host; `of(rank)` is that rank's tensor itself.
+  What one rank has written another may read after both have passed a `barrier()`.
+
+Making and closing a window is collective, and so are `fence` and `barrier`. Tensors of a window that was closed must not be
+touched: their memory is gone.
+
+Waits are polite and end with an error that says who did not come. The few calls that MPI has in a blocking form only (a fence,
+a flush) are entered when all that they need is known to be there; should a peer die just then, a watchdog ends the job and
+says so.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from tatami.collective import Sync
+from tatami.errors import ClosedError, InputError
+
+if TYPE_CHECKING:
+    from tatami.comm.base import Op
+
+EPOCH_CALLS = {
+    "fence": Sync.FENCE,
+    "post": Sync.PSCW,
+    "start": Sync.PSCW,
+    "complete": Sync.PSCW,
+    "wait": Sync.PSCW,
+    "flush": Sync.LOCK,
+}
+
+
+class AbstractWindow(ABC):
+    """One rank's end of a window for puts, gets and accumulates.
+
+    Attributes:
+        tensor: (size,) this rank's memory, which the others reach.
+        sync: the one kind of epoch that it is for.
+    """
+
+    tensor: torch.Tensor
+    sync: Sync
+
+    @abstractmethod
+    def put(self, tensor: torch.Tensor, target: int, *, start: int) -> None:
+        """`tensor` (n,) into elements `start .. start + n` of rank `target`; must stay as it is until the epoch ends."""
+
+    @abstractmethod
+    def get(self, out: torch.Tensor, source: int, *, start: int) -> None:
+        """Elements `start .. start + n` of rank `source` into `out` (n,), which has them when the epoch has ended."""
+
+    @abstractmethod
+    def accumulate(self, tensor: torch.Tensor, target: int, *, start: int, op: Op) -> None:
+        """As `put`, but reduced into what is there, atomically by element.
+
+        Raises:
+            InputError: a dtype that MPI does not add up: bfloat16, float16.
+        """
+
+    @abstractmethod
+    def fence(self) -> None:
+        """Everyone meets; what was put before is there after."""
+
+    @abstractmethod
+    def post(self, sources: Sequence[int]) -> None:
+        """Open this rank's memory to `sources`; does not wait."""
+
+    @abstractmethod
+    def start(self, targets: Sequence[int]) -> None:
+        """Wait until all `targets` have posted for this rank."""
+
+    @abstractmethod
+    def complete(self) -> None:
+        """End what `start` began: the tensors that were put may be changed."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """End what `post` began: wait until all sources have completed; what they put is there."""
+
+    @abstractmethod
+    def flush(self, target: int) -> None:
+        """Return when everything put to `target` is there; `target` is not told."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back. Collective."""
+
+
+class AbstractSharedWindow(ABC):
+    """One rank's end of a window in the memory of its host.
+
+    Attributes:
+        tensor: (size,) this rank's part.
+    """
+
+    tensor: torch.Tensor
+
+    @abstractmethod
+    def of(self, rank: int) -> torch.Tensor:
+        """(size,) the part of `rank`, where it lies."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when all ranks have come; what they wrote before is then visible to all.
+
+        Raises:
+            CommTimeoutError: names those who did not come.
+        """
+
+    @abstractmethod
+    def make_visible(self) -> None:
+        """A memory fence, for ranks that signal each other by memory: before the signal is given, and after it was seen."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back. Collective."""
+
+
+def check_epoch_call(call: str, sync: Sync) -> None:
+    """Refuse a synchronisation that a window was not made for.
+
+    Raises:
+        InputError: names the kind to make it with.
+    """
+    needed = EPOCH_CALLS[call]
+    if sync is not needed:
+        raise InputError(
+            f"{call}() synchronises windows made with sync={needed.value!r}; this one was made with sync={sync.value!r}"
+        )
+
+
+def check_window(size: int, sync: Sync) -> None:
+    """Refuse what no window can be.
+
+    Raises:
+        InputError: a negative size, or a synchronisation that is none of puts.
+    """
+    if size < 0:
+        raise InputError(f"a window holds 0 or more elements, not {size}")
+    if not sync.one_sided:
+        choices = ", ".join(repr(kind.value) for kind in Sync if kind.one_sided)
+        raise InputError(f"sync={sync.value!r} does not synchronise puts; choose of {choices}")
+
+
+def check_access(tensor: torch.Tensor, window: torch.Tensor, *, peer: int, ranks: int, start: int, what: str) -> None:
+    """Refuse an access that would miss the target's memory.
+
+    Raises:
+        InputError: no such rank, another dtype, not contiguous, or outside of the window.
+    """
+    if not 0 <= peer < ranks:
+        raise InputError(f"{what}: there is no rank {peer}; this window has ranks 0 to {ranks - 1}")
+    if tensor.dtype != window.dtype:
+        raise InputError(f"{what}: the window holds {window.dtype}, the tensor is {tensor.dtype}")
+    if not tensor.is_contiguous():
+        raise InputError(f"{what}: the tensor must be contiguous; call .contiguous() first")
+    if start < 0 or start + tensor.numel() > window.numel():
+        raise InputError(
+            f"{what}: elements {start} to {start + tensor.numel()} are not all among the {window.numel()} of the window"
+        )
+
+
+def refuse_windows(backend: str) -> InputError:
+    """What a communicator without windows says."""
+    return InputError(
+        f"{backend} has no one-sided communication; the MPI backend has: start the ranks with mpiexec or tatami run"
+    )
+
+
+def check_window_open(closed: bool) -> None:
+    """Raises:
+    ClosedError: the window was closed.
+    """
+    if closed:
+        raise ClosedError("this window was closed; its memory is gone")

@@ -1,0 +1,240 @@
+"""Every algorithm carried out on ranks, against a float64 sum.
+
+Tolerances: a sum of P values in float32 is off by (P - 1) roundings of 2^-24 at most, relative to the sum of magnitudes; we
+allow 2 P. bfloat16 and float16 are summed in float32 and rounded once: 2^-8 and 2^-11 of the result.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tatami.collective import ALGORITHMS, Sync, build, simulate
+from tatami.comm import run_threads
+from tatami.comm.allreduce import AllReduce
+from tatami.comm.base import AbstractCommunicator
+from tatami.comm.execute import Executor
+from tatami.comm.reduction import Reduction
+from tatami.testing.worlds import World
+
+ONE_SIDED = ("torus_put", "torus_accumulate", "accumulate")
+EPSILON = {torch.float32: 2.0**-23, torch.float64: 2.0**-52, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+LARGE = 2**20 + 3
+
+
+def given_by(rank: int, size: int, *, dtype: torch.dtype = torch.float32, run: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * run + rank)
+    if not dtype.is_floating_point:
+        low = 0 if dtype == torch.uint8 else -50
+        return torch.randint(low, 30, (size,), generator=generator).to(dtype)
+    return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def wanted(ranks: int, size: int, *, op: str, dtype: torch.dtype = torch.float32, run: int = 0) -> torch.Tensor:
+    everything = torch.stack([given_by(rank, size, dtype=dtype, run=run) for rank in range(ranks)]).double()
+    if size == 0:
+        return torch.empty(0, dtype=torch.float64)
+    return {
+        "sum": lambda: everything.sum(0),
+        "mean": lambda: everything.mean(0),
+        "max": lambda: everything.max(0).values,
+        "min": lambda: everything.min(0).values,
+    }[op]()
+
+
+def assert_close(result: torch.Tensor, want: torch.Tensor, *, ranks: int) -> None:
+    if not result.dtype.is_floating_point:
+        assert torch.equal(result.double(), want)
+        return
+    epsilon = EPSILON[result.dtype]
+    assert torch.allclose(result.double(), want, rtol=2 * epsilon, atol=2 * ranks * max(4.0 * epsilon, 0))
+
+
+def check(comm: AbstractCommunicator, *, size: int, op: str = "sum", dtype: torch.dtype = torch.float32, **how: object) -> None:
+    with AllReduce(comm, size=size, op=op, dtype=dtype, **how) as reduce:  # type: ignore[arg-type]
+        for run in range(2):  # the second run finds what the first one left behind
+            reduce.buffer.copy_(given_by(comm.rank, size, dtype=dtype, run=run))
+            reduce.run()
+            assert_close(reduce.buffer, wanted(comm.size, size, op=op, dtype=dtype, run=run), ranks=comm.size)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_sums_every_size(world: World, algorithm: str) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        for size in (0, 1, 7, 1001):
+            check(comm, size=size, algorithm=algorithm)
+
+    world(body)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.ranks(2, 3)
+def test_sums_more_than_a_million(world: World, algorithm: str) -> None:
+    world(lambda comm: check(comm, size=LARGE, algorithm=algorithm))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.ranks(1, 2, 3, 4, 5, 6, 7, 8)
+@pytest.mark.threads_only
+def test_every_operation_on_one_to_eight_ranks(world: World, algorithm: str) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        for op in ("sum", "mean", "max", "min"):
+            check(comm, size=61, op=op, algorithm=algorithm)
+
+    world(body)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8], ids=str
+)
+@pytest.mark.ranks(3)
+def test_every_dtype(world: World, dtype: torch.dtype) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        for algorithm in ALGORITHMS:
+            for op in ("sum", "max"):
+                check(comm, size=33, op=op, dtype=dtype, algorithm=algorithm)
+
+    world(body)
+
+
+@pytest.mark.parametrize("sync", [sync for sync in Sync if sync.one_sided], ids=lambda sync: sync.value)
+@pytest.mark.parametrize("algorithm", ONE_SIDED)
+@pytest.mark.ranks(2, 3, 4)
+def test_every_synchronisation_of_puts(world: World, algorithm: str, sync: Sync) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        for op in ("sum", "mean"):
+            check(comm, size=1001, op=op, algorithm=algorithm, sync=sync)
+
+    world(body)
+
+
+@pytest.mark.parametrize("sync", [sync for sync in Sync if sync.one_sided], ids=lambda sync: sync.value)
+@pytest.mark.parametrize("grid", [(1, 4), (2, 2), (4, 1)], ids=lambda grid: "x".join(map(str, grid)))
+@pytest.mark.ranks(4)
+def test_every_grid(world: World, grid: tuple[int, int], sync: Sync) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        for algorithm in ("torus", "torus_native", *ONE_SIDED[:2]):
+            check(comm, size=103, op="mean", algorithm=algorithm, grid=grid, sync=sync)
+
+    world(body)
+
+
+@pytest.mark.parametrize("across", ["native", "ring", "halving_doubling", "accumulate", "torus_put"])
+@pytest.mark.parametrize("hosts", ["aabb", "abab", "aaab", "abcd"])
+@pytest.mark.ranks(4)
+def test_hierarchical_over_hosts(world: World, hosts: str, across: str) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        for op in ("sum", "mean"):
+            check(comm, size=103, op=op, algorithm="hierarchical", across=across, hosts=tuple(hosts))
+
+    world(body)
+
+
+@pytest.mark.parametrize("across", ["torus_put", "accumulate"])
+@pytest.mark.parametrize("sync", [Sync.FENCE, Sync.LOCK], ids=lambda sync: sync.value)
+@pytest.mark.ranks(4)
+def test_fences_and_locks_across_hosts(world: World, across: str, sync: Sync) -> None:
+    world(lambda comm: check(comm, size=103, algorithm="hierarchical", across=across, sync=sync, hosts=tuple("aabb")))
+
+
+@pytest.mark.ranks(2, 3)
+def test_not_a_number_passes_through(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        for algorithm in ALGORITHMS:
+            for op in ("sum", "mean", "max", "min"):
+                if algorithm in ("torus_accumulate", "accumulate", "native", "torus_native") and op in ("max", "min"):
+                    continue  # MPI_MAX and MPI_MIN compare, and say nothing of NaN
+                with AllReduce(comm, size=20, op=op, algorithm=algorithm) as reduce:
+                    reduce.buffer.fill_(1.0)
+                    if comm.rank == 1:
+                        reduce.buffer[7] = torch.nan
+                    reduce.run()
+                    assert reduce.buffer.isnan().nonzero().flatten().tolist() == [7], (algorithm, op)
+
+    world(body)
+
+
+@pytest.mark.ranks(3, 4)
+def test_a_fixed_order_gives_the_same_bits_as_the_schedule_says(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        vectors = [given_by(rank, 50).numpy() for rank in range(comm.size)]
+        for algorithm in ALGORITHMS:
+            if "native" in algorithm:
+                continue
+            with AllReduce(comm, size=50, algorithm=algorithm, fixed_order=True) as reduce:
+                expected = simulate(reduce.schedule, vectors)[comm.rank]
+                for _ in range(3):
+                    reduce.buffer.copy_(given_by(comm.rank, 50))
+                    reduce.run()
+                    assert np.array_equal(reduce.buffer.numpy(), expected), algorithm
+
+    world(body)
+
+
+@pytest.mark.ranks(3)
+def test_halves_are_rounded_once(world: World) -> None:
+    """1 + 2^-8 + 2^-8 is lost to bfloat16 where every addition rounds, and 1 + 2^-7 where only the sum does."""
+
+    def body(comm: AbstractCommunicator) -> None:
+        for algorithm in ALGORITHMS:
+            with AllReduce(comm, size=9, dtype=torch.bfloat16, algorithm=algorithm) as reduce:
+                reduce.buffer.fill_(1.0 if comm.rank == 0 else 2.0**-8)
+                reduce.run()
+                assert reduce.buffer.tolist() == [1 + 2.0**-7] * 9, algorithm
+
+    world(body)
+
+
+@pytest.mark.ranks(3)
+def test_floats_travel_as_halves_on_request(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        for algorithm in ("ring", "shared", "torus_put", "native"):
+            with AllReduce(comm, size=40, algorithm=algorithm, wire=torch.bfloat16) as reduce:
+                assert reduce.buffer.dtype == torch.float32
+                reduce.buffer.copy_(given_by(comm.rank, 40))
+                reduce.run()
+                assert torch.allclose(reduce.buffer.double(), wanted(3, 40, op="sum"), rtol=2.0**-6, atol=2.0**-5)
+
+    world(body)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    algorithm=st.sampled_from(sorted(ALGORITHMS)),
+    size=st.integers(0, 40),
+    ranks=st.integers(1, 6),
+    sync=st.sampled_from([sync for sync in Sync if sync.one_sided]),
+    data=st.data(),
+)
+def test_ranks_do_what_the_simulation_does(algorithm: str, size: int, ranks: int, sync: Sync, data: st.DataObject) -> None:
+    m = data.draw(st.sampled_from([m for m in range(1, ranks + 1) if ranks % m == 0]))
+    hosts = None if algorithm == "shared" else data.draw(st.lists(st.sampled_from("abc"), min_size=ranks, max_size=ranks))
+    schedule = build(algorithm, ranks=ranks, size=size, grid=(m, ranks // m), hosts=hosts, sync=sync)
+    vectors = [np.arange(size) * (rank + 1) + rank for rank in range(ranks)]
+    expected = simulate(schedule, vectors)
+
+    def body(comm: AbstractCommunicator) -> list[int]:
+        program = Executor(comm).prepare(schedule, dtype=torch.int64, reduction=Reduction.SUM)
+        program.vector.copy_(torch.from_numpy(vectors[comm.rank]))
+        program.run()
+        return program.vector.tolist()
+
+    for result, want in zip(run_threads(body, size=ranks, timeout_s=20), expected, strict=True):
+        assert result == want.tolist()
+
+
+@pytest.mark.ranks(3)
+def test_a_schedule_changed_by_hand_runs(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        for algorithm in ("ring", "accumulate", "shared", "torus_put"):
+            schedule = build(algorithm, ranks=3, size=10).explicit()
+            program = Executor(comm).prepare(schedule, dtype=torch.int64, reduction=Reduction.SUM)
+            program.vector.fill_(comm.rank + 1)
+            program.run()
+            assert program.vector.tolist() == [6] * 10
+            program.close()
+
+    world(body)

@@ -1,0 +1,271 @@
+"""Real jobs under the real mpiexec: they end well, and when a rank fails they end soon and say which."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tatami.comm import launch
+from tatami.comm.launch import Launcher, find_launcher, launch_command, rank_command, run
+from tatami.errors import InputError, MissingExtraError
+
+pytest.importorskip("mpi4py", reason="needs the extra 'mpi'")
+
+if any(name in os.environ for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK")):
+    pytest.skip("inside mpiexec no other mpiexec can be started", allow_module_level=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a job ended."""
+
+    code: int
+    out: str
+    err: str
+    took_s: float
+
+
+class Job:
+    """Starts a script on ranks, as `tatami run` does."""
+
+    def __init__(self, directory: Path, capture: pytest.CaptureFixture[str]) -> None:
+        self._directory = directory
+        self._capture = capture
+
+    def __call__(self, script: str, *arguments: str, ranks: int) -> Ended:
+        path = self._directory / "script.py"
+        path.write_text(textwrap.dedent(script), encoding="utf-8")
+        self._capture.readouterr()
+        start_s = time.monotonic()
+        code = run([str(path), *arguments], ranks=ranks)
+        took_s = time.monotonic() - start_s
+        out, err = self._capture.readouterr()
+        return Ended(code=code, out=out, err=err, took_s=took_s)
+
+
+@pytest.fixture
+def job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Job:
+    return Job(tmp_path, capfd)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_job_ends_well(job: Job, ranks: int) -> None:
+    script = """
+        import sys, torch
+        from tatami.comm import init
+        comm = init(timeout_s=20)
+        total = torch.tensor([comm.rank + 1])
+        comm.allreduce(total)
+        if comm.rank == 0:
+            print(f"size={comm.size} total={total.item()} threads={torch.get_num_threads()} said={sys.argv[1:]}")
+    """
+    ended = job(script, "two words", ranks=ranks)
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    if ranks == 1:
+        assert "size=1 total=1 threads=" in ended.out
+    else:
+        assert f"size={ranks} total={ranks * (ranks + 1) // 2} threads={threads} said=['two words']" in ended.out
+    assert (ended.code, ended.err) == (0, "")
+
+
+@pytest.mark.parametrize("moment", ["before init", "after init", "in a thread"])
+def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(job: Job, moment: str) -> None:
+    script = """
+        import os, sys, threading, time
+        def work():
+            raise ValueError("boom")
+        if sys.argv[1] == "before init" and os.environ["PMI_RANK"] == "1":
+            work()
+        from tatami.comm import init
+        comm = init(timeout_s=60)
+        if comm.rank == 1:
+            if sys.argv[1] == "in a thread":
+                threading.Thread(target=work, name="loader").start()
+            else:
+                work()
+        comm.barrier()
+        time.sleep(60)
+    """
+    ended = job(script, moment, ranks=3)
+    assert ended.code != 0
+    assert ended.took_s < 20.0
+    assert "[rank 1" in ended.err
+    assert 'raise ValueError("boom")' in ended.err
+    assert "ValueError: boom" in ended.err
+    assert "tatami/comm/runner" not in ended.err
+    assert ("in thread 'loader'" in ended.err) == (moment == "in a thread")
+
+
+def test_a_rank_that_is_killed_is_named(job: Job) -> None:
+    script = """
+        import os, signal
+        from tatami.comm import init
+        comm = init(timeout_s=60)
+        print(f"rank {comm.rank} is {os.getpid()}", flush=True)
+        comm.barrier()
+        if comm.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.barrier()
+    """
+    ended = job(script, ranks=3)
+    # Ranks share the output, and their lines may run into each other.
+    pid = re.search(r"rank 2 is (\d+)", ended.out)
+    assert pid is not None
+    assert ended.code != 0
+    assert ended.took_s < 20.0
+    assert f"tatami run: rank 2 (pid {pid[1]} on " in ended.err
+    assert ") was killed by signal 9 (SIGKILL); the other ranks are stopped" in ended.err
+    assert "BAD TERMINATION" not in ended.out + ended.err
+
+
+@pytest.mark.parametrize("moment", ["before init", "after init"])
+def test_a_rank_that_leaves_without_a_word_is_named(job: Job, moment: str) -> None:
+    script = """
+        import os, sys
+        if sys.argv[1] == "before init" and os.environ["PMI_RANK"] == "1":
+            os._exit(5)
+        from tatami.comm import init
+        comm = init(timeout_s=60)
+        if comm.rank == 1:
+            os._exit(5)
+        comm.barrier()
+    """
+    ended = job(script, moment, ranks=2)
+    assert ended.code != 0
+    assert ended.took_s < 20.0
+    assert "tatami run: rank 1 (pid " in ended.err
+    assert ") ended with exit code 5; the other ranks are stopped" in ended.err
+
+
+def test_an_exit_code_of_one_rank_ends_the_job_and_is_its_own(job: Job) -> None:
+    script = """
+        import sys
+        from tatami.comm import init
+        comm = init(timeout_s=60)
+        if comm.rank == 0:
+            sys.exit(7)
+        comm.barrier()
+    """
+    ended = job(script, ranks=2)
+    assert ended.code == 7
+    assert ended.took_s < 20.0
+    assert "rank 0 of 2 ended with exit code 7; all ranks are stopped" in ended.err
+
+
+def test_abort_ends_the_job_with_its_reason(job: Job) -> None:
+    script = """
+        from tatami.comm import init
+        comm = init(timeout_s=60)
+        if comm.rank == 1:
+            comm.abort("the disk is full")
+        comm.barrier()
+    """
+    ended = job(script, ranks=2)
+    assert ended.code == 1
+    assert "rank 1 of 2 aborted: the disk is full" in ended.err
+
+
+def test_a_rank_that_never_comes_ends_the_job_after_the_timeout(job: Job) -> None:
+    script = """
+        import time
+        from tatami.comm import init
+        comm = init(timeout_s=1.0)
+        if comm.rank == 0:
+            time.sleep(60)
+        comm.barrier()
+    """
+    ended = job(script, ranks=2)
+    assert ended.code != 0
+    assert ended.took_s < 20.0
+    assert "CommTimeoutError: barrier on rank 1 of 2 timed out after 1 s: not every rank joined" in ended.err
+
+
+def test_a_world_under_mpiexec_fails_on_all_ranks_together(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["tatami.testing.worlds"]\n', encoding="utf-8")
+    (tmp_path / "test_ranks.py").write_text(
+        textwrap.dedent("""
+            def test_passes(world):
+                assert world(lambda comm: comm.rank) == [0, 1]
+
+            def test_fails_on_the_last(world):
+                def body(comm):
+                    assert comm.rank == 0, "only the last"
+                world(body)
+        """),
+        encoding="utf-8",
+    )
+    module = ["-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-m", "mpi", "--world=mpi", str(tmp_path)]
+    assert run(module, ranks=2) == 1
+    out = capfd.readouterr().out
+    assert out.count("1 failed, 1 passed, 6 deselected") == 1
+    assert "AssertionError: only the last" in out
+    assert "rank 1 of 2:" in out
+
+
+def test_the_launcher_beside_this_python_is_found() -> None:
+    found = find_launcher()
+    assert found.program.name == "mpiexec"
+    assert found.family in ("mpich", "openmpi")
+
+
+def test_without_a_launcher_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    with pytest.raises(MissingExtraError, match=r"mpiexec.*pip install 'tatami\[mpi\]'"):
+        find_launcher()
+
+
+def test_launchers_get_the_flags_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    mpich, openmpi = (Launcher(program=Path("mpiexec"), family=family) for family in ("mpich", "openmpi"))
+    assert launch_command(mpich, ["prog"], ranks=4, hosts=None) == [
+        "mpiexec",
+        "-n",
+        "4",
+        "-launcher",
+        "fork",
+        "-iface",
+        "lo",
+        "prog",
+    ]
+    assert launch_command(mpich, ["prog"], ranks=4, hosts=["a:2", "b"]) == ["mpiexec", "-n", "4", "-hosts", "a:2,b", "prog"]
+    assert launch_command(openmpi, ["prog", "x"], ranks=2, hosts=None) == (
+        ["mpiexec", "-n", "2", "--oversubscribe", "--bind-to", "none", "--allow-run-as-root", "prog", "x"]
+    )
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "--allow-run-as-root" not in launch_command(openmpi, ["prog"], ranks=2, hosts=["a"])
+
+
+def test_what_cannot_be_started_is_refused(tmp_path: Path) -> None:
+    launcher = Launcher(program=Path("mpiexec"), family="mpich")
+    with pytest.raises(InputError, match="cannot start 0 ranks"):
+        launch_command(launcher, ["prog"], ranks=0, hosts=None)
+    for hosts in ([], ["a b"], ["a:0"], ["-x"]):
+        with pytest.raises(InputError, match="give names"):
+            launch_command(launcher, ["prog"], ranks=1, hosts=hosts)
+    with pytest.raises(InputError, match="nothing to run"):
+        rank_command([])
+    with pytest.raises(InputError, match=r"there is no script '.*missing.py'"):
+        rank_command([str(tmp_path / "missing.py")])
+    with pytest.raises(InputError, match="there is no program 'no-such-program'"):
+        rank_command(["no-such-program"])
+    assert rank_command(["-m", "tatami", "x"])[-6:] == [sys.executable, "-m", "tatami.comm.runner", "-m", "tatami", "x"]
+
+
+def test_the_banner_is_kept_back_however_it_is_cut() -> None:
+    rule = b"=" * 83 + b"\n"
+    banner = rule + b"=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   PID 7 RUNNING AT here\n" + rule
+    for size in (1, 7, 50, 1000):
+        stream = b"loss 0.5\n=== a title ===\n" + rule + b"a table\n\n" + banner
+        shown, banner_filter = b"", launch._BannerFilter()
+        for start in range(0, len(stream), size):
+            shown += banner_filter.feed(stream[start : start + size])
+        assert shown + banner_filter.rest() == b"loss 0.5\n=== a title ===\n" + rule + b"a table\n\n"
+        assert banner_filter.banner == banner

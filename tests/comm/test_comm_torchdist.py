@@ -1,0 +1,137 @@
+"""What is special about ranks of torch.distributed; the other tests of communication run on them with `--world=gloo`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from tatami.comm import AbstractCommunicator
+from tatami.comm.torchdist import TorchdistCommunicator
+from tatami.errors import InputError
+from tatami.testing.worlds import World
+
+
+def torchrun(tmp_path: Path, script: str, *, ranks: int) -> subprocess.CompletedProcess[str]:
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PMI_", "PMIX_", "OMPI_", "MPI_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environ,
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_init_finds_the_ranks_of_torchrun(tmp_path: Path, ranks: int) -> None:
+    ended = torchrun(
+        tmp_path,
+        """
+        import tatami, torch
+        comm = tatami.init()
+        total = torch.tensor([comm.rank + 1])
+        comm.allreduce(total)
+        parts = comm.gather_object((type(comm).__name__, comm.local_rank, total.item()))
+        if comm.rank == 0:
+            print(parts)
+        """,
+        ranks=ranks,
+    )
+    assert ended.returncode == 0, ended.stderr
+    total = ranks * (ranks + 1) // 2
+    assert ended.stdout.strip() == str([("TorchdistCommunicator", rank, total) for rank in range(ranks)])
+
+
+def test_a_process_group_there_is_becomes_a_communicator(tmp_path: Path) -> None:
+    ended = torchrun(
+        tmp_path,
+        """
+        import tatami, torch
+        import torch.distributed as dist
+        from tatami.comm.torchdist import TorchdistCommunicator
+        dist.init_process_group("gloo")
+        comm = tatami.init()
+        pair = dist.new_group([1, 2])
+        seen = [comm.size, comm.allgather_object(dist.get_rank())]
+        if comm.rank > 0:
+            part = TorchdistCommunicator.of_group(pair)
+            again = TorchdistCommunicator.of_group(pair)
+            seen += [part.rank, part.allgather_object(comm.rank), again.bcast_object(comm.rank, root=1)]
+        everyone = comm.gather_object(seen)
+        if comm.rank == 0:
+            print(everyone)
+        dist.destroy_process_group()
+        """,
+        ranks=3,
+    )
+    assert ended.returncode == 0, ended.stderr
+    ranks = [0, 1, 2]
+    assert ended.stdout.strip() == str([[3, ranks], [3, ranks, 0, [1, 2], 2], [3, ranks, 1, [1, 2], 2]])
+
+
+def test_a_rank_that_dies_is_named_to_those_who_wait_for_its_message(tmp_path: Path) -> None:
+    ended = torchrun(
+        tmp_path,
+        """
+        import os, tatami, torch
+        from tatami.errors import RankDiedError
+        comm = tatami.init()
+        if comm.rank == 1:
+            os._exit(0)
+        try:
+            comm.recv(torch.zeros(3), 1, tag=4)
+        except RankDiedError as error:
+            print(error.rank, error)
+        """,
+        ranks=2,
+    )
+    assert ended.stdout.startswith("1 recv from rank 1 (tag 4) on rank 0 of 2: rank 1 has ended"), ended.stderr
+
+
+def test_a_collective_that_times_out_is_told_and_the_rank_still_ends(tmp_path: Path) -> None:
+    ended = torchrun(
+        tmp_path,
+        """
+        import tatami, torch
+        from tatami.errors import CommTimeoutError
+        comm = tatami.init()
+        done = torch.zeros(1)
+        if comm.rank == 1:
+            comm.recv(done, 0)
+        else:
+            comm.timeout_s = 0.2
+            try:
+                comm.allreduce(torch.ones(3))
+            except CommTimeoutError as error:
+                print(error, flush=True)
+            comm.send(done, 1)
+        """,
+        ranks=2,
+    )
+    assert "allreduce on rank 0 of 2 timed out after 0.2" in ended.stdout, ended.stderr
+    assert "ends with collectives that timed out" in ended.stderr
+
+
+@pytest.mark.ranks(1, 2)
+def test_windows_are_what_the_mpi_backend_has(world: World) -> None:
+    if world.kind != "gloo":
+        pytest.skip("asked of ranks of torch.distributed only")
+
+    def body(comm: AbstractCommunicator) -> None:
+        assert isinstance(comm, TorchdistCommunicator)
+        for ask in (comm.window, comm.shared_window):
+            with pytest.raises(
+                InputError, match="no one-sided communication; the MPI backend has: start the ranks with mpiexec"
+            ):
+                ask(4, torch.float32)
+
+    world(body)
