@@ -1,0 +1,227 @@
+"""Horizontal communication: gradients summed across columns, which split the samples and share the units.
+
+Who sends which units to whom is data (`tatami.tiling.horizontal`); here it is carried out. Gradients of replicated parameters,
+the same on every rank of a column, ride on the same messages: each rank hears of every other column from one of its members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.nn.rows import Rows, blocks, pack
+from tatami.tiling import Span, Tiling
+from tatami.tiling.horizontal import Message, horizontal_messages
+
+_RIDE_ALONG_ELEMENTS = 16_384
+"""Replicated gradients up to this size ride on the messages between owners. Larger ones are worth an all-reduce of their own,
+which moves at most twice their size for each rank instead of C - 1 times."""
+
+_TAG = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Transfer:
+    """One message as this rank sees it: with whom, which of its units of which pair, and whether replicated gradients ride."""
+
+    peer: int
+    column: int
+    spans: tuple[tuple[int, Span], ...]
+    carries_replicated: bool
+
+
+class HorizontalExchange:
+    """Sums gradients across the columns of a tiling, over one communicator of all its ranks.
+
+    Args:
+        comm: all ranks of the tiled model.
+        tilings: one for each pair of the network; the same columns, cut for that pair's units.
+        names: the processor of every rank.
+    """
+
+    def __init__(self, comm: AbstractCommunicator, *, tilings: Sequence[Tiling], names: Sequence[str]) -> None:
+        self._comm = comm
+        self._buffers: dict[tuple[bool, int, int], torch.Tensor] = {}
+        me = names[comm.rank]
+        tile = tilings[0].by_processor.get(me)
+        self._column = None if tile is None else tile.column
+        self._num_columns = len(tilings[0].columns)
+        self._speaks_for_column = tile is not None and tilings[0].columns[tile.column][0].processor == me
+        offsets = [tiling.by_processor[me].units.start if tile is not None else 0 for tiling in tilings]
+        # Two columns: both sum the whole, in one phase. More: each owner sums its part of a group, and gives it back.
+        messages = horizontal_messages(tilings, method="direct" if self._num_columns <= 2 else "reduce-scatter")
+        riders = _riders(messages, tiling=tilings[0], names=names)
+        known = {(message.source, message.dest) for message in messages if message.phase == 0}
+        messages = (*messages, *(Message(phase=0, source=s, dest=d, spans=()) for s, d in sorted(riders - known)))
+        rank_of = {name: rank for rank, name in enumerate(names)}
+        column_of = {other.processor: other.column for other in tilings[0].tiles}
+        self._sends: list[list[_Transfer]] = [[], []]
+        self._receives: list[list[_Transfer]] = [[], []]
+        for message in messages:
+            if me not in (message.source, message.dest):
+                continue
+            sending = message.source == me
+            transfer = _Transfer(
+                peer=rank_of[message.dest if sending else message.source],
+                column=column_of[message.source],
+                spans=tuple((p, Span(s.start - offsets[p], s.stop - offsets[p])) for p, s in message.spans),
+                carries_replicated=message.phase == 0 and (message.source, message.dest) in riders,
+            )
+            (self._sends if sending else self._receives)[message.phase].append(transfer)
+        for receives in self._receives:
+            receives.sort(key=lambda transfer: (transfer.column, transfer.peer))
+
+    def sum_(self, pairs: Sequence[Sequence[Rows]], replicated: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Sum over the columns: the tensors of every pair in place, the replicated ones into the new tensors that it returns.
+
+        All owners of a unit end with the same bits, and the order of summation is the same in every run. The tensors of `pairs`
+        must be contiguous. Gradients of replicated parameters may be other layers' gradients too, and stay as they are.
+        """
+        wire = _wire_dtype([rows.tensor for pair in pairs for rows in pair] + list(replicated))
+        there = [[Rows(rows.tensor.to(wire), rows.axis) for rows in pair] for pair in pairs]
+        riders = [tensor.to(wire, copy=True, memory_format=torch.contiguous_format) for tensor in replicated]
+        num_riders = sum(tensor.numel() for tensor in riders)
+        ride = num_riders <= _RIDE_ALONG_ELEMENTS
+        if not ride:
+            self._all_reduce(riders)
+
+        heard: dict[int, torch.Tensor] = {}
+        for transfer, buffer in self._exchange(0, there, riders if ride else [], wire):
+            end = 0
+            for rows, span, block in blocks(buffer, _parts(there, transfer.spans)):
+                rows.cut(span).add_(block)
+                end += block.numel()
+            if transfer.carries_replicated and ride:
+                heard[transfer.column] = buffer[end : end + num_riders]
+        if ride and riders:
+            _sum_in_order(riders, heard, mine=self._column, num_columns=self._num_columns)
+        for transfer, buffer in self._exchange(1, there, [], wire):
+            for rows, span, block in blocks(buffer, _parts(there, transfer.spans)):
+                rows.cut(span).copy_(block)
+
+        for pair, sums in zip(pairs, there, strict=True):
+            for rows, total in zip(pair, sums, strict=True):
+                if rows.tensor is not total.tensor:
+                    rows.tensor.copy_(total.tensor)
+        return [rider.to(tensor.dtype) for tensor, rider in zip(replicated, riders, strict=True)]
+
+    def _exchange(
+        self, phase: int, pairs: Sequence[Sequence[Rows]], riders: Sequence[torch.Tensor], wire: torch.dtype
+    ) -> Iterable[tuple[_Transfer, torch.Tensor]]:
+        """Post everything, then hand out what arrived, in the order of the columns."""
+        requests = []
+        arrivals = []
+        for transfer in self._receives[phase]:
+            buffer = self._buffer(False, phase, transfer, pairs, riders, wire)
+            requests.append(self._comm.irecv(buffer, transfer.peer, tag=_TAG + phase))
+            arrivals.append((transfer, buffer))
+        for transfer in self._sends[phase]:
+            buffer = self._buffer(True, phase, transfer, pairs, riders, wire)
+            end = pack(buffer, _parts(pairs, transfer.spans))
+            if transfer.carries_replicated:
+                pack(buffer[end:], [(Rows(tensor.view(-1), 0), Span(0, tensor.numel())) for tensor in riders])
+            requests.append(self._comm.isend(buffer, transfer.peer, tag=_TAG + phase))
+        for request in requests:
+            request.wait()
+        return arrivals
+
+    def _buffer(
+        self,
+        sending: bool,
+        phase: int,
+        transfer: _Transfer,
+        pairs: Sequence[Sequence[Rows]],
+        riders: Sequence[torch.Tensor],
+        wire: torch.dtype,
+    ) -> torch.Tensor:
+        size = sum(rows.per_unit * span.size for rows, span in _parts(pairs, transfer.spans))
+        if transfer.carries_replicated:
+            size += sum(tensor.numel() for tensor in riders)
+        key = (sending, phase, transfer.peer)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() != size or buffer.dtype != wire:
+            buffer = self._buffers[key] = torch.empty(size, dtype=wire)
+        return buffer
+
+    def _all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Sum large replicated gradients over all ranks, one rank speaking for each column."""
+        flat = torch.zeros(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype)
+        whole = [(Rows(tensor.view(-1), 0), Span(0, tensor.numel())) for tensor in tensors]
+        if self._speaks_for_column:
+            pack(flat, whole)
+        self._comm.allreduce(flat)
+        for rows, span, block in blocks(flat, whole):
+            rows.cut(span).copy_(block)
+
+
+class HorizontalSum(torch.autograd.Function):
+    """Hands parameters on to the layers; backward sums their gradients over all samples.
+
+    Standing between the parameters and the layers, it has done its work when `loss.backward()` returns, it sees every gradient
+    at once (one message for each neighbour), and gradients accumulate over several backward passes as they always do.
+    """
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(parameter.view_as(parameter) for parameter in inputs[1:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG004
+        ctx.exchange = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.exchange(grads)
+
+
+def _riders(messages: Sequence[Message], *, tiling: Tiling, names: Sequence[str]) -> set[tuple[str, str]]:
+    """Who tells whom of its column's replicated gradients: for each rank, one member of every other column.
+
+    That member is one that sends to the rank anyway; a rank without a tile hears from the first of each column.
+    """
+    column_of = {tile.processor: tile.column for tile in tiling.tiles}
+    senders: dict[tuple[str, int], str] = {}
+    for message in messages:
+        if message.phase == 0:
+            senders.setdefault((message.dest, column_of[message.source]), message.source)
+    riders = set()
+    for name in names:
+        for index, column in enumerate(tiling.columns):
+            if column_of.get(name) != index:
+                riders.add((senders.get((name, index), column[0].processor), name))
+    return riders
+
+
+def _parts(pairs: Sequence[Sequence[Rows]], spans: Iterable[tuple[int, Span]]) -> list[tuple[Rows, Span]]:
+    return [(rows, span) for pair, span in spans for rows in pairs[pair]]
+
+
+def _wire_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """One dtype for all; sums of half precision are taken, and so must travel, in float32."""
+    wire = torch.float32
+    for tensor in tensors:
+        wire = torch.promote_types(wire, tensor.dtype)
+    return wire
+
+
+def _sum_in_order(
+    tensors: Sequence[torch.Tensor], heard: dict[int, torch.Tensor], *, mine: int | None, num_columns: int
+) -> None:
+    """Replicated gradients of all columns into `tensors`, added from the left: the same bits on every rank."""
+    own = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    contributions = [own if column == mine else heard[column] for column in range(num_columns)]
+    total = contributions[0].clone()
+    for contribution in contributions[1:]:
+        total += contribution
+    for rows, span, block in blocks(total, [(Rows(tensor.view(-1), 0), Span(0, tensor.numel())) for tensor in tensors]):
+        rows.cut(span).copy_(block)
+
+
+__all__ = ["HorizontalExchange", "HorizontalSum"]

@@ -1,0 +1,139 @@
+"""Buckets: gradients side by side in vectors that are reduced as one.
+
+Parameters are taken in the reverse order of their registration, because backward comes to the last layers first; the first
+bucket is small, so that reducing begins early. After the gradients a bucket holds one more element for each: 1 where this rank
+has used the parameter. What all ranks together have not used keeps the gradient it has, as in a single process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the gradient of one parameter lies.
+
+    Attributes:
+        parameter: its number in the order of registration.
+        start: its first element in the bucket.
+        size: elements.
+    """
+
+    parameter: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One bucket.
+
+    Attributes:
+        places: of its gradients, in the order in which they are expected.
+        dtype: of the parameters.
+        device: of the parameters.
+    """
+
+    places: tuple[Place, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def used_start(self) -> int:
+        """Where the elements begin that say which parameters were used."""
+        return self.places[-1].start + self.places[-1].size
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole bucket."""
+        return self.used_start + len(self.places)
+
+
+def lay_buckets(
+    parameters: Sequence[nn.Parameter], *, bucket_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES
+) -> list[Layout]:
+    """Buckets of at most `bucket_bytes`, the first of `first_bytes`; a larger parameter has one to itself."""
+    buckets: list[Layout] = []
+    places: list[Place] = []
+    filled = 0
+    kind: tuple[torch.dtype, torch.device] | None = None
+
+    def close() -> None:
+        nonlocal filled
+        if places and kind is not None:
+            buckets.append(Layout(places=tuple(places), dtype=kind[0], device=kind[1]))
+        places.clear()
+        filled = 0
+
+    for index, parameter in reversed(list(enumerate(parameters))):
+        limit = (bucket_bytes if buckets else min(first_bytes, bucket_bytes)) // parameter.itemsize
+        if kind != (parameter.dtype, parameter.device) or filled + parameter.numel() > limit:
+            close()
+        kind = (parameter.dtype, parameter.device)
+        places.append(Place(parameter=index, start=filled, size=parameter.numel()))
+        filled += parameter.numel()
+    close()
+    return buckets
+
+
+class Bucket:
+    """A bucket in its vector, during one backward pass after the other."""
+
+    def __init__(self, layout: Layout, vector: torch.Tensor, *, shapes: Sequence[torch.Size]) -> None:
+        """`vector` (layout.size,) may be of a narrower dtype than the gradients; `shapes` are those of all parameters."""
+        self.layout = layout
+        self._used = vector[layout.used_start :]
+        self._views = {
+            place.parameter: vector[place.start : place.start + place.size].view(shapes[place.parameter])
+            for place in layout.places
+        }
+        self._is_wire = vector.dtype != layout.dtype
+        self._stored: set[int] = set()
+
+    def store(self, index: int, parameter: nn.Parameter) -> bool:
+        """The gradient of parameter `index` is there; returns whether that of all are."""
+        grad, view = parameter.grad, self._views[index]
+        assert grad is not None
+        if grad.data_ptr() != view.data_ptr() or grad.dtype != view.dtype:
+            view.copy_(grad.detach())
+            if not self._is_wire:
+                parameter.grad = view
+        self._stored.add(index)
+        return len(self._stored) == len(self._views)
+
+    def has(self, index: int) -> bool:
+        """Whether the gradient of parameter `index` is there."""
+        return index in self._stored
+
+    def seal(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Before the bucket is reduced: fill in what this pass has not used, and say what is used."""
+        for index, view in self._views.items():
+            if index in self._stored:
+                continue
+            if parameters[index].grad is None:
+                view.zero_()
+            else:  # from passes before this one, that were not reduced
+                self.store(index, parameters[index])
+        self._used.copy_(torch.tensor([float(place.parameter in self._stored) for place in self.layout.places]))
+        self._stored.clear()
+
+    def deliver(self, parameters: Sequence[nn.Parameter]) -> None:
+        """After the bucket is reduced: its values become the gradients."""
+        for place, used in zip(self.layout.places, self._used.tolist(), strict=True):
+            if used == 0.0:
+                continue
+            parameter, view = parameters[place.parameter], self._views[place.parameter]
+            if not self._is_wire:
+                parameter.grad = view
+            elif parameter.grad is None:
+                parameter.grad = view.to(parameter.dtype)
+            else:
+                parameter.grad.copy_(view)

@@ -1,0 +1,61 @@
+"""What a run leaves behind: one JSON line for each thing that happened, and TensorBoard where it is wanted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from tatami.errors import MissingExtraError
+from tatami.outputs import refuse_to_overwrite
+
+
+class Records:
+    """Writes records as JSON lines, and their numbers to TensorBoard. Only rank 0 is given one with files.
+
+    Args:
+        path: the JSON lines; None writes none.
+        tensorboard: a directory for TensorBoard's event files; None writes none.
+        force: overwrite an existing `path`.
+
+    Raises:
+        OutputExistsError: `path` exists and `force` is not given.
+        MissingExtraError: TensorBoard is wanted and not installed.
+    """
+
+    def __init__(self, path: Path | None = None, *, tensorboard: Path | None = None, force: bool = False) -> None:
+        self._file: TextIO | None = None
+        self._board: Any = None
+        if tensorboard is not None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise MissingExtraError("tensorboard", extra="tensorboard") from error
+            self._board = SummaryWriter(str(tensorboard))
+        if path is not None:
+            refuse_to_overwrite(path, force=force)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Line by line, so that what happened before a crash is there after it.
+            self._file = path.open("w", encoding="utf-8", buffering=1)
+
+    def write(self, event: str, *, iteration: int, values: dict[str, Any]) -> None:
+        """Record that `event` happened after `iteration`; numbers among `values` become TensorBoard curves."""
+        if self._file is not None:
+            self._file.write(json.dumps({"event": event, "iteration": iteration, **values}) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self._board.add_scalar(f"{event}/{name}", value, iteration)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
