@@ -1,0 +1,59 @@
+"""Debug mode: before a collective moves data, all ranks tell each other what they are about to do, and compare."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.functions.channel import channel_of
+from tatami.functions.exchange import Exchange, Outgoing
+from tatami.functions.message import Kind
+from tatami.functions.structure import Packed, describe, packed
+
+DEBUG_VARIABLE = "TATAMI_DEBUG"
+
+_debugging = os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
+
+
+@contextmanager
+def debug(enabled: bool = True) -> Iterator[None]:
+    """Compare operation, root, shapes and dtypes of all ranks before a collective moves data; all ranks must do so alike.
+
+    `TATAMI_DEBUG=1` does it for a whole run. Costs one more small message to each rank for each collective.
+    """
+    global _debugging
+    before, _debugging = _debugging, enabled
+    try:
+        yield
+    finally:
+        _debugging = before
+
+
+def agree(
+    name: str, comm: AbstractCommunicator, *, root: int, pattern: Packed | None, same_shapes: bool, location: bytes
+) -> None:
+    """In debug mode, compare with all ranks.
+
+    Raises:
+        CommError: two ranks are about to do different things; names both.
+    """
+    if not _debugging or comm.size == 1:
+        return
+    channel = channel_of(comm)
+    number = channel.watchdog.begin_collective(name, location)
+    peers = [rank for rank in range(comm.size) if rank != comm.rank]
+    mine = packed(_intention(pattern, same_shapes=same_shapes))
+    outgoing = [Outgoing(peer, number, mine, ()) for peer in peers]
+    sources = [(peer, number) for peer in peers]
+    meeting = Exchange(comm, name, Kind.COLLECTIVE, root, outgoing, sources, location, pattern=mine, same_shapes=True)
+    meeting.move(())
+
+
+def _intention(pattern: Packed | None, *, same_shapes: bool) -> str:
+    if pattern is None:
+        return "anything"
+    if same_shapes:
+        return describe(pattern.spec)
+    return ", ".join(str(leaf.dtype).removeprefix("torch.") for leaf in pattern.leaves)

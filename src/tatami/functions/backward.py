@@ -1,0 +1,95 @@
+"""Running backward so that every operation of the pass is visited, whatever reaches the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.functions.chain import Chain, chains_of, open_chains
+
+
+def backward(
+    loss: torch.Tensor | None = None,
+    comm: AbstractCommunicator | None = None,
+    *,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+) -> None:
+    """Run backward through all that was communicated since the last backward, and through `loss`.
+
+    A rank without a loss calls `backward()`, and has done its part. A rank with one may as well call `loss.backward()`.
+
+    Args:
+        loss: a scalar, or a delegate; None on a rank without a loss.
+        comm: only what was communicated on this communicator; None for all communicators that this thread used.
+        retain_graph: as in torch: whether backward may run through the same graph again.
+        create_graph: as in torch: whether the gradients can be differentiated.
+
+    Raises:
+        CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
+    """
+    chains = _chains(comm)
+    roots = [chain.last for chain in chains]
+    if loss is not None and loss.requires_grad:
+        roots.insert(0, loss)
+    if roots:
+        grads = [torch.ones_like(root) if root is loss else torch.zeros_like(root) for root in roots]
+        torch.autograd.backward(roots, grads, retain_graph=retain_graph, create_graph=create_graph)
+
+
+def grad(
+    outputs: torch.Tensor | Sequence[torch.Tensor] | None,
+    inputs: torch.Tensor | Sequence[torch.Tensor],
+    comm: AbstractCommunicator | None = None,
+    *,
+    grad_outputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of `inputs`, as torch.autograd.grad, through all that was communicated; nothing is added to any `.grad`.
+
+    Every rank of the pass takes part: with its outputs, or None; and with its inputs, or `()`.
+
+    Args:
+        outputs: scalars, or any with `grad_outputs`; None on a rank without.
+        inputs: whose gradients are asked for; zeros for one that reaches no output.
+        comm: only what was communicated on this communicator; None for all communicators that this thread used.
+        grad_outputs: as in torch.
+        retain_graph: as in torch.
+        create_graph: as in torch.
+
+    Raises:
+        CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
+    """
+    given = _as_list(outputs)
+    seeds = _as_list(grad_outputs) or [torch.ones_like(output) for output in given]
+    chains = _chains(comm)
+    wanted = _as_list(inputs)
+    roots = [*given, *(chain.last for chain in chains)]
+    if not roots:
+        return tuple(torch.zeros_like(each) for each in wanted)
+    found = torch.autograd.grad(
+        roots,
+        [*wanted, *(chain.first for chain in chains)],
+        [*seeds, *(torch.zeros_like(chain.last) for chain in chains)],
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+        allow_unused=True,
+    )
+    pairs = zip(wanted, found[: len(wanted)], strict=True)
+    return tuple(torch.zeros_like(each) if gradient is None else gradient for each, gradient in pairs)
+
+
+def _as_list(tensors: torch.Tensor | Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
+    if tensors is None:
+        return []
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _chains(comm: AbstractCommunicator | None) -> list[Chain]:
+    if comm is None:
+        return open_chains()
+    chain = chains_of(comm).open
+    return [] if chain is None else [chain]

@@ -1,0 +1,185 @@
+"""Differentiable collectives: bcast, gather, scatter, allgather, alltoall. Shapes may differ between the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError
+from tatami.functions.agreement import agree
+from tatami.functions.channel import channel_of
+from tatami.functions.exchange import Exchange, Outgoing
+from tatami.functions.location import user_location
+from tatami.functions.message import Kind
+from tatami.functions.replay import replayed
+from tatami.functions.structure import Packed, Structure, flatten, mapped, unflatten
+
+
+def bcast(x: Structure, comm: AbstractCommunicator, *, root: int = 0, delegate: torch.Tensor | None = None) -> Structure:
+    """`x` of `root`, on every rank; the `x` of others is not looked at. Backward sums the gradients of all ranks on `root`.
+
+    Raises:
+        InputError: a rank that is not there, something that is no tensor.
+        CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
+    """
+    check_root("bcast", comm, root)
+
+    def run() -> Structure:
+        if comm.rank == root:
+            to_all = dict.fromkeys(range(comm.size), x)
+            return collective("bcast", comm, to_all, sources=(root,), root=root, delegate=delegate)[0][root]
+        return collective("bcast", comm, {}, sources=(root,), root=root, delegate=delegate)[0][root]
+
+    return replayed("bcast", run)
+
+
+def gather(x: Structure, comm: AbstractCommunicator, *, root: int = 0) -> Any:
+    """Everyone's `x`, a tuple in the order of the ranks, on `root`. Backward scatters the gradients.
+
+    Returns:
+        the tuple on `root`; a delegate elsewhere, see `send`.
+
+    Raises:
+        InputError: a rank that is not there, something that is no tensor.
+        CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
+    """
+    check_root("gather", comm, root)
+
+    def run() -> Any:
+        everyone = range(comm.size) if comm.rank == root else ()
+        parts, delegate = collective("gather", comm, {root: x}, sources=everyone, root=root, pattern=x)
+        return tuple(parts[rank] for rank in everyone) if comm.rank == root else delegate
+
+    return replayed("gather", run)
+
+
+def scatter(
+    xs: Sequence[Structure] | None, comm: AbstractCommunicator, *, root: int = 0, delegate: torch.Tensor | None = None
+) -> Structure:
+    """Part `rank` of the sequence `xs` of `root`; the `xs` of other ranks is not looked at. Backward gathers the gradients.
+
+    Raises:
+        InputError: a rank that is not there, not one part for each rank, something that is no tensor.
+        CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
+    """
+    check_root("scatter", comm, root)
+
+    def run() -> Structure:
+        parts = dict(enumerate(one_for_each("scatter", comm, xs))) if comm.rank == root else {}
+        return collective("scatter", comm, parts, sources=(root,), root=root, delegate=delegate)[0][root]
+
+    return replayed("scatter", run)
+
+
+def allgather(x: Structure, comm: AbstractCommunicator) -> tuple[Structure, ...]:
+    """Everyone's `x`, in the order of the ranks, on every rank. Backward sums the gradients that all ranks have of `x`.
+
+    A loss that every rank computes alike from it counts once for each rank: see `tatami.functions.share`.
+
+    Raises:
+        InputError: something that is no tensor.
+        CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
+    """
+
+    def run() -> tuple[Structure, ...]:
+        everyone = range(comm.size)
+        parts = collective("allgather", comm, dict.fromkeys(everyone, x), sources=everyone, pattern=x)[0]
+        return tuple(parts[rank] for rank in everyone)
+
+    return replayed("allgather", run)
+
+
+def alltoall(xs: Sequence[Structure], comm: AbstractCommunicator) -> tuple[Structure, ...]:
+    """Part `rank` of everyone's sequence `xs`, in the order of the ranks. Backward brings each gradient back to its owner.
+
+    Raises:
+        InputError: not one part for each rank, something that is no tensor.
+        CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
+    """
+
+    def run() -> tuple[Structure, ...]:
+        parts = one_for_each("alltoall", comm, xs)
+        everyone = range(comm.size)
+        came = collective("alltoall", comm, dict(enumerate(parts)), sources=everyone, pattern=parts[comm.rank])[0]
+        return tuple(came[rank] for rank in everyone)
+
+    return replayed("alltoall", run)
+
+
+def collective(
+    name: str,
+    comm: AbstractCommunicator,
+    parts: Mapping[int, Structure],
+    *,
+    sources: Sequence[int],
+    root: int = 0,
+    pattern: Structure = None,
+    same_shapes: bool = False,
+    delegate: torch.Tensor | None = None,
+) -> tuple[dict[int, Structure], torch.Tensor]:
+    """Give `parts` to ranks and get one from each of `sources`, this rank among both or not.
+
+    Args:
+        name: one of `OPERATIONS`.
+        comm: the ranks, all of which call this.
+        parts: by rank; the same object for several ranks counts as one input.
+        sources: ranks.
+        root: of collectives that have one.
+        pattern: what every part that comes must look like; None for anything.
+        same_shapes: whether their shapes and dtypes must agree with it too.
+        delegate: to be visited by backward afterwards.
+
+    Returns:
+        what came, by rank, and a delegate.
+    """
+    location = user_location()
+    inputs: list[torch.Tensor] = []
+    flat: dict[int, tuple[range, Packed]] = {}
+    for x in parts.values():
+        if id(x) not in flat:
+            tensors, content = flatten(x, operation=name)
+            flat[id(x)] = range(len(inputs), len(inputs) + len(tensors)), content
+            inputs += tensors
+    expected = None if pattern is None else flatten(pattern, operation=name)[1]
+    channel = channel_of(comm)
+    agree(name, comm, root=root, pattern=expected, same_shapes=same_shapes, location=location)
+    number = channel.watchdog.begin_collective(name, location)
+    outgoing = [Outgoing(peer, number, flat[id(x)][1], flat[id(x)][0]) for peer, x in parts.items() if peer != comm.rank]
+    others = [(peer, number) for peer in sources if peer != comm.rank]
+    exchange = Exchange(
+        comm, name, Kind.COLLECTIVE, root, outgoing, others, location, pattern=expected, same_shapes=same_shapes
+    )
+    if comm.size == 1:
+        comm.barrier()  # nothing moves, but a closed communicator must say so
+    exchange.move(inputs)
+    came = iter(exchange.record(inputs, delegate=delegate))
+    result = {each.peer: unflatten(each.content.spec, came) for each in exchange.received}
+    if comm.rank in sources:
+        result[comm.rank] = mapped(parts[comm.rank], torch.clone)
+    return result, exchange.delegate()
+
+
+def one_for_each(operation: str, comm: AbstractCommunicator, xs: Sequence[Structure] | None) -> Sequence[Structure]:
+    """`xs` if it has one part for each rank.
+
+    Raises:
+        InputError: it has not.
+    """
+    if not isinstance(xs, tuple | list):
+        raise InputError(f"{operation}: xs is a {type(xs).__name__}; give a tuple or list with one part for each rank")
+    if len(xs) != comm.size:
+        raise InputError(f"{operation}: {len(xs)} parts for {comm.size} ranks; give one for each")
+    return xs
+
+
+def check_root(operation: str, comm: AbstractCommunicator, root: int) -> None:
+    """Whether `root` is a rank.
+
+    Raises:
+        InputError: it is not.
+    """
+    if not 0 <= root < comm.size:
+        raise InputError(f"{operation}: there is no rank {root}; this communicator has ranks 0 to {comm.size - 1}")

@@ -1,0 +1,46 @@
+"""Delegates by hand, as in ChainerMN, and the share of a loss that every rank computes alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tatami.comm.base import AbstractCommunicator
+
+
+class _PseudoConnect(torch.autograd.Function):
+    @staticmethod
+    def forward(delegate: torch.Tensor, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ARG004
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.delegate = (inputs[0].shape, inputs[0].dtype)
+        ctx.mark_non_differentiable(*[x for x in output if not (x.is_floating_point() or x.is_complex())])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        shape, dtype = ctx.delegate
+        return (torch.zeros(shape, dtype=dtype) if dtype.is_floating_point else None, *grads)
+
+
+def pseudo_connect(delegate: torch.Tensor | None, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`xs` as they are, so that backward through any of them also comes to the operation that returned `delegate`.
+
+    Nobody needs it whose ranks end a pass with `loss.backward()` or `tatami.functions.backward()`.
+
+    Args:
+        delegate: what `send`, or `gather` and `reduce` away from the root, returned; of any shape; None for nothing.
+        xs: tensors.
+    """
+    if delegate is None:
+        return tuple(x.view_as(x) for x in xs)
+    connected: tuple[torch.Tensor, ...] = _PseudoConnect.apply(delegate, *xs)  # type: ignore[no-untyped-call]
+    return connected
+
+
+def share(loss: torch.Tensor, comm: AbstractCommunicator) -> torch.Tensor:
+    """This rank's share, `loss / comm.size`, of a loss that every rank computes alike; the shares of all ranks add up to it."""
+    return loss / comm.size

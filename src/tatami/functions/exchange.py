@@ -1,0 +1,297 @@
+"""The one differentiable operation: a rank sends structures to some ranks and gets structures from some, and gradients go back.
+
+Every function of this package is an exchange, or an exchange and a sum. Backward is an exchange too: each message whose sender
+waits for a gradient is answered with it, and the answer names the message it answers. So no two messages can swap their
+gradients, and a backward pass can itself be differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.functions.chain import Chain, Chains, chains_of
+from tatami.functions.channel import Channel, Key, Message, channel_of
+from tatami.functions.joining import install
+from tatami.functions.message import Kind
+from tatami.functions.structure import Packed, describe, flat, packed, skeleton
+from tatami.functions.watchdog import OPERATIONS
+
+_INDEX_OF = {name: index for index, name in enumerate(OPERATIONS)}
+
+
+class Outgoing(NamedTuple):
+    """What one peer is sent.
+
+    Attributes:
+        peer: its rank.
+        number: see `Head`.
+        content: the structure.
+        tensors: its leaves, as indices into the tensors of the exchange; a tensor may go to several peers.
+    """
+
+    peer: int
+    number: int
+    content: Packed
+    tensors: Sequence[int]
+
+
+class _Received(NamedTuple):
+    """What of a message that came is needed to answer it."""
+
+    peer: int
+    serial: int
+    content: Packed
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """One call of an operation on one rank.
+
+    Attributes:
+        name: of the operation, one of `OPERATIONS`.
+        kind: of its messages.
+        tag: of point-to-point messages; the root of a collective that has one, 0 for one that has none.
+        outgoing: what is sent, at most once to each peer.
+        sources: peer and number of what comes, in the order in which it is returned.
+        location: the line of user code.
+        pattern: what every structure that comes must look like, where it must.
+        same_shapes: whether shapes and dtypes must agree with the pattern too.
+        arrived: the tensors that came, until they are recorded.
+    """
+
+    comm: AbstractCommunicator
+    name: str
+    kind: Kind
+    tag: int
+    outgoing: Sequence[Outgoing]
+    sources: Sequence[tuple[int, int]]
+    location: bytes
+    pattern: Packed | None = None
+    same_shapes: bool = False
+    arrived: list[torch.Tensor] = field(default_factory=list)
+    received: list[_Received] = field(default_factory=list)
+    _chain: ReferenceType[Chain] | None = None
+    index: int = 0
+    _num_inputs: int = 0
+    _asked: list[tuple[Outgoing, int]] = field(default_factory=list)
+    """Messages that want an answer, with their serials."""
+
+    # -- moving -------------------------------------------------------------------------------------------------------
+
+    def move(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Send all, then take all; autograd learns of it in `record`.
+
+        Raises:
+            CommTimeoutError: something did not come in time; says who waits for whom, and where.
+            CommError: this or another rank found out that the ranks disagree.
+            RankDiedError: a rank that is needed has ended.
+        """
+        channel, chains = channel_of(self.comm), chains_of(self.comm)
+        for out in self.outgoing:
+            serial = channel.send(
+                out.peer,
+                kind=self.kind,
+                operation=_INDEX_OF[self.name],
+                tag=self.tag,
+                chain=chains.number,
+                number=out.number,
+                location=self.location,
+                content=out.content,
+                tensors=[_movable(tensors[index]) for index in out.tensors],
+                name=self.name,
+            )
+            if out.content.wants:
+                self._asked.append((out, serial))
+        if len(self.sources) > 1:
+            for peer, _ in self.sources:
+                channel.post(peer)
+        for peer, number in self.sources:
+            self._take(channel, chains, peer, number)
+
+    def _take(self, channel: Channel, chains: Chains, peer: int, number: int) -> None:
+        key: Key = (self.kind, self.tag if self.kind is Kind.POINT_TO_POINT else 0, number)
+        message = channel.take(peer, key, self._describe_wait)
+        if self.kind is Kind.COLLECTIVE:
+            self._check_agreement(channel, message)
+        content = message.packed
+        if content.wants:
+            if not torch.is_grad_enabled():
+                _answer_zeros(channel, message)
+            elif self.kind is not Kind.ANSWER:
+                self._check_pass(channel, chains, message)
+        self.received.append(_Received(peer, message.head.serial, content))
+        self.arrived += message.tensors
+
+    def _describe_wait(self, peer: int, waited_s: float) -> str:
+        number = dict(self.sources)[peer]
+        if self.kind is Kind.ANSWER:
+            what = f"the backward pass of {self.name}, for the gradient of what it sent to rank {peer}"
+        elif self.kind is Kind.COLLECTIVE:
+            what = f"{self.name} (forward, collective {number}, root {self.tag})"
+        else:
+            what = f"{self.name} (forward, tag {self.tag}, message {number})"
+        return f"rank {self.comm.rank} waits for rank {peer} in {what}, for {waited_s:.3g} s, at {self.location.decode()}"
+
+    def _check_agreement(self, channel: Channel, message: Message) -> None:
+        head, theirs, mine = message.head, message.packed, self.pattern
+        name = OPERATIONS[head.operation]
+        if name != self.name:
+            channel.fail(channel.watchdog.disagreement(message.peer, name, head.location, self.name, self.location))
+        where = f"rank {message.peer} at {head.location.decode()} and rank {self.comm.rank} at {self.location.decode()}"
+        if head.tag != self.tag:
+            channel.fail(f"{self.name}: {where} name different roots: {head.tag} and {self.tag}")
+        if mine is None or mine.wire == theirs.wire:
+            return
+        if skeleton(mine.spec, shapes=self.same_shapes) != skeleton(theirs.spec, shapes=self.same_shapes):
+            what = "shapes, dtypes or structures" if self.same_shapes else "structures"
+            channel.fail(f"{self.name}: {where} give different {what}: {describe(theirs.spec)} and {describe(mine.spec)}")
+
+    def _check_pass(self, channel: Channel, chains: Chains, message: Message) -> None:
+        problem = channel.watchdog.pass_problem(
+            message.peer, message.head, chains.number, name=self.name, location=self.location
+        )
+        if problem is not None:
+            channel.fail(problem)
+
+    # -- recording ----------------------------------------------------------------------------------------------------
+
+    def record(self, tensors: Sequence[torch.Tensor], *, delegate: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Put the exchange on the chain, if a gradient is wanted of anything; returns what arrived, as autograd knows it."""
+        if not (torch.is_grad_enabled() and (self._asked or self._is_asked() or _requires_grad(delegate))):
+            return self.arrived
+        install()
+        chain = chains_of(self.comm).current()
+        self._chain = ref(chain)
+        self._num_inputs = len(tensors)
+        token: torch.Tensor
+        outputs: list[torch.Tensor]
+        token, *outputs = _apply(self, chain.last, delegate, *tensors)
+        # The outputs know this exchange through their graph; to know them here too would keep both for ever.
+        self.arrived = []
+        self.index = chain.add(token, self.location)
+        return outputs
+
+    def _is_asked(self) -> bool:
+        return any(each.content.wants for each in self.received)
+
+    def delegate(self) -> torch.Tensor:
+        """A scalar zero through which backward comes to this exchange, and to all before it."""
+        chain = self.chain()
+        return torch.zeros(()) if chain is None else chain.last
+
+    def chain(self) -> Chain | None:
+        """The chain it is on, while somebody may still visit it."""
+        return None if self._chain is None else self._chain()
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def gradients(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Answer what came with the gradients of what arrived, and wait for the answers to what was sent.
+
+        Raises:
+            CommError: backward did not begin at the end of the chain; and all that `move` raises.
+        """
+        chain = self.chain()
+        if chain is not None:
+            chain.visit(self.index, name=self.name, location=self.location)
+        outgoing, present = self._answers(grads)
+        sources = [(out.peer, serial) for out, serial in self._asked]
+        answers = Exchange(self.comm, self.name, Kind.ANSWER, 0, outgoing, sources, self.location)
+        answers.move(present)
+        result = self._sums(answers.record(present), answers.received)
+        if chain is not None and self.index == 0 and not torch.is_grad_enabled():
+            chains_of(self.comm).close(chain)
+        return result
+
+    def _answers(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[Outgoing], list[torch.Tensor]]:
+        outgoing: list[Outgoing] = []
+        present: list[torch.Tensor] = []
+        rest = iter(grads)
+        for each in self.received:
+            given = [(leaf, next(rest)) for leaf in each.content.leaves]
+            if not each.content.wants:
+                continue
+            answer = [grad if leaf.wants else None for leaf, grad in given]
+            content = flat(answer)
+            start = len(present)
+            present += [grad for grad in answer if grad is not None]
+            outgoing.append(Outgoing(each.peer, each.serial, content, range(start, len(present))))
+        return outgoing, present
+
+    def _sums(self, answers: Sequence[torch.Tensor], received: Sequence[_Received]) -> list[torch.Tensor | None]:
+        """For each tensor of the exchange the sum of its gradients, in the order of the peers; zeros where none came."""
+        sums: list[torch.Tensor | None] = [None] * self._num_inputs
+        present = iter(answers)
+        for (out, _), each in zip(self._asked, received, strict=True):
+            for index, leaf, answer in zip(out.tensors, out.content.leaves, each.content.spec, strict=True):
+                so_far = sums[index]
+                if answer is not None:
+                    grad = next(present)
+                    sums[index] = grad if so_far is None else so_far + grad
+                elif leaf.wants and so_far is None:
+                    sums[index] = torch.zeros(leaf.shape, dtype=leaf.dtype)
+        return sums
+
+
+def _requires_grad(delegate: torch.Tensor | None) -> bool:
+    return delegate is not None and delegate.requires_grad
+
+
+def _answer_zeros(channel: Channel, message: Message) -> None:
+    """Nothing of `message` will reach a loss here: autograd is off."""
+    channel.send(
+        message.peer,
+        kind=Kind.ANSWER,
+        operation=message.head.operation,
+        tag=0,
+        chain=0,
+        number=message.head.serial,
+        location=message.head.location,
+        content=packed((None,) * len(message.packed.leaves)),
+        tensors=(),
+    )
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """Values that lie in memory one after the other."""
+    if tensor.layout != torch.strided:
+        return tensor.detach().to_dense().contiguous()
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+class _Exchanged(torch.autograd.Function):
+    """What autograd sees of an exchange that has taken place: tokens chain it to the one before and the one after."""
+
+    @staticmethod
+    def forward(
+        exchange: Exchange,
+        token: torch.Tensor,  # noqa: ARG004 -- makes this exchange depend on the one before
+        delegate: torch.Tensor | None,  # noqa: ARG004
+        *tensors: torch.Tensor,  # noqa: ARG004
+    ) -> tuple[torch.Tensor, ...]:
+        return (torch.zeros(()), *exchange.arrived)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.exchange = exchange = inputs[0]
+        ctx.set_materialize_grads(False)
+        if not all(each.content.wants_all for each in exchange.received):
+            leaves = [leaf for each in exchange.received for leaf in each.content.leaves]
+            constant = [tensor for tensor, leaf in zip(output[1:], leaves, strict=True) if not leaf.wants]
+            ctx.mark_non_differentiable(*constant)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (None, None, None, *ctx.exchange.gradients(grads[1:]))
+
+
+# `Function.apply` inspects the signature of `forward` on every call, for 20 us, and then calls this.
+_apply: Any = super(torch.autograd.Function, _Exchanged).apply

@@ -1,0 +1,102 @@
+"""Differentiable sums over ranks: allreduce, reduce, reduce_scatter: an exchange, and a sum in the order of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.functions.collectives import check_root, collective, one_for_each
+from tatami.functions.replay import replayed
+from tatami.functions.structure import Structure, flatten, unflatten
+
+SMALL_BYTES = 16 * 1024
+"""Up to here everyone sends everything to everyone in one step; above, each rank sums a part and gives it to all, in two."""
+
+
+def allreduce(x: Structure, comm: AbstractCommunicator) -> Structure:
+    """The sum over all ranks of `x`, the same bits on every rank. Backward sums the gradients of all ranks.
+
+    A loss that every rank computes alike from it counts once for each rank: see `tatami.functions.share`.
+
+    Raises:
+        InputError: something that is no tensor.
+        CommError: shapes or dtypes differ, or ranks disagree otherwise; CommTimeoutError, RankDiedError, ClosedError.
+    """
+
+    def run() -> Structure:
+        tensors, content = flatten(x, operation="allreduce")
+        if comm.size <= 2 or sum(tensor.nbytes for tensor in tensors) <= SMALL_BYTES:
+            return _sum_of_all(x, comm)
+        shapes = [tensor.shape for tensor in tensors]
+        pieces = [tensor.reshape(-1).tensor_split(comm.size) for tensor in tensors]
+        parts = {rank: [piece[rank] for piece in pieces] for rank in range(comm.size)}
+        mine = _summed("allreduce", comm, parts)
+        whole = collective("allreduce", comm, dict.fromkeys(range(comm.size), mine), sources=range(comm.size))[0]
+        sums = [torch.cat([whole[rank][i] for rank in range(comm.size)]).view(shape) for i, shape in enumerate(shapes)]
+        return unflatten(content.spec, iter(sums))
+
+    return replayed("allreduce", run)
+
+
+def reduce(x: Structure, comm: AbstractCommunicator, *, root: int = 0) -> Any:
+    """The sum over all ranks of `x`, on `root`. Backward gives the gradient of `root` to all ranks.
+
+    Returns:
+        the sum on `root`; a delegate elsewhere, see `send`.
+
+    Raises:
+        InputError: a rank that is not there, something that is no tensor.
+        CommError: shapes or dtypes differ, or ranks disagree otherwise; CommTimeoutError, RankDiedError, ClosedError.
+    """
+    check_root("reduce", comm, root)
+
+    def run() -> Any:
+        everyone = range(comm.size) if comm.rank == root else ()
+        parts, delegate = collective("reduce", comm, {root: x}, sources=everyone, root=root, pattern=x, same_shapes=True)
+        return _add_up([parts[rank] for rank in everyone]) if comm.rank == root else delegate
+
+    return replayed("reduce", run)
+
+
+def reduce_scatter(xs: Sequence[Structure], comm: AbstractCommunicator) -> Structure:
+    """The sum over all ranks of part `rank` of their sequences `xs`. Backward gathers the gradients of all parts on all ranks.
+
+    Raises:
+        InputError: not one part for each rank, something that is no tensor.
+        CommError: shapes or dtypes differ, or ranks disagree otherwise; CommTimeoutError, RankDiedError, ClosedError.
+    """
+
+    def run() -> Structure:
+        return _summed("reduce_scatter", comm, dict(enumerate(one_for_each("reduce_scatter", comm, xs))))
+
+    return replayed("reduce_scatter", run)
+
+
+def _sum_of_all(x: Structure, comm: AbstractCommunicator) -> Structure:
+    return _summed("allreduce", comm, dict.fromkeys(range(comm.size), x))
+
+
+def _summed(name: str, comm: AbstractCommunicator, parts: dict[int, Structure]) -> Structure:
+    """Give each rank its part, and sum what comes."""
+    everyone = range(comm.size)
+    came = collective(name, comm, parts, sources=everyone, pattern=parts[comm.rank], same_shapes=True)[0]
+    return _add_up([came[rank] for rank in everyone])
+
+
+def _add_up(structures: Sequence[Structure]) -> Structure:
+    """Leaf by leaf, in order; halves in float32."""
+    columns = [flatten(each, operation="sum")[0] for each in structures]
+    spec = flatten(structures[0], operation="sum")[1].spec
+    return unflatten(spec, (_sum(column) for column in zip(*columns, strict=True)))
+
+
+def _sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    first, *others = tensors
+    half = first.dtype in (torch.float16, torch.bfloat16)
+    total = first.float() if half else first
+    for tensor in others:
+        total = total + tensor if total.dtype != torch.bool else total | tensor
+    return total.to(first.dtype)

@@ -1,0 +1,202 @@
+"""What can be sent: tensors, and tuples, lists and dicts of them, nested; taken apart into leaves and put together again."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+
+from tatami.errors import InputError
+
+Structure = Any
+"""A tensor, None, or a tuple, list or dict of structures."""
+
+Spec = Any
+"""A structure with each tensor replaced by a `Leaf`; hashable. Dicts are a `_Dict`, lists a `_List`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """What is known of a tensor without its values.
+
+    Attributes:
+        dtype: of torch.
+        shape: of this tensor.
+        wants: whether its sender waits for a gradient.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    wants: bool
+
+    def describe(self) -> str:
+        """`float32 (3, 4)`."""
+        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
+
+
+@dataclass(frozen=True, slots=True)
+class _List:
+    items: tuple[Spec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Dict:
+    keys: tuple[Any, ...]
+    items: tuple[Spec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A spec, its bytes on the wire, its leaves in order, their sizes in bytes, and of which a gradient is wanted."""
+
+    spec: Spec
+    wire: bytes
+    leaves: tuple[Leaf, ...]
+    sizes: tuple[int, ...]
+    wants: bool
+    wants_all: bool
+
+
+def flatten(value: Structure, *, operation: str) -> tuple[list[torch.Tensor], Packed]:
+    """The tensors of `value` in order, and what is needed to put it together again. Gradients are wanted in grad mode.
+
+    Raises:
+        InputError: something in it is not a tensor; names its path.
+    """
+    if type(value) is torch.Tensor and value.is_cpu and value.layout is torch.strided:
+        return [value], _of_one(value.dtype, value.shape, value.requires_grad and torch.is_grad_enabled())
+    tensors: list[torch.Tensor] = []
+    # A wanted gradient is decided here, once: autograd may be off by the time the message is packed.
+    spec = _flatten(value, tensors, operation, "", torch.is_grad_enabled())
+    return tensors, packed(spec)
+
+
+def _flatten(value: Structure, tensors: list[torch.Tensor], operation: str, path: str, grad: bool) -> Spec:
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu" or value.layout != torch.strided:
+            where = "" if value.device.type == "cpu" else f" on {value.device}"
+            raise InputError(
+                f"{operation}: x{path} is a {value.layout} tensor{where}; dense CPU tensors are moved: "
+                "convert it with .to_dense() or .cpu()"
+            )
+        tensors.append(value)
+        return Leaf(value.dtype, tuple(value.shape), grad and value.requires_grad)
+    if value is None:
+        return None
+    if type(value) is tuple:
+        return tuple([_flatten(item, tensors, operation, f"{path}[{i}]", grad) for i, item in enumerate(value)])
+    if type(value) is list:
+        return _List(tuple([_flatten(item, tensors, operation, f"{path}[{i}]", grad) for i, item in enumerate(value)]))
+    if type(value) is dict:
+        for key in value:
+            if not isinstance(key, str | int):
+                raise InputError(f"{operation}: x{path} is a dict with the key {key!r}; keys must be of type str or int")
+        items = tuple([_flatten(item, tensors, operation, f"{path}[{key!r}]", grad) for key, item in value.items()])
+        return _Dict(tuple(value), items)
+    kind = type(value)
+    raise InputError(
+        f"{operation}: x{path} is of type {kind.__module__}.{kind.__qualname__}; only tensors and tuples, lists and dicts of "
+        "tensors are moved. Make numbers and arrays tensors with torch.as_tensor(...)"
+    )
+
+
+def unflatten(spec: Spec, tensors: Iterator[torch.Tensor]) -> Structure:
+    """The structure of `spec` with its leaves from `tensors`."""
+    if isinstance(spec, Leaf):
+        return next(tensors)
+    if isinstance(spec, tuple):
+        return tuple([unflatten(item, tensors) for item in spec])
+    if isinstance(spec, _List):
+        return [unflatten(item, tensors) for item in spec.items]
+    if isinstance(spec, _Dict):
+        return {key: unflatten(item, tensors) for key, item in zip(spec.keys, spec.items, strict=True)}
+    return None
+
+
+def mapped(value: Structure, change: Callable[[torch.Tensor], torch.Tensor]) -> Structure:
+    """`value` with each tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple | list):
+        return type(value)([mapped(item, change) for item in value])
+    if isinstance(value, dict):
+        return {key: mapped(item, change) for key, item in value.items()}
+    return value
+
+
+@lru_cache(maxsize=4096)
+def _of_one(dtype: torch.dtype, shape: torch.Size, wants: bool) -> Packed:
+    return packed(Leaf(dtype, tuple(shape), wants))
+
+
+@lru_cache(maxsize=4096)
+def packed(spec: Spec) -> Packed:
+    """`spec` with its bytes on the wire."""
+    return _packed(spec, pickle.dumps(spec, protocol=4))
+
+
+@lru_cache(maxsize=4096)
+def unpacked(wire: bytes) -> Packed:
+    """What `packed` made these bytes from."""
+    return _packed(pickle.loads(wire), wire)
+
+
+def _packed(spec: Spec, wire: bytes) -> Packed:
+    leaves = tuple(_leaves(spec))
+    sizes = tuple([prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves])
+    wants = [leaf.wants for leaf in leaves]
+    return Packed(spec, wire, leaves, sizes, any(wants), all(wants))
+
+
+def flat(tensors: Sequence[torch.Tensor | None]) -> Packed:
+    """A tuple of tensors, where some are missing. Gradients are wanted in grad mode."""
+    grad = torch.is_grad_enabled()
+    return _flat(tuple([None if t is None else (t.dtype, t.shape, grad and t.requires_grad) for t in tensors]))
+
+
+@lru_cache(maxsize=4096)
+def _flat(facts: tuple[tuple[torch.dtype, torch.Size, bool] | None, ...]) -> Packed:
+    return packed(tuple([None if each is None else Leaf(each[0], tuple(each[1]), each[2]) for each in facts]))
+
+
+def _leaves(spec: Spec) -> Iterator[Leaf]:
+    if isinstance(spec, Leaf):
+        yield spec
+    elif isinstance(spec, tuple):
+        for item in spec:
+            yield from _leaves(item)
+    elif isinstance(spec, _List | _Dict):
+        for item in spec.items:
+            yield from _leaves(item)
+
+
+def skeleton(spec: Spec, *, shapes: bool) -> Any:
+    """What ranks must agree on in a collective: the structure, and its shapes and dtypes where `shapes`."""
+    if isinstance(spec, Leaf):
+        return (spec.dtype, spec.shape) if shapes else "tensor"
+    if isinstance(spec, tuple):
+        return tuple([skeleton(item, shapes=shapes) for item in spec])
+    if isinstance(spec, _List):
+        return [skeleton(item, shapes=shapes) for item in spec.items]
+    if isinstance(spec, _Dict):
+        return {key: skeleton(item, shapes=shapes) for key, item in zip(spec.keys, spec.items, strict=True)}
+    return spec
+
+
+def describe(spec: Spec) -> str:
+    """The structure in words: `(float32 (3, 4), {'mask': bool (3,)})`."""
+    if isinstance(spec, Leaf):
+        return spec.describe()
+    if isinstance(spec, tuple):
+        return f"({', '.join(describe(item) for item in spec)}{',' if len(spec) == 1 else ''})"
+    if isinstance(spec, _List):
+        return f"[{', '.join(describe(item) for item in spec.items)}]"
+    if isinstance(spec, _Dict):
+        members = zip(spec.keys, spec.items, strict=True)
+        return "{" + ", ".join(f"{key!r}: {describe(item)}" for key, item in members) + "}"
+    return "None" if spec is None else str(spec)

@@ -1,0 +1,221 @@
+"""Under what torch does to a forward pass: no_grad, double backward, checkpointing, autocast."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tatami import functions
+from tatami.comm import AbstractCommunicator
+from tatami.errors import CommError
+from tatami.testing.worlds import World
+
+X = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64)
+A = torch.tensor([[1.0, 0.5, -1.0], [0.2, 2.0, 0.1], [0.0, 1.0, 1.0]], dtype=torch.float64)
+B = torch.tensor([2.0, -1.0, 0.5], dtype=torch.float64)
+
+
+def close(got: torch.Tensor | None, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
+
+
+def penalized(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    score = (torch.tanh(x @ a).pow(2) * b).sum()
+    (slope,) = torch.autograd.grad(score, x, create_graph=True)
+    total: torch.Tensor = score + (slope.norm() - 1) ** 2
+    return total
+
+
+@pytest.mark.ranks(2)
+def test_gradient_penalty_across_ranks(world: World) -> None:
+    """The slope of rank 1's score at rank 0's input, whose own gradient changes the weights of both."""
+    a, b, x = A.clone().requires_grad_(), B.clone().requires_grad_(), X.clone().requires_grad_()
+    penalized(a, b, x).backward()  # type: ignore[no-untyped-call]
+
+    def body(comm: AbstractCommunicator) -> torch.Tensor | None:
+        if comm.rank == 0:
+            weight, x = A.clone().requires_grad_(), X.clone().requires_grad_()
+            functions.send(torch.tanh(x @ weight), comm, dest=1)
+            (slope,) = functions.grad(None, x, create_graph=True)
+            ((slope.norm() - 1) ** 2).backward()
+            return weight.grad
+        weight = B.clone().requires_grad_()
+        score = (functions.recv(comm, source=0).pow(2) * weight).sum()
+        functions.grad(score, (), create_graph=True)
+        functions.backward(score)
+        return weight.grad
+
+    grads = world(body)
+    assert a.grad is not None
+    assert b.grad is not None
+    close(grads[0], a.grad)
+    close(grads[1], b.grad)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("name", ["allgather", "alltoall", "bcast", "gather", "scatter", "allreduce", "reduce_scatter"])
+def test_double_backward_of_collectives(world: World, name: str) -> None:
+    size = world.size
+
+    def loss_of(outputs: list[torch.Tensor], rank: int) -> torch.Tensor:
+        return (torch.stack(outputs).pow(3) * (rank + 1)).sum() if outputs else torch.zeros((), dtype=torch.float64)
+
+    def outputs_of(xs: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
+        whole = torch.stack(xs).sum(0)
+        return {
+            "allgather": lambda: xs,
+            "alltoall": lambda: [x[rank] for x in xs],
+            "bcast": lambda: [xs[0]],
+            "gather": lambda: xs if rank == 0 else [],
+            "scatter": lambda: [xs[0][rank]],
+            "allreduce": lambda: [whole],
+            "reduce_scatter": lambda: [whole[rank]],
+        }[name]()
+
+    def run(x: torch.Tensor, comm: AbstractCommunicator) -> list[torch.Tensor]:
+        if name == "gather":
+            parts = functions.gather(x, comm)
+            return list(parts) if comm.rank == 0 else []
+        if name == "scatter":
+            return [functions.scatter(list(x) if comm.rank == 0 else None, comm)]
+        if name in {"alltoall", "reduce_scatter"}:
+            result = getattr(functions, name)(list(x), comm)
+        else:
+            result = getattr(functions, name)(x, comm)
+        return list(result) if isinstance(result, tuple) else [result]
+
+    def start(rank: int) -> torch.Tensor:
+        return torch.linspace(0.1 + rank, 1.0 + rank, size, dtype=torch.float64).requires_grad_()
+
+    def body(comm: AbstractCommunicator) -> torch.Tensor | None:
+        x = start(comm.rank)
+        loss = loss_of(run(torch.sin(x), comm), comm.rank)
+        (slope,) = functions.grad(loss if loss.requires_grad else None, x, create_graph=True)
+        penalty = slope.pow(2).sum()
+        functions.backward(penalty if penalty.requires_grad else None)
+        return x.grad
+
+    xs = [start(rank) for rank in range(size)]
+    total = torch.stack([loss_of(outputs_of([torch.sin(x) for x in xs], rank), rank) for rank in range(size)]).sum()
+    slopes = torch.autograd.grad(total, xs, create_graph=True, allow_unused=True)
+    torch.stack([slope.pow(2).sum() for slope in slopes if slope is not None]).sum().backward()  # type: ignore[no-untyped-call]
+    for x, got in zip(xs, world(body), strict=True):
+        close(torch.zeros_like(x) if got is None else got, torch.zeros_like(x) if x.grad is None else x.grad)
+
+
+def test_no_grad(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        x = torch.ones(2, requires_grad=True)
+        with torch.no_grad():
+            total = functions.allreduce(x, comm)
+            parts = functions.allgather(x, comm)
+        assert not total.requires_grad
+        assert not any(part.requires_grad for part in parts)
+        assert total.tolist() == [comm.size] * 2
+        functions.backward()
+        assert x.grad is None
+
+    world(body)
+
+
+@pytest.mark.ranks(2)
+def test_evaluation_between_forward_and_backward(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> float:
+        x = torch.tensor(2.0, requires_grad=True)
+        y = functions.allreduce(x, comm)
+        with torch.no_grad():
+            assert functions.allreduce(x, comm).item() == 4
+        (y**2).backward()
+        assert x.grad is not None
+        return x.grad.item()
+
+    assert world(body) == [16, 16]
+
+
+@pytest.mark.ranks(2, 3)
+def test_checkpointed_regions_communicate_once(world: World) -> None:
+    def forward(x: torch.Tensor, comm: AbstractCommunicator) -> torch.Tensor:
+        h = torch.tanh(x) * (comm.rank + 1)
+        parts = functions.allgather(h, comm)
+        neighbour = functions.sendrecv(h, comm, dest=(comm.rank + 1) % comm.size, source=(comm.rank - 1) % comm.size)
+        return torch.sin(torch.stack(parts).prod(0)) * torch.exp(neighbour)
+
+    def body(comm: AbstractCommunicator) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        grads = []
+        for checkpointed in (False, True):
+            x = (X + comm.rank).requires_grad_()
+            y = checkpoint(forward, x, comm, use_reentrant=False) if checkpointed else forward(x, comm)
+            (y**2).sum().backward()
+            grads.append(x.grad)
+        return grads[0], grads[1]
+
+    for plain, checkpointed in world(body):
+        assert plain is not None
+        close(checkpointed, plain)
+
+
+@pytest.mark.ranks(2)
+def test_checkpointed_sender_and_receiver(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> torch.Tensor | None:
+        x = X.clone().requires_grad_()
+        if comm.rank == 0:
+            checkpoint(lambda x: functions.send(torch.tanh(x.sin()), comm, dest=1), x, use_reentrant=False)
+            functions.backward()
+        else:
+            y = checkpoint(lambda x: functions.recv(comm, source=0).exp() * x.exp(), x, use_reentrant=False)
+            y.sum().backward()
+        return x.grad
+
+    x, z = X.clone().requires_grad_(), X.clone().requires_grad_()
+    (torch.tanh(x.sin()).exp() * z.exp()).sum().backward()  # type: ignore[no-untyped-call]
+    got = world(body)
+    assert x.grad is not None
+    assert z.grad is not None
+    close(got[0], x.grad)
+    close(got[1], z.grad)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.threads_only
+def test_reentrant_checkpointing_is_refused(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        x = X.clone().requires_grad_()
+        y = checkpoint(lambda x: functions.allreduce(x, comm), x, use_reentrant=True)
+        y.sum().backward()
+
+    with pytest.raises(CommError, match="use_reentrant=False"):
+        world(body)
+
+
+@pytest.mark.ranks(2)
+def test_autocast(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> tuple[torch.dtype, torch.dtype, float]:
+        x = torch.ones(2, 2, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = functions.allgather(x @ x, comm)
+            z = (y[1 - comm.rank] @ x).sum()
+        z.backward()
+        assert x.grad is not None
+        return y[1 - comm.rank].dtype, x.grad.dtype, x.grad.sum().item()
+
+    for sent, grad, total in world(body):
+        assert (sent, grad) == (torch.bfloat16, torch.float32)
+        assert total == pytest.approx(3 * 16, rel=0.02)
+
+
+@pytest.mark.ranks(2)
+def test_nothing_is_kept_after_backward(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> list[bool]:
+        x = X.clone().requires_grad_()
+        h = torch.sin(x)
+        y = functions.sendrecv(h, comm, dest=1 - comm.rank, source=1 - comm.rank)
+        z = functions.allreduce(y, comm)
+        kept = [weakref.ref(each) for each in (h, y, z)]
+        z.sum().backward()
+        del h, y, z
+        return [each() is None for each in kept]
+
+    assert world(body) == [[True] * 3] * 2

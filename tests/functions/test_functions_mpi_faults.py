@@ -1,0 +1,98 @@
+"""The faults of `test_functions_never_hangs.py` in real MPI jobs: all ranks learn who waited for whom; a dead rank ends all."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tatami.comm.launch import run
+
+pytest.importorskip("mpi4py", reason="needs the extra 'mpi'")
+
+if any(name in os.environ for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "LOCAL_RANK")):
+    pytest.skip("inside mpiexec no other mpiexec can be started", allow_module_level=True)
+
+HEAD = """
+import os, signal, time, torch, tatami
+from tatami import functions
+from tatami.errors import CommError
+
+comm = tatami.init(timeout_s=2.0)
+x = torch.ones(200_000, requires_grad=True)
+comm.barrier()
+
+def tell(body):
+    start_s = time.monotonic()
+    try:
+        body()
+    except CommError as error:
+        # Not printed: the launcher mixes what ranks print at the same time.
+        open(__file__ + str(comm.rank), "w").write(f"after {time.monotonic() - start_s:.1f} s: {error}")
+    time.sleep(1.0)
+    os._exit(0)
+"""
+
+
+def said(tmp_path: Path, script: str, *, ranks: int) -> tuple[int, dict[int, str], float]:
+    """The exit code, what each rank said, and how long it took."""
+    path = tmp_path / "script.py"
+    path.write_text(HEAD + textwrap.dedent(script), encoding="utf-8")
+    start_s = time.monotonic()
+    code = run([str(path)], ranks=ranks)
+    took_s = time.monotonic() - start_s
+    files = {rank: Path(f"{path}{rank}") for rank in range(ranks)}
+    return code, {rank: file.read_text() for rank, file in files.items() if file.exists()}, took_s
+
+
+def test_missing_send_in_a_ring(tmp_path: Path) -> None:
+    script = "tell(lambda: functions.recv(comm, source=(comm.rank + 1) % comm.size))"
+    _, errors, took_s = said(tmp_path, script, ranks=3)
+    assert sorted(errors) == [0, 1, 2]
+    for error in errors.values():
+        for rank in range(3):
+            assert f"rank {rank} waits for rank {(rank + 1) % 3} in recv (forward, tag 0, message 0)" in error
+        assert "script.py:" in error
+    assert took_s < 30
+
+
+def test_send_that_nobody_receives(tmp_path: Path) -> None:
+    script = """
+    def body():
+        if comm.rank == 0:
+            functions.send(x, comm, dest=1)
+            functions.backward()
+        else:
+            functions.allreduce(x, comm)
+    tell(body)
+    """
+    _, errors, _ = said(tmp_path, script, ranks=2)
+    assert sorted(errors) == [0, 1]
+    for error in errors.values():
+        assert "rank 0 waits for rank 1 in the backward pass of send" in error
+        assert "rank 1 waits for rank 0 in allreduce (forward, collective 0, root 0)" in error
+
+
+def test_different_shapes(tmp_path: Path) -> None:
+    script = "tell(lambda: functions.allreduce(torch.ones(2 + comm.rank // 2), comm))"
+    _, errors, _ = said(tmp_path, script, ranks=3)
+    assert sorted(errors) == [0, 1, 2]
+    for error in errors.values():
+        assert "float32 (2,)" in error
+        assert "float32 (3,)" in error
+
+
+def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
+    script = """
+    def body():
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        functions.allreduce(x, comm).sum().backward()
+    tell(body)
+    """
+    code, _, took_s = said(tmp_path, script, ranks=3)
+    assert code != 0
+    assert took_s < 20

@@ -1,0 +1,234 @@
+"""Ranks that disagree: an error on every rank, within the timeout, that names both sides and their lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tatami import functions
+from tatami.comm import AbstractCommunicator
+from tatami.errors import CommError, CommTimeoutError, RankDiedError
+from tatami.testing.worlds import World
+
+TIMEOUT_S = 1.0
+pytestmark = pytest.mark.threads_only
+"""Under MPI see `test_functions_mpi_faults.py`: communicators that failed cannot be used again."""
+
+
+def x_of(rank: int) -> torch.Tensor:
+    return torch.full((2,), float(rank), requires_grad=True)
+
+
+def errors_of(world: World, body: Callable[[AbstractCommunicator], object]) -> list[str]:
+    """What each rank raised; `''` for nothing. No rank ends before all have raised."""
+
+    def guarded(comm: AbstractCommunicator) -> str:
+        start_s, problem = time.monotonic(), ""
+        try:
+            body(comm)
+        except RankDiedError:
+            raise
+        except CommError as error:
+            problem = str(error)
+        assert time.monotonic() - start_s < TIMEOUT_S + 1.5
+        time.sleep(TIMEOUT_S if problem else 2 * TIMEOUT_S)
+        return problem
+
+    return world(guarded, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.ranks(2, 3)
+def test_missing_send(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        functions.recv(comm, source=(comm.rank + 1) % comm.size, tag=7)
+
+    for error in errors_of(world, body):
+        for rank in range(world.size):
+            assert f"rank {rank} waits for rank {(rank + 1) % world.size} in recv (forward, tag 7, message 0)" in error
+        assert "test_functions_never_hangs.py:" in error
+
+
+@pytest.mark.ranks(3)
+def test_missing_recv_is_found_in_backward(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        if comm.rank == 0:
+            functions.send(x_of(0), comm, dest=1)
+            functions.backward()
+        else:
+            functions.allreduce(x_of(1), comm)
+
+    for error in errors_of(world, body):
+        assert "rank 0 waits for rank 1 in the backward pass of send" in error
+        assert "rank 2 waits for rank 0 in allreduce (forward, collective 0, root 0)" in error
+
+
+@pytest.mark.ranks(2)
+def test_extra_send(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        for _ in range(3):
+            if comm.rank == 0:
+                functions.send(x_of(0), comm, dest=1)
+                functions.send(x_of(0), comm, dest=1)
+                functions.backward()
+            else:
+                functions.recv(comm, source=0).sum().backward()
+
+    first, second = errors_of(world, body)
+    assert "a message was sent that was not received before backward" in second
+    assert f"rank 1 found: {second}" == first
+
+
+@pytest.mark.ranks(2)
+def test_backward_forgotten(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        for _ in range(2):
+            if comm.rank == 0:
+                functions.send(x_of(0), comm, dest=1)
+            else:
+                functions.recv(comm, source=0).sum().backward()
+
+    assert "rank 1 has run backward since their last message and rank 0 has not" in errors_of(world, body)[1]
+
+
+@pytest.mark.ranks(2, 3)
+def test_different_collectives(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        if comm.rank == 0:
+            functions.allgather(x_of(0), comm)
+        else:
+            functions.alltoall([x_of(1)] * comm.size, comm)
+
+    for error in errors_of(world, body):
+        assert "allgather" in error
+        assert "alltoall" in error
+        assert error.count("test_functions_never_hangs.py:") == 2
+
+
+@pytest.mark.ranks(2)
+def test_different_roots(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        functions.gather(x_of(comm.rank), comm, root=comm.rank)
+
+    for error in errors_of(world, body):
+        assert "gather (forward, collective 0, root 0)" in error
+        assert "gather (forward, collective 0, root 1)" in error
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("debugging", [False, True])
+def test_different_shapes(world: World, debugging: bool) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        functions.allreduce(torch.ones(3 if comm.rank else 2, requires_grad=True), comm)
+
+    with functions.debug(debugging):
+        for error in errors_of(world, body):
+            assert "float32 (2,)" in error
+            assert "float32 (3,)" in error
+
+
+@pytest.mark.ranks(2)
+def test_different_structures(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        functions.allgather((x_of(0), x_of(1)) if comm.rank else {"a": x_of(0)}, comm)
+
+    for error in errors_of(world, body):
+        assert "give different structures" in error
+        assert "{'a': float32 (2,)}" in error
+        assert "(float32 (2,), float32 (2,))" in error
+
+
+@pytest.mark.ranks(2)
+def test_debug_mode_compares_before_data_moves(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        functions.gather(torch.ones(2, dtype=torch.float64 if comm.rank else torch.float32), comm)
+
+    with functions.debug():
+        for error in errors_of(world, body):
+            assert "float32" in error
+            assert "float64" in error
+    assert errors_of(world, body) == ["", ""]
+
+
+@pytest.mark.ranks(2, 3)
+def test_debug_mode_changes_nothing_else(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        x = x_of(comm.rank)
+        parts = functions.allgather(functions.allreduce(functions.bcast(x if comm.rank == 0 else None, comm), comm), comm)
+        torch.stack(functions.alltoall(parts, comm)).sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is None or x.grad.tolist() == [comm.size**3] * 2
+
+    with functions.debug():
+        world(body)
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_that_raises_ends_the_others(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        if comm.rank == 1:
+            raise ValueError("a fault of the model")
+        with pytest.raises(RankDiedError, match="a fault of the model"):
+            functions.allreduce(x_of(comm.rank), comm)
+
+    with pytest.raises(ValueError, match="a fault of the model"):
+        world(body)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_ended(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        if comm.rank == 0:
+            functions.send(x_of(0), comm, dest=1)
+            with pytest.raises(RankDiedError, match="rank 1 ended without taking part"):
+                functions.backward()
+
+    world(body)
+
+
+@pytest.mark.ranks(2)
+def test_after_a_failure_every_operation_says_it_again(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        if comm.rank == 0:
+            with pytest.raises(CommTimeoutError, match="timed out after"):
+                functions.recv(comm, source=1)
+            with pytest.raises(CommError, match="timed out after"):
+                functions.recv(comm, source=1)
+        else:
+            time.sleep(1.5)
+
+    world(body, timeout_s=0.5)
+
+
+@pytest.mark.ranks(2)
+def test_a_tensor_changed_before_it_left(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        if comm.rank == 0:
+            x = torch.zeros(100_000)
+            functions.send(x, comm, dest=1)
+            x += 1
+            functions.recv(comm, source=1)
+            with pytest.raises(ValueError, match="changed in place before it had left rank 0"):
+                functions.recv(comm, source=1)
+        else:
+            time.sleep(0.2)
+            functions.recv(comm, source=0)
+            for _ in range(2):
+                time.sleep(0.2)
+                functions.send(torch.ones(1), comm, dest=0)
+
+    world(body)
+
+
+@pytest.mark.ranks(2)
+def test_torchs_own_grad_is_refused_where_it_loses_gradients(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        x = x_of(comm.rank)
+        y = functions.sendrecv(x, comm, dest=1 - comm.rank, source=1 - comm.rank)
+        functions.send(y, comm, dest=1 - comm.rank)
+        functions.recv(comm, source=1 - comm.rank)
+        with pytest.raises(CommError, match=r"use tatami\.functions\.backward\(loss\) or tatami\.functions\.grad"):
+            torch.autograd.grad(y.sum(), x)
+
+    world(body)

@@ -1,0 +1,300 @@
+"""What went wrong in ChainerMN, found by running it: each hung there or gave a wrong gradient, and gives the right one here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tatami import functions
+from tatami.comm import AbstractCommunicator
+from tatami.testing.worlds import World
+
+
+def scalar(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
+
+
+def grad_of(x: torch.Tensor) -> float:
+    assert x.grad is not None
+    return x.grad.item()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("second_first", [False, True])
+def test_two_sends_do_not_swap_their_gradients(world: World, second_first: bool) -> None:
+    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
+        if comm.rank == 0:
+            z1, z2 = scalar(1), scalar(2)
+            functions.send(z1, comm, dest=1)
+            functions.send(z2, comm, dest=1)
+            functions.backward()
+            return grad_of(z1), grad_of(z2)
+        y1, y2 = functions.recv(comm, source=0), functions.recv(comm, source=0)
+        (100 * y2 + 10 * y1 if second_first else 10 * y1 + 100 * y2).backward()
+        return None
+
+    assert world(body)[0] == (10, 100)
+
+
+@pytest.mark.ranks(2)
+def test_tags_are_received_in_any_order(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
+        if comm.rank == 0:
+            z1, z2 = scalar(1), scalar(2)
+            functions.send(z1, comm, dest=1, tag=5)
+            functions.send(z2, comm, dest=1, tag=4_000_000_000)
+            functions.backward()
+            return grad_of(z1), grad_of(z2)
+        y2, y1 = functions.recv(comm, source=0, tag=4_000_000_000), functions.recv(comm, source=0, tag=5)
+        assert (y1.item(), y2.item()) == (1, 2)
+        (10 * y1 + 100 * y2).backward()
+        return None
+
+    assert world(body)[0] == (10, 100)
+
+
+@pytest.mark.ranks(2)
+def test_the_manuals_two_sends(world: World) -> None:
+    """`pseudo_connect(phi1, phi2)`, then backward of that: it never came to the second send."""
+
+    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
+        if comm.rank == 0:
+            z1, z2 = scalar(1), scalar(2)
+            phi1 = functions.send(z1, comm, dest=1)
+            phi2 = functions.send(z2, comm, dest=1, delegate=phi1)
+            (psi,) = functions.pseudo_connect(phi1, phi2)
+            psi.backward()  # type: ignore[no-untyped-call]
+            return grad_of(z1), grad_of(z2)
+        y1 = functions.recv(comm, source=0)
+        y2 = functions.recv(comm, source=0, delegate=y1)
+        (10 * y1 * y2).backward()
+        return None
+
+    assert world(body)[0] == (20, 10)
+
+
+@pytest.mark.ranks(2)
+def test_a_received_tensor_that_reaches_no_loss_sends_zeros(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
+        if comm.rank == 0:
+            used, unused = scalar(1), scalar(2)
+            functions.send(used, comm, dest=1)
+            functions.send(unused, comm, dest=1)
+            functions.backward()
+            return grad_of(used), grad_of(unused)
+        y = functions.recv(comm, source=0)
+        functions.recv(comm, source=0)
+        (3 * y).backward()
+        return None
+
+    assert world(body)[0] == (3, 0)
+
+
+@pytest.mark.ranks(2)
+def test_an_unused_member_of_a_tuple_sends_zeros(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
+        if comm.rank == 0:
+            used, unused = scalar(1), scalar(2)
+            functions.send((used, unused), comm, dest=1)
+            functions.backward()
+            return grad_of(used), grad_of(unused)
+        (3 * functions.recv(comm, source=0)[0]).backward()
+        return None
+
+    assert world(body)[0] == (3, 0)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_unused_outputs_of_collectives(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> tuple[float, float]:
+        x, z = scalar(1), scalar(2)
+        gathered = functions.allgather(x, comm)
+        exchanged = functions.alltoall([z] * comm.size, comm)
+        if comm.rank == 0:
+            (gathered[1] + exchanged[1]).backward()
+        else:
+            functions.backward()
+        return grad_of(x), grad_of(z)
+
+    assert world(body) == [(1.0 if rank == 1 else 0.0,) * 2 for rank in range(world.size)]
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_bcast_of_what_was_gathered(world: World) -> None:
+    """Without a delegate: the bcast on the other ranks must bring backward to their gather."""
+
+    def body(comm: AbstractCommunicator) -> float:
+        x = scalar(comm.rank + 1)
+        parts = functions.gather(x, comm)
+        y = functions.bcast(torch.stack(parts).prod() if comm.rank == 0 else None, comm)
+        ((comm.rank + 1) * y).backward()
+        return grad_of(x)
+
+    size = world.size
+    product = torch.arange(1.0, size + 1).prod().item()
+    total = size * (size + 1) / 2
+    assert world(body) == pytest.approx([total * product / (rank + 1) for rank in range(size)])
+
+
+@pytest.mark.ranks(2)
+def test_a_send_after_everything_the_loss_needs(world: World) -> None:
+    """The loss of rank 1 knows nothing of its last send, which its first input reaches as well."""
+
+    def body(comm: AbstractCommunicator) -> float | None:
+        if comm.rank == 0:
+            x = scalar(2)
+            functions.send(x, comm, dest=1)
+            (5 * functions.recv(comm, source=1)).backward()
+            return grad_of(x)
+        y = functions.recv(comm, source=0)
+        h = y**2
+        functions.send(h**2, comm, dest=0)
+        (3 * h).backward()
+        return None
+
+    assert world(body)[0] == 3 * 2 * 2 + 5 * 4 * 2**3
+
+
+@pytest.mark.ranks(2)
+def test_a_local_loss_leaves_the_chain_alone(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> float:
+        x, w = scalar(3), scalar(4)
+        functions.send(x, comm, dest=1 - comm.rank)
+        y = functions.recv(comm, source=1 - comm.rank)
+        (w**2).backward()  # type: ignore[no-untyped-call]
+        assert grad_of(w) == 8
+        (2 * y).backward()
+        return grad_of(x)
+
+    assert world(body) == [2, 2]
+
+
+@pytest.mark.ranks(3)
+def test_ranks_without_a_loss(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> float | None:
+        if comm.rank == 0:
+            x = scalar(2)
+            functions.send(x, comm, dest=1)
+            functions.backward()
+            return grad_of(x)
+        if comm.rank == 1:
+            functions.send(functions.recv(comm, source=0) ** 2, comm, dest=2)
+            functions.backward()
+            return None
+        (functions.recv(comm, source=1) ** 2).backward()
+        return None
+
+    assert world(body)[0] == 4 * 2**3
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_replicated_loss_is_shared(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> float:
+        x = scalar(comm.rank + 1)
+        loss = torch.stack(functions.allgather(x, comm)).prod()
+        functions.share(loss, comm).backward()  # type: ignore[no-untyped-call]
+        return grad_of(x)
+
+    product = torch.arange(1.0, world.size + 1).prod().item()
+    assert world(body) == pytest.approx([product / (rank + 1) for rank in range(world.size)])
+
+
+@pytest.mark.ranks(2)
+def test_what_needs_no_gradient_gets_none(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> bool | None:
+        if comm.rank == 0:
+            functions.send(torch.ones(2), comm, dest=1)
+            functions.backward()
+            return None
+        y = functions.recv(comm, source=0)
+        w = scalar(1)
+        (w * y).sum().backward()
+        assert grad_of(w) == 2
+        return bool(y.requires_grad)
+
+    assert world(body)[1] is False
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("without", [0, 1])
+def test_one_side_without_gradients(world: World, without: int) -> None:
+    def body(comm: AbstractCommunicator) -> float | None:
+        x = scalar(3)
+        with torch.set_grad_enabled(comm.rank != without):
+            if comm.rank == 0:
+                functions.send(x, comm, dest=1)
+            else:
+                y = functions.recv(comm, source=0)
+                assert y.item() == 3
+                assert not y.requires_grad
+        functions.backward()
+        return None if x.grad is None else x.grad.item()
+
+    assert world(body) == [None if without == 0 else 0.0, None]
+
+
+@pytest.mark.ranks(2)
+def test_two_communicators_run_backward_in_the_mirrored_order(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> tuple[float, float]:
+        other = comm.split(0)
+        assert other is not None
+        a, b = scalar(1), scalar(2)
+        ya = functions.allreduce(a, comm)
+        yb = functions.allreduce(b, other)
+        (10 * ya + yb if comm.rank == 0 else yb + 10 * ya).backward()
+        other.close()
+        return grad_of(a), grad_of(b)
+
+    assert world(body) == [(20, 2)] * 2
+
+
+@pytest.mark.ranks(2)
+def test_graphs_can_be_retained(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> float | None:
+        if comm.rank == 0:
+            x = scalar(2)
+            functions.send(x**2, comm, dest=1)
+            delegate = functions.send(x**3, comm, dest=1)
+            delegate.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            delegate.backward()  # type: ignore[no-untyped-call]
+            functions.send(x, comm, dest=1)
+            functions.backward()
+            return grad_of(x)
+        y = functions.recv(comm, source=0)
+        functions.recv(comm, source=0)
+        y.backward(retain_graph=True)
+        (10 * y).backward()
+        functions.recv(comm, source=0).backward()
+        return None
+
+    assert world(body)[0] == 4 + 40 + 1
+
+
+def test_pseudo_connect_is_the_identity() -> None:
+    x, n = torch.randn(4, 5, requires_grad=True, dtype=torch.float64), torch.tensor([1, 2])
+    delegate = torch.randn(3, 2, requires_grad=True, dtype=torch.float64)
+    y, m = functions.pseudo_connect(delegate, x, n)
+    assert torch.equal(y, x)
+    assert torch.equal(m, n)
+    (2 * y).sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(x.grad, torch.full_like(x, 2))
+    torch.testing.assert_close(delegate.grad, torch.zeros_like(delegate))
+    assert torch.autograd.gradcheck(lambda d, x: functions.pseudo_connect(d, x), (delegate, x))
+    assert torch.equal(functions.pseudo_connect(None, x)[0], x)
+
+
+@pytest.mark.ranks(2)
+def test_backward_to_some_inputs_visits_all_the_same(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> float | None:
+        if comm.rank == 0:
+            x = scalar(2)
+            functions.send(x**2, comm, dest=1)
+            functions.backward()
+            return grad_of(x)
+        w = scalar(3)
+        y = functions.recv(comm, source=0)
+        torch.autograd.backward(w * y, inputs=[w])
+        assert grad_of(w) == 4
+        return None
+
+    assert world(body)[0] == 12
