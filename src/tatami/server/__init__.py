@@ -1,0 +1,52 @@
+"""The parameter server that keeps training when machines die."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from tatami.server.consistency import ASP, BSP, SSP, Backup
+from tatami.server.recovery import Checkpoint, FromServers, Ignore
+
+if TYPE_CHECKING:
+    from tatami.server.optimizers import SGD, Adam
+    from tatami.server.phases import TaskPhase
+    from tatami.server.report import Failure, RunReport
+    from tatami.server.runtime import Runtime
+    from tatami.server.train import train
+
+__all__ = [
+    "ASP",
+    "BSP",
+    "SGD",
+    "SSP",
+    "Adam",
+    "Backup",
+    "Checkpoint",
+    "Failure",
+    "FromServers",
+    "Ignore",
+    "RunReport",
+    "Runtime",
+    "TaskPhase",
+    "train",
+]
+
+# The decisions are pure; what brings torch and Ray is imported when it is first asked for.
+_HOMES = {
+    "SGD": "tatami.server.optimizers",
+    "Adam": "tatami.server.optimizers",
+    "Failure": "tatami.server.report",
+    "RunReport": "tatami.server.report",
+    "Runtime": "tatami.server.runtime",
+    "TaskPhase": "tatami.server.phases",
+    "train": "tatami.server.train",
+}
+
+
+if not TYPE_CHECKING:  # a type checker would take every misspelt name for one of these
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'tatami.server' has no attribute {name!r}; it has {', '.join(__all__)}")
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value

@@ -1,0 +1,123 @@
+"""Ray as the engine of a run: started here for one machine, or found where the user has a cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tatami.errors import InputError, MissingExtraError
+
+LOOPBACK = "127.0.0.1"
+
+
+def require_ray() -> Any:
+    """The module `ray`.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Announced for a later release; it concerns GPUs and is printed by every process.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError("ray, which the parameter server runs on,", extra="server") from error
+    return ray
+
+
+@contextmanager
+def engine(*, address: str | None = None, store_bytes: int | None = None) -> Iterator[Any]:
+    """Ray, running: as the caller has started it, on the cluster at `address`, or on this machine alone until the end.
+
+    Alone it listens on loopback only, shows no dashboard, reports nothing to anybody, and leaves no file.
+
+    Args:
+        address: of a Ray cluster; None starts one on this machine.
+        store_bytes: shared memory for what is under way; a third of the machine's where None.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        InputError: the cluster cannot be reached, or is of another version of Ray or Python.
+    """
+    ray = require_ray()
+    if ray.is_initialized():
+        yield ray
+        return
+    if address is not None:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise InputError(f"the Ray cluster at {address} cannot be used: {error}") from error
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+        return
+    # Not tempfile.gettempdir(): the paths of Ray's sockets must stay under 108 characters.
+    folder = Path(tempfile.mkdtemp(prefix="tatami-", dir="/tmp" if Path("/tmp").is_dir() else None))
+    try:
+        with _environment(ray):
+            ray.init(
+                num_cpus=1,
+                num_gpus=0,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=store_bytes,
+                _node_ip_address=LOOPBACK,
+                _temp_dir=str(folder),
+            )
+        with _quiet():
+            yield ray
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _environment(ray: Any) -> Iterator[None]:
+    """Workers find the same modules as this process, and nobody listens on other addresses than loopback.
+
+    Ray binds to loopback only where it takes loopback for the machine's address, as it does on desktop systems.
+    """
+    constants = ray._private.ray_constants
+    path = os.pathsep.join(each for each in [*sys.path, os.environ.get("PYTHONPATH", "")] if each)
+    wanted = {"PYTHONPATH": path, constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
+    before = {name: os.environ.get(name) for name in wanted}
+    clusters = constants.ENABLE_RAY_CLUSTER
+    os.environ.update(wanted)
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = clusters
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Ray prints a page about each process that dies; here that is daily business, and the report tells of it."""
+    from ray._private import worker
+
+    name = "print_to_stdstream"
+    shown = getattr(worker, name, None)
+    if shown is None:  # another version of Ray: its pages do no harm
+        yield
+        return
+    setattr(worker, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        setattr(worker, name, shown)

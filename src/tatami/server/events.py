@@ -1,0 +1,151 @@
+"""What happens to a parameter-server run: all that the coordinator is told. Times are in the events; it has no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened `at_s` seconds after the start of the run."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started(Event):
+    """Servers and first workers are up; process w holds place w."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfTask(Event):
+    """Something about the task that `process` was sent as `worker`: its `round`, and the `attempt` since the last roll-back."""
+
+    worker: int
+    process: int
+    round: int
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardReceived(OfTask):
+    """A server holds this worker's update of one shard, not yet applied. May come twice, late, or out of order."""
+
+    shard: int
+    server: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRejected(OfTask):
+    """A worker's update is not to be applied, as its loss is not finite."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskFailed(OfTask):
+    """A worker could not pull or push, as a server went away meanwhile; it is alive."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSummed(Event):
+    """A server has added up the updates of a commit; `squared_norm` is that of its sum."""
+
+    ticket: int
+    shard: int
+    server: int
+    squared_norm: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardApplied(Event):
+    """A server has applied a commit to one shard."""
+
+    ticket: int
+    shard: int
+    server: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointWritten(Event):
+    """A checkpoint is on disk, whole."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(Event):
+    """A checkpoint could not be written; the one before is still whole."""
+
+    ticket: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRead(Event):
+    """All servers hold the state of a checkpoint: `version`, which may be older than asked, and its `clocks`."""
+
+    ticket: int
+    version: int
+    clocks: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultFetched(Event):
+    """The parameters of all shards are out of the servers."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessDied(Event):
+    """The process of a worker or a spare is gone."""
+
+    process: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessLate(Event):
+    """The process of a worker or a spare has missed its heartbeat: hung, or cut off."""
+
+    process: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpareReady(Event):
+    """A spare is up and waits."""
+
+    process: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerJoins(Event):
+    """Somebody asks for one worker more; it takes part from the round after its process is up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerLeaves(Event):
+    """Somebody takes a worker out of the run, after its round."""
+
+    worker: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerDied(Event):
+    """The process of a server is gone, or did not come up."""
+
+    server: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLate(Event):
+    """The process of a server has missed its heartbeat."""
+
+    server: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerReady(Event):
+    """A server that was started anew is up, and empty."""
+
+    server: int

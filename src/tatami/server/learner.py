@@ -1,0 +1,159 @@
+"""What one worker computes: the gradient of its share of a round's batch, as one flat vector."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import default_collate
+
+from tatami.errors import InputError, ModelError
+from tatami.server.optimizers import Vector
+
+ModelFn = Callable[[], nn.Module]
+LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""`loss_fn(model(x), y)`: a scalar, the mean over the samples."""
+
+
+class Samples(Protocol):
+    """A map-style data set: `data[i] == (x, y)`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+Data = tuple[torch.Tensor, torch.Tensor] | Samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """Which samples a round has, and who of its members computes which: the same for everybody who asks.
+
+    Attributes:
+        samples: of the data set.
+        batch_size: of a round; the last one of an epoch may be smaller.
+        seed: of the order in which epochs go through the samples, and of each task's own draws.
+        speeds: relative, by worker; a worker that is not in it counts as 1.
+    """
+
+    samples: int
+    batch_size: int
+    seed: int
+    speeds: tuple[float, ...] = ()
+
+    def share(self, *, round_: int, worker: int, members: Sequence[int]) -> torch.Tensor:
+        """The indices `(samples_here,)` that `worker` has in this round, if `members` divide it by their speeds."""
+        per_epoch = -(-self.samples // self.batch_size)
+        epoch, batch = divmod(round_, per_epoch)
+        order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(self.seed + epoch))
+        indices = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+        speeds = [self.speeds[member] if member < len(self.speeds) else 1.0 for member in members]
+        place = list(members).index(worker)
+        start, stop = (round(len(indices) * sum(speeds[:upto]) / sum(speeds)) for upto in (place, place + 1))
+        return indices[start:stop]
+
+    def task_seed(self, *, round_: int, worker: int) -> int:
+        """Seeds dropout and the like, so that a task that is done again draws the same."""
+        digest = hashlib.sha256(f"{self.seed}/{round_}/{worker}".encode()).digest()
+        return int.from_bytes(digest[:7], "little")
+
+
+class Learner:
+    """A model whose parameters come and whose gradients go as flat vectors.
+
+    Raises:
+        ModelError: a model without parameters, with parameters of several dtypes, or with batch statistics.
+    """
+
+    def __init__(self, model: nn.Module, *, loss_fn: LossFn, data: Data, course: Course) -> None:
+        check_model(model)
+        self.model = model
+        self._loss_fn = loss_fn
+        self._data = data
+        self._course = course
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    @property
+    def parameters(self) -> Vector:
+        """All trainable parameters, one after the other: `(elements,)`."""
+        return flatten([parameter.detach() for parameter in self._parameters])
+
+    def load(self, parts: Sequence[Vector]) -> None:
+        """Take the parameters from the shards, given in order."""
+        flat = torch.from_numpy(np.concatenate(parts))
+        start = 0
+        with torch.no_grad():
+            for parameter in self._parameters:
+                parameter.copy_(flat[start : start + parameter.numel()].view_as(parameter))
+                start += parameter.numel()
+
+    def gradient(self, *, round_: int, worker: int, members: Sequence[int]) -> tuple[Vector, float, int]:
+        """The gradient `(elements,)` of the mean loss over the worker's share; that loss; and how many samples it has.
+
+        Raises:
+            InputError: the loss is not a scalar.
+        """
+        indices = self._course.share(round_=round_, worker=worker, members=members)
+        if not len(indices):
+            return np.zeros_like(self.parameters), 0.0, 0
+        x, y = fetch(self._data, indices)
+        torch.manual_seed(self._course.task_seed(round_=round_, worker=worker))
+        self.model.zero_grad(set_to_none=True)
+        loss = self._loss_fn(self.model(x), y)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            raise InputError(f"loss_fn must return a scalar tensor, the mean over the samples; it returned {what}")
+        loss.sum().backward()  # type: ignore[no-untyped-call]
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self._parameters]
+        return flatten(gradients), float(loss), len(indices)
+
+
+def fetch(data: Data, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of these samples."""
+    if isinstance(data, tuple):
+        return data[0][indices], data[1][indices]
+    x, y = default_collate([data[index] for index in indices.tolist()])
+    return x, y
+
+
+def check_model(model: nn.Module) -> None:
+    """Whether the model can be trained by parameter servers. Raises as `Learner`."""
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ModelError("the model has no parameters to train")
+    dtypes = sorted({str(parameter.dtype) for _, parameter in trainable})
+    if len(dtypes) > 1 or trainable[0][1].dtype not in (torch.float32, torch.float64):
+        raise ModelError(f"all parameters must be float32, or all float64; these are {', '.join(dtypes)}")
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            raise ModelError(
+                f"{name} ({type(module).__name__}) keeps running statistics, which differ between workers; "
+                "use nn.GroupNorm or nn.LayerNorm, or track_running_stats=False"
+            )
+
+
+def signature(model: nn.Module) -> str:
+    """The same for models that have the same trainable parameters."""
+    return "; ".join(
+        f"{name} {tuple(each.shape)} {each.dtype}" for name, each in model.named_parameters() if each.requires_grad
+    )
+
+
+def flatten(tensors: Sequence[torch.Tensor]) -> Vector:
+    """One vector `(elements,)` of all tensors."""
+    vector: Vector = torch.cat([tensor.reshape(-1) for tensor in tensors]).numpy()
+    return vector
+
+
+def cut(size: int, *, shards: int) -> list[slice]:
+    """Stretches of a vector of `size` elements, as long as each other up to one element: a big tensor is divided."""
+    bounds = [size * shard // shards for shard in range(shards + 1)]
+    return [slice(start, stop) for start, stop in pairwise(bounds)]

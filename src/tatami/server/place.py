@@ -1,0 +1,58 @@
+"""A worker's place in the run, whoever holds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Status(Enum):
+    """Where the holder of a place is in its round."""
+
+    IDLE = "idle"
+    BUSY = "busy"
+    PUSHED = "pushed"
+    OUT = "out"
+    """This round closes without it."""
+
+
+@dataclass(kw_only=True)
+class Place:
+    """Worker number `worker`: its share of the data and its part of the sum, which outlive the processes that hold it.
+
+    Attributes:
+        process: who holds it; None while it waits for a spare.
+        clock: rounds that are done.
+        members: among whom the batch of the open round is divided.
+        received: (shard, server) that have the update of the open round.
+        pushed_by: whose update of the open round is whole; a spare may have taken the place since.
+        sent: somebody was sent the task of the open round.
+        leaving: it ends after the open round.
+    """
+
+    worker: int
+    process: int | None
+    clock: int = 0
+    status: Status = Status.IDLE
+    members: tuple[int, ...] = ()
+    received: set[tuple[int, int]] = field(default_factory=set)
+    pushed_by: int | None = None
+    sent: bool = False
+    leaving: bool = False
+
+    def reset(self, clock: int) -> None:
+        """Be at the beginning of round `clock`."""
+        self.clock = clock
+        self.status = Status.IDLE
+        self.received = set()
+        self.pushed_by = None
+        self.sent = False
+
+    def is_vacant(self, *, rounds: int) -> bool:
+        """Whether a spare is needed here."""
+        needed = self.status is Status.BUSY or not self.leaving
+        return self.process is None and needed and self.clock < rounds
+
+    def can_take_part(self, *, rounds: int, unmanned: bool) -> bool:
+        """Whether it belongs to the next round; `unmanned` is whether rounds wait for spares."""
+        return (unmanned or self.process is not None) and not self.leaving and self.clock < rounds

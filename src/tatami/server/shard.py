@@ -1,0 +1,118 @@
+"""What one server holds: its shards, their optimizer state, and updates that are not applied yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tatami.server.actions import Contribution
+from tatami.server.optimizers import AbstractOptimizer, Vector
+
+PARAMETERS = "parameters"
+COUNT = "count"
+
+
+@dataclass(kw_only=True)
+class Shard:
+    """A stretch of the parameters: `(elements,)`, with as much for each vector of the optimizer."""
+
+    parameters: Vector
+    state: dict[str, Vector]
+    count: int = 0
+    staged: dict[tuple[int, int, int], tuple[Vector, int]] = field(default_factory=dict)
+
+
+class ShardServer:
+    """Stages updates, and applies them on order; whatever is late or comes twice changes nothing.
+
+    Args:
+        shards: the first parameters of each shard, by its number.
+        optimizer: takes the steps.
+        clip_norm: the longest gradient over all shards; None for no clipping.
+        whole_batch: samples by which an update that is applied alone is divided; None divides by those that arrived.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[int, Vector],
+        *,
+        optimizer: AbstractOptimizer,
+        clip_norm: float | None = None,
+        whole_batch: int | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._clip_norm = clip_norm
+        self._whole_batch = whole_batch
+        self._attempt = 0
+        self._version = 0
+        self._floors: dict[int, int] = {}
+        self._shards = {
+            number: Shard(parameters=values.copy(), state={name: np.zeros_like(values) for name in optimizer.slots})
+            for number, values in shards.items()
+        }
+
+    def stage(self, shard: int, update: Vector, *, worker: int, process: int, round_: int, attempt: int, samples: int) -> bool:
+        """Keep an update until it is ordered; whether it is taken. An update that came before takes its own place again."""
+        if attempt != self._attempt or round_ < self._floors.get(worker, 0):
+            return False
+        self._shards[shard].staged[worker, process, round_] = (update, samples)
+        return True
+
+    def squared_norm(self, shard: int, contributions: tuple[Contribution, ...]) -> float:
+        """Of the gradient that these contributions come to, on this shard."""
+        gradient = self._gradient(shard, contributions)
+        return float(np.dot(gradient.astype(np.float64), gradient))
+
+    def apply(
+        self,
+        shard: int,
+        contributions: tuple[Contribution, ...],
+        *,
+        version: int,
+        squared_norm: float | None,
+        clocks: tuple[tuple[int, int], ...],
+    ) -> Vector:
+        """Take one step with the sum of the contributions, in their order; gives the parameters `(elements,)` after it."""
+        gradient = self._gradient(shard, contributions)
+        if self._clip_norm is not None and squared_norm is not None and squared_norm > self._clip_norm**2:
+            gradient *= gradient.dtype.type(self._clip_norm / np.sqrt(squared_norm))
+        held = self._shards[shard]
+        held.count += 1
+        self._optimizer.step(held.parameters, gradient, state=held.state, count=held.count)
+        self._version = version
+        self._floors.update(clocks)
+        held.staged = {key: value for key, value in held.staged.items() if key[2] >= self._floors.get(key[0], 0)}
+        return held.parameters
+
+    def parameters(self, shard: int) -> Vector:
+        return self._shards[shard].parameters
+
+    def snapshot(self, shard: int) -> dict[str, Vector]:
+        """All that a checkpoint must hold of a shard."""
+        held = self._shards[shard]
+        return {PARAMETERS: held.parameters, COUNT: np.array([held.count]), **held.state}
+
+    def load(self, shard: int, snapshot: Mapping[str, Vector], *, attempt: int, clocks: tuple[tuple[int, int], ...]) -> Vector:
+        """Return to a snapshot; whatever was staged before is dropped, and what was begun before will be refused."""
+        held = self._shards[shard]
+        held.parameters = snapshot[PARAMETERS].copy()
+        held.count = int(snapshot[COUNT][0])
+        held.state = {name: snapshot[name].copy() for name in self._optimizer.slots}
+        held.staged = {}
+        self._attempt = attempt
+        self._floors = dict(clocks)
+        return held.parameters
+
+    def _gradient(self, shard: int, contributions: tuple[Contribution, ...]) -> Vector:
+        """The mean over the samples that arrived, summed in the order of the contributions: the same bits every time."""
+        staged = self._shards[shard].staged
+        updates = [staged[each.worker, each.process, each.round] for each in contributions]
+        total = self._whole_batch or sum(samples for _, samples in updates)
+        gradient = np.zeros_like(self._shards[shard].parameters)
+        scratch = np.empty_like(gradient)
+        for update, samples in updates:
+            np.multiply(update, gradient.dtype.type(samples / total), out=scratch)
+            gradient += scratch
+        return gradient

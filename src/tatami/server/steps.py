@@ -1,0 +1,19 @@
+"""What the servers are at."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Phase(Enum):
+    """The step that a run is in."""
+
+    STARTING = "starting"
+    COLLECT = "collecting updates"
+    SUM = "summing"
+    APPLY = "applying"
+    WRITE = "writing a checkpoint"
+    READ = "reading a checkpoint"
+    RESTART = "restarting servers"
+    FETCH = "fetching the result"
+    DONE = "done"

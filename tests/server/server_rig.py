@@ -1,0 +1,204 @@
+"""Servers, workers and a disk in a few sets and lists: a coordinator's actions are carried out there, late and in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tatami.server import actions as act
+from tatami.server import events as ev
+from tatami.server.protocol import Protocol
+from tatami.server.state import Coordinator
+
+Commit = tuple[act.Contribution, ...]
+
+
+@dataclass
+class ServerModel:
+    """One server: the commits in each of its shards, and the pushes that it holds."""
+
+    shards: dict[int, list[Commit]]
+    staged: set[tuple[int, int, int, int]] = field(default_factory=set)  # shard, worker, process, round
+
+
+@dataclass(frozen=True)
+class Push:
+    """One shard of one update on its way to one server."""
+
+    task: act.SendTask
+    shard: int
+    server: int
+
+
+class World:
+    """Carries out actions. Their effects on servers come in order; everything that is told to the coordinator comes when the
+    test delivers it, and may be told again."""
+
+    def __init__(self, protocol: Protocol) -> None:
+        self.protocol = protocol
+        self.coordinator = Coordinator(protocol)
+        self.alive = set(range(protocol.workers))
+        self.servers = {server: self._empty(server) for server in range(protocol.servers)}
+        self.disk: dict[int, tuple[dict[int, list[Commit]], tuple[tuple[int, int], ...]]] = {}
+        self.pending: list[ev.Event | Push] = []
+        self.told: list[ev.Event] = []
+        self.attempt = 0
+        self.end: act.Finish | act.Stop | None = None
+        self.result: list[Commit] = []
+        self.warnings: list[str] = []
+        self.sent: list[act.SendTask] = []
+        self.time_s = 0.0
+        self.fails: Callable[[str], bool] = lambda _: False
+        self.tell(ev.Started(at_s=0.0))
+
+    def _empty(self, server: int) -> ServerModel:
+        return ServerModel({shard: [] for shard in range(self.protocol.shards) if server in self.protocol.holders(shard)})
+
+    def tell(self, event: ev.Event) -> None:
+        self.told.append(event)
+        for action in self.coordinator.handle(event):
+            self.carry_out(action)
+
+    def deliver(self, index: int) -> None:
+        self.time_s += 1.0
+        item = self.pending.pop(index)
+        if isinstance(item, ev.Event):
+            self.tell(item)
+            return
+        task = item.task
+        names = {
+            "worker": task.worker,
+            "process": task.process,
+            "round": task.round,
+            "attempt": task.attempt,
+        }
+        if item.server not in self.servers:
+            if task.process in self.alive:
+                self.tell(ev.TaskFailed(at_s=self.time_s, **names))
+            return
+        if task.attempt == self.attempt:
+            self.servers[item.server].staged.add((item.shard, task.worker, task.process, task.round))
+        self.tell(ev.ShardReceived(at_s=self.time_s, shard=item.shard, server=item.server, **names))
+
+    def carry_out(self, action: act.Action) -> None:
+        now = self.time_s
+        match action:
+            case act.SendTask():
+                self.sent.append(action)
+                if action.process in self.alive:
+                    holders = [(shard, server) for shard in range(self.protocol.shards) for server in self._live(shard)]
+                    self.pending += [Push(action, shard, server) for shard, server in holders]
+            case act.StartSpare():
+                if self.fails("spare"):
+                    self.pending.append(ev.ProcessDied(at_s=now, process=action.process))
+                else:
+                    self.alive.add(action.process)
+                    self.pending.append(ev.SpareReady(at_s=now, process=action.process))
+            case act.StartServer():
+                self.servers[action.server] = self._empty(action.server)
+                self.pending.append(ev.ServerReady(at_s=now, server=action.server))
+            case act.DeclareDead() | act.Retire():
+                self.alive.discard(action.process)
+            case act.DeclareServerDead():
+                self.servers.pop(action.server, None)
+            case act.SumShard():
+                if action.server in self.servers:
+                    self._check_staged(action)
+                    self.pending.append(
+                        ev.ShardSummed(
+                            at_s=now, ticket=action.ticket, shard=action.shard, server=action.server, squared_norm=1.0
+                        )
+                    )
+            case act.ApplyShard():
+                self._apply(action)
+            case act.WriteCheckpoint():
+                self._write(action)
+            case act.ReadCheckpoint():
+                self._read(action)
+            case act.FetchResult():
+                if all(self._live(shard) for shard in range(self.protocol.shards)):
+                    self.result = list(self.ledger())
+                    self.pending.append(ev.ResultFetched(at_s=now, ticket=action.ticket))
+            case act.Warn():
+                self.warnings.append(action.message)
+            case act.Finish() | act.Stop():
+                self.end = action
+
+    def _check_staged(self, action: act.SumShard | act.ApplyShard) -> None:
+        for each in action.contributions:
+            assert (action.shard, each.worker, each.process, each.round) in self.servers[action.server].staged, (
+                f"{each} is to be applied to shard {action.shard}, but server {action.server} has not got it"
+            )
+
+    def _apply(self, action: act.ApplyShard) -> None:
+        if action.server not in self.servers:
+            return
+        self._check_staged(action)
+        server = self.servers[action.server]
+        commits = server.shards[action.shard]
+        assert action.version == len(commits) + 1, "a commit twice, or one left out"
+        commits.append(action.contributions)
+        if self.protocol.clips:
+            assert action.squared_norm == float(self.protocol.shards)
+        floors = dict(action.clocks)
+        server.staged = {
+            (shard, worker, process, round_)
+            for shard, worker, process, round_ in server.staged
+            if shard != action.shard or round_ >= floors.get(worker, round_ + 1)
+        }
+        self.pending.append(ev.ShardApplied(at_s=self.time_s, ticket=action.ticket, shard=action.shard, server=action.server))
+
+    def _write(self, action: act.WriteCheckpoint) -> None:
+        if any(not self._live(shard) for shard in range(self.protocol.shards)):
+            return
+        if self.fails("disk"):
+            self.pending.append(ev.CheckpointFailed(at_s=self.time_s, ticket=action.ticket, reason="the disk is full"))
+            return
+        state = {shard: list(self.servers[self._live(shard)[0]].shards[shard]) for shard in range(self.protocol.shards)}
+        assert {len(commits) for commits in state.values()} == {action.version}, "a checkpoint of a half-applied commit"
+        self.disk[action.version] = (state, action.clocks)
+        self.pending.append(ev.CheckpointWritten(at_s=self.time_s, ticket=action.ticket))
+
+    def _read(self, action: act.ReadCheckpoint) -> None:
+        self.attempt = action.attempt
+        if any(not self._live(shard) for shard in range(self.protocol.shards)):
+            return
+        older = [version for version in self.disk if version < action.version]
+        version = max(older) if older and self.fails("read") else action.version
+        state, clocks = self.disk[version]
+        for server in self.servers.values():
+            server.staged = set()
+            server.shards = {shard: list(state[shard]) for shard in server.shards}
+        self.pending.append(ev.CheckpointRead(at_s=self.time_s, ticket=action.ticket, version=version, clocks=clocks))
+
+    def _live(self, shard: int) -> list[int]:
+        return [server for server in self.protocol.holders(shard) if server in self.servers]
+
+    def kill(self, process: int) -> None:
+        """What it has sent may still arrive, or not; its death is noticed some time."""
+        self.alive.discard(process)
+        self.pending.append(ev.ProcessDied(at_s=self.time_s, process=process))
+
+    def hang(self, process: int) -> None:
+        """It is taken for dead some time, and what it has sent arrives all the same."""
+        self.pending.append(ev.ProcessLate(at_s=self.time_s, process=process))
+
+    def kill_server(self, server: int) -> None:
+        del self.servers[server]
+        self.pending.append(ev.ServerDied(at_s=self.time_s, server=server))
+
+    def drain(self, *, limit: int = 20_000) -> None:
+        """Nothing bad happens any more: the run must end."""
+        self.fails = lambda _: False
+        for _ in range(limit):
+            if self.end is not None:
+                return
+            assert self.pending, f"nothing is under way, and the run is not over: {self.coordinator.phase}"
+            self.deliver(0)
+        raise AssertionError(f"not over after {limit} deliveries: {self.coordinator.phase}, {self.coordinator.clocks}")
+
+    def ledger(self) -> list[Commit]:
+        """The commits in the parameters: the same ones on all shards and all their copies."""
+        histories = [commits for server in self.servers.values() for commits in server.shards.values()]
+        assert all(commits == histories[0] for commits in histories), "an update is on some shards only"
+        return histories[0]

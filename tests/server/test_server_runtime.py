@@ -1,0 +1,246 @@
+"""Real processes that are killed and stopped on purpose: what must come out to the bit, and what must be said."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("ray")
+
+from tatami.errors import InputError, ModelError, NotFiniteError, TrainingError
+from tatami.server.consistency import SSP
+from tatami.server.engine import engine
+from tatami.server.learner import Course
+from tatami.server.optimizers import SGD, Adam
+from tatami.server.phases import TaskPhase
+from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
+from tatami.server.report import RunReport
+from tatami.server.runtime import Runtime
+from tatami.server.train import train
+from tatami.testing.crash import Crash, Crashes, Death
+
+pytestmark = pytest.mark.timeout(120)
+
+ROUNDS = 5
+X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
+Y = torch.sin(X[:, :2])
+SETTINGS: dict[str, Any] = {
+    "dataset": (X, Y),
+    "rounds": ROUNDS,
+    "workers": 3,
+    "servers": 2,
+    "batch_size": 30,
+    "optimizer": SGD(lr=0.2, momentum=0.9),
+    "clip_norm": 0.5,
+}
+ALONE = {"workers": 1, "servers": 1, "spares": 0}
+# Each phase in another round, the first and the last among them; process 3 is the spare that came for process 0.
+A_DEATH_IN_EVERY_PHASE = Crashes(
+    [Crash(process=number, round=number, phase=phase) for number, phase in enumerate(TaskPhase)],
+)
+
+
+def model_fn() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def run(**changes: Any) -> tuple[torch.Tensor, RunReport]:
+    model, report = train(model_fn, loss_fn, **SETTINGS | changes)
+    return flat(model), report
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_engine() -> Iterator[None]:
+    with engine(store_bytes=200 * 2**20):
+        yield
+
+
+@pytest.fixture(scope="module")
+def undisturbed(one_engine: None) -> torch.Tensor:  # noqa: ARG001 - runs in it
+    parameters, report = run(spares=0)
+    assert report.failures == ()
+    assert report.rounds == len(report.losses) == ROUNDS
+    return parameters
+
+
+def test_bsp_is_training_on_one_machine(undisturbed: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    model = model_fn()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    course = Course(samples=96, batch_size=30, seed=0)
+    for round_ in range(ROUNDS):
+        batch = course.share(round_=round_, worker=0, members=(0,))
+        optimizer.zero_grad()
+        loss_fn(model(X[batch]), Y[batch]).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    torch.testing.assert_close(undisturbed, flat(model), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("recovery", [FromServers(), Checkpoint(every=2)], ids=lambda recovery: recovery.name)
+def test_a_death_in_every_phase_changes_not_a_bit(
+    recovery: AbstractRecovery, undisturbed: torch.Tensor, tmp_path: Path
+) -> None:
+    parameters, report = run(recovery=recovery, directory=tmp_path, on_phase=A_DEATH_IN_EVERY_PHASE, restarts=4)
+    assert torch.equal(parameters, undisturbed)
+    assert [failure.process for failure in report.failures] == list(range(len(TaskPhase)))
+    assert {failure.how for failure in report.failures} == {"died"}
+    assert all(failure.silent_s < 1.0 for failure in report.failures)
+
+
+@pytest.mark.parametrize("recovery", [FromServers(), Checkpoint()], ids=lambda recovery: recovery.name)
+def test_two_deaths_in_a_round_and_one_while_recovering(
+    recovery: AbstractRecovery, undisturbed: torch.Tensor, tmp_path: Path
+) -> None:
+    crashes = [Crash(process=process, round=2, phase=TaskPhase.COMPUTE) for process in (0, 2, 3)]
+    parameters, report = run(recovery=recovery, directory=tmp_path, spares=2, restarts=1, on_phase=Crashes(crashes))
+    assert torch.equal(parameters, undisturbed)
+    assert sorted(failure.process for failure in report.failures) == [0, 2, 3]
+
+
+def test_ignore_goes_on_at_once_and_applies_every_round() -> None:
+    crash = Crash(process=1, round=2, phase=TaskPhase.BETWEEN_SHARDS)
+    parameters, report = run(recovery=Ignore(), restarts=0, on_phase=Crashes([crash]))
+    assert report.rounds == ROUNDS
+    assert [failure.who for failure in report.failures] == ["worker 1"]
+    assert torch.isfinite(parameters).all()
+    assert report.workers == 3
+
+
+def test_a_process_that_hangs_is_declared_dead(undisturbed: torch.Tensor) -> None:
+    crash = Crash(process=1, round=1, phase=TaskPhase.BETWEEN_SHARDS, death=Death.STOP)
+    parameters, report = run(on_phase=Crashes([crash]), restarts=0, heartbeat_s=1.5)
+    assert torch.equal(parameters, undisturbed)
+    (failure,) = report.failures
+    assert (failure.process, failure.how) == (1, "hung")
+    assert 1.5 <= failure.silent_s < 3.0
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_replica_survives_its_server(how: signal.Signals, undisturbed: torch.Tensor) -> None:
+    def kill(runtime: Runtime) -> None:
+        if runtime.version == 2:
+            os.kill(runtime.pids()["server 0"], how)
+
+    parameters, report = run(replicas=2, on_round=kill, heartbeat_s=1.5, spares=0)
+    assert torch.equal(parameters, undisturbed)
+    assert [failure.who for failure in report.failures] == ["server 0"]
+
+
+def test_a_server_comes_back_from_a_checkpoint(undisturbed: torch.Tensor, tmp_path: Path) -> None:
+    def kill(runtime: Runtime) -> None:
+        if runtime.version == 3 and not any("server" in failure.who for failure in runtime.failures):
+            os.kill(runtime.pids()["server 1"], signal.SIGKILL)
+
+    parameters, _ = run(recovery=Checkpoint(every=2), directory=tmp_path, on_round=kill, spares=0)
+    assert torch.equal(parameters, undisturbed)
+
+
+def test_a_server_without_a_replica_ends_the_run() -> None:
+    def kill(runtime: Runtime) -> None:
+        os.kill(runtime.pids()["server 1"], signal.SIGKILL)
+
+    with pytest.raises(TrainingError, match=r"the only copy of its shards.*replicas=2"):
+        run(on_round=kill, spares=0)
+
+
+def test_resume_goes_on_to_the_same_bits(undisturbed: torch.Tensor, tmp_path: Path) -> None:
+    run(rounds=3, directory=tmp_path, save_every=1, spares=0)
+    with pytest.raises(InputError, match="its batch_size is 30, here it is 10"):
+        run(directory=tmp_path, resume=True, batch_size=10)
+    damaged = tmp_path / "version-00000003" / "manifest.json"
+    damaged.write_text("{")
+    with pytest.warns(UserWarning, match="version-00000003 is damaged.*version 2 is used"):
+        parameters, report = run(directory=tmp_path, resume=True, spares=0)
+    assert torch.equal(parameters, undisturbed)
+    assert (report.start, report.rounds) == (2, ROUNDS)
+
+
+def test_without_spares_the_others_go_on_and_then_too_few_stop(tmp_path: Path) -> None:
+    crashes = [Crash(process=number, round=number + 1, phase=TaskPhase.COMPUTE) for number in (0, 1)]
+    with (
+        pytest.warns(UserWarning, match="no spare is left for worker 0: 2 workers share its part"),
+        pytest.raises(TrainingError, match=r"1 workers are left, fewer than min_workers=2.*version 2 is saved"),
+    ):
+        run(spares=0, restarts=0, min_workers=2, directory=tmp_path, on_phase=Crashes(crashes))
+    assert (tmp_path / "version-00000002").is_dir()
+
+
+def test_workers_join_and_leave() -> None:
+    sizes: list[int] = []
+
+    def change(runtime: Runtime) -> None:
+        sizes.append(sum("worker" in name for name in runtime.pids()))
+        if runtime.version == 1:
+            runtime.remove_worker(0)
+        if runtime.version == 2:
+            runtime.add_worker()
+
+    _, report = run(rounds=400, on_round=change, spares=0)
+    assert report.rounds == 400
+    assert min(sizes) == 2
+    assert sizes[-1] == report.workers == 3
+
+
+def test_staleness_applies_every_update_once() -> None:
+    _, report = run(consistency=SSP(staleness=1), optimizer=Adam(lr=0.01), clip_norm=None, spares=0)
+    assert report.rounds == len(report.losses) == 3 * ROUNDS  # each update is a commit of its own
+
+
+def test_a_loss_that_is_not_finite_names_the_round() -> None:
+    with (
+        pytest.warns(UserWarning, match="the update of worker [012] in round 0 is not applied: its loss is nan"),
+        pytest.raises(NotFiniteError, match="no worker has a finite loss in round 0"),
+    ):
+        train(model_fn, lambda output, _: output.mean() * float("nan"), **SETTINGS | ALONE)
+
+
+def test_a_loss_that_is_no_scalar() -> None:
+    with pytest.raises(InputError, match=r"a tensor of shape \(30, 2\)"):
+        train(model_fn, lambda output, target: (output - target) ** 2, **SETTINGS | ALONE)
+
+
+def test_a_model_that_differs_between_workers() -> None:
+    here = os.getpid()
+
+    def differs() -> nn.Module:
+        return nn.Linear(6, 2, bias=os.getpid() == here)
+
+    with pytest.raises(ModelError, match="another model in worker process"):
+        train(differs, loss_fn, **SETTINGS | ALONE)
+
+
+SCRIPT = """
+import os, torch
+from torch import nn
+from tatami.server import train
+from tatami.server.recovery import Ignore
+before = set(os.listdir("/dev/shm"))
+train(lambda: nn.Linear(4, 1), nn.MSELoss(), dataset=(torch.zeros(8, 4), torch.ones(8, 1)), rounds=2, workers=1, servers=1)
+new = [name for name in set(os.listdir("/dev/shm")) - before if "plasma" in name or "ray" in name]
+print("left:", new, [name for name in os.listdir("/tmp") if name == f"tatami-{os.getpid()}"])
+"""
+
+
+def test_nothing_is_left_behind() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.strip() == "left: [] []", done.stderr
+    mine = subprocess.run(["ps", "-eo", "ppid,args"], capture_output=True, text=True, check=True).stdout
+    assert not [line for line in mine.splitlines() if line.split()[0] == "1" and "raylet" in line]
