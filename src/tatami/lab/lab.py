@@ -1,0 +1,374 @@
+"""A cluster of unequal hosts on this one machine, for as long as a `with` lasts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self, final
+
+from tatami.cluster import Cluster, Link, check_speeds
+from tatami.errors import InputError, LabError
+from tatami.lab.events import Event
+from tatami.lab.groups import FREE, AbstractGroups, find_groups
+from tatami.lab.job import FIRST, JOB_VARIABLE, Job, environment_of, mpi_command, spawn_on, write_launch_script
+from tatami.lab.needs import require_lab
+from tatami.lab.network import Network, kernel_delays
+from tatami.lab.plan import LARGEST_SHARE, NATIVE_LATENCY_S, SWITCH, Host, LabPlan, plan_lab, switch_address
+from tatami.lab.signals import ending_as_exception, undisturbed
+from tatami.lab.state import LabState, new_state, take_away
+from tatami.units import format_duration, parse_bandwidth
+
+
+@final
+class Lab:
+    """Hosts with names, addresses, links and speeds of their own; everything is taken away at the end, whatever that is.
+
+        with Lab(cluster) as lab:
+            lab.run(["python", "train.py"])
+
+    Args:
+        cluster: its processors are the ranks; those of one host share its name, its link and its memory.
+        cores: of this machine, that the lab may use; None for all that this process may use.
+
+    Raises:
+        ClusterError: host names that cannot be.
+        InputError: `cores` is not a number > 0.
+        LabError: (on entering) this machine cannot be a lab; says what is missing and what works instead.
+    """
+
+    def __init__(self, cluster: Cluster, *, cores: float | None = None) -> None:
+        self.plan: LabPlan = plan_lab(cluster, cores=float(len(os.sched_getaffinity(0))) if cores is None else cores)
+        self._speeds = [processor.speed for processor in cluster.processors]
+        self._dead: set[str] = set()
+        self._cut: set[str] = set()
+        self._num_jobs = 0
+
+    def __enter__(self) -> Self:
+        require_lab()
+        with ExitStack() as undo:
+            undo.enter_context(ending_as_exception())
+            with undisturbed():
+                self._state = new_state([host.name for host in self.plan.hosts])
+                undo.callback(_take_away_undisturbed, self._state)
+            self._build()
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with undisturbed():
+            self._undo.close()
+
+    # -- processes --------------------------------------------------------------------------------------------------------
+
+    def start(
+        self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, stdout: IO[bytes] | int | None = None
+    ) -> Job:
+        """Start `command` on every processor, as the ranks of one MPI job.
+
+        Args:
+            command: a program and its arguments; `train.py ...` and `-m module ...` run under this Python.
+            environment: added to this process's own.
+            stdout: where the ranks' output goes, as for `subprocess.Popen`.
+
+        Raises:
+            InputError: no command, or no such program.
+            LabError: this mpiexec is not MPICH's.
+            MissingExtraError: there is no mpiexec.
+        """
+        hosts = [processor.host for processor in self.plan.cluster.processors]
+        words = mpi_command(command, hosts=hosts, folder=Path(self._state.folder))
+        # A session of its own: Ctrl-C comes to us alone, and we end the job.
+        self._num_jobs += 1
+        mark = {JOB_VARIABLE: f"{self.name}/{self._num_jobs}"}
+        process = self._spawn(SWITCH, FREE, words, environment={**(environment or {}), **mark}, stdout=stdout, own_session=True)
+        return Job(process, is_deserted=partial(self._is_deserted, f"{JOB_VARIABLE}={mark[JOB_VARIABLE]}".encode()))
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        events: Sequence[Event] = (),
+        environment: Mapping[str, str] | None = None,
+        stdout: IO[bytes] | int | None = None,
+        timeout_s: float | None = None,
+        said: Callable[[Event], None] = lambda _: None,
+    ) -> int:
+        """Run `command` on every processor and return its exit code; see `start` and `Job.poll`.
+
+        Args:
+            events: what happens to the lab meanwhile; those that are later than its end do not happen.
+            timeout_s: after which it is stopped; None to wait for its end.
+            said: told of each event as it happens.
+
+        Raises:
+            InputError: also where an event names a host or a speed that cannot be; nothing is started then.
+            LabError: also where it did not end within `timeout_s`.
+        """
+        for event in events:
+            self._check(event)
+        job = self.start(command, environment=environment, stdout=stdout)
+        start_s = time.monotonic()
+        try:
+            for event in sorted(events, key=lambda event: event.at_s):
+                if (timeout_s is not None and event.at_s > timeout_s) or _ends_before(job, start_s + event.at_s):
+                    break
+                said(event)
+                self.happen(event)
+            return job.wait(timeout_s=None if timeout_s is None else max(0.0, start_s + timeout_s - time.monotonic()))
+        except BaseException:
+            job.stop()
+            raise
+
+    def spawn(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        limited: bool = True,
+        environment: Mapping[str, str] | None = None,
+        stdout: IO[bytes] | int | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start one process on one host, without MPI.
+
+        Args:
+            name: a processor, or a host (then its first processor).
+            command: a program and its arguments.
+            limited: under the processor's quota; else at the machine's full speed.
+
+        Raises:
+            InputError: there is no such processor or host.
+        """
+        rank = self._ranks(name)[0]
+        host = self.plan.cluster.processors[rank].host
+        return self._spawn(host, str(rank) if limited else FREE, command, environment=environment, stdout=stdout)
+
+    # -- what happens to hosts --------------------------------------------------------------------------------------------
+
+    def set_speed(self, name: str, speed: float) -> None:
+        """Give a processor, or each processor of a host, another speed, in the cluster's own units.
+
+        Raises:
+            InputError: no such name, no finite number > 0, or more than this machine has.
+        """
+        self._check(Event(at_s=0.0, verb="speed", host=name, value=speed))
+        for rank in self._ranks(name):
+            self._speeds[rank] = speed
+            host = self.plan.cluster.processors[rank].host
+            self._groups.set_quota(host, str(rank), cores=speed * self.plan.scale)
+
+    def set_rate(self, name: str, rate: float | str) -> None:
+        """Give all links of a host another rate, in bytes/s or as "100 Mbit/s".
+
+        Raises:
+            InputError: no such host, or no rate > 0.
+        """
+        value = parse_bandwidth(rate)
+        self._check(Event(at_s=0.0, verb="rate", host=name, value=value))
+        network, exceptions = self._links(self._host(name), rate=value)
+        for wire in self._network.wires(self._host(name), network=network, exceptions=exceptions):
+            self._network.change_rate(wire)
+
+    def kill(self, name: str) -> None:
+        """A host dies: its link is down, so that nobody is told, and all its processes end at once. It does not come back.
+
+        Raises:
+            InputError: no such host.
+        """
+        host = self._host(name)
+        self._network.set_link(host, up=False)
+        self._groups.kill(name)
+        self._dead.add(name)
+
+    def cut(self, name: str) -> None:
+        """Cut a host off: its processes go on, but nothing comes through.
+
+        Raises:
+            InputError: no such host.
+        """
+        self._network.set_link(self._host(name), up=False)
+        self._cut.add(name)
+
+    def mend(self, name: str) -> None:
+        """Undo `cut`.
+
+        Raises:
+            InputError: no such host, or a dead one.
+        """
+        if name in self._dead:
+            raise InputError(f"host {name} was killed; its link cannot come back without it")
+        self._network.set_link(self._host(name), up=True)
+        self._cut.discard(name)
+
+    def happen(self, event: Event) -> None:
+        """Let `event` happen now; its time does not matter.
+
+        Raises:
+            InputError: it cannot.
+        """
+        match event.verb:
+            case "kill":
+                self.kill(event.host)
+            case "cut":
+                self.cut(event.host)
+            case "mend":
+                self.mend(event.host)
+            case "speed":
+                self.set_speed(event.host, event.value)
+            case _:
+                self.set_rate(event.host, event.value)
+
+    @property
+    def name(self) -> str:
+        """How the lab is called in names of namespaces and control groups, and by `tatami lab shell`."""
+        return self._state.name
+
+    # -- building ---------------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        self._groups: AbstractGroups = find_groups(self.name, mounts=Path("/proc/mounts").read_text(encoding="utf-8"))
+        self._groups.build_lab()
+        self._groups.build_host(SWITCH, leaves=[FREE])
+        builder = Network(self.name, delays=False)
+        builder.build_switch()
+        delays = kernel_delays(builder.namespace(SWITCH))
+        self._network = Network(self.name, delays=delays)
+        for host in self.plan.hosts:
+            self._build_host(host)
+        self._write_files()
+        if not delays and (latency_s := self.plan.longest_latency_s()):
+            warnings.warn(
+                "latency is not emulated: this kernel has no netem. A message between hosts takes what this machine needs "
+                f"({format_duration(NATIVE_LATENCY_S)} or less), not {format_duration(latency_s)}; rates are emulated",
+                stacklevel=3,
+            )
+
+    def _build_host(self, host: Host) -> None:
+        self._groups.build_host(host.name, leaves=[FREE, *map(str, host.processors)])
+        for rank in host.processors:
+            self._groups.set_quota(host.name, str(rank), cores=self.plan.quotas[rank])
+        self._network.build_host(host)
+        network, exceptions = self._links(host, rate=None)
+        for wire in self._network.wires(host, network=network, exceptions=exceptions):
+            self._network.shape(wire)
+
+    def _write_files(self) -> None:
+        """What `enter.py` reads, once for every process."""
+        folder = Path(self._state.folder)
+        (folder / "sys").mkdir()
+        addresses = {SWITCH: switch_address(), **{host.name: host.address for host in self.plan.hosts}}
+        lines = ["127.0.0.1\tlocalhost", *(f"{address}\t{name}" for name, address in addresses.items())]
+        (folder / "hosts").write_text("\n".join(lines) + "\n", encoding="ascii")
+        for name in addresses:
+            leaves = [FREE] if name == SWITCH else [*map(str, self.plan.by_name[name].processors), FREE]
+            host = {
+                "name": name,
+                "namespace": f"/run/netns/{self._network.namespace(name)}",
+                "hosts_file": str(folder / "hosts"),
+                "sysfs": str(folder / "sys"),
+                "groups": {leaf: self._groups.files(name, leaf) for leaf in leaves}
+                | {FIRST: self._groups.files(name, leaves[0])},
+            }
+            Path(self._state.host_file(name)).write_text(json.dumps(host), encoding="utf-8")
+        ranks = [self._groups.files(each.host, str(rank)) for rank, each in enumerate(self.plan.cluster.processors)]
+        (folder / "ranks.json").write_text(json.dumps(ranks), encoding="utf-8")
+        write_launch_script(folder)
+
+    def _links(self, host: Host, *, rate: float | None) -> tuple[Link, dict[int, Link]]:
+        """A host's link to the network, and its other links by the other host's index; all of the given rate, if any."""
+        network = self.plan.cluster.network
+        exceptions = {self.plan.by_name[name].index: link for name, link in self.plan.exceptions(host).items()}
+        if rate is None:
+            return network, exceptions
+        changed = {index: replace(link, bandwidth_bytes_per_s=rate) for index, link in exceptions.items()}
+        return replace(network, bandwidth_bytes_per_s=rate), changed
+
+    # -- names ------------------------------------------------------------------------------------------------------------
+
+    def _spawn(
+        self,
+        host: str,
+        group: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None,
+        stdout: IO[bytes] | int | None,
+        own_session: bool = False,
+    ) -> subprocess.Popen[bytes]:
+        file = self._state.host_file(host)
+        return spawn_on(file, group, command, environment=environment, stdout=stdout, own_session=own_session)
+
+    def _is_deserted(self, mark: bytes) -> bool:
+        """Whether hosts are lost, and on no other one is a process with `mark` in its environment."""
+        lost = self._dead | self._cut
+        return bool(lost) and not any(
+            mark in environment_of(pid).split(b"\0")
+            for host in self.plan.hosts
+            if host.name not in lost
+            for pid in self._groups.processes(host.name)
+        )
+
+    def _host(self, name: str) -> Host:
+        if name not in self.plan.by_name:
+            raise InputError(f"there is no host {name!r} in this lab; its hosts are {', '.join(self.plan.by_name)}")
+        return self.plan.by_name[name]
+
+    def _ranks(self, name: str) -> tuple[int, ...]:
+        """Of a processor, or of all processors of a host."""
+        if name in self.plan.by_name:
+            return self.plan.by_name[name].processors
+        if name in self.plan.cluster.rank_of:
+            return (self.plan.cluster.rank_of[name],)
+        processors = ", ".join(self.plan.cluster.rank_of)
+        raise InputError(
+            f"there is no host or processor {name!r} in this lab; its hosts are {', '.join(self.plan.by_name)}, "
+            f"its processors {processors}"
+        )
+
+    def _check(self, event: Event) -> None:
+        """Whether an event can happen.
+
+        Raises:
+            InputError: it cannot.
+        """
+        if event.verb != "speed":
+            self._host(event.host)
+            if event.verb == "rate" and not event.value > 0:
+                raise InputError(f"the rate of {event.host} must be > 0, not {event.value}; to have none, cut it")
+            return
+        ranks = self._ranks(event.host)
+        check_speeds([event.value])
+        if event.value * self.plan.scale > LARGEST_SHARE * (1 + 1e-9):
+            raise InputError(
+                f"speed {event.value:g} for {event.host} would be {event.value * self.plan.scale:.3g} of a core, and a "
+                f"processor is one rank on one core: at most {LARGEST_SHARE / self.plan.scale:.3g} in this lab"
+            )
+        others = sum(speed for rank, speed in enumerate(self._speeds) if rank not in ranks)
+        total = (others + event.value * len(ranks)) * self.plan.scale
+        if total > self.plan.cores:
+            raise InputError(
+                f"speed {event.value:g} for {event.host} would make all processors together need {total:.3g} cores of "
+                f"{self.plan.cores:g}; start the lab with fewer processors, or slow others down first"
+            )
+
+
+def _take_away_undisturbed(state: LabState) -> None:
+    with undisturbed():
+        take_away(state)
+
+
+def _ends_before(job: Job, deadline_s: float) -> bool:
+    """Whether the job ends before that time of the monotonic clock; waits until then, at most."""
+    try:
+        job.wait(timeout_s=max(0.0, deadline_s - time.monotonic()))
+    except LabError:
+        return False
+    return True

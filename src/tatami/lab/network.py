@@ -1,0 +1,151 @@
+"""Hosts as network namespaces joined by a bridge, with a rate for every link.
+
+The bridge is in a namespace too: the machine's own network has no part in a lab, sees no interface of it, and keeps its
+addresses, routes and firewall to itself. Every host has one interface, eth0, whose other end is a port of the bridge.
+
+A rate is kept at both ends of that cable: what a host sends at its eth0, what comes to it (from several at once) at its port.
+At each end is an htb with one class for the network and one more for every host to which there is another link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tatami.cluster import Link
+from tatami.lab.machine import call, succeeds
+from tatami.lab.plan import NETWORK, SWITCH, Host, switch_address
+
+MTU_BYTES = 9000
+"""Jumbo frames: headers are 0.7 % of a rate instead of 4 %, so payload arrives at the rate that was asked for."""
+_BURST_S = 1e-3
+_SMALLEST_BURST_BYTES = 65536
+"""One packet as TCP hands it over: with less, nothing passes at its full size."""
+_QUANTUM_BYTES = 60000
+_NETWORK_CLASS = 1
+_FIRST_EXCEPTION = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """One way out of a network device: the rate of what has no class of its own, and of what goes to (or comes from) a host.
+
+    Attributes:
+        namespace: where the device is.
+        device: its name.
+        match: `dst` at a host's end, `src` at the port's.
+        network: the link to everyone else.
+        exceptions: the other links, by the host's index.
+    """
+
+    namespace: str
+    device: str
+    match: str
+    network: Link
+    exceptions: Mapping[int, Link]
+
+
+class Network:
+    """The namespaces of one lab; `prefix` is what their names begin with."""
+
+    def __init__(self, prefix: str, *, delays: bool) -> None:
+        self._prefix = prefix
+        self._delays = delays
+
+    def namespace(self, host: str) -> str:
+        return f"{self._prefix}-{host}"
+
+    def build_switch(self) -> None:
+        switch = self.namespace(SWITCH)
+        call("ip", "netns", "add", switch)
+        call("ip", "-n", switch, "link", "set", "lo", "up")
+        # The bridge is called as the hosts' interfaces are, for mpiexec is told one name for all: -iface eth0.
+        call("ip", "-n", switch, "link", "add", "eth0", "mtu", str(MTU_BYTES), "type", "bridge")
+        call("ip", "-n", switch, "addr", "add", f"{switch_address()}/{NETWORK.prefixlen}", "dev", "eth0")
+        call("ip", "-n", switch, "link", "set", "eth0", "up")
+
+    def build_host(self, host: Host) -> None:
+        switch, own, port = self.namespace(SWITCH), self.namespace(host.name), _port(host)
+        mtu = str(MTU_BYTES)
+        call("ip", "netns", "add", own)
+        call("ip", "-n", own, "link", "set", "lo", "up")
+        ends = ("netns", switch, "type", "veth", "peer", "name", "eth0", "mtu", mtu, "netns", own)
+        call("ip", "link", "add", "name", port, "mtu", mtu, *ends)
+        call("ip", "-n", switch, "link", "set", port, "master", "eth0", "up")
+        call("ip", "-n", own, "addr", "add", f"{host.address}/{NETWORK.prefixlen}", "dev", "eth0")
+        call("ip", "-n", own, "link", "set", "eth0", "up")
+
+    def wires(self, host: Host, *, network: Link, exceptions: Mapping[int, Link]) -> tuple[Wire, Wire]:
+        """Both ends of a host's cable."""
+        out = Wire(namespace=self.namespace(host.name), device="eth0", match="dst", network=network, exceptions=exceptions)
+        back = Wire(namespace=self.namespace(SWITCH), device=_port(host), match="src", network=network, exceptions=exceptions)
+        return out, back
+
+    def shape(self, wire: Wire) -> None:
+        """Give a new device its queues."""
+        for command in shaping_commands(wire, delays=self._delays):
+            call(*command)
+
+    def change_rate(self, wire: Wire) -> None:
+        """Give a device that has its queues other rates; nothing that is in them is lost."""
+        for command in rate_commands(wire, verb="change"):
+            call(*command)
+
+    def set_link(self, host: Host, *, up: bool) -> None:
+        call("ip", "-n", self.namespace(host.name), "link", "set", "eth0", "up" if up else "down")
+
+    def remove(self, host: str) -> None:
+        """Take a host's namespace away, and with it all that is in it. It may be gone already."""
+        succeeds(("ip", "netns", "delete", self.namespace(host)))
+
+
+def kernel_delays(probe: str) -> bool:
+    """Whether the kernel can delay packets (netem); `probe` names a namespace in which to try."""
+    if not succeeds(("tc", "-n", probe, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")):
+        return False
+    call("tc", "-n", probe, "qdisc", "del", "dev", "lo", "root")
+    return True
+
+
+def shaping_commands(wire: Wire, *, delays: bool) -> list[list[str]]:
+    """The `tc` commands that make a device's queues: htb classes, filters by address, and netem in them for the latency.
+
+    A latency is split between the two ends of a cable that a message passes: half where it leaves, half where it arrives.
+    """
+    tc, at = ["tc", "-n", wire.namespace], ["dev", wire.device]
+    commands = [[*tc, "qdisc", "add", *at, "root", "handle", "1:", "htb", "default", str(_NETWORK_CLASS)]]
+    commands += rate_commands(wire, verb="add")
+    for number, (index, _) in enumerate(wire.exceptions.items(), start=_FIRST_EXCEPTION):
+        address = f"{NETWORK[index + 1]}/32"
+        flow = ["match", "ip", wire.match, address, "flowid", f"1:{number:x}"]
+        commands.append([*tc, "filter", "add", *at, "parent", "1:", "protocol", "ip", "prio", "1", "u32", *flow])
+    if delays:
+        for number, link in _classes(wire):
+            if link.latency_s > 0:
+                delay = ["netem", "delay", f"{link.latency_s / 2 * 1e6:.1f}us", "limit", str(_waiting_packets(link))]
+                commands.append([*tc, "qdisc", "add", *at, "parent", f"1:{number:x}", *delay])
+    return commands
+
+
+def rate_commands(wire: Wire, *, verb: str) -> list[list[str]]:
+    """The `tc` commands that set the rates of a device: `verb` is `add` at first and `change` later."""
+    commands = []
+    for number, link in _classes(wire):
+        burst = str(max(_SMALLEST_BURST_BYTES, round(link.bandwidth_bytes_per_s * _BURST_S)))
+        rate = ["rate", f"{max(1, round(link.bandwidth_bytes_per_s * 8))}bit", "burst", burst, "cburst", burst]
+        place = ["dev", wire.device, "parent", "1:", "classid", f"1:{number:x}"]
+        commands.append(["tc", "-n", wire.namespace, "class", verb, *place, "htb", *rate, "quantum", str(_QUANTUM_BYTES)])
+    return commands
+
+
+def _classes(wire: Wire) -> list[tuple[int, Link]]:
+    return [(_NETWORK_CLASS, wire.network), *enumerate(wire.exceptions.values(), start=_FIRST_EXCEPTION)]
+
+
+def _waiting_packets(link: Link) -> int:
+    """As many as can be under way at once, twice: netem drops what is more."""
+    return max(1000, round(2 * link.bandwidth_bytes_per_s * link.latency_s / 1500))
+
+
+def _port(host: Host) -> str:
+    return f"port{host.index}"

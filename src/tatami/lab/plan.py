@@ -1,0 +1,152 @@
+"""How a cluster becomes a lab: which host has which address, and which processor how much of a core. Decides, does nothing."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from tatami.cluster import Cluster, Link
+from tatami.errors import ClusterError, InputError
+
+LARGEST_SHARE = 0.95
+"""Of a core for one rank: what is left is for the kernel's own work, which comes to every core."""
+FULLEST = 0.9
+"""Of all cores for all ranks: threads that do not fit on the cores side by side must be moved, and that takes room."""
+NETWORK = ipaddress.IPv4Network("10.77.0.0/16")
+"""Of the namespaces only: no interface of the machine is in them, so it may use the same addresses without a collision."""
+SWITCH = "switch"
+"""The host on which mpiexec runs: it is the bridge itself, and no processor is on it."""
+NATIVE_LATENCY_S = 100e-6
+"""About what a small message takes between two namespaces with nothing added."""
+
+_HOST_NAME = re.compile(
+    r"[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?(\.[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?)*", re.ASCII
+)
+_LONGEST_NAME = 63
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A host of the lab.
+
+    Attributes:
+        name: as in the cluster.
+        index: its place among the hosts; its address is made of it.
+        processors: their indices in the cluster, which are ranks.
+    """
+
+    name: str
+    index: int
+    processors: tuple[int, ...]
+
+    @property
+    def address(self) -> str:
+        return str(NETWORK[self.index + 1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabPlan:
+    """What a lab is to be.
+
+    Attributes:
+        cluster: what was asked for.
+        hosts: in the order in which the cluster names them.
+        cores: of this machine, that all processors together may use.
+        scale: cores for one unit of speed.
+    """
+
+    cluster: Cluster
+    hosts: tuple[Host, ...]
+    cores: float
+    scale: float
+
+    @cached_property
+    def by_name(self) -> dict[str, Host]:
+        return {host.name: host for host in self.hosts}
+
+    @property
+    def quotas(self) -> tuple[float, ...]:
+        """Cores of each processor, in the order of the ranks."""
+        return tuple(processor.speed * self.scale for processor in self.cluster.processors)
+
+    def exceptions(self, host: Host) -> dict[str, Link]:
+        """The links of `host` to other hosts that are not as the network is, by the name of the other."""
+        found = {}
+        for pair, link in self.cluster.links.items():
+            if host.name in pair and pair[0] != pair[1]:
+                other = pair[1] if pair[0] == host.name else pair[0]
+                if other in self.by_name:
+                    found[other] = link
+        return found
+
+    def link(self, one: str, other: str) -> Link:
+        """The link between two hosts."""
+        first, second = sorted((one, other))
+        return self.cluster.links.get((first, second), self.cluster.network)
+
+    def longest_latency_s(self) -> float:
+        """The longest latency of a link between hosts, in seconds, where it is longer than a lab's own; else 0."""
+        links = [self.cluster.network, *(link for host in self.hosts for link in self.exceptions(host).values())]
+        longest = max(link.latency_s for link in links)
+        return longest if len(self.hosts) > 1 and longest > NATIVE_LATENCY_S else 0.0
+
+    def describe(self) -> str:
+        """One line: how large the lab is, and what a speed means in it."""
+        used = math.fsum(self.quotas)
+        fastest = max(self.cluster.speeds.values())
+        return (
+            f"lab: {_count(len(self.hosts), 'host')}, {_count(self.cluster.size, 'processor')}; scale: the fastest processor "
+            f"(speed {fastest:g}) is {fastest * self.scale:.3g} of a core, all together are {used:.3g} of {self.cores:g} cores"
+        )
+
+
+def plan_lab(cluster: Cluster, *, cores: float) -> LabPlan:
+    """Scale the speeds of `cluster` to `cores` cores, as large as they can be.
+
+    Args:
+        cluster: its hosts' names become host names, and its processors ranks in their order.
+        cores: of this machine, that the lab may use; may be a fraction.
+
+    Raises:
+        ClusterError: host names that no machine can have, all of them at once.
+        InputError: `cores` is not a finite number > 0, or there are more hosts than addresses.
+    """
+    if not (math.isfinite(cores) and cores > 0):
+        raise InputError(f"cores must be a finite number > 0, not {cores}: it is how much of this machine the lab may use")
+    places: dict[str, list[int]] = {}
+    for rank, processor in enumerate(cluster.processors):
+        places.setdefault(processor.host, []).append(rank)
+    if problems := [f"host {name!r}: {problem}" for name in places if (problem := _name_problem(name, places))]:
+        raise ClusterError("this cluster cannot be played in a lab; rename hosts in the cluster file:", problems=problems)
+    if len(places) > NETWORK.num_addresses - 4:
+        raise InputError(f"{len(places)} hosts are too many for one lab; it has {NETWORK.num_addresses - 4} addresses")
+    speeds = [processor.speed for processor in cluster.processors]
+    scale = min(LARGEST_SHARE / max(speeds), FULLEST * cores / math.fsum(speeds))
+    hosts = tuple(Host(name=name, index=i, processors=tuple(ranks)) for i, (name, ranks) in enumerate(places.items()))
+    return LabPlan(cluster=cluster, hosts=hosts, cores=cores, scale=scale)
+
+
+def switch_address() -> str:
+    return str(NETWORK[-2])
+
+
+def _name_problem(name: str, names: Mapping[str, object]) -> str | None:
+    if name == "localhost":
+        return 'is what every machine calls itself; give each processor a `host` of its own name, as host = "h{i}"'
+    if name == SWITCH:
+        return "is what the lab calls the machine between the hosts"
+    if len(name) > _LONGEST_NAME or not _HOST_NAME.fullmatch(name):
+        return f"is no host name: letters, digits and '-', parts joined by '.', at most {_LONGEST_NAME} characters"
+    # A name of digits and dots would be read as an address.
+    if all(part.isdigit() for part in name.split(".")):
+        return "would be read as an address: a host name has a letter in it"
+    lower = [other for other in names if other != name and other.lower() == name.lower()]
+    return f"and {lower[0]!r} are the same name: case does not count" if lower else None
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,63 @@
+"""A small cluster for the tests of the lab, and what a lab may leave behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from tatami.cluster import Cluster, Link, Processor
+from tatami.lab.state import STATES
+
+JOB = Path(__file__).with_name("lab_job.py")
+NETWORK = Link(bandwidth_bytes_per_s=12.5e6, latency_s=50e-6)  # 100 Mbit/s
+CLUSTER = Cluster(
+    processors=tuple(Processor(name=f"p{i}", speed=speed, host=f"h{i}") for i, speed in enumerate((1.0, 1.0, 0.5), start=1)),
+    network=NETWORK,
+)
+CLUSTER_TOML = """
+[network]
+bandwidth = "100 Mbit/s"
+latency = "50 us"
+
+[[processors]]
+name = "p1"
+speed = 1.0
+host = "h1"
+
+[[processors]]
+name = "p2"
+speed = 1.0
+host = "h2"
+
+[[processors]]
+name = "p3"
+speed = 0.5
+host = "h3"
+"""
+
+
+def traces(name: str) -> list[str]:
+    """All that there is of a lab on this machine: namespaces, control groups, files, and processes that know its name."""
+    folders = [Path("/run/netns"), STATES, Path(tempfile.gettempdir())]
+    found = [str(path) for folder in folders if folder.is_dir() for path in folder.glob(f"{name}*")]
+    found += [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/{name}*")]
+    return found + [f"process {pid}" for pid in processes_of(name)]
+
+
+def processes_of(name: str) -> list[int]:
+    """The processes whose command line or control group names the lab."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                if name.encode() in (folder / "cmdline").read_bytes() + (folder / "cgroup").read_bytes():
+                    found.append(int(folder.name))
+            except OSError:  # it has ended meanwhile
+                continue
+    return found
+
+
+def interfaces() -> list[str]:
+    """The network interfaces of the machine itself."""
+    return sorted(path.name for path in Path("/sys/class/net").iterdir())

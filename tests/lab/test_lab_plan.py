@@ -1,0 +1,123 @@
+"""Speeds become shares of cores, and hosts get names and addresses: decided without root, on any system."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tatami.cluster import Cluster, Link, Processor
+from tatami.errors import ClusterError, InputError
+from tatami.lab import plan_lab
+from tatami.lab.groups import quota_and_period_us
+from tatami.lab.plan import FULLEST, LARGEST_SHARE, switch_address
+
+NETWORK = Link(bandwidth_bytes_per_s=125e6, latency_s=50e-6)
+FAST = Link(bandwidth_bytes_per_s=1.25e9, latency_s=2e-3)
+
+
+def cluster_of(*hosts: str, speeds: tuple[float, ...] | None = None) -> Cluster:
+    """One processor on each of the hosts named."""
+    each = speeds or (1.0,) * len(hosts)
+    processors = tuple(
+        Processor(name=f"p{i}", speed=speed, host=host) for i, (host, speed) in enumerate(zip(hosts, each, strict=True))
+    )
+    return Cluster(processors=processors, network=NETWORK)
+
+
+def test_the_sum_of_the_quotas_is_scaled_to_the_cores() -> None:
+    plan = plan_lab(cluster_of("a", "b", "c", speeds=(2.0, 1.0, 1.0)), cores=1.0)
+    assert plan.quotas == pytest.approx((0.45, 0.225, 0.225))
+    assert plan.describe() == (
+        "lab: 3 hosts, 3 processors; scale: the fastest processor (speed 2) is 0.45 of a core, all together are 0.9 of 1 cores"
+    )
+
+
+def test_no_rank_gets_more_than_one_core() -> None:
+    assert plan_lab(cluster_of("a", "b", speeds=(1e10, 5e9)), cores=64.0).quotas == pytest.approx((0.95, 0.475))
+
+
+@given(
+    st.lists(st.floats(min_value=1e-3, max_value=1e3), min_size=1, max_size=12),
+    st.floats(min_value=0.1, max_value=256.0),
+)
+def test_quotas_are_in_proportion_and_fit(speeds: list[float], cores: float) -> None:
+    plan = plan_lab(cluster_of(*(f"h{i}" for i in range(len(speeds))), speeds=tuple(speeds)), cores=cores)
+    for quota, speed in zip(plan.quotas, speeds, strict=True):
+        assert quota / plan.quotas[0] == pytest.approx(speed / speeds[0])
+    total = math.fsum(plan.quotas)
+    assert max(plan.quotas) <= LARGEST_SHARE * (1 + 1e-9)
+    assert total <= FULLEST * cores * (1 + 1e-9)
+    # As large as they can be: one of the two limits is reached.
+    assert max(max(plan.quotas) / LARGEST_SHARE, total / (FULLEST * cores)) == pytest.approx(1.0)
+
+
+@given(st.floats(min_value=1e-4, max_value=1.0))
+def test_a_quota_is_what_the_kernel_takes(cores: float) -> None:
+    quota_us, period_us = quota_and_period_us(cores)
+    assert quota_us >= 1000
+    assert 10_000 <= period_us <= 10_000_000
+    assert quota_us / period_us == pytest.approx(cores, rel=1e-3)
+
+
+def test_hosts_have_addresses_of_a_private_range_and_their_processors() -> None:
+    plan = plan_lab(cluster_of("a", "b", "a"), cores=2.0)
+    assert [(host.name, host.address, host.processors) for host in plan.hosts] == [
+        ("a", "10.77.0.1", (0, 2)),
+        ("b", "10.77.0.2", (1,)),
+    ]
+    assert ipaddress.ip_address(plan.hosts[0].address).is_private
+    assert switch_address() == "10.77.255.254"
+
+
+def test_links_that_are_not_as_the_network_is() -> None:
+    cluster = Cluster(
+        processors=cluster_of("a", "b", "c").processors, network=NETWORK, links={("a", "b"): FAST, ("c", "c"): FAST}
+    )
+    plan = plan_lab(cluster, cores=2.0)
+    assert plan.exceptions(plan.by_name["a"]) == {"b": FAST}
+    assert plan.exceptions(plan.by_name["b"]) == {"a": FAST}
+    assert plan.exceptions(plan.by_name["c"]) == {}
+    assert plan.link("b", "a") == FAST
+    assert plan.link("b", "c") == NETWORK
+    assert plan.longest_latency_s() == 2e-3
+
+
+def test_a_latency_that_a_lab_has_anyhow_is_none_to_emulate() -> None:
+    assert plan_lab(cluster_of("a", "b"), cores=2.0).longest_latency_s() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("localhost", 'give each processor a `host` of its own name, as host = "h{i}"'),
+        ("switch", "what the lab calls the machine between the hosts"),
+        ("a b", "is no host name"),
+        ("../etc", "is no host name"),
+        ("-h", "is no host name"),
+        ("a;reboot", "is no host name"),
+        ("a\n", "is no host name"),
+        ("x" * 64, "is no host name"),
+        ("10.0.0.1", "would be read as an address"),
+        ("A", "are the same name: case does not count"),
+    ],
+)
+def test_names_that_no_host_can_have(name: str, problem: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        plan_lab(cluster_of("a", name, "b"), cores=1.0)
+    assert any(problem in line for line in caught.value.problems)
+
+
+def test_all_names_that_cannot_be_are_told_at_once() -> None:
+    with pytest.raises(ClusterError) as caught:
+        plan_lab(cluster_of("a b", "c", "d/e"), cores=1.0)
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize("cores", [0.0, -1.0, math.nan, math.inf])
+def test_cores_that_cannot_be(cores: float) -> None:
+    with pytest.raises(InputError, match="cores must be a finite number > 0"):
+        plan_lab(cluster_of("a"), cores=cores)

@@ -1,0 +1,205 @@
+"""Labs as they are: three hosts on this machine, a run across them, changes, deaths, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab_rig import CLUSTER, CLUSTER_TOML, JOB, interfaces, processes_of, traces
+
+from tatami.errors import InputError
+from tatami.lab import Event, Lab, known_labs, missing, parse_event
+from tatami.lab.check import check_rates_of, check_speeds_of
+from tatami.lab.job import LOST
+
+REASON = missing()
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(120)]
+pytest.importorskip("mpi4py")
+
+START_PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with Lab(CLUSTER) as lab:
+        yield lab
+
+
+def wait_for(done: Callable[[], object], *, what: str) -> None:
+    deadline_s = time.monotonic() + START_PATIENCE_S
+    while not done():
+        assert time.monotonic() < deadline_s, f"{what} did not happen within {START_PATIENCE_S} s"
+        time.sleep(0.02)
+
+
+def reports(folder: Path) -> dict[str, Any]:
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("rank-*.json")}
+
+
+def test_a_run_across_hosts_over_links_of_the_asked_rate(lab: Lab, tmp_path: Path) -> None:
+    assert lab.run([str(JOB), "sum", str(tmp_path)], timeout_s=60.0) == 0
+    found = reports(tmp_path)
+    assert [found[f"rank-{rank}"]["sum"] for rank in range(3)] == [6.0, 6.0, 6.0]
+    assert found["rank-0"]["hosts"] == ["h1", "h2", "h3"]
+    assert found["rank-0"]["local_size"] == 1
+    # 1.25 MB at 100 Mbit/s; through shared memory it would be 0.001 s.
+    assert found["rank-0"]["seconds"] == pytest.approx(0.1, rel=0.1)
+
+
+def test_training_across_hosts_is_exact_and_notices_that_one_becomes_slower(lab: Lab, tmp_path: Path) -> None:
+    job = lab.start(["python", str(JOB), "train", str(tmp_path)])
+    wait_for(lambda: (tmp_path / "trained").exists() or job.poll() is not None, what="the first iterations")
+    lab.set_speed("h1", 0.2)
+    (tmp_path / "changed").touch()
+    code = job.wait(timeout_s=60.0)
+    lab.set_speed("h1", 1.0)
+    assert code == 0
+    found = reports(tmp_path)["rank-0"]
+    assert found["losses"][:5] == pytest.approx(found["plain"], rel=1e-4)
+    assert found["losses"][-1] < found["losses"][0]
+    # h1 had two fifths of all speed, as h2, and h3 the last one; then it has a fifth of that, and one eighth of all.
+    assert found["before"] > 0.3
+    assert found["after"] < 0.7 * found["before"]
+
+
+def test_speeds_and_rates_are_as_asked(lab: Lab) -> None:
+    for measure in (check_speeds_of, check_rates_of):
+        findings = measure(lab, rounds=1)
+        if not all(finding.holds for finding in findings):  # other work came in between
+            findings = measure(lab)
+        assert all(finding.holds for finding in findings), findings
+    assert [finding.name for finding in findings] == ["h1 -> h2", "h2 -> h3", "h3 -> h1"]
+
+
+def test_a_rate_can_be_changed(lab: Lab) -> None:
+    lab.set_rate("h2", "25 Mbit/s")
+    try:
+        got = {finding.name: finding.got for finding in check_rates_of(lab, rounds=1)}
+    finally:
+        lab.set_rate("h2", "100 Mbit/s")
+    assert got["h1 -> h2"] == pytest.approx(25e6 / 8, rel=0.1)
+    assert got["h2 -> h3"] == pytest.approx(25e6 / 8, rel=0.1)
+    assert got["h3 -> h1"] == pytest.approx(100e6 / 8, rel=0.1)
+
+
+@pytest.mark.parametrize("verb", ["cut", "kill"])
+def test_the_others_notice_a_host_that_is_gone(verb: str, tmp_path: Path) -> None:
+    with Lab(CLUSTER) as lab:
+        job = lab.start([str(JOB), "wait", str(tmp_path)])
+        wait_for(lambda: len(list(tmp_path.glob("up-*"))) == 3 or job.poll() is not None, what="the start of all ranks")
+        assert job.poll() is None
+        lab.happen(parse_event(f"0s {verb} h3"))
+        assert (processes_of(f"{lab.name}/h3") == []) == (verb == "kill")
+        assert job.wait(timeout_s=30.0) != 0
+        if verb == "kill":
+            with pytest.raises(InputError, match="h3 was killed"):
+                lab.mend("h3")
+        name = lab.name
+    found = reports(tmp_path)
+    assert found
+    for rank in set(found) - {"rank-2"}:
+        assert 2.9 < found[rank]["waited_s"] < 6.0
+        assert "allreduce" in found[rank]["said"]
+        assert "nothing came from rank 2" in found[rank]["named"]
+    assert traces(name) == []
+
+
+@pytest.mark.parametrize("verb", ["cut", "kill"])
+def test_a_command_ends_when_all_ranks_but_the_lost_have(verb: str) -> None:
+    happened: list[Event] = []
+    with Lab(CLUSTER) as lab:
+        user = lab.spawn("h1", ["sleep", "1000"])  # no rank of the command
+        events = [parse_event(f"1s {verb} h3"), parse_event("500s kill h1")]
+        assert lab.run(["sleep", "3"], events=events, timeout_s=30.0, said=happened.append) == LOST
+        assert user.poll() is None
+    assert happened == events[:1]
+
+
+def test_a_command_that_crashes_leaves_nothing() -> None:
+    before, hosts_file = interfaces(), Path("/etc/hosts").read_bytes()
+    with Lab(CLUSTER) as lab:
+        assert len(traces(lab.name)) > 5
+        assert lab.run(["bash", "-c", "kill -9 $$"], timeout_s=30.0) != 0
+        assert lab.spawn("h2", ["bash", "-c", "setsid sleep 1000 & kill -9 $$"]).wait(30.0) == -9
+        assert len(processes_of(f"{lab.name}/h2")) == 1
+        with Lab(CLUSTER) as other:  # two labs with the same hosts and addresses
+            assert other.run(["true"], timeout_s=30.0) == 0
+        assert traces(other.name) == []
+        assert lab.run(["true"], timeout_s=30.0) == 0
+    assert traces(lab.name) == []
+    assert interfaces() == before
+    assert Path("/etc/hosts").read_bytes() == hosts_file
+
+
+def test_an_error_inside_leaves_nothing() -> None:
+    lab = Lab(CLUSTER)
+    with pytest.raises(InputError, match="no host 'h9'"), lab:
+        lab.kill("h9")
+    assert traces(lab.name) == []
+
+
+def test_labs_that_are_ended_by_signals(tmp_path: Path) -> None:
+    """Ctrl-C and a request to end leave nothing; after SIGKILL `tatami lab clean` takes away what is left."""
+    (tmp_path / "cluster.toml").write_text(CLUSTER_TOML)
+    command = [sys.executable, "-m", "tatami", "lab"]
+    codes = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
+    started = {
+        number: subprocess.Popen(
+            [*command, "run", "cluster.toml", "--", "sleep", "1000"], cwd=tmp_path, preexec_fn=_hear_interrupts
+        )
+        for number in codes
+    }
+    try:
+        names = {number: name_of_lab(process) for number, process in started.items()}
+        for number, process in started.items():
+            process.send_signal(number)
+        assert {number: process.wait(30.0) for number, process in started.items()} == codes
+    finally:
+        for process in started.values():
+            process.terminate()
+    assert traces(names[signal.SIGINT]) == traces(names[signal.SIGTERM]) == []
+    crashed = names[signal.SIGKILL]
+    assert len(traces(crashed)) > 5
+    done = subprocess.run([*command, "clean"], capture_output=True, text=True, timeout=60.0, check=True)
+    assert f"{crashed} is taken away" in done.stdout
+    assert traces(crashed) == []
+
+
+def _hear_interrupts() -> None:
+    """What a shell starts in the background ignores Ctrl-C, and so would what these tests start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def name_of_lab(process: subprocess.Popen[bytes]) -> str:
+    """Once a command runs on its third host."""
+    wait_for(lambda: any(state.owner == process.pid for state in known_labs()), what="the lab")
+    name = next(state.name for state in known_labs() if state.owner == process.pid)
+    wait_for(lambda: len(processes_of(f"{name}/h3")) > 1, what="the start of the ranks")
+    return name
+
+
+def test_a_shell_is_on_its_host(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(CLUSTER_TOML)
+    command = [sys.executable, "-m", "tatami", "lab", "shell", "h1", "--cluster", "cluster.toml"]
+    script = "cat /proc/sys/kernel/hostname; ls /sys/class/net; cat /etc/hosts; exit 7"
+    done = subprocess.run(command, cwd=tmp_path, input=script, capture_output=True, text=True, timeout=60.0, check=False)
+    assert done.returncode == 7
+    assert done.stdout.split()[:3] == ["h1", "eth0", "lo"]
+    assert "10.77.0.2\th2" in done.stdout
+    assert "scale: the fastest processor" in done.stderr
+
+
+def test_events_are_checked_before_anything_starts(lab: Lab) -> None:
+    with pytest.raises(InputError, match="no host 'h9' in this lab; its hosts are h1, h2, h3"):
+        lab.run(["true"], events=[parse_event("1s kill h9")])
+    with pytest.raises(InputError, match="speed 5 for h3 would be"):
+        lab.run(["true"], events=[parse_event("1s speed h3 5")])
+    with pytest.raises(InputError, match="all processors together need"):
+        lab.set_speed("h3", 1.2)
