@@ -1,0 +1,26 @@
+"""A loop written by hand: any PyTorch loop, and two lines more. Start it with:  tatami run -n 4 examples/own_loop.py"""
+
+import torch
+from torch import nn
+
+import tatami
+from tatami.datasets import load
+from tatami.train import Retiling
+
+data = load("digits")
+comm = tatami.init()
+network = nn.Sequential(nn.Linear(64, 200), nn.Tanh(), nn.Dropout(0.1), nn.Linear(200, 10))
+model = tatami.tile(network, comm, batch_size=len(data.x), speeds="equal")  # nothing is known of the ranks
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+loss_function = nn.CrossEntropyLoss()
+retiling = Retiling(model, optimizer, retiler=tatami.Retiler(every=20))
+
+for _ in range(100):
+    x, y = model.local(data.x, data.y)  # the global batch in, this rank's samples out
+    optimizer.zero_grad()
+    loss_function(model(x), y).backward()  # every .grad now holds the gradient over the global batch
+    model.clip_grad_norm_(5.0)
+    optimizer.step()
+    check = retiling.step()
+    if check is not None and comm.rank == 0:
+        print(check.decision)

@@ -1,0 +1,23 @@
+"""One network over ranks that are not alike. Start it with:  tatami run -n 4 examples/ten_lines.py"""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+import tatami
+from tatami.datasets import load
+
+train_data, test_data = load("digits").split(test_fraction=0.2, seed=0)
+comm = tatami.init()
+network = nn.Sequential(nn.Linear(64, 200), nn.Sigmoid(), nn.Linear(200, 10))
+model = tatami.tile(network, comm, batch_size=256, speeds="measure")
+trainer = tatami.Trainer(
+    model, optimizer=partial(torch.optim.Adam, lr=0.01), loss=nn.CrossEntropyLoss(), retile=tatami.Retiler()
+)
+trainer.fit((train_data.x, train_data.y), batch_size=256, epochs=20)
+result = trainer.evaluate(
+    (test_data.x, test_data.y), batch_size=512, metrics={"accuracy": lambda out, y: test_data.accuracy(out, y)["digit"]}
+)
+if comm.rank == 0:
+    print(f"loss {result['loss']:.4f}, accuracy {result['accuracy']:.1%}")

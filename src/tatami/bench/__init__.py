@@ -1,0 +1,1 @@
+"""Measurements of Tatami against what a user would run instead, interleaved in one run."""

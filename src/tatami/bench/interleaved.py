@@ -1,0 +1,82 @@
+"""Time contestants in turn, so that a machine whose speed drifts is as unfair to one as to the other."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tatami.clock import Clock, SystemClock
+
+Contestant = Callable[[int], None]
+"""Does its work so many times."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """What one contestant took.
+
+    Attributes:
+        seconds: of one time, in every round.
+    """
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """(slowest - fastest round) / median."""
+        return (max(self.seconds) - min(self.seconds)) / self.median_s
+
+
+def interleaved(
+    contestants: Mapping[str, Contestant],
+    *,
+    rounds: int,
+    repeats: int,
+    before: Callable[[], None] = lambda: None,
+    clock: Clock | None = None,
+) -> dict[str, Timed]:
+    """Run every contestant `repeats` times in each of `rounds` rounds, in turn; one more round, first, is not counted.
+
+    Args:
+        contestants: by name.
+        rounds: to take the median of.
+        repeats: inside one timing.
+        before: called before each timing: a barrier, where several ranks take part.
+        clock: for tests.
+    """
+    clock = clock or SystemClock()
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(rounds + 1):
+        for name, run in contestants.items():
+            before()
+            start_s = clock.now_s()
+            run(repeats)
+            if number > 0:
+                seconds[name].append((clock.now_s() - start_s) / repeats)
+    return {name: Timed(seconds=tuple(values)) for name, values in seconds.items()}
+
+
+def machine() -> dict[str, object]:
+    """What the figures were measured on."""
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
+    except OSError:
+        model = platform.machine()
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }

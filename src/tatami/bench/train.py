@@ -1,0 +1,152 @@
+"""`tatami bench train`: a step of training, against the plain torch loop (one rank) and DistributedDataParallel over gloo.
+
+All contestants train the same network from the same weights on the same global batches, with one thread a rank, in turn.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+
+from tatami.bench.interleaved import interleaved, machine
+from tatami.comm.base import AbstractCommunicator
+from tatami.nn import tile
+from tatami.train import Trainer
+from tatami.workload import parse_net
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBenchmark:
+    """One network, on the ranks of a communicator.
+
+    Attributes:
+        net: sizes of the layers, "203-80-26".
+        batch_size: the global batch.
+        rounds: timings of each contestant, whose median counts.
+        seconds: about how long one timing takes.
+        planner: for the tiled runs.
+    """
+
+    net: str
+    batch_size: int
+    rounds: int = 7
+    seconds: float = 0.5
+    planner: str = "srpm"
+
+
+def bench_train(benchmark: TrainBenchmark, comm: AbstractCommunicator) -> dict[str, Any]:
+    """Step times of all contestants and their ratios to Tatami's. Collective; the record is the same on every rank.
+
+    One rank: the plain torch loop. Several: DistributedDataParallel over gloo. In both cases Tatami runs as a hand-written loop
+    and as its Trainer.
+    """
+    sizes = parse_net(benchmark.net)
+    torch.manual_seed(0)
+    model = _mlp(sizes)
+    x = torch.rand(benchmark.batch_size, sizes[0])
+    y = torch.rand(benchmark.batch_size, sizes[-1])
+    contestants: dict[str, Callable[[int], None]] = {
+        "tatami": _tatami_loop(model, comm, benchmark, x, y),
+        "tatami-trainer": _tatami_trainer(model, comm, benchmark, x, y),
+    }
+    if comm.size == 1:
+        contestants["plain"] = _plain(model, x, y)
+    else:
+        start_gloo(comm)
+        contestants["ddp-gloo"] = _ddp(model, comm, x, y)
+    try:
+        repeats = _repeats(contestants["tatami"], benchmark.seconds, comm)
+        timed = interleaved(contestants, rounds=benchmark.rounds, repeats=repeats, before=comm.barrier)
+    finally:
+        if comm.size > 1:
+            torch.distributed.destroy_process_group()
+    rival = "plain" if comm.size == 1 else "ddp-gloo"
+    slowest = {name: max(comm.allgather_object(each.median_s)) for name, each in timed.items()}
+    return {
+        "benchmark": "train",
+        **asdict(benchmark),
+        "ranks": comm.size,
+        "threads_per_rank": torch.get_num_threads(),
+        "repeats": repeats,
+        **{f"{name}_median_s": slowest[name] for name in timed},
+        **{f"{name}_spread": timed[name].spread for name in timed},
+        f"speed_over_{rival}": slowest[rival] / slowest["tatami"],
+        f"trainer_speed_over_{rival}": slowest[rival] / slowest["tatami-trainer"],
+        "machine": machine(),
+    }
+
+
+def _mlp(sizes: tuple[int, ...]) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), nn.Sigmoid()]
+    return nn.Sequential(*layers)
+
+
+def _steps(
+    model: nn.Module, parameters_of: nn.Module, x: torch.Tensor, y: torch.Tensor, *, local: Callable[..., Any] | None = None
+) -> Callable[[int], None]:
+    loss_function = nn.MSELoss()
+    optimizer = torch.optim.SGD(parameters_of.parameters(), lr=0.1)
+
+    def run(times: int) -> None:
+        for _ in range(times):
+            here_x, here_y = (x, y) if local is None else local(x, y)
+            optimizer.zero_grad()
+            loss_function(model(here_x), here_y).backward()
+            optimizer.step()
+
+    return run
+
+
+def _plain(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[int], None]:
+    own = copy.deepcopy(model)
+    return _steps(own, own, x, y)
+
+
+def _tatami_loop(
+    model: nn.Module, comm: AbstractCommunicator, benchmark: TrainBenchmark, x: torch.Tensor, y: torch.Tensor
+) -> Callable[[int], None]:
+    tiled = tile(model, comm, batch_size=benchmark.batch_size, speeds="equal", planner=benchmark.planner, quiet=True)
+    return _steps(tiled, tiled, x, y, local=tiled.local)
+
+
+def _tatami_trainer(
+    model: nn.Module, comm: AbstractCommunicator, benchmark: TrainBenchmark, x: torch.Tensor, y: torch.Tensor
+) -> Callable[[int], None]:
+    tiled = tile(model, comm, batch_size=benchmark.batch_size, speeds="equal", planner=benchmark.planner, quiet=True)
+    trainer = Trainer(tiled, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss=nn.MSELoss())
+
+    def run(times: int) -> None:
+        trainer.fit((x, y), batch_size=benchmark.batch_size, iterations=times)
+
+    return run
+
+
+def _ddp(model: nn.Module, comm: AbstractCommunicator, x: torch.Tensor, y: torch.Tensor) -> Callable[[int], None]:
+    own = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    here_x, here_y = x.chunk(comm.size)[comm.rank].clone(), y.chunk(comm.size)[comm.rank].clone()
+    return _steps(own, own, here_x, here_y)
+
+
+def start_gloo(comm: AbstractCommunicator) -> None:
+    """A gloo process group over the ranks of `comm`, on the loopback interface."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = comm.bcast_object(probe.getsockname()[1])
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=comm.rank, world_size=comm.size)
+
+
+def _repeats(run: Callable[[int], None], seconds: float, comm: AbstractCommunicator) -> int:
+    """How many steps take about `seconds`, the same on every rank."""
+    probe = interleaved({"probe": run}, rounds=1, repeats=3, before=comm.barrier)["probe"]
+    return int(comm.bcast_object(max(3, round(seconds / probe.median_s))))

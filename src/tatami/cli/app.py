@@ -1,0 +1,73 @@
+"""The `tatami` command: one thin command for each thing the library does."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import tatami
+from tatami.cli.bench import bench
+from tatami.cli.bench_allreduce import ALLREDUCE_EPILOG, PUT_EPILOG, bench_allreduce, bench_put
+from tatami.cli.bench_data_parallel import DATA_PARALLEL_EPILOG, bench_data_parallel
+from tatami.cli.bench_functions import FUNCTIONS_EPILOG, bench_functions
+from tatami.cli.demo import EPILOG as DEMO_EPILOG
+from tatami.cli.demo import demo
+from tatami.cli.group import Commands
+from tatami.cli.lab import lab
+from tatami.cli.plan import EPILOG as PLAN_EPILOG
+from tatami.cli.plan import plan
+from tatami.cli.probe import EPILOG as PROBE_EPILOG
+from tatami.cli.probe import probe
+from tatami.cli.run import EPILOG as RUN_EPILOG
+from tatami.cli.run import run
+from tatami.cli.server import server
+from tatami.cli.train import EPILOG as TRAIN_EPILOG
+from tatami.cli.train import train
+from tatami.cli.tune import EPILOG as TUNE_EPILOG
+from tatami.cli.tune import tune
+
+app = typer.Typer(
+    name="tatami",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train one PyTorch network on machines that are not alike.",
+    epilog="New here? [bold]tatami demo[/] trains one network over four unequal ranks, three ways, in about a minute.",
+)
+app.command(epilog=PROBE_EPILOG)(probe)
+app.command(epilog=PLAN_EPILOG)(plan)
+app.command(epilog=RUN_EPILOG, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(run)
+app.command(epilog=TRAIN_EPILOG)(train)
+bench.command(name="allreduce", epilog=ALLREDUCE_EPILOG)(bench_allreduce)
+bench.command(name="put-vs-allgather", epilog=PUT_EPILOG)(bench_put)
+bench.command(name="dataparallel", epilog=DATA_PARALLEL_EPILOG)(bench_data_parallel)
+bench.command(name="functions", epilog=FUNCTIONS_EPILOG)(bench_functions)
+app.add_typer(bench, name="bench")
+app.command(epilog=TUNE_EPILOG)(tune)
+app.add_typer(lab, name="lab")
+app.add_typer(server, name="server")
+app.command(epilog=DEMO_EPILOG)(demo)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tatami {tatami.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line, and end the process with its exit code."""
+    app(prog_name="tatami")

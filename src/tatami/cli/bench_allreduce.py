@@ -1,0 +1,193 @@
+"""`tatami bench allreduce` and `tatami bench put-vs-allgather`: collectives in turn, by size of the message."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tatami.cli.terminal import show, show_json, tell
+from tatami.errors import InputError
+from tatami.report import Table, blank, check_path, draw_bandwidth, save
+from tatami.units import format_duration, format_size, parse_size
+
+if TYPE_CHECKING:
+    from tatami.bench.allreduce import AllReduceBenchmark
+    from tatami.comm import AbstractCommunicator
+
+ALLREDUCE_EPILOG = """
+[bold]Examples[/]
+
+tatami bench allreduce -n 2 --sizes 1MiB,16MiB
+
+tatami bench allreduce -n 8 --hosts node1:4,node2:4 --tune
+
+After --tune, algorithm="auto" picks by what was measured; tatami tune --show prints it.
+"""
+PUT_EPILOG = """
+[bold]Examples[/]
+
+tatami bench put-vs-allgather -n 4 --plot put.png
+"""
+
+Ranks = Annotated[int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="How many.", show_default="2")]
+Hosts = Annotated[str | None, typer.Option(metavar="A:4,B:4", help="Machines to start on; this one if left out.")]
+Sizes = Annotated[
+    str | None, typer.Option(metavar="A,B,...", help="Sizes of the message. Default: 1 KiB to 256 MiB, each 4 times the last.")
+]
+Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Timings to take the median of.")]
+Seconds = Annotated[float, typer.Option(min=0.0001, metavar="S", help="About how long one timing takes.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the bandwidths (.png, .pdf, .svg).")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite the picture.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON line for each measurement, as it comes.")]
+
+
+def bench_allreduce(
+    *,
+    ranks: Ranks = None,
+    hosts: Hosts = None,
+    sizes: Sizes = None,
+    algorithms: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Only these; 'mpi' and 'gloo' are the rivals. Default: all.")
+    ] = None,
+    rounds: Rounds = 7,
+    seconds: Seconds = 0.02,
+    tune: Annotated[bool, typer.Option("--tune", help='Keep the times: algorithm="auto" picks by them from then on.')] = False,
+    plot: Plot = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Time every all-reduce, MPI's own and gloo's among them, in place, in turn, in one run.
+
+    Each time is the median over the rounds of the slowest rank; the spread is (slowest - fastest round) / median.
+    """
+    from tatami.bench.allreduce import bench_allreduce as measure
+    from tatami.bench.allreduce import tune as keep
+
+    benchmark = _benchmark(sizes, rounds=rounds, seconds=seconds, algorithms=algorithms)
+    if tune and algorithms is not None:
+        raise InputError("--tune measures all algorithms, so that the best is among them; leave --algorithms out")
+
+    def body(comm: AbstractCommunicator) -> None:
+        records = _taken(measure(benchmark, comm), comm, as_json=as_json)
+        if tune:
+            _, path = keep(records, comm)
+            if comm.rank == 0:
+                tell(f"kept for algorithm='auto' in {path}")
+        _report(f"all-reduce of float32, {comm.size} ranks", records, comm, plot=plot, force=force, as_json=as_json)
+
+    _start(body, ranks=ranks, hosts=hosts, plot=plot, force=force)
+
+
+def bench_put(
+    *,
+    ranks: Ranks = None,
+    hosts: Hosts = None,
+    sizes: Sizes = None,
+    rounds: Rounds = 7,
+    seconds: Seconds = 0.02,
+    plot: Plot = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Time the gathering of a message by one-sided puts, under each synchronisation, and by all-gather: where do they cross?"""
+    from tatami.bench.put import PUTS, crossover_bytes
+    from tatami.bench.put import bench_put as measure
+
+    benchmark = _benchmark(sizes, rounds=rounds, seconds=seconds, algorithms=None)
+
+    def body(comm: AbstractCommunicator) -> None:
+        records = _taken(measure(benchmark, comm), comm, as_json=as_json)
+        _report(f"gathering, {comm.size} ranks", records, comm, plot=plot, force=force, as_json=as_json)
+        if comm.rank == 0 and not as_json:
+            for way in PUTS:
+                crossed = crossover_bytes(records, way=way)
+                where = "nowhere here" if crossed is None else f"from {format_size(crossed, digits=3)} on"
+                show(f"{way} beats all-gather: {where}")
+
+    _start(body, ranks=ranks, hosts=hosts, plot=plot, force=force)
+
+
+def _benchmark(sizes: str | None, *, rounds: int, seconds: float, algorithms: str | None) -> AllReduceBenchmark:
+    from tatami.bench.allreduce import SIZES_BYTES, AllReduceBenchmark
+
+    benchmark = AllReduceBenchmark(
+        sizes_bytes=SIZES_BYTES if sizes is None else tuple(parse_size(size.strip()) for size in sizes.split(",")),
+        algorithms=() if algorithms is None else tuple(name.strip() for name in algorithms.split(",")),
+        rounds=rounds,
+        seconds=seconds,
+    )
+    benchmark.check()
+    return benchmark
+
+
+def _start(body: Any, *, ranks: int | None, hosts: str | None, plot: Path | None, force: bool) -> None:
+    from tatami.cli.ranks import num_started, on_ranks
+
+    started = num_started()
+    if plot is not None and started is None:
+        check_path(plot, force=force)
+        blank()
+    # Several threads of torch in each rank would share cores with the other ranks of all contestants.
+    os.environ.setdefault("TATAMI_THREADS", "1")
+    on_ranks(body, ranks=ranks or started or 2, backend="mpi", hosts=hosts)
+
+
+def _taken(records: Iterable[dict[str, Any]], comm: AbstractCommunicator, *, as_json: bool) -> list[dict[str, Any]]:
+    """All of them; on rank 0 shown as they come."""
+    taken = []
+    last = None
+    for record in records:
+        taken.append(record)
+        if comm.rank != 0:
+            continue
+        if as_json:
+            show_json(record)
+        elif record["size_bytes"] != last:
+            last = record["size_bytes"]
+            tell(f"{format_size(record['size_bytes'], digits=3)} ...", style="dim")
+    return taken
+
+
+def _report(
+    title: str,
+    records: Sequence[dict[str, Any]],
+    comm: AbstractCommunicator,
+    *,
+    plot: Path | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    if comm.rank != 0:
+        return
+    if not as_json:
+        show(_table(title, records))
+    if plot is not None:
+        figure, ax = blank(width_in=9.0)
+        draw_bandwidth(ax, records)
+        ax.set_title(title, fontsize=10)
+        save(figure, plot, force=force)
+
+
+def _table(title: str, records: Sequence[dict[str, Any]]) -> Table:
+    """A row for each algorithm, a column for each size: median and spread, below it the bandwidth (size / median)."""
+    sizes = sorted({record["size_bytes"] for record in records})
+    names = list(dict.fromkeys(record["algorithm"] for record in records))
+    by_place = {(record["algorithm"], record["size_bytes"]): record for record in records}
+    total_s = {name: sum(by_place[name, size]["median_s"] for size in sizes) for name in names}
+    return Table(
+        title=title,
+        headers=("algorithm", *(format_size(size, digits=3) for size in sizes)),
+        rows=tuple((name, *(_cell(by_place[name, size]) for size in sizes)) for name in names),
+        numbers=frozenset(range(1, len(sizes) + 1)),
+        best=min(range(len(names)), key=lambda index: total_s[names[index]]),
+    )
+
+
+def _cell(record: dict[str, Any]) -> str:
+    chosen = f"\n{record['chosen']}" if "chosen" in record else ""
+    median = format_duration(record["median_s"], digits=3)
+    return f"{median} ±{record['spread']:.0%}\n{format_size(round(record['bandwidth_bytes_per_s']), digits=3)}/s{chosen}"

@@ -1,0 +1,167 @@
+"""`tatami demo`: one network over four ranks of unequal speed, laid three ways."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tatami.cli.terminal import show, show_json, tell, width
+
+if TYPE_CHECKING:
+    from tatami.cli.job import Prepared
+    from tatami.cli.training import Outcome
+    from tatami.comm import AbstractCommunicator
+
+EPILOG = """
+[bold]Examples[/]
+
+tatami demo
+
+tatami demo --speeds 1,0.3 --iterations 60
+
+Ranks are slowed by sleeping after each stretch of compute, so one machine plays several. What you see trains for real.
+"""
+METHODS = ("even", "srpm", "drpm")
+TOLERANCE = 1e-3
+"""Relative, on the final loss: three tilings add up float32 numbers in three orders, over a hundred updates."""
+
+
+def demo(
+    *,
+    speeds: Annotated[str, typer.Option(metavar="1,1,0.5", help="Of the ranks, relative.")] = "1,1,0.5,0.25",
+    net: Annotated[str, typer.Option(metavar="SIZES", help="The network, for digits: 64-...-10.")] = "64-800-10",
+    iterations: Annotated[int, typer.Option(min=1, metavar="N", help="Of each of the three runs.")] = 100,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where pictures go, if matplotlib is there.")] = Path("demo"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list with a record for each run.")] = False,
+) -> None:
+    """Watch one network train over ranks of unequal speed, in about a minute.
+
+    First split evenly, then tiled by SRPM, which is told the speeds, then re-tiled while it trains by DRPM, which is told
+    nothing. The times stand side by side in the end, and all three end with the same loss.
+    """
+    from tatami.cli.job import TrainJob, prepare
+    from tatami.cli.ranks import on_ranks
+
+    runs = {
+        method: prepare(
+            TrainJob(
+                speeds=speeds,
+                emulate=True,
+                method=method,
+                net=net,
+                iterations=iterations,
+                lr=0.01,
+                loss="cross-entropy",
+                shifts=True,
+            )
+        )
+        for method in METHODS
+    }
+    ranks = runs["even"].ranks
+
+    def body(comm: AbstractCommunicator) -> None:
+        _demo_rank(runs, comm, out=out, as_json=as_json)
+
+    on_ranks(body, ranks=ranks, backend=None, hosts=None)
+
+
+def _demo_rank(runs: dict[str, Prepared], comm: AbstractCommunicator, *, out: Path, as_json: bool) -> None:
+    from tatami.cli.ranks import log_on_rank_0, progress_of
+    from tatami.cli.results import tell_emulation
+    from tatami.cli.serial import serial_iteration_s
+    from tatami.cli.training import train
+
+    log_on_rank_0(comm)
+    first = next(iter(runs.values()))
+    serial_s = serial_iteration_s(first, comm)
+    say = tell if comm.rank == 0 and not as_json else _say_nothing
+    if comm.rank == 0:
+        say(
+            f"digits {first.net} on {comm.size} ranks, {first.batch_size} samples an iteration; one core alone takes "
+            f"{1e3 * serial_s:.1f} ms",
+        )
+        tell_emulation(first)
+    outcomes = {}
+    for method, prepared in runs.items():
+        say(f"\n{_TOLD[method]}")
+        outcomes[method] = train(prepared, comm, progress=progress_of(comm))
+    if comm.rank != 0:
+        return
+    pictures = _draw(runs, outcomes, out)
+    if as_json:
+        show_json([{"method": method, **outcome.to_dict()} for method, outcome in outcomes.items()])
+        return
+    _report(runs, outcomes, serial_s=serial_s)
+    for path in pictures:
+        show(f"picture: {path}")
+
+
+_TOLD = {
+    "even": "1. Evenly: every rank gets an equal mat.",
+    "srpm": "2. SRPM, which knows the speeds: mats as large as the ranks are fast.",
+    "drpm": "3. DRPM, which knows nothing: begins evenly, measures, and lays the mats anew while it trains.",
+}
+
+
+def _say_nothing(message: str) -> None:
+    pass
+
+
+def _report(runs: dict[str, Prepared], outcomes: dict[str, Outcome], *, serial_s: float) -> None:
+    from tatami.report import Run, draw_text, run_table
+
+    emulation = runs["even"].emulation
+    machines = runs["even"].machines
+    assert emulation is not None
+    assert machines is not None
+    # gamma of the paper: 1 / T_parallel over the sum of every rank's own 1 / T_serial.
+    together_per_s = sum(1 / (serial_s * factor) for factor in emulation.factors)
+    across = min(72, width())
+    for method, outcome in outcomes.items():
+        show("", f"{method}, at the end:", draw_text(outcome.tiling, speeds=machines.speeds, width=across))
+    show(
+        "",
+        run_table(
+            [
+                Run(
+                    method=method,
+                    iteration_s=outcome.iteration_s,
+                    samples_per_s=outcome.samples_per_s,
+                    efficiency=1 / outcome.iteration_s / together_per_s,
+                )
+                for method, outcome in outcomes.items()
+            ]
+        ),
+    )
+    losses = [outcome.loss for outcome in outcomes.values()]
+    apart = (max(losses) - min(losses)) / max(losses)
+    same = "the same, up to rounding" if apart <= TOLERANCE else f"NOT the same: {apart:.1e} apart"
+    accuracy = next(iter(outcomes["drpm"].accuracy.values()))
+    show(
+        "",
+        f"loss: {', '.join(f'{method} {outcome.loss:.7f}' for method, outcome in outcomes.items())}: {same}",
+        f"accuracy: {100 * accuracy:.1f} % of {runs['drpm'].test.samples} digits that it had not seen",
+    )
+
+
+def _draw(runs: dict[str, Prepared], outcomes: dict[str, Outcome], out: Path) -> list[Path]:
+    """The mats and the course of the runs, written over those of an earlier demo; nothing where matplotlib is missing."""
+    from tatami.cli.results import plot_course
+    from tatami.errors import MissingExtraError
+    from tatami.report import blank, draw_tiling, save
+
+    machines = runs["drpm"].machines
+    assert machines is not None
+    try:
+        figure, ax = blank()
+    except MissingExtraError:
+        return []
+    out.mkdir(parents=True, exist_ok=True)
+    tiling = outcomes["drpm"].tiling
+    draw_tiling(ax, tiling, speeds=machines.speeds)
+    ax.set_title(f"as DRPM left it: {tiling.samples} samples x {tiling.units} units")
+    save(figure, out / "tiling.png", force=True)
+    plot_course(list(outcomes.items()), out / "course.png", every=10, force=True)
+    return [out / "tiling.png", out / "course.png"]

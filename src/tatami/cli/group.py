@@ -1,0 +1,44 @@
+"""The group of commands: what Tatami raises on purpose becomes one clean message and an exit code."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, Never
+
+import typer
+from typer.core import TyperGroup
+
+from tatami.cli.terminal import shown_warnings, tell
+from tatami.errors import CommError, InputError, MissingExtraError, TatamiError
+
+BAD_INPUT = 2
+FAILED = 1
+_RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
+_GRACE_S = 1.0
+"""What all ranks raise, rank 0 says; another rank says it only if rank 0 has not ended the job meanwhile."""
+
+
+class Commands(TyperGroup):
+    """Exit code 0: done; 1: a run that failed; 2: input that was refused, before anything was started or written."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with shown_warnings():
+            try:
+                return super().invoke(ctx)
+            except TatamiError as error:
+                code = BAD_INPUT if isinstance(error, InputError | MissingExtraError) else FAILED
+                rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), None)
+                if rank is not None:
+                    _end_all_ranks(error, rank=rank, exit_code=code)
+                tell(f"error: {error}", style="red")
+                raise typer.Exit(code) from None
+
+
+def _end_all_ranks(error: TatamiError, *, rank: str, exit_code: int) -> Never:
+    """Say it once and end the job: a rank that only left would leave the others waiting for it."""
+    from tatami.comm.session import stop_all_ranks
+
+    if rank != "0" and not isinstance(error, CommError):
+        time.sleep(_GRACE_S)
+    stop_all_ranks(f"error: {error}", exit_code=exit_code)

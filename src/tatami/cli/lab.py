@@ -1,0 +1,214 @@
+"""`tatami lab`: a cluster that you do not have, on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from tatami.cli.group import FAILED
+from tatami.cli.terminal import environment_of_ranks, show, show_json, tell
+from tatami.cluster import read_cluster
+from tatami.report import Table
+from tatami.report.words import percent
+from tatami.units import format_bandwidth
+
+if TYPE_CHECKING:
+    from tatami.lab.check import Finding
+    from tatami.lab.events import Event
+
+RUN_EPILOG = """
+[bold]Examples[/]
+
+tatami lab run cluster.toml -- python train.py --epochs 20
+
+tatami lab run cluster.toml --at 20s kill h3 --at 10s speed h1 0.25 -- python train.py
+
+Events: TIME [bold]kill[/] HOST, TIME [bold]cut[/] HOST, TIME [bold]mend[/] HOST, TIME [bold]speed[/] HOST SPEED,
+TIME [bold]rate[/] HOST RATE.
+"""
+SHELL_EPILOG = """
+[bold]Examples[/]
+
+tatami lab shell h1                           (beside a running `tatami lab run`)
+
+tatami lab shell h1 --cluster cluster.toml    (a lab of its own, until the shell ends)
+"""
+
+lab = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Play a cluster on this machine: hosts with speeds, links, names and deaths of their own (Linux, root).",
+)
+
+_CLUSTER = typer.Argument(metavar="CLUSTER.TOML", help="Hosts, their speeds, and the links between them.")
+_CORES = typer.Option(help="How many cores of this machine to use, as 1.5; all if left out.", show_default=False)
+
+
+class _WithEvents(TyperCommand):
+    """`--at 20s kill h3` needs no quotes: the words after `--at`, as many as its verb has, become one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from tatami.lab.events import num_words
+
+        end = args.index("--") if "--" in args else len(args)
+        ours, command, joined = args[:end], args[end:], []
+        while ours:
+            joined.append(ours.pop(0))
+            if joined[-1] == "--at" and ours and " " not in ours[0]:
+                size = num_words(ours[1]) if len(ours) > 1 else 1
+                joined.append(" ".join(ours[:size]))
+                ours = ours[size:]
+        return super().parse_args(ctx, joined + command)
+
+
+@lab.command(cls=_WithEvents, epilog=RUN_EPILOG, context_settings={"allow_interspersed_args": True})
+def run(
+    cluster: Annotated[Path, _CLUSTER],
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What every rank runs.")],
+    *,
+    at: Annotated[
+        list[str] | None,
+        typer.Option(metavar="EVENT", help="What happens meanwhile, as 20s kill h3; may be given again.", show_default=False),
+    ] = None,
+    cores: Annotated[float | None, _CORES] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="After the command's own output, one line of JSON: exit code, scale, quotas.")
+    ] = False,
+) -> None:
+    """Run a command on every processor of a cluster, as ranks of a real MPI job over TCP, and take all away again."""
+    from tatami.lab import Lab, parse_event
+
+    events = [parse_event(text) for text in at or []]
+    with Lab(read_cluster(cluster), cores=cores) as machine:
+        tell(machine.plan.describe())
+        code = machine.run(
+            command,
+            events=events,
+            environment=environment_of_ranks(),
+            said=lambda event: tell(f"lab: {_describe(event)}", style="yellow"),
+        )
+        if as_json:
+            plan = machine.plan
+            show_json({"command": command, "exit_code": code, "scale_cores": plan.scale, "quotas_cores": plan.quotas})
+    raise typer.Exit(code)
+
+
+@lab.command(epilog=SHELL_EPILOG)
+def shell(
+    host: Annotated[str, typer.Argument(metavar="HOST", help="The host to be on.")],
+    *,
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="CLUSTER.TOML", help="Build a lab for this shell.", show_default=False)
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--lab", help="Which lab, where several have such a host.", show_default=False)
+    ] = None,
+    cores: Annotated[float | None, _CORES] = None,
+) -> None:
+    """Open a shell on a host of a lab, under the quota of the host's first processor."""
+    from tatami.lab import Lab, running_lab
+    from tatami.lab.job import FIRST, spawn_on
+    from tatami.lab.needs import require_lab
+
+    require_lab()
+    program = [os.environ.get("SHELL") or "/bin/sh"]
+    if cluster is None:
+        raise typer.Exit(_in_foreground(spawn_on(running_lab(host, name=name).host_file(host), FIRST, program)))
+    with Lab(read_cluster(cluster), cores=cores) as machine:
+        tell(machine.plan.describe())
+        code = _in_foreground(machine.spawn(host, program))
+    raise typer.Exit(code)
+
+
+@lab.command()
+def check(
+    cluster: Annotated[Path, _CLUSTER],
+    *,
+    cores: Annotated[float | None, _CORES] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list with a record for each speed and rate.")] = False,
+) -> None:
+    """Build a lab, measure the speed of every processor and the rate of every link, and compare with the cluster file.
+
+    Exit code 1 if one of them is more than 10 % off.
+    """
+    from tatami.lab import Lab
+    from tatami.lab.check import TOLERANCE, check_lab
+
+    with Lab(read_cluster(cluster), cores=cores) as machine:
+        tell(machine.plan.describe())
+        findings = check_lab(machine, said=tell)
+    if as_json:
+        show_json([_record(finding) for finding in findings])
+    else:
+        show(_table(findings))
+    wrong = [finding for finding in findings if not finding.holds]
+    if wrong:
+        tell(
+            f"{len(wrong)} of {len(findings)} are more than {percent(TOLERANCE)} off; is this machine busy with other work? "
+            "Use fewer of its cores (--cores), or slower links",
+            style="yellow",
+        )
+        raise typer.Exit(FAILED)
+
+
+@lab.command()
+def clean() -> None:
+    """Take away what labs left behind whose process was killed. Labs that run are left alone."""
+    from tatami.lab import known_labs, take_away
+    from tatami.lab.needs import require_lab
+
+    require_lab()
+    labs = known_labs()
+    for state in labs:
+        if state.is_running:
+            show(f"{state.name} runs (process {state.owner}); left alone")
+        else:
+            take_away(state)
+            show(f"{state.name} is taken away: hosts {', '.join(state.hosts)}")
+    if not labs:
+        show("nothing to clean")
+
+
+def _in_foreground(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a shell that has the terminal: Ctrl-C in it is not for us."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        code = process.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return code if code >= 0 else 128 - code
+
+
+def _describe(event: Event) -> str:
+    value = {"speed": f" {event.value:g}", "rate": f" {format_bandwidth(event.value, digits=3)}"}.get(event.verb, "")
+    return f"{event.verb} {event.host}{value}"
+
+
+def _record(finding: Finding) -> dict[str, str | float | bool]:
+    return {
+        "kind": finding.kind,
+        "name": finding.name,
+        "asked": finding.asked,
+        "got": finding.got,
+        "error": finding.error,
+        "holds": finding.holds,
+    }
+
+
+def _table(findings: list[Finding]) -> Table:
+    rows = []
+    for finding in findings:
+        asked, got = (_amount(finding.kind, value) for value in (finding.asked, finding.got))
+        rows.append((finding.kind, finding.name, asked, got, f"{100 * finding.error:+.1f} %", "yes" if finding.holds else "no"))
+    headers = ("", "of", "asked", "got", "off by", "within 10 %")
+    return Table(title="The lab, measured", headers=headers, rows=tuple(rows), numbers=frozenset({2, 3, 4}))
+
+
+def _amount(kind: str, value: float) -> str:
+    return f"{value:.3g}" if kind == "speed" else format_bandwidth(value, digits=3)

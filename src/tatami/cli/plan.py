@@ -1,0 +1,103 @@
+"""`tatami plan`: all planners side by side."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tatami.cli.terminal import show, show_json
+from tatami.cluster import Cluster, parse_speeds, read_cluster
+from tatami.errors import InputError
+from tatami.report import blank, check_path, draw_text, draw_tiling, planner_table, save
+from tatami.tiling import Plan, compare, with_speeds
+from tatami.workload import net_workload
+
+EPILOG = """
+[bold]Examples[/]
+
+tatami plan cluster.toml --net 203-80-26 --samples 1024
+
+tatami plan --speeds 0.25,0.31,0.63,1,1 --net 203-80-26 --samples 1024 --json
+
+tatami plan cluster.toml --planner srpm --plot tiling.png
+
+A cluster.toml is written by [bold]tatami probe[/], or by hand.
+"""
+
+
+def plan(
+    cluster: Annotated[
+        Path | None, typer.Argument(metavar="CLUSTER.TOML", help="The machines and their links.", show_default=False)
+    ] = None,
+    *,
+    speeds: Annotated[
+        str | None, typer.Option(help="Relative speeds, one for each rank, without a file or in place of the file's.")
+    ] = None,
+    net: Annotated[str, typer.Option(help="Sizes of the layers: inputs-hidden-...-outputs.")] = "203-80-26",
+    samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch.")] = 1024,
+    planner: Annotated[
+        list[str] | None, typer.Option(help="Only this planner; may be given again for more.", show_default=False)
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the best tiling into this file (.png, .pdf or .svg).", show_default=False)
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list with a record for each planner.")] = False,
+) -> None:
+    """Lay a network over machines that are not alike, and compare the planners.
+
+    Nothing is started: the times are predicted, from the speeds and the links, for one iteration over the whole batch.
+    """
+    if plot is not None:
+        check_path(plot, force=force)
+    machines = _machines(cluster, speeds)
+    plans = compare(planner, cluster=machines, workload=net_workload(net, samples=samples))
+    best = min(plans, key=lambda plan: plan.predicted_s)
+    if plot is not None:
+        _draw(best, machines, plot, force=force)
+    if as_json:
+        show_json([plan_record(each) for each in plans])
+        return
+    show(planner_table(plans))
+    if len(plans) == 1:
+        show("", draw_text(best.tiling, speeds=machines.speeds, width=72))
+    if plot is not None:
+        show(f"{best.planner} is drawn in {plot}")
+
+
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """What `--json` says of a plan. `columns` are processor names, `samples` a column's, `units` those of its tiles."""
+    columns = plan.tiling.columns
+    return {
+        "planner": plan.planner,
+        "columns": [[tile.processor for tile in column] for column in columns],
+        "samples": [column[0].samples.size for column in columns],
+        "units": [[tile.units.size for tile in column] for column in columns],
+        "t_comm": plan.t_comm,
+        "predicted_s": plan.predicted_s,
+        "predicted": asdict(plan.predicted),
+        "bound_s": plan.bound_s,
+        "gap": plan.gap,
+        "volume_bytes": plan.volume_bytes,
+        "left_out": list(plan.left_out),
+    }
+
+
+def _machines(file: Path | None, speeds: str | None) -> Cluster:
+    if file is None and speeds is None:
+        raise InputError("which machines? Give a cluster file (`tatami probe` writes one), or --speeds 1,1,0.5,0.25")
+    if file is None:
+        assert speeds is not None
+        return Cluster.from_speeds(parse_speeds(speeds))
+    machines = read_cluster(file)
+    return machines if speeds is None else with_speeds(machines, parse_speeds(speeds, expected=machines.size))
+
+
+def _draw(plan: Plan, machines: Cluster, path: Path, *, force: bool) -> None:
+    figure, ax = blank()
+    draw_tiling(ax, plan.tiling, speeds=machines.speeds)
+    ax.set_title(f"{plan.planner}: {plan.tiling.samples} samples x {plan.tiling.units} units")
+    save(figure, path, force=force)

@@ -1,0 +1,132 @@
+"""`tatami probe`: what machines there are, measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tatami.cli.terminal import show, show_json
+from tatami.cluster import Cluster, write_cluster
+from tatami.outputs import refuse_to_overwrite
+from tatami.report import Table
+from tatami.units import format_bandwidth, format_duration, format_size, format_speed
+from tatami.workload import net_workload
+
+if TYPE_CHECKING:
+    from tatami.comm import AbstractCommunicator
+
+EPILOG = """
+[bold]Examples[/]
+
+tatami probe -n 4 -o cluster.toml
+
+tatami probe -n 8 --hosts node1:4,node2:4 --net 203-800-26 -o cluster.toml
+
+Then: tatami plan cluster.toml, and tatami train --cluster cluster.toml
+"""
+
+
+def probe(
+    *,
+    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="How many.", show_default="2")] = None,
+    hosts: Annotated[str | None, typer.Option(metavar="A:4,B:4", help="Machines to start on; this one if left out.")] = None,
+    net: Annotated[str, typer.Option(metavar="SIZES", help="The network whose work is timed.")] = "203-80-26",
+    samples: Annotated[int, typer.Option(min=1, metavar="N", help="Of a batch.")] = 1024,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write this cluster.toml.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help="mpi, threads or single. Default: mpi for more than one rank.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
+) -> None:
+    """Measure every rank's speed at the real work, and the links between the hosts.
+
+    Speeds are local compute only, on all ranks at once, repeated; links are round trips of small and of large messages, one
+    link at a time.
+    """
+    from tatami.cli.ranks import num_started, on_ranks
+    from tatami.nn.probe import probe as measure
+
+    workload = net_workload(net, samples=samples)
+    started = num_started()
+    if output is not None and started is None:
+        refuse_to_overwrite(output, force=force)
+
+    def body(comm: AbstractCommunicator) -> None:
+        if comm.rank == 0 and output is not None:
+            refuse_to_overwrite(output, force=force)
+        cluster = measure(workload, comm)
+        if comm.rank == 0:
+            _tell(cluster, output=output, force=force, as_json=as_json)
+
+    on_ranks(body, ranks=ranks or started or 2, backend=backend, hosts=hosts)
+
+
+def _tell(cluster: Cluster, *, output: Path | None, force: bool, as_json: bool) -> None:
+    if output is not None:
+        write_cluster(cluster, output, force=force)
+    if as_json:
+        show_json(_record(cluster))
+        return
+    show(_processors(cluster), "", _links(cluster))
+    if output is not None:
+        show("", f"written to {output}; next: tatami plan {output}")
+
+
+def _processors(cluster: Cluster) -> Table:
+    fastest = max(cluster.speeds.values())
+    return Table(
+        title="processors",
+        headers=("name", "host", "speed", "relative", "spread", "memory"),
+        rows=tuple(
+            (
+                processor.name,
+                processor.host,
+                format_speed(processor.speed, digits=3),
+                f"{processor.speed / fastest:.2f}",
+                "" if processor.spread is None else f"{100 * processor.spread:.0f} %",
+                "" if processor.memory_bytes is None else format_size(processor.memory_bytes, digits=3),
+            )
+            for processor in cluster.processors
+        ),
+        numbers=frozenset({2, 3, 4, 5}),
+    )
+
+
+def _links(cluster: Cluster) -> Table:
+    hosts = [processor.host for processor in cluster.processors]
+    named = [(f"{one} - {other}" if one != other else f"within {one}", link) for (one, other), link in cluster.links.items()]
+    if not named:
+        assumed = "" if len(hosts) > 1 else " (assumed: one rank has no link to measure)"
+        named = [(f"within {hosts[0]}{assumed}", cluster.local)]
+    return Table(
+        title="links",
+        headers=("between", "latency", "bandwidth"),
+        rows=tuple(
+            (name, format_duration(link.latency_s, digits=3), format_bandwidth(link.bandwidth_bytes_per_s, digits=3))
+            for name, link in named
+        ),
+        numbers=frozenset({1, 2}),
+    )
+
+
+def _record(cluster: Cluster) -> dict[str, Any]:
+    links = cluster.links or {(cluster.processors[0].host,) * 2: cluster.local}
+    return {
+        "processors": [
+            {
+                "name": processor.name,
+                "host": processor.host,
+                "speed_flop_per_s": processor.speed,
+                "spread": processor.spread,
+                "memory_bytes": processor.memory_bytes,
+            }
+            for processor in cluster.processors
+        ],
+        "links": [
+            {"hosts": list(hosts), "latency_s": link.latency_s, "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s}
+            for hosts, link in links.items()
+        ],
+    }

@@ -1,0 +1,92 @@
+"""One command on several ranks: started again under a launcher, where it finds itself to be a rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+import typer
+
+from tatami.cli.terminal import environment_of_ranks, is_terminal, tell
+from tatami.clock import SystemClock
+from tatami.comm import BACKENDS, AbstractCommunicator, init, launch, run_threads
+from tatami.comm.detect import detect_backend
+from tatami.errors import InputError
+from tatami.progress import Progress
+from tatami.report.bar import BarProgress, progress_for
+
+Result = TypeVar("Result")
+
+
+def is_rank() -> bool:
+    """Whether mpiexec, srun or torchrun started this process as one of several ranks, be it through `start_ranks`."""
+    return detect_backend(os.environ) != "single"
+
+
+def check_backend(backend: str | None) -> None:
+    """Whether there is a backend of this name.
+
+    Raises:
+        InputError: there is none; lists those there are.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise InputError(f"there is no backend {backend!r}; choose one of: {', '.join(BACKENDS)}")
+
+
+def on_ranks(body: Callable[[AbstractCommunicator], Result], *, ranks: int, backend: str | None, hosts: str | None) -> Result:
+    """Run `body` on every rank, and return what it returned on rank 0, or here on this rank.
+
+    A rank runs it. Who is none starts ranks: as threads, as this process alone, or by calling this very command again under the
+    MPI launcher; then this process ends when they do, with their exit code.
+
+    Raises:
+        InputError: an unknown backend, or a number of ranks that is not the number that was started.
+    """
+    check_backend(backend)
+    if is_rank():
+        comm = init(backend=backend)
+        if comm.size != ranks:
+            raise InputError(f"{comm.size} ranks were started, but -n {ranks} was asked for; leave -n out or make them agree")
+        return body(comm)
+    if backend == "threads":
+        return run_threads(body, size=ranks)[0]
+    if backend == "single" and ranks > 1:
+        raise InputError(f"backend 'single' is one rank, but -n {ranks} was asked for; choose mpi or threads")
+    if backend == "torchdist":
+        raise InputError(
+            f"backend 'torchdist' is of ranks that torchrun started: torchrun --nproc-per-node {ranks} -m tatami "
+            f"{' '.join(sys.argv[1:])}"
+        )
+    if backend != "mpi" and ranks == 1 and hosts is None:
+        return body(init(backend="single"))
+    os.environ.update(environment_of_ranks())
+    code = launch.run(["-m", "tatami", *sys.argv[1:]], ranks=ranks, hosts=None if hosts is None else hosts.split(","))
+    raise typer.Exit(code)
+
+
+def num_started() -> int | None:
+    """How many ranks were started, on a rank; None elsewhere."""
+    return init().size if is_rank() else None
+
+
+def progress_of(comm: AbstractCommunicator) -> Progress | None:
+    """A bar, or lines, on rank 0."""
+    if comm.rank != 0:
+        return None
+    return BarProgress(sys.stderr, clock=SystemClock()) if is_terminal(sys.stderr) else progress_for()
+
+
+def log_on_rank_0(comm: AbstractCommunicator) -> None:
+    """What the library logs, as lines on stderr: how the work was laid, and what every check of the balance decided."""
+    logger = logging.getLogger("tatami")
+    if comm.rank == 0 and not any(isinstance(handler, _TellHandler) for handler in logger.handlers):
+        logger.setLevel(logging.INFO)
+        logger.addHandler(_TellHandler())
+
+
+class _TellHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        tell(self.format(record), style="yellow" if record.levelno >= logging.WARNING else "dim")

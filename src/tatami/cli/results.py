@@ -1,0 +1,71 @@
+"""What a training run came to, for people: a table, the mats, a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.text import Text
+
+from tatami.cli.job import Prepared
+from tatami.cli.terminal import show, tell, width
+from tatami.cli.training import Outcome, course
+from tatami.report import blank, draw_course, draw_text, save
+from tatami.units import format_duration
+
+MATS_WIDTH = 72
+
+
+def tell_emulation(prepared: Prepared) -> None:
+    """That ranks are slowed, to what, and how much slower than real machines everything is."""
+    emulation = prepared.emulation
+    if emulation is None or prepared.machines is None:
+        return
+    speeds = " ".join(f"{name} {speed:g}" for name, speed in prepared.machines.speeds.items())
+    scale = ""
+    if emulation.scale > 1:
+        scale = f"; the ranks share too few cores, so all of it runs {emulation.scale:.2f} times slower than on such machines"
+    tell(f"emulated speeds: {speeds}{scale}", style="dim")
+
+
+def show_outcome(prepared: Prepared, outcome: Outcome) -> None:
+    """The table of one run, and how its mats lie at the end."""
+    job = prepared.job
+    what = "training samples" if prepared.test is prepared.train else "held out"
+    accuracy = ", ".join(f"{name} {100 * value:.1f} %" for name, value in outcome.accuracy.items())
+    stopped = {"loss": f"loss below {job.stop_below}", "epochs": "all epochs", "iterations": "all iterations"}
+    moves = sum(check.decision.remaps for check in outcome.history.checks)
+    num_iterations = len(outcome.history.losses)
+    rows = [
+        (
+            "loss",
+            f"{outcome.loss:.6g} ({prepared.loss_name}) after {num_iterations} iterations: {stopped[outcome.history.stopped]}",
+        ),
+        ("accuracy", f"{accuracy} of {prepared.test.samples} {what}"),
+        ("samples/s", f"{outcome.samples_per_s:,.0f}"),
+        ("iteration", f"{format_duration(outcome.iteration_s, digits=3)} of {outcome.batch_size} samples"),
+    ]
+    if outcome.history.checks:
+        rows.append(
+            (
+                "balance",
+                f"slowest / fastest {outcome.history.checks[0].imbalance:.2f} at first, "
+                f"{outcome.history.checks[-1].imbalance:.2f} at last; "
+                f"{moves} re-mappings in {len(outcome.history.checks)} checks",
+            )
+        )
+    rows += [(name, str(path)) for name, path in (("weights", job.save), ("log", job.log), ("course", job.plot)) if path]
+    ranks = f"{prepared.ranks} rank{'s' if prepared.ranks > 1 else ''}"
+    show(Text(f"{job.data} {prepared.net}, {ranks}, {job.method}", style="bold"))
+    for name, value in rows:
+        show(f"  {name:<9}  {value}")
+    if prepared.ranks > 1:
+        show("", draw_text(outcome.tiling, speeds=outcome.speeds, width=min(MATS_WIDTH, width())))
+
+
+def plot_course(outcomes: Sequence[tuple[str, Outcome]], path: Path, *, every: int, force: bool) -> None:
+    """The time per iteration of one or more runs, by name, with their re-mappings."""
+    figure, ax = blank()
+    for name, outcome in outcomes:
+        draw_course(ax, course(outcome.history, every=every), label=name)
+    save(figure, path, force=force)

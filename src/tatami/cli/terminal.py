@@ -1,0 +1,102 @@
+"""What the command line shows, and where: results on stdout, everything about them on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from tatami.report.tables import Table
+
+RANK_TERMINAL_VARIABLE = "TATAMI_TERMINAL"
+"""Set for ranks whose output ends on a terminal although their own streams are pipes: its width in characters."""
+
+
+def show(*parts: str | Text | Table) -> None:
+    """Results for people, on stdout."""
+    console = _console(sys.stdout)
+    for part in parts:
+        if isinstance(part, Table):
+            _show_table(console, part)
+        else:
+            # Soft: a terminal breaks a long line where it ends, and what is copied or piped stays one line.
+            console.print(part if isinstance(part, Text) else Text(part), soft_wrap=True)
+
+
+def show_json(value: Any) -> None:
+    """A result for programs: one line of JSON on stdout."""
+    print(json.dumps(value), flush=True)
+
+
+def tell(message: str, *, style: str = "") -> None:
+    """What happens, on stderr."""
+    console = _console(sys.stderr)
+    with console.capture() as line:
+        console.print(Text(message, style=style), soft_wrap=True)
+    # Through sys.stderr itself, which a running progress bar has replaced so that lines come out above it.
+    sys.stderr.write(line.get())
+    sys.stderr.flush()
+
+
+def width() -> int:
+    """Characters of a line of the terminal, at most 120: pictures in characters do not get better by being wider."""
+    return min(120, _console(sys.stdout).width)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether what is written to `stream` appears on a terminal, be it through a launcher."""
+    return stream.isatty() or RANK_TERMINAL_VARIABLE in os.environ
+
+
+def environment_of_ranks() -> dict[str, str]:
+    """What ranks started from here must be told about the terminal: they write to pipes."""
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        return {}
+    columns = str(_console(sys.stdout).width)
+    # The last three are rich's own: for whatever draws with it on the ranks, the progress bar among them.
+    return {RANK_TERMINAL_VARIABLE: columns, "COLUMNS": columns, "FORCE_COLOR": "1", "TTY_INTERACTIVE": "1"}
+
+
+@contextmanager
+def shown_warnings() -> Iterator[None]:
+    """Warnings as one line each on stderr, without the source line that raised them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", UserWarning)
+        warnings.showwarning = _show_warning
+        yield
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],  # noqa: ARG001 - the signature of warnings.showwarning
+    filename: str,  # noqa: ARG001
+    lineno: int,  # noqa: ARG001
+    file: TextIO | None = None,  # noqa: ARG001
+    line: str | None = None,  # noqa: ARG001
+) -> None:
+    tell(f"warning: {message}", style="yellow")
+
+
+def _show_table(console: Console, table: Table) -> None:
+    """As rich where it fits, else as plain text: a table that is cut is none."""
+    rich_table = table.to_rich()
+    rich_table.show_edge = False
+    if console.measure(rich_table, options=console.options.update(max_width=1000)).maximum <= console.width:
+        console.print(rich_table)
+    else:
+        console.print(Text(table.to_text()), soft_wrap=True)
+
+
+def _console(stream: TextIO) -> Console:
+    columns: Mapping[str, str] = os.environ
+    given = columns.get(RANK_TERMINAL_VARIABLE)
+    if given is not None and given.isdecimal():
+        return Console(file=stream, force_terminal=True, width=int(given), highlight=False)
+    return Console(file=stream, highlight=False)

@@ -1,0 +1,180 @@
+"""One rank of a training job, and what it found out."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from tatami.cli.job import Prepared
+from tatami.clock import NO_PACE, Pace
+from tatami.comm import AbstractCommunicator
+from tatami.datasets import Dataset
+from tatami.nn import tile
+from tatami.progress import Progress
+from tatami.report import Check as Point
+from tatami.retiling import Kind
+from tatami.testing.slowdown import Slowdown
+from tatami.tiling import Tiling
+from tatami.train import History, Records, Trainer
+from tatami.train.trainer import Metric
+
+STEADY = 20
+"""The time of an iteration is the median of so many last ones: after the first, slow ones, and after re-mappings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run came to; the same on every rank but for `iteration_s`, which is rank 0's.
+
+    Attributes:
+        history: every iteration.
+        loss: over all training samples, after the last update.
+        accuracy: of the test samples, by name.
+        first: the tiling at the start.
+        tiling: the tiling at the end.
+        speeds: of the processors, as last known.
+        iteration_s: the median of the last `STEADY` iterations.
+        batch_size: of the global batch.
+    """
+
+    history: History
+    loss: float
+    accuracy: dict[str, float]
+    first: Tiling
+    tiling: Tiling
+    speeds: dict[str, float]
+    iteration_s: float
+    batch_size: int
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.batch_size / self.iteration_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "loss": self.loss,
+            "accuracy": self.accuracy,
+            "iterations": len(self.history.losses),
+            "stopped": self.history.stopped,
+            "seconds": sum(self.history.iteration_s),
+            "iteration_s": self.iteration_s,
+            "samples_per_s": self.samples_per_s,
+            "speeds": self.speeds,
+            "columns": [[tile.processor for tile in column] for column in self.tiling.columns],
+            "samples": [column[0].samples.size for column in self.tiling.columns],
+            "units": [[tile.units.size for tile in column] for column in self.tiling.columns],
+            "checks": [
+                {
+                    "iteration": check.decision.iteration,
+                    "decision": check.decision.kind.value,
+                    "imbalance": check.imbalance,
+                    "moved_units": check.moved.num_units if check.moved else 0,
+                    "reason": check.decision.reason,
+                }
+                for check in self.history.checks
+            ],
+        }
+
+
+def train(prepared: Prepared, comm: AbstractCommunicator, *, progress: Progress | None = None) -> Outcome:
+    """Train as the job says. Collective.
+
+    Raises:
+        NotFiniteError: the loss became NaN or infinite; the last good state was saved beside the file to save to.
+    """
+    job = prepared.job
+    pace: Pace = NO_PACE
+    if prepared.emulation is not None:
+        pace = Slowdown(prepared.emulation.factors[comm.rank])
+    records = Records()
+    if comm.rank == 0 and (job.log or job.tensorboard):
+        records = Records(job.log, tensorboard=job.tensorboard, force=job.force)
+    with records:
+        model = tile(
+            prepared.model,
+            comm,
+            batch_size=prepared.batch_size,
+            speeds=_speeds(prepared),
+            planner=prepared.planner,
+            quiet=True,
+            pace=pace,
+        )
+        first = model.tiling
+        trainer = Trainer(
+            model,
+            optimizer=prepared.make_optimizer,
+            loss=prepared.loss,
+            retile=prepared.retiler,
+            records=records,
+            progress=progress,
+            rescue_dir=job.save.parent if job.save is not None else Path(),
+            seed=job.seed,
+        )
+        if job.load is not None:
+            trainer.load(job.load)
+        history = trainer.fit(
+            (prepared.train.x, prepared.train.y),
+            batch_size=prepared.batch_size,
+            epochs=job.epochs,
+            iterations=prepared.iterations,
+            stop_below=job.stop_below,
+        )
+        loss = trainer.evaluate((prepared.train.x, prepared.train.y), batch_size=prepared.batch_size)["loss"]
+        accuracy = _accuracy(trainer, prepared.test, batch_size=prepared.batch_size)
+        if job.save is not None:
+            trainer.save(job.save, force=job.force)
+    estimated = history.checks[-1].decision.speeds if history.checks else model.cluster.speeds
+    return Outcome(
+        history=history,
+        loss=loss,
+        accuracy=accuracy,
+        first=first,
+        tiling=model.tiling,
+        speeds=dict(estimated),
+        iteration_s=statistics.median(history.iteration_s[-STEADY:]),
+        batch_size=prepared.batch_size,
+    )
+
+
+def course(history: History, *, every: int) -> list[Point]:
+    """The median time of an iteration between two checks, and what each check re-mapped; without checks, every `every`."""
+    kinds: dict[Kind, Literal["whole", "column"]] = {Kind.WHOLE: "whole", Kind.COLUMNS: "column"}
+    decisions = {check.decision.iteration: check.decision.kind for check in history.checks}
+    total = len(history.iteration_s)
+    ends = list(decisions) or list(range(every, total + 1, every))
+    if not ends or ends[-1] != total:
+        ends.append(total)
+    starts = [0, *ends[:-1]]
+    return [
+        Point(
+            iteration=end,
+            iteration_s=statistics.median(history.iteration_s[start:end]),
+            remapping=kinds.get(decisions[end]) if end in decisions else None,
+        )
+        for start, end in zip(starts, ends, strict=True)
+        if end > start
+    ]
+
+
+def _speeds(prepared: Prepared) -> Any:
+    """What the planner is told: the given speeds, measured ones, or none where it would not look at them."""
+    if prepared.job.method == "drpm":
+        return "equal"
+    if prepared.machines is not None:
+        return prepared.machines
+    return "equal" if prepared.planner == "even" else "measure"
+
+
+def _accuracy(trainer: Trainer, data: Dataset, *, batch_size: int) -> dict[str, float]:
+    names = list(data.accuracy(torch.zeros(1, data.outputs), data.y[:1]))
+
+    def metric(name: str) -> Metric:
+        return lambda output, target: data.accuracy(output, target)[name]
+
+    values = trainer.evaluate((data.x, data.y), batch_size=batch_size, metrics={name: metric(name) for name in names})
+    return {name: values[name] for name in names}

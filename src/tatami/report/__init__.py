@@ -1,0 +1,26 @@
+"""Tables and pictures."""
+
+from tatami.report.bandwidth import draw_bandwidth
+from tatami.report.course import Check, draw_course
+from tatami.report.drawing import draw_text
+from tatami.report.mats import draw_tiling
+from tatami.report.picture import FORMATS, blank, check_path, save
+from tatami.report.shares import draw_shares
+from tatami.report.tables import Run, Table, planner_table, run_table
+
+__all__ = [
+    "FORMATS",
+    "Check",
+    "Run",
+    "Table",
+    "blank",
+    "check_path",
+    "draw_bandwidth",
+    "draw_course",
+    "draw_shares",
+    "draw_text",
+    "draw_tiling",
+    "planner_table",
+    "run_table",
+    "save",
+]

@@ -1,0 +1,213 @@
+"""Tables of planners and of runs: one table, three ways to show it (rich, plain text, Markdown)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from tatami.errors import InputError, MissingExtraError
+from tatami.report.words import percent
+from tatami.tiling import Plan, Tiling
+from tatami.units import format_duration
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+SHOWN = 6
+"""So many columns, and names or cuts of one column, are listed; of more, the first two and the last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Cells as texts, rows of the same length as `headers`.
+
+    A cell may have several lines. `numbers` are the columns set to the right; `best` is the row to be seen first.
+    """
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numbers: frozenset[int] = frozenset()
+    best: int | None = None
+
+    def to_rich(self) -> RichTable:
+        """For a terminal.
+
+        Raises:
+            MissingExtraError: rich is not installed.
+        """
+        try:
+            from rich import box
+            from rich.table import Table as RichTable
+            from rich.text import Text
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("rich", extra="cli") from error
+        table = RichTable(
+            title=self.title,
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            collapse_padding=True,
+        )
+        for index, header in enumerate(self.headers):
+            # A wrapped line would no longer stand beside the lines it belongs to.
+            table.add_column(header, justify="right" if index in self.numbers else "left", no_wrap=True)
+        for index, row in enumerate(self.rows):
+            # As Text: a processor called "[red]" is a name, not a colour.
+            table.add_row(*map(Text, row), style="bold green" if index == self.best else None)
+        return table
+
+    def to_text(self) -> str:
+        """Plain, for a log or a pipe; the best row is led by `*`."""
+        lead = ["", *("*" if index == self.best else "" for index in range(len(self.rows)))]
+        rows = [self.headers, *self.rows]
+        lines = [(mark if first else "", *cells) for mark, row in zip(lead, rows, strict=True) for first, cells in _lines(row)]
+        widths = [max(len(line[index]) for line in lines) for index in range(len(self.headers) + 1)]
+        aligned = [
+            "  ".join(
+                cell.rjust(width) if index - 1 in self.numbers else cell.ljust(width)
+                for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        height = sum(1 for _ in _lines(self.headers))
+        rule = "  ".join("-" * width if width > 1 else " " * width for width in widths)
+        return "\n".join([self.title, "", *aligned[:height], rule, *aligned[height:]])
+
+    def to_markdown(self) -> str:
+        """For a README; the best row is bold, lines of one cell are parted by `<br>`."""
+        lines = [
+            _markdown_row(self.headers),
+            _markdown_row(["--:" if index in self.numbers else ":--" for index in range(len(self.headers))]),
+        ]
+        for index, row in enumerate(self.rows):
+            cells = [cell.replace("|", "\\|").replace("\n", "<br>") for cell in row]
+            lines.append(_markdown_row([f"**{cell}**" if index == self.best and cell else cell for cell in cells]))
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What was measured of one method.
+
+    Attributes:
+        method: its name; the run that the others are compared with is called "even", or is the first.
+        iteration_s: seconds per iteration.
+        samples_per_s: samples per second of all ranks together.
+        efficiency: the paper's gamma, (1 / T_parallel) / sum of 1 / T_serial_i; None where no serial time was measured.
+    """
+
+    method: str
+    iteration_s: float
+    samples_per_s: float
+    efficiency: float | None = None
+
+
+def planner_table(plans: Sequence[Plan]) -> Table:
+    """All planners side by side: columns, cuts, t_comm (Eq. 8), predicted iteration time, gap to the lower bound.
+
+    Columns are listed from the left, one a line; `samples` are a column's, `units` those of its mats from the top.
+
+    Raises:
+        InputError: there is no plan.
+    """
+    if not plans:
+        raise InputError("there is no plan to compare: name at least one planner")
+    rows = [
+        (
+            plan.planner,
+            _counts([len(column) for column in plan.tiling.columns]),
+            _per_column(plan.tiling, what="names"),
+            _per_column(plan.tiling, what="samples"),
+            _per_column(plan.tiling, what="units"),
+            f"{plan.t_comm:,.1f}",
+            format_duration(plan.predicted_s, digits=4),
+            f"{100 * plan.gap:.1f} %",
+        )
+        for plan in plans
+    ]
+    workload = plans[0].workload
+    return Table(
+        title=f"{workload.samples} samples x {workload.units} units",
+        headers=(
+            "planner",
+            "k(c)",
+            "columns",
+            "samples",
+            "units",
+            "t_comm\n(elements)",
+            "predicted\niteration",
+            "above\nbound",
+        ),
+        rows=tuple(rows),
+        numbers=frozenset({3, 5, 6, 7}),
+        best=_smallest([plan.predicted_s for plan in plans]),
+    )
+
+
+def run_table(runs: Sequence[Run]) -> Table:
+    """Methods side by side: time per iteration, samples/s, against even, efficiency.
+
+    Raises:
+        InputError: there is no run.
+    """
+    if not runs:
+        raise InputError("there is no run to compare: measure at least one method")
+    base = next((run for run in runs if run.method == "even"), runs[0])
+    rows = [
+        (
+            run.method,
+            format_duration(run.iteration_s, digits=3),
+            f"{run.samples_per_s:,.0f}",
+            f"{base.iteration_s / run.iteration_s:.2f} x",
+            "-" if run.efficiency is None else percent(run.efficiency),
+        )
+        for run in runs
+    ]
+    return Table(
+        title=f"{len(runs)} {'way' if len(runs) == 1 else 'ways'} to lay the mats",
+        headers=("method", "per iteration", "samples/s", f"against {base.method}", "efficiency"),
+        rows=tuple(rows),
+        numbers=frozenset({1, 2, 3, 4}),
+        best=_smallest([run.iteration_s for run in runs]),
+    )
+
+
+def _smallest(values: Sequence[float]) -> int | None:
+    """The index of the smallest, where there is something to choose."""
+    return values.index(min(values)) if len(values) > 1 else None
+
+
+def _per_column(tiling: Tiling, *, what: str) -> str:
+    """One line for each column of the tiling."""
+    if what == "samples":
+        lines = [[str(column[0].samples.size)] for column in tiling.columns]
+    elif what == "units":
+        lines = [[str(tile.units.size) for tile in column] for column in tiling.columns]
+    else:
+        lines = [[tile.processor for tile in column] for column in tiling.columns]
+    texts = [_shortened(line) for line in lines]
+    return "\n".join(texts if len(texts) <= SHOWN else [*texts[:2], "...", texts[-1]])
+
+
+def _counts(counts: Sequence[int]) -> str:
+    """ "3+2", or "5 x 1" where all columns hold the same number."""
+    if len(counts) > 1 and len(set(counts)) == 1:
+        return f"{len(counts)} x {counts[0]}"
+    return _shortened([str(count) for count in counts], between="+")
+
+
+def _shortened(items: Sequence[str], *, between: str = " ") -> str:
+    return between.join(items if len(items) <= SHOWN else [*items[:2], "...", items[-1]])
+
+
+def _lines(row: Sequence[str]) -> list[tuple[bool, tuple[str, ...]]]:
+    """A row of cells of several lines as rows of one line each, with whether it is the first."""
+    return [(index == 0, cells) for index, cells in enumerate(zip_longest(*(cell.split("\n") for cell in row), fillvalue=""))]
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace(chr(10), ' ') for cell in cells)} |"

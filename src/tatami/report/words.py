@@ -1,0 +1,40 @@
+"""How reports write shares and speeds, and what a tiling's tiles are called in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tatami.errors import PlanError
+from tatami.tiling import Tile, Tiling
+
+
+def percent(fraction: float) -> str:
+    """ "33.3 %"; three digits, so that a share of a thousandth is still one."""
+    return f"{100 * fraction:.3g} %"
+
+
+def share(tile: Tile, *, tiling: Tiling) -> float:
+    """The fraction of the whole work that lies in `tile`."""
+    return tile.area / (tiling.samples * tiling.units)
+
+
+def working(tiling: Tiling) -> tuple[Tile, ...]:
+    """The tiles in which something lies."""
+    return tuple(tile for tile in tiling.tiles if tile.area)
+
+
+def idle(tiling: Tiling, *, speeds: Mapping[str, float]) -> tuple[str, ...]:
+    """Who has a speed but no work."""
+    busy = {tile.processor for tile in working(tiling)}
+    return tuple(name for name in speeds if name not in busy)
+
+
+def check_speeds(tiling: Tiling, *, speeds: Mapping[str, float]) -> None:
+    """Whether every tile's processor has a speed.
+
+    Raises:
+        PlanError: some have none; names them.
+    """
+    missing = [tile.processor for tile in tiling.tiles if tile.processor not in speeds]
+    if missing:
+        raise PlanError(f"speeds are missing for {', '.join(missing)}: give one for each processor of the tiling, by its name")

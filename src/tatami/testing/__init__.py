@@ -1,0 +1,1 @@
+"""Test tools, shipped: worlds of ranks, slowed ranks, faults."""

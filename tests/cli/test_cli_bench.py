@@ -1,0 +1,48 @@
+"""`tatami bench train`: JSON lines with every parameter and the machine, or a table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tatami.cli.app import app
+
+SHORT = ["--batch-size", "64", "--rounds", "1", "--seconds", "0.01"]
+
+
+def test_one_rank_against_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TATAMI_THREADS", "1")
+    arguments = ["bench", "train", "-n", "1", "--net", "20-16-5", "--net", "20-8-5", *SHORT]
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    records = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(record["net"], record["ranks"]) for record in records] == [("20-16-5", 1), ("20-8-5", 1)]
+    for record in records:
+        assert record["benchmark"] == "train"
+        assert record["batch_size"] == 64
+        assert record["threads_per_rank"] == torch.get_num_threads()
+        assert set(record["machine"]) == {"cpu", "cores", "system", "python", "torch"}
+        assert record["speed_over_plain"] == pytest.approx(record["plain_median_s"] / record["tatami_median_s"])
+    table = CliRunner().invoke(app, arguments).stdout
+    assert "20-16-5" in table
+    assert "plain" in table
+
+
+@pytest.mark.timeout(120)
+def test_two_ranks_against_distributed_data_parallel(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    done = subprocess.run(
+        [sys.executable, "-m", "tatami", "bench", "train", "-n", "2", "--net", "20-16-5", *SHORT, "--json"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    record = json.loads(line)
+    assert record["ranks"] == 2
+    assert record["speed_over_ddp-gloo"] > 0

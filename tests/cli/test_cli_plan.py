@@ -1,0 +1,131 @@
+"""`tatami plan`: the table, the records, the picture; and that it answers without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tatami.cli.app import app
+from tatami.tiling import PLANNERS
+
+SPEEDS = "0.25,0.31,0.63,1,1"
+CLUSTER = """
+[network]
+bandwidth = "1 Gbit/s"
+latency = "50 us"
+
+[[processors]]
+name = "old"
+speed = 1.0
+host = "a"
+
+[[processors]]
+name = "new"
+speed = 3.0
+host = "b"
+"""
+
+
+def records(*arguments: str) -> list[dict[str, object]]:
+    result = CliRunner().invoke(app, ["plan", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert isinstance(answer, list)
+    return answer
+
+
+def test_json_is_exactly_a_list_with_a_record_for_each_planner() -> None:
+    answer = records("--speeds", SPEEDS, "--net", "203-80-26", "--samples", "1024")
+    assert [record["planner"] for record in answer] == list(PLANNERS)
+    srpm = next(record for record in answer if record["planner"] == "srpm")
+    assert srpm["columns"] == [["p0", "p1", "p2"], ["p3", "p4"]]
+    assert srpm["samples"] == [382, 642]
+    assert srpm["units"] == [[17, 21, 42], [40, 40]]
+    assert srpm["t_comm"] == pytest.approx(2 * 26 * 1024 * 2 * 1.19 / 3.19 + 2 * (26 + 203) * 80)
+    for record in answer:
+        assert isinstance(record["predicted_s"], float)
+        assert isinstance(record["gap"], float)
+        assert record["predicted_s"] > 0
+        assert record["gap"] >= -1e-9
+
+
+def test_planner_restricts_and_may_be_given_again() -> None:
+    answer = records("--speeds", SPEEDS, "--planner", "weighted", "--planner", "even")
+    assert [record["planner"] for record in answer] == ["weighted", "even"]
+    assert answer[0]["columns"] == [["p0"], ["p1"], ["p2"], ["p3"], ["p4"]]
+
+
+def test_a_cluster_file_gives_names_and_speeds_and_speeds_replace_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(CLUSTER)
+    (own,) = records(str(file), "--planner", "weighted", "--samples", "100")
+    assert (own["columns"], own["samples"]) == ([["old"], ["new"]], [25, 75])
+    (given,) = records(str(file), "--planner", "weighted", "--samples", "100", "--speeds", "1,1")
+    assert given["samples"] == [50, 50]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_no_line_of_the_table_is_cut(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    result = CliRunner().invoke(app, ["plan", "--speeds", SPEEDS])
+    assert result.exit_code == 0
+    assert "…" not in result.stdout
+    for planner in PLANNERS:
+        assert planner in result.stdout
+    assert "76,367.3" in result.stdout
+    if columns >= 80:
+        assert max(map(len, result.stdout.splitlines())) <= columns
+
+
+def test_one_planner_is_drawn_in_characters() -> None:
+    result = CliRunner().invoke(app, ["plan", "--speeds", "1,3", "--planner", "weighted"])
+    assert "│" in result.stdout
+    assert "p0" in result.stdout
+    assert "75 %" in result.stdout
+
+
+def test_plot_writes_the_picture_and_does_not_overwrite_unasked(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "tiling.png"
+    arguments = ["plan", "--speeds", "1,3", "--plot", str(picture)]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    picture.write_bytes(b"mine")
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 2
+    assert "exists already" in again.stderr
+    assert picture.read_bytes() == b"mine"
+    assert CliRunner().invoke(app, [*arguments, "--force"]).exit_code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_who_is_left_out_is_named_in_a_warning_of_one_line() -> None:
+    result = CliRunner().invoke(app, ["plan", "--speeds", "0.000001,1", "--planner", "srpm", "--json"])
+    assert result.exit_code == 0
+    assert result.stderr.startswith("warning: srpm leaves out p0: too slow")
+    assert json.loads(result.stdout)[0]["left_out"] == ["p0"]
+
+
+def test_plan_answers_without_torch() -> None:
+    code = (
+        "import sys; from tatami.cli.app import app; app(['plan', '--speeds', '1,2', '--json'], standalone_mode=False); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[0]["planner"] == "even"
+
+
+def test_version_and_help() -> None:
+    version = CliRunner().invoke(app, ["--version"])
+    assert version.stdout.startswith("tatami ")
+    help_text = CliRunner().invoke(app, ["plan", "--help"]).stdout
+    assert "--speeds 0.25,0.31,0.63,1,1" in help_text
+    commands = CliRunner().invoke(app, ["--help"]).stdout
+    for name in ("probe", "plan", "run", "train", "bench", "demo"):
+        assert name in commands

@@ -1,0 +1,49 @@
+"""`tatami probe`: the table, the record, and a cluster file that `tatami plan` reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tatami.cli.app import app
+from tatami.cluster import read_cluster
+
+SMALL = ["--backend", "threads", "--net", "20-16-5", "--samples", "64"]
+
+
+def test_it_writes_a_cluster_that_plan_reads(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    result = CliRunner().invoke(app, ["probe", "-n", "3", *SMALL, "-o", str(file)])
+    assert result.exit_code == 0, result.output
+    assert f"written to {file}; next: tatami plan {file}" in result.stdout
+    cluster = read_cluster(file)
+    assert [processor.name for processor in cluster.processors] == ["p0", "p1", "p2"]
+    for processor in cluster.processors:
+        assert processor.speed > 1e6
+        assert processor.spread is not None
+        assert processor.memory_bytes is not None
+        assert f"{processor.name} " in result.stdout
+    planned = CliRunner().invoke(app, ["plan", str(file), "--planner", "weighted", "--json"])
+    assert json.loads(planned.stdout)[0]["columns"] == [["p0"], ["p1"], ["p2"]]
+
+
+def test_the_record_has_speeds_and_links() -> None:
+    result = CliRunner().invoke(app, ["probe", *SMALL, "--json"])
+    record = json.loads(result.stdout)
+    assert [processor["name"] for processor in record["processors"]] == ["p0", "p1"]
+    (link,) = record["links"]
+    assert link["hosts"][0] == link["hosts"][1]
+    assert link["latency_s"] >= 0
+    assert link["bandwidth_bytes_per_s"] > 0
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_tables_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    result = CliRunner().invoke(app, ["probe", "-n", "1", *SMALL[2:]])
+    assert result.exit_code == 0, result.output
+    assert "assumed: one rank has no link to measure" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= columns

@@ -1,0 +1,74 @@
+"""`tatami run`: a script on real ranks, its exit code, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tatami.cli.app import app
+from tatami.comm import launch
+
+SCRIPT = """
+import sys
+import torch
+import tatami
+
+comm = tatami.init()
+total = torch.tensor([float(comm.rank + 1)])
+comm.allreduce(total)
+if comm.rank == 0:
+    print(comm.size, total.item(), sys.argv[1:])
+if comm.rank == 1 and "fail" in sys.argv:
+    raise ValueError("rank 1 gives up")
+"""
+
+
+def tatami_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    pytest.importorskip("mpi4py")
+    (folder / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "tatami", "run", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.timeout(120)
+def test_the_script_gets_its_ranks_and_its_own_options(tmp_path: Path) -> None:
+    done = tatami_run(tmp_path, "-n", "2", "--json", "script.py", "--epochs", "3", "-n", "7")
+    assert done.returncode == 0, done.stderr
+    said, record = done.stdout.splitlines()
+    assert said == "2 3.0 ['--epochs', '3', '-n', '7']"
+    assert json.loads(record)["ranks"] == 2
+    assert json.loads(record)["exit_code"] == 0
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_fails_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    done = tatami_run(tmp_path, "-n", "2", "script.py", "fail")
+    assert done.returncode != 0
+    assert "ValueError: rank 1 gives up" in done.stderr
+    assert "rank 1 of 2 failed" in done.stderr
+    assert "tatami run: " in done.stderr.splitlines()[-1]
+
+
+def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["run", "nowhere.py"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: there is no script 'nowhere.py'")
+
+
+def test_ranks_hosts_and_exit_code_are_handed_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def run(command: list[str], **named: object) -> int:
+        seen.append((command, named))
+        return 7
+
+    monkeypatch.setattr(launch, "run", run)
+    result = CliRunner().invoke(app, ["run", "-n", "5", "--hosts", "a:3,b:2", "-m", "package"])
+    assert result.exit_code == 7
+    assert seen == [(["-m", "package"], {"ranks": 5, "hosts": ["a:3", "b:2"]})]

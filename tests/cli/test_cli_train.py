@@ -1,0 +1,149 @@
+"""`tatami train`: what it reports and leaves behind; on one rank, on threads, and as a real MPI job."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from tatami.cli.app import app
+
+pytest.importorskip("sklearn")
+THREADS = ["--backend", "threads"]
+
+
+def trained(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["train", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    (line,) = result.stdout.splitlines()
+    record = json.loads(line)
+    assert isinstance(record, dict)
+    return record
+
+
+def test_digits_are_learnt_with_the_defaults() -> None:
+    record = trained()
+    assert (record["data"], record["net"], record["ranks"], record["method"]) == ("digits", "64-80-10", 1, "srpm")
+    assert record["iterations"] == 200
+    assert record["accuracy"]["digit"] > 0.95
+    assert record["samples_per_s"] == pytest.approx(1438 / record["iteration_s"])
+
+
+def test_every_method_ends_with_the_loss_of_one_rank() -> None:
+    alone = trained("--iterations", "30")
+    for method in ("even", "grid-rev", "srpm", "weighted"):
+        record = trained("--iterations", "30", "-n", "3", "--speeds", "1,2,3", "--method", method, *THREADS)
+        assert record["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+        assert record["accuracy"] == pytest.approx(alone["accuracy"], abs=0.01)
+        assert {name for column in record["columns"] for name in column} == {"p0", "p1", "p2"}
+
+
+def test_given_speeds_are_what_the_planner_believes() -> None:
+    record = trained("--iterations", "2", "--speeds", "1,3", "--method", "weighted", *THREADS)
+    assert record["ranks"] == 2
+    assert record["columns"] == [["p0"], ["p1"]]
+    assert record["samples"] == [360, 1078]
+    assert record["speeds"] == {"p0": 1.0, "p1": 3.0}
+
+
+def test_drpm_checks_every_20_iterations_and_changes_no_result() -> None:
+    """What it decides depends on times, and is tested with a fake clock in tests/train."""
+    options = ("--net", "64-100-10", "--iterations", "60", "--speeds", "1,0.2", "--emulate", *THREADS)
+    record = trained(*options, "--method", "drpm")
+    assert [check["iteration"] for check in record["checks"]] == [20, 40, 60]
+    assert all(check["reason"].startswith(f"check {number} (") for number, check in enumerate(record["checks"], start=1))
+    assert record["loss"] == pytest.approx(trained(*options, "--method", "even")["loss"], rel=1e-4)
+
+
+def test_weights_log_and_picture_are_left_behind(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    weights, log, plot = tmp_path / "model.safetensors", tmp_path / "run.jsonl", tmp_path / "course.png"
+    outputs = ["--save", str(weights), "--log", str(log), "--plot", str(plot)]
+    record = trained("--iterations", "20", "-n", "2", *THREADS, *outputs)
+    assert {name: tuple(tensor.shape) for name, tensor in load_file(weights).items()} == {
+        "0.weight": (80, 64),
+        "0.bias": (80,),
+        "2.weight": (10, 80),
+        "2.bias": (10,),
+    }
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["iteration"] for line in lines if line["event"] == "train"] == [10, 20]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    onward = trained("--iterations", "1", "--load", str(weights))
+    assert onward["loss"] < record["loss"]
+    assert CliRunner().invoke(app, ["train", "--iterations", "1", *outputs, "--force"]).exit_code == 0
+
+
+def test_it_stops_when_the_loss_is_low_enough() -> None:
+    record = trained("--stop-below", "1.0")
+    assert record["stopped"] == "loss"
+    assert record["iterations"] < 100
+    assert record["loss"] < 1.0
+
+
+def test_nettalk_from_a_file(tmp_path: Path) -> None:
+    words = tmp_path / "words.data"
+    words.write_text("aardvark\ta-rdvark\t1<<>2<<>\t0\naback\txb@k-\t0>1<<\t0\nabacus\t@bxkxs\t1<0>0<\t0\n")
+    record = trained("--data", "nettalk", "--nettalk", str(words), "--samples", "19", "--iterations", "300")
+    assert record["net"] == "203-80-26"
+    assert record["accuracy"]["phoneme"] > 0.9
+    assert set(record["accuracy"]) == {"phoneme", "stress"}
+
+
+def test_the_report_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = CliRunner().invoke(app, ["train", "--iterations", "2", "-n", "2", *THREADS])
+    assert result.exit_code == 0
+    for what in ("loss", "accuracy", "samples/s", "iteration", "digits 64-80-10, 2 ranks, srpm", "│"):
+        assert what in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_last_good_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    diverging = ["train", "-n", "2", *THREADS, "--optimizer", "sgd", "--lr", "1e38", "--save", "out/model.safetensors"]
+    result = CliRunner().invoke(app, diverging)
+    assert result.exit_code == 1
+    assert "error: the loss is" in result.stderr
+    assert "on rank 0 of 2" in result.stderr
+    assert "Traceback" not in result.stderr
+    (rescued,) = Path("out").iterdir()
+    assert rescued.name.startswith("last-good-")
+    assert rescued.name in result.stderr
+    assert load_file(rescued)["0.weight"].isfinite().all()
+
+
+@pytest.mark.timeout(120)
+def test_a_real_mpi_job_of_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    alone = trained("--iterations", "30")
+    done = subprocess.run(
+        [sys.executable, "-m", "tatami", "train", "-n", "2", "--iterations", "30", "--method", "even", "--json"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record["ranks"] == 2
+    assert record["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(120)
+def test_a_real_mpi_job_that_diverges_says_so_once(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    done = subprocess.run(
+        [sys.executable, "-m", "tatami", "train", "-n", "2", "--optimizer", "sgd", "--lr", "1e38"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert done.stderr.count("error: the loss is") == 1
+    assert "Traceback" not in done.stderr
+    assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]

@@ -1,0 +1,208 @@
+"""Pictures: what is drawn where, in which words; never pixels."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tatami.cluster import Cluster, Processor
+from tatami.errors import InputError, MissingExtraError, OutputExistsError, PlanError
+from tatami.report import Check, blank, check_path, draw_course, draw_shares, draw_tiling, save
+from tatami.report.fitting import Box, fit_lettering
+from tatami.tiling import Span, Tile, Tiling, plan
+from tatami.workload import Workload
+
+pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra `plot`)")
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Rectangle
+
+SPEEDS = {"slow": 1.0, "mid": 3.0, "fast": 4.0}
+TILING = Tiling(
+    samples=100,
+    units=20,
+    tiles=(
+        Tile(processor="slow", column=0, samples=Span(0, 50), units=Span(0, 5)),
+        Tile(processor="mid", column=0, samples=Span(0, 50), units=Span(5, 20)),
+        Tile(processor="fast", column=1, samples=Span(50, 100), units=Span(0, 20)),
+    ),
+)
+
+
+def srpm(speeds: dict[str, float]) -> Tiling:
+    cluster = Cluster(processors=tuple(Processor(name=name, speed=speed) for name, speed in speeds.items()))
+    return plan("srpm", cluster=cluster, workload=Workload.mlp(203, 800, 26, samples=8192)).tiling
+
+
+def texts(ax: Axes) -> list[str]:
+    return [text.get_text() for text in ax.texts]
+
+
+def test_mats_lie_where_the_tiles_are() -> None:
+    _, ax = blank()
+    assert draw_tiling(ax, TILING, speeds=SPEEDS) is ax
+    mats = [patch for patch in ax.patches if isinstance(patch, Rectangle)]
+    boxes = [(*mat.get_xy(), mat.get_width(), mat.get_height()) for mat in mats]
+    assert boxes == [(0, 0, 50, 5), (0, 5, 50, 15), (50, 0, 50, 20)]
+    assert ax.get_xlim() == (0, 100)
+    assert ax.get_ylim() == (20, 0)  # units count down
+    assert texts(ax) == ["slow\n12.5 %", "mid\n37.5 %", "fast\n50 %"]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("samples (of 100)", "hidden units (of 20)")
+    assert list(ax.get_xticks()) == [0, 50, 100]
+
+
+def test_colour_follows_speed_and_has_its_bar() -> None:
+    figure, ax = blank()
+    draw_tiling(ax, TILING, speeds=SPEEDS, speed_unit="Gflop/s")
+    luminance = [sum(to_rgb(patch.get_facecolor())) for patch in ax.patches]
+    assert luminance == sorted(luminance, reverse=True)
+    bar = figure.axes[1]
+    assert bar.get_ylabel() == "speed (Gflop/s)"
+    assert [tick.get_text() for tick in bar.get_yticklabels()] == ["1", "3", "4"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8, 40, 100])
+@pytest.mark.parametrize("ratio", [1.0, 3.0, 100.0])
+def test_labels_stay_inside_their_mats_and_everybody_is_named(count: int, ratio: float) -> None:
+    speeds = {f"machine-{index}": ratio ** (index / max(1, count - 1)) for index in range(count)}
+    tiling = srpm(speeds)
+    figure, ax = blank()
+    draw_tiling(ax, tiling, speeds=speeds)
+    figure.draw_without_rendering()
+    mats = [patch.get_window_extent() for patch in ax.patches]
+    labels = [text for text in ax.texts if not hasattr(text, "xyann")]
+    for label in labels:
+        box = label.get_window_extent()
+        assert any(
+            mat.x0 - 1 <= box.x0 and box.x1 <= mat.x1 + 1 and mat.y0 - 1 <= box.y0 and box.y1 <= mat.y1 + 1 for mat in mats
+        ), label.get_text()
+    written = "\n".join(texts(ax))
+    abridged = "... " in written
+    assert abridged or all(name in written for name in speeds)
+    assert not abridged or count >= 40
+    frame = figure.bbox
+    for text in ax.texts:
+        box = text.get_window_extent()
+        assert frame.x0 <= box.x0
+        assert box.x1 <= frame.x1
+        assert frame.y0 <= box.y0
+        assert box.y1 <= frame.y1
+
+
+def test_a_mat_too_small_for_its_name_gets_a_number_explained_below() -> None:
+    name = "a-processor-with-a-name-much-longer-than-its-mat-is-high"
+    tiling = srpm({name: 2.0, "fast": 100.0})
+    _, ax = blank(width_in=6, height_in=3)
+    draw_tiling(ax, tiling, speeds={name: 2.0, "fast": 100.0, "idle": 0.01})
+    note = texts(ax)[0].split("\n")
+    assert name in note[0]
+    assert note[-1] == "without work: idle"
+
+
+def test_missing_speeds_are_named() -> None:
+    _, ax = blank()
+    with pytest.raises(PlanError, match="missing for mid, fast"):
+        draw_tiling(ax, TILING, speeds={"slow": 1.0})
+    with pytest.raises(PlanError, match="missing for slow"):
+        draw_shares(ax, TILING, speeds={"mid": 1.0, "fast": 1.0})
+
+
+def test_lettering_takes_the_largest_form_that_fits_then_turns_then_counts() -> None:
+    boxes = [
+        Box(width_pt=200, height_pt=100),
+        Box(width_pt=200, height_pt=15),
+        Box(width_pt=15, height_pt=200),
+        Box(width_pt=12, height_pt=12),
+        Box(width_pt=1, height_pt=1),
+        Box(width_pt=14, height_pt=12),
+    ]
+    letters = fit_lettering(boxes, texts=[("node-one", "5 %")] * len(boxes))
+    assert [one.text for one in letters] == ["node-one\n5 %", "node-one 5 %", "node-one 5 %", "1", "", "2"]
+    assert [one.upright for one in letters] == [False, False, True, False, False, False]
+    assert letters[0].size_pt == 11.0
+    assert [one.key for one in letters] == [None, None, None, 1, None, 2]
+
+
+def test_course_marks_whole_and_column_remappings_at_their_checks() -> None:
+    _, ax = blank()
+    checks = [
+        Check(iteration=20, iteration_s=0.05, remapping="whole"),
+        Check(iteration=40, iteration_s=0.03, remapping="column"),
+        Check(iteration=60, iteration_s=0.02),
+    ]
+    assert draw_course(ax, checks, label="DRPM") is ax
+    lines = {str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.get_lines()}  # type: ignore[arg-type]
+    assert lines == {
+        "DRPM": ([20, 40, 60], [0.05, 0.03, 0.02]),
+        "re-mapping of the whole": ([20], [0.05]),
+        "re-mapping within columns": ([40], [0.03]),
+    }
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("iteration", "time per iteration")
+    assert ax.yaxis.get_major_formatter()(0.05, 0) == "50 ms"
+    assert ax.get_ylim()[0] == 0
+
+
+def test_a_second_course_shares_the_axes_and_the_legend_of_the_marks() -> None:
+    _, ax = blank()
+    draw_course(ax, [Check(iteration=20, iteration_s=0.02, remapping="whole")], label="one")
+    draw_course(ax, [Check(iteration=20, iteration_s=0.2, remapping="whole")], label="two")
+    legend = ax.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["one", "re-mapping of the whole", "two"]
+    assert ax.get_ylim()[1] > 0.2
+
+
+def test_shares_put_a_balanced_tiling_on_the_diagonal() -> None:
+    _, ax = blank(width_in=6, height_in=6)
+    assert draw_shares(ax, TILING, speeds=SPEEDS) is ax
+    assert ax.collections[0].get_offsets().tolist() == [[12.5, 12.5], [37.5, 37.5], [50, 50]]  # type: ignore[union-attr]
+    assert texts(ax) == ["slow", "mid", "fast"]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("share of the speed (%)", "share of the work (%)")
+
+
+def test_shares_join_equal_processors_and_never_overlap_their_names() -> None:
+    speeds = {f"p{index}": 1.0 + (index % 7) for index in range(40)}
+    figure, ax = blank(width_in=6, height_in=6)
+    draw_shares(ax, srpm(speeds), speeds=speeds)
+    figure.draw_without_rendering()
+    assert any("..." in text for text in texts(ax))
+    boxes = [text.get_window_extent() for text in ax.texts]
+    assert len(boxes) >= 7
+    assert not any(one.overlaps(other) for index, one in enumerate(boxes) for other in boxes[:index])
+
+
+def test_shares_far_apart_are_drawn_on_logarithmic_axes_and_the_idle_are_named() -> None:
+    _, ax = blank()
+    speeds = {"slow": 1.0, "fast": 100.0}
+    draw_shares(ax, srpm(speeds), speeds={**speeds, "idle": 0.001})
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    assert ax.get_title() == "without work: idle"
+
+
+@pytest.mark.parametrize("ending", [".png", ".pdf", ".svg"])
+def test_save_writes_and_does_not_overwrite(tmp_path: Path, ending: str) -> None:
+    figure, _ = blank()
+    path = tmp_path / f"picture{ending}"
+    assert save(figure, path) == path
+    before = path.read_bytes()
+    with pytest.raises(OutputExistsError, match=r"exists already.*--force"):
+        save(figure, path)
+    assert path.read_bytes() == before
+    path.write_text("older")
+    save(figure, path, force=True)
+    assert path.stat().st_size > 100
+
+
+def test_a_path_that_cannot_be_a_picture_is_refused_before_drawing(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"\.png, \.pdf, \.svg, not as '\.bmp'"):
+        check_path(tmp_path / "mats.bmp")
+    with pytest.raises(InputError, match="there is no folder"):
+        check_path(tmp_path / "nowhere" / "mats.png")
+
+
+def test_without_matplotlib_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'tatami\[plot\]'"):
+        blank()

@@ -1,0 +1,155 @@
+"""Slowed ranks: how long they sleep, and how ranks of one machine share its cores."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tatami.errors import ClusterError, InputError
+from tatami.nn.phases import Phase, Phases
+from tatami.testing.slowdown import FULLEST, Slowdown, emulated_factors
+
+
+class Machine:
+    """A clock, and the CPU time of a thread on it."""
+
+    def __init__(self, *, oversleeps_s: float = 0.0) -> None:
+        self.time_s = 0.0
+        self.used_s = 0.0
+        self.slept: list[float] = []
+        self.oversleeps_s = oversleeps_s
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    def cpu_s(self) -> float:
+        return self.used_s
+
+    def sleep(self, duration_s: float) -> None:
+        self.slept.append(duration_s)
+        self.time_s += duration_s + self.oversleeps_s
+
+    def compute(self, seconds: float, *, without_core_s: float = 0.0) -> None:
+        self.used_s += seconds
+        self.time_s += seconds + without_core_s
+
+
+def slowdown_on(machine: Machine, factor: float) -> Slowdown:
+    return Slowdown(factor, clock=machine, cpu_s=machine.cpu_s)
+
+
+def test_it_sleeps_factor_minus_one_times_the_compute_time() -> None:
+    machine = Machine()
+    slowdown = slowdown_on(machine, 3.0)
+    slowdown.begin()
+    machine.compute(0.5)
+    slowdown.end()
+    assert machine.slept == [1.0]
+    assert machine.time_s == 1.5
+
+
+def test_the_factor_changes_during_a_run_and_one_means_full_speed() -> None:
+    machine = Machine()
+    slowdown = slowdown_on(machine, 1.0)
+    slowdown.begin()
+    machine.compute(0.25)
+    slowdown.end()
+    assert machine.slept == []
+    slowdown.factor = 4
+    slowdown.begin()
+    machine.compute(0.25)
+    slowdown.end()
+    assert machine.slept == [0.75]
+
+
+def test_time_without_a_core_is_not_slowed_again() -> None:
+    machine = Machine()
+    slowdown = slowdown_on(machine, 3.0)
+    slowdown.begin()
+    machine.compute(1.0, without_core_s=0.5)
+    slowdown.end()
+    assert machine.slept == [1.5]
+    assert machine.time_s == 3.0
+    slowdown.begin()
+    machine.compute(1.0, without_core_s=7.0)
+    slowdown.end()
+    assert machine.slept == [1.5]
+
+
+def test_what_one_sleep_took_too_long_the_next_ones_make_up_for() -> None:
+    machine = Machine(oversleeps_s=0.125)
+    slowdown = slowdown_on(machine, 2.0)
+    for _ in range(3):
+        slowdown.begin()
+        machine.compute(0.5)
+        slowdown.end()
+    assert machine.slept == [0.5, 0.375, 0.375]
+    assert machine.time_s == pytest.approx(3 * 1.0 + 0.125)
+
+
+def test_short_stretches_wait_until_an_oversleep_is_paid_back() -> None:
+    machine = Machine(oversleeps_s=0.25)
+    slowdown = slowdown_on(machine, 2.0)
+    for _ in range(4):
+        slowdown.begin()
+        machine.compute(0.125)
+        slowdown.end()
+    assert machine.slept == [0.125, 0.125]
+
+
+def test_polling_between_two_stretches_is_no_compute() -> None:
+    machine = Machine()
+    phases = Phases(clock=machine, pace=slowdown_on(machine, 2.0))
+    phases.enter(Phase.FORWARD)
+    machine.compute(1.0)
+    phases.enter(Phase.VERTICAL)
+    machine.compute(5.0)  # a wait that spins
+    phases.enter(Phase.BACKWARD)
+    machine.compute(2.0)
+    phases.enter(Phase.UPDATE)
+    times = phases.finish_iteration()
+    assert machine.slept == [1.0, 2.0]
+    assert (times.forward_s, times.vertical_s, times.backward_s, times.update_s) == (2.0, 5.0, 4.0, 0.0)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.0, -1.0, math.nan, math.inf])
+def test_a_factor_that_cannot_be_is_refused(factor: float) -> None:
+    with pytest.raises(InputError, match="finite number >= 1"):
+        Slowdown(factor)
+    slowdown = Slowdown(2.0)
+    with pytest.raises(InputError, match="finite number >= 1"):
+        slowdown.factor = factor
+    assert slowdown.factor == 2.0
+
+
+def test_ranks_with_a_core_each_are_slowed_to_the_fastest() -> None:
+    emulation = emulated_factors([1.0, 2.0, 4.0], cores=4)
+    assert emulation.factors == (4.0, 2.0, 1.0)
+    assert emulation.scale == 1.0
+
+
+def test_ranks_that_outnumber_the_cores_are_all_slowed_by_one_scale() -> None:
+    emulation = emulated_factors([1.0, 1.0, 0.5, 0.25], cores=2)
+    assert emulation.scale == pytest.approx(2.75 / (2 * FULLEST))
+    assert emulation.factors == pytest.approx([emulation.scale * slower for slower in (1, 1, 2, 4)])
+
+
+@given(speeds=st.lists(st.floats(min_value=0.01, max_value=100.0), min_size=1, max_size=20), cores=st.integers(1, 16))
+def test_factors_keep_the_ratios_and_fit_the_cores(speeds: list[float], cores: int) -> None:
+    emulation = emulated_factors(speeds, cores=cores)
+    products = [speed * factor for speed, factor in zip(speeds, emulation.factors, strict=True)]
+    assert products == pytest.approx([products[0]] * len(speeds))
+    assert min(emulation.factors) == pytest.approx(emulation.scale)
+    assert emulation.scale >= 1
+    if len(speeds) > cores:
+        assert sum(1 / factor for factor in emulation.factors) <= FULLEST * cores * (1 + 1e-9)
+
+
+def test_speeds_and_cores_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ClusterError, match=r"speeds\[1\]: must be > 0, not 0"):
+        emulated_factors([1.0, 0.0], cores=2)
+    with pytest.raises(InputError, match="cores must be at least 1, not 0"):
+        emulated_factors([1.0], cores=0)
