@@ -128,12 +128,11 @@ def measured(
     Each is repeated so often that one timing takes about `seconds`: a fast one more often than a slow one.
     """
     repeats = {name: _repeats(run, comm, seconds=seconds) for name, run in contestants.items()}
-    repeated = {name: _repeated(run, repeats[name]) for name, run in contestants.items()}
-    timed = interleaved(repeated, rounds=rounds, repeats=1, before=comm.barrier)
+    timed = interleaved(contestants, rounds=rounds, repeats=repeats, warm=True, before=comm.barrier)
     everywhere = comm.allgather_object({name: each.seconds for name, each in timed.items()})
     result = {}
     for name in contestants:
-        slowest = [max(each) / repeats[name] for each in zip(*(seconds[name] for seconds in everywhere), strict=True)]
+        slowest = [max(each) for each in zip(*(seconds[name] for seconds in everywhere), strict=True)]
         median_s = statistics.median(slowest)
         result[name] = {"median_s": median_s, "spread": (max(slowest) - min(slowest)) / median_s}
     return result
@@ -149,10 +148,6 @@ def _repeats(run: Contestant, comm: AbstractCommunicator, *, seconds: float) -> 
             break
         repeats = min(MOST_REPEATS, max(2 * repeats, round(repeats * seconds / taken_s)))
     return repeats
-
-
-def _repeated(run: Contestant, times: int) -> Contestant:
-    return lambda again: run(again * times)
 
 
 def _times(run: Callable[[], object]) -> Contestant:

@@ -40,8 +40,9 @@ def interleaved(
     contestants: Mapping[str, Contestant],
     *,
     rounds: int,
-    repeats: int,
+    repeats: int | Mapping[str, int],
     before: Callable[[], None] = lambda: None,
+    warm: bool = False,
     clock: Clock | None = None,
 ) -> dict[str, Timed]:
     """Run every contestant `repeats` times in each of `rounds` rounds, in turn; one more round, first, is not counted.
@@ -49,19 +50,23 @@ def interleaved(
     Args:
         contestants: by name.
         rounds: to take the median of.
-        repeats: inside one timing.
+        repeats: inside one timing; by name, where a fast one is to be repeated more often than a slow one.
         before: called before each timing: a barrier, where several ranks take part.
+        warm: run each once more before each timing, uncounted, so that its memory is in the caches, as in a loop of its own.
         clock: for tests.
     """
     clock = clock or SystemClock()
+    times = repeats if isinstance(repeats, Mapping) else dict.fromkeys(contestants, repeats)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(rounds + 1):
         for name, run in contestants.items():
+            if warm:
+                run(1)
             before()
             start_s = clock.now_s()
-            run(repeats)
+            run(times[name])
             if number > 0:
-                seconds[name].append((clock.now_s() - start_s) / repeats)
+                seconds[name].append((clock.now_s() - start_s) / times[name])
     return {name: Timed(seconds=tuple(values)) for name, values in seconds.items()}
 
 
