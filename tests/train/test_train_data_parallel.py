@@ -286,16 +286,21 @@ def test_forward_without_gradients_talks_to_nobody(world: World) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["shared", "messages", "scheduled"])
+@pytest.mark.parametrize("kind", ["shared", "two hosts", "a host each", "messages", "scheduled"])
 def test_means_of_several_vectors(world: World, kind: str, dtype: torch.dtype) -> None:
     sizes = [3, 0, 5000, 1]
 
     def body(comm: AbstractCommunicator) -> None:
-        if kind == "shared" and not comm.has_windows:
+        hosts = {
+            "shared": [""] * comm.size,
+            "two hosts": [str(rank % max(1, comm.size // 2)) for rank in range(comm.size)],
+            "a host each": [str(rank) for rank in range(comm.size)],
+        }
+        if kind in hosts and not comm.has_windows:
             return
         means: AbstractOverlap
-        if kind == "shared":
-            means = SharedOverlap(comm, sizes=sizes, dtype=dtype)
+        if kind in hosts:
+            means = SharedOverlap(comm, sizes=sizes, dtype=dtype, hosts=hosts[kind])
         elif kind == "messages":
             means = MessageOverlap(comm, sizes=sizes, dtype=dtype, device=None)
         else:
@@ -321,6 +326,39 @@ def test_ranks_of_one_host_share_their_buckets_and_send_nothing(world: World) ->
         means = overlap(comm.inner, sizes=[100])
         assert isinstance(means, SharedOverlap if inner.has_windows else MessageOverlap)
         means.close()
+
+    world(body)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("hosts", "shared"), [("abab", True), ("aabb", True), ("aaab", False), ("abcd", False)])
+def test_hosts_of_equally_many_ranks_send_slices_only(world: World, hosts: str, shared: bool) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        means = overlap(comm, sizes=[100], hosts=list(hosts))
+        assert isinstance(means, SharedOverlap if shared and comm.has_windows else MessageOverlap)
+        means.close()
+
+    world(body)
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(4)
+def test_a_rank_that_does_not_begin_is_named_across_hosts(world: World) -> None:
+    told = {
+        0: "all-reduce of a slice across hosts on rank 0 of 4 .*rank 2",
+        1: "all-reduce of a slice across hosts on rank 1 of 4 .*rank 3",
+        2: "shared all-reduce on rank 2 of 4 .*rank 3",
+    }
+
+    def body(comm: AbstractCommunicator) -> None:
+        means = SharedOverlap(comm, sizes=[100], dtype=torch.float32, hosts=list("aabb"))
+        if comm.rank != 3:
+            comm.timeout_s = 1.0
+            means.begin(0)
+            with pytest.raises(CommTimeoutError, match=told[comm.rank]):
+                means.wait()
+            comm.timeout_s = 30.0
+        comm.barrier()
 
     world(body)
 

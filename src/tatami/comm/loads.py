@@ -19,8 +19,8 @@ from tatami.comm.base import Op
 from tatami.comm.reduction import HALF_DTYPES, NUMPY, TORCH
 
 BLOCK_BYTES = 512 * 1024
-"""Of one vector, for each thread. Two ranks with L2 caches of 512 KiB, at 1, 16 and 64 MiB: 33, 704, 5493 us; with half of it 41,
-799, 5640; without blocks 33, 681, 7280."""
+"""Of one vector, for each thread. Two ranks with L2 caches of 512 KiB, at 1, 16 and 64 MiB: 33, 704, 5493 us; with half of it
+41, 799, 5640; without blocks 33, 681, 7280."""
 
 Call = tuple[Any, ...]
 """A function and its arguments."""

@@ -7,9 +7,10 @@
     means.begin(0)
     means.wait()                           # every vector is the mean over all ranks
 
-Every round begins every vector once, in any order, and ends with `wait`. All ranks of one host: they add up in each other's
-memory, a slice each, as soon as all have begun a vector; no message is sent. Elsewhere nonblocking all-reduces are under way
-meanwhile. A named algorithm (`AllReduce`) runs inside of `wait`.
+Every round begins every vector once, in any order, and ends with `wait`. Ranks of one host add up in each other's memory, a
+slice each, as soon as all of them have begun a vector; with several hosts of as many ranks each, only that slice's sum goes
+through the network, by a nonblocking all-reduce. Elsewhere such all-reduces of whole vectors are under way meanwhile. A named
+algorithm (`AllReduce`) runs inside of `wait`.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
 
 from tatami.clock import Clock, SystemClock
-from tatami.collective import build
+from tatami.collective import Group, Via, build
 from tatami.comm.allreduce import AUTO, AllReduce
 from tatami.comm.base import AbstractCommunicator, AbstractRequest, Op
 from tatami.comm.loads import loads_and_stores
 from tatami.comm.reduction import HALF_DTYPES, Reduction, divide
 from tatami.comm.wait import Waiting, wait_policy, wait_until
+from tatami.comm.window import AbstractSharedWindow
 
 _PAGE_BYTES = 4096
 
@@ -70,6 +73,7 @@ def overlap(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     algorithm: str | None = None,
+    hosts: Sequence[str] | None = None,
 ) -> AbstractOverlap:
     """The way that fits these ranks. Collective.
 
@@ -79,13 +83,15 @@ def overlap(
         dtype: floating; bfloat16 and float16 travel as they are: half the bytes.
         device: of the vectors; None: the CPU.
         algorithm: one of `AllReduce`, run when all vectors are there; None: reduce while ranks compute.
+        hosts: of each rank, to group them otherwise than by their hosts, for tries on one machine.
 
     Raises:
         InputError: an algorithm or dtype that cannot be.
     """
     on_cpu = device is None or device.type == "cpu"
-    if algorithm is None and on_cpu and comm.has_windows and len(set(comm.hosts)) == 1:
-        return SharedOverlap(comm, sizes=sizes, dtype=dtype)
+    places = tuple(hosts) if hosts is not None else comm.hosts
+    if algorithm is None and on_cpu and comm.has_windows and _shares(places, dtype):
+        return SharedOverlap(comm, sizes=sizes, dtype=dtype, hosts=places)
     if algorithm is None and (dtype not in HALF_DTYPES or not on_cpu):
         return MessageOverlap(comm, sizes=sizes, dtype=dtype, device=device)
     # A communicator sums halves in float32, and sends them so.
@@ -93,65 +99,84 @@ def overlap(
 
 
 class SharedOverlap(AbstractOverlap):
-    """Ranks of one host: each adds up its slice of a vector, straight from the others' memory, when all have announced it.
+    """Ranks of a host: each adds up its slice of a vector, straight from the others' memory, when all have announced it.
 
-    A rank announces by counting, in memory that all see, how often it has begun each vector, and done its slice of it.
+    A rank announces by counting, in memory that all see, how often it has begun each vector, and done its slice of it. Between
+    the sum and its delivery, the ranks that have the same slice on the other hosts add theirs, in the order of the vectors.
     """
 
     def __init__(
-        self, comm: AbstractCommunicator, *, sizes: Sequence[int], dtype: torch.dtype, clock: Clock | None = None
+        self,
+        comm: AbstractCommunicator,
+        *,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        hosts: Sequence[str] | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        self._comm = comm
+        """`hosts` of each rank, equally many of each; None: one."""
+        places = hosts if hosts is not None else [""] * comm.size
+        here = comm.split(list(dict.fromkeys(places)).index(places[comm.rank]))
+        assert here is not None
+        column = comm.split(here.rank) if len(set(places)) > 1 else None
+        self._comm, self._here, self._column = comm, here, column
+        self._ranks_here = here.allgather_object(comm.rank)
+        self._ranks_across = column.allgather_object(comm.rank) if column is not None else []
         self._clock = clock or SystemClock()
-        self._policy = wait_policy(ranks_on_host=comm.size, cores=len(os.sched_getaffinity(0)))
+        self._policy = wait_policy(ranks_on_host=here.size, cores=len(os.sched_getaffinity(0)))
         page = _PAGE_BYTES // dtype.itemsize
         starts = list(accumulate((-(-size // page) * page for size in sizes), initial=0))
-        self._window = comm.shared_window(starts[-1], dtype)
-        self._counts = comm.shared_window(2 * len(sizes), torch.int64)
-        counts = [self._counts.of(rank).numpy() for rank in range(comm.size)]
+        self._window = here.shared_window(starts[-1], dtype)
+        self._counts = here.shared_window(2 * len(sizes), torch.int64)
+        counts = [self._counts.of(rank).numpy() for rank in range(here.size)]
         self._begun = [each[: len(sizes)] for each in counts]
         self._done = [each[len(sizes) :] for each in counts]
         self._rounds = [0] * len(sizes)
         self._open: list[int] = []
+        self._crossing = _Crossing(column)
         self.vectors = tuple(self._window.tensor[start : start + size] for start, size in zip(starts, sizes, strict=False))
-        self._reduce = []
-        for size, start in zip(sizes, starts, strict=False):
-            vectors = {rank: self._window.of(rank)[start : start + size] for rank in range(comm.size)}
-            phases = build("shared", ranks=comm.size, size=size).phases
-            steps = [step for phase in phases for step in phase.steps_of(comm.rank, round=0) if step.issuer == comm.rank]
-            self._reduce.append(loads_and_stores(steps, vectors, rank=comm.rank, op=Op.SUM, divisor=comm.size))
+        make = partial(_Slice, self._window, here, divisor=comm.size, whole=column is None)
+        self._slices = [make(start=start, size=size) for size, start in zip(sizes, starts, strict=False)]
 
     def begin(self, index: int) -> None:
         self._rounds[index] += 1
         self._window.make_visible()
-        self._begun[self._comm.rank][index] = self._rounds[index]
+        self._begun[self._here.rank][index] = self._rounds[index]
         self._open.append(index)
 
     def progress(self) -> None:
         for index in tuple(self._open):
-            count = self._rounds[index]
-            if any(begun[index] < count for begun in self._begun):
+            if any(begun[index] < self._rounds[index] for begun in self._begun):
                 continue
             self._window.make_visible()
-            for action in self._reduce[index]:
-                action()
-            self._window.make_visible()
-            self._done[self._comm.rank][index] = count
+            self._slices[index].reduce()
             self._open.remove(index)
+            if self._column is None:
+                self._announce(index)
+            else:
+                self._crossing.add(index, self._slices[index].values)
+        for index in self._crossing.arrived():
+            self._slices[index].deliver()
+            self._announce(index)
 
     def wait(self) -> None:
         waited_s = wait_until(self._complete, policy=self._policy, timeout_s=self._comm.timeout_s, clock=self._clock)
         if waited_s is not None:
-            awaited = self._begun if self._open else self._done
-            missing = tuple(rank for rank, counts in enumerate(awaited) if (counts < self._rounds).any())
-            waiting = Waiting(operation="shared all-reduce", rank=self._comm.rank, size=self._comm.size, missing=missing)
-            raise waiting.timeout(waited_s)
+            raise self._waiting().timeout(waited_s)
+        self._crossing.restart()
         self._window.make_visible()
 
     def close(self) -> None:
-        self._reduce.clear()
+        self._slices.clear()
         self._counts.close()
         self._window.close()
+        for part in (self._here, self._column):
+            if part is not None:
+                part.close()
+
+    def _announce(self, index: int) -> None:
+        self._window.make_visible()
+        self._done[self._here.rank][index] = self._rounds[index]
 
     def _complete(self) -> bool:
         self.progress()
@@ -159,6 +184,75 @@ class SharedOverlap(AbstractOverlap):
             return True
         self._comm.check_peers()
         return False
+
+    def _waiting(self) -> Waiting:
+        awaited = self._begun if self._open else self._done
+        missing = [rank for rank, counts in enumerate(awaited) if (counts < self._rounds).any()]
+        waiting = partial(Waiting, rank=self._comm.rank, size=self._comm.size)
+        if not self._open and self._here.rank in missing:
+            others = tuple(rank for rank in self._ranks_across if rank != self._comm.rank)
+            return waiting(operation="all-reduce of a slice across hosts", missing=others)
+        return waiting(operation="shared all-reduce", missing=tuple(self._ranks_here[rank] for rank in missing))
+
+
+class _Slice:
+    """This rank's slice of one vector: summed from the neighbours' vectors, and stored into them."""
+
+    def __init__(
+        self, window: AbstractSharedWindow, here: AbstractCommunicator, *, start: int, size: int, divisor: int, whole: bool
+    ) -> None:
+        """`whole`: the sum is delivered at once, block by block, while it is in the cache; otherwise by `deliver`."""
+        vectors = {rank: window.of(rank)[start : start + size] for rank in range(here.size)}
+        group = Group(ranks=tuple(range(here.size)), start=0, stop=size)
+        low, high = group.part(here.rank)
+        phases = build("shared", ranks=here.size, size=size).phases
+        steps = [step for phase in phases for step in phase.steps_of(here.rank, round=0) if step.issuer == here.rank]
+        stores = [] if whole else [step for step in steps if step.via is Via.STORE]
+        first = [step for step in steps if step not in stores]
+        act = partial(loads_and_stores, vectors=vectors, rank=here.rank, op=Op.SUM)
+        self.values = vectors[here.rank][low:high]
+        self._divisor = divisor
+        self._reduce = act(first, divisor=divisor if whole else None)
+        self._deliver = act(stores, divisor=None)
+
+    def reduce(self) -> None:
+        for action in self._reduce:
+            action()
+
+    def deliver(self) -> None:
+        """`values` are the sum over all hosts: they become the mean, here and at the neighbours."""
+        divide(self.values, self._divisor)
+        for action in self._deliver:
+            action()
+
+
+class _Crossing:
+    """Slices on their way through the network: nonblocking all-reduces, begun in the order of the vectors on all ranks."""
+
+    def __init__(self, column: AbstractCommunicator | None) -> None:
+        self._column = column
+        self._ready: dict[int, torch.Tensor] = {}
+        self._under_way: dict[int, AbstractRequest] = {}
+        self._next = 0
+
+    def add(self, index: int, values: torch.Tensor) -> None:
+        """Slice `index` is summed on this host."""
+        assert self._column is not None
+        self._ready[index] = values
+        while self._next in self._ready:
+            self._under_way[self._next] = self._column.iallreduce(self._ready.pop(self._next))
+            self._next += 1
+
+    def arrived(self) -> list[int]:
+        """Those that have come since the last call."""
+        done = [index for index, request in self._under_way.items() if request.test()]
+        for index in done:
+            self._under_way.pop(index).wait()
+        return done
+
+    def restart(self) -> None:
+        """All have arrived; the next round begins with the first vector."""
+        self._next = 0
 
 
 class MessageOverlap(AbstractOverlap):
@@ -216,3 +310,10 @@ class ScheduledOverlap(AbstractOverlap):
     def close(self) -> None:
         for reduce in self._reduces:
             reduce.close()
+
+
+def _shares(hosts: Sequence[str], dtype: torch.dtype) -> bool:
+    """Whether ranks can meet in memory: on one host, or on hosts with several each, equally many. Halves are summed in float32
+    by messages, and would cross the network so."""
+    ranks_on = {hosts.count(host) for host in hosts}
+    return len(set(hosts)) == 1 or (len(ranks_on) == 1 and ranks_on != {1} and dtype not in HALF_DTYPES)
