@@ -78,6 +78,17 @@ class TuningTable:
         }
         return min(predicted, key=lambda name: predicted[name]) if predicted else None
 
+    def efficient_bytes(self, *, share: float = 0.8) -> int | None:
+        """The smallest measured message at which the fastest algorithm moves `share` of the bytes per second of its best size.
+
+        None where nothing was measured.
+        """
+        bandwidths = {
+            timing.size_bytes: timing.size_bytes / min(timing.seconds.values()) for timing in self.timings if timing.seconds
+        }
+        best = max(bandwidths.values(), default=0.0)
+        return next((size_bytes for size_bytes, bandwidth in bandwidths.items() if bandwidth >= share * best), None)
+
     def _predicted_s(self, name: str, size_bytes: int) -> float:
         points = [(timing.size_bytes, timing.seconds[name]) for timing in self.timings if name in timing.seconds]
         index = bisect_left(points, (size_bytes, -math.inf))

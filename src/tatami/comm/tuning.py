@@ -22,6 +22,8 @@ from tatami.outputs import write_text
 CACHE_VARIABLE = "XDG_CACHE_HOME"
 ACROSS = ("ring", "halving_doubling", "native")
 """What `hierarchical` is tried with between hosts."""
+LEAST_BUCKET_BYTES, LARGEST_BUCKET_BYTES = 1 << 20, 64 << 20
+"""Of tuned buckets: smaller ones cost more calls in backward than they hide, larger ones leave no backward to hide behind."""
 
 _tables: weakref.WeakKeyDictionary[AbstractCommunicator, TuningTable | None] = weakref.WeakKeyDictionary()
 
@@ -96,6 +98,16 @@ def table_of(comm: AbstractCommunicator) -> TuningTable | None:
         now = fingerprint_of(comm)
         _tables[comm] = read_table(now) if comm.rank == 0 else None
     return _tables[comm]
+
+
+def tuned_bucket_bytes(comm: AbstractCommunicator) -> int | None:
+    """The size at which messages begin to use the links well, by the table of this cluster; None without one. Collective.
+
+    Buckets of it are reduced as early as can be without wasting the links. The same on all ranks.
+    """
+    table = table_of(comm)
+    size_bytes = comm.bcast_object(table.efficient_bytes() if table is not None else None)
+    return None if size_bytes is None else min(max(size_bytes, LEAST_BUCKET_BYTES), LARGEST_BUCKET_BYTES)
 
 
 def keep_table(comm: AbstractCommunicator, table: TuningTable) -> Path:

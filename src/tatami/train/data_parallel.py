@@ -20,6 +20,7 @@ from torch import nn
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.overlap import AbstractOverlap, overlap
 from tatami.comm.reduction import FLOAT_DTYPES
+from tatami.comm.tuning import tuned_bucket_bytes
 from tatami.errors import InputError, TrainingError
 from tatami.train.buckets import BUCKET_BYTES, Bucket, lay_buckets
 
@@ -48,7 +49,7 @@ class DataParallel(nn.Module):
         wire: torch.dtype | None = None,
         double_buffering: bool = False,
         algorithm: str | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
     ) -> None:
         """Collective.
 
@@ -60,7 +61,8 @@ class DataParallel(nn.Module):
             double_buffering: backward delivers the gradients of the step before, and reduces its own until the next one ends;
                 the first delivers none, so that an optimizer leaves the weights alone. `flush` delivers the last.
             algorithm: of `tatami.comm.AllReduce`, run at the end of backward; None: while it runs.
-            bucket_bytes: the largest size of a bucket of several parameters.
+            bucket_bytes: the largest size of a bucket of several parameters; None: by the tuning table of this cluster
+                (`tatami bench allreduce --tune`), 4 MiB where there is none.
 
         Raises:
             InputError: modules or options that differ between ranks, and where; nothing to train; a `wire` that is no float.
@@ -68,7 +70,7 @@ class DataParallel(nn.Module):
         super().__init__()
         if wire is not None and wire not in FLOAT_DTYPES:
             raise InputError(f"wire={wire} is no floating dtype; choose torch.bfloat16 or torch.float16, or leave it out")
-        if bucket_bytes < 1:
+        if bucket_bytes is not None and bucket_bytes < 1:
             raise InputError(f"bucket_bytes must be at least 1, not {bucket_bytes}")
         self.module = module
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -84,6 +86,7 @@ class DataParallel(nn.Module):
         for tensor in (*module.parameters(), *module.buffers()):
             comm.bcast(tensor)
         self._reduction = reduction
+        bucket_bytes = bucket_bytes or tuned_bucket_bytes(comm) or BUCKET_BYTES
         layouts = lay_buckets(self._parameters_here, bucket_bytes=bucket_bytes)
         shapes = [parameter.shape for parameter in self._parameters_here]
         make = partial(_BucketSet, comm, layouts, shapes=shapes, wire=wire, algorithm=algorithm)
