@@ -4,6 +4,7 @@ from tatami.train.batches import Batches, Data, Samples
 from tatami.train.checkpoint import check_weights, load_model, save_model
 from tatami.train.data_parallel import DataParallel
 from tatami.train.moving import Moved, move
+from tatami.train.multi_node_checkpoint import MultiNodeCheckpoint, Resumed
 from tatami.train.records import Records
 from tatami.train.retiling import Check, Retiling
 from tatami.train.trainer import History, Trainer
@@ -15,7 +16,9 @@ __all__ = [
     "DataParallel",
     "History",
     "Moved",
+    "MultiNodeCheckpoint",
     "Records",
+    "Resumed",
     "Retiling",
     "Samples",
     "Trainer",
