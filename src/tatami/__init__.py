@@ -8,6 +8,9 @@ from tatami import errors
 if TYPE_CHECKING:
     from tatami.cluster import Cluster, Link, Processor
     from tatami.comm.detect import init
+    from tatami.nn.batch_norm import MultiNodeBatchNorm
+    from tatami.nn.chain_list import MultiNodeChainList
+    from tatami.nn.parallel_conv import ParallelConv
     from tatami.nn.tile import tile
     from tatami.nn.tiled import TiledModel
     from tatami.retiling.retiler import Retiler
@@ -22,6 +25,9 @@ __all__ = [
     "Cluster",
     "DataParallel",
     "Link",
+    "MultiNodeBatchNorm",
+    "MultiNodeChainList",
+    "ParallelConv",
     "Plan",
     "Processor",
     "Retiler",
@@ -41,6 +47,9 @@ _HOMES = {
     "Cluster": "tatami.cluster",
     "DataParallel": "tatami.train.data_parallel",
     "Link": "tatami.cluster",
+    "MultiNodeBatchNorm": "tatami.nn.batch_norm",
+    "MultiNodeChainList": "tatami.nn.chain_list",
+    "ParallelConv": "tatami.nn.parallel_conv",
     "Plan": "tatami.tiling",
     "Processor": "tatami.cluster",
     "Retiler": "tatami.retiling.retiler",
