@@ -18,6 +18,7 @@ class ServerModel:
     """One server: the commits in each of its shards, and the pushes that it holds."""
 
     shards: dict[int, list[Commit]]
+    blank: bool = False
     staged: set[tuple[int, int, int, int]] = field(default_factory=set)  # shard, worker, process, round
 
 
@@ -47,6 +48,7 @@ class World:
         self.result: list[Commit] = []
         self.warnings: list[str] = []
         self.sent: list[act.SendTask] = []
+        self.copied: list[tuple[int, int, int]] = []
         self.time_s = 0.0
         self.fails: Callable[[str], bool] = lambda _: False
         self.tell(ev.Started(at_s=0.0))
@@ -77,6 +79,7 @@ class World:
                 self.tell(ev.TaskFailed(at_s=self.time_s, **names))
             return
         if task.attempt == self.attempt:
+            assert not self.servers[item.server].blank, "a push to a server that has not got its shards"
             self.servers[item.server].staged.add((item.shard, task.worker, task.process, task.round))
         self.tell(ev.ShardReceived(at_s=self.time_s, shard=item.shard, server=item.server, **names))
 
@@ -86,7 +89,8 @@ class World:
             case act.SendTask():
                 self.sent.append(action)
                 if action.process in self.alive:
-                    holders = [(shard, server) for shard in range(self.protocol.shards) for server in self._live(shard)]
+                    shards = range(self.protocol.shards)
+                    holders = [(shard, server) for shard in shards for server in self._live(shard) if server in action.servers]
                     self.pending += [Push(action, shard, server) for shard, server in holders]
             case act.StartSpare():
                 if self.fails("spare"):
@@ -95,8 +99,12 @@ class World:
                     self.alive.add(action.process)
                     self.pending.append(ev.SpareReady(at_s=now, process=action.process))
             case act.StartServer():
-                self.servers[action.server] = self._empty(action.server)
-                self.pending.append(ev.ServerReady(at_s=now, server=action.server))
+                if self.fails("server"):
+                    self.pending.append(ev.ServerDied(at_s=now, server=action.server))
+                else:
+                    self.servers[action.server] = self._empty(action.server)
+                    self.servers[action.server].blank = True
+                    self.pending.append(ev.ServerReady(at_s=now, server=action.server))
             case act.DeclareDead() | act.Retire():
                 self.alive.discard(action.process)
             case act.DeclareServerDead():
@@ -111,12 +119,14 @@ class World:
                     )
             case act.ApplyShard():
                 self._apply(action)
+            case act.CopyShard():
+                self._copy(action)
             case act.WriteCheckpoint():
                 self._write(action)
             case act.ReadCheckpoint():
                 self._read(action)
             case act.FetchResult():
-                if all(self._live(shard) for shard in range(self.protocol.shards)):
+                if all(self._whole(shard) for shard in range(self.protocol.shards)):
                     self.result = list(self.ledger())
                     self.pending.append(ev.ResultFetched(at_s=now, ticket=action.ticket))
             case act.Warn():
@@ -148,13 +158,28 @@ class World:
         }
         self.pending.append(ev.ShardApplied(at_s=self.time_s, ticket=action.ticket, shard=action.shard, server=action.server))
 
+    def _copy(self, action: act.CopyShard) -> None:
+        """The state of a shard, without any update that is not applied: none may be under way."""
+        source, server = self.servers.get(action.source), self.servers.get(action.server)
+        if source is None or server is None:
+            return
+        assert not source.blank, "a copy of nothing"
+        clocks = dict(action.clocks)
+        assert not [key for key in source.staged if key[0] == action.shard and key[3] >= clocks.get(key[1], 0)], (
+            "an update of an open round would be on one copy only"
+        )
+        server.shards[action.shard] = list(source.shards[action.shard])
+        self.copied.append((action.shard, action.source, action.server))
+        server.blank = False
+        self.pending.append(ev.ShardCopied(at_s=self.time_s, ticket=action.ticket, shard=action.shard, server=action.server))
+
     def _write(self, action: act.WriteCheckpoint) -> None:
-        if any(not self._live(shard) for shard in range(self.protocol.shards)):
+        if any(not self._whole(shard) for shard in range(self.protocol.shards)):
             return
         if self.fails("disk"):
             self.pending.append(ev.CheckpointFailed(at_s=self.time_s, ticket=action.ticket, reason="the disk is full"))
             return
-        state = {shard: list(self.servers[self._live(shard)[0]].shards[shard]) for shard in range(self.protocol.shards)}
+        state = {shard: list(self.servers[self._whole(shard)[0]].shards[shard]) for shard in range(self.protocol.shards)}
         assert {len(commits) for commits in state.values()} == {action.version}, "a checkpoint of a half-applied commit"
         self.disk[action.version] = (state, action.clocks)
         self.pending.append(ev.CheckpointWritten(at_s=self.time_s, ticket=action.ticket))
@@ -166,13 +191,18 @@ class World:
         older = [version for version in self.disk if version < action.version]
         version = max(older) if older and self.fails("read") else action.version
         state, clocks = self.disk[version]
-        for server in self.servers.values():
-            server.staged = set()
+        for number in action.servers:
+            if (server := self.servers.get(number)) is None:
+                continue
+            server.staged, server.blank = set(), False
             server.shards = {shard: list(state[shard]) for shard in server.shards}
         self.pending.append(ev.CheckpointRead(at_s=self.time_s, ticket=action.ticket, version=version, clocks=clocks))
 
     def _live(self, shard: int) -> list[int]:
         return [server for server in self.protocol.holders(shard) if server in self.servers]
+
+    def _whole(self, shard: int) -> list[int]:
+        return [server for server in self._live(shard) if not self.servers[server].blank]
 
     def kill(self, process: int) -> None:
         """What it has sent may still arrive, or not; its death is noticed some time."""
@@ -199,6 +229,6 @@ class World:
 
     def ledger(self) -> list[Commit]:
         """The commits in the parameters: the same ones on all shards and all their copies."""
-        histories = [commits for server in self.servers.values() for commits in server.shards.values()]
+        histories = [commits for server in self.servers.values() if not server.blank for commits in server.shards.values()]
         assert all(commits == histories[0] for commits in histories), "an update is on some shards only"
         return histories[0]

@@ -22,13 +22,14 @@ from tatami.server.engine import engine
 from tatami.server.learner import Course
 from tatami.server.optimizers import SGD, Adam
 from tatami.server.phases import TaskPhase
+from tatami.server.pool import Pool
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
 from tatami.server.report import RunReport
 from tatami.server.runtime import Runtime
-from tatami.server.train import train
+from tatami.server.train import resume, train
 from tatami.testing.crash import Crash, Crashes, Death
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 ROUNDS = 5
 X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
@@ -41,6 +42,7 @@ SETTINGS: dict[str, Any] = {
     "batch_size": 30,
     "optimizer": SGD(lr=0.2, momentum=0.9),
     "clip_norm": 0.5,
+    "heartbeat_s": 30.0,  # on a busy machine a sound process may be silent for long
 }
 ALONE = {"workers": 1, "servers": 1, "spares": 0}
 # Each phase in another round, the first and the last among them; process 3 is the spare that came for process 0.
@@ -68,8 +70,11 @@ def run(**changes: Any) -> tuple[torch.Tensor, RunReport]:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_engine() -> Iterator[None]:
+    """One Ray, and processes that go from run to run as long as they live."""
     with engine(store_bytes=200 * 2**20):
+        SETTINGS["pool"] = Pool()
         yield
+        del SETTINGS["pool"]
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +114,11 @@ def test_a_death_in_every_phase_changes_not_a_bit(
 def test_two_deaths_in_a_round_and_one_while_recovering(
     recovery: AbstractRecovery, undisturbed: torch.Tensor, tmp_path: Path
 ) -> None:
-    crashes = [Crash(process=process, round=2, phase=TaskPhase.COMPUTE) for process in (0, 2, 3)]
-    parameters, report = run(recovery=recovery, directory=tmp_path, spares=2, restarts=1, on_phase=Crashes(crashes))
+    crashes = [Crash(process=process, round=2, phase=TaskPhase.COMPUTE) for process in (0, 2, 3, 4)]
+    parameters, report = run(recovery=recovery, directory=tmp_path, spares=2, restarts=4, on_phase=Crashes(crashes))
     assert torch.equal(parameters, undisturbed)
-    assert sorted(failure.process for failure in report.failures) == [0, 2, 3]
+    dead = {failure.process for failure in report.failures}
+    assert {0, 2} < dead <= {0, 2, 3, 4}, "one of the spares that took over died in the same task"
 
 
 def test_ignore_goes_on_at_once_and_applies_every_round() -> None:
@@ -126,11 +132,11 @@ def test_ignore_goes_on_at_once_and_applies_every_round() -> None:
 
 def test_a_process_that_hangs_is_declared_dead(undisturbed: torch.Tensor) -> None:
     crash = Crash(process=1, round=1, phase=TaskPhase.BETWEEN_SHARDS, death=Death.STOP)
-    parameters, report = run(on_phase=Crashes([crash]), restarts=0, heartbeat_s=1.5)
+    parameters, report = run(on_phase=Crashes([crash]), restarts=0, heartbeat_s=4.0)
     assert torch.equal(parameters, undisturbed)
     (failure,) = report.failures
     assert (failure.process, failure.how) == (1, "hung")
-    assert 1.5 <= failure.silent_s < 3.0
+    assert 4.0 <= failure.silent_s < 30.0
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -139,7 +145,7 @@ def test_a_replica_survives_its_server(how: signal.Signals, undisturbed: torch.T
         if runtime.version == 2:
             os.kill(runtime.pids()["server 0"], how)
 
-    parameters, report = run(replicas=2, on_round=kill, heartbeat_s=1.5, spares=0)
+    parameters, report = run(replicas=2, on_round=kill, heartbeat_s=4.0, spares=0)
     assert torch.equal(parameters, undisturbed)
     assert [failure.who for failure in report.failures] == ["server 0"]
 
@@ -162,14 +168,17 @@ def test_a_server_without_a_replica_ends_the_run() -> None:
 
 
 def test_resume_goes_on_to_the_same_bits(undisturbed: torch.Tensor, tmp_path: Path) -> None:
+    task: dict[str, Any] = {"model_fn": model_fn, "loss_fn": loss_fn, "dataset": (X, Y), "pool": SETTINGS["pool"]}
     run(rounds=3, directory=tmp_path, save_every=1, spares=0)
-    with pytest.raises(InputError, match="its batch_size is 30, here it is 10"):
-        run(directory=tmp_path, resume=True, batch_size=10)
+    with pytest.raises(InputError, match="its samples is 96, here it is 90"):
+        resume(tmp_path, **task | {"dataset": (X[:90], Y[:90])})
+    with pytest.raises(InputError, match="holds the checkpoints of another run"):
+        run(directory=tmp_path, save_every=1)
     damaged = tmp_path / "version-00000003" / "manifest.json"
     damaged.write_text("{")
     with pytest.warns(UserWarning, match="version-00000003 is damaged.*version 2 is used"):
-        parameters, report = run(directory=tmp_path, resume=True, spares=0)
-    assert torch.equal(parameters, undisturbed)
+        model, report = resume(tmp_path, rounds=ROUNDS, **task)
+    assert torch.equal(flat(model), undisturbed)
     assert (report.start, report.rounds) == (2, ROUNDS)
 
 
@@ -240,7 +249,7 @@ print("left:", new, [name for name in os.listdir("/tmp") if name == f"tatami-{os
 
 
 def test_nothing_is_left_behind() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=280, check=False)
     assert done.stdout.strip() == "left: [] []", done.stderr
     mine = subprocess.run(["ps", "-eo", "ppid,args"], capture_output=True, text=True, check=True).stdout
     assert not [line for line in mine.splitlines() if line.split()[0] == "1" and "raylet" in line]

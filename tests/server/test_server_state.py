@@ -63,7 +63,7 @@ def test_ignore_closes_the_round_with_what_it_has() -> None:
 def test_checkpoint_takes_everybody_back() -> None:
     coordinator = begun(Checkpoint())
     (read,) = coordinator.handle(ev.ProcessDied(at_s=1, process=1))
-    assert read == act.ReadCheckpoint(ticket=2, version=0, attempt=1)
+    assert read == act.ReadCheckpoint(ticket=2, version=0, attempt=1, servers=(0,))
     tasks = coordinator.handle(ev.CheckpointRead(at_s=2, ticket=2, version=0, clocks=((0, 0), (1, 0))))
     assert [(each.worker, each.process, each.attempt) for each in tasks if isinstance(each, act.SendTask)] == [
         (0, 0, 1),

@@ -88,7 +88,7 @@ class ChaosMachine(RuleBasedStateMachine):
         self.world.tell(ev.UpdateRejected(at_s=self.world.time_s, reason="the loss is nan", **names))
         self.excused.add("rejected")
 
-    @rule(bad=st.sets(st.sampled_from(["spare", "disk", "read"])))
+    @rule(bad=st.sets(st.sampled_from(["spare", "server", "disk", "read"])))
     def things_fail(self, bad: set[str]) -> None:
         self.world.fails = lambda what: what in bad
 

@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tatami.cli.server_live import RunDisplay
 from tatami.cli.terminal import show, show_json
 from tatami.errors import InputError
 from tatami.report import blank, check_path, save
-from tatami.report.bar import progress_for
 from tatami.report.tables import Table
 from tatami.units import format_duration
 
 if TYPE_CHECKING:
-    from tatami.server import RunReport, Runtime
+    from torch import nn
+
+    from tatami.server import RunReport
+    from tatami.server.consistency import AbstractConsistency
     from tatami.server.recovery import AbstractRecovery
 
 EPILOG = """
@@ -27,6 +30,8 @@ EPILOG = """
 tatami server train script.py --workers 4 --servers 2 --rounds 200
 
 tatami server train script.py --recovery checkpoint --every daly --directory run1
+
+tatami server resume run1
 
 tatami server report run.json --plot timeline.png
 """
@@ -44,6 +49,33 @@ class Recovery(StrEnum):
     IGNORE = "ignore"
 
 
+class Consistency(StrEnum):
+    """The names of the rules."""
+
+    BSP = "bsp"
+    SSP = "ssp"
+    ASP = "asp"
+    BACKUP = "backup"
+
+
+class Optimizer(StrEnum):
+    """What runs on the servers."""
+
+    SGD = "sgd"
+    ADAM = "adam"
+
+
+Address = Annotated[str | None, typer.Option(help="Of a Ray cluster; this machine if left out.", show_default=False)]
+ReportFile = Annotated[
+    Path | None, typer.Option(help="Keep what happened in this file, however the run ends.", show_default=False)
+]
+Log = Annotated[Path | None, typer.Option(help="A JSON line for each round and failure.", show_default=False)]
+Board = Annotated[Path | None, typer.Option(metavar="DIR", help="Curves for TensorBoard.", show_default=False)]
+Output = Annotated[Path | None, typer.Option(help="Keep the weights (safetensors).", show_default=False)]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite these files.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
+
+
 @server.command()
 def train(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT.PY", help="Defines model_fn, loss_fn and dataset.")],
@@ -53,46 +85,44 @@ def train(
     servers: Annotated[int, typer.Option(min=1, help="Processes that hold the parameters.")] = 2,
     spares: Annotated[int, typer.Option(min=0, help="Processes that stand by.")] = 1,
     replicas: Annotated[int, typer.Option(min=1, help="Servers that hold each parameter.")] = 1,
+    min_workers: Annotated[int, typer.Option(min=1, help="With fewer the run stops.")] = 1,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of a round.")] = 256,
-    lr: Annotated[float, typer.Option(help="Learning rate of SGD.")] = 0.1,
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="CLUSTER.TOML", help="Speeds of the workers, for unequal shares.", show_default=False)
+    ] = None,
+    optimizer: Annotated[Optimizer, typer.Option(help="Runs on the servers.")] = Optimizer.SGD,
+    lr: Annotated[float | None, typer.Option(help="Learning rate; 0.1 for SGD, 0.001 for Adam.", show_default=False)] = None,
     momentum: Annotated[float, typer.Option(help="Of SGD.")] = 0.0,
+    clip_norm: Annotated[float | None, typer.Option(help="The longest gradient.", show_default=False)] = None,
     recovery: Annotated[Recovery, typer.Option(help="What is done about a dead worker.")] = Recovery.FROM_SERVERS,
     every: Annotated[str, typer.Option(metavar="N|daly", help="Rounds between checkpoints, for --recovery checkpoint.")] = "1",
+    consistency: Annotated[Consistency, typer.Option(help="How far workers may drift apart.")] = Consistency.BSP,
+    staleness: Annotated[int, typer.Option(min=0, help="Rounds ahead of the slowest, for ssp.")] = 1,
+    backups: Annotated[int, typer.Option(min=1, help="Updates of a round that are not waited for, for backup.")] = 1,
     heartbeat: Annotated[float, typer.Option(help="Seconds of silence after which a process is dead.")] = 2.0,
     directory: Annotated[Path | None, typer.Option(help="Where checkpoints go.", show_default=False)] = None,
     save_every: Annotated[
         int | None, typer.Option(min=1, help="Rounds between checkpoints to resume from.", show_default=False)
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --directory.")] = False,
     seed: Annotated[int, typer.Option(help="Of the first parameters and of the batches.")] = 0,
-    report: Annotated[Path | None, typer.Option(help="Keep what happened in this file.", show_default=False)] = None,
-    output: Annotated[Path | None, typer.Option(help="Keep the weights (safetensors).", show_default=False)] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite these files.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    address: Address = None,
+    report: ReportFile = None,
+    log: Log = None,
+    tensorboard: Board = None,
+    output: Output = None,
+    force: Force = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train what a script defines: model_fn(), loss_fn(output, target) and dataset, a pair of tensors."""
-    from tatami.outputs import refuse_to_overwrite
-    from tatami.server import SGD
+    from tatami.cluster import read_cluster
+    from tatami.server import SGD, Adam
     from tatami.server import train as run
-    from tatami.train.checkpoint import write_tensors
+    from tatami.train.records import Records
 
-    for path in (report, output):
-        if path is not None:
-            refuse_to_overwrite(path, force=force)
+    _refuse(report, output, force=force)
     task = _task(script)
-    progress = progress_for()
-    progress.start("training", total=rounds, unit="rounds")
-
-    def on_round(runtime: Runtime) -> None:
-        names = runtime.pids()
-        fields = {
-            "workers": str(sum("worker" in name for name in names)),
-            "spares": str(sum("spare" in name for name in names)),
-            "deaths": str(len(runtime.failures)),
-        }
-        progress.advance(1, fields=fields)
-
-    try:
+    rate = lr if lr is not None else 0.1 if optimizer is Optimizer.SGD else 0.001
+    with Records(log, tensorboard=tensorboard, force=force) as records, RunDisplay() as display:
         model, outcome = run(
             task["model_fn"],
             task["loss_fn"],
@@ -102,22 +132,66 @@ def train(
             servers=servers,
             spares=spares,
             replicas=replicas,
+            min_workers=min_workers,
             batch_size=batch_size,
-            optimizer=SGD(lr=lr, momentum=momentum),
+            optimizer=SGD(lr=rate, momentum=momentum) if optimizer is Optimizer.SGD else Adam(lr=rate),
+            clip_norm=clip_norm,
             recovery=_recovery(recovery, every),
+            consistency=_consistency(consistency, staleness=staleness, backups=backups),
+            speeds=() if cluster is None else read_cluster(cluster),
             heartbeat_s=heartbeat,
             directory=directory,
             save_every=save_every,
-            resume=resume,
             seed=seed,
-            on_round=on_round,
+            address=address,
+            report=report,
+            records=records,
+            on_round=display.on_round,
+            script=str(script.resolve()),
         )
-    finally:
-        progress.finish()
-    if report is not None:
-        outcome.save(report, force=force)
-    if output is not None:
-        write_tensors(output, model.state_dict(), force=force)
+    _keep(model, output, force=force)
+    _tell(outcome, as_json=as_json)
+
+
+@server.command()
+def resume(
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="What `tatami server train --directory` was given.")],
+    *,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Of the whole run; as it began if left out.")] = None,
+    script: Annotated[
+        Path | None, typer.Option(help="Defines model_fn, loss_fn and dataset, if the script has moved.", show_default=False)
+    ] = None,
+    address: Address = None,
+    report: ReportFile = None,
+    log: Log = None,
+    tensorboard: Board = None,
+    output: Output = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Go on with a run whose process died or was stopped, from its last whole checkpoint."""
+    from tatami.server import resume as go_on
+    from tatami.server.run_settings import RunSettings
+    from tatami.train.records import Records
+
+    _refuse(report, output, force=force)
+    settings = RunSettings.read(directory)
+    if script is None and settings.script is None:
+        raise InputError(f"the run in {directory} was not started by the command line; name its script with --script")
+    task = _task(script or Path(str(settings.script)))
+    with Records(log, tensorboard=tensorboard, force=force) as records, RunDisplay() as display:
+        model, outcome = go_on(
+            directory,
+            model_fn=task["model_fn"],
+            loss_fn=task["loss_fn"],
+            dataset=task["dataset"],
+            rounds=rounds,
+            address=address,
+            report=report,
+            records=records,
+            on_round=display.on_round,
+        )
+    _keep(model, output, force=force)
     _tell(outcome, as_json=as_json)
 
 
@@ -156,6 +230,35 @@ def _task(script: Path) -> dict[str, Any]:
     if missing:
         raise InputError(f"{script} must define model_fn, loss_fn and dataset; it lacks {', '.join(missing)}")
     return names
+
+
+def _refuse(*paths: Path | None, force: bool) -> None:
+    from tatami.outputs import refuse_to_overwrite
+
+    for path in paths:
+        if path is not None:
+            refuse_to_overwrite(path, force=force)
+
+
+def _keep(model: nn.Module, output: Path | None, *, force: bool) -> None:
+    from tatami.train.checkpoint import write_tensors
+
+    if output is not None:
+        write_tensors(output, model.state_dict(), force=force)
+
+
+def _consistency(name: Consistency, *, staleness: int, backups: int) -> AbstractConsistency:
+    from tatami.server import ASP, BSP, SSP, Backup
+
+    match name:
+        case Consistency.SSP:
+            return SSP(staleness=staleness)
+        case Consistency.ASP:
+            return ASP()
+        case Consistency.BACKUP:
+            return Backup(workers=backups)
+        case Consistency.BSP:
+            return BSP()
 
 
 def _recovery(name: Recovery, every: str) -> AbstractRecovery:

@@ -9,9 +9,10 @@ from tatami.server.recovery import Checkpoint, FromServers, Ignore
 if TYPE_CHECKING:
     from tatami.server.optimizers import SGD, Adam
     from tatami.server.phases import TaskPhase
+    from tatami.server.pool import Pool
     from tatami.server.report import Failure, RunReport
     from tatami.server.runtime import Runtime
-    from tatami.server.train import train
+    from tatami.server.train import resume, train
 
 __all__ = [
     "ASP",
@@ -24,9 +25,11 @@ __all__ = [
     "Failure",
     "FromServers",
     "Ignore",
+    "Pool",
     "RunReport",
     "Runtime",
     "TaskPhase",
+    "resume",
     "train",
 ]
 
@@ -35,9 +38,11 @@ _HOMES = {
     "SGD": "tatami.server.optimizers",
     "Adam": "tatami.server.optimizers",
     "Failure": "tatami.server.report",
+    "Pool": "tatami.server.pool",
     "RunReport": "tatami.server.report",
     "Runtime": "tatami.server.runtime",
     "TaskPhase": "tatami.server.phases",
+    "resume": "tatami.server.train",
     "train": "tatami.server.train",
 }
 

@@ -31,6 +31,7 @@ class SendTask:
     Attributes:
         members: the workers among which the round's batch is divided, in order.
         redone: somebody had begun this task and died.
+        servers: that take part: each shard goes to those of its holders that are among them.
     """
 
     worker: int
@@ -40,6 +41,7 @@ class SendTask:
     version: int
     members: tuple[int, ...]
     redone: bool
+    servers: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,22 @@ class ApplyShard:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CopyShard:
+    """Copy the state of a shard from server `source` to `server`, which is new; its `ShardCopied` must follow.
+
+    Attributes:
+        clocks: of each worker: pushes for earlier rounds are to be refused there, too.
+    """
+
+    ticket: int
+    shard: int
+    source: int
+    server: int
+    attempt: int
+    clocks: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class WriteCheckpoint:
     """Put the state of all shards on disk; `CheckpointWritten` or `CheckpointFailed` must follow."""
 
@@ -110,11 +128,12 @@ class WriteCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadCheckpoint:
-    """Bring all servers back to the checkpoint of `version`, without any push of earlier attempts; `CheckpointRead` follows."""
+    """Bring `servers` to the checkpoint of `version`, without any push of earlier attempts; `CheckpointRead` follows."""
 
     ticket: int
     version: int
     attempt: int
+    servers: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +182,7 @@ Action = (
     | DeclareServerDead
     | SumShard
     | ApplyShard
+    | CopyShard
     | WriteCheckpoint
     | ReadCheckpoint
     | Retire

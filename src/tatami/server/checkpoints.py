@@ -48,6 +48,11 @@ def check_directory(directory: Path) -> None:
         raise InputError(f"checkpoints cannot be written to {directory}: {error.strerror or error}") from error
 
 
+def versions(directory: Path) -> tuple[int, ...]:
+    """Those of which there is a checkpoint, whole or not, the oldest first."""
+    return tuple(int(folder.name.removeprefix("version-")) for folder in _folders(directory))
+
+
 def write(directory: Path, snapshots: Sequence[Mapping[str, Vector]], *, saved: Saved, terms: Mapping[str, Any]) -> Path:
     """Write a checkpoint in one step, and remove all but the newest two.
 
@@ -115,7 +120,7 @@ def _read(folder: Path, *, problems: tuple[str, ...]) -> Stored:
 
 
 def _folders(directory: Path) -> list[Path]:
-    return sorted(directory.glob("version-*"))
+    return sorted(each for each in directory.glob("version-*") if each.name.removeprefix("version-").isdecimal())
 
 
 def _checksum(file: Path) -> str:

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tatami.errors import InputError, MissingExtraError
+from tatami.errors import InputError, MissingExtraError, TrainingError
 
 LOOPBACK = "127.0.0.1"
+_STARTS = 3
 
 
 def require_ray() -> Any:
@@ -46,6 +47,7 @@ def engine(*, address: str | None = None, store_bytes: int | None = None) -> Ite
     Raises:
         MissingExtraError: Ray is not installed.
         InputError: the cluster cannot be reached, or is of another version of Ray or Python.
+        TrainingError: Ray does not start here.
     """
     ray = require_ray()
     if ray.is_initialized():
@@ -65,6 +67,18 @@ def engine(*, address: str | None = None, store_bytes: int | None = None) -> Ite
     folder = Path(tempfile.mkdtemp(prefix="tatami-", dir="/tmp" if Path("/tmp").is_dir() else None))
     try:
         with _environment(ray):
+            _start(ray, folder=folder, store_bytes=store_bytes)
+        with _quiet():
+            yield ray
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(ray: Any, *, folder: Path, store_bytes: int | None) -> None:
+    """Start Ray here, again if it fails: on a machine that is busy with other things its own limit of 30 s is too short."""
+    for attempt in range(_STARTS):
+        try:
             ray.init(
                 num_cpus=1,
                 num_gpus=0,
@@ -75,11 +89,12 @@ def engine(*, address: str | None = None, store_bytes: int | None = None) -> Ite
                 _node_ip_address=LOOPBACK,
                 _temp_dir=str(folder),
             )
-        with _quiet():
-            yield ray
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+        except Exception as error:
+            ray.shutdown()
+            if attempt == _STARTS - 1:
+                raise TrainingError(f"Ray did not start, {_STARTS} times: {error}") from error
+        else:
+            return
 
 
 @contextmanager

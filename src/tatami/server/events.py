@@ -67,6 +67,15 @@ class ShardApplied(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShardCopied(Event):
+    """A new server holds a copy of a shard."""
+
+    ticket: int
+    shard: int
+    server: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointWritten(Event):
     """A checkpoint is on disk, whole."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 
 from tatami.errors import InputError, ModelError
 from tatami.server.optimizers import Vector
+from tatami.server.pieces import views
 
 ModelFn = Callable[[], nn.Module]
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -53,7 +54,7 @@ class Course:
         """The indices `(samples_here,)` that `worker` has in this round, if `members` divide it by their speeds."""
         per_epoch = -(-self.samples // self.batch_size)
         epoch, batch = divmod(round_, per_epoch)
-        order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(self.seed + epoch))
+        order = _order(self.samples, self.seed + epoch)
         indices = order[batch * self.batch_size : (batch + 1) * self.batch_size]
         speeds = [self.speeds[member] if member < len(self.speeds) else 1.0 for member in members]
         place = list(members).index(worker)
@@ -66,8 +67,14 @@ class Course:
         return int.from_bytes(digest[:7], "little")
 
 
+@lru_cache(maxsize=2)
+def _order(samples: int, seed: int) -> torch.Tensor:
+    """Of an epoch, (samples,); its rounds ask for it one after the other."""
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
+
+
 class Learner:
-    """A model whose parameters come and whose gradients go as flat vectors.
+    """A model whose parameters come and whose gradients go as vectors in pieces.
 
     Raises:
         ModelError: a model without parameters, with parameters of several dtypes, or with batch statistics.
@@ -87,23 +94,31 @@ class Learner:
         return flatten([parameter.detach() for parameter in self._parameters])
 
     def load(self, parts: Sequence[Vector]) -> None:
-        """Take the parameters from the shards, given in order."""
-        flat = torch.from_numpy(np.concatenate(parts))
+        """Take the parameters from the shards, given in order: one copy, straight into the model."""
         start = 0
         with torch.no_grad():
             for parameter in self._parameters:
-                parameter.copy_(flat[start : start + parameter.numel()].view_as(parameter))
-                start += parameter.numel()
+                target = parameter.detach()
+                flat = target.view(-1) if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype)
+                array, filled = flat.numpy(), 0
+                for part in views(parts, start=start, stop=start + len(array)):
+                    np.copyto(array[filled : filled + len(part)], part)
+                    filled += len(part)
+                if not target.is_contiguous():
+                    target.copy_(flat.view_as(target))
+                start += len(array)
 
-    def gradient(self, *, round_: int, worker: int, members: Sequence[int]) -> tuple[Vector, float, int]:
-        """The gradient `(elements,)` of the mean loss over the worker's share; that loss; and how many samples it has.
+    def gradient(self, *, round_: int, worker: int, members: Sequence[int]) -> tuple[list[Vector], float, int]:
+        """The gradient of the mean loss over the worker's share; that loss; and how many samples it has.
+
+        The gradient is one vector `(elements,)` for each parameter, and shares memory with the model's until the next call.
 
         Raises:
             InputError: the loss is not a scalar.
         """
         indices = self._course.share(round_=round_, worker=worker, members=members)
         if not len(indices):
-            return np.zeros_like(self.parameters), 0.0, 0
+            return [np.zeros_like(each.detach().reshape(-1).numpy()) for each in self._parameters], 0.0, 0
         x, y = fetch(self._data, indices)
         torch.manual_seed(self._course.task_seed(round_=round_, worker=worker))
         self.model.zero_grad(set_to_none=True)
@@ -113,7 +128,7 @@ class Learner:
             raise InputError(f"loss_fn must return a scalar tensor, the mean over the samples; it returned {what}")
         loss.sum().backward()  # type: ignore[no-untyped-call]
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self._parameters]
-        return flatten(gradients), float(loss), len(indices)
+        return [each.reshape(-1).numpy() for each in gradients], float(loss), len(indices)
 
 
 def fetch(data: Data, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,9 +166,3 @@ def flatten(tensors: Sequence[torch.Tensor]) -> Vector:
     """One vector `(elements,)` of all tensors."""
     vector: Vector = torch.cat([tensor.reshape(-1) for tensor in tensors]).numpy()
     return vector
-
-
-def cut(size: int, *, shards: int) -> list[slice]:
-    """Stretches of a vector of `size` elements, as long as each other up to one element: a big tensor is divided."""
-    bounds = [size * shard // shards for shard in range(shards + 1)]
-    return [slice(start, stop) for start, stop in pairwise(bounds)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -28,17 +29,36 @@ class Place:
         pushed_by: whose update of the open round is whole; a spare may have taken the place since.
         sent: somebody was sent the task of the open round.
         leaving: it ends after the open round.
+        counts: of all places of the run by status, kept here so that nobody has to go through ten thousand of them.
     """
 
     worker: int
     process: int | None
     clock: int = 0
-    status: Status = Status.IDLE
     members: tuple[int, ...] = ()
     received: set[tuple[int, int]] = field(default_factory=set)
     pushed_by: int | None = None
     sent: bool = False
     leaving: bool = False
+    counts: Counter[Status] = field(default_factory=Counter, repr=False)
+    _status: Status = Status.IDLE
+
+    def __post_init__(self) -> None:
+        self.counts[self._status] += 1
+
+    @property
+    def status(self) -> Status:
+        return self._status
+
+    @status.setter
+    def status(self, value: Status) -> None:
+        self.counts[self._status] -= 1
+        self.counts[value] += 1
+        self._status = value
+
+    def vanish(self) -> None:
+        """The place is gone from the run."""
+        self.counts[self._status] -= 1
 
     def reset(self, clock: int) -> None:
         """Be at the beginning of round `clock`."""

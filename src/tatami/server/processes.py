@@ -1,11 +1,46 @@
-"""Operating-system processes of this machine, by their id."""
+"""Operating-system processes, by machine and id."""
 
 from __future__ import annotations
 
 import os
 import signal
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Who a process is.
+
+    Attributes:
+        node: of Ray; several may be on one machine.
+        machine: the same for processes that see each other's ids.
+        model: signature of the model that it has built; "" of a server.
+    """
+
+    pid: int
+    node: str
+    machine: str
+    model: str = ""
+
+
+def identity(*, model: str = "") -> Identity:
+    """Of this process, which must be one of Ray's."""
+    import ray
+
+    return Identity(pid=os.getpid(), node=ray.get_runtime_context().get_node_id(), machine=machine(), model=model)
+
+
+@lru_cache(maxsize=1)
+def machine() -> str:
+    """Tells machines apart, and containers on one machine."""
+    boot, space = "", ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        space = os.readlink("/proc/self/ns/pid")
+    return f"{os.uname().nodename}/{boot}/{space}"
 
 
 def kill(pid: int) -> None:

@@ -37,6 +37,32 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """How a run stands.
+
+    Attributes:
+        round: rounds done by the slowest worker.
+        rounds: of the whole run.
+        commits_per_s: over the last twenty; in lockstep a commit is a round.
+        workers: places that somebody holds.
+        spares: that stand by.
+        servers: that hold all their shards.
+        lost_s: to all failures so far.
+        loss: of the last round; None before the first.
+    """
+
+    round: int
+    rounds: int
+    commits_per_s: float
+    workers: int
+    spares: int
+    servers: int
+    deaths: int
+    lost_s: float
+    loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunReport:
     """A run from its first round to its end.
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,39 +11,26 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from tatami.clock import Clock
-from tatami.errors import CheckpointError, InputError, ModelError, NotFiniteError, TrainingError
+from tatami.errors import CheckpointError, ModelError, NotFiniteError, TrainingError
 from tatami.server import actions as act
-from tatami.server import checkpoints
 from tatami.server import events as ev
-from tatami.server.actors import Job, Outcome, ServerProcess, WorkerProcess
-from tatami.server.learner import cut
+from tatami.server.calls import Calls
+from tatami.server.crew import BOOT_TIMEOUT_S, Crew, Member, alive_nodes
 from tatami.server.optimizers import AbstractOptimizer, Vector
-from tatami.server.processes import is_running, kill
-from tatami.server.report import Failure, RunReport, with_costs
-from tatami.server.saving import Saved
+from tatami.server.pieces import cut
+from tatami.server.placement import partners
+from tatami.server.pool import Pool
+from tatami.server.report import Failure, RunReport, RunStatus, with_costs
+from tatami.server.server_process import ServerProcess
 from tatami.server.state import Coordinator
 from tatami.server.steps import Phase
+from tatami.server.storage import Published, Storage
+from tatami.server.worker_process import Job, Outcome, WorkerProcess, packed
+from tatami.train.records import Records
 
 _TICK_S = 0.05
-_END_S = 2.0
-"""Processes that do not end within it, as they hang, are killed."""
-BOOT_TIMEOUT_S = 60.0
-
-Handler = Callable[[Any], None]
-
-
-@dataclass(kw_only=True)
-class Member:
-    """A process of the run: its actor, and when it last gave a sign of life."""
-
-    actor: Any
-    pid: int = 0
-    node: str = ""
-    seen_s: float = 0.0
-    ready: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,28 +66,54 @@ class Runtime:
         data: Any,
         terms: Terms,
         clock: Clock,
+        pool: Pool | None = None,
+        records: Records | None = None,
         on_round: Callable[[Runtime], None] | None = None,
     ) -> None:
         self.coordinator = coordinator
         self.protocol = job.protocol
         self._terms = terms
         self._clock = clock
+        self._records = records or Records()
         self._on_round = on_round
-        self._pickled_job, self._data = ray.put(pickled_job), ray.put(data)
-        self._workers: dict[int, Member] = {}
-        self._servers: dict[int, Member] = {}
-        self._pending: dict[Any, tuple[Handler, Handler]] = {}
-        self._published: dict[int, dict[int, Any]] = {shard: {} for shard in range(self.protocol.shards)}
+        self._pickled_job, self._data = ray.put(pickled_job), ray.put(packed(data))
+        self._began_s = self._zero_s = clock.now_s()
+        self._looked_s = 0.0
+        self._calls = Calls()
+        self._workers, self._servers = (
+            Crew(
+                process,
+                calls=self._calls,
+                now_s=self._now_s,
+                heartbeat_s=terms.heartbeat_s,
+                pool=pool,
+                on_up=up,
+                on_gone=gone,
+            )
+            for process, up, gone in (
+                (WorkerProcess, self._worker_up, self._worker_gone),
+                (ServerProcess, self._server_up, self._server_gone),
+            )
+        )
+        self._published: Published = {shard: {} for shard in range(self.protocol.shards)}
+        self._storage = Storage(
+            self.protocol,
+            servers=self._servers,
+            calls=self._calls,
+            published=self._published,
+            directory=terms.directory,
+            facts=terms.facts,
+            now_s=self._now_s,
+            tell=self._tell,
+            warn=self._warn,
+        )
         self._results: dict[tuple[int, int], Outcome] = {}
         self._losses: dict[int, float] = {}
         self._reached: list[float] = []
         self._failures: list[Failure] = []
         self._warnings: list[str] = []
-        self._result: Vector | None = None
         self._end: act.Finish | act.Stop | None = None
-        self._began_s = clock.now_s()
-        self._zero_s = self._began_s
-        self._stretches = cut(len(terms.first), shards=self.protocol.shards)
+        self._start_version = coordinator.version
 
     # -- control --------------------------------------------------------------------------------------------------
 
@@ -118,9 +129,44 @@ class Runtime:
 
     def pids(self) -> dict[str, int]:
         """Process ids by name: "worker 0", "spare 4", "server 1"."""
-        names = {process: f"worker {worker}" for worker, process in self._holders().items()}
-        workers = {names.get(number, f"spare {number}"): each.pid for number, each in self._workers.items() if each.ready}
-        return workers | {f"server {number}": each.pid for number, each in self._servers.items() if each.ready}
+        return {name: member.pid for name, member in self._named().items()}
+
+    def nodes(self) -> dict[str, str]:
+        """Ray's nodes, by the same names."""
+        return {name: member.node for name, member in self._named().items()}
+
+    def status(self) -> RunStatus:
+        """How it stands."""
+        report = self.report()
+        recent = report.reached_s[-20:]
+        span_s = recent[-1] - recent[0] if len(recent) > 1 else 0.0
+        return RunStatus(
+            round=min((clock for _, clock in self.coordinator.clocks), default=0),
+            rounds=self.protocol.rounds,
+            commits_per_s=(len(recent) - 1) / span_s if span_s > 0 else 0.0,
+            workers=len(self._holders()),
+            spares=self.coordinator.num_spares,
+            servers=len(self.coordinator.servers),
+            deaths=len(report.failures),
+            lost_s=sum(failure.lost_s or 0.0 for failure in report.failures),
+            loss=report.losses[-1] if report.losses else None,
+        )
+
+    def report(self) -> RunReport:
+        """What has happened so far."""
+        start = self._start_version
+        return with_costs(
+            RunReport(
+                recovery=self.protocol.recovery.name,
+                start=start,
+                reached_s=tuple(self._reached),
+                losses=tuple(self._losses[version] for version in sorted(self._losses) if version > start),
+                failures=tuple(self._failures),
+                warnings=tuple(self._warnings),
+                workers=len(self.coordinator.places),
+                startup_s=self._zero_s - self._began_s,
+            )
+        )
 
     def add_worker(self) -> None:
         """Have one worker more, from the round after its process is up."""
@@ -144,11 +190,14 @@ class Runtime:
             while self._end is None:
                 self._wait()
         finally:
-            self._end_all()
+            self._calls.clear()
+            self._published.clear()
+            self._workers.end()
+            self._servers.end()
         if isinstance(self._end, act.Stop):
             raise self._error(self._end)
-        assert self._result is not None
-        return self._result, self._report()
+        assert self._storage.result is not None
+        return self._storage.result, self.report()
 
     def _start(self) -> None:
         for server in range(self.protocol.servers):
@@ -156,57 +205,56 @@ class Runtime:
         for process in range(self.protocol.workers):
             self._start_worker(process)
         limit_s = self._now_s() + BOOT_TIMEOUT_S
-        while not all(member.ready for member in [*self._servers.values(), *self._workers.values()]):
-            if len(self._workers) < self.protocol.workers or len(self._servers) < self.protocol.servers:
+        crews = (self._workers, self._servers)
+        while not all(member.is_ready for crew in crews for member in crew.members.values()):
+            if len(self._workers.members) < self.protocol.workers or len(self._servers.members) < self.protocol.servers:
                 raise TrainingError("a process ended before the first round; is there enough memory?")
             if self._now_s() > limit_s:
                 raise TrainingError(f"the processes were not up after {BOOT_TIMEOUT_S:.0f} s; does Ray have room for them?")
             self._wait()
         for shard in range(self.protocol.shards):
             for server in self.protocol.holders(shard):
-                self._published[shard][server] = ray.get(self._servers[server].actor.parameters.remote(shard))[0]
+                self._published[shard][server] = ray.get(self._servers.get(server).parameters.remote(shard))[0]
+        if self.protocol.replicas > 1:
+            self._see_whether_apart()
         self._zero_s = self._clock.now_s()
         self._reached.append(0.0)
-        for member in [*self._servers.values(), *self._workers.values()]:
-            member.seen_s = 0.0
+        for crew in crews:
+            crew.restart_clocks()
         self._tell(ev.Started(at_s=0.0))
 
     def _wait(self) -> None:
-        ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=_TICK_S)
-        if ready:
-            ready, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
-        for reference in ready:
-            done, failed = self._pending.pop(reference, (None, None))
-            if done is None or failed is None or self._end is not None:
-                continue
-            try:
-                value = ray.get(reference)
-            except (RayActorError, ObjectLostError) as error:
-                failed(error)
-            except RayTaskError as error:
-                raise self._users_error(error) from error
-            else:
-                done(value)
-        self._look_for_silence()
+        self._calls.wait(timeout_s=_TICK_S, is_over=lambda: self._end is not None)
+        # If this process itself was away, in `on_round` or without a core, signs of life still wait to be taken note of.
+        was_here = self._now_s() - self._looked_s < self._terms.heartbeat_s / 4
+        self._looked_s = self._now_s()
+        for crew in (self._workers, self._servers):
+            if was_here and self._end is None:
+                crew.look_for_silence()
 
     def _tell(self, event: ev.Event) -> None:
         before = self.coordinator.version
         for action in self.coordinator.handle(event):
             self._carry_out(action)
-        if self.coordinator.version > before and len(self._reached) <= self.coordinator.version - self._start_version:
+        version = self.coordinator.version
+        if version > before and len(self._reached) <= version - self._start_version:
             self._reached.append(self._now_s())
+            status = {"loss": self._losses[version], "at_s": self._reached[-1], "workers": len(self._holders())}
+            self._records.write("round", iteration=version, values=status)
             if self._on_round is not None:
                 self._on_round(self)
 
     def _now_s(self) -> float:
         return self._clock.now_s() - self._zero_s
 
-    @property
-    def _start_version(self) -> int:
-        return int(self._terms.facts.get("start", 0))
-
     def _holders(self) -> dict[int, int]:
         return {worker: place.process for worker, place in self.coordinator.places.items() if place.process is not None}
+
+    def _named(self) -> dict[str, Member]:
+        names = {process: f"worker {worker}" for worker, process in self._holders().items()}
+        workers = {names.get(number, f"spare {number}"): member for number, member in self._workers.members.items()}
+        servers = {f"server {number}": member for number, member in self._servers.members.items()}
+        return {name: member for name, member in (workers | servers).items() if member.is_ready}
 
     # -- actions --------------------------------------------------------------------------------------------------
 
@@ -219,48 +267,56 @@ class Runtime:
             case act.StartServer():
                 self._start_server(action.server)
             case act.DeclareDead() | act.Retire():
-                self._kill(self._workers.pop(action.process, None))
+                self._workers.kill(action.process)
             case act.DeclareServerDead():
-                self._kill(self._servers.pop(action.server, None))
+                self._servers.kill(action.server)
             case act.SumShard():
-                self._call(self._servers.get(action.server), "sum", action, done=partial(self._summed, action))
+                if (server := self._servers.get(action.server)) is not None:
+                    self._calls.add(server.sum.remote(action), done=partial(self._summed, action))
             case act.ApplyShard():
                 self._note_loss(action)
-                self._call(self._servers.get(action.server), "apply", action, done=partial(self._applied, action))
+                if (server := self._servers.get(action.server)) is not None:
+                    self._calls.add(server.apply.remote(action), done=partial(self._applied, action))
+            case act.CopyShard():
+                self._storage.copy(action)
             case act.WriteCheckpoint():
-                self._write(action)
+                self._storage.write(action)
             case act.ReadCheckpoint():
-                self._read(action)
+                self._storage.read(action)
             case act.FetchResult():
-                self._fetch(action)
+                self._storage.fetch(action)
             case act.Warn():
                 self._warn(action.message)
             case act.Finish() | act.Stop():
                 self._end = action
 
-    def _call(self, member: Member | None, method: str, *arguments: Any, done: Handler, **named: Any) -> None:
-        """Call an actor; nothing follows where it is gone, since its watch tells of that."""
-        if member is not None:
-            reference = getattr(member.actor, method).remote(*arguments, **named)
-            self._pending[reference] = (done, lambda _: None)
-
     def _send(self, task: act.SendTask) -> None:
+        worker = self._workers.get(task.process)
+        if worker is None:
+            return  # its watch tells of that
         pulls = [list(self._published[shard].values()) for shard in range(self.protocol.shards)]
-        servers = {number: member.actor for number, member in self._servers.items()}
-        self._call(self._workers.get(task.process), "work", task, pulls, servers, done=partial(self._worked, task))
+        servers = {number: self._servers.get(number) for number in task.servers if number in self._servers.members}
+        self._calls.add(worker.work.remote(task, pulls, servers), done=partial(self._worked, task))
 
     def _worked(self, task: act.SendTask, outcome: Outcome) -> None:
+        if task.process not in self._workers.members:
+            return  # declared dead meanwhile
         now_s = self._now_s()
         names = {"worker": task.worker, "process": task.process, "round": task.round, "attempt": task.attempt}
-        if task.process not in self._workers:
-            return  # declared dead meanwhile
+        self._results[task.worker, task.round] = outcome
         if not outcome.pulled:
             self._tell(ev.TaskFailed(at_s=now_s, **names))
         elif not np.isfinite(outcome.loss):
             self._tell(ev.UpdateRejected(at_s=now_s, reason=f"its loss is {outcome.loss}", **names))
-        self._results[task.worker, task.round] = outcome
         for shard, server in outcome.received:
             self._tell(ev.ShardReceived(at_s=now_s, shard=shard, server=server, **names))
+        if outcome.pulled and np.isfinite(outcome.loss) and len(outcome.received) < self._num_due(task):
+            # A server has not answered. If it is dead, that has been told by now or will be; if it was slow, do it again:
+            # where the update is whole without that server, the coordinator takes no notice of this.
+            self._tell(ev.TaskFailed(at_s=now_s, **names))
+
+    def _num_due(self, task: act.SendTask) -> int:
+        return sum(server in task.servers for shard in range(self.protocol.shards) for server in self.protocol.holders(shard))
 
     def _note_loss(self, order: act.ApplyShard) -> None:
         parts = [self._results[each.worker, each.round] for each in order.contributions]
@@ -272,209 +328,93 @@ class Runtime:
         self._tell(ev.ShardSummed(at_s=self._now_s(), squared_norm=squared_norm, **where))
 
     def _applied(self, order: act.ApplyShard, published: list[Any]) -> None:
-        self._published[order.shard][order.server] = published[0]
+        if order.server in self._servers.members:
+            self._published[order.shard][order.server] = published[0]
         self._tell(ev.ShardApplied(at_s=self._now_s(), ticket=order.ticket, shard=order.shard, server=order.server))
-
-    def _gather(self, method: str, finish: Callable[[list[Any]], None]) -> None:
-        """Ask one holder of each shard; `finish` is called with all answers, or never where one is gone."""
-        answers: dict[int, Any] = {}
-
-        def take(shard: int, answer: Any) -> None:
-            answers[shard] = answer
-            if len(answers) == self.protocol.shards:
-                finish([answers[shard] for shard in sorted(answers)])
-
-        for shard in range(self.protocol.shards):
-            server = next((number for number in self.protocol.holders(shard) if number in self._servers), None)
-            if server is not None:
-                self._call(self._servers[server], method, shard, done=partial(take, shard))
-
-    def _write(self, order: act.WriteCheckpoint) -> None:
-        def finish(snapshots: list[dict[str, Vector]]) -> None:
-            if self._terms.directory is None:
-                self._tell(ev.CheckpointFailed(at_s=self._now_s(), ticket=order.ticket, reason="no directory was given"))
-                return
-            saved = Saved(version=order.version, clocks=order.clocks)
-            try:
-                checkpoints.write(self._terms.directory, snapshots, saved=saved, terms=self._terms.facts)
-            except OSError as error:
-                self._tell(ev.CheckpointFailed(at_s=self._now_s(), ticket=order.ticket, reason=str(error)))
-            else:
-                self._tell(ev.CheckpointWritten(at_s=self._now_s(), ticket=order.ticket))
-
-        self._gather("snapshot", finish)
-
-    def _read(self, order: act.ReadCheckpoint) -> None:
-        assert self._terms.directory is not None  # the first checkpoint was written there
-        stored = checkpoints.read(self._terms.directory, up_to=order.version)
-        for problem in stored.problems:
-            self._warn(f"{problem}; version {stored.saved.version} is used")
-        waiting = {(shard, server) for shard in range(self.protocol.shards) for server in self._live(shard)}
-
-        def take(shard: int, server: int, published: list[Any]) -> None:
-            self._published[shard][server] = published[0]
-            waiting.discard((shard, server))
-            if not waiting:
-                saved = stored.saved
-                self._tell(
-                    ev.CheckpointRead(at_s=self._now_s(), ticket=order.ticket, version=saved.version, clocks=saved.clocks)
-                )
-
-        for shard, server in sorted(waiting):
-            self._call(
-                self._servers[server],
-                "load",
-                shard,
-                stored.snapshots[shard],
-                attempt=order.attempt,
-                clocks=stored.saved.clocks,
-                done=partial(take, shard, server),
-            )
-
-    def _fetch(self, order: act.FetchResult) -> None:
-        parts = []
-        for shard in range(self.protocol.shards):
-            for reference in self._published[shard].values():
-                with suppress(RayActorError, ObjectLostError):
-                    parts.append(np.array(ray.get(reference)))
-                    break
-        if len(parts) == self.protocol.shards:
-            self._result = np.concatenate(parts)
-            self._tell(ev.ResultFetched(at_s=self._now_s(), ticket=order.ticket))
-
-    def _live(self, shard: int) -> list[int]:
-        return [server for server in self.protocol.holders(shard) if server in self._servers]
 
     def _warn(self, message: str) -> None:
         self._warnings.append(message)
+        self._records.write("warning", iteration=self.version, values={"message": message})
         warnings.warn(message, stacklevel=2)
 
     # -- processes ------------------------------------------------------------------------------------------------
 
     def _start_worker(self, process: int) -> None:
-        kind = _actor(WorkerProcess)
-        self._workers[process] = Member(actor=kind.remote(process, self._pickled_job, self._data), seen_s=self._now_s())
-        self._boot(self._workers, process)
+        self._workers.start(process, employ=lambda actor: actor.employ.remote(process, self._pickled_job, self._data))
+
+    def _worker_up(self, process: int, member: Member) -> None:
+        assert member.identity is not None
+        if member.identity.model != self._terms.signature:
+            raise ModelError(
+                f"model_fn gives another model in worker process {process} than here; there: {member.identity.model}; "
+                f"here: {self._terms.signature}. It must not depend on chance or on the machine"
+            )
+        if self.coordinator.phase is not Phase.STARTING:
+            self._tell(ev.SpareReady(at_s=self._now_s(), process=process))
+
+    def _worker_gone(self, process: int, member: Member, late: bool) -> None:
+        holder = next((worker for worker, held_by in self._holders().items() if held_by == process), None)
+        self._note_failure(f"spare {process}" if holder is None else f"worker {holder}", process, member, late=late)
+        event = ev.ProcessLate if late else ev.ProcessDied
+        self._tell(event(at_s=self._now_s(), process=process))
 
     def _start_server(self, server: int) -> None:
-        kind = _actor(ServerProcess)
         terms = self._terms
         numbers = [shard for shard in range(self.protocol.shards) if server in self.protocol.holders(shard)]
-        first = [terms.first[self._stretches[shard]] for shard in numbers]
-        actor = kind.remote(numbers, terms.optimizer, terms.clip_norm, terms.whole_batch, *first)
-        self._servers[server] = Member(actor=actor, seen_s=self._now_s())
-        if terms.snapshots is not None:
-            clocks = self.coordinator.clocks
-            for shard in numbers:
-                actor.load.remote(shard, terms.snapshots[shard], attempt=0, clocks=clocks)
-        self._boot(self._servers, server)
+        stretches = cut(len(terms.first), shards=self.protocol.shards)
+        first = [terms.first[stretches[shard]] for shard in numbers]
+        names = {"clip_norm": terms.clip_norm, "whole_batch": terms.whole_batch}
 
-    def _boot(self, group: dict[int, Member], number: int) -> None:
-        member = group[number]
+        def employ(actor: Any) -> Any:
+            employed = actor.employ.remote(numbers, terms.optimizer, *first, **names)
+            if terms.snapshots is not None:
+                for shard in numbers:
+                    actor.load.remote(shard, terms.snapshots[shard], attempt=0, clocks=self.coordinator.clocks)
+            return employed
 
-        def up(description: tuple[int, str, str]) -> None:
-            member.pid, member.node, model = description
-            member.ready, member.seen_s = True, self._now_s()
-            self._watch(group, number)
-            if group is self._servers:
-                if self.coordinator.phase is not Phase.STARTING:
-                    self._tell(ev.ServerReady(at_s=self._now_s(), server=number))
-                return
-            if model != self._terms.signature:
-                raise ModelError(
-                    f"model_fn gives another model in worker process {number} than here; there: {model}; "
-                    f"here: {self._terms.signature}. It must not depend on chance or on the machine"
-                )
-            if self.coordinator.phase is not Phase.STARTING:
-                self._tell(ev.SpareReady(at_s=self._now_s(), process=number))
+        self._servers.start(server, employ=employ, apart_from=partners(self.protocol, server))
 
-        self._pending[member.actor.describe.remote()] = (up, lambda _: self._gone(group, number, late=False))
-
-    def _watch(self, group: dict[int, Member], number: int) -> None:
-        """Keep one call pending: it fails within milliseconds of a death, and its delay tells of a process that hangs."""
-        member = group[number]
-        pulse = member.actor.watch.options(concurrency_group="pulse").remote(self._terms.heartbeat_s / 4)
-
-        def alive(_: Any) -> None:
-            member.seen_s = self._now_s()
-            if group.get(number) is member:
-                self._watch(group, number)
-
-        def dead(_: Any) -> None:
-            if group.get(number) is member:
-                self._gone(group, number, late=False)
-
-        self._pending[pulse] = (alive, dead)
-
-    def _look_for_silence(self) -> None:
-        for group in (self._workers, self._servers):
-            for number, member in list(group.items()):
-                limit_s = self._terms.heartbeat_s if member.ready else BOOT_TIMEOUT_S
-                if self._end is None and self._now_s() - member.seen_s > limit_s and group.get(number) is member:
-                    self._gone(group, number, late=True)
-
-    def _gone(self, group: dict[int, Member], number: int, *, late: bool) -> None:
-        now_s = self._now_s()
-        is_server = group is self._servers
-        member = group[number] if late else group.pop(number)
-        holder = next((worker for worker, process in self._holders().items() if process == number), None)
-        who = f"server {number}" if is_server else f"spare {number}" if holder is None else f"worker {holder}"
+    def _server_up(self, server: int, member: Member) -> None:  # noqa: ARG002 - as of a worker
         if self.coordinator.phase is not Phase.STARTING:
-            self._failures.append(
-                Failure(
-                    at_s=now_s,
-                    who=who,
-                    process=number,
-                    how="hung" if late else "died",
-                    silent_s=now_s - member.seen_s,
-                    round=self.coordinator.version,
-                )
-            )
-        if is_server:
-            for published in self._published.values():
-                published.pop(number, None)
-            self._tell(ev.ServerLate(at_s=now_s, server=number) if late else ev.ServerDied(at_s=now_s, server=number))
-        else:
-            self._tell(ev.ProcessLate(at_s=now_s, process=number) if late else ev.ProcessDied(at_s=now_s, process=number))
+            self._tell(ev.ServerReady(at_s=self._now_s(), server=server))
 
-    def _kill(self, member: Member | None) -> None:
-        """A stopped process hears nothing but SIGKILL, so Ray's own way comes second."""
-        if member is None:
+    def _server_gone(self, server: int, member: Member, late: bool) -> None:
+        self._note_failure(f"server {server}", server, member, late=late)
+        for published in self._published.values():
+            published.pop(server, None)
+        event = ev.ServerLate if late else ev.ServerDied
+        self._tell(event(at_s=self._now_s(), server=server))
+
+    def _note_failure(self, who: str, number: int, member: Member, *, late: bool) -> None:
+        if self.coordinator.phase is Phase.STARTING:
             return
-        if member.pid and member.node == ray.get_runtime_context().get_node_id():
-            kill(member.pid)
-        with suppress(RayActorError, ValueError):
-            ray.kill(member.actor, no_restart=True)
-
-    def _end_all(self) -> None:
-        members = [*self._workers.values(), *self._servers.values()]
-        for member in members:
-            with suppress(RayActorError, ValueError):
-                ray.kill(member.actor, no_restart=True)
-        self._workers, self._servers, self._pending, self._published = {}, {}, {}, {}
-        limit_s = time.monotonic() + _END_S
-        while any(is_running(member.pid) for member in members) and time.monotonic() < limit_s:
-            time.sleep(0.01)
-        for member in members:
-            if is_running(member.pid):
-                self._kill(member)
-
-    # -- results --------------------------------------------------------------------------------------------------
-
-    def _report(self) -> RunReport:
-        start = self._start_version
-        return with_costs(
-            RunReport(
-                recovery=self.protocol.recovery.name,
-                start=start,
-                reached_s=tuple(self._reached),
-                losses=tuple(self._losses[version] for version in sorted(self._losses) if version > start),
-                failures=tuple(self._failures),
-                warnings=tuple(self._warnings),
-                workers=len(self.coordinator.places),
-                startup_s=self._zero_s - self._began_s,
-            )
+        now_s = self._now_s()
+        failure = Failure(
+            at_s=now_s,
+            who=who,
+            process=number,
+            how="hung" if late else "died",
+            silent_s=now_s - member.seen_s,
+            round=self.coordinator.version,
         )
+        self._failures.append(failure)
+        known = {"who": who, "process": number, "how": failure.how, "at_s": now_s, "silent_s": failure.silent_s}
+        self._records.write("failure", iteration=self.version, values=known)
+
+    def _see_whether_apart(self) -> None:
+        """Say where the death of one node would take all copies of a shard along, though there are other nodes."""
+        nodes = {number: member.node for number, member in self._servers.members.items()}
+        num_nodes = len(alive_nodes())
+        if num_nodes < 2:
+            return
+        for shard in range(self.protocol.shards):
+            holders = self.protocol.holders(shard)
+            if len({nodes[server] for server in holders}) == 1:
+                names = " and ".join(f"server {server}" for server in holders)
+                self._warn(
+                    f"all copies of shard {shard} ({names}) are on one of the {num_nodes} nodes; "
+                    f"with {self.protocol.servers} servers they cannot all be apart: take a multiple of the number of nodes"
+                )
 
     def _error(self, stop: act.Stop) -> Exception:
         saved = f" The state of version {self.version} is saved in {self._terms.directory}." if stop.saved else ""
@@ -486,15 +426,3 @@ class Runtime:
         if stop.cause is act.Cause.CHECKPOINT:
             return CheckpointError(message)
         return TrainingError(message)
-
-    def _users_error(self, error: RayTaskError) -> Exception:
-        cause = error.cause
-        if isinstance(cause, InputError):
-            return type(cause)(str(cause))
-        return TrainingError(f"a worker failed: {type(cause).__name__}: {cause}")
-
-
-def _actor(process: type) -> Any:
-    """Placed wherever there is room; the pulse beats beside the work."""
-    remote: Any = ray.remote
-    return remote(num_cpus=0, concurrency_groups={"pulse": 1})(process)

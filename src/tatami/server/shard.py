@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tatami.server.actions import Contribution
 from tatami.server.optimizers import AbstractOptimizer, Vector
+from tatami.server.pieces import walk
 
 PARAMETERS = "parameters"
 COUNT = "count"
+
+_CHUNK = 32_768
+"""Elements that are summed and stepped in one go: they and their scratch stay in a core's own cache."""
 
 
 @dataclass(kw_only=True)
@@ -21,7 +25,7 @@ class Shard:
     parameters: Vector
     state: dict[str, Vector]
     count: int = 0
-    staged: dict[tuple[int, int, int], tuple[Vector, int]] = field(default_factory=dict)
+    staged: dict[tuple[int, int, int], tuple[Sequence[Vector], int]] = field(default_factory=dict)
 
 
 class ShardServer:
@@ -53,8 +57,22 @@ class ShardServer:
             for number, values in shards.items()
         }
 
-    def stage(self, shard: int, update: Vector, *, worker: int, process: int, round_: int, attempt: int, samples: int) -> bool:
-        """Keep an update until it is ordered; whether it is taken. An update that came before takes its own place again."""
+    def stage(
+        self,
+        shard: int,
+        update: Sequence[Vector],
+        *,
+        worker: int,
+        process: int,
+        round_: int,
+        attempt: int,
+        samples: int,
+    ) -> bool:
+        """Keep an update until it is ordered; whether it is taken. An update that came before takes its own place again.
+
+        Args:
+            update: vectors that together are as long as the shard.
+        """
         if attempt != self._attempt or round_ < self._floors.get(worker, 0):
             return False
         self._shards[shard].staged[worker, process, round_] = (update, samples)
@@ -62,8 +80,11 @@ class ShardServer:
 
     def squared_norm(self, shard: int, contributions: tuple[Contribution, ...]) -> float:
         """Of the gradient that these contributions come to, on this shard."""
-        gradient = self._gradient(shard, contributions)
-        return float(np.dot(gradient.astype(np.float64), gradient))
+        norm = 0.0
+        for _, gradient in self._gradient(shard, contributions):
+            wide = gradient.astype(np.float64)
+            norm += float(np.dot(wide, wide))
+        return norm
 
     def apply(
         self,
@@ -75,12 +96,14 @@ class ShardServer:
         clocks: tuple[tuple[int, int], ...],
     ) -> Vector:
         """Take one step with the sum of the contributions, in their order; gives the parameters `(elements,)` after it."""
-        gradient = self._gradient(shard, contributions)
-        if self._clip_norm is not None and squared_norm is not None and squared_norm > self._clip_norm**2:
-            gradient *= gradient.dtype.type(self._clip_norm / np.sqrt(squared_norm))
         held = self._shards[shard]
         held.count += 1
-        self._optimizer.step(held.parameters, gradient, state=held.state, count=held.count)
+        clips = self._clip_norm is not None and squared_norm is not None and squared_norm > self._clip_norm**2
+        for part, gradient in self._gradient(shard, contributions):
+            if clips and self._clip_norm is not None and squared_norm is not None:
+                gradient *= gradient.dtype.type(self._clip_norm / np.sqrt(squared_norm))
+            state = {name: vector[part] for name, vector in held.state.items()}
+            self._optimizer.step(held.parameters[part], gradient, state=state, count=held.count)
         self._version = version
         self._floors.update(clocks)
         held.staged = {key: value for key, value in held.staged.items() if key[2] >= self._floors.get(key[0], 0)}
@@ -105,14 +128,27 @@ class ShardServer:
         self._floors = dict(clocks)
         return held.parameters
 
-    def _gradient(self, shard: int, contributions: tuple[Contribution, ...]) -> Vector:
-        """The mean over the samples that arrived, summed in the order of the contributions: the same bits every time."""
-        staged = self._shards[shard].staged
-        updates = [staged[each.worker, each.process, each.round] for each in contributions]
+    def _gradient(self, shard: int, contributions: tuple[Contribution, ...]) -> Iterator[tuple[slice, Vector]]:
+        """The mean over the samples that arrived, summed in the order of the contributions: the same bits every time.
+
+        Yields:
+            A stretch of the shard, and the gradient `(elements here,)` there, which holds until the next is asked for.
+        """
+        held = self._shards[shard]
+        updates = [held.staged[each.worker, each.process, each.round] for each in contributions]
         total = self._whole_batch or sum(samples for _, samples in updates)
-        gradient = np.zeros_like(self._shards[shard].parameters)
-        scratch = np.empty_like(gradient)
-        for update, samples in updates:
-            np.multiply(update, gradient.dtype.type(samples / total), out=scratch)
-            gradient += scratch
-        return gradient
+        kind = held.parameters.dtype.type
+        sum_, scratch = np.empty(_CHUNK, dtype=kind), np.empty(_CHUNK, dtype=kind)
+        weights = [kind(samples / max(1, total)) for _, samples in updates]
+        walks = [walk(update, step=_CHUNK) for update, _ in updates]
+        for start in range(0, len(held.parameters), _CHUNK):
+            stop = min(start + _CHUNK, len(held.parameters))
+            gradient = sum_[: stop - start]
+            gradient.fill(0)
+            for weight, steps in zip(weights, walks, strict=True):
+                filled = 0
+                for view in next(steps):
+                    np.multiply(view, weight, out=scratch[filled : filled + len(view)])
+                    filled += len(view)
+                gradient += scratch[: stop - start]
+            yield slice(start, stop), gradient

@@ -13,9 +13,12 @@ from dataclasses import replace
 from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.actions import Action, Cause, Contribution
+from tatami.server.commit import Commit
+from tatami.server.fleet import Fleet
 from tatami.server.place import Place, Status
 from tatami.server.protocol import Protocol
 from tatami.server.recovery import Remedy
+from tatami.server.roster import Roster
 from tatami.server.saving import Saved, Saving
 from tatami.server.steps import Phase
 
@@ -28,9 +31,9 @@ class Coordinator:
         resumed: the checkpoint that the servers were loaded from; None for a new run.
 
     Attributes:
+        phase: what the servers are at.
         version: commits that are applied on all shards. In lockstep that is the number of rounds done.
         attempt: roll-backs so far; a push of an earlier attempt is void.
-        places: by worker number.
     """
 
     def __init__(self, protocol: Protocol, *, resumed: Saved | None = None) -> None:
@@ -39,23 +42,15 @@ class Coordinator:
         self.version = 0 if resumed is None else resumed.version
         self.attempt = 0
         self._saving = Saving(protocol, saved=resumed)
+        self._actions: list[Action] = []
         clocks = {} if resumed is None else dict(resumed.clocks)
-        self.places = {
-            worker: Place(worker=worker, process=worker, clock=clocks.get(worker, self._saving.clock))
-            for worker in range(protocol.workers)
-        }
-        self.ready: list[int] = []
-        self.starting: set[int] = set()
-        self.servers = set(range(protocol.servers))
-        self.restarts_left = protocol.restarts
-        self._servers_starting: set[int] = set()
-        self._next_process = protocol.workers
-        self._next_worker = max(self.places) + 1
-        self._joins = 0
+        self._roster = Roster(protocol, clocks=clocks, slowest=self._saving.clock, do=self._do)
+        self._fleet = Fleet(protocol)
+        self._commit = Commit(protocol)
         self._ticket = 0
-        self._awaited: dict[tuple[int, int], act.SumShard | act.ApplyShard] = {}
-        self._squared_norms: dict[int, float] = {}
-        self._committing: tuple[Contribution, ...] = ()
+        self._copying: tuple[int, ...] = ()
+        self._copies_due: set[tuple[int, int]] = set()
+        self._reading: tuple[int, ...] = ()
         self._writing: act.WriteCheckpoint | None = None
         self._stopping: act.Stop | None = None
         self._roll_back = False
@@ -63,7 +58,21 @@ class Coordinator:
         self._now_s = 0.0
         self._opened_s: dict[int, float] = {}
         self._write_began_s = 0.0
-        self._actions: list[Action] = []
+
+    @property
+    def places(self) -> dict[int, Place]:
+        """By worker number."""
+        return self._roster.places
+
+    @property
+    def servers(self) -> frozenset[int]:
+        """Those that hold all their shards."""
+        return frozenset(self._fleet.whole)
+
+    @property
+    def num_spares(self) -> int:
+        """Processes that are up and stand by."""
+        return len(self._roster.ready)
 
     @property
     def clocks(self) -> tuple[tuple[int, int], ...]:
@@ -74,64 +83,60 @@ class Coordinator:
         """What is to be done about `event`, in this order; nothing once the run is over."""
         if self.phase is Phase.DONE:
             return ()
-        self._actions = []
+        self._actions.clear()
         self._now_s = event.at_s
-        self._take(event)
-        # Each step leaves a phase or opens a round; it ends where the next event must come from outside.
-        while self._step():
-            pass
+        if self._take(event):
+            # Each step leaves a phase or opens a round; it ends where the next event must come from outside.
+            while self._step():
+                pass
         return tuple(self._actions)
 
     # -- events ---------------------------------------------------------------------------------------------------
 
-    def _take(self, event: ev.Event) -> None:
+    def _take(self, event: ev.Event) -> bool:
+        """Note what happened; whether anything may follow from it."""
         match event:
+            case ev.ShardReceived():
+                return self._receive(event)
             case ev.Started():
                 self.phase = Phase.COLLECT
                 for _ in range(self.protocol.spares):
-                    self._start_spare()
-            case ev.ShardReceived():
-                if (place := self._at_work(event)) is not None:
-                    place.received.add((event.shard, event.server))
-                    self._see_whether_pushed(place)
+                    self._roster.start_spare()
             case ev.UpdateRejected():
                 self._reject(event)
             case ev.TaskFailed():
                 if (place := self._at_work(event)) is not None:
                     self._send(place)
-            case ev.ShardSummed() | ev.ShardApplied():
-                self._acknowledge(event)
+            case ev.ShardSummed() | ev.ShardApplied() | ev.ShardCopied():
+                return self._acknowledge(event)
             case ev.CheckpointWritten() | ev.CheckpointFailed():
                 self._written(event)
-            case ev.CheckpointRead() if self.phase is Phase.READ and event.ticket == self._ticket:
-                self._return_to(Saved(version=event.version, clocks=event.clocks))
-            case ev.ResultFetched() if self.phase is Phase.FETCH and event.ticket == self._ticket:
-                self._do(act.Finish(version=self.version))
+            case ev.CheckpointRead():
+                self._was_read(event)
+            case ev.ResultFetched():
+                if self.phase is Phase.FETCH and event.ticket == self._ticket:
+                    self._do(act.Finish(version=self.version))
             case ev.ProcessDied():
                 self._lose(event.process)
             case ev.ProcessLate():
                 self._do(act.DeclareDead(process=event.process))
                 self._lose(event.process)
-            case ev.SpareReady() if event.process in self.starting:
-                self.starting.discard(event.process)
-                self.ready.append(event.process)
+            case ev.SpareReady():
+                self._roster.is_ready(event.process)
             case ev.WorkerJoins():
-                self._joins += 1
-                self._start_spare()
+                self._roster.join()
             case ev.WorkerLeaves():
-                self._let_go(event.worker)
+                self._roster.let_go(event.worker)
             case ev.ServerDied():
                 self._lose_server(event.server)
             case ev.ServerLate():
                 self._do(act.DeclareServerDead(server=event.server))
                 self._lose_server(event.server)
-            case ev.ServerReady() if event.server in self._servers_starting:
-                self._servers_starting.discard(event.server)
-                self.servers.add(event.server)
-            case ev.SpareReady() | ev.ServerReady() | ev.ResultFetched() | ev.CheckpointRead():
-                pass  # told before, or declared dead meanwhile
+            case ev.ServerReady():
+                self._fleet.is_ready(event.server)
             case _:
                 raise TypeError(f"{type(event).__name__} is no event of this protocol")
+        return True
 
     def _at_work(self, event: ev.OfTask) -> Place | None:
         """The place whose open task this is about; None if it is a duplicate, late, or from somebody declared dead."""
@@ -141,9 +146,19 @@ class Coordinator:
         named = (event.process, event.round, event.attempt)
         return place if named == (place.process, place.clock, self.attempt) else None
 
+    def _receive(self, event: ev.ShardReceived) -> bool:
+        place = self._at_work(event)
+        if place is None:
+            return False
+        place.received.add((event.shard, event.server))
+        self._see_whether_pushed(place)
+        return self.phase is Phase.COLLECT and self._closes()
+
     def _see_whether_pushed(self, place: Place) -> None:
-        needed = {(shard, server) for shard in range(self.protocol.shards) for server in self._holders(shard)}
-        if place.status is Status.BUSY and place.process is not None and needed <= place.received:
+        if place.status is not Status.BUSY or place.process is None:
+            return
+        holders = self._fleet.holders
+        if all((shard, server) in place.received for shard in range(self.protocol.shards) for server in holders(shard)):
             place.status = Status.PUSHED
             place.pushed_by = place.process
 
@@ -153,73 +168,94 @@ class Coordinator:
             return
         place.status = Status.OUT
         self._rejected_in_a_row += 1
-        self._warn(f"the update of worker {event.worker} in round {event.round} is not applied: {event.reason}")
+        self._roster.warn(f"the update of worker {event.worker} in round {event.round} is not applied: {event.reason}")
         if self._rejected_in_a_row >= len(self.places):
             self._rescue(Cause.NOT_FINITE, f"no worker has a finite loss in round {event.round}; a smaller step may help")
 
     def _lose(self, process: int) -> None:
-        self.starting.discard(process)
-        if process in self.ready:
-            self.ready.remove(process)
-        for place in self.places.values():
-            if place.process == process:
-                place.process = None
-                remedy = self.protocol.recovery.remedy
-                if place.status is Status.BUSY:
-                    place.received = set()
-                    if remedy is Remedy.SKIP:
-                        place.status = Status.OUT
-                if remedy is Remedy.ROLL_BACK and self.phase not in (Phase.READ, Phase.RESTART):
-                    self._roll_back = True
+        held_a_place = self._roster.lose(process)
+        void = self.phase in (Phase.READ, Phase.RESTART)
+        if held_a_place and self.protocol.recovery.remedy is Remedy.ROLL_BACK and not void:
+            self._roll_back = True
 
-    def _let_go(self, worker: int) -> None:
-        place = self.places.get(worker)
-        if place is None or place.leaving:
-            self._warn(f"there is no worker {worker} that could leave; there are {sorted(self.places)}")
-        elif self._num_staying() <= self.protocol.min_workers:
-            self._warn(f"worker {worker} stays: with fewer than min_workers={self.protocol.min_workers} the run would stop")
-        else:
-            place.leaving = True
+    def _acknowledge(self, event: ev.ShardSummed | ev.ShardApplied | ev.ShardCopied) -> bool:
+        expected = {ev.ShardSummed: Phase.SUM, ev.ShardApplied: Phase.APPLY, ev.ShardCopied: Phase.COPY}[type(event)]
+        if self.phase is not expected or event.ticket != self._ticket:
+            return False
+        if isinstance(event, ev.ShardCopied):
+            self._copies_due.discard((event.shard, event.server))
+            return not self._copies_due
+        norm = event.squared_norm if isinstance(event, ev.ShardSummed) else None
+        self._commit.done(event.shard, event.server, squared_norm=norm)
+        return not self._commit.is_awaited
 
     # -- servers --------------------------------------------------------------------------------------------------
 
-    def _holders(self, shard: int) -> tuple[int, ...]:
-        return tuple(server for server in self.protocol.holders(shard) if server in self.servers)
-
     def _lose_server(self, server: int) -> None:
-        if server not in self.servers and server not in self._servers_starting:
+        if not self._fleet.lose(server):
             return
-        self.servers.discard(server)
-        self._servers_starting.discard(server)
-        lost = [shard for shard in range(self.protocol.shards) if not self._holders(shard)]
-        if lost or self.phase is Phase.RESTART:
+        if self._fleet.lost_shards() or self.phase is Phase.RESTART:
             self._restart_servers(server)
             return
-        self._warn(f"server {server} is gone; its shards live on elsewhere, without another copy from now on")
-        self._awaited = {key: order for key, order in self._awaited.items() if order.server != server}
+        self._replace_server(server)
+        self._commit.lose(server)
         for place in self.places.values():
             self._see_whether_pushed(place)
-        if self.phase is Phase.WRITE:
-            self._write()
-        elif self.phase is Phase.READ:
-            self._read()
-        elif self.phase is Phase.FETCH:
-            self._fetch()
+        match self.phase:
+            case Phase.WRITE:
+                self._write()
+            case Phase.READ:
+                self._read()
+            case Phase.FETCH:
+                self._fetch()
+            case Phase.COPY:
+                self._copy()
+
+    def _replace_server(self, server: int) -> None:
+        """Have the copies that a server held made again on a new one."""
+        what = f"server {server} is gone; its shards live on elsewhere"
+        if self._stopping is not None or self._roster.all_done():
+            return
+        if self._roster.restarts_left:
+            self._roster.restarts_left -= 1
+            self._start_server(server)
+            self._roster.warn(f"{what}, and are copied to a new one")
+        else:
+            self._roster.warn(f"{what}, without another copy from now on: all restarts are used up")
+
+    def _start_server(self, server: int) -> None:
+        self._fleet.starting.add(server)
+        self._do(act.StartServer(server=server))
 
     def _restart_servers(self, server: int) -> None:
-        gone = set(range(self.protocol.servers)) - self.servers - self._servers_starting
+        gone = self._fleet.gone()
         saved = self._saving.saved
         can = self.protocol.recovery.remedy is Remedy.ROLL_BACK and saved is not None and self._stopping is None
-        if not can or self.restarts_left < len(gone):
+        if not can or self._roster.restarts_left < len(gone):
             where = "nothing was saved" if saved is None else f"the last checkpoint is of version {saved.version}"
             reason = f"server {server} is gone, and with it the only copy of its shards; {where}. replicas=2 survives this"
             self._do(act.Stop(cause=Cause.SHARDS_LOST, reason=reason, saved=saved is not None))
             return
         self.phase = Phase.RESTART
-        for each in sorted(gone):
-            self.restarts_left -= 1
-            self._servers_starting.add(each)
-            self._do(act.StartServer(server=each))
+        for each in gone:
+            self._roster.restarts_left -= 1
+            self._start_server(each)
+
+    def _copy(self) -> None:
+        """Make new servers whole; nobody is at work, so that there is nothing but their shards to be copied."""
+        self.phase = Phase.COPY
+        self._ticket += 1
+        copies = self._fleet.copies_due()
+        self._copies_due = {(shard, server) for shard, _, server in copies}
+        self._copying = tuple(self._fleet.blank)
+        for shard, source, server in copies:
+            names = {"ticket": self._ticket, "shard": shard, "source": source, "server": server}
+            self._do(act.CopyShard(attempt=self.attempt, clocks=self.clocks, **names))
+
+    def _copied(self) -> None:
+        for server in self._copying:
+            self._fleet.filled(server)
+        self.phase = Phase.COLLECT
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -241,7 +277,7 @@ class Coordinator:
         elif self._stopping is None and self._saving.is_vital:
             self._do(act.Stop(cause=Cause.CHECKPOINT, reason=f"the first checkpoint failed: {event.reason}", saved=False))
         else:
-            self._warn(f"no checkpoint was written at version {self.version}: {event.reason}")
+            self._roster.warn(f"no checkpoint was written at version {self.version}: {event.reason}")
         if self._stopping is not None:
             self._do(replace(self._stopping, saved=isinstance(event, ev.CheckpointWritten)))
 
@@ -251,20 +287,25 @@ class Coordinator:
         self._roll_back = False
         self._ticket += 1
         self.attempt += 1
-        self._do(act.ReadCheckpoint(ticket=self._ticket, version=self._saving.saved.version, attempt=self.attempt))
+        self._reading = self._fleet.up()
+        version = self._saving.saved.version
+        self._do(act.ReadCheckpoint(ticket=self._ticket, version=version, attempt=self.attempt, servers=self._reading))
+
+    def _was_read(self, event: ev.CheckpointRead) -> None:
+        if self.phase is not Phase.READ or event.ticket != self._ticket:
+            return
+        for server in self._reading:
+            self._fleet.filled(server)
+        saved = Saved(version=event.version, clocks=event.clocks)
+        self.version, self._saving.saved = saved.version, saved
+        self._saving.clock = saved.slowest
+        self._roster.return_to(dict(saved.clocks), slowest=saved.slowest)
+        self.phase = Phase.COLLECT
 
     def _fetch(self) -> None:
         self.phase = Phase.FETCH
         self._ticket += 1
         self._do(act.FetchResult(ticket=self._ticket))
-
-    def _return_to(self, saved: Saved) -> None:
-        clocks = dict(saved.clocks)
-        self.version, self._saving.saved = saved.version, saved
-        self._saving.clock = saved.slowest
-        for worker, place in self.places.items():
-            place.reset(clocks.get(worker, saved.slowest))
-        self.phase = Phase.COLLECT
 
     def _rescue(self, cause: Cause, reason: str) -> None:
         """Stop as soon as the state of the last commit is on disk."""
@@ -277,210 +318,143 @@ class Coordinator:
         """Go on by one step, if that is possible without another event."""
         if self.phase is Phase.DONE:
             return False
-        self._staff()
+        is_over = self.phase is Phase.STARTING or self._roster.all_done()
+        for place in self._roster.staff(is_over=is_over):
+            self._send(place)
         match self.phase:
             case Phase.COLLECT:
                 return self._collect()
-            case Phase.SUM if not self._awaited:
-                self._apply(sum(norm for _, norm in sorted(self._squared_norms.items())))
-            case Phase.APPLY if not self._awaited:
+            case Phase.SUM if not self._commit.is_awaited:
+                self._apply()
+            case Phase.APPLY if not self._commit.is_awaited:
                 self._committed()
-            case Phase.RESTART if not self._servers_starting:
+            case Phase.COPY if not self._copies_due:
+                self._copied()
+            case Phase.RESTART if not self._fleet.starting:
                 self._read()
             case _:
                 return False
         return True
 
-    def _staff(self) -> None:
-        """Give vacant places to spares, start new spares, and give up places for which none will come."""
-        vacant = [place for _, place in sorted(self.places.items()) if place.is_vacant(rounds=self.protocol.rounds)]
-        while vacant and self.ready:
-            place = vacant.pop(0)
-            place.process = self.ready.pop(0)
-            if place.status is Status.BUSY:
-                self._send(place)
-        if self._all_done() or self.phase is Phase.STARTING:
-            return
-        wanted = len(vacant) + self._joins + self.protocol.spares
-        while len(self.ready) + len(self.starting) < wanted and self.restarts_left > 0:
-            self.restarts_left -= 1
-            self._start_spare()
-        if self.starting or self.ready:
-            return
-        self._joins = 0
-        for place in vacant:
-            place.leaving = True
-            if place.status is Status.BUSY:
-                place.status = Status.OUT
-            self._warn(f"no spare is left for worker {place.worker}: {self._num_staying()} workers share its part from now on")
-
     def _collect(self) -> bool:
-        if self._roll_back and self._stopping is None and not self._all_done():
+        all_done = self._roster.all_done()
+        if self._roll_back and self._stopping is None and not all_done:
             self._read()
             return False
         for place in () if self.protocol.consistency.lockstep else self.places.values():
             if place.status is Status.OUT:
                 place.reset(place.clock + 1)
-        self._drop_leavers()
-        self._admit()
-        if self._num_staying() < self.protocol.min_workers:
-            few = f"{self._num_staying()} workers are left, fewer than min_workers={self.protocol.min_workers}"
+        self._roster.drop_leavers()
+        self._roster.admit(slowest=self._slowest())
+        if (left := self._roster.num_staying()) < self.protocol.min_workers:
+            few = f"{left} workers are left, fewer than min_workers={self.protocol.min_workers}"
             self._rescue(Cause.TOO_FEW_WORKERS, few)
-        due = self._saving.due(slowest=self._slowest(), workers=len(self.places), last=self._all_done())
+        all_done = self._roster.all_done()
+        due = self._saving.due(slowest=self._slowest(), workers=len(self.places), last=all_done)
         if self._stopping is not None or due:
             self._write()
             return False
-        if self._all_done():
+        if all_done:
             self._fetch()
             return False
+        if self._fleet.blank and self._roster.all_idle():
+            self._copy()
+            return not self._copies_due
         self._open()
         return self._close()
 
-    def _drop_leavers(self) -> None:
-        for worker, place in list(self.places.items()):
-            if place.leaving and place.status is Status.IDLE:
-                if place.process is not None:
-                    self._do(act.Retire(worker=worker, process=place.process))
-                del self.places[worker]
-
-    def _admit(self) -> None:
-        while self._joins and self.ready and self._between_rounds():
-            self._joins -= 1
-            worker = self._next_worker  # never a number that was somebody else's: updates are told apart by it
-            self._next_worker += 1
-            self.places[worker] = Place(worker=worker, process=self.ready.pop(0), clock=self._slowest())
-
     def _open(self) -> None:
-        """Begin the next round of everybody who may."""
+        """Begin the next round of everybody who may; not while a new server waits for everybody to be done."""
         lockstep = self.protocol.consistency.lockstep
-        if lockstep and not self._between_rounds():
+        if self._fleet.blank or (lockstep and not self._roster.all_idle()):
             return
         slowest = self._slowest()
         unmanned = self.protocol.recovery.remedy is not Remedy.SKIP
         rounds, may_start = self.protocol.rounds, self.protocol.consistency.may_start
         able = [
             place
-            for _, place in sorted(self.places.items())
+            for place in self._roster.in_order()
             if place.can_take_part(rounds=rounds, unmanned=unmanned) and may_start(place.clock, slowest=slowest)
         ]
-        taking_part = able if lockstep else [place for _, place in sorted(self.places.items()) if not place.leaving]
+        taking_part = able if lockstep else [place for place in self._roster.in_order() if not place.leaving]
+        members = tuple(place.worker for place in taking_part)
         for place in able:
             if place.status is Status.IDLE:
                 place.status = Status.BUSY
-                place.members = tuple(member.worker for member in taking_part)
+                place.members = members
                 self._opened_s[place.worker] = self._now_s
                 if place.process is not None:
                     self._send(place)
 
+    def _closes(self) -> bool:
+        """Whether what is there is to be applied now."""
+        counts = self._roster.counts
+        pushed, waiting, out = counts[Status.PUSHED], counts[Status.BUSY], counts[Status.OUT]
+        return pushed > 0 and self.protocol.consistency.closes(pushed=pushed, waiting=waiting, out=out)
+
     def _close(self) -> bool:
         """Apply what is ready to be; whether there was anything."""
-        by_status = {status: [place for place in self.places.values() if place.status is status] for status in Status}
-        pushed, waiting, out = by_status[Status.PUSHED], by_status[Status.BUSY], by_status[Status.OUT]
-        if out and not pushed and not waiting:
-            for place in out:  # nobody is left of this round: it begins anew with whoever comes
-                place.reset(place.clock)
+        counts = self._roster.counts
+        if counts[Status.OUT] and not counts[Status.PUSHED] and not counts[Status.BUSY]:
+            for place in self.places.values():  # nobody is left of this round: it begins anew with whoever comes
+                if place.status is Status.OUT:
+                    place.reset(place.clock)
             return True
-        if not pushed or not self.protocol.consistency.closes(pushed=len(pushed), waiting=len(waiting), out=len(out)):
+        if not self._closes():
             return False
+        pushed = [place for place in self._roster.in_order() if place.status is Status.PUSHED]
         if not self.protocol.consistency.lockstep:
             pushed = [min(pushed, key=lambda place: (place.clock, place.worker))]
-        pushed.sort(key=lambda place: place.worker)
-        self._committing = tuple(
+        self._commit.contributions = tuple(
             Contribution(worker=place.worker, process=place.pushed_by, round=place.clock)
             for place in pushed
             if place.pushed_by is not None
         )
         if self.protocol.clips:
             self.phase = Phase.SUM
-            self._squared_norms = {}
             self._ticket += 1
-            self._order(
-                act.SumShard(ticket=self._ticket, shard=shard, server=server, contributions=self._committing)
-                for shard in range(self.protocol.shards)
-                for server in self._holders(shard)
-            )
+            self._do_all(self._commit.sums(self._fleet, ticket=self._ticket))
         else:
-            self._apply(None)
+            self._apply()
         return True
 
-    def _apply(self, squared_norm: float | None) -> None:
+    def _apply(self) -> None:
         self.phase = Phase.APPLY
         self._ticket += 1
-        clocks = tuple(sorted(self._clocks_afterwards().items()))
-        self._order(
-            act.ApplyShard(
-                ticket=self._ticket,
-                shard=shard,
-                server=server,
-                version=self.version + 1,
-                contributions=self._committing,
-                squared_norm=squared_norm,
-                clocks=clocks,
-            )
-            for shard in range(self.protocol.shards)
-            for server in self._holders(shard)
-        )
-
-    def _order(self, orders: Iterable[act.SumShard | act.ApplyShard]) -> None:
-        self._awaited = {}
-        for order in orders:
-            self._awaited[order.shard, order.server] = order
-            self._do(order)
-
-    def _acknowledge(self, event: ev.ShardSummed | ev.ShardApplied) -> None:
-        expected = Phase.SUM if isinstance(event, ev.ShardSummed) else Phase.APPLY
-        if self.phase is not expected or event.ticket != self._ticket:
-            return
-        self._awaited.pop((event.shard, event.server), None)
-        if isinstance(event, ev.ShardSummed):
-            self._squared_norms[event.shard] = event.squared_norm
+        clocks, version = self._clocks_afterwards(), self.version + 1
+        self._do_all(self._commit.applies(self._fleet, ticket=self._ticket, version=version, clocks=clocks))
 
     def _clocks_afterwards(self) -> dict[int, int]:
+        contributions = self._commit.contributions
         if self.protocol.consistency.lockstep:
-            return dict.fromkeys(self.places, self._committing[0].round + 1)
-        return dict(self.clocks) | {each.worker: each.round + 1 for each in self._committing}
+            return dict.fromkeys(self.places, contributions[0].round + 1)
+        return dict(self.clocks) | {each.worker: each.round + 1 for each in contributions}
 
     def _committed(self) -> None:
         self.version += 1
         self._rejected_in_a_row = 0
-        self._saving.round_took(self._now_s - self._opened_s[self._committing[0].worker])
-        concerned = self.places if self.protocol.consistency.lockstep else {each.worker for each in self._committing}
+        contributions = self._commit.contributions
+        self._saving.round_took(self._now_s - self._opened_s[contributions[0].worker])
+        concerned = self.places if self.protocol.consistency.lockstep else {each.worker for each in contributions}
         for worker, clock in self._clocks_afterwards().items():
             if worker in concerned:
                 self.places[worker].reset(clock)
-        self._committing = ()
+        self._commit.contributions = ()
         self.phase = Phase.COLLECT
 
-    # -- questions ------------------------------------------------------------------------------------------------
-
-    def _between_rounds(self) -> bool:
-        return not self.protocol.consistency.lockstep or all(place.status is Status.IDLE for place in self.places.values())
-
-    def _num_staying(self) -> int:
-        return sum(not place.leaving for place in self.places.values())
+    # -- actions --------------------------------------------------------------------------------------------------
 
     def _slowest(self) -> int:
-        """Rounds done by the slowest who stays; a place that is done holds nobody up."""
-        clocks = [place.clock for place in self.places.values() if not place.leaving]
-        return min(clocks, default=self._saving.clock)
-
-    def _all_done(self) -> bool:
-        return bool(self.places) and all(place.clock >= self.protocol.rounds for place in self.places.values())
-
-    # -- actions --------------------------------------------------------------------------------------------------
+        return self._roster.slowest(default=self._saving.clock)
 
     def _do(self, action: Action) -> None:
         if isinstance(action, act.Finish | act.Stop):
             self.phase = Phase.DONE
         self._actions.append(action)
 
-    def _warn(self, message: str) -> None:
-        self._do(act.Warn(message=message))
-
-    def _start_spare(self) -> None:
-        self.starting.add(self._next_process)
-        self._do(act.StartSpare(process=self._next_process))
-        self._next_process += 1
+    def _do_all(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            self._do(action)
 
     def _send(self, place: Place) -> None:
         if self._roll_back or self.phase in (Phase.READ, Phase.RESTART):
@@ -495,6 +469,7 @@ class Coordinator:
                 version=self.version,
                 members=place.members,
                 redone=place.sent,
+                servers=tuple(sorted(self._fleet.whole)),
             )
         )
         place.sent = True

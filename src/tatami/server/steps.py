@@ -12,6 +12,7 @@ class Phase(Enum):
     COLLECT = "collecting updates"
     SUM = "summing"
     APPLY = "applying"
+    COPY = "copying shards to a new server"
     WRITE = "writing a checkpoint"
     READ = "reading a checkpoint"
     RESTART = "restarting servers"

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import math
-import site
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from tatami.clock import Clock, SystemClock
+from tatami.clock import Clock
 from tatami.cluster import Cluster
 from tatami.errors import InputError
 from tatami.server import checkpoints
 from tatami.server.consistency import BSP, AbstractConsistency
-from tatami.server.engine import engine, require_ray
-from tatami.server.learner import Course, Data, LossFn, ModelFn, check_model, cut, flatten, signature
+from tatami.server.engine import require_ray
+from tatami.server.launch import Surroundings, Task, run_task
+from tatami.server.learner import Data, LossFn, ModelFn
 from tatami.server.optimizers import SGD, AbstractOptimizer
 from tatami.server.phases import PhaseHook
-from tatami.server.protocol import DEFAULT_RESTARTS, Protocol
+from tatami.server.protocol import DEFAULT_RESTARTS
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers
 from tatami.server.report import RunReport
-from tatami.server.saving import Saved
-from tatami.server.state import Coordinator
+from tatami.server.run_settings import HEARTBEAT_S, RunSettings
+from tatami.train.records import Records
 
 if TYPE_CHECKING:
+    from tatami.server.pool import Pool
     from tatami.server.runtime import Runtime
-
-HEARTBEAT_S = 2.0
 
 
 def train(
@@ -55,12 +51,15 @@ def train(
     heartbeat_s: float = HEARTBEAT_S,
     directory: Path | str | None = None,
     save_every: int | None = None,
-    resume: bool = False,
     seed: int = 0,
     address: str | None = None,
+    report: Path | str | None = None,
+    records: Records | None = None,
     on_round: Callable[[Runtime], None] | None = None,
     on_phase: PhaseHook | None = None,
+    pool: Pool | None = None,
     clock: Clock | None = None,
+    script: str | None = None,
 ) -> tuple[nn.Module, RunReport]:
     """Train a model on parameter servers, and go on when machines die.
 
@@ -70,19 +69,23 @@ def train(
         loss_fn: of `(model(x), y)`, a scalar: the mean over the samples.
         dataset: all inputs and all targets as tensors (samples, ...), or a map-style data set.
         rounds: each on `batch_size` samples, which the workers divide among them.
-        spares: processes that stand by; `restarts` further ones may be started to keep up their number.
+        spares: processes that stand by; `restarts` further ones may be started to keep up their number, and that of servers.
         optimizer: `tatami.server.SGD(lr=0.1)` if None; runs on the servers.
         clip_norm: the longest gradient, over all parameters.
         recovery: what is done about a dead worker; `FromServers()` if None.
         consistency: `BSP()` if None.
         replicas: on how many servers each shard lies.
-        speeds: of the workers, relative, for unequal shares.
+        speeds: of the workers, relative, for unequal shares; or a cluster, one processor for each worker.
         heartbeat_s: a process that is silent for longer is declared dead.
-        directory: of checkpoints; needed by `Checkpoint`, and where `save_every` or `resume` is given.
-        resume: go on from the last whole checkpoint in `directory`.
+        directory: of checkpoints; needed by `Checkpoint` and by `save_every`. `resume` goes on from there.
+        save_every: rounds between two checkpoints, where the recovery itself needs none.
         address: of a Ray cluster; None runs on this machine.
+        report: a file that is told what happened, however the run ends.
+        records: written for every round and failure.
         on_round: called here after every commit; may add and remove workers.
         on_phase: called in the workers at each phase of a task: for tests of failures.
+        pool: of processes from an earlier run on the same Ray; those that live are kept in it again.
+        script: noted in `directory`, for `tatami server resume`.
 
     Returns:
         The trained model, an ordinary module as `model_fn` builds it, and what happened.
@@ -90,152 +93,102 @@ def train(
     Raises:
         InputError: what cannot be, before anything is started.
         ModelError: a model that cannot be trained this way, or that differs between workers.
-        CheckpointError: nothing to resume from.
         MissingExtraError: Ray is not installed.
         TrainingError: the run cannot go on, as all copies of a shard are lost, or too few workers are left.
         NotFiniteError: no worker has a finite loss.
     """
-    ray = require_ray()
-    recovery = recovery or FromServers()
-    folder = _directory(directory, recovery=recovery, save_every=save_every, resume=resume)
-    if clip_norm is not None and not clip_norm > 0:
-        raise InputError(f"clip_norm must be > 0, not {clip_norm}")
-    if not (math.isfinite(heartbeat_s) and heartbeat_s > 0):
-        raise InputError(f"heartbeat_s must be a number of seconds > 0, not {heartbeat_s}")
-    torch.manual_seed(seed)
-    model = model_fn()
-    check_model(model)
-    first = flatten([parameter.detach() for parameter in model.parameters() if parameter.requires_grad]).copy()
-    if servers > len(first):
-        raise InputError(f"{servers} servers, but only {len(first)} parameters to hold; at most {len(first)} servers can help")
-    protocol = Protocol(
+    require_ray()
+    if isinstance(recovery, Checkpoint) and recovery.directory is not None:
+        directory = recovery.directory
+    if directory is None and (isinstance(recovery, Checkpoint) or save_every is not None):
+        raise InputError("where are the checkpoints? Give directory=...")
+    settings = RunSettings(
         rounds=rounds,
         workers=workers,
         servers=servers,
-        shards=servers,
         spares=spares,
-        restarts=restarts,
-        min_workers=min_workers,
-        replicas=replicas,
-        consistency=consistency or BSP(),
-        recovery=recovery,
-        clips=clip_norm is not None,
-        save_every=save_every,
-    )
-    course = Course(samples=_samples(dataset), batch_size=batch_size, seed=seed, speeds=_speeds(speeds, workers=workers))
-    facts: dict[str, Any] = {
-        "model": signature(model),
-        "samples": course.samples,
-        "batch_size": batch_size,
-        "seed": seed,
-        "optimizer": repr(optimizer or SGD(lr=0.1)),
-    }
-    saved, snapshots = (None, None) if not resume or folder is None else _stored(folder, facts, protocol, len(first))
-    facts["start"] = 0 if saved is None else saved.version
-
-    from tatami.server.actors import Job
-    from tatami.server.runtime import Runtime, Terms
-
-    job = Job(model_fn=model_fn, loss_fn=loss_fn, course=course, protocol=protocol, hook=on_phase)
-    with _by_value(model_fn, loss_fn, on_phase):
-        pickled_job = ray.cloudpickle.dumps(job)
-    terms = Terms(
-        first=first,
-        signature=signature(model),
+        batch_size=batch_size,
         optimizer=optimizer or SGD(lr=0.1),
         clip_norm=clip_norm,
-        whole_batch=None if protocol.consistency.lockstep else min(batch_size, course.samples),
-        directory=folder,
+        recovery=recovery or FromServers(),
+        consistency=consistency or BSP(),
+        replicas=replicas,
+        restarts=restarts,
+        min_workers=min_workers,
+        speeds=_speeds(speeds),
         heartbeat_s=heartbeat_s,
-        facts=facts,
-        snapshots=snapshots,
+        save_every=save_every,
+        seed=seed,
+        script=script,
     )
-    with engine(address=address):
-        runtime = Runtime(
-            Coordinator(protocol, resumed=saved),
-            job=job,
-            pickled_job=pickled_job,
-            data=dataset,
-            terms=terms,
-            clock=clock or SystemClock(),
-            on_round=on_round,
-        )
-        parameters, report = runtime.run()
-    _load(model, parameters)
-    return model, report
+    folder = None if directory is None else Path(directory)
+    if folder is not None:
+        checkpoints.check_directory(folder)
+        if checkpoints.versions(folder):
+            raise InputError(
+                f"{folder} holds the checkpoints of another run; tatami.server.resume({str(folder)!r}, ...) goes on with it. "
+                "Give a new directory, or remove it"
+            )
+    surroundings = Surroundings(
+        address=address, report=report, records=records, on_round=on_round, on_phase=on_phase, pool=pool, clock=clock
+    )
+    task = Task(model_fn=model_fn, loss_fn=loss_fn, dataset=dataset)
+    return run_task(task, settings, folder=folder, resumes=False, surroundings=surroundings)
 
 
-def _directory(
-    directory: Path | str | None, *, recovery: AbstractRecovery, save_every: int | None, resume: bool
-) -> Path | None:
-    if isinstance(recovery, Checkpoint) and recovery.directory is not None:
-        directory = recovery.directory
-    if directory is None:
-        if isinstance(recovery, Checkpoint) or save_every is not None or resume:
-            raise InputError("where are the checkpoints? Give directory=...")
-        return None
-    checkpoints.check_directory(Path(directory))
-    return Path(directory)
+def resume(
+    directory: Path | str,
+    *,
+    model_fn: ModelFn,
+    loss_fn: LossFn,
+    dataset: Data,
+    rounds: int | None = None,
+    workers: int | None = None,
+    servers: int | None = None,
+    optimizer: AbstractOptimizer | None = None,
+    recovery: AbstractRecovery | None = None,
+    address: str | None = None,
+    report: Path | str | None = None,
+    records: Records | None = None,
+    on_round: Callable[[Runtime], None] | None = None,
+    on_phase: PhaseHook | None = None,
+    pool: Pool | None = None,
+    clock: Clock | None = None,
+) -> tuple[nn.Module, RunReport]:
+    """Go on with a run whose driver died or that was stopped, from the last checkpoint that is whole.
+
+    With the same functions, data, and number of workers it ends in the parameters of the undisturbed run, to the bit.
+    Functions and data are not in the directory, as nothing of it is executed; all numbers and policies are.
+
+    Args:
+        directory: what `train(..., directory=...)` was given.
+        rounds: of the whole run, to make it longer or shorter; what the run began with if None. So are the others.
+
+    Returns:
+        As `train`.
+
+    Raises:
+        CheckpointError: there is nothing whole to go on from.
+        InputError: the model or the data is not that of the run.
+        TrainingError: and others, as `train`.
+    """
+    require_ray()
+    folder = Path(directory)
+    settings = RunSettings.read(folder)
+    changes: dict[str, Any] = {
+        "rounds": rounds,
+        "workers": workers,
+        "servers": servers,
+        "optimizer": optimizer,
+        "recovery": recovery,
+    }
+    settings = replace(settings, **{name: value for name, value in changes.items() if value is not None})
+    surroundings = Surroundings(
+        address=address, report=report, records=records, on_round=on_round, on_phase=on_phase, pool=pool, clock=clock
+    )
+    task = Task(model_fn=model_fn, loss_fn=loss_fn, dataset=dataset)
+    return run_task(task, settings, folder=folder, resumes=True, surroundings=surroundings)
 
 
-def _samples(dataset: Data) -> int:
-    if isinstance(dataset, tuple):
-        if len(dataset[0]) != len(dataset[1]):
-            raise InputError(f"{len(dataset[0])} inputs but {len(dataset[1])} targets; each input needs one")
-        size = len(dataset[0])
-    else:
-        size = len(dataset)
-    if size == 0:
-        raise InputError("the data set is empty")
-    return size
-
-
-def _speeds(speeds: Sequence[float] | Cluster, *, workers: int) -> tuple[float, ...]:
-    values = [each.speed for each in speeds.processors] if isinstance(speeds, Cluster) else list(speeds)
-    if values and len(values) != workers:
-        raise InputError(f"{len(values)} speeds for {workers} workers; give one for each, or none")
-    if not all(math.isfinite(value) and value > 0 for value in values):
-        raise InputError(f"speeds must be finite and > 0, not {values}")
-    return tuple(values)
-
-
-def _stored(folder: Path, facts: dict[str, Any], protocol: Protocol, size: int) -> tuple[Saved, tuple[dict[str, Any], ...]]:
-    stored = checkpoints.read(folder)
-    for name, value in facts.items():
-        if stored.terms.get(name) != value:
-            raise InputError(f"{folder} is of another run: its {name} is {stored.terms.get(name)!r}, here it is {value!r}")
-    import warnings
-
-    for problem in stored.problems:
-        warnings.warn(f"{problem}; version {stored.saved.version} is used", stacklevel=3)
-    stretches = cut(size, shards=protocol.shards)
-    return stored.saved, tuple(checkpoints.recut(stored.snapshots, stretches=stretches))
-
-
-def _load(model: nn.Module, parameters: Any) -> None:
-    flat, start = torch.from_numpy(parameters), 0
-    with torch.no_grad():
-        for parameter in (each for each in model.parameters() if each.requires_grad):
-            parameter.copy_(flat[start : start + parameter.numel()].view_as(parameter))
-            start += parameter.numel()
-
-
-@contextmanager
-def _by_value(*functions: Any) -> Iterator[None]:
-    """Send the user's own modules along: a worker's process could not import a script or a test."""
-    ray = require_ray()
-    installed = (*site.getsitepackages(), sys.prefix, sys.base_prefix)
-    modules = []
-    for function in functions:
-        module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
-        file = getattr(module, "__file__", None)
-        known = module is None or module.__name__ == "__main__" or module.__name__.startswith("tatami.")
-        if module is not None and not known and file and not file.startswith(installed):
-            modules.append(module)
-    for module in modules:
-        ray.cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        for module in set(modules):
-            ray.cloudpickle.unregister_pickle_by_value(module)
+def _speeds(speeds: Sequence[float] | Cluster) -> tuple[float, ...]:
+    return tuple(each.speed for each in speeds.processors) if isinstance(speeds, Cluster) else tuple(speeds)

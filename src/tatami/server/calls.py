@@ -1,0 +1,63 @@
+"""Calls to actors that are under way, and what is done when each of them ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+
+from tatami.errors import InputError, TrainingError
+
+Handler = Callable[[Any], None]
+
+
+def ignore(_: Any) -> None:
+    """What follows when an actor is gone and its watch tells of it: nothing."""
+
+
+class Calls:
+    """Waits for calls; each ends in one of its two handlers, in the thread that waits."""
+
+    def __init__(self) -> None:
+        self._pending: dict[Any, tuple[Handler, Handler]] = {}
+
+    def add(self, reference: Any, *, done: Handler, failed: Handler = ignore) -> None:
+        """Call `done` with the value, or `failed` with the error where the process or its node is gone."""
+        self._pending[reference] = (done, failed)
+
+    def clear(self) -> None:
+        self._pending.clear()
+
+    def wait(self, *, timeout_s: float, is_over: Callable[[], bool]) -> None:
+        """Hand on what has ended, waiting for at most `timeout_s` where nothing has.
+
+        Raises:
+            TrainingError: the user's code failed; InputError and its kin, as the process raised them.
+        """
+        ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=timeout_s)
+        if ready:
+            ready, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
+        for reference in ready:
+            done, failed = self._pending.pop(reference, (ignore, ignore))
+            if is_over():
+                return
+            try:
+                value = ray.get(reference)
+            except (RayActorError, ObjectLostError) as error:
+                failed(error)
+            except RayTaskError as error:
+                if isinstance(error.cause, RayError):  # of what it was given: another process is gone
+                    failed(error)
+                else:
+                    raise _of_user(error) from error
+            else:
+                done(value)
+
+
+def _of_user(error: RayTaskError) -> Exception:
+    cause = error.cause
+    if isinstance(cause, InputError):
+        return type(cause)(str(cause))
+    return TrainingError(f"a worker failed: {type(cause).__name__}: {cause}")

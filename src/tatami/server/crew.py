@@ -1,0 +1,209 @@
+"""The processes of one kind, workers or servers: started, watched, and ended whatever state they are in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tatami.server.calls import Calls
+from tatami.server.placement import choose_node
+from tatami.server.pool import Pool
+from tatami.server.processes import Identity, is_running, kill, machine
+
+BOOT_TIMEOUT_S = 120.0
+_END_S = 2.0
+"""Processes that do not end within it, as they hang, are killed."""
+_SHUN_S = 20.0
+"""For so long nobody is started where somebody has died, if there is another node: Ray takes as long to see a dead one."""
+
+
+@dataclass(kw_only=True)
+class Member:
+    """A process of the run: its actor, and when it last gave a sign of life."""
+
+    actor: Any
+    node: str = ""
+    identity: Identity | None = None
+    seen_s: float = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        return self.identity is not None
+
+    @property
+    def pid(self) -> int:
+        """0 while it starts."""
+        return 0 if self.identity is None else self.identity.pid
+
+
+class Crew:
+    """Keeps members by number.
+
+    Args:
+        process: the class of the actors.
+        calls: where the signs of life are waited for.
+        now_s: seconds since the start of the run.
+        heartbeat_s: a member that is silent for longer is told of as late.
+        pool: of processes that outlive runs.
+        on_up: told of a member that is ready.
+        on_gone: told of a member that has died, or that is late: then it is still kept, until `kill`.
+    """
+
+    def __init__(
+        self,
+        process: type,
+        *,
+        calls: Calls,
+        now_s: Callable[[], float],
+        heartbeat_s: float,
+        pool: Pool | None,
+        on_up: Callable[[int, Member], None],
+        on_gone: Callable[[int, Member, bool], None],
+    ) -> None:
+        self.members: dict[int, Member] = {}
+        self._process = process
+        self._calls = calls
+        self._now_s = now_s
+        self._heartbeat_s = heartbeat_s
+        self._pool = pool
+        self._on_up = on_up
+        self._on_gone = on_gone
+        self._died_s: dict[str, float] = {}
+
+    def start(self, number: int, *, employ: Callable[[Any], Any], apart_from: Iterable[int] = ()) -> None:
+        """Start a member, or take one that stands by; `employ` makes the call that tells it what it is for.
+
+        Args:
+            apart_from: numbers of members on whose nodes it should not be.
+        """
+        node = choose_node(
+            self._nodes(),
+            taken=[member.node for member in self.members.values()],
+            apart_from=[self.members[other].node for other in apart_from if other in self.members],
+        )
+        actor = None if self._pool is None else self._pool.take(self._process.__name__, node=node)
+        if actor is None:
+            actor = _actor(self._process, node=node)
+        member = self.members[number] = Member(actor=actor, node=node or "", seen_s=self._now_s())
+        self._calls.add(employ(actor), done=partial(self._up, number, member), failed=partial(self._dead, number, member))
+
+    def get(self, number: int) -> Any:
+        """The actor; None where it is gone."""
+        member = self.members.get(number)
+        return None if member is None else member.actor
+
+    def look_for_silence(self) -> None:
+        for number, member in list(self.members.items()):
+            limit_s = self._heartbeat_s if member.is_ready else BOOT_TIMEOUT_S
+            if self._now_s() - member.seen_s > limit_s and self.members.get(number) is member:
+                self._note_death(member)
+                self._on_gone(number, member, True)
+
+    def restart_clocks(self) -> None:
+        """The run begins now: nobody has been silent before."""
+        for member in self.members.values():
+            member.seen_s = self._now_s()
+
+    def kill(self, number: int) -> None:
+        """End a member at once, wherever it is."""
+        member = self.members.pop(number, None)
+        if member is not None:
+            _kill(member)
+
+    def end(self) -> None:
+        """Keep for the next run who is free, and end the others."""
+        members, self.members = list(self.members.values()), {}
+        if self._pool is not None:
+            name = self._process.__name__
+            kept = [
+                member
+                for member in members
+                if member.identity is not None
+                and self._pool.give(member.actor, kind=name, node=member.identity.node if member.node else "")
+            ]
+            members = [member for member in members if member not in kept]
+        for member in members:
+            with suppress(RayActorError, ValueError):
+                ray.kill(member.actor, no_restart=True)
+        here = [member for member in members if member.identity is not None and member.identity.machine == machine()]
+        limit_s = time.monotonic() + _END_S
+        while any(is_running(member.pid) for member in here) and time.monotonic() < limit_s:
+            time.sleep(0.01)
+        for member in here:
+            if is_running(member.pid):
+                kill(member.pid)
+
+    # -- signs of life --------------------------------------------------------------------------------------------
+
+    def _up(self, number: int, member: Member, identity: Identity) -> None:
+        if self.members.get(number) is not member:
+            return
+        member.identity, member.node, member.seen_s = identity, identity.node, self._now_s()
+        self._watch(number, member)
+        self._on_up(number, member)
+
+    def _watch(self, number: int, member: Member) -> None:
+        """Keep one call pending: it fails within milliseconds of a death, and its delay tells of a process that hangs."""
+        pulse = member.actor.watch.options(concurrency_group="pulse").remote(self._heartbeat_s / 4)
+        self._calls.add(pulse, done=partial(self._alive, number, member), failed=partial(self._dead, number, member))
+
+    def _alive(self, number: int, member: Member, _: Any) -> None:
+        member.seen_s = self._now_s()
+        if self.members.get(number) is member:
+            self._watch(number, member)
+
+    def _dead(self, number: int, member: Member, _: Any) -> None:
+        if self.members.get(number) is member:
+            del self.members[number]
+            self._note_death(member)
+            # "Unavailable" is what Ray says of a process on a node that it cannot reach; it must not come back.
+            _kill(member)
+            self._on_gone(number, member, False)
+
+    def _note_death(self, member: Member) -> None:
+        if member.node:
+            self._died_s[member.node] = self._now_s()
+
+    def _nodes(self) -> Sequence[str]:
+        """Those that live, the ones where nobody has died lately first or alone."""
+        alive = alive_nodes()
+        sound = [node for node in alive if self._now_s() - self._died_s.get(node, -_SHUN_S) >= _SHUN_S]
+        return sound or alive
+
+
+def alive_nodes() -> list[str]:
+    """Ray's nodes, as far as Ray knows: it takes its time to see that one is dead."""
+    nodes: Any = ray.nodes  # without types
+    return [node["NodeID"] for node in nodes() if node["Alive"]]
+
+
+def _actor(process: type, *, node: str | None) -> Any:
+    """Placed wherever there is room; the pulse beats beside the work."""
+    remote: Any = ray.remote
+    kind = remote(num_cpus=0, concurrency_groups={"pulse": 1})(process)
+    if node is None:
+        return kind.remote()
+    return kind.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True)).remote()
+
+
+def _kill(member: Member) -> None:
+    """A stopped process hears nothing but SIGKILL, so Ray's own way comes second."""
+    if member.identity is not None and member.identity.machine == machine():
+        kill(member.identity.pid)
+    elif member.identity is not None:
+        # Sent and forgotten: where the whole node is gone, there is nothing left to be killed.
+        there = NodeAffinitySchedulingStrategy(member.identity.node, soft=False)
+        remote: Any = ray.remote
+        remote(num_cpus=0, max_retries=0)(os.kill).options(scheduling_strategy=there).remote(member.pid, signal.SIGKILL)
+    with suppress(RayActorError, ValueError):
+        ray.kill(member.actor, no_restart=True)

@@ -1,0 +1,183 @@
+"""From what the user gives to a run: the model is looked at, the job packed for the workers, Ray started, the report kept."""
+
+from __future__ import annotations
+
+import site
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tatami.clock import Clock, SystemClock
+from tatami.errors import InputError
+from tatami.server import checkpoints
+from tatami.server.engine import engine, require_ray
+from tatami.server.learner import Course, Data, LossFn, ModelFn, check_model, flatten, signature
+from tatami.server.phases import PhaseHook
+from tatami.server.pieces import cut
+from tatami.server.protocol import Protocol
+from tatami.server.report import RunReport
+from tatami.server.run_settings import RunSettings
+from tatami.server.saving import Saved
+from tatami.server.state import Coordinator
+from tatami.train.records import Records
+
+if TYPE_CHECKING:
+    from tatami.server.pool import Pool
+    from tatami.server.runtime import Runtime
+
+_LEAST_PATIENCE_S = 4.0
+"""How long a worker waits for a server's answer at first. Servers that die without a word are what it is for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained, and on what."""
+
+    model_fn: ModelFn
+    loss_fn: LossFn
+    dataset: Data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """Where a run takes place, and who is told of it; see `train`."""
+
+    address: str | None
+    report: Path | str | None
+    records: Records | None
+    on_round: Callable[[Runtime], None] | None
+    on_phase: PhaseHook | None
+    pool: Pool | None
+    clock: Clock | None
+
+
+def run_task(
+    task: Task, settings: RunSettings, *, folder: Path | None, resumes: bool, surroundings: Surroundings
+) -> tuple[nn.Module, RunReport]:
+    """Train, from the start or from the last checkpoint in `folder`. Returns and raises as `tatami.server.train`."""
+    ray = require_ray()
+    torch.manual_seed(settings.seed)
+    model = task.model_fn()
+    check_model(model)
+    first = flatten([parameter.detach() for parameter in model.parameters() if parameter.requires_grad]).copy()
+    if settings.servers > len(first):
+        raise InputError(
+            f"{settings.servers} servers, but only {len(first)} parameters to hold; at most {len(first)} servers can help"
+        )
+    protocol = settings.protocol()
+    course = Course(samples=_samples(task.dataset), batch_size=settings.batch_size, seed=settings.seed, speeds=settings.speeds)
+    facts: dict[str, Any] = {
+        "model": signature(model),
+        "samples": course.samples,
+        "batch_size": settings.batch_size,
+        "seed": settings.seed,
+        "optimizer": repr(settings.optimizer),
+    }
+    saved, snapshots = (None, None)
+    if resumes and folder is not None:
+        saved, snapshots = _stored(folder, facts, protocol, len(first))
+    if folder is not None:
+        settings.write(folder)
+
+    from tatami.server.runtime import Runtime, Terms
+    from tatami.server.worker_process import Job
+
+    job = Job(
+        model_fn=task.model_fn,
+        loss_fn=task.loss_fn,
+        course=course,
+        protocol=protocol,
+        hook=surroundings.on_phase,
+        patience_s=max(_LEAST_PATIENCE_S, 2 * settings.heartbeat_s),
+    )
+    with _by_value(task.model_fn, task.loss_fn, surroundings.on_phase):
+        pickled_job = ray.cloudpickle.dumps(job)
+    terms = Terms(
+        first=first,
+        signature=signature(model),
+        optimizer=settings.optimizer,
+        clip_norm=settings.clip_norm,
+        whole_batch=None if protocol.consistency.lockstep else min(settings.batch_size, course.samples),
+        directory=folder,
+        heartbeat_s=settings.heartbeat_s,
+        facts=facts,
+        snapshots=snapshots,
+    )
+    with engine(address=surroundings.address):
+        runtime = Runtime(
+            Coordinator(protocol, resumed=saved),
+            job=job,
+            pickled_job=pickled_job,
+            data=task.dataset,
+            terms=terms,
+            clock=surroundings.clock or SystemClock(),
+            pool=surroundings.pool,
+            records=surroundings.records,
+            on_round=surroundings.on_round,
+        )
+        try:
+            parameters, outcome = runtime.run()
+        finally:
+            if surroundings.report is not None:
+                runtime.report().save(surroundings.report, force=True)
+    _load(model, parameters)
+    return model, outcome
+
+
+def _samples(dataset: Data) -> int:
+    if isinstance(dataset, tuple):
+        if len(dataset[0]) != len(dataset[1]):
+            raise InputError(f"{len(dataset[0])} inputs but {len(dataset[1])} targets; each input needs one")
+        size = len(dataset[0])
+    else:
+        size = len(dataset)
+    if size == 0:
+        raise InputError("the data set is empty")
+    return size
+
+
+def _stored(folder: Path, facts: dict[str, Any], protocol: Protocol, size: int) -> tuple[Saved, tuple[dict[str, Any], ...]]:
+    stored = checkpoints.read(folder)
+    for name, value in facts.items():
+        if stored.terms.get(name) != value:
+            raise InputError(f"{folder} is of another run: its {name} is {stored.terms.get(name)!r}, here it is {value!r}")
+    for problem in stored.problems:
+        warnings.warn(f"{problem}; version {stored.saved.version} is used", stacklevel=4)
+    stretches = cut(size, shards=protocol.shards)
+    return stored.saved, tuple(checkpoints.recut(stored.snapshots, stretches=stretches))
+
+
+def _load(model: nn.Module, parameters: Any) -> None:
+    flat, start = torch.from_numpy(parameters), 0
+    with torch.no_grad():
+        for parameter in (each for each in model.parameters() if each.requires_grad):
+            parameter.copy_(flat[start : start + parameter.numel()].view_as(parameter))
+            start += parameter.numel()
+
+
+@contextmanager
+def _by_value(*functions: Any) -> Iterator[None]:
+    """Send the user's own modules along: a worker's process could not import a script or a test."""
+    ray = require_ray()
+    installed = (*site.getsitepackages(), sys.prefix, sys.base_prefix)
+    modules = []
+    for function in functions:
+        module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
+        file = getattr(module, "__file__", None)
+        known = module is None or module.__name__ == "__main__" or module.__name__.startswith("tatami.")
+        if module is not None and not known and file and not file.startswith(installed):
+            modules.append(module)
+    for module in modules:
+        ray.cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in set(modules):
+            ray.cloudpickle.unregister_pickle_by_value(module)

@@ -1,0 +1,157 @@
+"""Who works: the places of a run, the spares, and who takes a vacant place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from tatami.server import actions as act
+from tatami.server.actions import Action
+from tatami.server.place import Place, Status
+from tatami.server.protocol import Protocol
+from tatami.server.recovery import Remedy
+
+
+class Roster:
+    """Keeps places and spares; what is to be done about them goes to `do`.
+
+    Args:
+        clocks: rounds done by worker, of a run that goes on; `slowest` holds for workers that are not in it.
+
+    Attributes:
+        places: by worker number.
+        ready: processes that stand by, the longest first.
+        starting: processes that are being started.
+        restarts_left: further processes that may be started, workers and servers together.
+        counts: of the places, by status.
+    """
+
+    def __init__(self, protocol: Protocol, *, clocks: Mapping[int, int], slowest: int, do: Callable[[Action], None]) -> None:
+        self._protocol = protocol
+        self._do = do
+        self.counts: Counter[Status] = Counter()
+        self.places = {
+            worker: Place(worker=worker, process=worker, clock=clocks.get(worker, slowest), counts=self.counts)
+            for worker in range(protocol.workers)
+        }
+        self.ready: list[int] = []
+        self.starting: set[int] = set()
+        self.restarts_left = protocol.restarts
+        self._next_process = protocol.workers
+        self._next_worker = protocol.workers
+        self._joins = 0
+
+    # -- processes ------------------------------------------------------------------------------------------------
+
+    def start_spare(self) -> None:
+        self.starting.add(self._next_process)
+        self._do(act.StartSpare(process=self._next_process))
+        self._next_process += 1
+
+    def join(self) -> None:
+        """One worker more is wanted."""
+        self._joins += 1
+        self.start_spare()
+
+    def is_ready(self, process: int) -> None:
+        """A spare is up; one that was declared dead meanwhile is not."""
+        if process in self.starting:
+            self.starting.discard(process)
+            self.ready.append(process)
+
+    def lose(self, process: int) -> bool:
+        """A process is gone; whether it held a place."""
+        self.starting.discard(process)
+        if process in self.ready:
+            self.ready.remove(process)
+        held = [place for place in self.places.values() if place.process == process]
+        for place in held:
+            place.process = None
+            if place.status is Status.BUSY:
+                place.received = set()
+                if self._protocol.recovery.remedy is Remedy.SKIP:
+                    place.status = Status.OUT
+        return bool(held)
+
+    def staff(self, *, is_over: bool) -> tuple[Place, ...]:
+        """Give vacant places to spares, start new spares, and give up places for which none will come.
+
+        Returns:
+            The places in mid-round that somebody has taken over: they must be sent their task.
+        """
+        vacant = [place for _, place in sorted(self.places.items()) if place.is_vacant(rounds=self._protocol.rounds)]
+        taken = []
+        while vacant and self.ready:
+            place = vacant.pop(0)
+            place.process = self.ready.pop(0)
+            if place.status is Status.BUSY:
+                taken.append(place)
+        if is_over:
+            return tuple(taken)
+        wanted = len(vacant) + self._joins + self._protocol.spares
+        while len(self.ready) + len(self.starting) < wanted and self.restarts_left > 0:
+            self.restarts_left -= 1
+            self.start_spare()
+        if self.starting or self.ready:
+            return tuple(taken)
+        self._joins = 0
+        for place in vacant:
+            place.leaving = True
+            if place.status is Status.BUSY:
+                place.status = Status.OUT
+            left = self.num_staying()
+            self.warn(f"no spare is left for worker {place.worker}: {left} workers share its part from now on")
+        return tuple(taken)
+
+    # -- coming and going -----------------------------------------------------------------------------------------
+
+    def let_go(self, worker: int) -> None:
+        place = self.places.get(worker)
+        if place is None or place.leaving:
+            self.warn(f"there is no worker {worker} that could leave; there are {sorted(self.places)}")
+        elif self.num_staying() <= self._protocol.min_workers:
+            self.warn(f"worker {worker} stays: with fewer than min_workers={self._protocol.min_workers} the run would stop")
+        else:
+            place.leaving = True
+
+    def drop_leavers(self) -> None:
+        for worker, place in list(self.places.items()):
+            if place.leaving and place.status is Status.IDLE:
+                if place.process is not None:
+                    self._do(act.Retire(worker=worker, process=place.process))
+                place.vanish()
+                del self.places[worker]
+
+    def admit(self, *, slowest: int) -> None:
+        """Give those who join places of their own."""
+        while self._joins and self.ready and (not self._protocol.consistency.lockstep or self.all_idle()):
+            self._joins -= 1
+            worker = self._next_worker  # never a number that was somebody else's: updates are told apart by it
+            self._next_worker += 1
+            self.places[worker] = Place(worker=worker, process=self.ready.pop(0), clock=slowest, counts=self.counts)
+
+    def return_to(self, clocks: Mapping[int, int], *, slowest: int) -> None:
+        """Everybody is back at these clocks."""
+        for worker, place in self.places.items():
+            place.reset(clocks.get(worker, slowest))
+
+    # -- questions ------------------------------------------------------------------------------------------------
+
+    def in_order(self) -> list[Place]:
+        return [place for _, place in sorted(self.places.items())]
+
+    def all_idle(self) -> bool:
+        return self.counts[Status.IDLE] == len(self.places)
+
+    def num_staying(self) -> int:
+        return sum(not place.leaving for place in self.places.values())
+
+    def slowest(self, *, default: int) -> int:
+        """Rounds done by the slowest who stays; a place that is done holds nobody up."""
+        return min((place.clock for place in self.places.values() if not place.leaving), default=default)
+
+    def all_done(self) -> bool:
+        return bool(self.places) and all(place.clock >= self._protocol.rounds for place in self.places.values())
+
+    def warn(self, message: str) -> None:
+        self._do(act.Warn(message=message))

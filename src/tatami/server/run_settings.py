@@ -1,0 +1,117 @@
+"""The numbers and policies of a run, kept as JSON beside its checkpoints, so that `resume` need not be told them again."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from tatami.errors import CheckpointError, InputError
+from tatami.server.consistency import ASP, BSP, SSP, AbstractConsistency, Backup
+from tatami.server.optimizers import SGD, AbstractOptimizer, Adam
+from tatami.server.protocol import DEFAULT_RESTARTS, Protocol
+from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
+
+RUN_FILE = "run.json"
+HEARTBEAT_S = 2.0
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in (ASP, BSP, SSP, Backup, SGD, Adam, Checkpoint, FromServers, Ignore)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What `tatami.server.train` is told beside the functions and the data; see there.
+
+    Attributes:
+        script: what the command line was given; None for a run from Python.
+
+    Raises:
+        InputError: numbers that cannot be.
+    """
+
+    rounds: int
+    workers: int = 4
+    servers: int = 2
+    spares: int = 1
+    batch_size: int = 256
+    optimizer: AbstractOptimizer = field(default_factory=lambda: SGD(lr=0.1))
+    clip_norm: float | None = None
+    recovery: AbstractRecovery = field(default_factory=FromServers)
+    consistency: AbstractConsistency = field(default_factory=BSP)
+    replicas: int = 1
+    restarts: int = DEFAULT_RESTARTS
+    min_workers: int = 1
+    speeds: tuple[float, ...] = ()
+    heartbeat_s: float = HEARTBEAT_S
+    save_every: int | None = None
+    seed: int = 0
+    script: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise InputError(f"batch_size must be at least 1 sample, not {self.batch_size}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise InputError(f"clip_norm must be > 0, not {self.clip_norm}")
+        if not (math.isfinite(self.heartbeat_s) and self.heartbeat_s > 0):
+            raise InputError(f"heartbeat_s must be a number of seconds > 0, not {self.heartbeat_s}")
+        if self.speeds and len(self.speeds) != self.workers:
+            raise InputError(f"{len(self.speeds)} speeds for {self.workers} workers; give one for each, or none")
+        if not all(math.isfinite(value) and value > 0 for value in self.speeds):
+            raise InputError(f"speeds must be finite and > 0, not {list(self.speeds)}")
+
+    def protocol(self) -> Protocol:
+        """The terms that the coordinator runs by. Raises as `Protocol`."""
+        return Protocol(
+            rounds=self.rounds,
+            workers=self.workers,
+            servers=self.servers,
+            shards=self.servers,
+            spares=self.spares,
+            restarts=self.restarts,
+            min_workers=self.min_workers,
+            replicas=self.replicas,
+            consistency=self.consistency,
+            recovery=self.recovery,
+            clips=self.clip_norm is not None,
+            save_every=self.save_every,
+        )
+
+    def write(self, directory: Path) -> None:
+        """Keep them in `directory`. Raises OSError as any file does."""
+        values = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+        part = directory / f".{RUN_FILE}"
+        part.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        part.replace(directory / RUN_FILE)
+
+    @classmethod
+    def read(cls, directory: Path) -> RunSettings:
+        """What `write` has kept.
+
+        Raises:
+            CheckpointError: there is nothing of a run, or it is damaged.
+        """
+        path = directory / RUN_FILE
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**{name: _thing(value) for name, value in values.items()})
+        except FileNotFoundError:
+            raise CheckpointError(f"{directory} holds no run: there is no {RUN_FILE} in it") from None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    if type(value).__name__ in _KINDS:
+        inner = {name: str(each) if isinstance(each, Path) else each for name, each in asdict(value).items()}
+        return {"kind": type(value).__name__, **inner}
+    if isinstance(value, AbstractOptimizer | AbstractRecovery | AbstractConsistency):
+        return {"kind": type(value).__name__}  # one of the user's own: `resume` must be given it again
+    return value
+
+
+def _thing(value: Any) -> Any:
+    if isinstance(value, dict):
+        rest = {name: tuple(each) if isinstance(each, list) else each for name, each in value.items() if name != "kind"}
+        return _KINDS[value["kind"]](**rest)
+    return tuple(value) if isinstance(value, list) else value

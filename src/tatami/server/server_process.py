@@ -1,0 +1,86 @@
+"""The process of a server, as a Ray actor: a thin shell around its shards. Needs no torch, so it starts quickly."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from tatami.server.actions import ApplyShard, SumShard
+from tatami.server.optimizers import AbstractOptimizer, Vector
+from tatami.server.processes import Identity, identity
+from tatami.server.shard import ShardServer
+
+
+class ServerProcess:
+    """Holds shards; gives references to their parameters, which workers map without a copy."""
+
+    def __init__(self) -> None:
+        self._shards: ShardServer | None = None
+
+    def employ(
+        self,
+        numbers: Sequence[int],
+        optimizer: AbstractOptimizer,
+        *first: Vector,
+        clip_norm: float | None,
+        whole_batch: int | None,
+    ) -> Identity:
+        """Serve a run: `first` are the parameters of the shards `numbers`."""
+        shards = dict(zip(numbers, first, strict=True))
+        self._shards = ShardServer(shards, optimizer=optimizer, clip_norm=clip_norm, whole_batch=whole_batch)
+        return identity()
+
+    def dismiss(self) -> None:
+        """Let go of the run."""
+        self._shards = None
+
+    def watch(self, pause_s: float) -> None:
+        """A sign of life after `pause_s`; runs beside everything else, and fails at once when the process ends."""
+        time.sleep(pause_s)
+
+    def stage(
+        self,
+        shard: int,
+        update: Sequence[Vector],
+        *,
+        worker: int,
+        process: int,
+        round_: int,
+        attempt: int,
+        samples: int,
+    ) -> bool:
+        names = {"worker": worker, "process": process, "round_": round_, "attempt": attempt}
+        # One that comes after the run, from a worker that had been stopped, is refused like any other late one.
+        return self._shards is not None and self._shards.stage(shard, update, samples=samples, **names)
+
+    def sum(self, order: SumShard) -> float:
+        return self._held.squared_norm(order.shard, order.contributions)
+
+    def apply(self, order: ApplyShard) -> list[Any]:
+        parameters = self._held.apply(
+            order.shard,
+            order.contributions,
+            version=order.version,
+            squared_norm=order.squared_norm,
+            clocks=order.clocks,
+        )
+        return [ray.put(parameters)]
+
+    def parameters(self, shard: int) -> list[Any]:
+        return [ray.put(self._held.parameters(shard))]
+
+    def snapshot(self, shard: int) -> dict[str, Vector]:
+        return self._held.snapshot(shard)
+
+    def load(
+        self, shard: int, snapshot: Mapping[str, Vector], *, attempt: int, clocks: tuple[tuple[int, int], ...]
+    ) -> list[Any]:
+        return [ray.put(self._held.load(shard, snapshot, attempt=attempt, clocks=clocks))]
+
+    @property
+    def _held(self) -> ShardServer:
+        assert self._shards is not None  # the coordinator orders nothing of servers that are not of its run
+        return self._shards

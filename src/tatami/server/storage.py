@@ -1,0 +1,132 @@
+"""What moves between servers, disk and driver when nobody computes: checkpoints, copies of shards, and the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tatami.server import actions as act
+from tatami.server import checkpoints
+from tatami.server import events as ev
+from tatami.server.calls import Calls
+from tatami.server.crew import Crew
+from tatami.server.optimizers import Vector
+from tatami.server.protocol import Protocol
+from tatami.server.saving import Saved
+
+Published = dict[int, dict[int, Any]]
+"""By shard and server: a reference to the parameters that the server has published last."""
+
+
+class Storage:
+    """Carries out what the coordinator orders of the state as a whole; each order ends in one event, told to `tell`.
+
+    Where a server goes away meanwhile, an order comes to nothing, and the coordinator gives another: it hears of the death.
+
+    Attributes:
+        result: all parameters `(elements,)`, once they are fetched.
+    """
+
+    def __init__(
+        self,
+        protocol: Protocol,
+        *,
+        servers: Crew,
+        calls: Calls,
+        published: Published,
+        directory: Path | None,
+        facts: Mapping[str, Any],
+        now_s: Callable[[], float],
+        tell: Callable[[ev.Event], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self.result: Vector | None = None
+        self._protocol = protocol
+        self._servers = servers
+        self._calls = calls
+        self._published = published
+        self._directory = directory
+        self._facts = facts
+        self._now_s = now_s
+        self._tell = tell
+        self._warn = warn
+
+    def write(self, order: act.WriteCheckpoint) -> None:
+        def finish(snapshots: list[Mapping[str, Vector]]) -> None:
+            at_s = self._now_s
+            if self._directory is None:
+                self._tell(ev.CheckpointFailed(at_s=at_s(), ticket=order.ticket, reason="no directory was given"))
+                return
+            saved = Saved(version=order.version, clocks=order.clocks)
+            try:
+                checkpoints.write(self._directory, snapshots, saved=saved, terms=self._facts)
+            except OSError as error:
+                self._tell(ev.CheckpointFailed(at_s=at_s(), ticket=order.ticket, reason=str(error)))
+            else:
+                self._tell(ev.CheckpointWritten(at_s=at_s(), ticket=order.ticket))
+
+        answers: dict[int, Mapping[str, Vector]] = {}
+
+        def take(shard: int, snapshot: Mapping[str, Vector]) -> None:
+            answers[shard] = snapshot
+            if len(answers) == self._protocol.shards:
+                finish([answers[each] for each in sorted(answers)])
+
+        for shard, servers in self._published.items():
+            if (server := self._first(servers)) is not None:
+                self._calls.add(self._servers.get(server).snapshot.remote(shard), done=partial(take, shard))
+
+    def read(self, order: act.ReadCheckpoint) -> None:
+        assert self._directory is not None  # the first checkpoint was written there
+        stored = checkpoints.read(self._directory, up_to=order.version)
+        for problem in stored.problems:
+            self._warn(f"{problem}; version {stored.saved.version} is used")
+        saved, shards = stored.saved, range(self._protocol.shards)
+        waiting = {(shard, server) for shard in shards for server in self._protocol.holders(shard) if server in order.servers}
+
+        def take(shard: int, server: int, published: list[Any]) -> None:
+            self._published[shard][server] = published[0]
+            waiting.discard((shard, server))
+            if not waiting:
+                at_s, ticket = self._now_s(), order.ticket
+                self._tell(ev.CheckpointRead(at_s=at_s, ticket=ticket, version=saved.version, clocks=saved.clocks))
+
+        names = {"attempt": order.attempt, "clocks": saved.clocks}
+        for shard, server in sorted(waiting):
+            if (actor := self._servers.get(server)) is not None:
+                loaded = actor.load.remote(shard, stored.snapshots[shard], **names)
+                self._calls.add(loaded, done=partial(take, shard, server))
+
+    def copy(self, order: act.CopyShard) -> None:
+        source, target = self._servers.get(order.source), self._servers.get(order.server)
+        if source is None or target is None:
+            return
+
+        def done(published: list[Any]) -> None:
+            self._published[order.shard][order.server] = published[0]
+            where = {"ticket": order.ticket, "shard": order.shard, "server": order.server}
+            self._tell(ev.ShardCopied(at_s=self._now_s(), **where))
+
+        snapshot = source.snapshot.remote(order.shard)  # goes from server to server, not through here
+        loaded = target.load.remote(order.shard, snapshot, attempt=order.attempt, clocks=order.clocks)
+        self._calls.add(loaded, done=done)
+
+    def fetch(self, order: act.FetchResult) -> None:
+        parts: dict[int, Vector] = {}
+
+        def take(shard: int, part: Vector) -> None:
+            parts[shard] = part
+            if len(parts) == self._protocol.shards:
+                self.result = np.concatenate([parts[each] for each in sorted(parts)])
+                self._tell(ev.ResultFetched(at_s=self._now_s(), ticket=order.ticket))
+
+        for shard, servers in self._published.items():
+            if (server := self._first(servers)) is not None:
+                self._calls.add(servers[server], done=partial(take, shard))
+
+    def _first(self, servers: Mapping[int, Any]) -> int | None:
+        return next((server for server in servers if server in self._servers.members), None)

@@ -1,0 +1,174 @@
+"""The process of a worker, as a Ray actor: a thin shell around a learner."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray import cloudpickle
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
+
+from tatami.server.actions import SendTask
+from tatami.server.learner import Course, Data, Learner, LossFn, ModelFn, signature
+from tatami.server.optimizers import Vector
+from tatami.server.phases import PhaseHook, TaskPhase
+from tatami.server.pieces import cut, parcel
+from tatami.server.processes import Identity, identity
+from tatami.server.protocol import Protocol
+
+_PULL_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every worker is told once.
+
+    Attributes:
+        patience_s: for a server's answer, at first; it doubles each time that it was too short.
+    """
+
+    model_fn: ModelFn
+    loss_fn: LossFn
+    course: Course
+    protocol: Protocol
+    hook: PhaseHook | None
+    patience_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a task: the (shard, server) that took its update; `pulled` is False where a server went away."""
+
+    loss: float
+    samples: int
+    received: tuple[tuple[int, int], ...]
+    pulled: bool = True
+
+
+class WorkerProcess:
+    """Computes the tasks that it is sent; before the first it stands by."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        # torch does much for the first time in its first backward pass: a spare has that behind it.
+        torch.nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()
+        self._process = -1
+        self._job: Job | None = None
+        self._learner: Learner | None = None
+        self._pulled: tuple[int, int] | None = None
+        self._patience_s = 0.0
+
+    def employ(self, process: int, pickled_job: bytes, data: Any) -> Identity:
+        """Stand by for a run, as its process number `process`."""
+        self._process = process
+        self._job = job = cloudpickle.loads(pickled_job)
+        self._learner = Learner(job.model_fn(), loss_fn=job.loss_fn, data=unpacked(data), course=job.course)
+        self._pulled = None
+        self._patience_s = job.patience_s
+        return identity(model=signature(self._learner.model))
+
+    def dismiss(self) -> None:
+        """Let go of the run."""
+        self._job, self._learner = None, None
+
+    def watch(self, pause_s: float) -> None:
+        """A sign of life after `pause_s`; runs beside the task, and fails at once when the process ends."""
+        time.sleep(pause_s)
+
+    def work(self, task: SendTask, pulls: Sequence[Sequence[Any]], servers: Mapping[int, Any]) -> Outcome:
+        """Pull, compute, push. `pulls[k]` are references to shard k, one for each copy."""
+        assert self._learner is not None
+        self._hook(TaskPhase.PULL, task)
+        if not self._pull(task, pulls):
+            time.sleep(_PULL_PAUSE_S)  # the death of a server is about to be told
+            return Outcome(loss=math.nan, samples=0, received=(), pulled=False)
+        self._hook(TaskPhase.BEFORE_COMPUTE, task)
+        gradient, loss, samples = self._learner.gradient(round_=task.round, worker=task.worker, members=task.members)
+        self._hook(TaskPhase.COMPUTE, task)
+        if not math.isfinite(loss):
+            return Outcome(loss=loss, samples=samples, received=())
+        received = self._push(task, gradient, samples=samples, servers=servers)
+        self._hook(TaskPhase.AFTER_PUSH, task)
+        return Outcome(loss=loss, samples=samples, received=received)
+
+    def _pull(self, task: SendTask, pulls: Sequence[Sequence[Any]]) -> bool:
+        assert self._learner is not None
+        key = (task.attempt, task.version)
+        if self._pulled == key:
+            return True
+        parts = []
+        for copies in pulls:
+            part = next((got for got in (self._get(copy) for copy in copies) if got is not None), None)
+            if part is None:
+                return False
+            parts.append(part)
+        self._learner.load(parts)
+        self._pulled = key
+        return True
+
+    def _push(
+        self, task: SendTask, gradient: Sequence[Vector], *, samples: int, servers: Mapping[int, Any]
+    ) -> tuple[tuple[int, int], ...]:
+        assert self._job is not None
+        protocol = self._job.protocol
+        calls: dict[tuple[int, int], Any] = {}
+        names = {"worker": task.worker, "process": task.process, "round_": task.round, "attempt": task.attempt}
+        size = sum(len(piece) for piece in gradient)
+        for shard, stretch in enumerate(cut(size, shards=protocol.shards)):
+            update = ray.put(parcel(gradient, stretch=stretch))  # once, however many copies of the shard there are
+            for server in protocol.holders(shard):
+                if server in servers:
+                    calls[shard, server] = servers[server].stage.remote(shard, update, samples=samples, **names)
+            if self._job.hook is not None and shard == 0:
+                for call in calls.values():
+                    self._get(call)
+                self._hook(TaskPhase.BETWEEN_SHARDS, task)
+        # All at once: each waits for the slowest, and none for a server that hangs longer than the others do.
+        ray.wait(list(calls.values()), num_returns=len(calls), timeout=self._patience_s)
+        return tuple(place for place, call in calls.items() if self._get(call))
+
+    def _get(self, reference: Any) -> Any:
+        """What it refers to; None where that went with its process, or does not come."""
+        try:
+            return ray.get(reference, timeout=self._patience_s)
+        except GetTimeoutError:
+            self._patience_s *= 2  # the server may be gone without a word, or the link slow
+            return None
+        except (RayActorError, ObjectLostError):
+            return None
+        except RayTaskError as error:
+            if isinstance(error.cause, RayError):
+                return None
+            raise
+
+    def _hook(self, phase: TaskPhase, task: SendTask) -> None:
+        if self._job is not None and self._job.hook is not None:
+            self._job.hook(phase, task.process, task.round)
+
+
+def packed(data: Data) -> Any:
+    """A data set as it is shared among the processes of a node: tensors as arrays, which all of them map without a copy."""
+    if isinstance(data, tuple) and all(isinstance(each, torch.Tensor) and _has_array(each) for each in data):
+        return tuple(each.detach().numpy() for each in data)
+    return data
+
+
+def unpacked(data: Any) -> Data:
+    """What `packed` was given."""
+    if isinstance(data, tuple) and all(isinstance(each, np.ndarray) for each in data):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the arrays are read-only, and batches are copies of them
+            x, y = (torch.from_numpy(each) for each in data)
+        return x, y
+    return data  # type: ignore[no-any-return]
+
+
+def _has_array(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.dtype is not torch.bfloat16
