@@ -17,6 +17,7 @@ Each says what happened, where (rank, peer, operation), the value seen, and what
     │   ├── RankDiedError (ConnectionError)     a peer ended before its part was done
     │   └── ClosedError                         an operation on a communicator that was closed
     ├── LabError (RuntimeError)                 a cluster on one machine could not be built, changed or taken away
+    ├── SimulationError (RuntimeError)          a rehearsal that ended before its end; says what its process wrote last
     └── TrainingError (RuntimeError)            a run that cannot go on
         └── NotFiniteError (ArithmeticError)    a loss that is NaN or infinite: which rank, which iteration
 """
@@ -96,6 +97,10 @@ class ClosedError(CommError):
 
 class LabError(TatamiError, RuntimeError):
     """A lab that this machine cannot build, change or take away; says what is missing, and what works instead."""
+
+
+class SimulationError(TatamiError, RuntimeError):
+    """A rehearsal whose process died, or that took too long; the message holds what it wrote last."""
 
 
 class TrainingError(TatamiError, RuntimeError):

@@ -1,0 +1,108 @@
+"""What a platform is: hosts in an order, and how SimGrid is told of them."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tatami.errors import ClusterError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """How SimGrid turns links into the time of a transfer.
+
+    Attributes:
+        name: how reports call it.
+        settings: of SimGrid, as it names them.
+    """
+
+    name: str
+    settings: tuple[tuple[str, str], ...]
+
+    @property
+    def arguments(self) -> list[str]:
+        return [f"--cfg={key}:{value}" for key, value in self.settings]
+
+
+TCP = Fabric(name="TCP", settings=(("network/model", "LV08"),))
+"""Latency times 13.01, bandwidth times 0.97, 5 % of it taken by acknowledgements, windows of 4 MiB (SimGrid's LV08)."""
+RDMA = Fabric(name="RDMA", settings=(("network/model", "CM02"), ("network/TCP-gamma", "0"), ("network/crosstraffic", "0")))
+"""Latency + bytes / bandwidth, shared fairly, and nothing else (SimGrid's CM02)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """A link, or a backbone that several links end in.
+
+    Attributes:
+        bandwidth_bytes_per_s: that all who send through it at a time share.
+        latency_s: of each transfer.
+        duplex: both ways have the bandwidth to themselves; else they share it.
+        fat: each transfer has the bandwidth to itself.
+
+    Raises:
+        ClusterError: a bandwidth that is not positive, or a latency that is negative.
+    """
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    duplex: bool = False
+    fat: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.bandwidth_bytes_per_s) and self.bandwidth_bytes_per_s > 0):
+            raise ClusterError(f"the bandwidth of a link must be a finite number > 0 bytes/s, not {self.bandwidth_bytes_per_s}")
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
+            raise ClusterError(f"the latency of a link must be a finite number >= 0 s, not {self.latency_s}")
+
+    def make(self, zone: Any, name: str, *, grid: Any) -> Any:
+        """The link in SimGrid, as a route from below upwards takes it."""
+        if self.duplex:
+            link = zone.add_split_duplex_link(name, self.bandwidth_bytes_per_s)
+            link.set_latency(self.latency_s).seal()
+            return grid.LinkInRoute(link, grid.LinkInRoute.Direction.UP)
+        link = zone.add_link(name, self.bandwidth_bytes_per_s).set_latency(self.latency_s)
+        if self.fat:
+            link.set_sharing_policy(grid.Link.SharingPolicy.FATPIPE, None)
+        return grid.LinkInRoute(link.seal())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One line of what `tatami simulate platform` says: some machines that are alike, or what joins them."""
+
+    what: str
+    count: int
+    speed_flop_per_s: float | None = None
+    bandwidth_bytes_per_s: float | None = None
+    latency_s: float | None = None
+
+
+class AbstractPlatform(ABC):
+    """Machines and a network. Hosts are known by their index, in an order that is always the same.
+
+    Attributes:
+        name: how reports call it.
+        fabric: how transfers are timed.
+    """
+
+    name: str
+    fabric: Fabric
+
+    @property
+    @abstractmethod
+    def hosts(self) -> Sequence[str]:
+        """The names of the hosts, in their order."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Part, ...]:
+        """What there is, for people."""
+
+    @abstractmethod
+    def build(self, engine: Any) -> list[Any]:
+        """Tell a SimGrid engine of it, and return its hosts in the order of `hosts`."""

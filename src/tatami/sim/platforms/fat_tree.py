@@ -1,0 +1,85 @@
+"""A fat tree of two levels with full bisection: whoever talks to whoever else, no cable is oversubscribed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import quoteattr
+
+from tatami.errors import ClusterError
+from tatami.sim.platforms.base import RDMA, AbstractPlatform, Fabric, Part, Wire
+
+_MOST_PER_SWITCH = 24
+_HEAD = '<?xml version="1.0"?>\n<!DOCTYPE platform SYSTEM "https://simgrid.org/simgrid.dtd">\n'
+
+
+@dataclass(frozen=True, kw_only=True)
+class FatTree(AbstractPlatform):
+    """`nodes` machines on leaf switches, each of which has as many cables to core switches as machines.
+
+    A path is node - leaf switch - node, or node - leaf - core - leaf - node; each cable has `link`'s latency and, in each
+    direction, its bandwidth.
+    """
+
+    name: str
+    nodes: int
+    link: Wire
+    speed_flop_per_s: float = 1.0
+    fabric: Fabric = field(default=RDMA)
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise ClusterError(f"a fat tree has at least 1 node, not {self.nodes}")
+        if not self.speed_flop_per_s > 0:
+            raise ClusterError(f"the speed of a node must be > 0, not {self.speed_flop_per_s}")
+
+    @cached_property
+    def hosts(self) -> Sequence[str]:
+        return tuple(f"node{index}" for index in range(self.nodes))
+
+    @property
+    def per_switch(self) -> int:
+        """Machines on one leaf switch."""
+        return min(_MOST_PER_SWITCH, self.nodes)
+
+    @property
+    def switches(self) -> int:
+        """Leaf switches; the last may have ports to spare."""
+        return -(-self.nodes // self.per_switch)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        wire = {"bandwidth_bytes_per_s": self.link.bandwidth_bytes_per_s, "latency_s": self.link.latency_s}
+        return (
+            Part(what="node", count=self.nodes, speed_flop_per_s=self.speed_flop_per_s),
+            Part(what="  cable to a leaf switch", count=self.nodes, **wire),
+            Part(what="leaf switch", count=self.switches),
+            Part(what="  cable to a core switch", count=self.switches * self.per_switch, **wire),
+            Part(what="core switch", count=self.per_switch),
+        )
+
+    def build(self, engine: Any) -> list[Any]:
+        down, up = f"{self.per_switch},{self.switches}", f"1,{self.per_switch}"
+        attributes = {
+            "id": self.name,
+            "prefix": "node",
+            "radical": f"0-{self.per_switch * self.switches - 1}",
+            "suffix": "",
+            "speed": f"{self.speed_flop_per_s!r}f",
+            "bw": f"{self.link.bandwidth_bytes_per_s!r}Bps",
+            "lat": f"{self.link.latency_s!r}s",
+            "sharing_policy": "SPLITDUPLEX",
+            "topology": "FAT_TREE",
+            "topo_parameters": f"2;{down};{up};1,1",
+        }
+        cluster = " ".join(f"{key}={quoteattr(value)}" for key, value in attributes.items())
+        text = f'{_HEAD}<platform version="4.1"><zone id="all" routing="Full"><cluster {cluster}/></zone></platform>\n'
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "platform.xml"
+            file.write_text(text, encoding="utf-8")
+            engine.load_platform(str(file))
+        return [engine.host_by_name(name) for name in self.hosts]

@@ -1,0 +1,73 @@
+"""Platforms of published systems, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tatami.errors import InputError
+from tatami.sim.platforms.base import AbstractPlatform, Wire
+from tatami.sim.platforms.fat_tree import FatTree
+from tatami.sim.platforms.tree import Group, Tree
+
+_OAKFOREST_NODES = 256
+_OAKFOREST_LATENCY_S = 250e-9
+"""Of one cable: four of them make the microsecond or so that small messages take between two nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """What may be asked for by name: `build(nodes, latency_s)`, each None where nobody said."""
+
+    what: str
+    build: Callable[[int | None, float | None], AbstractPlatform]
+
+
+def preset(name: str, *, nodes: int | None = None, latency_s: float | None = None) -> AbstractPlatform:
+    """A platform by name.
+
+    Args:
+        name: "paper-server-10k": the parameter-server system of Li, Tanimura and Nakada. "oakforest-like": a fat tree with full
+            bisection and 12.5 GB/s, as Oakforest-PACS has, of 256 nodes (it has 8,208).
+        nodes: another number of nodes; of workers, for "paper-server-10k", in clusters of 100.
+        latency_s: of one cable, for "oakforest-like".
+
+    Raises:
+        InputError: there is no such preset (the message lists them), or it has no such parameter.
+    """
+    if name not in PRESETS:
+        raise InputError(f"there is no preset {name!r}; there are: {', '.join(sorted(PRESETS))}")
+    return PRESETS[name].build(nodes, latency_s)
+
+
+def _paper_server(nodes: int | None, latency_s: float | None) -> AbstractPlatform:
+    """Table of the paper: clusters of 100 nodes on 1 Gbit/s behind 5 GB/s, 100 servers on 5 GB/s, 0.5 TB/s between all."""
+    if latency_s is not None:
+        raise InputError("the latencies of paper-server-10k are those of the paper; describe another network in a file")
+    num_workers = 10_000 if nodes is None else nodes
+    if num_workers < 100 or num_workers % 100:
+        raise InputError(
+            f"paper-server-10k has its workers in clusters of 100: nodes must be a multiple of it, not {num_workers}"
+        )
+    line = Wire(bandwidth_bytes_per_s=0.5e12, latency_s=500e-6)
+    worker = Group(name="worker{i}", count=100, link=Wire(bandwidth_bytes_per_s=125e6, latency_s=50e-6))
+    server = Group(name="server{i}", count=100, link=Wire(bandwidth_bytes_per_s=5e9, latency_s=500e-6))
+    backbone = Wire(bandwidth_bytes_per_s=5e9, latency_s=500e-6)
+    clusters = Group(name="cluster{i}", count=num_workers // 100, backbone=backbone, groups=(worker,))
+    return Tree(
+        name="paper-server-10k",
+        backbone=line,
+        groups=(clusters, Group(name="servers", backbone=line, groups=(server,))),
+    )
+
+
+def _oakforest(nodes: int | None, latency_s: float | None) -> AbstractPlatform:
+    latency_s = _OAKFOREST_LATENCY_S if latency_s is None else latency_s
+    link = Wire(bandwidth_bytes_per_s=12.5e9, latency_s=latency_s, duplex=True)
+    return FatTree(name="oakforest-like", nodes=_OAKFOREST_NODES if nodes is None else nodes, link=link)
+
+
+PRESETS = {
+    "paper-server-10k": Preset(what="10,000 workers in 100 clusters, 100 servers (Li, Tanimura, Nakada)", build=_paper_server),
+    "oakforest-like": Preset(what="a fat tree, 12.5 GB/s, full bisection, 256 nodes or as many as asked", build=_oakforest),
+}

@@ -1,0 +1,187 @@
+"""Clusters of clusters: groups of machines behind a backbone, to any depth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from tatami.errors import ClusterError
+from tatami.sim.engine import simgrid
+from tatami.sim.platforms.base import TCP, AbstractPlatform, Fabric, Part, Wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """`count` machines that are alike, or `count` copies of a cluster of other groups.
+
+    Attributes:
+        name: of each; `{i}` stands for its number, which is put at the end where it is not in the name and there are several.
+        count: how many.
+        link: from each to the backbone that it is on.
+        backbone: what the members of one copy share; every path into, out of and through a copy takes it.
+        groups: the members of one copy; none for machines.
+        speed_flop_per_s: of a machine.
+        cores: of a machine.
+    """
+
+    name: str
+    count: int = 1
+    link: Wire | None = None
+    backbone: Wire | None = None
+    groups: tuple[Group, ...] = ()
+    speed_flop_per_s: float = 1.0
+    cores: int = 1
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.count < 1:
+            problems.append(f"{self.name}.count: must be >= 1, not {self.count}")
+        if not (math.isfinite(self.speed_flop_per_s) and self.speed_flop_per_s > 0):
+            problems.append(f"{self.name}.speed: must be a finite number > 0, not {self.speed_flop_per_s}")
+        if self.cores < 1:
+            problems.append(f"{self.name}.cores: must be >= 1, not {self.cores}")
+        if self.backbone is not None and not self.groups:
+            problems.append(f"{self.name}.backbone: a machine has none; it is of what holds groups")
+        problems += _taken_twice(self.groups, path=f"{self.name}.")
+        if problems:
+            raise ClusterError("this platform cannot be:", problems=problems)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the copies."""
+        pattern = self.name if "{i}" in self.name or self.count == 1 else self.name + "{i}"
+        return [pattern.replace("{i}", str(index)) for index in range(self.count)]
+
+    @property
+    def num_hosts(self) -> int:
+        return self.count * (sum(group.num_hosts for group in self.groups) if self.groups else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree(AbstractPlatform):
+    """Groups on one backbone.
+
+    A path goes from a machine through its link, the backbones and links above it, the backbone where both sides meet, and down
+    the other side likewise. Hosts are named by their place, as "cluster3/node7".
+    """
+
+    name: str
+    groups: tuple[Group, ...]
+    backbone: Wire | None = None
+    fabric: Fabric = field(default=TCP)
+
+    def __post_init__(self) -> None:
+        problems = [] if self.groups else ["groups: there is none"]
+        problems += _taken_twice(self.groups, path="")
+        problems += _wire_problems(self.groups, backbone=self.backbone, above=0, path="")
+        if problems:
+            raise ClusterError(f"the platform {self.name} cannot be:", problems=problems)
+
+    @cached_property
+    def hosts(self) -> Sequence[str]:
+        return tuple(_host_names(self.groups, path=""))
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        lines = []
+        if self.backbone is not None:
+            lines.append(_wire_part("backbone", self.backbone, count=1))
+        return (*lines, *_parts(self.groups, copies=1, depth=0))
+
+    def build(self, engine: Any) -> list[Any]:
+        root = engine.netzone_root.add_netzone_star(self.name)
+        hosts = list(_build(root, self.groups, path="", backbone=self.backbone))
+        root.seal()
+        return hosts
+
+    def scaled(self, factor: float) -> Tree:
+        """The same with every machine `factor` times as fast."""
+        return replace(self, groups=tuple(_scaled(group, factor) for group in self.groups))
+
+
+def _build(zone: Any, groups: Sequence[Group], *, path: str, backbone: Wire | None) -> Iterator[Any]:
+    """The hosts below a zone. A backbone is a link in everybody's way up, which a path that goes up and down takes once."""
+    grid = simgrid()
+    shared = [] if backbone is None else [backbone.make(zone, f"{path}backbone", grid=grid)]
+    for group in groups:
+        for name in group.names:
+            own = [] if group.link is None else [group.link.make(zone, f"{path}{name}/link", grid=grid)]
+            if not group.groups:
+                host = zone.add_host(path + name, group.speed_flop_per_s)
+                host.core_count = group.cores
+                host.seal()
+                zone.add_route(host, None, [*own, *shared], True)
+                yield host
+                continue
+            inner = zone.add_netzone_star(path + name)
+            inner.set_gateway(inner.add_router(f"{path}{name}/router"))
+            yield from _build(inner, group.groups, path=f"{path}{name}/", backbone=group.backbone)
+            inner.seal()
+            zone.add_route(inner, None, [*own, *shared], True)
+
+
+def _host_names(groups: Sequence[Group], *, path: str) -> Iterator[str]:
+    for group in groups:
+        for name in group.names:
+            if group.groups:
+                yield from _host_names(group.groups, path=f"{path}{name}/")
+            else:
+                yield path + name
+
+
+def _parts(groups: Sequence[Group], *, copies: int, depth: int) -> Iterator[Part]:
+    for group in groups:
+        count, indent = copies * group.count, "  " * depth
+        if group.groups:
+            yield Part(what=f"{indent}{group.name}", count=count)
+            if group.link is not None:
+                yield _wire_part(f"{indent}  link", group.link, count=count)
+            if group.backbone is not None:
+                yield _wire_part(f"{indent}  backbone", group.backbone, count=count)
+            yield from _parts(group.groups, copies=count, depth=depth + 1)
+        else:
+            yield Part(what=f"{indent}{group.name}", count=count, speed_flop_per_s=group.speed_flop_per_s * group.cores)
+            if group.link is not None:
+                yield _wire_part(f"{indent}  link", group.link, count=count)
+
+
+def _wire_part(what: str, wire: Wire, *, count: int) -> Part:
+    return Part(what=what, count=count, bandwidth_bytes_per_s=wire.bandwidth_bytes_per_s, latency_s=wire.latency_s)
+
+
+def _taken_twice(groups: Sequence[Group], *, path: str) -> list[str]:
+    taken: dict[str, str] = {}
+    problems = []
+    for group in groups:
+        for name in group.names:
+            if name in taken:
+                problems.append(f"{path}{group.name}: the name {name!r} is taken already, by {path}{taken[name]}")
+                break
+            taken[name] = group.name
+    return problems
+
+
+def _wire_problems(groups: Sequence[Group], *, backbone: Wire | None, above: int, path: str) -> list[str]:
+    """Machines between which and the others there is no link at all, and backbones that cannot be."""
+    problems = []
+    if backbone is not None and backbone.duplex:
+        problems.append(f"{path}backbone: cannot be duplex: it is passed once, by whoever goes either way; links can")
+    for group in groups:
+        wires = above + (backbone is not None) + (group.link is not None)
+        place = f"{path}{group.names[0]}"
+        if group.groups:
+            problems += _wire_problems(group.groups, backbone=group.backbone, above=wires, path=f"{place}/")
+        elif not wires:
+            problems.append(f"{place}: is unreachable: there is neither a link nor a backbone between it and the others")
+    return problems
+
+
+def _scaled(group: Group, factor: float) -> Group:
+    return replace(
+        group,
+        speed_flop_per_s=group.speed_flop_per_s * factor,
+        groups=tuple(_scaled(each, factor) for each in group.groups),
+    )

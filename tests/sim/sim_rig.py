@@ -1,0 +1,90 @@
+"""What the tests of the rehearsal share: processes to simulate in, and bodies that can be sent there by name."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TypeVar
+
+import pytest
+
+from tatami.errors import MissingExtraError
+from tatami.sim.engine import require_simgrid
+from tatami.sim.platforms import AbstractPlatform
+from tatami.sim.processes import Runs
+from tatami.sim.stage import Stage, play
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+def _missing() -> str:
+    try:
+        require_simgrid()
+    except MissingExtraError as error:
+        return str(error)
+    return ""
+
+
+MISSING = _missing()
+needs_simgrid = pytest.mark.skipif(bool(MISSING), reason=MISSING or "SimGrid is here")
+
+
+@cache
+def started() -> Runs:
+    """Two children for all tests: SimGrid is loaded once in each."""
+    runs = Runs(cores=2)
+    atexit.register(runs.close)
+    return runs
+
+
+def call(function: Callable[[Job], Result], job: Job) -> Result:
+    return started().call(function, job, timeout_s=100)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfers:
+    """Things that all begin at 0: (source, target, bytes), (host, flop), and seconds."""
+
+    platform: AbstractPlatform
+    sends: tuple[tuple[int, int, float], ...] = ()
+    computes: tuple[tuple[int, float], ...] = ()
+    waits: tuple[float, ...] = ()
+
+
+@dataclass
+class Ends:
+    """When each of them ended, in the order in which they did."""
+
+    log: list[tuple[str, int, float]] = field(default_factory=list)
+    bytes_moved: float = 0.0
+
+    @property
+    def times(self) -> dict[tuple[str, int], float]:
+        return {(what, index): at_s for what, index, at_s in self.log}
+
+
+def ends(transfers: Transfers) -> Ends:
+    """Run them in this process, which must be one of `Runs`."""
+    found = Ends()
+
+    def act(stage: Stage) -> Callable[[], Ends]:
+        def noted(what: str, index: int) -> Callable[[], None]:
+            return lambda: found.log.append((what, index, stage.now_s))
+
+        for index, (source, target, size_bytes) in enumerate(transfers.sends):
+            stage.send(source, target, size_bytes=size_bytes, then=noted("send", index))
+        for index, (host, work_flop) in enumerate(transfers.computes):
+            stage.compute(host, work_flop=work_flop, then=noted("compute", index))
+        for index, wait_s in enumerate(transfers.waits):
+            stage.after(wait_s, noted("wait", index))
+
+        def finish() -> Ends:
+            found.bytes_moved = stage.bytes_moved
+            return found
+
+        return finish
+
+    return play(transfers.platform, act)

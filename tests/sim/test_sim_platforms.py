@@ -1,0 +1,210 @@
+"""Platforms: what files and presets say, and what is wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sim_rig import Transfers, call, ends, needs_simgrid
+
+from tatami.cluster import Cluster, Link, Processor
+from tatami.errors import ClusterError, InputError, MissingExtraError
+from tatami.sim.platforms import RDMA, ClusterPlatform, FatTree, Group, Tree, Wire, XmlPlatform, preset, read_platform
+from tatami.sim.processes import Runs
+
+WIRE = Wire(bandwidth_bytes_per_s=1e8, latency_s=1e-3)
+TWO_CLUSTERS = """
+name = "two clusters"
+fabric = "rdma"
+backbone = { bandwidth = "0.5 TB/s", latency = "500 us" }
+
+[[groups]]
+name = "cluster{i}"
+count = 2
+backbone = { bandwidth = "5 GB/s", latency = "500 us" }
+
+[[groups.groups]]
+name = "node{i}"
+count = 3
+speed = "1 Gflop/s"
+cores = 2
+link = { bandwidth = "125 MB/s", latency = "50 us", duplex = true }
+
+[[groups]]
+name = "store"
+link = { bandwidth = "1 GB/s", latency = "10 us" }
+"""
+XML = """<?xml version='1.0'?>
+<!DOCTYPE platform SYSTEM "https://simgrid.org/simgrid.dtd">
+<platform version="4.1"><zone id="all" routing="Full">
+  <host id="n10" speed="1Gf"/><host id="n9" speed="2Gf"/><host id="n1" speed="1Gf"/>
+  <link id="l" bandwidth="100MBps" latency="1ms"/>
+  <route src="n1" dst="n9"><link_ctn id="l"/></route>
+  {more}
+</zone></platform>
+"""
+
+
+def test_groups_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "two.toml").write_text(TWO_CLUSTERS)
+    platform = read_platform(tmp_path / "two.toml")
+    assert isinstance(platform, Tree)
+    assert list(platform.hosts) == [
+        *(f"cluster{cluster}/node{node}" for cluster in (0, 1) for node in (0, 1, 2)),
+        "store",
+    ]
+    nodes = platform.groups[0].groups[0]
+    assert (nodes.speed_flop_per_s, nodes.cores) == (1e9, 2)
+    assert nodes.link == Wire(bandwidth_bytes_per_s=125e6, latency_s=50e-6, duplex=True)
+    assert platform.fabric is RDMA
+    said = [(part.what.strip(), part.count) for part in platform.parts]
+    assert said == [
+        ("backbone", 1),
+        ("cluster{i}", 2),
+        ("backbone", 2),
+        ("node{i}", 6),
+        ("link", 6),
+        ("store", 1),
+        ("link", 1),
+    ]
+
+
+def test_every_fault_of_a_file_with_its_path(tmp_path: Path) -> None:
+    text = TWO_CLUSTERS.replace('"125 MB/s"', "-1").replace("count = 2", "count = 0").replace('"1 Gflop/s"', "0")
+    (tmp_path / "bad.toml").write_text(text.replace('name = "store"', 'nam = "store"').replace('"rdma"', '"pigeon"'))
+    with pytest.raises(ClusterError) as caught:
+        read_platform(tmp_path / "bad.toml")
+    problems = "\n".join(caught.value.problems)
+    for part in (
+        "fabric: must be one of tcp, rdma, not 'pigeon'",
+        "groups[0].count: must be a whole number >= 1, not 0",
+        "groups[0].groups[0].speed: must be > 0, not 0",
+        "groups[0].groups[0].link.bandwidth: must be >= 0, not -1",
+        "groups[1].name: must be a text",
+        "groups[1].nam: unknown key",
+    ):
+        assert part in problems
+
+
+def test_an_unreachable_host_is_named() -> None:
+    with pytest.raises(ClusterError, match=r"island/node0: is unreachable"):
+        Tree(
+            name="t",
+            groups=(Group(name="node", count=2, link=WIRE), Group(name="island", groups=(Group(name="node", count=2),))),
+        )
+
+
+def test_a_backbone_is_passed_once() -> None:
+    duplex = Wire(bandwidth_bytes_per_s=1e8, latency_s=0.0, duplex=True)
+    with pytest.raises(ClusterError, match=r"backbone: cannot be duplex"):
+        Tree(name="t", backbone=duplex, groups=(Group(name="node", count=2, link=WIRE),))
+
+
+def test_names_must_differ() -> None:
+    with pytest.raises(ClusterError, match=r"the name 'node1' is taken already"):
+        Tree(name="t", groups=(Group(name="node", count=2, link=WIRE), Group(name="node1", link=WIRE)))
+
+
+@pytest.mark.parametrize("bandwidth", [-1.0, 0.0, float("nan"), float("inf")])
+def test_a_wire_has_a_bandwidth(bandwidth: float) -> None:
+    with pytest.raises(ClusterError, match="bandwidth of a link must be a finite number > 0"):
+        Wire(bandwidth_bytes_per_s=bandwidth, latency_s=0.0)
+
+
+def test_an_unknown_preset_lists_the_known() -> None:
+    with pytest.raises(InputError, match=r"no preset 'paper'; there are: oakforest-like, paper-server-10k"):
+        preset("paper")
+    with pytest.raises(InputError, match="multiple of it, not 150"):
+        preset("paper-server-10k", nodes=150)
+
+
+def test_the_papers_platform() -> None:
+    platform = preset("paper-server-10k")
+    assert len(platform.hosts) == 10_100
+    assert platform.hosts[0] == "cluster0/worker0"
+    assert platform.hosts[-1] == "servers/server99"
+
+
+@needs_simgrid
+def test_a_fat_tree_has_full_bisection() -> None:
+    """Everybody to somebody far away at once takes as long as one alone; the path has four cables."""
+    tree = FatTree(name="t", nodes=48, link=Wire(bandwidth_bytes_per_s=1e9, latency_s=1e-6, duplex=True))
+    all_at_once = tuple((node, (node + 24) % 48, 1e9) for node in range(48))
+    found = call(ends, Transfers(platform=tree, sends=all_at_once))
+    assert list(found.times.values()) == pytest.approx([1 + 4e-6] * 48, rel=1e-9)
+    near = call(ends, Transfers(platform=tree, sends=((0, 1, 1e9),)))
+    assert near.times[("send", 0)] == pytest.approx(1 + 2e-6, rel=1e-9)
+
+
+def test_oakforest_of_any_size() -> None:
+    platform = preset("oakforest-like", nodes=8208, latency_s=1e-6)
+    assert isinstance(platform, FatTree)
+    assert (platform.switches, platform.per_switch, len(platform.hosts)) == (342, 24, 8208)
+
+
+CLUSTER = Cluster(
+    processors=(
+        Processor(name="a0", speed=1.0, host="a"),
+        Processor(name="a1", speed=2.0, host="a"),
+        Processor(name="b0", speed=4.0, host="b"),
+        Processor(name="c0", speed=4.0, host="c"),
+    ),
+    local=Link(bandwidth_bytes_per_s=1e9, latency_s=1e-6),
+    network=Link(bandwidth_bytes_per_s=1e8, latency_s=1e-4),
+)
+SLOW = Link(bandwidth_bytes_per_s=1e7, latency_s=1e-3)
+
+
+@needs_simgrid
+@pytest.mark.parametrize("links", [{}, {("a", "b"): SLOW}])
+def test_a_cluster_is_simulated_with_its_own_links(links: dict[tuple[str, str], Link]) -> None:
+    cluster = Cluster(processors=CLUSTER.processors, local=CLUSTER.local, network=CLUSTER.network, links=links)
+    platform = ClusterPlatform(cluster=cluster)
+    assert list(platform.hosts) == ["a0", "a1", "b0", "c0"]
+    for source, target in ((0, 1), (0, 2), (2, 0), (1, 3), (2, 3)):
+        found = call(ends, Transfers(platform=platform, sends=((source, target, 1e7),), computes=((target, 1.0),)))
+        names = (platform.hosts[source], platform.hosts[target])
+        assert found.times[("send", 0)] == pytest.approx(cluster.link(*names).transfer_s(1e7), rel=1e-9)
+        assert found.times[("compute", 0)] == pytest.approx(1 / cluster.processors[target].speed, rel=1e-9)
+
+
+@needs_simgrid
+def test_two_processors_share_their_machines_way_out() -> None:
+    platform = ClusterPlatform(cluster=CLUSTER)
+    found = call(ends, Transfers(platform=platform, sends=((0, 2, 1e7), (1, 3, 1e7))))
+    assert list(found.times.values()) == pytest.approx([1e-4 + 0.2] * 2, rel=1e-9)
+
+
+@needs_simgrid
+def test_simgrids_own_xml(tmp_path: Path) -> None:
+    more = '<route src="n1" dst="n10"><link_ctn id="l"/></route><route src="n9" dst="n10"><link_ctn id="l"/></route>'
+    (tmp_path / "three.xml").write_text(XML.replace("{more}", more))
+    platform = read_platform(tmp_path / "three.xml")
+    assert isinstance(platform, XmlPlatform)
+    assert list(platform.hosts) == ["n1", "n9", "n10"]
+    assert platform.speeds_flop_per_s == (1e9, 2e9, 1e9)
+    found = call(ends, Transfers(platform=platform, sends=((0, 2, 1e8),), computes=((1, 1e9),)))
+    assert found.times[("send", 0)] == pytest.approx(13.01e-3 + 1.05 / 0.97, rel=1e-9)
+    assert found.times[("compute", 0)] == pytest.approx(0.5, rel=1e-9)
+
+
+@needs_simgrid
+def test_a_host_that_xml_leaves_without_a_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "island.xml").write_text(XML.replace("{more}", ""))
+    with pytest.raises(ClusterError, match="the host 'n10' is unreachable"):
+        read_platform(tmp_path / "island.xml")
+
+
+@needs_simgrid
+def test_xml_that_simgrid_refuses(tmp_path: Path) -> None:
+    (tmp_path / "bad.xml").write_text(XML.replace("{more}", '<host id="n1" speed="1Gf"/>'))
+    with pytest.raises(ClusterError, match="cannot be used as a platform"):
+        read_platform(tmp_path / "bad.xml")
+    with pytest.raises(ClusterError, match="there is no such file"):
+        read_platform(tmp_path / "none.xml")
+
+
+def test_without_simgrid_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(MissingExtraError, match=r"make setup.*pip install 'tatami\[sim\]'"):
+        Runs(cores=1)
