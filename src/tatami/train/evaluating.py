@@ -1,0 +1,133 @@
+"""Evaluation on many ranks: means weighed by the samples that each rank had, and results gathered batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError, TrainingError
+
+Batch = TypeVar("Batch")
+Local = TypeVar("Local")
+Result = TypeVar("Result")
+
+BATCHES_A_ROUND = 8
+"""How many results a rank gathers before it sends them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one rank measured.
+
+    Attributes:
+        values: means over the samples of this rank, by name.
+        num_samples: that they are over; 0 where the rank had none, and then `values` are not looked at.
+    """
+
+    values: Mapping[str, float]
+    num_samples: int
+
+
+def weighted_means(measured: Measured, comm: AbstractCommunicator) -> dict[str, float]:
+    """The means over the samples of all ranks, the same on every rank. Collective.
+
+    A name that only some ranks have is averaged over the samples of those. What no rank with samples has is left out.
+
+    Raises:
+        InputError: on all ranks, a number of samples below 0, or a value that is no number; says on which rank.
+    """
+    told = comm.allgather_object((dict(measured.values), measured.num_samples))
+    sums: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for rank, (values, num_samples) in enumerate(told):
+        if num_samples < 0:
+            raise InputError(f"rank {rank} measured {num_samples} samples; give 0 or more")
+        for name, value in values.items() if num_samples else ():
+            if not isinstance(value, int | float):
+                raise InputError(f"rank {rank} measured {name} as a {type(value).__name__}; give a number, as by .item()")
+            sums[name] = sums.get(name, 0.0) + value * num_samples
+            counts[name] = counts.get(name, 0) + num_samples
+    return {name: sums[name] / counts[name] for name in sorted(sums)}
+
+
+class MultiNodeEvaluator:
+    """Makes a rank's own evaluation one of all ranks.
+
+        evaluate = MultiNodeEvaluator(lambda: Measured(values={"accuracy": accuracy(model, mine)}, num_samples=len(mine)), comm)
+        means = evaluate()                              # the same on every rank
+
+    Args:
+        evaluate: what this rank measures on its own samples.
+        comm: the ranks.
+    """
+
+    def __init__(self, evaluate: Callable[[], Measured], comm: AbstractCommunicator) -> None:
+        self._evaluate, self._comm = evaluate, comm
+
+    def __call__(self) -> dict[str, float]:
+        """See `weighted_means`. Collective.
+
+        Raises:
+            TrainingError: on all ranks, if the evaluation of one failed; says which, and how.
+        """
+        measured = together(self._evaluate, self._comm, what="the evaluation")
+        return weighted_means(measured, self._comm)
+
+
+def gather_evaluation(
+    batches: Iterable[Batch],
+    comm: AbstractCommunicator,
+    *,
+    local: Callable[[Batch], Local],
+    aggregate: Callable[[list[Local]], Result],
+) -> Result:
+    """`aggregate` of what `local` made of every batch of every rank, the same on every rank. Collective.
+
+    For metrics that are no means: `aggregate` runs on rank 0, with the results in turn: the first batch of each rank, in the
+    order of the ranks, then the second of each that has one, and so on. Ranks may have different numbers of batches, or none.
+
+    Args:
+        batches: of this rank.
+        comm: the ranks.
+        local: of one batch; what it returns travels as an object.
+        aggregate: of all.
+
+    Raises:
+        TrainingError: on all ranks, if `local`, `aggregate` or the batches of one failed; says which, and how.
+    """
+    mine = iter(batches)
+    everything: list[list[Local]] = [[] for _ in range(comm.size)]
+    while True:
+        part = together(lambda: [local(batch) for batch in islice(mine, BATCHES_A_ROUND)], comm, what="the evaluation")
+        gathered = comm.gather_object(part)
+        for results, new in zip(everything, gathered or (), strict=False):
+            results += new
+        if not any(comm.allgather_object(len(part) == BATCHES_A_ROUND)):
+            break
+    longest = max(map(len, everything))
+    in_turn = [results[index] for index in range(longest) for results in everything if index < len(results)]
+    result = together(lambda: aggregate(in_turn) if comm.rank == 0 else None, comm, what="aggregate")
+    answer: Result = comm.bcast_object(result)
+    return answer
+
+
+def together(action: Callable[[], Result], comm: AbstractCommunicator, *, what: str) -> Result:
+    """Do it on all ranks; if it fails on one, all raise that.
+
+    Raises:
+        TrainingError: says on which rank, and how.
+    """
+    result: Any = None
+    problem, cause = None, None
+    try:
+        result = action()
+    except Exception as error:  # whatever it is, the other ranks wait to be told
+        problem, cause = f"{type(error).__name__}: {error}", error
+    for rank, each in enumerate(comm.allgather_object(problem)):
+        if each is not None:
+            raise TrainingError(f"{what} failed on rank {rank} of {comm.size}: {each}") from cause
+    answer: Result = result
+    return answer

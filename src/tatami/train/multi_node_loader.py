@@ -1,0 +1,140 @@
+"""Batches that one rank draws and all ranks get: from a DataLoader, a generator, or whatever only that rank can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.comm.checked import DTYPES
+from tatami.errors import CommError, DataError
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where a tensor of a batch was taken out, to travel as it lies in memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class MultiNodeLoader:
+    """Iterates over the batches of one rank, on all ranks; they begin and end an epoch together. Collective.
+
+    A batch is a tensor, or tuples, lists and dicts of tensors and other objects, nested; dtypes are kept.
+
+    Attributes:
+        epoch: how many passes have ended.
+    """
+
+    def __init__(self, loader: Iterable[Any] | None, comm: AbstractCommunicator, *, root: int = 0) -> None:
+        """
+        Args:
+            loader: of `root`; that of others is not looked at, and may be None.
+            comm: the ranks.
+            root: the rank that draws.
+
+        Raises:
+            DataError: on all ranks, if `root` has none.
+        """
+        private = comm.split(0)
+        assert private is not None
+        self._comm, self._root, self._loader = private, root, loader
+        problem = None
+        if comm.rank == root and not isinstance(loader, Iterable):
+            problem = f"MultiNodeLoader: rank {root} gave {loader!r}; it is the root, and draws the batches of all ranks"
+        problem = self._comm.bcast_object(problem, root=root)
+        if problem is not None:
+            raise DataError(problem)
+        self._length: int | None = self._comm.bcast_object(_length(loader) if comm.rank == root else None, root=root)
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        """Batches of an epoch.
+
+        Raises:
+            TypeError: the root's loader does not know.
+        """
+        if self._length is None:
+            raise TypeError(f"the loader of rank {self._root} has no length")
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        """
+        Raises:
+            DataError: on all ranks but `root`, what its loader raised there; says so.
+        """
+        if self._comm.rank == self._root:
+            yield from self._draw()
+        else:
+            yield from self._receive()
+        self.epoch += 1
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self._comm.close()
+
+    def _draw(self) -> Iterator[Any]:
+        assert self._loader is not None
+        try:
+            for batch in self._loader:
+                tensors: list[torch.Tensor] = []
+                header = _taken_apart(batch, tensors)
+                self._comm.bcast_object(("batch", header), root=self._root)
+                for tensor in tensors:
+                    self._comm.bcast(tensor, root=self._root)
+                yield batch
+        except CommError:
+            raise
+        except Exception as error:
+            self._comm.bcast_object(("error", f"{type(error).__name__}: {error}"), root=self._root)
+            raise
+        self._comm.bcast_object(("end", None), root=self._root)
+
+    def _receive(self) -> Iterator[Any]:
+        while True:
+            kind, content = self._comm.bcast_object(None, root=self._root)
+            if kind == "end":
+                return
+            if kind == "error":
+                raise DataError(f"the loader of rank {self._root} failed: {content}")
+            yield _put_together(content, self._arrive)
+
+    def _arrive(self, slot: _Slot) -> torch.Tensor:
+        tensor = torch.empty(slot.shape, dtype=slot.dtype)
+        self._comm.bcast(tensor, root=self._root)
+        return tensor
+
+
+def _taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """`value` with each tensor that ranks can send replaced by its slot."""
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype in DTYPES:
+        tensors.append(value.detach().contiguous())
+        return _Slot(tuple(value.shape), value.dtype)
+    return _mapped(value, lambda each: _taken_apart(each, tensors))
+
+
+def _put_together(value: Any, arrive: Callable[[_Slot], torch.Tensor]) -> Any:
+    if isinstance(value, _Slot):
+        return arrive(value)
+    return _mapped(value, lambda each: _put_together(each, arrive))
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(change, value))
+    if type(value) in (tuple, list):
+        return type(value)(map(change, value))
+    if type(value) is dict:
+        return {key: change(each) for key, each in value.items()}
+    return value
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
