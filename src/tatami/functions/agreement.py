@@ -47,7 +47,17 @@ def agree(
     mine = packed(_intention(pattern, same_shapes=same_shapes))
     outgoing = [Outgoing(peer, number, mine, ()) for peer in peers]
     sources = [(peer, number) for peer in peers]
-    meeting = Exchange(comm, name, Kind.COLLECTIVE, root, outgoing, sources, location, pattern=mine, same_shapes=True)
+    meeting = Exchange(
+        comm,
+        name,
+        kind=int(Kind.COLLECTIVE),
+        tag=root,
+        outgoing=outgoing,
+        sources=sources,
+        location=location,
+        pattern=mine,
+        same_shapes=True,
+    )
     meeting.move(())
 
 

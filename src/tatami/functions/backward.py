@@ -9,6 +9,9 @@ import torch
 from tatami.comm.base import AbstractCommunicator
 from tatami.functions.chain import Chain, chains_of, open_chains
 
+_SEED = torch.zeros(())
+"""The gradient of a token: backward begins there, and nothing flows."""
+
 
 def backward(
     loss: torch.Tensor | None = None,
@@ -22,7 +25,7 @@ def backward(
     A rank without a loss calls `backward()`, and has done its part. A rank with one may as well call `loss.backward()`.
 
     Args:
-        loss: a scalar, or a delegate; None on a rank without a loss.
+        loss: a scalar, or a delegate, or any tensor, whose elements are summed; None on a rank without a loss.
         comm: only what was communicated on this communicator; None for all communicators that this thread used.
         retain_graph: as in torch: whether backward may run through the same graph again.
         create_graph: as in torch: whether the gradients can be differentiated.
@@ -30,13 +33,18 @@ def backward(
     Raises:
         CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
     """
-    chains = _chains(comm)
-    roots = [chain.last for chain in chains]
+    roots = [chain.last for chain in _chains(comm)]
+    grads = [_SEED] * len(roots)
     if loss is not None and loss.requires_grad:
         roots.insert(0, loss)
+        grads.insert(0, torch.ones_like(loss))
     if roots:
-        grads = [torch.ones_like(root) if root is loss else torch.zeros_like(root) for root in roots]
-        torch.autograd.backward(roots, grads, retain_graph=retain_graph, create_graph=create_graph)
+        keep_graph = create_graph if retain_graph is None else retain_graph
+        # `torch.autograd.backward` ends in this too. On the way it looks for shapes that are symbols and for other things that
+        # are not here, which takes longer than a message between two ranks, and for the first time a second of imports.
+        torch.autograd.Variable._execution_engine.run_backward(
+            tuple(roots), tuple(grads), keep_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True
+        )
 
 
 def grad(

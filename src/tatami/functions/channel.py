@@ -6,7 +6,7 @@ until somebody asks for it; so nobody waits because messages come in another ord
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Never
@@ -14,16 +14,27 @@ from typing import Never
 import torch
 
 from tatami.clock import Clock, SystemClock
-from tatami.comm.base import AbstractCommunicator, AbstractRequest
-from tatami.comm.checked import MAX_TAG
+from tatami.comm.base import AbstractCommunicator
 from tatami.comm.wait import WaitPolicy, wait_until
 from tatami.errors import CommError, CommTimeoutError, InputError
-from tatami.functions.message import Chunk, Head, Kind, read_head, read_tensors, read_wire, write
-from tatami.functions.structure import Packed, unpacked
+from tatami.functions.message import (
+    REPORT,
+    Head,
+    Kind,
+    Label,
+    following,
+    read_head,
+    read_label,
+    read_tensors,
+    read_text,
+    read_wire,
+    text_label,
+    write,
+)
+from tatami.functions.message import as_bytes as memory_of
 from tatami.functions.watchdog import Watchdog
+from tatami.functions.wire import TAG, Chunk, Test, wait_closely, wire_of
 
-TAG = MAX_TAG
-"""On the communicator, whose other tags remain the user's; the tags of functions travel inside the messages."""
 POLITE = WaitPolicy(spin_s=0.0, first_sleep_s=20e-6, longest_sleep_s=200e-6)
 """For communicators that do not say how to wait: threads must let each other have the interpreter."""
 REPORT_AFTER_S = 1.0
@@ -39,21 +50,28 @@ Describe = Callable[[int, float], str]
 """In words: this rank waits for that peer, since so many seconds."""
 
 
-@dataclass(slots=True, eq=False)
 class Message:
     """What came."""
 
-    peer: int
-    head: Head
-    packed: Packed
-    tensors: list[torch.Tensor]
+    __slots__ = ("head", "label", "peer", "tensors")
+
+    def __init__(self, peer: int, head: Head, label: Label, tensors: list[torch.Tensor]) -> None:
+        self.peer = peer
+        self.head = head
+        self.label = label
+        self.tensors = tensors
+
+    @property
+    def key(self) -> Key:
+        head = self.head
+        return head.kind, head.tag if head.kind == Kind.POINT_TO_POINT else 0, head.number
 
 
 @dataclass(slots=True, eq=False)
 class _Unsent:
     """A message under way: its tensors must stay as they are."""
 
-    requests: list[AbstractRequest]
+    tests: list[Test]
     chunk: Chunk
     tensors: Sequence[torch.Tensor]
     versions: list[int]
@@ -69,11 +87,12 @@ class Channel:
         self.policy: WaitPolicy = getattr(_innermost(comm), "policy", POLITE)
         self.watchdog = Watchdog(rank=comm.rank, size=comm.size)
         self.failure: str | None = None
+        self._wire = wire_of(comm)
         self._peers = [rank for rank in range(comm.size) if rank != comm.rank]
         self._num_sent = [0] * comm.size
         self._numbers: dict[tuple[str, int, int], int] = {}
-        self._kept: dict[int, dict[Key, deque[Message]]] = defaultdict(lambda: defaultdict(deque))
-        self._posted: dict[int, tuple[AbstractRequest, Chunk]] = {}
+        self._kept: list[dict[Key, deque[Message]]] = [{} for _ in range(comm.size)]
+        self._posted: dict[int, tuple[Test, Chunk]] = {}
         self._unsent: deque[_Unsent] = deque()
         self._free: list[Chunk] = []
 
@@ -90,26 +109,25 @@ class Channel:
         self,
         peer: int,
         *,
-        kind: Kind,
+        kind: int,
         operation: int,
         tag: int,
         chain: int,
         number: int,
-        location: bytes,
-        content: Packed,
+        label: Label,
         tensors: Sequence[torch.Tensor],
         name: str = "",
     ) -> int:
         """Send, without waiting for the receiver; returns the serial of the message. `tensors` are contiguous."""
         serial = self._num_sent[peer]
         self._num_sent[peer] = serial + 1
-        chunk = self._free.pop() if self._free else Chunk.new()
-        follow = write(chunk, Head(kind, operation, tag, chain, number, serial, location), content, tensors)
-        requests = [self.comm.isend(chunk.tensor, peer, tag=TAG)]
-        unsent = _Unsent(requests, chunk, (), [], name)
+        chunk = self._free.pop() if self._free else self._wire.new_chunk()
+        write(chunk, (kind, operation, tag, chain, number, serial), label, tensors)
+        unsent = _Unsent([self._wire.send(chunk, peer)], chunk, (), [], name)
         self._unsent.append(unsent)
-        if follow:
-            requests += [self.comm.isend(each, peer, tag=TAG) for each in follow]
+        if not label.all_fit:
+            follow = following(label, tensors)
+            unsent.tests += [self.comm.isend(each, peer, tag=TAG).test for each in follow]
             unsent.tensors = (*tensors, *follow)
             unsent.versions = [tensor._version for tensor in unsent.tensors]
             self._linger(unsent, sum(each.nbytes for each in follow))
@@ -118,9 +136,9 @@ class Channel:
         return serial
 
     def _linger(self, unsent: _Unsent, size_bytes: int) -> None:
-        requests = unsent.requests
-        wait_until(
-            lambda: all(request.test() for request in requests),
+        tests = unsent.tests
+        wait_closely(
+            lambda: all(test() for test in tests),
             policy=self.policy,
             timeout_s=LINGER_S + size_bytes * 1e-9,
             clock=self.clock,
@@ -128,10 +146,10 @@ class Channel:
 
     def _reap(self) -> None:
         """Forget what has been sent, in order."""
-        while self._unsent and all(request.test() for request in self._unsent[0].requests):
+        while self._unsent and all(test() for test in self._unsent[0].tests):
             done = self._unsent.popleft()
             self._free.append(done.chunk)
-            if done.versions != [tensor._version for tensor in done.tensors]:
+            if done.tensors and done.versions != [tensor._version for tensor in done.tensors]:
                 raise InputError(
                     f"{done.operation}: the tensor was changed in place before it had left rank {self.comm.rank}; send a "
                     "clone, or change it after the receiver has answered"
@@ -139,12 +157,12 @@ class Channel:
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
-    def post(self, peer: int) -> tuple[AbstractRequest, Chunk]:
+    def post(self, peer: int) -> tuple[Test, Chunk]:
         """Be ready for the next message of `peer`."""
         posted = self._posted.get(peer)
         if posted is None:
-            chunk = self._free.pop() if self._free else Chunk.new()
-            posted = self._posted[peer] = (self.comm.irecv(chunk.tensor, peer, tag=TAG), chunk)
+            chunk = self._free.pop() if self._free else self._wire.new_chunk()
+            posted = self._posted[peer] = (self._wire.recv(chunk, peer), chunk)
         return posted
 
     def take(self, peer: int, key: Key, describe: Describe) -> Message:
@@ -157,59 +175,63 @@ class Channel:
         """
         if self.failure is not None:
             raise CommError(self.failure)
+        try:
+            return self._come(peer, key) or self._wait(peer, key, describe)
+        except self._wire.errors as error:
+            raise CommError(f"{describe(peer, 0.0)}: the message was lost: {error}") from error
+
+    def _come(self, peer: int, key: Key) -> Message | None:
+        """The message, if it has come."""
         kept = self._kept[peer]
-        if key not in kept and not self._has_come(peer, key):
-            self._reap()
-            self._wait(peer, key, describe)
+        while not kept or key not in kept:
+            test, chunk = self._posted.get(peer) or self.post(peer)
+            if not test():
+                return None
+            message = self._take_in(peer, chunk)
+            if message is not None:
+                if message.key == key:
+                    return message
+                self._keep(message)
         queue = kept[key]
         message = queue.popleft()
         if not queue:
             del kept[key]
         return message
 
-    def _has_come(self, peer: int, key: Key) -> bool:
-        kept = self._kept[peer]
-        while key not in kept:
-            if not self._progress(peer):
-                return False
-        return True
+    def _keep(self, message: Message) -> None:
+        self._kept[message.peer].setdefault(message.key, deque()).append(message)
 
-    def _progress(self, peer: int) -> bool:
-        """Take the next message of `peer` in, if there is one."""
-        request, chunk = self._posted.get(peer) or self.post(peer)
-        if not request.test():
-            return False
+    def _take_in(self, peer: int, chunk: Chunk) -> Message | None:
+        """What lies in the `chunk` that was posted, with what follows it; None where it was a report."""
         del self._posted[peer]
-        self._take_in(peer, chunk)
-        self._free.append(chunk)
-        return True
-
-    def _take_in(self, peer: int, chunk: Chunk) -> None:
-        head, wire_bytes, start = read_head(chunk)
-        wire = read_wire(chunk, wire_bytes, start)
+        head = read_head(chunk)
+        wire = read_wire(chunk, head.label_bytes)
         if wire is None:
-            long = torch.empty(wire_bytes, dtype=torch.uint8)
+            long = torch.empty(head.label_bytes, dtype=torch.uint8)
             self.comm.irecv(long, peer, tag=TAG).wait()
             wire = long.numpy().tobytes()
-        else:
-            start += wire_bytes
-        if head.kind >= Kind.REPORT:
-            self._take_in_text(peer, head.kind, wire.decode())
-            return
-        content = unpacked(wire)
-        tensors, follow = read_tensors(chunk, content, start)
-        if follow:
-            for request in [self.comm.irecv(each, peer, tag=TAG) for each in follow]:
-                request.wait()
+        if head.kind >= REPORT:
+            self._free.append(chunk)
+            self._take_in_text(peer, head.kind, read_text(wire))
+            return None
+        label = read_label(wire)
+        tensors = read_tensors(chunk, label)
+        self._free.append(chunk)
+        if not label.all_fit:
+            self._take_in_following(peer, [t for t, place in zip(tensors, label.places, strict=True) if place < 0])
         if head.kind == Kind.COLLECTIVE:
-            problem = self.watchdog.problem_with(peer, head)
+            problem = self.watchdog.problem_with(peer, head, their_location=label.location)
             if problem is not None:
                 self.fail(problem)
-        tag = head.tag if head.kind == Kind.POINT_TO_POINT else 0
-        self._kept[peer][head.kind, tag, head.number].append(Message(peer, head, content, tensors))
+        return Message(peer, head, label, tensors)
+
+    def _take_in_following(self, peer: int, tensors: Sequence[torch.Tensor]) -> None:
+        for request in [self.comm.irecv(memory_of(each), peer, tag=TAG) for each in tensors]:
+            wait_closely(request.test, policy=self.policy, timeout_s=self.policy.spin_s, clock=self.clock)
+            request.wait()
 
     def _take_in_text(self, peer: int, kind: int, text: str) -> None:
-        if kind == Kind.REPORT:
+        if kind == REPORT:
             self.watchdog.reports[peer] = text
         else:
             self.failure = f"rank {peer} found: {text}"
@@ -217,35 +239,58 @@ class Channel:
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
-    def _wait(self, peer: int, key: Key, describe: Describe) -> None:
+    def _wait(self, peer: int, key: Key, describe: Describe) -> Message:
+        self._reap()
         timeout_s = self.comm.timeout_s
         start_s = self.clock.now_s()
         first_s = min(REPORT_AFTER_S, timeout_s / 4)
-        if self._arrives(peer, key, first_s):
-            return
+        message = self._arrives(peer, key, start_s + first_s)
+        if message is not None:
+            return message
         self._tell_all(Kind.REPORT, describe(peer, self.clock.now_s() - start_s))
+        came: list[Message] = []
 
         def has_come() -> bool:
             for other in self._peers:
                 if other != peer:
                     self._progress(other)
             self._reap()
-            return self._has_come(peer, key)
+            message = self._come(peer, key)
+            if message is not None:
+                came.append(message)
+            return message is not None
 
         if wait_until(has_come, policy=self.policy, timeout_s=timeout_s - first_s, clock=self.clock) is not None:
             waited_s = self.clock.now_s() - start_s
             self.fail(self.watchdog.diagnosis(describe(peer, waited_s), waited_s), timeout=True)
         self._tell_all(Kind.REPORT, "")
+        return came[0]
 
-    def _arrives(self, peer: int, key: Key, timeout_s: float) -> bool:
-        """Whether it comes within `timeout_s`; polls nothing but the next message of `peer`, because every poll delays it."""
-        end_s = self.clock.now_s() + timeout_s
-        while not self._has_come(peer, key):
-            request, _ = self.post(peer)
-            left_s = end_s - self.clock.now_s()
-            if wait_until(request.test, policy=self.policy, timeout_s=left_s, clock=self.clock) is not None:
-                return False
-        return True
+    def _arrives(self, peer: int, key: Key, end_s: float) -> Message | None:
+        """The message, if it comes until `end_s`; polls the next message of `peer` alone, because every poll delays it."""
+        while True:
+            test, _ = self.post(peer)
+            if not wait_closely(test, policy=self.policy, timeout_s=end_s - self.clock.now_s(), clock=self.clock):
+                return None
+            message = self._come_tested(peer, key)
+            if message is not None:
+                return message
+
+    def _come_tested(self, peer: int, key: Key) -> Message | None:
+        """As `_come`, where the next message has been seen to be there."""
+        message = self._take_in(peer, self._posted[peer][1])
+        if message is None or message.key == key:
+            return message
+        self._keep(message)
+        return self._come(peer, key)
+
+    def _progress(self, peer: int) -> None:
+        """Take the next message of `peer` in, if there is one."""
+        test, chunk = self.post(peer)
+        if test():
+            message = self._take_in(peer, chunk)
+            if message is not None:
+                self._keep(message)
 
     def fail(self, problem: str, *, timeout: bool = False) -> Never:
         """Tell all ranks, and raise.
@@ -258,9 +303,9 @@ class Channel:
         raise CommTimeoutError(problem) if timeout else CommError(problem)
 
     def _tell_all(self, kind: Kind, text: str) -> None:
-        content = Packed(None, text.encode(), (), (), False, False)
+        label = text_label(text)
         for peer in self._peers:
-            self.send(peer, kind=kind, operation=0, tag=0, chain=0, number=0, location=b"", content=content, tensors=())
+            self.send(peer, kind=kind, operation=0, tag=0, chain=0, number=0, label=label, tensors=())
 
 
 def _innermost(comm: AbstractCommunicator) -> AbstractCommunicator:

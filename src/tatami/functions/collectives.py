@@ -150,7 +150,15 @@ def collective(
     outgoing = [Outgoing(peer, number, flat[id(x)][1], flat[id(x)][0]) for peer, x in parts.items() if peer != comm.rank]
     others = [(peer, number) for peer in sources if peer != comm.rank]
     exchange = Exchange(
-        comm, name, Kind.COLLECTIVE, root, outgoing, others, location, pattern=expected, same_shapes=same_shapes
+        comm,
+        name,
+        kind=int(Kind.COLLECTIVE),
+        tag=root,
+        outgoing=outgoing,
+        sources=others,
+        location=location,
+        pattern=expected,
+        same_shapes=same_shapes,
     )
     if comm.size == 1:
         comm.barrier()  # nothing moves, but a closed communicator must say so

@@ -8,21 +8,24 @@ gradients, and a backward pass can itself be differentiated.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
 
 from tatami.comm.base import AbstractCommunicator
-from tatami.functions.chain import Chain, Chains, chains_of
+from tatami.functions.chain import Chain, chains_of
 from tatami.functions.channel import Channel, Key, Message, channel_of
 from tatami.functions.joining import install
-from tatami.functions.message import Kind
+from tatami.functions.message import Kind, label_of
 from tatami.functions.structure import Packed, describe, flat, packed, skeleton
 from tatami.functions.watchdog import OPERATIONS
 
 _INDEX_OF = {name: index for index, name in enumerate(OPERATIONS)}
+_POINT_TO_POINT, _COLLECTIVE, _ANSWER = int(Kind.POINT_TO_POINT), int(Kind.COLLECTIVE), int(Kind.ANSWER)
+"""As plain numbers: members of an enum take longer to compare and to pack."""
+_ZERO = torch.zeros(())
+"""What tokens are copied from: half as long as making a new one."""
 
 
 class Outgoing(NamedTuple):
@@ -49,7 +52,6 @@ class _Received(NamedTuple):
     content: Packed
 
 
-@dataclass(slots=True, eq=False)
 class Exchange:
     """One call of an operation on one rank.
 
@@ -63,24 +65,62 @@ class Exchange:
         pattern: what every structure that comes must look like, where it must.
         same_shapes: whether shapes and dtypes must agree with the pattern too.
         arrived: the tensors that came, until they are recorded.
+        received: what is needed to answer what came.
+        index: on its chain.
     """
 
-    comm: AbstractCommunicator
-    name: str
-    kind: Kind
-    tag: int
-    outgoing: Sequence[Outgoing]
-    sources: Sequence[tuple[int, int]]
-    location: bytes
-    pattern: Packed | None = None
-    same_shapes: bool = False
-    arrived: list[torch.Tensor] = field(default_factory=list)
-    received: list[_Received] = field(default_factory=list)
-    _chain: ReferenceType[Chain] | None = None
-    index: int = 0
-    _num_inputs: int = 0
-    _asked: list[tuple[Outgoing, int]] = field(default_factory=list)
-    """Messages that want an answer, with their serials."""
+    __slots__ = (
+        "_asked",
+        "_chain",
+        "_channel",
+        "_is_asked",
+        "_num_inputs",
+        "arrived",
+        "comm",
+        "index",
+        "kind",
+        "location",
+        "name",
+        "outgoing",
+        "pattern",
+        "received",
+        "same_shapes",
+        "sources",
+        "tag",
+    )
+
+    def __init__(
+        self,
+        comm: AbstractCommunicator,
+        name: str,
+        *,
+        kind: int,
+        tag: int,
+        outgoing: Sequence[Outgoing],
+        sources: Sequence[tuple[int, int]],
+        location: bytes,
+        pattern: Packed | None = None,
+        same_shapes: bool = False,
+    ) -> None:
+        self.comm = comm
+        self.name = name
+        self.kind = kind
+        self.tag = tag
+        self.outgoing = outgoing
+        self.sources = sources
+        self.location = location
+        self.pattern = pattern
+        self.same_shapes = same_shapes
+        self.arrived: list[torch.Tensor] = []
+        self.received: list[_Received] = []
+        self.index = 0
+        self._channel = channel_of(comm)
+        self._chain: ReferenceType[Chain] | None = None
+        self._num_inputs = 0
+        self._asked: list[tuple[Outgoing, int]] = []
+        """Messages that want an answer, with their serials."""
+        self._is_asked = False
+        """Whether something that came wants one."""
 
     # -- moving -------------------------------------------------------------------------------------------------------
 
@@ -92,58 +132,62 @@ class Exchange:
             CommError: this or another rank found out that the ranks disagree.
             RankDiedError: a rank that is needed has ended.
         """
-        channel, chains = channel_of(self.comm), chains_of(self.comm)
+        channel = self._channel
         for out in self.outgoing:
+            content = out.content
             serial = channel.send(
                 out.peer,
                 kind=self.kind,
                 operation=_INDEX_OF[self.name],
                 tag=self.tag,
-                chain=chains.number,
+                chain=chains_of(self.comm).number,
                 number=out.number,
-                location=self.location,
-                content=out.content,
+                label=label_of(self.location, content),
                 tensors=[_movable(tensors[index]) for index in out.tensors],
                 name=self.name,
             )
-            if out.content.wants:
+            if content.wants:
                 self._asked.append((out, serial))
         if len(self.sources) > 1:
             for peer, _ in self.sources:
                 channel.post(peer)
         for peer, number in self.sources:
-            self._take(channel, chains, peer, number)
+            self._take(peer, number)
 
-    def _take(self, channel: Channel, chains: Chains, peer: int, number: int) -> None:
-        key: Key = (self.kind, self.tag if self.kind is Kind.POINT_TO_POINT else 0, number)
-        message = channel.take(peer, key, self._describe_wait)
-        if self.kind is Kind.COLLECTIVE:
-            self._check_agreement(channel, message)
-        content = message.packed
+    def _take(self, peer: int, number: int) -> None:
+        kind = self.kind
+        key: Key = (kind, self.tag if kind == _POINT_TO_POINT else 0, number)
+        message = self._channel.take(peer, key, self._describe_wait)
+        if kind == _COLLECTIVE:
+            self._check_agreement(message)
+        content = message.label.content
         if content.wants:
             if not torch.is_grad_enabled():
-                _answer_zeros(channel, message)
-            elif self.kind is not Kind.ANSWER:
-                self._check_pass(channel, chains, message)
+                _answer_zeros(self._channel, message)
+            else:
+                self._is_asked = True
+                if kind != _ANSWER:
+                    self._check_pass(message)
         self.received.append(_Received(peer, message.head.serial, content))
         self.arrived += message.tensors
 
     def _describe_wait(self, peer: int, waited_s: float) -> str:
         number = dict(self.sources)[peer]
-        if self.kind is Kind.ANSWER:
+        if self.kind == _ANSWER:
             what = f"the backward pass of {self.name}, for the gradient of what it sent to rank {peer}"
-        elif self.kind is Kind.COLLECTIVE:
+        elif self.kind == _COLLECTIVE:
             what = f"{self.name} (forward, collective {number}, root {self.tag})"
         else:
             what = f"{self.name} (forward, tag {self.tag}, message {number})"
         return f"rank {self.comm.rank} waits for rank {peer} in {what}, for {waited_s:.3g} s, at {self.location.decode()}"
 
-    def _check_agreement(self, channel: Channel, message: Message) -> None:
-        head, theirs, mine = message.head, message.packed, self.pattern
+    def _check_agreement(self, message: Message) -> None:
+        channel, head, their_location = self._channel, message.head, message.label.location
+        theirs, mine = message.label.content, self.pattern
         name = OPERATIONS[head.operation]
         if name != self.name:
-            channel.fail(channel.watchdog.disagreement(message.peer, name, head.location, self.name, self.location))
-        where = f"rank {message.peer} at {head.location.decode()} and rank {self.comm.rank} at {self.location.decode()}"
+            channel.fail(channel.watchdog.disagreement(message.peer, name, their_location, self.name, self.location))
+        where = f"rank {message.peer} at {their_location.decode()} and rank {self.comm.rank} at {self.location.decode()}"
         if head.tag != self.tag:
             channel.fail(f"{self.name}: {where} name different roots: {head.tag} and {self.tag}")
         if mine is None or mine.wire == theirs.wire:
@@ -152,21 +196,28 @@ class Exchange:
             what = "shapes, dtypes or structures" if self.same_shapes else "structures"
             channel.fail(f"{self.name}: {where} give different {what}: {describe(theirs.spec)} and {describe(mine.spec)}")
 
-    def _check_pass(self, channel: Channel, chains: Chains, message: Message) -> None:
-        problem = channel.watchdog.pass_problem(
-            message.peer, message.head, chains.number, name=self.name, location=self.location
+    def _check_pass(self, message: Message) -> None:
+        problem = self._channel.watchdog.pass_problem(
+            message.peer,
+            message.head,
+            their_location=message.label.location,
+            chain=chains_of(self.comm).number,
+            name=self.name,
+            location=self.location,
         )
         if problem is not None:
-            channel.fail(problem)
+            self._channel.fail(problem)
 
     # -- recording ----------------------------------------------------------------------------------------------------
 
     def record(self, tensors: Sequence[torch.Tensor], *, delegate: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Put the exchange on the chain, if a gradient is wanted of anything; returns what arrived, as autograd knows it."""
-        if not (torch.is_grad_enabled() and (self._asked or self._is_asked() or _requires_grad(delegate))):
+        if not (torch.is_grad_enabled() and (self._asked or self._is_asked or _requires_grad(delegate))):
             return self.arrived
-        install()
-        chain = chains_of(self.comm).current()
+        chains = chains_of(self.comm)
+        if chains.open is None:
+            install()
+        chain = chains.current()
         self._chain = ref(chain)
         self._num_inputs = len(tensors)
         token: torch.Tensor
@@ -176,9 +227,6 @@ class Exchange:
         self.arrived = []
         self.index = chain.add(token, self.location)
         return outputs
-
-    def _is_asked(self) -> bool:
-        return any(each.content.wants for each in self.received)
 
     def delegate(self) -> torch.Tensor:
         """A scalar zero through which backward comes to this exchange, and to all before it."""
@@ -202,7 +250,9 @@ class Exchange:
             chain.visit(self.index, name=self.name, location=self.location)
         outgoing, present = self._answers(grads)
         sources = [(out.peer, serial) for out, serial in self._asked]
-        answers = Exchange(self.comm, self.name, Kind.ANSWER, 0, outgoing, sources, self.location)
+        answers = Exchange(
+            self.comm, self.name, kind=_ANSWER, tag=0, outgoing=outgoing, sources=sources, location=self.location
+        )
         answers.move(present)
         result = self._sums(answers.record(present), answers.received)
         if chain is not None and self.index == 0 and not torch.is_grad_enabled():
@@ -247,13 +297,12 @@ def _answer_zeros(channel: Channel, message: Message) -> None:
     """Nothing of `message` will reach a loss here: autograd is off."""
     channel.send(
         message.peer,
-        kind=Kind.ANSWER,
+        kind=_ANSWER,
         operation=message.head.operation,
         tag=0,
         chain=0,
         number=message.head.serial,
-        location=message.head.location,
-        content=packed((None,) * len(message.packed.leaves)),
+        label=label_of(message.label.location, packed((None,) * len(message.label.content.leaves))),
         tensors=(),
     )
 
@@ -277,7 +326,7 @@ class _Exchanged(torch.autograd.Function):
         delegate: torch.Tensor | None,  # noqa: ARG004
         *tensors: torch.Tensor,  # noqa: ARG004
     ) -> tuple[torch.Tensor, ...]:
-        return (torch.zeros(()), *exchange.arrived)
+        return (_ZERO.clone(), *exchange.arrived)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

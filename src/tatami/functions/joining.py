@@ -42,7 +42,7 @@ def _backward(
         if unfinished:
             given = [None] * len(roots) if grad_tensors is None else _as_list(grad_tensors)
             tensors = [*roots, *(chain.last for chain in unfinished)]
-            grad_tensors = [*given, *(torch.zeros(()) for _ in unfinished)]
+            grad_tensors = [*given, *(None for _ in unfinished)]
         if touched and inputs is not None:
             inputs = [*_as_list(inputs), *(chain.first for chain in touched)]
     _plain_backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)

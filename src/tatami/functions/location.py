@@ -12,13 +12,15 @@ from tatami.functions.message import MAX_LOCATION_BYTES
 
 def user_location() -> bytes:
     """`file.py:12` of the nearest frame outside of Tatami and torch."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("tatami.", "torch.")):
-            break
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     return _as_bytes(frame.f_code, frame.f_lineno)
+
+
+@lru_cache(maxsize=4096)
+def _is_inside(module: str) -> bool:
+    return module.startswith(("tatami.", "torch."))
 
 
 @lru_cache(maxsize=4096)

@@ -1,7 +1,9 @@
 """How a message lies in bytes: a chunk of fixed size, so that its receiver needs to know nothing, then what does not fit.
 
-chunk:  header | line of user code | spec of the structure | small tensors
-then:   the spec, where it did not fit; each tensor that did not fit, from where it lies
+chunk:  header | label: line of user code, spec of the structure | small tensors
+then:   the label, where it did not fit; each tensor that did not fit, from where it lies
+
+A training loop sends the same labels again and again, so both sides keep what they mean and read them only once.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ from typing import NamedTuple
 
 import torch
 
-from tatami.functions.structure import Packed
+from tatami.functions.structure import Packed, unpacked
+from tatami.functions.wire import CHUNK_BYTES, Chunk
 
-CHUNK_BYTES = 1024
-"""Over shared memory a message of this size costs 0.3 us more than one of 8 bytes; a second message costs 5 us."""
 MAX_LOCATION_BYTES = 200
 
-_HEADER = struct.Struct("<BBIIQQIH")
-_copy = ctypes.memmove
+_HEADER = struct.Struct("<BBIIQQI")
+_HEADER_BYTES = _HEADER.size
+_LENGTH = struct.Struct("<H")
+_MOST_LABELS = 4096
+_pack_header, _unpack_header, _copy = _HEADER.pack_into, _HEADER.unpack_from, ctypes.memmove
 
 
 class Kind(IntEnum):
@@ -39,6 +43,9 @@ class Kind(IntEnum):
     """Its sender found out that the ranks disagree; the text says how."""
 
 
+REPORT = int(Kind.REPORT)
+
+
 class Head(NamedTuple):
     """The identity of a message on the edge from its sender to its receiver.
 
@@ -50,7 +57,7 @@ class Head(NamedTuple):
         number: how many messages with this tag went before it on this edge, or how many collectives went before this one; of an
             answer the serial of the message it answers.
         serial: of all messages on this edge.
-        location: the line of user code that sent it.
+        label_bytes: the size of the label.
     """
 
     kind: int
@@ -59,79 +66,113 @@ class Head(NamedTuple):
     chain: int
     number: int
     serial: int
+    label_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Label:
+    """What many messages have in common.
+
+    Attributes:
+        wire: its bytes.
+        location: the line of user code that sent it.
+        content: the structure.
+        places: where in the chunk each tensor lies; -1 for one that follows on its own. Both sides compute this.
+        fits: whether the label lies in the chunk.
+        all_fit: whether everything does.
+    """
+
+    wire: bytes
     location: bytes
+    content: Packed
+    places: tuple[int, ...]
+    fits: bool
+    all_fit: bool
 
 
-@dataclass(slots=True, eq=False)
-class Chunk:
-    """A reusable first message."""
-
-    tensor: torch.Tensor
-    view: memoryview
-    address: int
-
-    @classmethod
-    def new(cls) -> Chunk:
-        tensor = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
-        return cls(tensor, tensor.numpy().data.cast("B"), tensor.data_ptr())
+def _label(wire: bytes, location: bytes, content: Packed) -> Label:
+    end = _HEADER_BYTES + len(wire)
+    fits = end <= CHUNK_BYTES
+    free = end if fits else _HEADER_BYTES
+    places = []
+    for size in content.sizes:
+        inside = free + size <= CHUNK_BYTES
+        places.append(free if inside else -1)
+        free += size if inside else 0
+    return Label(wire, location, content, tuple(places), fits, fits and -1 not in places)
 
 
-@lru_cache(maxsize=4096)
-def _places(sizes: tuple[int, ...], start: int) -> tuple[int, ...]:
-    """Where in the chunk each tensor lies; -1 for one that follows on its own. Both sides compute this."""
-    places, free = [], start
-    for size in sizes:
-        fits = free + size <= CHUNK_BYTES
-        places.append(free if fits else -1)
-        free += size if fits else 0
-    return tuple(places)
+_labels: dict[tuple[bytes, bytes], Label] = {}
 
 
-def write(chunk: Chunk, head: Head, packed: Packed, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Fill `chunk`; returns the tensors, as bytes, that must follow it. `tensors` are those of the leaves, contiguous."""
-    wire, location = packed.wire, head.location
-    view = chunk.view
-    free = _HEADER.size + len(location)
-    _HEADER.pack_into(view, 0, *head[:6], len(wire), len(location))
-    view[_HEADER.size : free] = location
-    follow = []
-    if free + len(wire) <= CHUNK_BYTES:
-        view[free : free + len(wire)] = wire
-        free += len(wire)
-    else:
-        follow.append(torch.frombuffer(bytearray(wire), dtype=torch.uint8))
-    for tensor, size, place in zip(tensors, packed.sizes, _places(packed.sizes, free), strict=True):
-        if place < 0:
-            follow.append(as_bytes(tensor))
-        else:
-            _copy(chunk.address + place, tensor.data_ptr(), size)
-    return follow
+def label_of(location: bytes, content: Packed) -> Label:
+    """The label of messages with this structure from this line."""
+    key = location, content.wire
+    label = _labels.get(key)
+    if label is None:
+        if len(_labels) >= _MOST_LABELS:
+            _labels.clear()
+        wire = _LENGTH.pack(len(location)) + location + content.wire
+        label = _labels[key] = _label(wire, location, content)
+    return label
 
 
-def read_head(chunk: Chunk) -> tuple[Head, int, int]:
-    """The head, the length of the spec, and where the head ends."""
-    kind, operation, tag, chain, number, serial, wire_bytes, location_bytes = _HEADER.unpack_from(chunk.view)
-    end = _HEADER.size + location_bytes
-    location = bytes(chunk.view[_HEADER.size : end])
-    return Head(kind, operation, tag, chain, number, serial, location), wire_bytes, end
+@lru_cache(maxsize=_MOST_LABELS)
+def read_label(wire: bytes) -> Label:
+    """What `label_of` made these bytes from."""
+    start = _LENGTH.size
+    end = start + _LENGTH.unpack_from(wire)[0]
+    return _label(wire, wire[start:end], unpacked(wire[end:]))
 
 
-def read_wire(chunk: Chunk, wire_bytes: int, start: int) -> bytes | None:
-    """The bytes of the spec; None where they follow on their own."""
-    return bytes(chunk.view[start : start + wire_bytes]) if start + wire_bytes <= CHUNK_BYTES else None
+def text_label(text: str) -> Label:
+    """The label of a message that is no structure."""
+    return _label(_LENGTH.pack(0) + text.encode(), b"", Packed(None, b"", (), (), False, False))
 
 
-def read_tensors(chunk: Chunk, packed: Packed, start: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """A tensor for each leaf, and those of them, as bytes, that still have to come. `start` is where the spec ended."""
-    tensors, follow = [], []
-    for leaf, size, place in zip(packed.leaves, packed.sizes, _places(packed.sizes, start), strict=True):
+def read_text(wire: bytes) -> str:
+    """The text of `text_label`."""
+    return wire[_LENGTH.size :].decode()
+
+
+def write(chunk: Chunk, head: tuple[int, int, int, int, int, int], label: Label, tensors: Sequence[torch.Tensor]) -> None:
+    """Fill `chunk`; `head` is a `Head` without its last member, `tensors` are contiguous, one for each leaf."""
+    wire, view = label.wire, chunk.view
+    _pack_header(view, 0, *head, len(wire))
+    if label.fits:
+        view[_HEADER_BYTES : _HEADER_BYTES + len(wire)] = wire
+    address = chunk.address
+    for tensor, size, place in zip(tensors, label.content.sizes, label.places, strict=True):
+        if place >= 0:
+            _copy(address + place, tensor.data_ptr(), size)
+
+
+def following(label: Label, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What must follow the chunk, as bytes."""
+    follow = [] if label.fits else [torch.frombuffer(bytearray(label.wire), dtype=torch.uint8)]
+    return follow + [as_bytes(tensor) for tensor, place in zip(tensors, label.places, strict=True) if place < 0]
+
+
+def read_head(chunk: Chunk) -> Head:
+    """The head."""
+    return Head._make(_unpack_header(chunk.view))
+
+
+def read_wire(chunk: Chunk, label_bytes: int) -> bytes | None:
+    """The bytes of the label; None where they follow on their own."""
+    end = _HEADER_BYTES + label_bytes
+    return bytes(chunk.view[_HEADER_BYTES:end]) if end <= CHUNK_BYTES else None
+
+
+def read_tensors(chunk: Chunk, label: Label) -> list[torch.Tensor]:
+    """A tensor for each leaf; those that follow on their own still have to come."""
+    tensors, content = [], label.content
+    for leaf, size, place in zip(content.leaves, content.sizes, label.places, strict=True):
         tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
-        if place < 0:
-            follow.append(as_bytes(tensor))
-        else:
+        if place >= 0:
             _copy(tensor.data_ptr(), chunk.address + place, size)
         tensors.append(tensor)
-    return tensors, follow
+    return tensors
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

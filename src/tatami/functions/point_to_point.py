@@ -16,6 +16,7 @@ from tatami.functions.replay import replayed
 from tatami.functions.structure import Structure, flatten, unflatten
 
 MAX_TAG = 2**32 - 1
+_POINT_TO_POINT = int(Kind.POINT_TO_POINT)
 
 
 def send(
@@ -94,7 +95,7 @@ def _point_to_point(
         tensors, content = flatten(x, operation=name)
         outgoing = (Outgoing(dest, channel.next_number("to", dest, tag), content, range(len(tensors))),)
     sources = () if source is None else ((source, channel.next_number("from", source, tag)),)
-    exchange = Exchange(comm, name, Kind.POINT_TO_POINT, tag, outgoing, sources, user_location())
+    exchange = Exchange(comm, name, kind=_POINT_TO_POINT, tag=tag, outgoing=outgoing, sources=sources, location=user_location())
     exchange.move(tensors)
     came = exchange.record(tensors, delegate=delegate)
     result = None if source is None else unflatten(exchange.received[0].content.spec, iter(came))
@@ -102,9 +103,10 @@ def _point_to_point(
 
 
 def _check_peer(operation: str, comm: AbstractCommunicator, peer: int, tag: int) -> None:
+    if 0 <= peer < comm.size and peer != comm.rank and 0 <= tag <= MAX_TAG:
+        return
     if not 0 <= peer < comm.size:
         raise InputError(f"{operation}: there is no rank {peer}; this communicator has ranks 0 to {comm.size - 1}")
     if peer == comm.rank:
         raise InputError(f"{operation}: rank {peer} is this rank, which would wait for itself for ever; use the tensor itself")
-    if not 0 <= tag <= MAX_TAG:
-        raise InputError(f"{operation}: tag {tag} is not between 0 and {MAX_TAG}")
+    raise InputError(f"{operation}: tag {tag} is not between 0 and {MAX_TAG}")

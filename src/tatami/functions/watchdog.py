@@ -44,7 +44,7 @@ class Watchdog:
         self._num_collectives += 1
         return self._num_collectives - 1
 
-    def problem_with(self, peer: int, head: Head) -> str | None:
+    def problem_with(self, peer: int, head: Head, *, their_location: bytes) -> str | None:
         """Why a message of a collective is one that nobody will take."""
         behind = self._num_collectives - head.number
         if behind < 1 or behind > len(self._history):
@@ -53,7 +53,7 @@ class Watchdog:
         theirs = OPERATIONS[head.operation]
         if theirs == name:
             return None
-        return self.disagreement(peer, theirs, head.location, name, location)
+        return self.disagreement(peer, theirs, their_location, name, location)
 
     def disagreement(self, peer: int, theirs: str, their_location: bytes, name: str, location: bytes) -> str:
         """Two ranks in different collectives."""
@@ -62,13 +62,15 @@ class Watchdog:
             f"{location.decode()}; all ranks must call the same collectives in the same order"
         )
 
-    def pass_problem(self, peer: int, head: Head, chain: int, *, name: str, location: bytes) -> str | None:
+    def pass_problem(
+        self, peer: int, head: Head, *, their_location: bytes, chain: int, name: str, location: bytes
+    ) -> str | None:
         """Why a message of a peer's forward pass `head.chain` must not be taken in this rank's forward pass `chain`."""
         mine, theirs = self._passes.get(peer, (-1, -1))
         if (mine == chain) == (theirs == head.chain):
             self._passes[peer] = (chain, head.chain)
             return None
-        edge = f"{name} on rank {self.rank} at {location.decode()} gets what rank {peer} sent at {head.location.decode()}"
+        edge = f"{name} on rank {self.rank} at {location.decode()} gets what rank {peer} sent at {their_location.decode()}"
         late, early = (self.rank, peer) if mine == chain else (peer, self.rank)
         return (
             f"{edge}, but rank {early} has run backward since their last message and rank {late} has not: either a message was "
