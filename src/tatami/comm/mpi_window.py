@@ -1,7 +1,8 @@
 """Windows of MPI: `Win.Allocate`, `Win.Create` over memory there is already, and `Win.Allocate_shared`.
 
-Post and start are made with MODE_NOCHECK, and a notice of Tatami's own says that a rank has posted: it is waited for politely
-and with a timeout; and MPICH 5.0's start never returns when a rank that is not among its targets has posted for it already.
+A notice of Tatami's own says that a rank has posted: it is waited for politely and with a timeout. So MPICH's post and start
+are made with MODE_NOCHECK: its 5.0 never returns from start when a rank that is not among the targets has posted for it already.
+Open MPI's are not: its 5.0 then never tells the target that the epoch is complete.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class MpiWindow(AbstractWindow):
         self._closed = False
         self._group = comm.handle.Get_group()
         self._exposed: tuple[int, ...] = ()
+        self._assertion = 0 if "Open MPI" in comm.library else comm.mpi.MODE_NOCHECK
         nbytes = size * dtype.itemsize
         comm.barrier()
         with WATCHDOG.watch(f"making a window on rank {comm.rank} of {comm.size}", timeout_s=comm.timeout_s):
@@ -81,7 +83,7 @@ class MpiWindow(AbstractWindow):
         self._exposed = tuple(sources)
         if sources:
             group = self._group.Incl(list(sources))
-            self._win.Post(group, self._mpi.MODE_NOCHECK)
+            self._win.Post(group, self._assertion)
             group.Free()
             notices(self._comm, to=sources, tag=_POSTED)
 
@@ -90,7 +92,7 @@ class MpiWindow(AbstractWindow):
         notices(self._comm, by=targets, tag=_POSTED)
         group = self._group.Incl(list(targets))
         with self._watch("start"):
-            self._win.Start(group, self._mpi.MODE_NOCHECK)
+            self._win.Start(group, self._assertion)
         group.Free()
 
     def complete(self) -> None:

@@ -33,6 +33,8 @@ def load_mpi() -> ModuleType:
     try:
         import mpi4py
 
+        # Open MPI's windows over UCX hang now and then (5.0, two ranks of one host); those over its own transports do not.
+        os.environ.setdefault("OMPI_MCA_osc", "^ucx")
         mpi4py.rc.initialize = False
         mpi4py.rc.finalize = False
         from mpi4py import MPI
