@@ -1,8 +1,8 @@
 """Windows of MPI: `Win.Allocate`, `Win.Create` over memory there is already, and `Win.Allocate_shared`.
 
-A notice of Tatami's own says that a rank has posted: it is waited for politely and with a timeout. So MPICH's post and start are
-made with MODE_NOCHECK: its 5.0 never returns from start when a rank that is not among the targets has posted for it already.
-Open MPI's are not: its 5.0 then never tells the target that the epoch is complete.
+A notice of Tatami's own says that a rank has posted: it is waited for politely and with a timeout. So MPICH's post and start
+are made with MODE_NOCHECK: its 5.0 never returns from start when a rank that is not among the targets has posted already. Open
+MPI's are not: its 5.0 then never tells the target that the epoch is complete.
 """
 
 from __future__ import annotations
