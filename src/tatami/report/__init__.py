@@ -4,6 +4,7 @@ from tatami.report.bandwidth import draw_bandwidth
 from tatami.report.course import Check, draw_course
 from tatami.report.drawing import draw_text
 from tatami.report.mats import draw_tiling
+from tatami.report.phases import draw_schedule
 from tatami.report.picture import FORMATS, blank, check_path, save
 from tatami.report.shares import draw_shares
 from tatami.report.tables import Run, Table, planner_table, run_table
@@ -17,6 +18,7 @@ __all__ = [
     "check_path",
     "draw_bandwidth",
     "draw_course",
+    "draw_schedule",
     "draw_shares",
     "draw_text",
     "draw_tiling",
