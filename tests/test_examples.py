@@ -44,3 +44,45 @@ def test_data_parallel_learns_the_digits_however_it_is_started(launcher: str) ->
     accuracy = re.search(r"accuracy ([\d.]+)%", said)
     assert accuracy is not None
     assert float(accuracy[1]) > 95
+
+
+@pytest.mark.parametrize(
+    ("example", "ranks"), [("model_parallel.py", 2), ("dual_parallel.py", 4), ("parallel_convolution.py", 2)]
+)
+def test_networks_that_span_ranks_learn_the_digits(example: str, ranks: int) -> None:
+    accuracy = re.search(r"accuracy ([\d.]+)%", run(example, ranks=ranks))
+    assert accuracy is not None
+    assert float(accuracy[1]) > 95
+
+
+def test_seq2seq_translates_numbers_it_has_not_seen_both_ways() -> None:
+    exact = re.findall(r"^(.+): ([\d.]+)% of 1000 unseen numbers exact", run("seq2seq.py", ranks=2), flags=re.MULTILINE)
+    assert [way for way, _ in exact] == ["digits to words", "words to digits"]
+    assert min(float(share) for _, share in exact) > 95
+
+
+@pytest.mark.parametrize("example", ["dual_parallel.py", "seq2seq.py"])
+def test_networks_for_other_numbers_of_ranks_say_so(example: str) -> None:
+    command = [sys.executable, str(EXAMPLES / example)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 1
+    assert "2 ranks" in done.stderr
+    assert "not 1" in done.stderr
+
+
+def test_an_ensemble_is_better_than_its_members() -> None:
+    said = run("ensemble.py", ranks=3)
+    members = [float(each) for each in re.findall(r"^member \d: accuracy ([\d.]+)%", said, flags=re.MULTILINE)]
+    together = re.search(r"^ensemble of 3: accuracy ([\d.]+)%", said, flags=re.MULTILINE)
+    assert len(members) == 3
+    assert together is not None
+    assert float(together[1]) > sum(members) / 3
+
+
+def test_a_mixture_of_experts_learns_and_uses_all_of_them() -> None:
+    said = re.search(r"serve (.+) of the samples; accuracy ([\d.]+)%", run("mixture_of_experts.py", ranks=2))
+    assert said is not None
+    shares = [int(each.rstrip("%")) for each in said[1].split(", ")]
+    assert len(shares) == 2
+    assert min(shares) > 10
+    assert float(said[2]) > 93
