@@ -18,6 +18,8 @@ PUBLIC = {
     "Link",
     "MultiNodeBatchNorm",
     "MultiNodeChainList",
+    "MultiNodeCheckpoint",
+    "MultiNodeOptimizer",
     "ParallelConv",
     "Plan",
     "Processor",
@@ -30,6 +32,7 @@ PUBLIC = {
     "errors",
     "init",
     "plan",
+    "scatter_dataset",
     "tile",
 }
 

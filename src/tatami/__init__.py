@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from tatami.retiling.retiler import Retiler
     from tatami.tiling import Plan, Tiling, plan
     from tatami.train.data_parallel import DataParallel
+    from tatami.train.multi_node_checkpoint import MultiNodeCheckpoint
+    from tatami.train.multi_node_optimizer import MultiNodeOptimizer
+    from tatami.train.scattering import scatter_dataset
     from tatami.train.trainer import Trainer
     from tatami.workload import Workload
 
@@ -27,6 +30,8 @@ __all__ = [
     "Link",
     "MultiNodeBatchNorm",
     "MultiNodeChainList",
+    "MultiNodeCheckpoint",
+    "MultiNodeOptimizer",
     "ParallelConv",
     "Plan",
     "Processor",
@@ -39,6 +44,7 @@ __all__ = [
     "errors",
     "init",
     "plan",
+    "scatter_dataset",
     "tile",
 ]
 
@@ -49,6 +55,8 @@ _HOMES = {
     "Link": "tatami.cluster",
     "MultiNodeBatchNorm": "tatami.nn.batch_norm",
     "MultiNodeChainList": "tatami.nn.chain_list",
+    "MultiNodeCheckpoint": "tatami.train.multi_node_checkpoint",
+    "MultiNodeOptimizer": "tatami.train.multi_node_optimizer",
     "ParallelConv": "tatami.nn.parallel_conv",
     "Plan": "tatami.tiling",
     "Processor": "tatami.cluster",
@@ -59,6 +67,7 @@ _HOMES = {
     "Workload": "tatami.workload",
     "init": "tatami.comm.detect",
     "plan": "tatami.tiling",
+    "scatter_dataset": "tatami.train.scattering",
     "tile": "tatami.nn.tile",
 }
 
