@@ -140,6 +140,58 @@ def test_different_structures(world: World) -> None:
         assert "(float32 (2,), float32 (2,))" in error
 
 
+def float_of(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, requires_grad=True)
+
+
+MISMATCHES: dict[str, tuple[Callable[[AbstractCommunicator], object], tuple[str, str]]] = {
+    "allreduce, dtypes": (
+        lambda comm: functions.allreduce(float_of(2).double() if comm.rank else float_of(2), comm),
+        ("float32 (2,)", "float64 (2,)"),
+    ),
+    "allreduce, large, shapes": (
+        lambda comm: functions.allreduce(float_of(5000 + comm.rank), comm),
+        ("float32 (5000,)", "float32 (5001,)"),
+    ),
+    "allreduce, structures": (
+        lambda comm: functions.allreduce([float_of(2)] if comm.rank else (float_of(2),), comm),
+        ("[float32 (2,)]", "(float32 (2,),)"),
+    ),
+    "reduce, shapes": (
+        lambda comm: functions.reduce(float_of(2 + comm.rank), comm),
+        ("float32 (2,)", "float32 (3,)"),
+    ),
+    "reduce_scatter, shapes": (
+        lambda comm: functions.reduce_scatter([float_of(2 + comm.rank)] * comm.size, comm),
+        ("float32 (2,)", "float32 (3,)"),
+    ),
+    "gather, structures": (
+        lambda comm: functions.gather({"b": float_of(1)} if comm.rank else {"a": float_of(1)}, comm),
+        ("{'a': float32 (1,)}", "{'b': float32 (1,)}"),
+    ),
+    "alltoall, structures": (
+        lambda comm: functions.alltoall([None if comm.rank else float_of(1)] * comm.size, comm),
+        ("None", "float32 (1,)"),
+    ),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_what_does_not_fit_is_named_on_both_sides(world: World, case: str) -> None:
+    body, sides = MISMATCHES[case]
+    name = case.split(",")[0]
+    found = errors_of(world, body)
+    assert any(found)
+    for error in found:
+        if error:
+            assert f"{name}: rank " in error
+            assert "give different" in error
+            assert error.count("test_functions_never_hangs.py:") == 2
+            for side in sides:
+                assert side in error
+
+
 @pytest.mark.ranks(2)
 def test_debug_mode_compares_before_data_moves(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:

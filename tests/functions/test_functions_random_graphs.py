@@ -133,15 +133,17 @@ def run_alone(network: Network, size: int) -> tuple[float, list[torch.Tensor]]:
     return total.item(), [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=True)]
 
 
-def run_here(network: Network, comm: AbstractCommunicator) -> tuple[float, torch.Tensor]:
-    """This rank's loss, and the gradient of its input."""
+def run_here(network: Network, comm: AbstractCommunicator, *, plain: bool) -> tuple[float, torch.Tensor]:
+    """This rank's loss, and the gradient of its input; `plain`: by `loss.backward()`, wherever that is enough."""
     rank, size = comm.rank, comm.size
     leaf = start(rank)
     pool = [leaf]
+    touched = [False]
     for step in network.steps:
         x, root = pool[step.picks[rank] % len(pool)], step.here
         if step.kind == "compute":
             if rank == root:
+                touched.append(any(touched[pick % len(pool)] for pick in step.picks[:2]))
                 pool.append(computed(pool, step.picks))
         elif step.kind == "send":
             if rank == root:
@@ -169,18 +171,24 @@ def run_here(network: Network, comm: AbstractCommunicator) -> tuple[float, torch
         else:
             total = functions.reduce(x, comm, root=root)
             pool += [total] if rank == root else []
+        # All that was not computed here came from other ranks, or from a collective.
+        touched += [True] * (len(pool) - len(touched))
     loss = loss_of(pool, network.used[rank])
-    functions.backward(loss)
+    if plain and loss is not None and any(touched[pick % len(pool)] for pick in network.used[rank]):
+        loss.backward()  # type: ignore[no-untyped-call]
+    else:
+        functions.backward(loss)
     return 0.0 if loss is None else loss.item(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 @pytest.mark.ranks(2, 3, 4)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@pytest.mark.parametrize("plain", [False, True])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
-def test_random_networks(world: World, data: st.DataObject) -> None:
+def test_random_networks(world: World, plain: bool, data: st.DataObject) -> None:
     network = data.draw(networks(world.size))
     total, grads = run_alone(network, world.size)
-    results = world(lambda comm: run_here(network, comm))
+    results = world(lambda comm: run_here(network, comm, plain=plain))
     assert sum(loss for loss, _ in results) == pytest.approx(total, abs=1e-10)
     for grad, (_, got) in zip(grads, results, strict=True):
         torch.testing.assert_close(got, grad, rtol=0, atol=1e-10)

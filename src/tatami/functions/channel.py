@@ -6,9 +6,9 @@ until somebody asks for it; so nobody waits because messages come in another ord
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Never
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from tatami.clock import Clock, SystemClock
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.wait import WaitPolicy, wait_until
-from tatami.errors import CommError, CommTimeoutError, InputError
+from tatami.errors import CommError, CommTimeoutError
 from tatami.functions.message import (
     REPORT,
     Head,
@@ -32,6 +32,7 @@ from tatami.functions.message import (
     write,
 )
 from tatami.functions.message import as_bytes as memory_of
+from tatami.functions.outbox import Outbox, Unsent
 from tatami.functions.watchdog import Watchdog
 from tatami.functions.wire import TAG, Chunk, Test, wait_closely, wire_of
 
@@ -39,10 +40,6 @@ POLITE = WaitPolicy(spin_s=0.0, first_sleep_s=20e-6, longest_sleep_s=200e-6)
 """For communicators that do not say how to wait: threads must let each other have the interpreter."""
 REPORT_AFTER_S = 1.0
 """A wait this long, or of a quarter of the timeout, is reported to all ranks."""
-LINGER_S = 1e-3
-"""How long a sender helps a large message on its way, and 1 s more for each GB: MPI moves it while both sides are inside."""
-MANY_UNSENT = 32
-
 Key = tuple[int, int, int]
 """Kind, tag, number: what a message is asked for by. The tag of a collective or an answer is 0."""
 
@@ -67,17 +64,6 @@ class Message:
         return head.kind, head.tag if head.kind == Kind.POINT_TO_POINT else 0, head.number
 
 
-@dataclass(slots=True, eq=False)
-class _Unsent:
-    """A message under way: its tensors must stay as they are."""
-
-    tests: list[Test]
-    chunk: Chunk
-    tensors: Sequence[torch.Tensor]
-    versions: list[int]
-    operation: str
-
-
 class Channel:
     """The messages of one rank on one communicator."""
 
@@ -87,14 +73,15 @@ class Channel:
         self.policy: WaitPolicy = getattr(_innermost(comm), "policy", POLITE)
         self.watchdog = Watchdog(rank=comm.rank, size=comm.size)
         self.failure: str | None = None
+        self.takes_cuda = _takes_cuda(comm)
         self._wire = wire_of(comm)
         self._peers = [rank for rank in range(comm.size) if rank != comm.rank]
         self._num_sent = [0] * comm.size
         self._numbers: dict[tuple[str, int, int], int] = {}
         self._kept: list[dict[Key, deque[Message]]] = [{} for _ in range(comm.size)]
         self._posted: dict[int, tuple[Test, Chunk]] = {}
-        self._unsent: deque[_Unsent] = deque()
         self._free: list[Chunk] = []
+        self._outbox = Outbox(self._free, rank=comm.rank, policy=self.policy, clock=self.clock)
 
     def next_number(self, direction: str, peer: int, tag: int) -> int:
         """How many point-to-point messages went before, in this direction (`to` or `from`) with this tag."""
@@ -123,37 +110,16 @@ class Channel:
         self._num_sent[peer] = serial + 1
         chunk = self._free.pop() if self._free else self._wire.new_chunk()
         write(chunk, (kind, operation, tag, chain, number, serial), label, tensors)
-        unsent = _Unsent([self._wire.send(chunk, peer)], chunk, (), [], name)
-        self._unsent.append(unsent)
-        if not label.all_fit:
+        test = self._wire.send(chunk, peer)
+        if label.all_fit:
+            self._outbox.add(Unsent([test], chunk, (), [], name))
+        else:
             follow = following(label, tensors)
-            unsent.tests += [self.comm.isend(each, peer, tag=TAG).test for each in follow]
-            unsent.tensors = (*tensors, *follow)
-            unsent.versions = [tensor._version for tensor in unsent.tensors]
-            self._linger(unsent, sum(each.nbytes for each in follow))
-        elif len(self._unsent) > MANY_UNSENT:
-            self._reap()
+            tests = [test, *(self.comm.isend(each, peer, tag=TAG).test for each in follow)]
+            kept = (*tensors, *follow)
+            unsent = Unsent(tests, chunk, kept, [tensor._version for tensor in kept], name)
+            self._outbox.add_large(unsent, size_bytes=sum(each.nbytes for each in follow))
         return serial
-
-    def _linger(self, unsent: _Unsent, size_bytes: int) -> None:
-        tests = unsent.tests
-        wait_closely(
-            lambda: all(test() for test in tests),
-            policy=self.policy,
-            timeout_s=LINGER_S + size_bytes * 1e-9,
-            clock=self.clock,
-        )
-
-    def _reap(self) -> None:
-        """Forget what has been sent, in order."""
-        while self._unsent and all(test() for test in self._unsent[0].tests):
-            done = self._unsent.popleft()
-            self._free.append(done.chunk)
-            if done.tensors and done.versions != [tensor._version for tensor in done.tensors]:
-                raise InputError(
-                    f"{done.operation}: the tensor was changed in place before it had left rank {self.comm.rank}; send a "
-                    "clone, or change it after the receiver has answered"
-                )
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
@@ -240,7 +206,7 @@ class Channel:
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def _wait(self, peer: int, key: Key, describe: Describe) -> Message:
-        self._reap()
+        self._outbox.clear()
         timeout_s = self.comm.timeout_s
         start_s = self.clock.now_s()
         first_s = min(REPORT_AFTER_S, timeout_s / 4)
@@ -254,7 +220,7 @@ class Channel:
             for other in self._peers:
                 if other != peer:
                     self._progress(other)
-            self._reap()
+            self._outbox.clear()
             message = self._come(peer, key)
             if message is not None:
                 came.append(message)
@@ -311,6 +277,13 @@ class Channel:
 def _innermost(comm: AbstractCommunicator) -> AbstractCommunicator:
     inner = getattr(comm, "inner", None)
     return _innermost(inner) if isinstance(inner, AbstractCommunicator) else comm
+
+
+def _takes_cuda(comm: AbstractCommunicator) -> bool:
+    """Whether it is one of torch.distributed with NCCL, which takes CUDA tensors too; it is not loaded to find out."""
+    torchdist = sys.modules.get("tatami.comm.torchdist")
+    is_torchdist = torchdist is not None and isinstance(_innermost(comm), torchdist.TorchdistCommunicator)
+    return is_torchdist and torch.distributed.is_nccl_available()
 
 
 def channel_of(comm: AbstractCommunicator) -> Channel:

@@ -11,6 +11,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.functions.agreement import agree
 from tatami.functions.channel import channel_of
+from tatami.functions.connecting import pseudo_connect
 from tatami.functions.exchange import Exchange, Outgoing
 from tatami.functions.location import user_location
 from tatami.functions.message import Kind
@@ -136,15 +137,15 @@ def collective(
         what came, by rank, and a delegate.
     """
     location = user_location()
+    channel = channel_of(comm)
     inputs: list[torch.Tensor] = []
     flat: dict[int, tuple[range, Packed]] = {}
     for x in parts.values():
         if id(x) not in flat:
-            tensors, content = flatten(x, operation=name)
+            tensors, content = flatten(x, operation=name, cuda=channel.takes_cuda)
             flat[id(x)] = range(len(inputs), len(inputs) + len(tensors)), content
             inputs += tensors
-    expected = None if pattern is None else flatten(pattern, operation=name)[1]
-    channel = channel_of(comm)
+    expected = None if pattern is None else flatten(pattern, operation=name, cuda=channel.takes_cuda)[1]
     agree(name, comm, root=root, pattern=expected, same_shapes=same_shapes, location=location)
     number = channel.watchdog.begin_collective(name, location)
     outgoing = [Outgoing(peer, number, flat[id(x)][1], flat[id(x)][0]) for peer, x in parts.items() if peer != comm.rank]
@@ -166,8 +167,15 @@ def collective(
     came = iter(exchange.record(inputs, delegate=delegate))
     result = {each.peer: unflatten(each.content.spec, came) for each in exchange.received}
     if comm.rank in sources:
-        result[comm.rank] = mapped(parts[comm.rank], torch.clone)
+        own = mapped(parts[comm.rank], torch.clone)
+        # A sum touches the chain by the parts of the others; a loss made of this rank's own part alone would not.
+        result[comm.rank] = own if same_shapes or exchange.chain() is None else _connected(own, exchange.delegate())
     return result, exchange.delegate()
+
+
+def _connected(own: Structure, delegate: torch.Tensor) -> Structure:
+    """`own`, so that a loss that needs nothing else brings backward to the collective."""
+    return mapped(own, lambda tensor: pseudo_connect(delegate, tensor)[0] if tensor.requires_grad else tensor)
 
 
 def one_for_each(operation: str, comm: AbstractCommunicator, xs: Sequence[Structure] | None) -> Sequence[Structure]:

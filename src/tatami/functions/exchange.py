@@ -8,7 +8,7 @@ gradients, and a backward pass can itself be differentiated.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -17,15 +17,14 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.functions.chain import Chain, chains_of
 from tatami.functions.channel import Channel, Key, Message, channel_of
 from tatami.functions.joining import install
-from tatami.functions.message import Kind, label_of
-from tatami.functions.structure import Packed, describe, flat, packed, skeleton
+from tatami.functions.message import Kind, label_of, movable
+from tatami.functions.node import apply
+from tatami.functions.structure import Packed, flat, packed
 from tatami.functions.watchdog import OPERATIONS
 
 _INDEX_OF = {name: index for index, name in enumerate(OPERATIONS)}
+# As plain numbers: members of an enum take longer to compare and to pack.
 _POINT_TO_POINT, _COLLECTIVE, _ANSWER = int(Kind.POINT_TO_POINT), int(Kind.COLLECTIVE), int(Kind.ANSWER)
-"""As plain numbers: members of an enum take longer to compare and to pack."""
-_ZERO = torch.zeros(())
-"""What tokens are copied from: half as long as making a new one."""
 
 
 class Outgoing(NamedTuple):
@@ -67,6 +66,8 @@ class Exchange:
         arrived: the tensors that came, until they are recorded.
         received: what is needed to answer what came.
         index: on its chain.
+        _asked: messages that want an answer, with their serials.
+        _is_asked: whether something that came wants one.
     """
 
     __slots__ = (
@@ -118,9 +119,7 @@ class Exchange:
         self._chain: ReferenceType[Chain] | None = None
         self._num_inputs = 0
         self._asked: list[tuple[Outgoing, int]] = []
-        """Messages that want an answer, with their serials."""
         self._is_asked = False
-        """Whether something that came wants one."""
 
     # -- moving -------------------------------------------------------------------------------------------------------
 
@@ -143,7 +142,7 @@ class Exchange:
                 chain=chains_of(self.comm).number,
                 number=out.number,
                 label=label_of(self.location, content),
-                tensors=[_movable(tensors[index]) for index in out.tensors],
+                tensors=[movable(tensors[index]) for index in out.tensors],
                 name=self.name,
             )
             if content.wants:
@@ -182,19 +181,19 @@ class Exchange:
         return f"rank {self.comm.rank} waits for rank {peer} in {what}, for {waited_s:.3g} s, at {self.location.decode()}"
 
     def _check_agreement(self, message: Message) -> None:
-        channel, head, their_location = self._channel, message.head, message.label.location
-        theirs, mine = message.label.content, self.pattern
-        name = OPERATIONS[head.operation]
-        if name != self.name:
-            channel.fail(channel.watchdog.disagreement(message.peer, name, their_location, self.name, self.location))
-        where = f"rank {message.peer} at {their_location.decode()} and rank {self.comm.rank} at {self.location.decode()}"
-        if head.tag != self.tag:
-            channel.fail(f"{self.name}: {where} name different roots: {head.tag} and {self.tag}")
-        if mine is None or mine.wire == theirs.wire:
-            return
-        if skeleton(mine.spec, shapes=self.same_shapes) != skeleton(theirs.spec, shapes=self.same_shapes):
-            what = "shapes, dtypes or structures" if self.same_shapes else "structures"
-            channel.fail(f"{self.name}: {where} give different {what}: {describe(theirs.spec)} and {describe(mine.spec)}")
+        problem = self._channel.watchdog.collective_problem(
+            message.peer,
+            message.head,
+            their_location=message.label.location,
+            theirs=message.label.content,
+            name=self.name,
+            root=self.tag,
+            location=self.location,
+            mine=self.pattern,
+            same_shapes=self.same_shapes,
+        )
+        if problem is not None:
+            self._channel.fail(problem)
 
     def _check_pass(self, message: Message) -> None:
         problem = self._channel.watchdog.pass_problem(
@@ -212,7 +211,8 @@ class Exchange:
 
     def record(self, tensors: Sequence[torch.Tensor], *, delegate: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Put the exchange on the chain, if a gradient is wanted of anything; returns what arrived, as autograd knows it."""
-        if not (torch.is_grad_enabled() and (self._asked or self._is_asked or _requires_grad(delegate))):
+        is_wanted = self._asked or self._is_asked or (delegate is not None and delegate.requires_grad)
+        if not (is_wanted and torch.is_grad_enabled()):
             return self.arrived
         chains = chains_of(self.comm)
         if chains.open is None:
@@ -222,7 +222,7 @@ class Exchange:
         self._num_inputs = len(tensors)
         token: torch.Tensor
         outputs: list[torch.Tensor]
-        token, *outputs = _apply(self, chain.last, delegate, *tensors)
+        token, *outputs = apply(self, chain.last, delegate, *tensors)
         # The outputs know this exchange through their graph; to know them here too would keep both for ever.
         self.arrived = []
         self.index = chain.add(token, self.location)
@@ -289,10 +289,6 @@ class Exchange:
         return sums
 
 
-def _requires_grad(delegate: torch.Tensor | None) -> bool:
-    return delegate is not None and delegate.requires_grad
-
-
 def _answer_zeros(channel: Channel, message: Message) -> None:
     """Nothing of `message` will reach a loss here: autograd is off."""
     channel.send(
@@ -305,42 +301,3 @@ def _answer_zeros(channel: Channel, message: Message) -> None:
         label=label_of(message.label.location, packed((None,) * len(message.label.content.leaves))),
         tensors=(),
     )
-
-
-def _movable(tensor: torch.Tensor) -> torch.Tensor:
-    """Values that lie in memory one after the other."""
-    if tensor.layout != torch.strided:
-        return tensor.detach().to_dense().contiguous()
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-class _Exchanged(torch.autograd.Function):
-    """What autograd sees of an exchange that has taken place: tokens chain it to the one before and the one after."""
-
-    @staticmethod
-    def forward(
-        exchange: Exchange,
-        token: torch.Tensor,  # noqa: ARG004 -- makes this exchange depend on the one before
-        delegate: torch.Tensor | None,  # noqa: ARG004
-        *tensors: torch.Tensor,  # noqa: ARG004
-    ) -> tuple[torch.Tensor, ...]:
-        return (_ZERO.clone(), *exchange.arrived)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.exchange = exchange = inputs[0]
-        ctx.set_materialize_grads(False)
-        if not all(each.content.wants_all for each in exchange.received):
-            leaves = [leaf for each in exchange.received for leaf in each.content.leaves]
-            constant = [tensor for tensor, leaf in zip(output[1:], leaves, strict=True) if not leaf.wants]
-            ctx.mark_non_differentiable(*constant)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return (None, None, None, *ctx.exchange.gradients(grads[1:]))
-
-
-# `Function.apply` inspects the signature of `forward` on every call, for 20 us, and then calls this.
-_apply: Any = super(torch.autograd.Function, _Exchanged).apply

@@ -1,14 +1,23 @@
 """`loss.backward()` also visits what was communicated and does not reach the loss.
 
 A send after the last receive, or a received tensor that is not used, is no ancestor of the loss, so torch would never come to
-it, and its peer would wait for a gradient. torch has no hook that could add roots to a backward pass. So the first
-communication of a process puts this in front of `torch.autograd.backward`: where the graph of the loss holds an operation of a
-chain, the last token of that chain becomes a root beside the loss. Every other call is handed on as it came.
+it, and its peer would wait for a gradient. So the end of the chain must become a root of the backward pass beside the loss, and
+the one place where roots are told is the call itself. Hence the first differentiable communication of a process puts a function
+in front of `torch.autograd.backward`, once: where the graph of the loss holds an operation of a chain that is not over, the
+last token of the chain becomes a root. Every other call, and every call while no chain is open, is handed on as it came.
+
+What torch has beside that comes too late. A hook on a node, a tensor or several tensors (`register_multi_grad_hook`), or
+`queue_callback`, runs when the pass is under way, and roots cannot be added then. A second pass from within, over what comes
+later on the chain, may go through modules that the first one goes through as well, whose buffers torch has freed or will need
+again; and the gradient of the node from which it is started is complete only after it. To hold back a received tensor until
+then, the later operations would have to be made from it, and they did not exist when it was returned. A `TorchFunctionMode` or
+a subclass of Tensor would see every operation of the program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -16,16 +25,22 @@ import torch
 
 from tatami.functions.chain import NO_GRAPH_TASK, Chain, chains_here
 
-_plain_backward = torch.autograd.backward
+_installing = threading.Lock()
+_plain_backward: Callable[..., None] | None = None
+"""What stood there before, be it torch's own or somebody's wrapper; None while nothing is installed."""
 
 
 def install() -> None:
-    """Let all backward passes of this process visit the chains they touch."""
-    if torch.autograd.backward is _plain_backward:
-        torch.autograd.backward = _backward
+    """Let all backward passes of this process visit the chains they touch; does nothing the second time."""
+    global _plain_backward
+    if _plain_backward is not None:
+        return
+    with _installing:
+        if _plain_backward is None:
+            _plain_backward = torch.autograd.backward
+            torch.autograd.backward = wraps(_plain_backward)(_backward)
 
 
-@wraps(_plain_backward)
 def _backward(
     tensors: Any,
     grad_tensors: Any = None,
@@ -34,6 +49,7 @@ def _backward(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
+    assert _plain_backward is not None
     known = chains_here()
     if known and grad_variables is None and torch._C._current_graph_task_id() == NO_GRAPH_TASK:
         roots = _as_list(tensors)

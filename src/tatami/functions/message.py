@@ -178,3 +178,12 @@ def read_tensors(chunk: Chunk, label: Label) -> list[torch.Tensor]:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor."""
     return tensor.detach().view(-1).view(torch.uint8)
+
+
+def movable(tensor: torch.Tensor) -> torch.Tensor:
+    """Values that lie in memory one after the other."""
+    if tensor.layout != torch.strided:
+        return tensor.detach().to_dense().contiguous()
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()

@@ -92,7 +92,7 @@ def _point_to_point(
     tensors: list[torch.Tensor] = []
     outgoing: Sequence[Outgoing] = ()
     if dest is not None:
-        tensors, content = flatten(x, operation=name)
+        tensors, content = flatten(x, operation=name, cuda=channel.takes_cuda)
         outgoing = (Outgoing(dest, channel.next_number("to", dest, tag), content, range(len(tensors))),)
     sources = () if source is None else ((source, channel.next_number("from", source, tag)),)
     exchange = Exchange(comm, name, kind=_POINT_TO_POINT, tag=tag, outgoing=outgoing, sources=sources, location=user_location())

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tatami.comm.base import AbstractCommunicator
+from tatami.functions.channel import channel_of
 from tatami.functions.collectives import check_root, collective, one_for_each
 from tatami.functions.replay import replayed
 from tatami.functions.structure import Structure, flatten, unflatten
@@ -27,7 +28,7 @@ def allreduce(x: Structure, comm: AbstractCommunicator) -> Structure:
     """
 
     def run() -> Structure:
-        tensors, content = flatten(x, operation="allreduce")
+        tensors, content = flatten(x, operation="allreduce", cuda=channel_of(comm).takes_cuda)
         if comm.size <= 2 or sum(tensor.nbytes for tensor in tensors) <= SMALL_BYTES:
             return _sum_of_all(x, comm)
         shapes = [tensor.shape for tensor in tensors]
@@ -88,8 +89,8 @@ def _summed(name: str, comm: AbstractCommunicator, parts: dict[int, Structure]) 
 
 def _add_up(structures: Sequence[Structure]) -> Structure:
     """Leaf by leaf, in order; halves in float32."""
-    columns = [flatten(each, operation="sum")[0] for each in structures]
-    spec = flatten(structures[0], operation="sum")[1].spec
+    columns = [flatten(each, operation="sum", cuda=True)[0] for each in structures]
+    spec = flatten(structures[0], operation="sum", cuda=True)[1].spec
     return unflatten(spec, (_sum(column) for column in zip(*columns, strict=True)))
 
 

@@ -28,11 +28,13 @@ class Leaf:
         dtype: of torch.
         shape: of this tensor.
         wants: whether its sender waits for a gradient.
+        device: the kind of device it was on; it travels by way of the CPU.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     wants: bool
+    device: str = "cpu"
 
     def describe(self) -> str:
         """`float32 (3, 4)`."""
@@ -62,41 +64,48 @@ class Packed:
     wants_all: bool
 
 
-def flatten(value: Structure, *, operation: str) -> tuple[list[torch.Tensor], Packed]:
+def flatten(value: Structure, *, operation: str, cuda: bool = False) -> tuple[list[torch.Tensor], Packed]:
     """The tensors of `value` in order, and what is needed to put it together again. Gradients are wanted in grad mode.
 
+    Where `cuda`, CUDA tensors are taken too, by differentiable copies on the CPU.
+
     Raises:
-        InputError: something in it is not a tensor; names its path.
+        InputError: something in it is not a tensor, or one that is not moved; names its path.
     """
     if type(value) is torch.Tensor and value.is_cpu and value.layout is torch.strided:
         return [value], _of_one(value.dtype, value.shape, value.requires_grad and torch.is_grad_enabled())
     tensors: list[torch.Tensor] = []
     # A wanted gradient is decided here, once: autograd may be off by the time the message is packed.
-    spec = _flatten(value, tensors, operation, "", torch.is_grad_enabled())
+    spec = _flatten(value, tensors, operation, "", (torch.is_grad_enabled(), cuda))
     return tensors, packed(spec)
 
 
-def _flatten(value: Structure, tensors: list[torch.Tensor], operation: str, path: str, grad: bool) -> Spec:
+def _flatten(value: Structure, tensors: list[torch.Tensor], operation: str, path: str, modes: tuple[bool, bool]) -> Spec:
+    """`modes`: whether gradients are on, and whether CUDA tensors are taken."""
     if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu" or value.layout != torch.strided:
-            where = "" if value.device.type == "cpu" else f" on {value.device}"
+        grad, cuda = modes
+        device = value.device.type
+        if value.layout != torch.strided:
+            raise InputError(f"{operation}: x{path} is a {value.layout} tensor; convert it with .to_dense()")
+        if device != "cpu" and not (cuda and device == "cuda"):
             raise InputError(
-                f"{operation}: x{path} is a {value.layout} tensor{where}; dense CPU tensors are moved: "
-                "convert it with .to_dense() or .cpu()"
+                f"{operation}: x{path} is on {value.device}, and this communicator moves CPU tensors: give x{path}.cpu(), and "
+                "bring what arrives to its device with .to(device); gradients take the same way back. CUDA tensors are taken "
+                "as they are under torchrun, where torch has NCCL"
             )
-        tensors.append(value)
-        return Leaf(value.dtype, tuple(value.shape), grad and value.requires_grad)
+        tensors.append(value if device == "cpu" else value.cpu())
+        return Leaf(value.dtype, tuple(value.shape), grad and value.requires_grad, device)
     if value is None:
         return None
     if type(value) is tuple:
-        return tuple([_flatten(item, tensors, operation, f"{path}[{i}]", grad) for i, item in enumerate(value)])
+        return tuple([_flatten(item, tensors, operation, f"{path}[{i}]", modes) for i, item in enumerate(value)])
     if type(value) is list:
-        return _List(tuple([_flatten(item, tensors, operation, f"{path}[{i}]", grad) for i, item in enumerate(value)]))
+        return _List(tuple([_flatten(item, tensors, operation, f"{path}[{i}]", modes) for i, item in enumerate(value)]))
     if type(value) is dict:
         for key in value:
             if not isinstance(key, str | int):
                 raise InputError(f"{operation}: x{path} is a dict with the key {key!r}; keys must be of type str or int")
-        items = tuple([_flatten(item, tensors, operation, f"{path}[{key!r}]", grad) for key, item in value.items()])
+        items = tuple([_flatten(item, tensors, operation, f"{path}[{key!r}]", modes) for key, item in value.items()])
         return _Dict(tuple(value), items)
     kind = type(value)
     raise InputError(
@@ -106,9 +115,10 @@ def _flatten(value: Structure, tensors: list[torch.Tensor], operation: str, path
 
 
 def unflatten(spec: Spec, tensors: Iterator[torch.Tensor]) -> Structure:
-    """The structure of `spec` with its leaves from `tensors`."""
+    """The structure of `spec` with its leaves from `tensors`, each on the kind of device it came from."""
     if isinstance(spec, Leaf):
-        return next(tensors)
+        tensor = next(tensors)
+        return tensor if spec.device == "cpu" else tensor.to(spec.device)
     if isinstance(spec, tuple):
         return tuple([unflatten(item, tensors) for item in spec])
     if isinstance(spec, _List):

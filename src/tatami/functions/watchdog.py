@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from tatami.functions.message import Head
+from tatami.functions.structure import Packed, describe, skeleton
 
 OPERATIONS = (
     "send",
@@ -61,6 +62,35 @@ class Watchdog:
             f"rank {peer} calls {theirs} at {their_location.decode()} where rank {self.rank} calls {name} at "
             f"{location.decode()}; all ranks must call the same collectives in the same order"
         )
+
+    def collective_problem(
+        self,
+        peer: int,
+        head: Head,
+        *,
+        their_location: bytes,
+        theirs: Packed,
+        name: str,
+        root: int,
+        location: bytes,
+        mine: Packed | None,
+        same_shapes: bool,
+    ) -> str | None:
+        """Why what a peer gives is not part of the collective `name` here; `mine` is what it must look like, where it must."""
+        operation = OPERATIONS[head.operation]
+        if operation != name:
+            return self.disagreement(peer, operation, their_location, name, location)
+        agree = mine is None or mine.wire == theirs.wire
+        if head.tag == root and agree:
+            return None
+        where = f"rank {peer} at {their_location.decode()} and rank {self.rank} at {location.decode()}"
+        if head.tag != root:
+            return f"{name}: {where} name different roots: {head.tag} and {root}"
+        assert mine is not None
+        if skeleton(mine.spec, shapes=same_shapes) == skeleton(theirs.spec, shapes=same_shapes):
+            return None
+        what = "shapes, dtypes or structures" if same_shapes else "structures"
+        return f"{name}: {where} give different {what}: {describe(theirs.spec)} and {describe(mine.spec)}"
 
     def pass_problem(
         self, peer: int, head: Head, *, their_location: bytes, chain: int, name: str, location: bytes

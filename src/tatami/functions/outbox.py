@@ -1,0 +1,79 @@
+"""Messages under way: their memory must stay as it is, and is used again once they have left."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tatami.clock import Clock
+from tatami.comm.wait import WaitPolicy
+from tatami.errors import InputError
+from tatami.functions.wire import Chunk, Test, wait_closely
+
+LINGER_S = 1e-3
+"""How long a sender helps a large message on its way, and 1 s more for each GB: MPI moves it while both sides are inside."""
+MANY_UNSENT = 32
+
+
+@dataclass(slots=True, eq=False)
+class Unsent:
+    """A message under way.
+
+    Attributes:
+        tests: of its transfers.
+        chunk: its first part.
+        tensors: what is sent from where it lies, with the versions they had.
+        operation: for messages.
+    """
+
+    tests: list[Test]
+    chunk: Chunk
+    tensors: Sequence[torch.Tensor]
+    versions: list[int]
+    operation: str
+
+
+class Outbox:
+    """The messages of one rank that are under way, in the order in which they were sent."""
+
+    def __init__(self, free: list[Chunk], *, rank: int, policy: WaitPolicy, clock: Clock) -> None:
+        """`free` gets the chunks back."""
+        self._free = free
+        self._rank = rank
+        self._policy = policy
+        self._clock = clock
+        self._unsent: deque[Unsent] = deque()
+
+    def add(self, unsent: Unsent) -> None:
+        """A message that lies in its chunk alone."""
+        self._unsent.append(unsent)
+        if len(self._unsent) > MANY_UNSENT:
+            self.clear()
+
+    def add_large(self, unsent: Unsent, *, size_bytes: int) -> None:
+        """A message of which `size_bytes` are sent from where they lie: helped on its way for a moment."""
+        self._unsent.append(unsent)
+        wait_closely(
+            lambda: all(test() for test in unsent.tests),
+            policy=self._policy,
+            timeout_s=LINGER_S + size_bytes * 1e-9,
+            clock=self._clock,
+        )
+
+    def clear(self) -> None:
+        """Forget what has been sent, in order.
+
+        Raises:
+            InputError: a tensor was changed before it had left.
+        """
+        while self._unsent and all(test() for test in self._unsent[0].tests):
+            done = self._unsent.popleft()
+            self._free.append(done.chunk)
+            if done.tensors and done.versions != [tensor._version for tensor in done.tensors]:
+                raise InputError(
+                    f"{done.operation}: the tensor was changed in place before it had left rank {self._rank}; send a "
+                    "clone, or change it after the receiver has answered"
+                )
