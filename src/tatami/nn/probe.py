@@ -14,6 +14,8 @@ from tatami.nn.measure import measure_speeds
 from tatami.workload import Workload
 
 _MIB = 1024 * 1024
+_REPEAT_S = 0.25
+"""Of one timing: more than two periods of a container's quota (100 ms), so that it is its share that is measured."""
 
 
 def probe(workload: Workload, comm: AbstractCommunicator, *, repeats: int = 7, pace: Pace = NO_PACE) -> Cluster:
@@ -27,7 +29,7 @@ def probe(workload: Workload, comm: AbstractCommunicator, *, repeats: int = 7, p
         repeats: timings to take the median of.
         pace: see `tatami.clock`.
     """
-    speeds = measure_speeds(workload, comm, repeats=repeats, pace=pace)
+    speeds = measure_speeds(workload, comm, repeats=repeats, repeat_s=_REPEAT_S, pace=pace)
     memory_bytes = comm.allgather_object(_memory_bytes() // comm.local_size)
     processors = tuple(
         Processor(

@@ -14,7 +14,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tatami.comm.base import AbstractCommunicator
+from tatami.nn.column_sum import ColumnSum
 from tatami.nn.phases import Phase, Phases
+
+_DIRECT = (torch.float32, torch.float64)
 
 
 class Column:
@@ -27,26 +30,37 @@ class Column:
     def __init__(self, phases: Phases) -> None:
         self.comm: AbstractCommunicator | None = None
         self.phases = phases
+        self._direct: ColumnSum | None = None
+
+    def meet(self, comm: AbstractCommunicator | None) -> None:
+        """From now on the column is the ranks of `comm`; takes it over, and closes the one before."""
+        if self.comm is not None:
+            self.comm.close()
+        self.comm = comm
+        # Ranks of one host have shared memory, and a communicator that knows what to make of it.
+        self._direct = ColumnSum(comm) if comm is not None and len(set(comm.hosts)) > 1 else None
 
     def sum_(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` over the column, in place."""
         if self.comm is None:
             return
         with self.phases.during(Phase.VERTICAL):
-            self.comm.allreduce(tensor)
+            # Sums of half precision are taken in float32, which all-reduces do by themselves.
+            if self._direct is not None and tensor.dtype in _DIRECT and tensor.is_contiguous():
+                self._direct.sum_(tensor.detach().view(-1))
+            else:
+                self.comm.allreduce(tensor)
 
 
 class _SumOverColumn(torch.autograd.Function):
+    # With a `setup_context`, torch would look up the signature of `forward` in every call: some 0.1 ms of a core.
     @staticmethod
-    def forward(partial: torch.Tensor, column: Column) -> torch.Tensor:
+    def forward(ctx: Any, partial: torch.Tensor, column: Column) -> torch.Tensor:
+        # The partial product is ours alone (fresh from a matrix product that does not keep it): sum it where it lies.
+        ctx.mark_dirty(partial)
+        ctx.set_materialize_grads(False)
         column.sum_(partial)
         return partial
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, Column], output: torch.Tensor) -> None:  # noqa: ARG004
-        # The partial product is ours alone (fresh from a matrix product that does not keep it): sum it where it lies.
-        ctx.mark_dirty(inputs[0])
-        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:  # noqa: ARG004
@@ -55,13 +69,10 @@ class _SumOverColumn(torch.autograd.Function):
 
 class _CopyToColumn(torch.autograd.Function):
     @staticmethod
-    def forward(x: torch.Tensor, column: Column) -> torch.Tensor:  # noqa: ARG004
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, Column], output: torch.Tensor) -> None:  # noqa: ARG004
-        ctx.column = inputs[1]
+    def forward(ctx: Any, x: torch.Tensor, column: Column) -> torch.Tensor:
+        ctx.column = column
         ctx.set_materialize_grads(False)
+        return x.view_as(x)
 
     @staticmethod
     @once_differentiable

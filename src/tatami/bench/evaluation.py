@@ -1,0 +1,180 @@
+"""The paper's evaluation as facts: its test bed, the methods it compares, and the settings that its figures vary.
+
+Ozawa, Sugaya and Aso: NETtalk on N = 4..8 processors of relative speeds, under condition A (strongly unequal) and B (weakly).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import fsum
+from types import MappingProxyType
+from typing import Any, Literal, final
+
+from tatami.cluster import Cluster, Link, Processor
+from tatami.errors import InputError
+from tatami.retiling import Retiler
+from tatami.tiling import AbstractCost, AbstractPlanner, Cost, EvenPlanner, GridRevPlanner, Layout, find_planner, plan
+from tatami.workload import Workload
+
+Condition = Literal["A", "B"]
+CONDITIONS: Mapping[Condition, tuple[float, ...]] = MappingProxyType(
+    {
+        "A": (0.25, 0.31, 0.63, 1.0, 1.0, 0.42, 0.67, 0.63),
+        "B": (0.63, 0.63, 0.63, 1.0, 0.63, 1.0, 1.0, 0.63),
+    }
+)
+"""Relative speeds of the paper's processors; a test bed of N takes the first N."""
+SIZES = (4, 5, 6, 7, 8)
+LARGE, ORIGINAL = "203-800-26", "203-80-26"
+BATCHES = MappingProxyType({LARGE: 16384, ORIGINAL: 1024})
+"""Samples. The paper's own network is an iteration of some 2 ms of a core, less than its communication costs anywhere."""
+GIGABIT, FAST_ETHERNET = 125e6, 12.5e6
+_LATENCY_S = 50e-6
+
+DDP, DDP_WEIGHTED = "ddp", "ddp-weighted"
+RIVALS = (DDP, DDP_WEIGHTED)
+_GRIDS: Mapping[str, AbstractPlanner] = MappingProxyType({"even": EvenPlanner(), "h-rev": GridRevPlanner()})
+_STATIC = ("weighted", "srpm", "srpm-merged", "timed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dynamic:
+    """A way to re-map while training, that starts with speeds or from equal tiles."""
+
+    retiler: Retiler
+    speeds: bool = False
+
+
+DYNAMIC: Mapping[str, Dynamic] = MappingProxyType(
+    {
+        "drpm": Dynamic(retiler=Retiler()),
+        "drpm-speeds": Dynamic(retiler=Retiler(), speeds=True),
+        "published": Dynamic(retiler=Retiler.published()),
+        "published-speeds": Dynamic(retiler=Retiler.published(), speeds=True),
+        "T 0.4, 0.9": Dynamic(retiler=Retiler(t_line=0.9)),
+        "T 0.3, 0.8": Dynamic(retiler=Retiler(t_whole=0.3)),
+        "L 3": Dynamic(retiler=Retiler(window=3)),
+        "L 8": Dynamic(retiler=Retiler(window=8)),
+        "R 10": Dynamic(retiler=Retiler(every=10)),
+        "R 30": Dynamic(retiler=Retiler(every=30)),
+    }
+)
+"""DRPM as it is by default (thresholds 0.4 and 0.8, L = 6, R = 20), as published to the letter, and with other settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One host's speed changes in mid-run."""
+
+    after_iteration: int
+    host: str
+    speed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the ranks of one lab measure, one contestant's block of iterations after the other's, in the same processes.
+
+    Attributes:
+        part: of the evaluation.
+        condition, num: the test bed.
+        net, samples: what is trained.
+        bandwidth_bytes_per_s: of all links.
+        contestants: names of `grids`, of static planners, of `DYNAMIC`, and of `RIVALS`.
+        rounds, repeats: blocks of each contestant, and iterations of a block.
+        settle: iterations that a dynamic contestant has before it is measured.
+        serial_s: how long every rank trains alone.
+        course: iterations of each contestant's course, where courses are measured and not blocks.
+        step: what happens in the middle of each course.
+    """
+
+    part: str
+    condition: Condition
+    num: int
+    net: str
+    samples: int
+    contestants: tuple[str, ...]
+    bandwidth_bytes_per_s: float = GIGABIT
+    rounds: int = 4
+    repeats: int = 5
+    settle: int = 41
+    serial_s: float = 8.0
+    course: int = 0
+    step: Step | None = None
+    seed: int = field(default=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; `job_from_dict` reads it back."""
+        return asdict(self)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The test bed: each processor a host of its own."""
+        return Cluster(
+            processors=tuple(
+                Processor(name=f"p{i}", speed=speed, host=f"h{i}")
+                for i, speed in enumerate(CONDITIONS[self.condition][: self.num])
+            ),
+            network=Link(bandwidth_bytes_per_s=self.bandwidth_bytes_per_s, latency_s=_LATENCY_S),
+        )
+
+
+def job_from_dict(values: Mapping[str, Any]) -> Job:
+    """What `Job.to_dict` wrote."""
+    step = values["step"]
+    return Job(**{**values, "contestants": tuple(values["contestants"]), "step": None if step is None else Step(**step)})
+
+
+def grids(num: int) -> tuple[str, ...]:
+    """Methods even and H_rev with every number of columns N_DP that divides `num`: `even-2`, ..., of which the best counts."""
+    return tuple(f"{name}-{columns}" for name in _GRIDS for columns in range(1, num + 1) if num % columns == 0)
+
+
+def method(contestant: str) -> str:
+    """The method of a contestant: `even` for `even-2`, itself otherwise."""
+    name, _, columns = contestant.rpartition("-")
+    return name if name in _GRIDS and columns.isdigit() else contestant
+
+
+def layout_of(contestant: str, *, cluster: Cluster, workload: Workload) -> Layout:
+    """How a contestant begins, on a cluster of measured speeds.
+
+    Raises:
+        InputError: it is none that lays out tiles.
+    """
+    if contestant in DYNAMIC:
+        dynamic = DYNAMIC[contestant]
+        level = cluster if dynamic.speeds else with_equal_speeds(cluster)
+        return plan(dynamic.retiler.planner, cluster=level, workload=workload).layout
+    if contestant in _STATIC:
+        return plan(find_planner(contestant), cluster=cluster, workload=workload).layout
+    name, _, columns = contestant.rpartition("-")
+    if name not in _GRIDS or not columns.isdigit():
+        raise InputError(f"there is no contestant {contestant!r} of the evaluation that lays out tiles")
+    chosen = _GRIDS[name].layout(cluster=cluster, workload=workload, cost=_Columns(wanted=int(columns)))
+    if len(chosen.columns) != int(columns):
+        raise InputError(f"{contestant}: {columns} columns do not divide {cluster.size} processors")
+    return chosen
+
+
+def with_equal_speeds(cluster: Cluster) -> Cluster:
+    """The same machines with nothing known of their speeds: all have the mean."""
+    mean = fsum(processor.speed for processor in cluster.processors) / cluster.size
+    return replace(cluster, processors=tuple(replace(processor, speed=mean) for processor in cluster.processors))
+
+
+def efficiency(iteration_s: float, *, serial_s: Sequence[float]) -> float:
+    """gamma = (1 / T_parallel) / sum_i (1 / T_serial_i); 1.0 is perfect."""
+    return 1 / iteration_s / fsum(1 / each for each in serial_s)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Columns(AbstractCost):
+    """Makes a planner that tries several numbers of columns take this one."""
+
+    wanted: int
+
+    def price(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> Cost:  # noqa: ARG002
+        return Cost(compute=float(abs(len(layout.columns) - self.wanted)), vertical=0.0, horizontal=0.0, unit="elements")

@@ -1,0 +1,206 @@
+"""What every rank of a lab does for the evaluation: measure the machines, train alone, and then all contestants in turn.
+
+Starting ranks is slow under small quotas, so one job measures everything about one test bed in the same processes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tatami.bench.evaluation import RIVALS, Job, efficiency, method
+from tatami.bench.evaluation_breakdown import breakdown, mean_breakdown
+from tatami.bench.evaluation_contestants import AbstractContestant, Rival, Serial, Task, Tiled, make_task, start_rivals
+from tatami.clock import SystemClock
+from tatami.cluster import Cluster, Processor
+from tatami.comm.base import AbstractCommunicator
+from tatami.comm.probe import measure_links
+from tatami.nn.measure import measure_speeds
+from tatami.tiling import AlphaBetaCost, Layout
+from tatami.workload import Workload, net_workload, parse_net
+
+ASK = "ask"
+"""Beside the records: a file that asks the lab for a host's other speed; the lab takes it away when that is done."""
+_REPEAT_S = 0.4
+"""Of one timing of a speed: many periods of a quota."""
+_PROBE_S = 0.04
+"""Of one large message, so that links of any rate are measured in the same time."""
+
+
+class Measuring:
+    """One rank of a job. Every method is collective."""
+
+    def __init__(self, job: Job, comm: AbstractCommunicator, *, records: Path) -> None:
+        self._job = job
+        self._comm = comm
+        self._records = records
+        self._clock = SystemClock()
+        workload: Workload = net_workload(job.net, samples=job.samples)
+        self._task: Task = make_task(parse_net(job.net), samples=job.samples, workload=workload, seed=job.seed)
+
+    def run(self) -> None:
+        """Measure what the job asks for; rank 0 writes a record for each finding."""
+        job = self._job
+        self.cluster = self._probe()
+        self.serial_s = self._serial()
+        self._say(
+            "test bed",
+            speeds_asked=[processor.speed for processor in job.cluster.processors],
+            speeds_flop_per_s=[processor.speed for processor in self.cluster.processors],
+            serial_s=self.serial_s,
+            latency_s=self.cluster.network.latency_s,
+            slowest_link_bytes_per_s=self.cluster.network.bandwidth_bytes_per_s,
+        )
+        if job.course:
+            for name in job.contestants:
+                self._course(name)
+            return
+        if any(name in RIVALS for name in job.contestants):
+            start_rivals(self._comm, interface="eth0")
+        self._blocks({name: self._make(name) for name in job.contestants})
+
+    # -- the machines -----------------------------------------------------------------------------------------------------
+
+    def _probe(self) -> Cluster:
+        """As `tatami probe` measures it, with fewer and smaller messages: all links of a lab in seconds."""
+        comm = self._comm
+        speeds = measure_speeds(self._task.workload, comm, repeat_s=_REPEAT_S)
+        size_bytes = round(_PROBE_S / 2 * self._job.bandwidth_bytes_per_s)
+        links = measure_links(comm, small_repeats=15, large_repeats=3, large_bytes=size_bytes)
+        processors = tuple(
+            Processor(name=f"p{rank}", speed=speed.flop_per_s, spread=speed.spread, host=host)
+            for rank, (speed, host) in enumerate(zip(speeds, comm.hosts, strict=True))
+        )
+        slowest = min(links.values(), key=lambda link: link.bandwidth_bytes_per_s)
+        return Cluster(processors=processors, network=slowest, links=links)
+
+    def _serial(self) -> list[float]:
+        """Seconds of an iteration of every rank alone. All at once: each has its own quota, and they fit on the machine."""
+        serial = Serial(self._task)
+        serial.run(1)
+        self._comm.barrier()
+        start_s = self._clock.now_s()
+        times, spent_s = 0, 0.0
+        while spent_s < self._job.serial_s:
+            serial.run(1)
+            times += 1
+            spent_s = self._clock.now_s() - start_s
+        return list(self._comm.allgather_object(spent_s / times))
+
+    # -- contestants ------------------------------------------------------------------------------------------------------
+
+    def _make(self, name: str) -> AbstractContestant:
+        if name in RIVALS:
+            return Rival(name, self._task, self._comm, cluster=self.cluster)
+        return Tiled(name, self._task, self._comm, cluster=self.cluster)
+
+    def _blocks(self, contestants: Mapping[str, AbstractContestant]) -> None:
+        """Blocks of iterations of all contestants in turn."""
+        job, comm = self._job, self._comm
+        for contestant in contestants.values():
+            contestant.run(job.settle if isinstance(contestant, Tiled) and contestant.dynamic else 2)
+        block_s: dict[str, list[float]] = {name: [] for name in contestants}
+        settled = {name: len(each.checks) if isinstance(each, Tiled) else 0 for name, each in contestants.items()}
+        for each in contestants.values():
+            if isinstance(each, Tiled):
+                each.iterations.clear()
+        for _ in range(job.rounds):
+            for name, contestant in contestants.items():
+                comm.barrier()
+                start_s = self._clock.now_s()
+                contestant.run(job.repeats)
+                block_s[name].append((self._clock.now_s() - start_s) / job.repeats)
+        for name, contestant in contestants.items():
+            rounds_s = [max(ranks) for ranks in zip(*comm.allgather_object(block_s[name]), strict=True)]
+            iteration_s = median(rounds_s)
+            self._say(
+                "iteration",
+                contestant=name,
+                method=method(name),
+                iteration_s=iteration_s,
+                rounds_s=rounds_s,
+                efficiency=efficiency(iteration_s, serial_s=self.serial_s),
+                **(self._of_tiled(contestant, settled=settled[name]) if isinstance(contestant, Tiled) else {}),
+            )
+
+    def _of_tiled(self, contestant: Tiled, *, settled: int) -> dict[str, Any]:
+        iterations = self._comm.allgather_object(contestant.iterations)
+        parts = breakdown(iterations, columns=contestant.columns)
+        return {
+            **self._laid(contestant.model.layout),
+            "breakdown": mean_breakdown(parts).to_dict(),
+            "breakdown_of_ranks": [part.to_dict() for part in parts],
+            "checks": _told(contestant),
+            "remapped_while_measured": sum(check.decision.remaps for check in contestant.checks[settled:]),
+        }
+
+    def _laid(self, layout: Layout) -> dict[str, Any]:
+        cost = AlphaBetaCost().price(layout, cluster=self.cluster, workload=self._task.workload)
+        return {
+            "columns": [len(column.processors) for column in layout.columns],
+            "layout": layout.to_dict(),
+            "predicted_s": cost.total,
+            "predicted": {"compute_s": cost.compute, "vertical_s": cost.vertical, "horizontal_s": cost.horizontal},
+        }
+
+    def _course(self, name: str) -> None:
+        """One contestant from its beginning, iteration by iteration, with a change of speed in the middle."""
+        job = self._job
+        contestant = self._make(name)
+        assert isinstance(contestant, Tiled)
+        self._comm.barrier()
+        step = job.step
+        before = job.course if step is None else step.after_iteration
+        contestant.run(before)
+        if step is not None:
+            self._ask(step.host, step.speed)
+            contestant.run(job.course - before)
+        walls = self._comm.allgather_object([each.wall_s for each in contestant.iterations])
+        iteration_s = [max(ranks) for ranks in zip(*walls, strict=True)]
+        self._say(
+            "course",
+            contestant=name,
+            iteration_s=iteration_s,
+            total_s=sum(iteration_s),
+            efficiency_before=efficiency(median(iteration_s[before - 10 : before]), serial_s=self.serial_s),
+            checks=_told(contestant),
+            step=None if step is None else {"after_iteration": before, "host": step.host, "speed": step.speed},
+            **self._laid(contestant.model.layout),
+        )
+        if step is not None:
+            self._ask(step.host, next(each.speed for each in job.cluster.processors if each.host == step.host))
+
+    def _ask(self, host: str, speed: float) -> None:
+        """Another speed for a host; returns when it has it."""
+        if self._comm.rank == 0:
+            path = self._records.with_suffix(f".{ASK}")
+            half = path.with_suffix(".half")
+            half.write_text(f"{host} {speed!r}", encoding="utf-8")
+            half.rename(path)
+            while path.exists():
+                time.sleep(0.005)
+        self._comm.barrier()
+
+    def _say(self, kind: str, **values: Any) -> None:
+        if self._comm.rank == 0:
+            job = self._job
+            head = {"record": kind, "part": job.part, "condition": job.condition, "num": job.num}
+            head |= {"net": job.net, "samples": job.samples, "bandwidth_bytes_per_s": job.bandwidth_bytes_per_s}
+            with self._records.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**head, **values}) + "\n")
+
+
+def _told(contestant: Tiled) -> list[dict[str, Any]]:
+    return [
+        {
+            "iteration": check.decision.iteration,
+            "kind": check.decision.kind.value,
+            "ratio": check.decision.ratio,
+            "reason": check.decision.reason,
+        }
+        for check in contestant.checks
+    ]

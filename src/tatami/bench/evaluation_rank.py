@@ -1,0 +1,29 @@
+"""`python -m tatami.bench.evaluation_rank JOB.json RECORDS.jsonl`: one rank of a job of the evaluation."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed
+
+from tatami.bench.evaluation import job_from_dict
+from tatami.bench.evaluation_measuring import Measuring
+from tatami.comm.detect import init
+
+_TIMEOUT_S = 180.0
+
+
+def main() -> None:
+    """From beginning to end."""
+    job = job_from_dict(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    comm = init(timeout_s=_TIMEOUT_S)
+    Measuring(job, comm, records=Path(sys.argv[2])).run()
+    comm.barrier()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
