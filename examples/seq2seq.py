@@ -13,7 +13,7 @@ import tatami
 from tatami import functions
 from tatami.nn import create_multi_node_n_step_rnn
 
-NUMBERS, HELD_OUT, EPOCHS, BATCH = 10_000, 1_000, 5, 128
+NUMBERS, HELD_OUT, EPOCHS, BATCH = 10_000, 1_000, 4, 128
 PAD, END = 0, 1
 NAMES = """zero one two three four five six seven eight nine ten
 eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen
