@@ -73,8 +73,9 @@ format: setup  ## let ruff put imports and lines in order
 	$(BIN)/python -m ruff check --fix-only
 	$(BIN)/python -m ruff format
 
-bench: setup  ## against the plain torch loop, and against DistributedDataParallel; minutes
+bench: setup  ## against the plain torch loop, against DistributedDataParallel, and the paper's evaluation in labs; half an hour
 	$(BIN)/python benchmarks/record.py train
+	$(BIN)/python benchmarks/evaluation.py
 
 clean:  ## all that make has made
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -59,6 +59,7 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
             net=net,
             samples=BATCHES[net],
             contestants=(),
+            rounds=4 if small else 3,
             repeats=20 if small else 4,
             serial_s=3.0 if small else 6.0,
         )
@@ -79,7 +80,7 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
         if "rivals" in options.part:
             for bandwidth in (GIGABIT, FAST_ETHERNET):
                 names = ("weighted", "srpm", "timed", "drpm", "drpm-speeds", *RIVALS)
-                yield replace(base, part="rivals", bandwidth_bytes_per_s=bandwidth, contestants=names, rounds=7)
+                yield replace(base, part="rivals", bandwidth_bytes_per_s=bandwidth, contestants=names, rounds=5)
 
 
 def measure(options: argparse.Namespace, path: Path) -> None:
@@ -179,7 +180,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--n", type=_numbers, default=SIZES, metavar="4,8", help="processors, for efficiency")
     parser.add_argument("--condition", type=_words(get_args(Condition)), default=get_args(Condition), metavar="A,B")
     parser.add_argument("--net", type=_words(tuple(NETS)), default=tuple(NETS), metavar="large,original")
-    parser.add_argument("--course", type=int, default=120, help="iterations of each course")
+    parser.add_argument("--course", type=int, default=100, help="iterations of each course")
     parser.add_argument("--cores", type=float, help="of this machine, for the labs; all where it is left out")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder for records, tables and pictures")
     parser.add_argument("--report", action="store_true", help="measure nothing")
