@@ -73,8 +73,8 @@ format: setup  ## let ruff put imports and lines in order
 	$(BIN)/python -m ruff check --fix-only
 	$(BIN)/python -m ruff format
 
-bench: setup  ## against the plain torch loop, against DistributedDataParallel, and the paper's evaluation in labs; half an hour
-	$(BIN)/python benchmarks/record.py train
+bench: setup  ## all benchmarks, and the paper's evaluation in labs; most of an hour on a machine that does nothing else
+	$(BIN)/python benchmarks/record.py
 	$(BIN)/python benchmarks/evaluation.py
 
 clean:  ## all that make has made

@@ -1,7 +1,8 @@
-"""Run a benchmark and keep what it measured:  python benchmarks/record.py NAME [OPTIONS]
+"""Run benchmarks and keep what they measured:  python benchmarks/record.py NAME ...
 
-runs `tatami bench NAME --json OPTIONS` and writes its JSON lines to `benchmarks/results/NAME.jsonl`, after a line with the
-command. Every line of a measurement holds its parameters and the machine.
+runs the command of each NAME (below; all of them without one) and writes its JSON lines to `benchmarks/results/NAME.jsonl`,
+after a line with the command. Every line of a measurement holds its parameters and the machine. What was there before is
+replaced once a run has succeeded.
 """
 
 from __future__ import annotations
@@ -12,20 +13,39 @@ import subprocess
 import sys
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+COMMANDS = {
+    "train": "bench train --json",
+    "allreduce": "bench allreduce -n 2 --json",
+    "allreduce-8-ranks": "bench allreduce -n 8 --sizes 1KiB,64KiB,1MiB,16MiB --json",
+    "put-vs-allgather": "bench put-vs-allgather -n 2 --json",
+    "dataparallel": "bench dataparallel --json",
+    "functions": "bench functions --json",
+    # In the lab, as root: four hosts of two ranks with links of 1 Gbit/s.
+    "allreduce-four-hosts": (
+        "lab run benchmarks/four-hosts-of-two.toml -- -m tatami bench allreduce --sizes 1MiB,16MiB,64MiB --rounds 5 "
+        "--algorithms mpi,gloo,ring,torus,torus_put,hierarchical+ring,hierarchical+native,hierarchical+halving_doubling --json"
+    ),
+}
 
 
-def record(name: str, options: list[str]) -> Path:
-    """Run the benchmark; returns the file its results are in. What was there before is replaced once the run has succeeded."""
-    words = ["bench", name, "--json", *options]
-    done = subprocess.run([sys.executable, "-m", "tatami", *words], stdout=subprocess.PIPE, text=True, check=True)
+def record(name: str) -> Path:
+    """Run the command of a name; returns the file its results are in."""
+    words = shlex.split(COMMANDS[name])
+    done = subprocess.run(
+        [sys.executable, "-m", "tatami", *words], stdout=subprocess.PIPE, text=True, check=True, cwd=HERE.parent
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     path = RESULTS / f"{name}.jsonl"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"command": shlex.join(["tatami", *words])}) + "\n" + done.stdout, encoding="utf-8")
+    path.write_text("\n".join([json.dumps({"command": shlex.join(["tatami", *words])}), *lines, ""]), encoding="utf-8")
     return path
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
-    print(record(sys.argv[1], sys.argv[2:]))
+    unknown = [name for name in sys.argv[1:] if name not in COMMANDS]
+    if unknown:
+        sys.exit(f"no benchmark is called {', '.join(unknown)}; there are: {', '.join(COMMANDS)}")
+    for name in sys.argv[1:] or COMMANDS:
+        print(record(name), flush=True)
