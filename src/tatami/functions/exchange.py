@@ -1,8 +1,8 @@
-"""The one differentiable operation: a rank sends structures to some ranks and gets structures from some, and gradients go back.
+"""The one differentiable operation: a rank sends structures to some ranks and gets some, and gradients go back.
 
 Every function of this package is an exchange, or an exchange and a sum. Backward is an exchange too: each message whose sender
-waits for a gradient is answered with it, and the answer names the message it answers. So no two messages can swap their
-gradients, and a backward pass can itself be differentiated.
+waits for a gradient is answered, and the answer names the message. So no two can swap their gradients, and a backward pass can
+itself be differentiated.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Exchange:
     Attributes:
         name: of the operation, one of `OPERATIONS`.
         kind: of its messages.
-        tag: of point-to-point messages; the root of a collective that has one, 0 for one that has none.
+        tag: of point-to-point messages; the root of a collective that has one, else 0.
         outgoing: what is sent, at most once to each peer.
         sources: peer and number of what comes, in the order in which it is returned.
         location: the line of user code.
@@ -131,10 +131,9 @@ class Exchange:
             CommError: this or another rank found out that the ranks disagree.
             RankDiedError: a rank that is needed has ended.
         """
-        channel = self._channel
         for out in self.outgoing:
             content = out.content
-            serial = channel.send(
+            serial = self._channel.send(
                 out.peer,
                 kind=self.kind,
                 operation=_INDEX_OF[self.name],
@@ -149,7 +148,7 @@ class Exchange:
                 self._asked.append((out, serial))
         if len(self.sources) > 1:
             for peer, _ in self.sources:
-                channel.post(peer)
+                self._channel.post(peer)
         for peer, number in self.sources:
             self._take(peer, number)
 
