@@ -24,7 +24,10 @@ export MPLCONFIGDIR := $(XDG_CACHE_HOME)/matplotlib
 # MPICH's transport reports buffers still mapped when a process ends; it is noise.
 export UCX_LOG_LEVEL := error
 
-.PHONY: help setup demo test lab-setup lab-test check format bench clean
+CHAOS_RUNS := 200
+CHAOS_SEED := 0
+
+.PHONY: help setup demo test chaos lab-setup lab-test check format bench clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -51,6 +54,11 @@ test: setup $(OPENMPI)/installed  ## all tests; those that were skipped are list
 	@echo "== mpiexec -n 2 (Open MPI)"
 	set -o pipefail; $(OPENMPI_RUN) -n 2 $(BIN)/python -m pytest -m mpi --world=mpi $(OPENMPI_TESTS) 2>&1 | tee -a $(TEST_LOG)
 	@echo "== skipped:"; grep '^SKIPPED' $(TEST_LOG) | sort -u | grep . || echo "nothing"
+
+chaos: setup  ## 200 training runs whose workers, servers and nodes are killed at random, and 100,000 rehearsed ones
+	TATAMI_STATE_CHAOS_RUNS=100000 TATAMI_CHAOS_SEED=$(CHAOS_SEED) $(BIN)/python -m pytest tests/server/test_server_state_chaos.py
+	TATAMI_CHAOS_RUNS=$(CHAOS_RUNS) TATAMI_CHAOS_SEED=$(CHAOS_SEED) TATAMI_CHAOS_HEARTBEAT_S=3 $(BIN)/python -m pytest \
+	    tests/server/test_server_chaos.py
 
 # Labs need root and the programs ip and tc. Nothing else here installs anything outside of .venv.
 lab-setup:  ## what the lab needs of a Debian or Ubuntu machine, where this may install it

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 from tatami.server import actions as act
 from tatami.server import events as ev
+from tatami.server.place import Status
 from tatami.server.protocol import Protocol
 from tatami.server.state import Coordinator
 
 Commit = tuple[act.Contribution, ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class ServerModel:
     """One server: the commits in each of its shards, and the pushes that it holds."""
 
@@ -24,11 +25,12 @@ class ServerModel:
 
 @dataclass(frozen=True)
 class Push:
-    """One shard of one update on its way to one server."""
+    """One shard of one update on its way to one server: to `holder`, not to what is started anew in its place."""
 
     task: act.SendTask
     shard: int
     server: int
+    holder: ServerModel
 
 
 class World:
@@ -74,7 +76,7 @@ class World:
             "round": task.round,
             "attempt": task.attempt,
         }
-        if item.server not in self.servers:
+        if self.servers.get(item.server) is not item.holder:
             if task.process in self.alive:
                 self.tell(ev.TaskFailed(at_s=self.time_s, **names))
             return
@@ -91,7 +93,7 @@ class World:
                 if action.process in self.alive:
                     shards = range(self.protocol.shards)
                     holders = [(shard, server) for shard in shards for server in self._live(shard) if server in action.servers]
-                    self.pending += [Push(action, shard, server) for shard, server in holders]
+                    self.pending += [Push(action, shard, server, self.servers[server]) for shard, server in holders]
             case act.StartSpare():
                 if self.fails("spare"):
                     self.pending.append(ev.ProcessDied(at_s=now, process=action.process))
@@ -164,10 +166,8 @@ class World:
         if source is None or server is None:
             return
         assert not source.blank, "a copy of nothing"
-        clocks = dict(action.clocks)
-        assert not [key for key in source.staged if key[0] == action.shard and key[3] >= clocks.get(key[1], 0)], (
-            "an update of an open round would be on one copy only"
-        )
+        at_work = [place.worker for place in self.coordinator.places.values() if place.status is not Status.IDLE]
+        assert not at_work, f"the updates of {at_work} would be on one copy only"
         server.shards[action.shard] = list(source.shards[action.shard])
         self.copied.append((action.shard, action.source, action.server))
         server.blank = False

@@ -7,6 +7,7 @@ from tatami.server.consistency import ASP, BSP, SSP, Backup
 from tatami.server.recovery import Checkpoint, FromServers, Ignore
 
 if TYPE_CHECKING:
+    from tatami.server.engine import engine
     from tatami.server.optimizers import SGD, Adam
     from tatami.server.phases import TaskPhase
     from tatami.server.pool import Pool
@@ -29,6 +30,7 @@ __all__ = [
     "RunReport",
     "Runtime",
     "TaskPhase",
+    "engine",
     "resume",
     "train",
 ]
@@ -42,6 +44,7 @@ _HOMES = {
     "RunReport": "tatami.server.report",
     "Runtime": "tatami.server.runtime",
     "TaskPhase": "tatami.server.phases",
+    "engine": "tatami.server.engine",
     "resume": "tatami.server.train",
     "train": "tatami.server.train",
 }

@@ -66,7 +66,7 @@ def engine(*, address: str | None = None, store_bytes: int | None = None) -> Ite
     # Not tempfile.gettempdir(): the paths of Ray's sockets must stay under 108 characters.
     folder = Path(tempfile.mkdtemp(prefix="tatami-", dir="/tmp" if Path("/tmp").is_dir() else None))
     try:
-        with _environment(ray):
+        with on_loopback(ray):
             _start(ray, folder=folder, store_bytes=store_bytes)
         with _quiet():
             yield ray
@@ -98,7 +98,7 @@ def _start(ray: Any, *, folder: Path, store_bytes: int | None) -> None:
 
 
 @contextmanager
-def _environment(ray: Any) -> Iterator[None]:
+def on_loopback(ray: Any) -> Iterator[None]:
     """Workers find the same modules as this process, and nobody listens on other addresses than loopback.
 
     Ray binds to loopback only where it takes loopback for the machine's address, as it does on desktop systems.

@@ -128,7 +128,7 @@ class Learner:
             raise InputError(f"loss_fn must return a scalar tensor, the mean over the samples; it returned {what}")
         loss.sum().backward()  # type: ignore[no-untyped-call]
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self._parameters]
-        return [each.reshape(-1).numpy() for each in gradients], float(loss), len(indices)
+        return [each.reshape(-1).numpy() for each in gradients], float(loss.detach()), len(indices)
 
 
 def fetch(data: Data, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -109,6 +109,7 @@ class Runtime:
         )
         self._results: dict[tuple[int, int], Outcome] = {}
         self._losses: dict[int, float] = {}
+        self._applied_of: dict[int, tuple[int, int]] = {}
         self._reached: list[float] = []
         self._failures: list[Failure] = []
         self._warnings: list[str] = []
@@ -239,8 +240,9 @@ class Runtime:
         version = self.coordinator.version
         if version > before and len(self._reached) <= version - self._start_version:
             self._reached.append(self._now_s())
-            status = {"loss": self._losses[version], "at_s": self._reached[-1], "workers": len(self._holders())}
-            self._records.write("round", iteration=version, values=status)
+            updates, samples = self._applied_of[version]
+            known = {"at_s": self._reached[-1], "loss": self._losses[version], "updates": updates, "samples": samples}
+            self._records.write("round", iteration=version, values=known)
             if self._on_round is not None:
                 self._on_round(self)
 
@@ -321,6 +323,7 @@ class Runtime:
     def _note_loss(self, order: act.ApplyShard) -> None:
         parts = [self._results[each.worker, each.round] for each in order.contributions]
         samples = sum(part.samples for part in parts)
+        self._applied_of[order.version] = (len(parts), samples)
         self._losses[order.version] = sum(part.loss * part.samples for part in parts) / max(1, samples)
 
     def _summed(self, order: act.SumShard, squared_norm: float) -> None:

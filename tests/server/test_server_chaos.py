@@ -1,0 +1,186 @@
+"""Random blows on real processes, servers and nodes: every round is applied once, and not a bit is different.
+
+Ten runs here; `make chaos` asks for 200 (TATAMI_CHAOS_RUNS), and `make chaos CHAOS_SEED=...` for others than the first.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("ray")
+
+import ray
+import ray.cluster_utils
+
+from tatami.server.engine import on_loopback, require_ray
+from tatami.server.optimizers import SGD
+from tatami.server.pool import Pool
+from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
+from tatami.server.report import RunReport
+from tatami.server.train import train
+from tatami.testing.chaos import Blow, Storm, Target, draw_blows
+from tatami.testing.crash import Death
+from tatami.train.records import Records
+
+RUNS = int(os.environ.get("TATAMI_CHAOS_RUNS", "10"))
+FIRST_SEED = int(os.environ.get("TATAMI_CHAOS_SEED", "0"))
+# On a busy machine sound processes may be silent for long, and two servers that are taken for dead at once are too many.
+HEARTBEAT_S = float(os.environ.get("TATAMI_CHAOS_HEARTBEAT_S", "12"))
+ROUNDS = 12
+BATCH = 30
+X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
+Y = torch.sin(X[:, :2])
+pytestmark = pytest.mark.timeout(300 + 30 * RUNS)
+
+
+def model_fn() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).mean()
+
+
+class Nodes:
+    """Three of Ray's nodes on this machine: the head, and two that may be killed."""
+
+    def __init__(self) -> None:
+        arguments: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "node_ip_address": "127.0.0.1"}
+        self._arguments = arguments
+        head = arguments | {"include_dashboard": False}
+        with on_loopback(require_ray()):
+            make: Any = ray.cluster_utils.Cluster
+            self.cluster: Any = make(initialize_head=True, head_node_args=head)
+            self.head = self.cluster.head_node.node_id
+            self.complete()
+            ray.init(address=self.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+
+    def complete(self) -> None:
+        with on_loopback(ray):
+            while len(self.cluster.list_all_nodes()) < 3:
+                self.cluster.add_node(wait=False, **self._arguments)
+
+    def kill(self, node: str) -> None:
+        for each in self.cluster.list_all_nodes():
+            if each.node_id == node:
+                self.cluster.remove_node(each, allow_graceful=False)
+
+    def close(self) -> None:
+        ray.shutdown()
+        self.cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    found = Nodes()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def pool(nodes: Nodes) -> Pool:  # noqa: ARG001 - runs on them
+    return Pool()
+
+
+def run(pool: Pool, tmp_path: Path, **changes: Any) -> tuple[torch.Tensor, RunReport, list[dict[str, Any]]]:
+    """The parameters, the report, and what was told of each round."""
+    settings: dict[str, Any] = {
+        "dataset": (X, Y),
+        "rounds": ROUNDS,
+        "workers": 3,
+        "servers": 3,
+        "replicas": 2,
+        "batch_size": BATCH,
+        "optimizer": SGD(lr=0.2, momentum=0.9),
+        "clip_norm": 0.5,
+        "heartbeat_s": HEARTBEAT_S,
+        "restarts": 1000,
+        "pool": pool,
+    }
+    tmp_path.mkdir(exist_ok=True)
+    log = tmp_path / "log.jsonl"
+    with Records(log) as records:
+        model, report = train(model_fn, loss_fn, records=records, **settings | changes)
+    told = [json.loads(line) for line in log.read_text().splitlines()]
+    flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    return flat, report, [each for each in told if each["event"] == "round"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    return run(pool, tmp_path_factory.mktemp("undisturbed"))[0]
+
+
+def check(recovery: AbstractRecovery, outcome: tuple[torch.Tensor, RunReport, list[dict[str, Any]]]) -> torch.Tensor:
+    """Every round is accounted for; the parameters."""
+    parameters, report, told = outcome
+    assert report.rounds == len(report.losses) == ROUNDS
+    assert [each["iteration"] for each in told] == list(range(1, ROUNDS + 1))
+    whole = [min(BATCH, 96 - (number % 4) * BATCH) for number in range(ROUNDS)]
+    if recovery.name == Ignore.name:
+        assert all(0 < each["samples"] <= samples for each, samples in zip(told, whole, strict=True))
+    else:
+        assert [(each["updates"], each["samples"]) for each in told] == [(3, samples) for samples in whole]
+    return parameters
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_whatever_is_hit_every_round_is_applied_and_not_a_bit_is_lost(
+    nodes: Nodes, pool: Pool, undisturbed: torch.Tensor, tmp_path: Path
+) -> None:
+    blows_dealt = 0
+    for seed in range(FIRST_SEED, FIRST_SEED + RUNS):
+        chance = random.Random(f"chaos {seed}")
+        recovery: AbstractRecovery = chance.choice((FromServers(), Checkpoint(every=chance.choice((1, 2, 5))), Ignore()))
+        saved = isinstance(recovery, Checkpoint)
+        targets = chance.choice(((Target.WORKER,), (Target.WORKER, Target.SERVER), tuple(Target)))
+        blows = draw_blows(seed, rounds=ROUNDS, num=chance.randrange(1, 5), targets=targets)
+        storm = Storm(blows, saved=saved, kill_node=nodes.kill, spared_nodes=frozenset({nodes.head}))
+        try:
+            outcome = run(
+                pool,
+                tmp_path / f"seed-{seed}",
+                recovery=recovery,
+                directory=tmp_path / f"seed-{seed}" / "saved" if saved else None,
+                spares=chance.randrange(3),
+                on_round=storm,
+            )
+        finally:
+            storm.finish()
+            nodes.complete()
+        parameters = check(recovery, outcome)
+        assert recovery.name == Ignore.name or torch.equal(parameters, undisturbed), f"seed {seed}: {storm.dealt}"
+        blows_dealt += len(storm.dealt)
+    assert blows_dealt >= RUNS, "most blows must hit somebody"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_death_of_a_node_costs_no_parameter_and_no_round(
+    nodes: Nodes, pool: Pool, undisturbed: torch.Tensor, tmp_path: Path
+) -> None:
+    seen: list[dict[str, str]] = []
+
+    def note(runtime: Any) -> None:
+        seen.append(runtime.nodes())
+        storm(runtime)
+
+    blow = Blow(version=3, target=Target.NODE, death=Death.KILL, delay_s=0.0, pick=0.0)
+    storm = Storm([blow], saved=False, kill_node=nodes.kill, spared_nodes=frozenset({nodes.head}))
+    outcome = run(pool, tmp_path, on_round=note, rounds=ROUNDS, spares=1)
+    nodes.complete()
+    (dead,) = {whom for _, whom in storm.dealt}
+    victims = {name for name, node in seen[2].items() if node == dead}
+    assert len({seen[0][f"server {server}"] for server in range(3)}) == 3, "no two copies of a shard are on one node"
+    assert any(name.startswith("server") for name in victims)
+    assert victims <= {failure.who for failure in outcome[1].failures}
+    assert torch.equal(check(FromServers(), outcome), undisturbed)
