@@ -28,9 +28,15 @@ class Fabric:
         return [f"--cfg={key}:{value}" for key, value in self.settings]
 
 
-TCP = Fabric(name="TCP", settings=(("network/model", "LV08"),))
+# Without "Full", SimGrid 4.1 updates only what it thinks has changed, and some of many flows that begin together run as if
+# alone: of 1,000 pulls behind backbones 900 ended after 8.3 s instead of 21.7. It costs no time here.
+_ALL_FLOWS = ("network/optim", "Full")
+TCP = Fabric(name="TCP", settings=(("network/model", "LV08"), _ALL_FLOWS))
 """Latency times 13.01, bandwidth times 0.97, 5 % of it taken by acknowledgements, windows of 4 MiB (SimGrid's LV08)."""
-RDMA = Fabric(name="RDMA", settings=(("network/model", "CM02"), ("network/TCP-gamma", "0"), ("network/crosstraffic", "0")))
+RDMA = Fabric(
+    name="RDMA",
+    settings=(("network/model", "CM02"), ("network/TCP-gamma", "0"), ("network/crosstraffic", "0"), _ALL_FLOWS),
+)
 """Latency + bytes / bandwidth, shared fairly, and nothing else (SimGrid's CM02)."""
 
 

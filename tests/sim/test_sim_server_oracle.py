@@ -1,0 +1,179 @@
+"""Single failures of each policy against their closed form, and rounds passed over against rounds simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from sim_rig import needs_simgrid, started
+
+from tatami.server.consistency import SSP
+from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
+from tatami.sim.platforms import RDMA, Group, Tree, Wire
+from tatami.sim.server import Checkpoints, ServerRun, ServerSetup, simulate_server
+
+pytestmark = needs_simgrid
+
+PULL_S = 2e-3 + 10.0
+"""1 GB at 100 MB/s, which a worker's link has for itself; so long is a push, too."""
+WORK_S = 100.0
+ROUND_S = 2 * PULL_S + WORK_S
+BOOT_S = 5.0
+READ_S = 8.0
+ROUNDS = 6
+
+
+def star(workers: int = 4, *, stores: int = 0) -> Tree:
+    """Workers on 100 MB/s, two servers and stores on as much as they like, and nothing that is shared."""
+    link = Wire(bandwidth_bytes_per_s=100e6, latency_s=1e-3, duplex=True)
+    fast = Wire(bandwidth_bytes_per_s=100e9, latency_s=1e-3, duplex=True)
+    groups = [Group(name="worker{i}", count=workers, link=link), Group(name="server{i}", count=2, link=fast)]
+    if stores:
+        groups.append(Group(name="store", link=Wire(bandwidth_bytes_per_s=200e6, latency_s=1e-3, duplex=True)))
+    return Tree(name="star", groups=tuple(groups), fabric=RDMA)
+
+
+def setup(recovery: AbstractRecovery, *, at_s: float | None = None, workers: int = 4) -> ServerSetup:
+    """Six rounds in which nothing breaks but worker 1, at `at_s`."""
+    return ServerSetup(
+        platform=star(workers),
+        workers=tuple(range(workers)),
+        servers=(workers, workers + 1),
+        rounds=ROUNDS,
+        recovery=recovery,
+        mtbf_s=None,
+        deaths=() if at_s is None else ((at_s, 1),),
+        spread=1,
+        spawn_s=BOOT_S,
+    )
+
+
+def one(what: ServerSetup, *, skips: bool = True, seed: int = 0) -> ServerRun:
+    return simulate_server([what], seeds=[seed], runs=started(), skips=skips)[0][0]
+
+
+INTO_S = 30.0
+"""The worker dies so long after it began to compute, in the third round."""
+AT_S = 2 * ROUND_S + PULL_S + INTO_S
+
+
+@pytest.mark.parametrize("recovery", [FromServers(), Ignore(), Checkpoint()])
+def test_undisturbed_rounds_are_pull_compute_push(recovery: AbstractRecovery) -> None:
+    run = one(setup(recovery))
+    assert run.total_s == pytest.approx(ROUNDS * ROUND_S, rel=1e-9)
+    assert run.undisturbed_s == run.total_s
+    assert run.bytes_moved == pytest.approx(ROUNDS * 4 * 2e9, rel=1e-9)
+    assert (run.rounds, run.failures, run.lost_updates, run.lost_per_failure_s) == (ROUNDS, (), 0, None)
+
+
+@pytest.mark.parametrize("push", ["together", "when-done"])
+@pytest.mark.parametrize("detection_s", [0.0, 2.5])
+@pytest.mark.parametrize(("resume", "again_s"), [("continue", 0.0), ("restart", INTO_S)])
+def test_from_servers_costs_boot_and_pull_and_what_is_redone(
+    push: str, detection_s: float, resume: str, again_s: float
+) -> None:
+    what = replace(setup(FromServers(), at_s=AT_S), push=push, detection_s=detection_s, resume=resume)  # type: ignore[arg-type]
+    run = one(what)
+    assert run.total_s - run.undisturbed_s == pytest.approx(detection_s + BOOT_S + PULL_S + again_s, rel=1e-6)
+    assert run.lost_updates == 0
+    assert [(failure.kind, failure.number, failure.round) for failure in run.failures] == [("worker", 1, 2)]
+    assert run.failures[0].at_s == pytest.approx(AT_S, rel=1e-9)
+
+
+@pytest.mark.parametrize(("detection_s", "lost_s"), [(0.0, 0.0), (50.0, 0.0), (90.0, INTO_S + 90.0 - WORK_S - PULL_S)])
+def test_ignore_costs_nothing_but_late_detection_and_an_update(detection_s: float, lost_s: float) -> None:
+    run = one(replace(setup(Ignore(), at_s=AT_S), detection_s=detection_s))
+    assert run.total_s - run.undisturbed_s == pytest.approx(lost_s, rel=1e-6, abs=1e-6)
+    # A spare that is up before the round closes joins the next one; else one more update is missing.
+    assert run.lost_updates == (1 if INTO_S + detection_s + BOOT_S <= WORK_S + PULL_S else 2)
+
+
+@pytest.mark.parametrize("boot_s", [BOOT_S, 20.0])
+@pytest.mark.parametrize("detection_s", [0.0, 2.5])
+@pytest.mark.parametrize("waits", [False, True])
+def test_checkpoint_costs_the_round_so_far_and_reading(boot_s: float, detection_s: float, waits: bool) -> None:
+    writing_s = READ_S if waits else 0.0
+    at_s = writing_s + 2 * (ROUND_S + writing_s) + PULL_S + INTO_S
+    what = replace(
+        setup(Checkpoint(), at_s=at_s), spawn_s=boot_s, detection_s=detection_s, checkpoints=Checkpoints(waits=waits)
+    )
+    run = one(what)
+    assert run.undisturbed_s == pytest.approx(ROUNDS * ROUND_S + (ROUNDS + 1) * writing_s, rel=1e-9)
+    lost_s = PULL_S + INTO_S + detection_s + max(READ_S, boot_s)
+    assert run.total_s - run.undisturbed_s == pytest.approx(lost_s, rel=1e-6)
+
+
+def test_checkpoints_further_apart_redo_the_rounds_between() -> None:
+    run = one(setup(Checkpoint(every=2), at_s=AT_S + ROUND_S))  # in the fourth round; the last checkpoint is after the second
+    assert run.total_s - run.undisturbed_s == pytest.approx(ROUND_S + PULL_S + INTO_S + READ_S, rel=1e-6)
+
+
+def test_a_store_that_all_share_is_slower_the_more_share_it() -> None:
+    """8 GB of each of four workers, through 200 MB/s: 160 s to write, which all wait for, and to read."""
+    what = replace(
+        setup(Checkpoint()), platform=star(stores=1), checkpoints=Checkpoints(store=(6,), waits=True, size_bytes=8e9)
+    )
+    writing_s = 2e-3 + 4 * 8e9 / 200e6
+    run = one(what)
+    assert run.total_s == pytest.approx(ROUNDS * ROUND_S + (ROUNDS + 1) * writing_s, rel=1e-6)
+    at_s = writing_s + PULL_S + INTO_S
+    run = one(replace(what, deaths=((at_s, 1),)))
+    # Three read, as the fourth is dead; its spare reads nothing, and pulls like all others.
+    assert run.total_s - run.undisturbed_s == pytest.approx(PULL_S + INTO_S + 2e-3 + 3 * 8e9 / 200e6, rel=1e-6)
+
+
+def test_a_server_with_a_copy_costs_the_copying() -> None:
+    """Two servers hold everything twice; one dies while all compute, is started again and made whole between the rounds."""
+    what = replace(setup(FromServers()), replicas=2, server_mtbf_s=3000.0, rounds=20, spread=None)
+    run = one(what, seed=0)
+    assert [(failure.kind, failure.round) for failure in run.failures] == [("server", 15)]
+    assert run.undisturbed_s == pytest.approx(20 * (PULL_S + WORK_S + 2e-3 + 20.0), rel=1e-9)  # what is pushed goes to both
+    # In that round to one only; then both shards are copied, over 100 GB/s.
+    assert run.total_s - run.undisturbed_s == pytest.approx(-10.0 + 2e-3 + 1e9 / 100e9, rel=1e-6)
+    assert (run.rounds, run.lost_updates, run.stopped) == (20, 0, None)
+
+
+def test_a_server_without_a_copy_ends_the_run_and_says_why() -> None:
+    run = one(replace(setup(FromServers()), server_mtbf_s=200.0), seed=1)
+    assert run.stopped == "shards lost"
+    assert run.rounds < ROUNDS
+
+
+def test_a_link_that_is_mended_in_time_costs_what_stood_still() -> None:
+    what = replace(setup(FromServers()), link_mtbf_s=3000.0, link_repair_s=4.0, rounds=30)
+    run = one(what, seed=0)
+    assert [failure.kind for failure in run.failures] == ["link"] * 4
+    # One breaks while its worker pulls or pushes, which stands still meanwhile; three while all compute.
+    assert run.total_s - run.undisturbed_s == pytest.approx(3.967839425, abs=1e-6)
+
+
+def test_a_link_that_is_not_mended_in_time_is_a_death() -> None:
+    what = replace(setup(Ignore()), link_mtbf_s=3000.0, link_repair_s=60.0, detection_s=2.0, rounds=30)
+    run = one(what, seed=0)
+    assert (run.num_failures, run.lost_updates, run.rounds) == (4, 4, 30)
+
+
+@pytest.mark.parametrize("strikes", ["computing", "anytime"])
+@pytest.mark.parametrize("resume", ["continue", "restart"])
+@pytest.mark.parametrize("recovery", [FromServers(), Ignore(), Checkpoint(), Checkpoint(every=3)])
+def test_passing_undisturbed_rounds_over_changes_nothing(recovery: AbstractRecovery, resume: str, strikes: str) -> None:
+    what = replace(setup(recovery), mtbf_s=8000.0, rounds=40, strikes=strikes, resume=resume)  # type: ignore[arg-type]
+    skipped, whole = one(what, seed=4), one(what, seed=4, skips=False)
+    assert skipped.num_failures >= 2
+    assert skipped.total_s == pytest.approx(whole.total_s, rel=1e-12)
+    assert [failure.at_s for failure in skipped.failures] == pytest.approx([f.at_s for f in whole.failures], rel=1e-12)
+    for name in ("rounds", "lost_updates", "num_failures", "stopped"):
+        assert getattr(skipped, name) == getattr(whole, name), name
+    assert skipped.bytes_moved == pytest.approx(whole.bytes_moved, rel=1e-9)
+
+
+def test_a_run_repeats_to_the_last_digit() -> None:
+    what = replace(setup(FromServers()), mtbf_s=8000.0, rounds=40)
+    assert one(what, seed=7) == one(what, seed=7)
+    assert one(what, seed=7) != one(what, seed=8)
+
+
+def test_workers_that_drift_apart_are_simulated_round_by_round() -> None:
+    run = one(replace(setup(FromServers(), at_s=AT_S), consistency=SSP(staleness=2)))
+    assert run.rounds == 4 * ROUNDS  # commits: each update is one of its own
+    assert run.total_s >= ROUNDS * ROUND_S
