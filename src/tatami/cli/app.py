@@ -11,6 +11,7 @@ from tatami.cli.bench import bench
 from tatami.cli.bench_allreduce import ALLREDUCE_EPILOG, PUT_EPILOG, bench_allreduce, bench_put
 from tatami.cli.bench_data_parallel import DATA_PARALLEL_EPILOG, bench_data_parallel
 from tatami.cli.bench_functions import FUNCTIONS_EPILOG, bench_functions
+from tatami.cli.bench_server import SERVER_EPILOG, bench_server
 from tatami.cli.demo import EPILOG as DEMO_EPILOG
 from tatami.cli.demo import demo
 from tatami.cli.group import Commands
@@ -22,6 +23,7 @@ from tatami.cli.probe import probe
 from tatami.cli.run import EPILOG as RUN_EPILOG
 from tatami.cli.run import run
 from tatami.cli.server import server
+from tatami.cli.simulate import simulate
 from tatami.cli.train import EPILOG as TRAIN_EPILOG
 from tatami.cli.train import train
 from tatami.cli.tune import EPILOG as TUNE_EPILOG
@@ -46,10 +48,12 @@ bench.command(name="allreduce", epilog=ALLREDUCE_EPILOG)(bench_allreduce)
 bench.command(name="put-vs-allgather", epilog=PUT_EPILOG)(bench_put)
 bench.command(name="dataparallel", epilog=DATA_PARALLEL_EPILOG)(bench_data_parallel)
 bench.command(name="functions", epilog=FUNCTIONS_EPILOG)(bench_functions)
+bench.command(name="server", epilog=SERVER_EPILOG)(bench_server)
 app.add_typer(bench, name="bench")
 app.command(epilog=TUNE_EPILOG)(tune)
 app.add_typer(lab, name="lab")
 app.add_typer(server, name="server")
+app.add_typer(simulate, name="simulate")
 app.command(epilog=DEMO_EPILOG)(demo)
 
 
