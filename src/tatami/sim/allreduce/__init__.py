@@ -1,0 +1,26 @@
+"""All-reduces on simulated machines: schedules replayed transfer by transfer, over sizes and grids."""
+
+from tatami.sim.allreduce.cases import Case, grids_of
+from tatami.sim.allreduce.gathering import WAYS, crossover_bytes, gather_schedule
+from tatami.sim.allreduce.job import AllReduceJob, Replayed, replay
+from tatami.sim.allreduce.natives import NATIVES, NativeRule, expand
+from tatami.sim.allreduce.replay import Replay
+from tatami.sim.allreduce.software import Software
+from tatami.sim.allreduce.whole import WholeDoubling
+
+__all__ = [
+    "NATIVES",
+    "WAYS",
+    "AllReduceJob",
+    "Case",
+    "NativeRule",
+    "Replay",
+    "Replayed",
+    "Software",
+    "WholeDoubling",
+    "crossover_bytes",
+    "expand",
+    "gather_schedule",
+    "grids_of",
+    "replay",
+]

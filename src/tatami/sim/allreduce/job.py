@@ -1,0 +1,108 @@
+"""One all-reduce on one platform, as a run of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tatami.collective import Schedule
+from tatami.errors import ScheduleError
+from tatami.sim.allreduce.natives import expand, find_native
+from tatami.sim.allreduce.replay import Replay
+from tatami.sim.allreduce.software import Software
+from tatami.sim.platforms import AbstractPlatform
+from tatami.sim.stage import Stage, play
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduceJob:
+    """What `replay` runs: rank r on host r.
+
+    Attributes:
+        platform: at least as many hosts as the schedule has ranks.
+        schedule: any.
+        element_bytes: 4 for float32.
+        native: what native phases are expanded to, a name in `NATIVES`.
+        software: what ranks add to the wires.
+        skip: whether rounds that repeat themselves are left out.
+
+    Raises:
+        ScheduleError: fewer hosts than ranks.
+        InputError: an unknown `native`.
+    """
+
+    platform: AbstractPlatform
+    schedule: Schedule
+    element_bytes: int = 4
+    native: str = "mpich"
+    software: Software = field(default_factory=Software)
+    skip: bool = True
+
+    def __post_init__(self) -> None:
+        find_native(self.native)
+        if len(self.platform.hosts) < self.schedule.ranks:
+            raise ScheduleError(
+                f"{self.schedule.algorithm} is for {self.schedule.ranks} ranks, but {self.platform.name} has "
+                f"{len(self.platform.hosts)} hosts; take fewer ranks, or a platform with more nodes"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """What came of it.
+
+    Attributes:
+        algorithm: the schedule's.
+        total_s: from the start, which all ranks make together, until the last has everything.
+        phases: title, and when the last rank left it.
+        bytes_moved: of vectors, by all ranks together; empty messages are not counted.
+    """
+
+    algorithm: str
+    total_s: float
+    phases: tuple[tuple[str, float], ...]
+    bytes_moved: float
+
+
+def replay(job: AllReduceJob) -> Replayed:
+    """Simulate in this process, which must be one of `Runs`.
+
+    Raises:
+        ScheduleError: the schedule never ends: some rank waits for what nobody sends (`verify` says more).
+    """
+    schedule = expand(job.schedule, rule=find_native(job.native), element_bytes=job.element_bytes)
+
+    def act(stage: Stage) -> Callable[[], Replayed]:
+        ends: dict[int, float] = {}
+
+        def done(rank: int) -> None:
+            ends[rank] = run.now_s
+
+        run = Replay(
+            stage,
+            schedule,
+            hosts=range(schedule.ranks),
+            element_bytes=job.element_bytes,
+            software=job.software,
+            done=done,
+            skip=job.skip,
+        )
+
+        def finish() -> Replayed:
+            if missing := sorted(set(range(schedule.ranks)) - set(ends)):
+                raise ScheduleError(
+                    f"{schedule.algorithm}: rank {missing[0]} and {len(missing) - 1} others never ended: they wait for what "
+                    "nobody sends; tatami.collective.verify says where the schedule is wrong"
+                )
+            return Replayed(
+                algorithm=schedule.algorithm,
+                total_s=max(ends.values()),
+                phases=tuple((phase.title, end_s) for phase, end_s in zip(schedule.phases, run.phase_ends_s, strict=True)),
+                bytes_moved=run.payload_bytes,
+            )
+
+        for rank in range(schedule.ranks):
+            run.enter(rank)
+        return finish
+
+    return play(job.platform, act)

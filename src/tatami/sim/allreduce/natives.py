@@ -1,0 +1,104 @@
+"""What a library does when it is asked for a collective of its own: a stated algorithm for each, by the size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from tatami.collective import AbstractPattern, Native, Phase, Role, Schedule, Via
+from tatami.collective.direct import DirectReduceScatter
+from tatami.collective.halving import Doubling, Halving
+from tatami.collective.ring import RingAllGather, RingReduceScatter
+from tatami.errors import InputError
+from tatami.sim.allreduce.whole import WholeDoubling
+
+_KIB = 1024
+_SHORT_ALL_REDUCE_BYTES = 2 * _KIB
+_SHORT_ALL_GATHER_BYTES = 80 * _KIB
+_LONG_BYTES = 512 * _KIB
+
+Choice = Callable[[Role, int, int], tuple[AbstractPattern, ...]]
+"""(role, members, bytes of the group's range) -> what is done, one after the other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeRule:
+    """One library's habits.
+
+    Attributes:
+        name: as `--native` calls it.
+        what: in a line.
+        patterns: the choice.
+    """
+
+    name: str
+    what: str
+    patterns: Choice
+
+
+def _mpich(role: Role, members: int, size_bytes: int) -> tuple[AbstractPattern, ...]:
+    power = members & (members - 1) == 0
+    if role is Role.ALL_GATHER:
+        short = size_bytes < (_LONG_BYTES if power else _SHORT_ALL_GATHER_BYTES)
+        return (Doubling() if short else RingAllGather(),)
+    if role is Role.REDUCE_SCATTER:
+        short = size_bytes < _LONG_BYTES
+        return (Halving() if short else DirectReduceScatter(via=Via.MESSAGE, ordered=True),)
+    return (WholeDoubling(),) if size_bytes <= _SHORT_ALL_REDUCE_BYTES else (Halving(), Doubling())
+
+
+def _optimal(role: Role, members: int, size_bytes: int) -> tuple[AbstractPattern, ...]:  # noqa: ARG001 - whatever the size
+    halves: dict[Role, tuple[AbstractPattern, ...]] = {
+        Role.REDUCE_SCATTER: (Halving(),),
+        Role.ALL_GATHER: (Doubling(),),
+        Role.ALL_REDUCE: (Halving(), Doubling()),
+    }
+    return halves[role]
+
+
+def _ring(role: Role, members: int, size_bytes: int) -> tuple[AbstractPattern, ...]:  # noqa: ARG001
+    rings: dict[Role, tuple[AbstractPattern, ...]] = {
+        Role.REDUCE_SCATTER: (RingReduceScatter(),),
+        Role.ALL_GATHER: (RingAllGather(),),
+        Role.ALL_REDUCE: (RingReduceScatter(), RingAllGather()),
+    }
+    return rings[role]
+
+
+def _whole(role: Role, members: int, size_bytes: int) -> tuple[AbstractPattern, ...]:
+    return (WholeDoubling(),) if role is Role.ALL_REDUCE else _ring(role, members, size_bytes)
+
+
+NATIVES = {
+    rule.name: rule
+    for rule in (
+        NativeRule(name="mpich", what="by size, as Thakur, Rabenseifner and Gropp 2005 describe MPICH", patterns=_mpich),
+        NativeRule(name="optimal", what="halving, doubling, or both, at any size", patterns=_optimal),
+        NativeRule(name="ring", what="rings, at any size", patterns=_ring),
+        NativeRule(name="whole", what="all-reduce by doubling of the whole vector, the others by ring", patterns=_whole),
+    )
+}
+
+
+def find_native(name: str) -> NativeRule:
+    """The rule of this name.
+
+    Raises:
+        InputError: there is none; lists those there are.
+    """
+    if name not in NATIVES:
+        raise InputError(f"there is no rule {name!r} for native collectives; choose of: {', '.join(NATIVES)}")
+    return NATIVES[name]
+
+
+def expand(schedule: Schedule, *, rule: NativeRule, element_bytes: int = 4) -> Schedule:
+    """The schedule with every native phase written as the patterns that `rule` chooses for its largest group."""
+    phases: list[Phase] = []
+    for phase in schedule.phases:
+        if not isinstance(phase.what, Native):
+            phases.append(phase)
+            continue
+        size_bytes = max(group.size for group in phase.groups) * element_bytes
+        members = max(group.members for group in phase.groups)
+        phases += [replace(phase, what=what) for what in rule.patterns(phase.what.role, members, size_bytes)]
+    return replace(schedule, phases=tuple(phases))

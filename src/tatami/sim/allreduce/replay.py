@@ -1,0 +1,265 @@
+"""A schedule carried out on a stage: every rank goes through its phases on its own, and waits for whom it must.
+
+A message begins when both ends have come to its round (rendezvous, as libraries send long ones), a put when its synchronisation
+lets it: under FENCE and BARRIER everybody meets (`Meeting`) before the first round and after each; under PSCW the target
+posts with an empty message, and the completion travels with the data; under LOCK the source's flush is an empty answer, and an
+empty notice follows it. What one rank sends another in a round is one transfer. Loads and stores of a rank are transfers over
+the link of its host, one after the other.
+
+Rounds that are alike (`Phase.distinct_rounds`) are simulated until they repeat themselves (`settling`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from tatami.collective import Native, Phase, Schedule, Sync
+from tatami.errors import ScheduleError
+from tatami.sim.allreduce.meeting import Meeting
+from tatami.sim.allreduce.rounds import Part, part_of
+from tatami.sim.allreduce.settling import CHECKS, Settling
+from tatami.sim.allreduce.software import Software
+from tatami.sim.stage import Stage, Then
+
+_EMPTY_BYTES = 1
+Place = tuple[int, int]
+"""Phase and round."""
+Key = tuple[Place, int, int]
+"""Phase and round, source, target."""
+
+
+class Replay:
+    """One run of `schedule`; ranks `enter` it when they come to it.
+
+    Args:
+        stage: where.
+        schedule: without native phases: see `expand`.
+        hosts: of each rank, its index on the platform.
+        element_bytes: 4 for float32.
+        software: what ranks add to the wires.
+        done: told of each rank that has everything.
+        skip: whether rounds that repeat themselves are left out; only where nothing else goes on on the stage.
+
+    Raises:
+        ScheduleError: a native phase.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        schedule: Schedule,
+        *,
+        hosts: Sequence[int],
+        element_bytes: int,
+        software: Software,
+        done: Callable[[int], None],
+        skip: bool = True,
+    ) -> None:
+        for phase in schedule.phases:
+            if isinstance(phase.what, Native):
+                raise ScheduleError(f"{schedule.algorithm}: {phase.title} must be expanded before it can be replayed")
+        self._stage = stage
+        self._schedule = schedule
+        self._hosts = hosts
+        self._element_bytes = element_bytes
+        self._software = software
+        self._done = done
+        self._place: dict[int, Place] = {}
+        self._part: dict[int, Part] = {}
+        self._waits: dict[int, int] = {}
+        self._ready: dict[Key, int] = defaultdict(int)
+        self._early: set[Key] = set()
+        self._meetings: dict[tuple[int, int, int], Meeting] = {}
+        # By identity: hashing a group of 10,000 ranks at every barrier would cost.
+        self._number_of_group = {id(group): number for phase in schedule.phases for number, group in enumerate(phase.groups)}
+        self._settling = [self._settling_of(phase) if skip else None for phase in schedule.phases]
+        self._ahead_s = 0.0
+        self.payload_bytes = 0.0
+        self.phase_ends_s = [math.nan] * len(schedule.phases)
+
+    @property
+    def now_s(self) -> float:
+        """The stage's time, and that of what was left out."""
+        return self._stage.now_s + self._ahead_s
+
+    def enter(self, rank: int) -> None:
+        """`rank` begins."""
+        self._phase(rank, 0)
+
+    # -- phases ---------------------------------------------------------------------------------------------------
+
+    def _phase(self, rank: int, index: int) -> None:
+        while index < len(self._schedule.phases) and rank not in self._schedule.phases[index].memberships:
+            index += 1
+        if index == len(self._schedule.phases):
+            self._done(rank)
+            return
+        if self._schedule.phases[index].sync in (Sync.FENCE, Sync.BARRIER, Sync.LOCK):
+            self._meet(rank, index, epoch=0, then=lambda: self._round(rank, index, 0))
+        else:
+            self._round(rank, index, 0)
+
+    def _leave(self, rank: int, index: int) -> None:
+        self.phase_ends_s[index] = self.now_s
+        self._phase(rank, index + 1)
+
+    def _meet(self, rank: int, index: int, *, epoch: int, then: Then) -> None:
+        """Meet in all of the rank's groups, one after the other."""
+        memberships = self._schedule.phases[index].memberships[rank]
+
+        def next_group(number: int) -> None:
+            if number == len(memberships):
+                then()
+                return
+            group, member = memberships[number]
+            key = (index, epoch, self._number_of_group[id(group)])
+            if key not in self._meetings:
+                self._meetings[key] = Meeting(self._stage, [self._hosts[each] for each in group.ranks])
+            self._meetings[key].enter(member, lambda: next_group(number + 1))
+
+        next_group(0)
+
+    # -- rounds ---------------------------------------------------------------------------------------------------
+
+    def _round(self, rank: int, index: int, round_: int) -> None:
+        phase = self._schedule.phases[index]
+        meets = phase.sync in (Sync.FENCE, Sync.BARRIER)
+        while round_ < phase.num_rounds:
+            part = part_of(phase, rank=rank, round=round_, element_bytes=self._element_bytes)
+            if meets or not part.empty:
+                break
+            round_ += 1
+        else:
+            self._leave(rank, index)
+            return
+        place = (index, round_)
+        self._place[rank], self._part[rank] = place, part
+        arrived = [source for source in part.receives if (place, source, rank) in self._early]
+        self._early.difference_update((place, source, rank) for source in arrived)
+        self._waits[rank] = len(part.sends) + len(part.receives) - len(arrived) + bool(part.local) + 1
+        self._post(rank, place, part, phase.sync)
+        if part.local:
+            self._access(rank, part, 0)
+        self._one_less(rank)  # the round itself: so that it does not end while it is being started
+
+    def _post(self, rank: int, place: Place, part: Part, sync: Sync) -> None:
+        cost_s = self._software.put_s if sync.one_sided else self._software.message_s
+        delay_s = 0.0
+        for target, size_bytes in part.sends.items():
+            delay_s += cost_s
+            key = (place, rank, target)
+            self._when_due(delay_s, lambda key=key, size_bytes=size_bytes: self._is_ready(key, size_bytes, sync))  # type: ignore[misc]
+        for source, size_bytes in part.receives.items():
+            key = (place, source, rank)
+            if sync is Sync.ARRIVAL:
+                self._is_ready(key, size_bytes, sync)
+            elif sync is Sync.PSCW:
+                self._tell(rank, source, lambda key=key, size_bytes=size_bytes: self._is_ready(key, size_bytes, sync))  # type: ignore[misc]
+
+    def _is_ready(self, key: Key, size_bytes: int, sync: Sync) -> None:
+        """One of those that a transfer waits for has come: its source, its target, or the target's post."""
+        self._ready[key] += 1
+        if self._ready[key] < (2 if sync in (Sync.ARRIVAL, Sync.PSCW) else 1):
+            return
+        del self._ready[key]
+        _, source, target = key
+        self.payload_bytes += size_bytes
+        arrived = self._locked(key) if sync is Sync.LOCK else lambda: self._has_arrived(key)
+        self._stage.send(self._hosts[source], self._hosts[target], size_bytes=size_bytes, then=arrived)
+
+    def _locked(self, key: Key) -> Then:
+        """After a put under a lock: its flush, and the notice."""
+        _, source, target = key
+
+        def flushed() -> None:
+            self._one_less(source)
+            self._tell(source, target, lambda: self._has_come(key))
+
+        return lambda: self._tell(target, source, flushed)
+
+    def _has_arrived(self, key: Key) -> None:
+        self._one_less(key[1])
+        self._has_come(key)
+
+    def _has_come(self, key: Key) -> None:
+        place, source, target = key
+        if self._place.get(target) == place and source in self._part[target].receives:
+            self._one_less(target)
+        else:
+            self._early.add(key)
+
+    def _access(self, rank: int, part: Part, number: int) -> None:
+        """Loads and stores, from number `number` on."""
+        if number == len(part.local):
+            self._one_less(rank)
+            return
+        source, target, size_bytes = part.local[number]
+        self.payload_bytes += size_bytes
+        self._stage.send(
+            self._hosts[source],
+            self._hosts[target],
+            size_bytes=size_bytes,
+            then=lambda: self._access(rank, part, number + 1),
+        )
+
+    def _one_less(self, rank: int) -> None:
+        self._waits[rank] -= 1
+        if self._waits[rank] == 0:
+            index, round_ = self._place[rank]
+            adding_s = self._part[rank].sum_bytes / self._software.sum_bytes_per_s
+            self._when_due(adding_s, lambda: self._close(rank, index, round_))
+
+    def _close(self, rank: int, index: int, round_: int) -> None:
+        del self._place[rank]
+        if self._schedule.phases[index].sync in (Sync.FENCE, Sync.BARRIER):
+            self._meet(rank, index, epoch=round_ + 1, then=lambda: self._round(rank, index, round_ + 1))
+            return
+        settling = self._settling[index]
+        if settling is None or not settling.note(rank, round_, self.now_s):
+            self._round(rank, index, round_ + 1)
+        elif settling.complete(round_):
+            self._look(index, round_, settling)
+
+    def _tell(self, source: int, target: int, then: Then) -> None:
+        self._stage.send(self._hosts[source], self._hosts[target], size_bytes=_EMPTY_BYTES, then=then)
+
+    def _when_due(self, delay_s: float, then: Then) -> None:
+        if delay_s > 0:
+            self._stage.after(delay_s, then)
+        else:
+            then()
+
+    # -- rounds that are alike ------------------------------------------------------------------------------------
+
+    def _settling_of(self, phase: Phase) -> Settling | None:
+        alike = phase.sync is Sync.ARRIVAL and phase.num_rounds > CHECKS[0] and len(list(phase.distinct_rounds())) == 1
+        # With fewer elements than ranks some have nothing to do in some rounds, and pass them by.
+        thin = any(group.size < group.members for group in phase.groups)
+        if not alike or thin or len(phase.memberships) < self._schedule.ranks:
+            return None
+        return Settling(ranks=self._schedule.ranks, rounds=phase.num_rounds)
+
+    def _look(self, index: int, round_: int, settling: Settling) -> None:
+        """All wait after this round: let them go on with the leads they had, or leave out the rest of the phase."""
+        ends = settling.ends(round_)
+        waited_s = self.now_s - min(ends.values())
+        period_s = settling.period_s(round_)
+        left = self._schedule.phases[index].num_rounds - 1 - round_
+        begin_s = self._stage.now_s
+        lead_s = {rank: end_s - min(ends.values()) for rank, end_s in ends.items()}
+        self._ahead_s -= waited_s
+        if period_s is None:
+            for rank in ends:
+                self._stage.at(begin_s + lead_s[rank], lambda rank=rank: self._round(rank, index, round_ + 1))  # type: ignore[misc]
+            return
+        self._ahead_s += left * period_s
+        self.payload_bytes += left * sum(self._sent_in(index, rank) for rank in ends)
+        for rank in ends:
+            self._stage.at(begin_s + lead_s[rank], lambda rank=rank: self._leave(rank, index))  # type: ignore[misc]
+
+    def _sent_in(self, index: int, rank: int) -> int:
+        """Bytes that a rank sends in each round of a phase whose rounds are alike; to an element."""
+        part = part_of(self._schedule.phases[index], rank=rank, round=0, element_bytes=self._element_bytes)
+        return sum(part.sends.values())
