@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,3 +180,23 @@ def test_pseudo_connect_of_any_shapes(
     torch.testing.assert_close(delegate.grad, torch.zeros_like(delegate), rtol=0, atol=0)
     if dtype == torch.float64:
         assert torch.autograd.gradcheck(functions.pseudo_connect, (delegate, *xs))
+
+
+def test_the_guide_names_tests_that_are_there() -> None:
+    tests = Path(__file__).parent.parent
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (tests.parent / "docs" / "from-chainermn.md").read_text(encoding="utf-8"))
+    assert len(named) > 60
+    missing = [
+        f"{file}::{name}"
+        for file, name in named
+        if not (tests / file).is_file() or f"\ndef {name}(" not in (tests / file).read_text(encoding="utf-8")
+    ]
+    assert missing == []
+
+
+def test_the_guide_names_what_is_there() -> None:
+    text = (Path(__file__).parent.parent.parent / "docs" / "from-chainermn.md").read_text(encoding="utf-8")
+    ours = text.split("## What to delete")[0]
+    for module, name in re.findall(r"`tatami\.(?:(train|nn|functions|comm)\.)?(\w+)", ours):
+        home = importlib.import_module(f"tatami.{module}" if module else "tatami")
+        assert hasattr(home, name), f"tatami.{module}.{name}"
