@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ from torch import nn
 
 pytest.importorskip("ray")
 
-from tatami.errors import InputError, ModelError, NotFiniteError, TrainingError
-from tatami.server.consistency import SSP
+from tatami.errors import CheckpointError, InputError, ModelError, NotFiniteError, TrainingError
+from tatami.server import checkpoints
+from tatami.server.consistency import ASP, SSP, Backup
 from tatami.server.engine import engine
 from tatami.server.learner import Course
 from tatami.server.optimizers import SGD, Adam
@@ -253,3 +256,78 @@ def test_nothing_is_left_behind() -> None:
     assert done.stdout.strip() == "left: [] []", done.stderr
     mine = subprocess.run(["ps", "-eo", "ppid,args"], capture_output=True, text=True, check=True).stdout
     assert not [line for line in mine.splitlines() if line.split()[0] == "1" and "raylet" in line]
+
+
+def test_backup_workers_close_the_round_without_the_last() -> None:
+    parameters, report = run(consistency=Backup(workers=1), spares=0)
+    assert report.rounds == len(report.losses) == ROUNDS
+    assert torch.isfinite(parameters).all()
+
+
+def test_asynchronous_updates_are_applied_one_by_one() -> None:
+    _, report = run(consistency=ASP(), clip_norm=None, spares=0)
+    assert report.rounds == len(report.losses) == 3 * ROUNDS
+
+
+def test_dalys_interval_is_learnt_on_the_way(undisturbed: torch.Tensor, tmp_path: Path) -> None:
+    crash = Crash(process=1, round=3, phase=TaskPhase.COMPUTE)
+    recovery = Checkpoint(every="daly", mtbf_s=60.0, directory=tmp_path)
+    parameters, report = run(recovery=recovery, on_phase=Crashes([crash]))
+    assert torch.equal(parameters, undisturbed)
+    assert len(report.failures) == 1
+    assert 1 <= len(list(tmp_path.glob("version-*"))) <= 2
+
+
+def test_a_disk_that_fills_up_is_said_and_the_run_goes_on(
+    undisturbed: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fill(runtime: Runtime) -> None:
+        if runtime.version == 2:
+            monkeypatch.setattr(checkpoints, "save_file", full)
+
+    with pytest.warns(UserWarning, match=r"no checkpoint was written at version 2: .*No space left"):
+        parameters, _ = run(directory=tmp_path, save_every=1, on_round=fill, spares=0)
+    assert torch.equal(parameters, undisturbed)
+    assert checkpoints.versions(tmp_path) == (1,)
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith(".part")]
+
+
+def test_a_disk_that_is_full_from_the_start_stops_a_run_that_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"the first checkpoint failed: .*No space left"):
+        run(recovery=Checkpoint(), directory=tmp_path, spares=0)
+
+
+def test_what_happened_is_kept_where_a_run_stops(tmp_path: Path) -> None:
+    def kill(runtime: Runtime) -> None:
+        if runtime.version == 2:
+            os.kill(runtime.pids()["server 1"], signal.SIGKILL)
+
+    with pytest.raises(TrainingError, match="the only copy"):
+        run(on_round=kill, spares=0, report=tmp_path / "report.json")
+    report = RunReport.load(tmp_path / "report.json")
+    assert report.rounds >= 2
+    assert [failure.who for failure in report.failures] == ["server 1"]
+
+
+def test_lost_copies_are_made_again_so_that_the_other_server_may_die_too() -> None:
+    """Server 0 dies; once it is whole again, server 1 dies, and the run lives from what server 0 was given."""
+    killed: list[int] = []
+
+    def kill(runtime: Runtime) -> None:
+        if len(runtime.coordinator.servers) < 2:
+            time.sleep(0.25)  # rounds are so short here that the run would be over before a new server is up
+        elif len(killed) < 2:
+            killed.append(len(killed))
+            os.kill(runtime.pids()[f"server {killed[-1]}"], signal.SIGKILL)
+
+    parameters, report = run(replicas=2, on_round=kill, rounds=100, spares=0)
+    again, _ = run(replicas=2, rounds=100, spares=0)
+    assert [failure.who for failure in report.failures if "server" in failure.who] == ["server 0", "server 1"]
+    assert torch.equal(parameters, again)
