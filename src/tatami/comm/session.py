@@ -43,10 +43,19 @@ def load_mpi() -> ModuleType:
     if not MPI.Is_initialized():
         # Any thread may wait or fail; the lock this needs inside MPI costs less than 0.1 us an operation.
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        sys.excepthook = _stop_on_exception
-        threading.excepthook = _stop_on_thread_exception
+        add_exception_hook()
         atexit.register(_say_goodbye, MPI)
     return MPI
+
+
+def add_exception_hook() -> None:
+    """From now on an exception that nobody catches, in any thread, is printed with the number of its rank and ends all ranks.
+
+    `tatami.init` does it where it starts MPI, and `tatami run` for whatever it starts. It is for programs that started MPI
+    themselves, say by `from mpi4py import MPI`, before they called `tatami.init`.
+    """
+    sys.excepthook = _stop_on_exception
+    threading.excepthook = _stop_on_thread_exception
 
 
 def this_rank() -> str:

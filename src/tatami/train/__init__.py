@@ -1,11 +1,11 @@
 """The training loop."""
 
+from tatami.comm.session import add_exception_hook
 from tatami.train.batches import Batches, Data, Samples
 from tatami.train.checkpoint import check_weights, load_model, save_model
 from tatami.train.data_parallel import DataParallel
 from tatami.train.early_stopping import EarlyStopping
 from tatami.train.evaluating import Measured, MultiNodeEvaluator, gather_evaluation, weighted_means
-from tatami.train.exception_hook import add_exception_hook
 from tatami.train.moving import Moved, move
 from tatami.train.multi_node_checkpoint import MultiNodeCheckpoint, Resumed
 from tatami.train.multi_node_loader import MultiNodeLoader
