@@ -1,0 +1,8 @@
+"""Tilings on simulated machines: iterations replayed, speeds that change, and the library's own controller deciding."""
+
+from tatami.sim.tiling.changes import Change
+from tatami.sim.tiling.floor import Floor
+from tatami.sim.tiling.job import TilingJob, TilingRun, rehearse
+from tatami.sim.tiling.work import Work, work_of
+
+__all__ = ["Change", "Floor", "TilingJob", "TilingRun", "Work", "rehearse", "work_of"]

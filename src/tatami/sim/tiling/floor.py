@@ -1,0 +1,111 @@
+"""A tiling as what each processor computes and sends in one iteration: the same for every iteration until it is laid anew."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tatami.collective import AbstractPattern, Group, Phase, Role, Schedule, Step, Via, build
+from tatami.sim.tiling.work import Work, work_of
+from tatami.tiling import Tiling, horizontal_messages
+from tatami.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Traffic(AbstractPattern):
+    """Messages in two phases, by rank: (phase, source, target, elements)."""
+
+    messages: tuple[tuple[int, int, int, int], ...]
+    _of: dict[tuple[int, int], list[Step]] = field(default_factory=lambda: defaultdict(list), repr=False)
+
+    def __post_init__(self) -> None:
+        for phase, source, target, elements in self.messages:
+            step = Step(source=source, target=target, start=0, stop=elements, reduce=False, via=Via.MESSAGE)
+            self._of[phase, source].append(step)
+            self._of[phase, target].append(step)
+
+    @property
+    def role(self) -> Role:
+        return Role.ALL_REDUCE
+
+    @property
+    def title(self) -> str:
+        return "horizontal messages"
+
+    def num_rounds(self, members: int) -> int:  # noqa: ARG002 - as many as the messages have phases
+        return 1 + max((phase for phase, *_ in self.messages), default=0)
+
+    def steps_of(self, group: Group, *, member: int, round: int) -> Iterator[Step]:
+        yield from self._of.get((round, group.ranks[member]), ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sum:
+    """A schedule, and the rank on the cluster of each of its own ranks."""
+
+    ranks: tuple[int, ...]
+    schedule: Schedule
+
+
+class Floor:
+    """One tiling, ready to be replayed.
+
+    Attributes:
+        work: of each rank that has a tile.
+        areas: samples x units of each such rank, as the controller counts them.
+        vertical: of each rank, the sum in its column and its place there; None where it is alone.
+        exchanges: sums in a column in each iteration.
+        horizontal: the messages across columns; None with one column.
+        replicated: the sum of gradients outside of pairs, over all; None where there is nothing to be summed.
+    """
+
+    def __init__(self, tilings: Sequence[Tiling], *, workload: Workload, rank_of: Mapping[str, int], vertical: str) -> None:
+        first = tilings[0]
+        self.tilings = tuple(tilings)
+        self.names = {rank_of[tile.processor]: tile.processor for tile in first.tiles}
+        self.work: dict[int, Work] = {}
+        self.areas: dict[int, float] = {}
+        for rank, name in self.names.items():
+            self.work[rank] = work_of([tiling.by_processor[name] for tiling in tilings], workload=workload)
+            self.areas[rank] = float(first.by_processor[name].area)
+        self.exchanges = workload.vertical_exchanges
+        self.vertical: dict[int, tuple[Sum, int] | None] = {}
+        for column in first.columns:
+            ranks = tuple(rank_of[tile.processor] for tile in column)
+            elements = round(workload.vertical_elements * column[0].samples.size / first.samples / self.exchanges)
+            column_sum = Sum(ranks=ranks, schedule=build(vertical, ranks=len(ranks), size=elements))
+            alone = len(ranks) == 1 or elements == 0
+            self.vertical |= {rank: None if alone else (column_sum, place) for place, rank in enumerate(ranks)}
+        self.horizontal = self._across(tilings, workload, rank_of)
+        everybody = tuple(sorted(self.names))
+        self.replicated = None
+        if len(first.columns) > 1 and workload.replicated_parameters:
+            schedule = build("halving_doubling", ranks=len(everybody), size=workload.replicated_parameters)
+            self.replicated = Sum(ranks=everybody, schedule=schedule)
+
+    def _across(self, tilings: Sequence[Tiling], workload: Workload, rank_of: Mapping[str, int]) -> Sum | None:
+        num_columns = len(tilings[0].columns)
+        if num_columns == 1:
+            return None
+        # As `tatami.nn.horizontal` chooses.
+        messages = horizontal_messages(tilings, method="direct" if num_columns == 2 else "reduce-scatter")
+        everybody = tuple(sorted(self.names))
+        place = {rank: index for index, rank in enumerate(everybody)}
+        pairs = workload.pairs
+        sized = tuple(
+            (
+                message.phase,
+                place[rank_of[message.source]],
+                place[rank_of[message.dest]],
+                sum(pairs[pair].unit_size * span.size for pair, span in message.spans),
+            )
+            for message in messages
+        )
+        size = workload.horizontal_elements
+        group = Group(ranks=tuple(range(len(everybody))), start=0, stop=size)
+        phase = Phase(groups=(group,), what=Traffic(messages=sized))
+        schedule = Schedule(
+            algorithm="horizontal", ranks=len(everybody), size=size, phases=(phase,), order="by column", fixed_order=True
+        )
+        return Sum(ranks=everybody, schedule=schedule)

@@ -1,0 +1,158 @@
+"""A tiled run on simulated machines, with the library's own controller at its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tatami.cluster import Cluster
+from tatami.errors import PlanError
+from tatami.retiling import Decision, Retiler
+from tatami.sim.platforms import AbstractPlatform
+from tatami.sim.stage import Stage, play
+from tatami.sim.tiling.changes import Change
+from tatami.sim.tiling.run import Run
+from tatami.tiling import AlphaBetaCost, Layout, Tiling
+from tatami.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class TilingJob:
+    """What `rehearse` runs: processor r of the cluster on host r of the platform.
+
+    Attributes:
+        platform: links; the speeds of its hosts are not looked at.
+        cluster: the processors, at the speeds that the run is planned with.
+        workload: what is laid out.
+        layout: how; or
+        tilings: the tiles themselves, one tiling for each pair (not together with a retiler).
+        iterations: how many.
+        speeds: true speeds, in the order of the ranks; None: the cluster's.
+        changes: of those speeds.
+        retiler: None: the tiling stays.
+        known_speeds: as of `tatami.retiling.Controller`.
+        vertical: the all-reduce in a column, a name in `tatami.collective.ALGORITHMS`; none that needs a shared window.
+        flop_per_s: of speed 1; None: as `AlphaBetaCost` has it.
+        state_copies: tensors of the optimizer for each weight that moves: 0 for SGD, 2 for Adam.
+        skip: whether iterations that repeat themselves are left out.
+
+    Raises:
+        PlanError: no layout and no tilings, or both; a processor that the cluster has not; fewer hosts than processors.
+    """
+
+    platform: AbstractPlatform
+    cluster: Cluster
+    workload: Workload
+    iterations: int
+    layout: Layout | None = None
+    tilings: tuple[Tiling, ...] | None = None
+    speeds: tuple[float, ...] | None = None
+    changes: tuple[Change, ...] = ()
+    retiler: Retiler | None = None
+    known_speeds: bool = True
+    vertical: str = "halving_doubling"
+    flop_per_s: float | None = None
+    state_copies: int = 0
+    skip: bool = True
+
+    def __post_init__(self) -> None:
+        if (self.layout is None) == (self.tilings is None):
+            raise PlanError("a tiled run is of a layout or of tilings, one of them")
+        if self.tilings is not None and (self.retiler is not None or len(self.tilings) != len(self.workload.pairs)):
+            raise PlanError("tilings are one for each pair of the workload, and are not laid anew: give a layout for that")
+        if self.iterations < 1:
+            raise PlanError(f"a tiled run has at least 1 iteration, not {self.iterations}")
+        if len(self.platform.hosts) < self.cluster.size:
+            raise PlanError(
+                f"{self.platform.name} has {len(self.platform.hosts)} hosts for {self.cluster.size} processors; each needs one"
+            )
+        if self.speeds is not None and len(self.speeds) != self.cluster.size:
+            raise PlanError(f"{len(self.speeds)} true speeds are given for {self.cluster.size} processors")
+        placed = {tile.processor for tiling in self.first_tilings for tile in tiling.tiles}
+        for name in [*sorted(placed), *(change.processor for change in self.changes)]:
+            if name not in self.cluster.by_name:
+                raise PlanError(f"there is no processor {name!r} in the cluster, which has {', '.join(self._some_names)}")
+
+    @property
+    def first_tilings(self) -> tuple[Tiling, ...]:
+        """What the run begins with."""
+        if self.tilings is not None:
+            return self.tilings
+        assert self.layout is not None
+        return self.layout.cut_pairs(self.workload)
+
+    @property
+    def true_flop_per_s(self) -> dict[str, float]:
+        """What each processor begins with."""
+        scale = AlphaBetaCost(flop_per_s=self.flop_per_s).scale(self.cluster)
+        names = [processor.name for processor in self.cluster.processors]
+        speeds = self.speeds or tuple(self.cluster.speeds.values())
+        return {name: speed * scale for name, speed in zip(names, speeds, strict=True)}
+
+    @property
+    def _some_names(self) -> list[str]:
+        names = [processor.name for processor in self.cluster.processors]
+        return names if len(names) <= 8 else [*names[:8], "..."]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TilingRun:
+    """What came of it.
+
+    Attributes:
+        total_s: of all iterations, checks and moves.
+        iteration_s: from the end of the iteration before (or of its check) until the last rank's; of every iteration.
+        compute_s: the longest and the shortest local compute of every iteration.
+        decisions: of the checks.
+        move_s: of each decision, what moving took.
+        tilings: at the end.
+        bytes_moved: by all ranks together.
+        num_simulated: iterations that were not left out.
+    """
+
+    total_s: float
+    iteration_s: tuple[float, ...]
+    compute_s: tuple[tuple[float, float], ...]
+    decisions: tuple[Decision, ...]
+    move_s: tuple[float, ...]
+    tilings: tuple[Tiling, ...]
+    bytes_moved: float
+    num_simulated: int
+
+
+def rehearse(job: TilingJob) -> TilingRun:
+    """Simulate in this process, which must be one of `Runs`."""
+
+    def act(stage: Stage) -> Callable[[], TilingRun]:
+        run = Run(
+            stage,
+            cluster=job.cluster,
+            workload=job.workload,
+            layout=job.layout,
+            tilings=job.first_tilings,
+            iterations=job.iterations,
+            flop_per_s=job.true_flop_per_s,
+            changes=job.changes,
+            retiler=job.retiler,
+            known_speeds=job.known_speeds,
+            vertical=job.vertical,
+            state_copies=job.state_copies,
+            skip=job.skip,
+        )
+
+        def finish() -> TilingRun:
+            return TilingRun(
+                total_s=run.total_s,
+                iteration_s=tuple(run.iteration_s),
+                compute_s=tuple(run.compute_s),
+                decisions=tuple(run.decisions),
+                move_s=tuple(run.move_s),
+                tilings=run.floor.tilings,
+                bytes_moved=run.bytes_moved,
+                num_simulated=run.num_simulated,
+            )
+
+        run.start()
+        return finish
+
+    return play(job.platform, act)

@@ -1,0 +1,219 @@
+"""Iteration after iteration, with checks, moves and changes of speed between them.
+
+After each iteration the simulator waits until the last rank has ended it, and then lets everybody begin the next with the lead
+that it had: nothing is under way in between, so this changes nothing but the stage's clock, and `now_s` corrects it. Once
+an iteration has gone like the one before, to the rank, the next ones do too, until a check is due or a speed changes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from tatami.cluster import Cluster
+from tatami.retiling import Controller, Decision, Retiler, Timing, moves
+from tatami.sim.stage import Stage, Then
+from tatami.sim.tiling.changes import Change, Speeds
+from tatami.sim.tiling.floor import Floor
+from tatami.sim.tiling.iteration import Iteration, Times
+from tatami.tiling import Layout, Tiling
+from tatami.workload import Workload
+
+_TOGETHER = 1e-9
+"""Relative: two iterations that differ by less are alike."""
+_LEAST_S = 3e-9
+"""SimGrid tells no times apart that are nearer than 1e-9 s."""
+
+
+class Run:
+    """The state of one run. Arguments as of `TilingJob`."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        cluster: Cluster,
+        workload: Workload,
+        layout: Layout | None,
+        tilings: Sequence[Tiling],
+        iterations: int,
+        flop_per_s: dict[str, float],
+        changes: Sequence[Change],
+        retiler: Retiler | None,
+        known_speeds: bool,
+        vertical: str,
+        state_copies: int,
+        skip: bool,
+    ) -> None:
+        self._stage = stage
+        self._cluster = cluster
+        self._workload = workload
+        self._iterations = iterations
+        self._speeds = Speeds(flop_per_s, changes=changes)
+        self._vertical = vertical
+        self._state_copies = state_copies
+        self._skip = skip
+        self._controller = None
+        if retiler is not None:
+            assert layout is not None
+            self._controller = Controller(retiler, cluster=cluster, workload=workload, layout=layout, known_speeds=known_speeds)
+        self._window: dict[int, list[Timing]] = defaultdict(list)
+        self._last: dict[int, Times] | None = None
+        self._iteration = 0
+        self._since_s = 0.0
+        self._ahead_s = 0.0
+        self._skipped_bytes = 0.0
+        self._bytes_before = 0.0
+        self.floor = self._laid(tilings)
+        self.iteration_s: list[float] = []
+        self.compute_s: list[tuple[float, float]] = []
+        self.decisions: list[Decision] = []
+        self.move_s: list[float] = []
+        self.num_simulated = 0
+
+    @property
+    def now_s(self) -> float:
+        """The run's own time."""
+        return self._stage.now_s + self._ahead_s
+
+    @property
+    def total_s(self) -> float:
+        """Until the last iteration ended, its check and the moving after it included."""
+        return self._since_s
+
+    @property
+    def bytes_moved(self) -> float:
+        return self._stage.bytes_moved + self._skipped_bytes
+
+    def start(self) -> None:
+        """Begin with all ranks at once."""
+        self._next(dict.fromkeys(self.floor.names, 0.0))
+
+    def _laid(self, tilings: Sequence[Tiling]) -> Floor:
+        return Floor(tilings, workload=self._workload, rank_of=self._cluster.rank_of, vertical=self._vertical)
+
+    def _next(self, leads_s: dict[int, float]) -> None:
+        """Begin the next iteration, each rank so long after the first."""
+        if self._iteration == self._iterations:
+            return
+        self._iteration += 1
+        self.num_simulated += 1
+        self._speeds.begin(self._iteration)
+        self._bytes_before = self._stage.bytes_moved
+        now_s = self._stage.now_s
+        Iteration(
+            self._stage,
+            self.floor,
+            speeds=self._speeds,
+            begin_s={rank: now_s + lead_s for rank, lead_s in leads_s.items()},
+            ahead_s=self._ahead_s,
+            element_bytes=self._workload.element_bytes,
+            done=self._ended,
+        )
+
+    def _ended(self, times: dict[int, Times]) -> None:
+        now_s = self.now_s
+        self._note(times, took_s=now_s - self._since_s)
+        last, self._last = self._last, times
+        self._since_s = now_s
+        if last is not None and self._skip and _alike(times, last):
+            self._leave_out(times, took_s=self.iteration_s[-1])
+        first_s = min(each.ended_s for each in times.values())
+        leads_s = {rank: each.ended_s - first_s for rank, each in times.items()}
+        if self._controller is not None and self._controller.due(self._iteration):
+            self._check(self._controller)
+            return
+        # Whoever ended first begins again now, on the stage's clock: the run's own is taken back to when it ended.
+        self._ahead_s -= max(leads_s.values())
+        self._next(leads_s)
+
+    def _note(self, times: dict[int, Times], *, took_s: float) -> None:
+        self.iteration_s.append(took_s)
+        spent_s = [each.compute_s for each in times.values()]
+        self.compute_s.append((max(spent_s), min(spent_s)))
+        if self._controller is None:
+            return
+        for rank, each in times.items():
+            window = self._window[rank]
+            window.append(
+                Timing(
+                    processor=self.floor.names[rank],
+                    iteration=self._iteration,
+                    t1_s=each.t1_s,
+                    t2_s=each.backward_s,
+                    compute_s=each.compute_s,
+                    work=self.floor.areas[rank],
+                )
+            )
+            del window[: -self._controller.retiler.window]
+
+    def _leave_out(self, times: dict[int, Times], *, took_s: float) -> None:
+        """Go on to the last iteration before something happens, as if each had been like this one."""
+        stop: float = min(self._iterations, self._speeds.next_iteration - 1)
+        if self._controller is not None:
+            every = self._controller.retiler.every
+            stop = min(stop, -(-self._iteration // every) * every)
+        change_s = self._speeds.next_s(self._since_s - 2 * took_s)
+        used_bytes = self._stage.bytes_moved - self._bytes_before
+        while self._iteration < stop and self.now_s + 2 * took_s < change_s:
+            self._iteration += 1
+            self._ahead_s += took_s
+            self._skipped_bytes += used_bytes
+            self._note(times, took_s=took_s)
+        self._since_s = self.now_s
+
+    def _check(self, controller: Controller) -> None:
+        """Everybody has told everybody its times, which takes no time here; then what the controller says."""
+        timings = [timing for window in self._window.values() for timing in window]
+        decision = controller.observe(self._iteration, timings)
+        self.decisions.append(decision)
+        began_s = self.now_s
+
+        def go_on() -> None:
+            self.move_s.append(self.now_s - began_s)
+            self._since_s = self.now_s
+            self._last = None
+            self._next(dict.fromkeys(self.floor.names, 0.0))
+
+        if not decision.remaps:
+            go_on()
+            return
+        before = self.floor.tilings
+        self._window.clear()
+        self.floor = self._laid(decision.layout.cut_pairs(self._workload))
+        self._move(before, go_on)
+
+    def _move(self, before: Sequence[Tiling], then: Then) -> None:
+        """Send what each rank lacks, all at once."""
+        sizes: dict[tuple[int, int], int] = defaultdict(int)
+        rank_of = self._cluster.rank_of
+        for pair, old, new in zip(self._workload.pairs, before, self.floor.tilings, strict=True):
+            unit_bytes = pair.unit_size * self._workload.element_bytes * (1 + self._state_copies)
+            for move in moves(old, new):
+                sizes[rank_of[move.source], rank_of[move.dest]] += move.units.size * unit_bytes
+        going = len(sizes)
+
+        def arrived() -> None:
+            nonlocal going
+            going -= 1
+            if going == 0:
+                then()
+
+        if not sizes:
+            then()
+        for (source, target), size_bytes in sizes.items():
+            self._stage.send(source, target, size_bytes=size_bytes, then=arrived)
+
+
+def _alike(times: dict[int, Times], last: dict[int, Times]) -> bool:
+    """Whether every rank took as long for everything, and began as long after the others."""
+    shifts = [times[rank].began_s - last[rank].began_s for rank in times]
+    if max(shifts) - min(shifts) > _LEAST_S:
+        return False
+    for rank, each in times.items():
+        other = last[rank]
+        for name in ("forward_s", "vertical_s", "backward_s", "horizontal_s", "update_s"):
+            one, two = getattr(each, name), getattr(other, name)
+            if abs(one - two) > _LEAST_S + _TOGETHER * max(one, two):
+                return False
+    return True

@@ -1,0 +1,47 @@
+"""How much a tile computes in an iteration, by phase: Table 1 of Ozawa, Sugaya and Aso."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tatami.tiling import Tile
+from tatami.workload import Workload
+from tatami.workload.table1 import backward_counts, forward_counts
+
+_FORWARD_SHARE = 1 / 3
+"""Of what layers outside of pairs cost: backward is two products of the same size for each of forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Flop of one processor: compute 1, compute 2 and compute 3; together `Workload.flop` of its tile."""
+
+    forward_flop: float
+    backward_flop: float
+    update_flop: float
+
+    @property
+    def total_flop(self) -> float:
+        return self.forward_flop + self.backward_flop + self.update_flop
+
+
+def work_of(tiles: Sequence[Tile], *, workload: Workload) -> Work:
+    """The work of one processor.
+
+    The update, two operations for each weight it holds, is taken out of Table 1's second row, which counts it in.
+
+    Args:
+        tiles: its tile for each pair of the workload.
+        workload: what is laid out.
+    """
+    samples = tiles[0].samples.size
+    forward = workload.replicated_flop_per_sample * samples * _FORWARD_SHARE
+    backward = workload.replicated_flop_per_sample * samples - forward
+    update = 0.0
+    for pair, tile in zip(workload.pairs, tiles, strict=True):
+        units = tile.units.size
+        forward += forward_counts(pair, units=units, samples=samples).flop
+        backward += backward_counts(pair, units=units, samples=samples).flop
+        update += 2.0 * pair.unit_size * units if samples else 0.0
+    return Work(forward_flop=forward, backward_flop=backward - update, update_flop=update)
