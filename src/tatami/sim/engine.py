@@ -12,8 +12,8 @@ from typing import Any
 from tatami.errors import MissingExtraError
 
 _WHAT = (
-    "SimGrid 4.1, which the rehearsal runs on and which is built from source where it is installed (in a checkout: make setup; "
-    "elsewhere see docs/rehearsal.md: it needs a C++ compiler, cmake, Boost's headers and pybind11 < 3),"
+    "SimGrid 4.1, which the rehearsal runs on and which is built from source where it is installed (in a checkout: make "
+    "simgrid; elsewhere see docs/rehearsal.md: it needs a C++ compiler, cmake, Boost's headers and pybind11 < 3),"
 )
 _OLDEST = (4, 0)
 """Host.add_actor, ActivitySet and NetZone.add_* are of this release."""

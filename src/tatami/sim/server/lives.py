@@ -20,6 +20,6 @@ def life_s(mtbf_s: float, *, seed: int, kind: str, number: int, generation: int)
         number: which of them.
         generation: 0 for the first in this place, 1 for who replaced it, ...
     """
-    name = f"{seed}/{kind}/{number}/{generation}".encode()
+    name = f"{kind}/{number}/{generation}/{seed}".encode()
     word = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 11
     return -mtbf_s * math.log((word + 0.5) * _SCALE)
