@@ -24,6 +24,9 @@ from tatami.cli.run import EPILOG as RUN_EPILOG
 from tatami.cli.run import run
 from tatami.cli.server import server
 from tatami.cli.simulate import simulate
+from tatami.cli.simulate_allreduce import ALLREDUCE_EPILOG as SIMULATE_ALLREDUCE_EPILOG
+from tatami.cli.simulate_allreduce import simulate_allreduce
+from tatami.cli.simulate_tiling import TILING_EPILOG, simulate_tiling
 from tatami.cli.train import EPILOG as TRAIN_EPILOG
 from tatami.cli.train import train
 from tatami.cli.tune import EPILOG as TUNE_EPILOG
@@ -53,6 +56,8 @@ app.add_typer(bench, name="bench")
 app.command(epilog=TUNE_EPILOG)(tune)
 app.add_typer(lab, name="lab")
 app.add_typer(server, name="server")
+simulate.command(name="allreduce", epilog=SIMULATE_ALLREDUCE_EPILOG)(simulate_allreduce)
+simulate.command(name="tiling", epilog=TILING_EPILOG)(simulate_tiling)
 app.add_typer(simulate, name="simulate")
 app.command(epilog=DEMO_EPILOG)(demo)
 

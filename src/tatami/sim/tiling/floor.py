@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from tatami.collective import AbstractPattern, Group, Phase, Role, Schedule, Step, Via, build
 from tatami.sim.tiling.work import Work, work_of
@@ -25,6 +26,10 @@ class Traffic(AbstractPattern):
             self._of[phase, source].append(step)
             self._of[phase, target].append(step)
 
+    @cached_property
+    def _num_rounds(self) -> int:
+        return 1 + max((phase for phase, *_ in self.messages), default=0)
+
     @property
     def role(self) -> Role:
         return Role.ALL_REDUCE
@@ -34,7 +39,7 @@ class Traffic(AbstractPattern):
         return "horizontal messages"
 
     def num_rounds(self, members: int) -> int:  # noqa: ARG002 - as many as the messages have phases
-        return 1 + max((phase for phase, *_ in self.messages), default=0)
+        return self._num_rounds
 
     def steps_of(self, group: Group, *, member: int, round: int) -> Iterator[Step]:
         yield from self._of.get((round, group.ranks[member]), ())
@@ -46,6 +51,11 @@ class Sum:
 
     ranks: tuple[int, ...]
     schedule: Schedule
+
+    @cached_property
+    def place_of(self) -> dict[int, int]:
+        """Which of the schedule's ranks each rank is."""
+        return {rank: place for place, rank in enumerate(self.ranks)}
 
 
 class Floor:

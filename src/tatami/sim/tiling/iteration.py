@@ -123,9 +123,9 @@ class Iteration:
             if replicated is None:
                 then()
             else:
-                self._sum(replicated, 0, replicated.ranks.index(rank), then)
+                self._sum(replicated, 0, replicated.place_of[rank], then)
 
-        self._sum(across, 0, across.ranks.index(rank), rest)
+        self._sum(across, 0, across.place_of[rank], rest)
 
     def _sum(self, what: Sum, number: int, place: int, then: Then) -> None:
         """Take part in a sum as its member `place`."""

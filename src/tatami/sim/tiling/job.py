@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tatami.cluster import Cluster
+from tatami.collective import ALGORITHMS
 from tatami.errors import PlanError
 from tatami.retiling import Decision, Retiler
 from tatami.sim.platforms import AbstractPlatform
@@ -31,13 +32,14 @@ class TilingJob:
         changes: of those speeds.
         retiler: None: the tiling stays.
         known_speeds: as of `tatami.retiling.Controller`.
-        vertical: the all-reduce in a column, a name in `tatami.collective.ALGORITHMS`; none that needs a shared window.
+        vertical: the all-reduce in a column, a name in `tatami.collective.ALGORITHMS`.
         flop_per_s: of speed 1; None: as `AlphaBetaCost` has it.
         state_copies: tensors of the optimizer for each weight that moves: 0 for SGD, 2 for Adam.
         skip: whether iterations that repeat themselves are left out.
 
     Raises:
-        PlanError: no layout and no tilings, or both; a processor that the cluster has not; fewer hosts than processors.
+        PlanError: no layout and no tilings, or both; a processor that the cluster has not; fewer hosts than
+            processors; an unknown `vertical`.
     """
 
     platform: AbstractPlatform
@@ -60,6 +62,8 @@ class TilingJob:
             raise PlanError("a tiled run is of a layout or of tilings, one of them")
         if self.tilings is not None and (self.retiler is not None or len(self.tilings) != len(self.workload.pairs)):
             raise PlanError("tilings are one for each pair of the workload, and are not laid anew: give a layout for that")
+        if self.vertical not in ALGORITHMS:
+            raise PlanError(f"there is no all-reduce {self.vertical!r} for columns; choose of: {', '.join(ALGORITHMS)}")
         if self.iterations < 1:
             raise PlanError(f"a tiled run has at least 1 iteration, not {self.iterations}")
         if len(self.platform.hosts) < self.cluster.size:

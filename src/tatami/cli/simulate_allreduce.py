@@ -1,0 +1,223 @@
+"""`tatami simulate allreduce`: which all-reduce, on which grid, before there is a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tatami.cli.simulate_options import Cores, PlatformFile, Sweep, SweepOption, chosen_platform, parse_sweep, started_runs
+from tatami.cli.terminal import show, show_json
+from tatami.collective import ALGORITHMS, Grid, Sync
+from tatami.errors import InputError
+from tatami.report import Table, blank, check_path, save
+from tatami.report.bar import progress_for
+from tatami.units import format_duration, format_size, parse_bandwidth, parse_duration, parse_size
+
+if TYPE_CHECKING:
+    from tatami.sim.allreduce import Case, Replayed, Software
+    from tatami.sim.platforms import AbstractPlatform
+
+ALLREDUCE_EPILOG = """
+[bold]Examples[/]
+
+tatami simulate allreduce --preset oakforest-like --sizes 102MB --algorithms native,ring,torus,torus_put --grids all
+
+tatami simulate allreduce --preset oakforest-like --nodes 64 --grids 8x8 --sweep latency=250ns,1us,4us --json
+
+tatami simulate allreduce --platform cluster.toml --algorithms ring,halving_doubling,hierarchical --plot sizes.png
+"""
+_GRIDDED = "torus"
+_SWEPT: dict[str, Callable[[str], Any]] = {
+    "latency": parse_duration,
+    "message": parse_duration,
+    "native": str,
+    "nodes": int,
+    "put": parse_duration,
+    "sum": parse_bandwidth,
+    "sync": Sync,
+}
+
+
+def simulate_allreduce(
+    *,
+    preset: Annotated[str | None, typer.Option(help="Machines by name.", show_default=False)] = None,
+    platform: PlatformFile = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of the preset.", show_default=False)] = None,
+    latency: Annotated[str | None, typer.Option(help="Of one cable of the preset.", show_default=False)] = None,
+    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="One on each host.")] = None,
+    sizes: Annotated[str, typer.Option(metavar="A,B,...", help="Of each rank's vector of float32.")] = "102 MB",
+    algorithms: Annotated[
+        str, typer.Option(metavar="A,B,...", help="Of those of tatami bench allreduce.")
+    ] = "native,torus_put",
+    grids: Annotated[
+        str | None, typer.Option(metavar="all|2x128,...", help="M x N of the tori.", show_default="as the library chooses")
+    ] = None,
+    across: Annotated[str, typer.Option(help="The all-reduce down the columns of tori.")] = "ring",
+    sync: Annotated[Sync, typer.Option(help="Of puts: fence, pscw or lock.")] = Sync.PSCW,
+    native: Annotated[str, typer.Option(help="What a native collective is: mpich, optimal, ring or whole.")] = "mpich",
+    message: Annotated[str, typer.Option(help="A sender's time for each message.")] = "0 s",
+    put: Annotated[str, typer.Option(help="A sender's time for each put.")] = "0 s",
+    sum_: Annotated[str | None, typer.Option("--sum", help="Rate of adding.", show_default="no time")] = None,
+    sweep: SweepOption = None,
+    cores: Cores = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times (.png, .pdf, .svg).")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each run, as it ends.")] = False,
+) -> None:
+    """Simulate all-reduces, transfer by transfer: over algorithms, grids and sizes."""
+    from tatami.sim.allreduce import Case, Software, replay
+
+    if plot is not None:
+        check_path(plot, force=force)
+    swept = parse_sweep(sweep, known=_SWEPT)
+    software = Software(
+        message_s=parse_duration(message),
+        put_s=parse_duration(put),
+        sum_bytes_per_s=float("inf") if sum_ is None else parse_bandwidth(sum_),
+    )
+    names = [name.strip() for name in algorithms.split(",")]
+    if unknown := [name for name in names if name not in ALGORITHMS]:
+        raise InputError(f"there is no all-reduce {unknown[0]!r}; choose of: {', '.join(ALGORITHMS)}")
+    cases: list[tuple[str | None, AbstractPlatform, Case]] = []
+    for value in swept.values:
+        given = {} if value is None else {swept.name: _parsed(swept, value)}
+        delay_s = given.get("latency", None if latency is None else parse_duration(latency))
+        machines = chosen_platform(preset, platform, nodes=given.get("nodes", nodes), latency_s=delay_s)
+        num_ranks = len(machines.hosts) if ranks is None else ranks
+        for size in sizes.split(","):
+            for name in names:
+                for grid in _grids(grids, ranks=num_ranks) if name.startswith(_GRIDDED) else [None]:
+                    case = Case(
+                        algorithm=name,
+                        ranks=num_ranks,
+                        size_bytes=parse_size(size.strip()),
+                        grid=grid,
+                        across=across,
+                        sync=given.get("sync", sync),
+                        native=given.get("native", native),
+                        software=_swept_software(software, given),
+                    )
+                    cases.append((value, machines, case))
+    jobs = [case.job(machines) for _, machines, case in cases]
+    progress = progress_for()
+    progress.start("simulating", total=len(jobs), unit="runs")
+
+    def done(index: int, result: Replayed) -> None:
+        progress.advance(1, fields={"algorithm": result.algorithm})
+        if as_json:
+            value, _, case = cases[index]
+            show_json(allreduce_record(case, result) | ({swept.name: value} if swept.name else {}))
+
+    with started_runs(cores) as started:
+        results = started.map(replay, jobs, done=done)
+    progress.finish()
+    labels = [_label(case) + (f", {swept.name} {value}" if swept.name else "") for value, _, case in cases]
+    if not as_json:
+        show(_table(labels, [case for *_, case in cases], results))
+    if plot is not None:
+        _draw(labels, [case for *_, case in cases], results, path=plot, force=force)
+
+
+def allreduce_record(case: Case, result: Replayed) -> dict[str, Any]:
+    """What `--json` says of a run."""
+    return {
+        "algorithm": case.algorithm,
+        "grid": None if case.grid is None else list(case.grid),
+        "ranks": case.ranks,
+        "size_bytes": case.size_bytes,
+        "across": case.across,
+        "sync": case.sync.value,
+        "native": case.native,
+        "total_s": result.total_s,
+        "bytes_moved": result.bytes_moved,
+        "phases": [{"what": title, "end_s": end_s} for title, end_s in result.phases],
+    }
+
+
+def _parsed(swept: Sweep, value: str) -> Any:
+    try:
+        return _SWEPT[swept.name](value)
+    except ValueError as error:
+        raise InputError(f"--sweep {swept.name}={value}: {error}") from None
+
+
+def _swept_software(software: Software, given: dict[str, Any]) -> Software:
+    return replace(
+        software,
+        message_s=given.get("message", software.message_s),
+        put_s=given.get("put", software.put_s),
+        sum_bytes_per_s=given.get("sum", software.sum_bytes_per_s),
+    )
+
+
+def _grids(text: str | None, *, ranks: int) -> Sequence[Grid | None]:
+    from tatami.sim.allreduce import grids_of
+
+    if text is None:
+        return [None]
+    if text == "all":
+        return grids_of(ranks)
+    grids = []
+    for each in text.split(","):
+        m, _, n = each.strip().partition("x")
+        if not (m.isdecimal() and n.isdecimal()):
+            raise InputError(f"--grids is all, or MxN,...: 2x128,16x16; not {text!r}")
+        grids.append((int(m), int(n)))
+    return grids
+
+
+def _label(case: Case) -> str:
+    return case.algorithm if case.grid is None else f"{case.algorithm} {case.grid[0]}x{case.grid[1]}"
+
+
+def _table(labels: Sequence[str], cases: Sequence[Case], results: Sequence[Replayed]) -> Table:
+    """A row for each way, a column for each size: time, and speed over the first row."""
+    sizes = sorted({case.size_bytes for case in cases})
+    times: dict[str, dict[int, float]] = {}
+    for label, case, result in zip(labels, cases, results, strict=True):
+        times.setdefault(label, {})[case.size_bytes] = result.total_s
+    first = next(iter(times.values()))
+    rows = [
+        (
+            label,
+            *(f"{format_duration(found[size], digits=4)}  {first[size] / found[size]:.2f} x" for size in sizes),
+        )
+        for label, found in times.items()
+    ]
+    order = [found[sizes[-1]] for found in times.values()]
+    return Table(
+        title=f"simulated all-reduce of {cases[0].ranks} ranks, and its speed over {next(iter(times))}",
+        headers=("algorithm", *(format_size(size, digits=3) for size in sizes)),
+        rows=tuple(rows),
+        numbers=frozenset(range(1, len(sizes) + 1)),
+        best=order.index(min(order)),
+    )
+
+
+def _draw(labels: Sequence[str], cases: Sequence[Case], results: Sequence[Replayed], *, path: Path, force: bool) -> None:
+    from tatami.report.bandwidth import draw_bandwidth
+
+    figure, ax = blank(width_in=9.0)
+    if len({case.size_bytes for case in cases}) > 1:
+        records = [
+            {
+                "algorithm": label,
+                "size_bytes": case.size_bytes,
+                "bandwidth_bytes_per_s": case.size_bytes / result.total_s,
+            }
+            for label, case, result in zip(labels, cases, results, strict=True)
+        ]
+        draw_bandwidth(ax, records)
+    else:
+        places = range(len(labels))
+        ax.barh(list(places), [1000 * result.total_s for result in results], color="#3f7256")
+        ax.set_yticks(list(places), list(labels))
+        ax.invert_yaxis()
+        ax.set_xlabel(f"ms for {format_size(cases[0].size_bytes, digits=3)}")
+        ax.grid(axis="x", alpha=0.25)
+    ax.set_title(f"simulated all-reduce, {cases[0].ranks} ranks", fontsize=10)
+    save(figure, path, force=force)

@@ -1,0 +1,188 @@
+"""`tatami simulate tiling`: what a tiling is worth, and what re-tiling mends, on machines that you do not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tatami.cli.simulate_options import Cores, SweepOption, parse_sweep, started_runs
+from tatami.cli.terminal import show, show_json
+from tatami.cluster import Cluster, parse_speeds, read_cluster
+from tatami.errors import InputError
+from tatami.report import Table, blank, check_path, save
+from tatami.report.bar import progress_for
+from tatami.retiling import Retiler
+from tatami.tiling import plan
+from tatami.units import format_duration, parse_duration
+from tatami.workload import net_workload
+
+if TYPE_CHECKING:
+    from tatami.sim.tiling import Change, TilingRun
+
+TILING_EPILOG = """
+[bold]Examples[/]
+
+tatami simulate tiling cluster.toml --net 203-80-26 --samples 1024 --planner srpm,even
+
+tatami simulate tiling --speeds 1,1,0.5,0.25 --slow p0:3@iteration:30 --retile --iterations 80
+
+tatami simulate tiling cluster.toml --retile --sweep every=5,10,20 --json
+"""
+_SWEPT: dict[str, Callable[[str], Any]] = {"every": int, "iterations": int, "samples": int, "vertical": str}
+
+
+def simulate_tiling(
+    cluster: Annotated[
+        Path | None, typer.Argument(metavar="CLUSTER.TOML", help="The machines and their links.", show_default=False)
+    ] = None,
+    *,
+    speeds: Annotated[str | None, typer.Option(help="Relative speeds, in place of a file.")] = None,
+    net: Annotated[str, typer.Option(help="Sizes of the layers: inputs-hidden-...-outputs.")] = "203-80-26",
+    samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch.")] = 1024,
+    planner: Annotated[str, typer.Option(metavar="A,B,...", help="Who lays the tiles.")] = "srpm",
+    iterations: Annotated[int, typer.Option(min=1, help="How many.")] = 20,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME:F@WHEN", help="F times slower from iteration:N, or from a time, as 2s; may be given again."),
+    ] = None,
+    retile: Annotated[bool, typer.Option("--retile", help="Check the balance, and lay the tiles anew.")] = False,
+    every: Annotated[int, typer.Option(min=1, help="Iterations between checks.")] = 20,
+    unknown: Annotated[bool, typer.Option("--unknown", help="Plan for equal speeds: nothing is known at first.")] = False,
+    vertical: Annotated[str, typer.Option(help="The all-reduce in a column.")] = "halving_doubling",
+    sweep: SweepOption = None,
+    cores: Cores = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time over iterations (.png, .pdf, .svg).")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each run, as it ends.")] = False,
+) -> None:
+    """Simulate the iterations of a tiled network, with speeds that change, and with the re-tiling that answers."""
+    from tatami.sim.platforms import ClusterPlatform
+    from tatami.sim.tiling import TilingJob, rehearse
+
+    if plot is not None:
+        check_path(plot, force=force)
+    swept = parse_sweep(sweep, known=_SWEPT)
+    machines = _machines(cluster, speeds)
+    believed = machines
+    if unknown:
+        believed = replace(machines, processors=tuple(replace(each, speed=1.0) for each in machines.processors))
+    labels, jobs = [], []
+    for value in swept.values:
+        given = {} if value is None else {swept.name: _parsed(swept.name, value)}
+        workload = net_workload(net, samples=given.get("samples", samples))
+        for name in planner.split(","):
+            labels.append(name.strip() + (f", {swept.name} {value}" if value else ""))
+            jobs.append(
+                TilingJob(
+                    platform=ClusterPlatform(cluster=machines),
+                    cluster=believed,
+                    workload=workload,
+                    layout=plan(name.strip(), cluster=believed, workload=workload).layout,
+                    iterations=given.get("iterations", iterations),
+                    speeds=tuple(machines.speeds.values()),
+                    changes=tuple(_change(text) for text in slow or ()),
+                    retiler=Retiler(every=given.get("every", every)) if retile else None,
+                    known_speeds=not unknown,
+                    vertical=given.get("vertical", vertical),
+                )
+            )
+    progress = progress_for()
+    progress.start("simulating", total=len(jobs), unit="runs")
+
+    def done(index: int, run: TilingRun) -> None:
+        progress.advance(1, fields={"planner": labels[index]})
+        if as_json:
+            show_json(tiling_record(labels[index], run))
+
+    with started_runs(cores) as started:
+        found = started.map(rehearse, jobs, done=done)
+    progress.finish()
+    if not as_json:
+        show(_table(labels, found, title=f"{net}, {machines.size} processors"))
+        for label, run in zip(labels, found, strict=True):
+            for decision in run.decisions:
+                show(f"{label}: {decision.reason}")
+    if plot is not None:
+        _draw(labels, found, path=plot, force=force)
+
+
+def tiling_record(label: str, run: TilingRun) -> dict[str, Any]:
+    """What `--json` says of a run."""
+    return {
+        "planner": label,
+        "total_s": run.total_s,
+        "first_s": run.iteration_s[0],
+        "last_s": run.iteration_s[-1],
+        "iterations": len(run.iteration_s),
+        "bytes_moved": run.bytes_moved,
+        "decisions": [
+            {"iteration": each.iteration, "kind": each.kind.value, "ratio": each.ratio, "moving_s": move_s}
+            for each, move_s in zip(run.decisions, run.move_s, strict=True)
+        ],
+    }
+
+
+def _machines(file: Path | None, speeds: str | None) -> Cluster:
+    if (file is None) == (speeds is None):
+        raise InputError("which machines? Give a cluster file (`tatami probe` writes one), or --speeds 1,1,0.5,0.25; not both")
+    if file is not None:
+        return read_cluster(file)
+    assert speeds is not None
+    return Cluster.from_speeds(parse_speeds(speeds))
+
+
+def _parsed(name: str, value: str) -> Any:
+    try:
+        return _SWEPT[name](value)
+    except ValueError as error:
+        raise InputError(f"--sweep {name}={value}: {error}") from None
+
+
+def _change(text: str) -> Change:
+    """p0:3@iteration:30, or p0:3@2s."""
+    from tatami.sim.tiling import Change
+
+    name, colon, rest = text.partition(":")
+    factor, at, when = rest.partition("@")
+    try:
+        slower = float(factor)
+        if not (colon and at and slower > 0):
+            raise ValueError(text)
+        if when.startswith("iteration:"):
+            return Change(processor=name, factor=1 / slower, at_iteration=int(when.removeprefix("iteration:")))
+        return Change(processor=name, factor=1 / slower, at_s=parse_duration(when))
+    except ValueError as error:
+        raise InputError(f"--slow is NAME:FACTOR@iteration:N or NAME:FACTOR@TIME, as p0:3@2s; not {text!r} ({error})") from None
+
+
+def _table(labels: Sequence[str], found: Sequence[TilingRun], *, title: str) -> Table:
+    rows = tuple(
+        (
+            label,
+            format_duration(run.iteration_s[0], digits=4),
+            format_duration(run.iteration_s[-1], digits=4),
+            format_duration(run.total_s, digits=4),
+            f"{run.compute_s[-1][0] / run.compute_s[-1][1]:.2f}",
+            str(sum(decision.remaps for decision in run.decisions)),
+        )
+        for label, run in zip(labels, found, strict=True)
+    )
+    totals = [run.total_s for run in found]
+    headers = ("planner", "first\niteration", "last\niteration", "all", "slowest /\nfastest", "re-mappings")
+    return Table(title=title, headers=headers, rows=rows, numbers=frozenset(range(1, 6)), best=totals.index(min(totals)))
+
+
+def _draw(labels: Sequence[str], found: Sequence[TilingRun], *, path: Path, force: bool) -> None:
+    figure, ax = blank()
+    for label, run in zip(labels, found, strict=True):
+        ax.step(range(1, len(run.iteration_s) + 1), [1000 * each for each in run.iteration_s], where="mid", label=label)
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("iteration")
+    ax.set_ylabel("ms")
+    ax.grid(alpha=0.25)
+    ax.legend(frameon=False)
+    save(figure, path, force=force)

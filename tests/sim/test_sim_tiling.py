@@ -1,0 +1,332 @@
+"""Tilings replayed: closed forms, speeds that change, and the controller's decisions, which are those of a run in threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sim_rig import call, needs_simgrid, started
+from torch import nn
+
+from tatami.cluster import Cluster, Link, Processor
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError, PlanError
+from tatami.nn import Phase, TiledModel, tile
+from tatami.retiling import Decision, Kind, Retiler
+from tatami.sim.platforms import ClusterPlatform
+from tatami.sim.processes import Runs
+from tatami.sim.tiling import Change, TilingJob, TilingRun, rehearse, work_of
+from tatami.sim.tiling.changes import Speeds
+from tatami.testing.worlds import World
+from tatami.tiling import AlphaBetaCost, Column, Layout, plan
+from tatami.train import Trainer
+from tatami.workload import Pair, Workload, net_workload
+
+NETTALK = Workload.mlp(203, 80, 26, samples=1024)
+LINK = Link(bandwidth_bytes_per_s=1e8, latency_s=1e-4)
+MFLOP = 1e6
+
+
+def cluster_of(speeds: list[float]) -> Cluster:
+    """A machine for each, on one network."""
+    processors = tuple(Processor(name=f"p{i}", speed=speed, host=f"h{i}") for i, speed in enumerate(speeds))
+    return Cluster(processors=processors, local=Link(bandwidth_bytes_per_s=1e12, latency_s=0.0), network=LINK)
+
+
+def grid(columns: int, rows: int) -> Layout:
+    """Equal tiles, p0, p1, ... down the columns."""
+    return Layout(
+        columns=tuple(
+            Column(
+                width=1 / columns,
+                processors=tuple(f"p{column * rows + row}" for row in range(rows)),
+                heights=(1 / rows,) * rows,
+            )
+            for column in range(columns)
+        )
+    )
+
+
+def job(planned: list[float], **changed: object) -> TilingJob:
+    cluster = cluster_of(planned)
+    given: dict[str, object] = {
+        "platform": ClusterPlatform(cluster=cluster),
+        "cluster": cluster,
+        "workload": NETTALK,
+        "iterations": 1,
+        "flop_per_s": 100 * MFLOP,
+    }
+    if not {"layout", "tilings"} & set(changed):
+        given["layout"] = plan("srpm", cluster=cluster, workload=NETTALK).layout
+    return TilingJob(**(given | changed))  # type: ignore[arg-type]
+
+
+def rehearsed(job: TilingJob) -> TilingRun:
+    return call(rehearse, job)
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        NETTALK,
+        net_workload("20-16-12-8", samples=64, bias=True),
+        Workload(samples=6, pairs=(Pair(inputs=3, units=4, outputs=2, input_gradient=True),), replicated_flop_per_sample=7),
+    ],
+)
+def test_the_work_of_a_tile_is_that_of_table_1(workload: Workload) -> None:
+    tilings = grid(1, 2).cut_pairs(workload)
+    for name in ("p0", "p1"):
+        tiles = [tiling.by_processor[name] for tiling in tilings]
+        work = work_of(tiles, workload=workload)
+        height = tiles[0].units.size / workload.pairs[0].units
+        assert work.total_flop == pytest.approx(workload.flop(width=1.0, height=height), rel=1e-12)
+        assert min(work.forward_flop, work.backward_flop, work.update_flop) > 0
+
+
+@needs_simgrid
+def test_one_column_takes_its_closed_form() -> None:
+    """Two equal tiles above each other: a ring of two is two hops of half the output layer."""
+    workload = Workload.mlp(203, 80, 26, samples=1024)
+    found = rehearsed(job([1.0, 1.0], layout=grid(1, 2), vertical="ring"))
+    cost = AlphaBetaCost(flop_per_s=100 * MFLOP).price(grid(1, 2), cluster=cluster_of([1.0, 1.0]), workload=workload)
+    assert found.total_s == pytest.approx(cost.total, rel=1e-6)
+    assert cost.vertical == pytest.approx(2 * (1e-4 + 1024 * 26 * 4 / 2 / 1e8))
+    assert found.bytes_moved == 2 * 1024 * 26 * 4
+
+
+@needs_simgrid
+def test_a_grid_of_two_by_three_takes_its_closed_form() -> None:
+    """Rings down the columns, one message each way across them; 3 rows of 78 units, two columns."""
+    workload = Workload.mlp(203, 78, 26, samples=1200)
+    speeds = [1.0] * 6
+    found = rehearsed(job(speeds, workload=workload, layout=grid(2, 3), vertical="ring"))
+    cost = AlphaBetaCost(flop_per_s=100 * MFLOP).price(grid(2, 3), cluster=cluster_of(speeds), workload=workload)
+    assert found.total_s == pytest.approx(cost.total, rel=1e-6)
+    assert found.compute_s[0] == pytest.approx((cost.compute, cost.compute))
+
+
+@needs_simgrid
+def test_a_column_waits_for_its_slowest() -> None:
+    found = rehearsed(job([1.0, 0.25], layout=grid(1, 2), vertical="ring"))
+    slow, fast = found.compute_s[0]
+    assert slow == pytest.approx(4 * fast)
+    assert found.total_s > slow
+
+
+@needs_simgrid
+@pytest.mark.parametrize("layout", [grid(2, 2), grid(4, 1)])
+def test_leaving_out_iterations_that_repeat_themselves_changes_nothing(layout: Layout) -> None:
+    changes = (
+        Change(processor="p1", factor=0.5, at_iteration=9),
+        Change(processor="p2", factor=0.3, at_s=3.0),
+        Change(processor="p1", factor=1.0, at_s=6.05),
+    )
+    arguments = {"layout": layout, "iterations": 24, "changes": changes, "retiler": Retiler(every=4, window=3)}
+    short, whole = (
+        rehearsed(job([1.0, 0.8, 1.0, 0.5], **arguments)),
+        rehearsed(job([1.0, 0.8, 1.0, 0.5], skip=False, **arguments)),
+    )
+    assert short.num_simulated < whole.num_simulated == 24
+    assert short.iteration_s == pytest.approx(whole.iteration_s, rel=1e-6)
+    assert short.total_s == pytest.approx(whole.total_s, rel=1e-6)
+    assert [each.kind for each in short.decisions] == [each.kind for each in whole.decisions]
+    assert short.tilings == whole.tilings
+    assert short.bytes_moved == pytest.approx(whole.bytes_moved, rel=1e-6)
+
+
+def test_work_goes_on_at_the_speed_of_the_time() -> None:
+    changes = (Change(processor="a", factor=0.5, at_s=2.0), Change(processor="a", factor=2.0, at_s=4.0))
+    speeds = Speeds({"a": 10.0, "b": 10.0}, changes=changes)
+    assert speeds.finish_s("a", work_flop=10, begin_s=0.5) == pytest.approx(1.5)
+    assert speeds.finish_s("a", work_flop=20, begin_s=1.0) == pytest.approx(4.0)
+    assert speeds.finish_s("a", work_flop=60, begin_s=1.0) == pytest.approx(6.0)
+    assert speeds.finish_s("a", work_flop=20, begin_s=9.0) == pytest.approx(10.0)
+    assert speeds.finish_s("b", work_flop=60, begin_s=1.0) == pytest.approx(7.0)
+
+
+@needs_simgrid
+def test_moving_is_paid_for() -> None:
+    """To two columns, where both need all units: 40 go each way, (203 + 26) x 4 bytes each, threefold with Adam."""
+    for copies in (0, 2):
+        found = rehearsed(
+            job(
+                [1.0, 1.0],
+                speeds=(3.0, 1.0),
+                layout=grid(1, 2),
+                iterations=8,
+                retiler=Retiler(every=4, window=2),
+                known_speeds=False,
+                state_copies=copies,
+            )
+        )
+        assert [decision.remaps for decision in found.decisions] == [True, False]
+        moved_bytes = 40 * 229 * 4 * (1 + copies)
+        assert found.move_s[0] == pytest.approx(1e-4 + moved_bytes / 1e8)
+        assert found.move_s[1] == 0.0
+        assert {tile.processor: tile.area for tile in found.tilings[0].tiles} == {"p0": 768 * 80, "p1": 256 * 80}
+        assert found.iteration_s[-1] < found.iteration_s[0] * 0.6
+
+
+# -- the same decisions as in threads -------------------------------------------------------------------------------------
+
+SAMPLES, UNITS, EVERY, CHECKS = 256, 128, 4, 8
+SPEEDS = (1.0, 1.0, 0.5, 0.25)
+
+
+class Machine:
+    """A rank's clock and pace: backward takes the flop of its tile over its speed, and nothing else takes time."""
+
+    def __init__(self, flop_per_s: float) -> None:
+        self.flop_per_s = flop_per_s
+        self.model: TiledModel | None = None
+        self._time_s = 0.0
+
+    def now_s(self) -> float:
+        return self._time_s
+
+    def sleep(self, duration_s: float) -> None:
+        self._time_s += duration_s
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        model = self.model
+        if model is not None and model.phases.current is Phase.BACKWARD and model.tile is not None:
+            tiles = [tiling.by_processor[model.name] for tiling in model.tilings]
+            self.sleep(work_of(tiles, workload=model.workload).total_flop / self.flop_per_s)
+
+
+@needs_simgrid
+@pytest.mark.threads_only
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("planner", ["srpm", "even"])
+def test_the_decisions_are_those_of_a_run_in_threads(world: World, planner: str) -> None:
+    """Nothing is known of the speeds at first; after eight checks rank 1 becomes slower by three; eight more follow."""
+    torch.manual_seed(0)
+    built = nn.Sequential(nn.Linear(3, UNITS), nn.Tanh(), nn.Linear(UNITS, 2)).double()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 3, generator=generator, dtype=torch.float64)
+    y = torch.rand(SAMPLES, 2, generator=generator, dtype=torch.float64)
+    retiler = Retiler(every=EVERY, window=3)
+
+    def body(comm: AbstractCommunicator) -> tuple[list[Decision], Cluster, Workload, Layout]:
+        machine = Machine(SPEEDS[comm.rank] * MFLOP)
+        model = tile(built, comm, batch_size=SAMPLES, speeds="equal", planner=planner, quiet=True, clock=machine, pace=machine)
+        machine.model = model
+        first = (model.cluster, model.workload, model.layout)
+        trainer = Trainer(
+            model, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss=nn.MSELoss(), retile=retiler
+        )
+        checks = trainer.fit((x, y), batch_size=SAMPLES, iterations=CHECKS * EVERY).checks
+        if comm.rank == 1:
+            machine.flop_per_s /= 3
+        checks += trainer.fit((x, y), batch_size=SAMPLES, iterations=CHECKS * EVERY).checks
+        return [check.decision for check in checks], *first
+
+    real, cluster, workload, layout = world(body)[0]
+    simulated = rehearsed(
+        TilingJob(
+            platform=ClusterPlatform(cluster=cluster),
+            cluster=cluster,
+            workload=workload,
+            layout=layout,
+            iterations=2 * CHECKS * EVERY,
+            speeds=SPEEDS,
+            flop_per_s=MFLOP,
+            changes=(Change(processor="p1", factor=1 / 3, at_iteration=CHECKS * EVERY + 1),),
+            retiler=retiler,
+            known_speeds=False,
+        )
+    ).decisions
+    assert len(real) == len(simulated) == 2 * CHECKS
+    assert [each.kind for each in simulated] == [each.kind for each in real]
+    assert sum(each.remaps for each in simulated) >= 2
+    for one, other in zip(simulated, real, strict=True):
+        assert one.tiling == other.tiling
+        assert one.reason.split("; speeds")[0].split(", but")[0] == other.reason.split("; speeds")[0].split(", but")[0]
+        assert one.ratio == pytest.approx(other.ratio, rel=1e-6)
+
+
+@needs_simgrid
+@pytest.mark.parametrize("rule", ["settling", "published"])
+def test_drpm_settles_and_settles_again(rule: str) -> None:
+    """Condition A of the paper: five processors, of which nothing is known; then the fastest becomes a quarter as fast."""
+    speeds = (0.25, 0.31, 0.63, 1.0, 1.0)
+    retiler = Retiler() if rule == "settling" else Retiler.published()
+    layout = plan("even", cluster=cluster_of([1.0] * 5), workload=NETTALK).layout
+    found = rehearsed(
+        job(
+            [1.0] * 5,
+            speeds=speeds,
+            layout=layout,
+            iterations=200,
+            retiler=retiler,
+            known_speeds=False,
+            flop_per_s=10 * MFLOP,
+            changes=(Change(processor="p4", factor=0.25, at_iteration=101),),
+        )
+    )
+    assert found.decisions[0].kind is Kind.WHOLE
+    assert found.decisions[5].remaps
+    assert found.iteration_s[99] < 0.7 * found.iteration_s[0]
+    assert found.iteration_s[100] > 1.5 * found.iteration_s[99]
+    assert found.iteration_s[199] < 0.8 * found.iteration_s[100]
+    assert found.num_simulated < 80
+
+
+@needs_simgrid
+def test_two_hundred_processors() -> None:
+    """Every fourth is half as fast, which nobody knew; then one becomes less than half as fast."""
+    speeds = tuple(1.0 if index % 4 else 0.5 for index in range(200))
+    found = rehearsed(
+        job(
+            [1.0] * 200,
+            speeds=speeds,
+            workload=Workload.mlp(64, 4000, 16, samples=2000),
+            layout=grid(2, 100),
+            iterations=40,
+            retiler=Retiler(every=10, window=3),
+            flop_per_s=10 * MFLOP,
+            changes=(Change(processor="p7", factor=0.45, at_iteration=21),),
+        )
+    )
+    assert [decision.kind for decision in found.decisions] == [Kind.COLUMNS, Kind.KEEP, Kind.COLUMNS, Kind.KEEP]
+    assert found.iteration_s[19] < 0.65 * found.iteration_s[0]
+    assert found.iteration_s[20] > 1.5 * found.iteration_s[19]
+    assert found.iteration_s[39] < 1.05 * found.iteration_s[19]
+    assert found.num_simulated < 16
+
+
+@needs_simgrid
+def test_the_same_again_on_one_core_or_two() -> None:
+    jobs = [job([1.0, 0.5, 0.7], iterations=5, flop_per_s=flop * MFLOP) for flop in (1.0, 3.0)]
+    two = started().map(rehearse, jobs, timeout_s=100)
+    with Runs(cores=1) as own:
+        assert own.map(rehearse, jobs) == two
+
+
+@needs_simgrid
+def test_golden_times() -> None:
+    found = rehearsed(job([0.25, 0.31, 0.63, 1.0, 1.0], iterations=3))
+    assert found.iteration_s == pytest.approx((0.25364164,) * 3, rel=1e-9)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(InputError, match=r"p0's speed needs a finite factor > 0, not 0"):
+        Change(processor="p0", factor=0, at_s=1.0)
+    with pytest.raises(InputError, match="either at_s or at_iteration"):
+        Change(processor="p0", factor=0.5)
+    with pytest.raises(InputError, match="at >= 0 s, or at iteration >= 1"):
+        Change(processor="p0", factor=0.5, at_s=-1.0)
+    with pytest.raises(PlanError, match="there is no processor 'p9' in the cluster, which has p0, p1"):
+        job([1.0, 1.0], changes=(Change(processor="p9", factor=0.5, at_s=1.0),))
+    with pytest.raises(PlanError, match="has 2 hosts for 3 processors"):
+        job([1.0, 1.0, 1.0], platform=ClusterPlatform(cluster=cluster_of([1.0, 1.0])))
+    with pytest.raises(PlanError, match="at least 1 iteration, not 0"):
+        job([1.0], iterations=0)
+    with pytest.raises(PlanError, match="3 true speeds are given for 2 processors"):
+        job([1.0, 1.0], speeds=(1.0, 1.0, 1.0))
+    with pytest.raises(PlanError, match="of a layout or of tilings, one of them"):
+        job([1.0], layout=None)
+    with pytest.raises(PlanError, match="are not laid anew"):
+        job([1.0, 1.0], tilings=grid(1, 2).cut_pairs(NETTALK), retiler=Retiler())
