@@ -23,6 +23,8 @@ from tatami.server.processes import Identity, is_running, kill, machine
 BOOT_TIMEOUT_S = 120.0
 _END_S = 2.0
 """Processes that do not end within it, as they hang, are killed."""
+_PULSE_S = 0.25
+"""Between signs of life, where the heartbeat does not ask for more: so well a report knows when a process failed."""
 _SHUN_S = 20.0
 """For so long nobody is started where somebody has died, if there is another node: Ray takes as long to see a dead one."""
 
@@ -154,7 +156,7 @@ class Crew:
 
     def _watch(self, number: int, member: Member) -> None:
         """Keep one call pending: it fails within milliseconds of a death, and its delay tells of a process that hangs."""
-        pulse = member.actor.watch.options(concurrency_group="pulse").remote(self._heartbeat_s / 4)
+        pulse = member.actor.watch.options(concurrency_group="pulse").remote(min(_PULSE_S, self._heartbeat_s / 4))
         self._calls.add(pulse, done=partial(self._alive, number, member), failed=partial(self._dead, number, member))
 
     def _alive(self, number: int, member: Member, _: Any) -> None:
