@@ -126,6 +126,25 @@ def test_a_rank_that_is_killed_is_named(job: Job) -> None:
     assert "BAD TERMINATION" not in ended.out + ended.err
 
 
+@pytest.mark.parametrize("algorithm", ["shared", "ring", "torus_put", "native"])
+def test_a_rank_that_dies_in_mid_reduce_is_named(job: Job, algorithm: str) -> None:
+    script = """
+        import os, signal, sys, threading
+        from tatami.comm import AllReduce, init
+        comm = init(timeout_s=60)
+        reduce = AllReduce(comm, size=1 << 20, algorithm=sys.argv[1])
+        for step in range(10_000):
+            if comm.rank == 1 and step == 3:
+                threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            reduce.run()
+    """
+    ended = job(script, algorithm, ranks=4)
+    assert ended.code != 0
+    assert ended.took_s < 40.0
+    assert "tatami run: rank 1 (pid " in ended.err
+    assert ") was killed by signal 9 (SIGKILL); the other ranks are stopped" in ended.err
+
+
 @pytest.mark.parametrize("moment", ["before init", "after init"])
 def test_a_rank_that_leaves_without_a_word_is_named(job: Job, moment: str) -> None:
     script = """
