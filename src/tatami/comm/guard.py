@@ -10,10 +10,13 @@ It is started by its path, and imports the standard library alone: it must cost 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
 import socket
+import stat
 import sys
+import termios
 import time
 from types import FrameType
 
@@ -21,7 +24,9 @@ LAST_WORDS = "TATAMI_LAST_WORDS"
 """The variable with the directory in which a dying rank leaves its message for `tatami run`."""
 _PR_SET_PDEATHSIG = 1
 """prctl(2): the signal a process gets when its parent dies."""
-_READING_TIME_S = 0.2
+_PATIENCE_S = 2.0
+"""For a launcher that does not read."""
+_PASSING_ON_S = 0.1
 _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
 
@@ -59,7 +64,8 @@ def say_last(message: str) -> None:
     """Say on standard error why this rank ends the job, in a way that the end of the job cannot swallow.
 
     MPI's launchers drop what they have not yet read of a rank's output when a rank aborts. A file of `tatami run`, which prints
-    it when all is over, is not dropped. Without one (other machines, other launchers) the launcher gets a moment to read.
+    it when all is over, is not dropped; it serves for the message. For what this rank has printed before, and where there is
+    no such file (other machines, other launchers), the launcher gets the time to read.
     """
     directory = os.environ.get(LAST_WORDS)
     if directory is not None and os.path.isdir(directory):
@@ -67,9 +73,28 @@ def say_last(message: str) -> None:
         with open(name + ".part", "w", encoding="utf-8") as file:
             file.write(message + "\n")
         os.replace(name + ".part", name)
-        return
-    print(message, file=sys.stderr, flush=True)
-    time.sleep(_READING_TIME_S)
+    else:
+        print(message, file=sys.stderr, flush=True)
+    _await_reader()
+
+
+def _await_reader() -> None:
+    """Return when the launcher has read this process's output, and has had a moment to pass it on."""
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while any(_unread(output) for output in (1, 2)) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    time.sleep(_PASSING_ON_S)
+
+
+def _unread(output: int) -> bool:
+    """Whether bytes wait in this pipe; of what is no pipe nothing is known."""
+    try:
+        if not stat.S_ISFIFO(os.fstat(output).st_mode):
+            return False
+        count = fcntl.ioctl(output, termios.FIONREAD, bytes(4))
+    except OSError:
+        return False
+    return int.from_bytes(count, sys.byteorder) > 0
 
 
 if __name__ == "__main__":
