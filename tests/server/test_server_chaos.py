@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,15 @@ class Nodes:
         with on_loopback(ray):
             while len(self.cluster.list_all_nodes()) < 3:
                 self.cluster.add_node(wait=False, **self._arguments)
+
+    def await_all(self) -> None:
+        """Return when Ray knows all three."""
+        wanted = {each.node_id for each in self.cluster.list_all_nodes()}
+        deadline_s = time.monotonic() + 60.0
+        list_nodes: Any = ray.nodes
+        while not wanted <= {each["NodeID"] for each in list_nodes() if each["Alive"]}:
+            assert time.monotonic() < deadline_s, "Ray's nodes do not come up"
+            time.sleep(0.1)
 
     def kill(self, node: str) -> None:
         for each in self.cluster.list_all_nodes():
@@ -176,6 +186,7 @@ def test_the_death_of_a_node_costs_no_parameter_and_no_round(
 
     blow = Blow(version=3, target=Target.NODE, death=Death.KILL, delay_s=0.0, pick=0.0)
     storm = Storm([blow], saved=False, kill_node=nodes.kill, spared_nodes=frozenset({nodes.head}))
+    nodes.await_all()
     outcome = run(pool, tmp_path, on_round=note, rounds=ROUNDS, spares=1)
     nodes.complete()
     (dead,) = {whom for _, whom in storm.dealt}
