@@ -8,16 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from simgrid_here import needs_simgrid
 from tatami.cli.app import app
-from tatami.errors import MissingExtraError
-from tatami.sim.engine import require_simgrid
 
-try:
-    require_simgrid()
-    MISSING = ""
-except MissingExtraError as error:
-    MISSING = str(error)
-needs_simgrid = pytest.mark.skipif(bool(MISSING), reason=MISSING or "SimGrid is here")
 SMALL = ["simulate", "server", "--preset", "paper-server-10k", "--workers", "100", "--rounds", "3000"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from simgrid_here import needs_simgrid
 from tatami.cli.app import app
 
-needs_simgrid = pytest.mark.skipif(importlib.util.find_spec("simgrid") is None, reason="SimGrid is not installed: make setup")
 ALLREDUCE = ["simulate", "allreduce", "--preset", "oakforest-like", "--nodes", "8"]
 TILING = ["simulate", "tiling", "--speeds", "1,1,0.5,0.25"]
 

@@ -8,28 +8,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TypeVar
 
-import pytest
-
-from tatami.errors import MissingExtraError
-from tatami.sim.engine import require_simgrid
 from tatami.sim.platforms import AbstractPlatform
 from tatami.sim.processes import Runs
 from tatami.sim.stage import Stage, play
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-
-
-def _missing() -> str:
-    try:
-        require_simgrid()
-    except MissingExtraError as error:
-        return str(error)
-    return ""
-
-
-MISSING = _missing()
-needs_simgrid = pytest.mark.skipif(bool(MISSING), reason=MISSING or "SimGrid is here")
 
 
 @cache

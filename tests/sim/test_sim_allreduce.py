@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from sim_rig import call, needs_simgrid, started
+from sim_rig import call, started
 
+from simgrid_here import needs_simgrid
 from tatami.collective import AbstractPattern, Explicit, Group, Phase, Role, Schedule, Step, Sync, Via, build, simulate
 from tatami.errors import InputError, ScheduleError
 from tatami.sim.allreduce import (

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sim_rig import Transfers, call, ends, needs_simgrid
+from sim_rig import Transfers, call, ends
 
+from simgrid_here import needs_simgrid
 from tatami.cluster import Cluster, Link, Processor
 from tatami.errors import ClusterError, InputError, MissingExtraError
 from tatami.sim.platforms import RDMA, ClusterPlatform, FatTree, Group, Tree, Wire, XmlPlatform, preset, read_platform

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from sim_rig import needs_simgrid, started
+from sim_rig import started
 
+from simgrid_here import needs_simgrid
 from tatami.server.consistency import SSP
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
 from tatami.sim.platforms import RDMA, Group, Tree, Wire

@@ -9,8 +9,9 @@ from functools import cache
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sim_rig import needs_simgrid, started
+from sim_rig import started
 
+from simgrid_here import needs_simgrid
 from tatami.errors import InputError
 from tatami.server.recovery import Checkpoint, FromServers, Ignore
 from tatami.sim.processes import Runs

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
-from sim_rig import Ends, Transfers, call, ends, needs_simgrid, started
+from sim_rig import Ends, Transfers, call, ends, started
 
+from simgrid_here import needs_simgrid
 from tatami.errors import SimulationError
 from tatami.sim.platforms import RDMA, TCP, Fabric, Group, Tree, Wire, preset
 from tatami.sim.processes import Runs

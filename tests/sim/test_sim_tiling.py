@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sim_rig import call, needs_simgrid, started
+from sim_rig import call, started
 from torch import nn
 
+from simgrid_here import needs_simgrid
 from tatami.cluster import Cluster, Link, Processor
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, PlanError

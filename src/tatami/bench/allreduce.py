@@ -7,7 +7,6 @@ before it is timed. A time is that of the slowest rank.
 from __future__ import annotations
 
 import socket
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +15,8 @@ from typing import Any
 
 import torch
 
-from tatami.bench.interleaved import Contestant, interleaved
+from tatami.bench.interleaved import Contestant
+from tatami.bench.measuring import measured, message_record, times
 from tatami.collective import ALGORITHMS, Timing, TuningTable
 from tatami.comm.allreduce import AUTO, AllReduce
 from tatami.comm.base import AbstractCommunicator
@@ -29,8 +29,6 @@ SIZES_BYTES = (KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * M
 MPI, GLOO = "mpi", "gloo"
 RIVALS = (MPI, GLOO)
 ELEMENT_BYTES = 4
-MOST_REPEATS = 20_000
-CALIBRATIONS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,17 +88,15 @@ def bench_allreduce(benchmark: AllReduceBenchmark, comm: AbstractCommunicator) -
                 made[name] = AllReduce(comm, size=size, algorithm=algorithm, across=across)
                 tensor, run = made[name].buffer, made[name].run
             _check(name, tensor, run, comm)
-            contestants[name] = _times(run)
-        for name, record in measured(contestants, comm, rounds=benchmark.rounds, seconds=benchmark.seconds).items():
+            contestants[name] = times(run)
+        timed = measured(contestants, comm, rounds=benchmark.rounds, seconds=benchmark.seconds)
+        for name, seconds in timed.items():
+            chosen = {"chosen": _told(made[name])} if name == AUTO else {}
             yield {
                 "benchmark": "allreduce",
                 "algorithm": name,
-                "ranks": comm.size,
-                "hosts": len(set(comm.hosts)),
-                "size_bytes": size_bytes,
-                **record,
-                "bandwidth_bytes_per_s": size_bytes / record["median_s"],
-                **({"chosen": _told(made[name])} if name == AUTO else {}),
+                **message_record(comm, seconds, size_bytes=size_bytes),
+                **chosen,
             }
         contestants.clear()
         for reduce in made.values():
@@ -118,44 +114,6 @@ def tune(records: Sequence[dict[str, Any]], comm: AbstractCommunicator) -> tuple
         timings=tuple(Timing(size_bytes=size_bytes, seconds=seconds) for size_bytes, seconds in sorted(timings.items())),
     )
     return table, keep_table(comm, table)
-
-
-def measured(
-    contestants: dict[str, Contestant], comm: AbstractCommunicator, *, rounds: int, seconds: float
-) -> dict[str, dict[str, float]]:
-    """`median_s` and `spread` of each contestant, of the slowest rank in each round. Collective.
-
-    Each is repeated so often that one timing takes about `seconds`: a fast one more often than a slow one.
-    """
-    repeats = {name: _repeats(run, comm, seconds=seconds) for name, run in contestants.items()}
-    timed = interleaved(contestants, rounds=rounds, repeats=repeats, warm=True, before=comm.barrier)
-    everywhere = comm.allgather_object({name: each.seconds for name, each in timed.items()})
-    result = {}
-    for name in contestants:
-        slowest = [max(each) for each in zip(*(seconds[name] for seconds in everywhere), strict=True)]
-        median_s = statistics.median(slowest)
-        result[name] = {"median_s": median_s, "spread": (max(slowest) - min(slowest)) / median_s}
-    return result
-
-
-def _repeats(run: Contestant, comm: AbstractCommunicator, *, seconds: float) -> int:
-    """How many times take about `seconds`, so that ranks that leave a barrier one after the other do not count. Collective."""
-    repeats = 1
-    for _ in range(CALIBRATIONS):
-        fastest_s = min(interleaved({"": run}, rounds=2, repeats=repeats, before=comm.barrier)[""].seconds)
-        taken_s = max(comm.allgather_object(fastest_s * repeats))
-        if taken_s >= seconds / 2:
-            break
-        repeats = min(MOST_REPEATS, max(2 * repeats, round(repeats * seconds / taken_s)))
-    return repeats
-
-
-def _times(run: Callable[[], object]) -> Contestant:
-    def act(times: int) -> None:
-        for _ in range(times):
-            run()
-
-    return act
 
 
 def _check(name: str, tensor: torch.Tensor, run: Callable[[], object], comm: AbstractCommunicator) -> None:

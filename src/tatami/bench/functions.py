@@ -18,8 +18,8 @@ import torch.distributed
 from torch import nn
 
 from tatami import functions
-from tatami.bench.allreduce import measured
 from tatami.bench.interleaved import Contestant
+from tatami.bench.measuring import measured, times
 from tatami.bench.train import start_gloo
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.session import load_mpi
@@ -175,7 +175,7 @@ def _step_record(benchmark: FunctionsBenchmark, comm: AbstractCommunicator, mpi:
             mpi.Send(buffer, peer)
 
     parts = {STEP: step, FIRST_HALF: first_half, SECOND_HALF: second_half, MESSAGES: messages}
-    contestants = {name: _times(part) for name, part in parts.items()}
+    contestants = {name: times(part) for name, part in parts.items()}
     timed = measured(contestants, comm, rounds=benchmark.rounds, seconds=4 * benchmark.seconds)
     return {
         "benchmark": "functions-step",
@@ -184,11 +184,3 @@ def _step_record(benchmark: FunctionsBenchmark, comm: AbstractCommunicator, mpi:
         **_flattened(timed),
         "bound_s": sum(timed[name]["median_s"] for name in (FIRST_HALF, SECOND_HALF, MESSAGES)),
     }
-
-
-def _times(once: Callable[[], None]) -> Contestant:
-    def run(times: int) -> None:
-        for _ in range(times):
-            once()
-
-    return run

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from tatami.bench.allreduce import ELEMENT_BYTES, AllReduceBenchmark, measured
+from tatami.bench.allreduce import ELEMENT_BYTES, AllReduceBenchmark
 from tatami.bench.interleaved import Contestant
+from tatami.bench.measuring import measured, message_record, times
 from tatami.collective import AbstractPattern, Group, Native, Phase, Role, Schedule, Sync, Via
 from tatami.collective.direct import DirectAllGather
 from tatami.collective.halving import Doubling
@@ -52,17 +53,10 @@ def bench_put(benchmark: AllReduceBenchmark, comm: AbstractCommunicator) -> Iter
         for name, (what, sync) in ways.items():
             programs[name] = _program(name, Phase(groups=(group,), what=what, sync=sync), comm, size=size)
             _check(name, programs[name], group, comm)
-            contestants[name] = _times(programs[name])
-        for name, record in measured(contestants, comm, rounds=benchmark.rounds, seconds=benchmark.seconds).items():
-            yield {
-                "benchmark": "put-vs-allgather",
-                "algorithm": name,
-                "ranks": comm.size,
-                "hosts": len(set(comm.hosts)),
-                "size_bytes": size_bytes,
-                **record,
-                "bandwidth_bytes_per_s": size_bytes / record["median_s"],
-            }
+            contestants[name] = times(programs[name].run)
+        timed = measured(contestants, comm, rounds=benchmark.rounds, seconds=benchmark.seconds)
+        for name, seconds in timed.items():
+            yield {"benchmark": "put-vs-allgather", "algorithm": name, **message_record(comm, seconds, size_bytes=size_bytes)}
         contestants.clear()
         for program in programs.values():
             program.close()
@@ -95,11 +89,3 @@ def _check(name: str, program: Program, group: Group, comm: AbstractCommunicator
         start, stop = group.part(member)
         if not torch.all(program.vector[start:stop] == member):
             raise CommError(f"{name} on rank {comm.rank} of {comm.size}: the part of rank {member} did not come")
-
-
-def _times(program: Program) -> Contestant:
-    def act(times: int) -> None:
-        for _ in range(times):
-            program.run()
-
-    return act

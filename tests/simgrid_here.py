@@ -1,0 +1,20 @@
+"""Whether SimGrid can be used here, asked once for all tests that need it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tatami.errors import MissingExtraError
+from tatami.sim.engine import require_simgrid
+
+
+def _missing() -> str:
+    try:
+        require_simgrid()
+    except MissingExtraError as error:
+        return str(error)
+    return ""
+
+
+MISSING = _missing()
+needs_simgrid = pytest.mark.skipif(bool(MISSING), reason=MISSING or "SimGrid is here")
