@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TypeVar
 
+from tatami.server.actions import Action
 from tatami.sim.platforms import AbstractPlatform
 from tatami.sim.processes import Runs
+from tatami.sim.server import ServerSetup
+from tatami.sim.server.play import ServerPlay
 from tatami.sim.stage import Stage, play
 
 Job = TypeVar("Job")
@@ -72,3 +75,14 @@ def ends(transfers: Transfers) -> Ends:
         return finish
 
     return play(transfers.platform, act)
+
+
+def actions_of(setup: ServerSetup) -> list[Action]:
+    """All that the coordinator of a run orders, no round passed over; in this process, which must be one of `Runs`."""
+
+    def act(stage: Stage) -> Callable[[], list[Action]]:
+        run = ServerPlay(setup, stage, seed=0, period=None, skips=False)
+        run.begin()
+        return lambda: run.actions
+
+    return play(setup.platform, act)
