@@ -16,12 +16,18 @@ from tatami.comm import AbstractCommunicator, Recording, run_threads
 from tatami.comm.overlap import AbstractOverlap, MessageOverlap, ScheduledOverlap, SharedOverlap, overlap
 from tatami.errors import CommTimeoutError, InputError, RankDiedError, TrainingError
 from tatami.testing.worlds import World
-from tatami.train import DataParallel
+from tatami.train import DataParallel, linear_gradients
 from tatami.train.buckets import lay_buckets
 from tiled_rig import simple_layout, tiled, whole_gradients
 
 COUNTS = (3, 5, 2, 7)
 """Samples of each rank."""
+
+
+@pytest.fixture(autouse=True)
+def gradients_of_small_layers_are_computed_in_buckets_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_gradients, "_LEAST_ELEMENTS", 1)
+
 
 Tensors = Sequence[torch.Tensor | None]
 mse: Any = F.mse_loss  # as torch has no type for `backward`

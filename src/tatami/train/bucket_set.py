@@ -47,6 +47,11 @@ class BucketSet:
             means.progress()
         return True
 
+    def place(self, index: int) -> torch.Tensor | None:
+        """Where a gradient may be computed, so that `store` need not copy it; once in each pass."""
+        number = self._bucket_of[index]
+        return None if number in self._begun else self._buckets[number][0].place(index)
+
     def begin_rest(self, parameters: list[nn.Parameter]) -> None:
         """Begin the buckets of which some parameters are not used in this pass."""
         for number in range(len(self._buckets)):

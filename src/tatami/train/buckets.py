@@ -97,6 +97,7 @@ class Bucket:
         }
         self._is_wire = vector.dtype != layout.dtype
         self._stored: set[int] = set()
+        self._given: set[int] = set()
 
     def store(self, index: int, parameter: nn.Parameter) -> bool:
         """The gradient of parameter `index` is there; returns whether that of all are."""
@@ -108,6 +109,13 @@ class Bucket:
                 parameter.grad = view
         self._stored.add(index)
         return len(self._stored) == len(self._views)
+
+    def place(self, index: int) -> torch.Tensor | None:
+        """Where the gradient of parameter `index` may be computed, whose shape it has; None: it does not fit, or is there."""
+        if self._is_wire or index in self._stored or index in self._given:
+            return None
+        self._given.add(index)
+        return self._views[index]
 
     def has(self, index: int) -> bool:
         """Whether the gradient of parameter `index` is there."""
@@ -124,6 +132,7 @@ class Bucket:
                 self.store(index, parameters[index])
         self._used.copy_(torch.tensor([float(place.parameter in self._stored) for place in self.layout.places]))
         self._stored.clear()
+        self._given.clear()
 
     def deliver(self, parameters: Sequence[nn.Parameter]) -> None:
         """After the bucket is reduced: its values become the gradients."""

@@ -23,6 +23,7 @@ from tatami.comm.tuning import tuned_bucket_bytes
 from tatami.errors import InputError, TrainingError
 from tatami.train.bucket_set import BucketSet
 from tatami.train.buckets import BUCKET_BYTES, lay_buckets
+from tatami.train.linear_gradients import LinearGradients
 
 
 class DataParallel(nn.Module):
@@ -76,6 +77,7 @@ class DataParallel(nn.Module):
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._names = [name for name, _ in named]
         self._parameters_here = [parameter for _, parameter in named]
+        self._index_of = {parameter: index for index, parameter in enumerate(self._parameters_here)}
         self._frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
         if not named:
             raise InputError("no parameter of this network requires gradients; there is nothing to train")
@@ -132,7 +134,9 @@ class DataParallel(nn.Module):
             entrances.append(seen)
             return seen
 
-        output = _map_tensors(self.module(*args, **kwargs), watch)
+        with LinearGradients(self._place):
+            output = self.module(*args, **kwargs)
+        output = _map_tensors(output, watch)
         if not entrances:
             raise InputError(
                 f"the output of {type(self.module).__name__}, {type(output).__name__}, holds no tensor that needs gradients; "
@@ -173,6 +177,13 @@ class DataParallel(nn.Module):
         if self._reduction == "sum":
             share = float(self._comm.size)
         return grad if share == 1.0 else grad * share
+
+    def _place(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Where the gradient may be computed: in its bucket, unless it is to be added to one that is there."""
+        index = self._index_of.get(parameter)
+        if index is None or not self._synchronizes or parameter.grad is not None:
+            return None
+        return self._current.place(index)
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         if not self._synchronizes:
