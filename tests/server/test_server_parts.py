@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -188,3 +189,29 @@ def test_settings_that_cannot_be(make) -> None:  # type: ignore[no-untyped-def]
 def test_models_that_cannot_be_trained_this_way(model: nn.Module, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         check_model(model)
+
+
+def test_a_node_that_does_not_answer_is_not_one_to_start_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    from tatami.server.nodes import Nodes
+
+    def node(name: str, port: int) -> dict[str, object]:
+        return {"NodeID": name, "Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+
+    now_s = [0.0]
+    nodes = Nodes(now_s=lambda: now_s[0])
+    with socket.create_server(("127.0.0.1", 0)) as there, socket.create_server(("127.0.0.1", 0)) as too:
+        ports = [each.getsockname()[1] for each in (there, too)]
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            closed = gone.getsockname()[1]
+        listed = [node("gone", closed), node("there", ports[0]), node("too", ports[1])]
+        monkeypatch.setattr(ray, "nodes", lambda: listed)
+        assert nodes.sound() == ["there", "too"], "Ray still believes in the first"
+        nodes.note_death("there")
+        assert nodes.sound() == ["too"]
+        nodes.note_death("too")
+        assert nodes.sound() == ["there", "too"], "somewhere it must be"
+        now_s[0] = 60.0
+        assert nodes.sound() == ["there", "too"]
+    monkeypatch.setattr(ray, "nodes", lambda: [node("gone", closed), node("gone too", closed)])
+    assert nodes.alive() == ["gone", "gone too"], "where nobody answers, it is this process that is away"

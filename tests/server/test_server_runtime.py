@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,35 @@ def test_two_deaths_in_a_round_and_one_while_recovering(
     assert torch.equal(parameters, undisturbed)
     dead = {failure.process for failure in report.failures}
     assert {0, 2} < dead <= {0, 2, 3, 4}, "one of the spares that took over died in the same task"
+
+
+def test_a_worker_that_dies_before_the_first_round_is_started_again(undisturbed: torch.Tensor, tmp_path: Path) -> None:
+    died = tmp_path / "died"
+
+    def model_that_kills_once() -> nn.Module:
+        if os.getpid() != driver:
+            with suppress(FileExistsError):
+                died.touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+        return model_fn()
+
+    driver = os.getpid()
+    model, report = train(model_that_kills_once, loss_fn, **SETTINGS | {"spares": 0, "restarts": 0})
+    assert died.exists()
+    assert torch.equal(flat(model), undisturbed)
+    assert report.failures == (), "nothing was lost"
+
+
+def test_a_start_that_fails_again_and_again_is_given_up() -> None:
+    driver = os.getpid()
+
+    def model_that_kills() -> nn.Module:
+        if os.getpid() != driver:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return model_fn()
+
+    with pytest.raises(TrainingError, match="processes ended before the first round; is there enough memory"):
+        train(model_that_kills, loss_fn, **SETTINGS | ALONE)
 
 
 def test_ignore_goes_on_at_once_and_applies_every_round() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tatami.server.calls import Calls
+from tatami.server.nodes import Nodes
 from tatami.server.placement import choose_node
 from tatami.server.pool import Pool
 from tatami.server.processes import Identity, is_running, kill, machine
@@ -25,8 +26,6 @@ _END_S = 2.0
 """Processes that do not end within it, as they hang, are killed."""
 _PULSE_S = 0.25
 """Between signs of life, where the heartbeat does not ask for more: so well a report knows when a process failed."""
-_SHUN_S = 20.0
-"""For so long nobody is started where somebody has died, if there is another node: Ray takes as long to see a dead one."""
 
 
 @dataclass(kw_only=True)
@@ -54,6 +53,7 @@ class Crew:
     Args:
         process: the class of the actors.
         calls: where the signs of life are waited for.
+        nodes: where members are started.
         now_s: seconds since the start of the run.
         heartbeat_s: a member that is silent for longer is told of as late.
         pool: of processes that outlive runs.
@@ -66,6 +66,7 @@ class Crew:
         process: type,
         *,
         calls: Calls,
+        nodes: Nodes,
         now_s: Callable[[], float],
         heartbeat_s: float,
         pool: Pool | None,
@@ -75,12 +76,12 @@ class Crew:
         self.members: dict[int, Member] = {}
         self._process = process
         self._calls = calls
+        self._nodes = nodes
         self._now_s = now_s
         self._heartbeat_s = heartbeat_s
         self._pool = pool
         self._on_up = on_up
         self._on_gone = on_gone
-        self._died_s: dict[str, float] = {}
 
     def start(self, number: int, *, employ: Callable[[Any], Any], apart_from: Iterable[int] = ()) -> None:
         """Start a member, or take one that stands by; `employ` makes the call that tells it what it is for.
@@ -89,7 +90,7 @@ class Crew:
             apart_from: numbers of members on whose nodes it should not be.
         """
         node = choose_node(
-            self._nodes(),
+            self._nodes.sound(),
             taken=[member.node for member in self.members.values()],
             apart_from=[self.members[other].node for other in apart_from if other in self.members],
         )
@@ -108,7 +109,7 @@ class Crew:
         for number, member in list(self.members.items()):
             limit_s = self._heartbeat_s if member.is_ready else BOOT_TIMEOUT_S
             if self._now_s() - member.seen_s > limit_s and self.members.get(number) is member:
-                self._note_death(member)
+                self._nodes.note_death(member.node)
                 self._on_gone(number, member, True)
 
     def restart_clocks(self) -> None:
@@ -167,26 +168,10 @@ class Crew:
     def _dead(self, number: int, member: Member, _: Any) -> None:
         if self.members.get(number) is member:
             del self.members[number]
-            self._note_death(member)
+            self._nodes.note_death(member.node)
             # "Unavailable" is what Ray says of a process on a node that it cannot reach; it must not come back.
             _kill(member)
             self._on_gone(number, member, False)
-
-    def _note_death(self, member: Member) -> None:
-        if member.node:
-            self._died_s[member.node] = self._now_s()
-
-    def _nodes(self) -> Sequence[str]:
-        """Those that live, the ones where nobody has died lately first or alone."""
-        alive = alive_nodes()
-        sound = [node for node in alive if self._now_s() - self._died_s.get(node, -_SHUN_S) >= _SHUN_S]
-        return sound or alive
-
-
-def alive_nodes() -> list[str]:
-    """Ray's nodes, as far as Ray knows: it takes its time to see that one is dead."""
-    nodes: Any = ray.nodes  # without types
-    return [node["NodeID"] for node in nodes() if node["Alive"]]
 
 
 def _actor(process: type, *, node: str | None) -> Any:

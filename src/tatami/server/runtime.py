@@ -17,7 +17,8 @@ from tatami.errors import CheckpointError, ModelError, NotFiniteError, TrainingE
 from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.calls import Calls
-from tatami.server.crew import BOOT_TIMEOUT_S, Crew, Member, alive_nodes
+from tatami.server.crew import BOOT_TIMEOUT_S, Crew, Member
+from tatami.server.nodes import Nodes
 from tatami.server.optimizers import AbstractOptimizer, Vector
 from tatami.server.pieces import cut
 from tatami.server.placement import partners
@@ -31,6 +32,8 @@ from tatami.server.worker_process import Job, Outcome, WorkerProcess, packed
 from tatami.train.records import Records
 
 _TICK_S = 0.05
+_START_AGAIN = 6
+"""Processes that end before the first round, as their node was dying, are started again elsewhere, so many in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +83,13 @@ class Runtime:
         self._began_s = self._zero_s = clock.now_s()
         self._looked_s = 0.0
         self._calls = Calls()
+        self._nodes = Nodes(now_s=clock.now_s)
+        self._starts_left = _START_AGAIN
         self._workers, self._servers = (
             Crew(
                 process,
                 calls=self._calls,
+                nodes=self._nodes,
                 now_s=self._now_s,
                 heartbeat_s=terms.heartbeat_s,
                 pool=pool,
@@ -207,15 +213,10 @@ class Runtime:
             self._start_worker(process)
         limit_s = self._now_s() + BOOT_TIMEOUT_S
         crews = (self._workers, self._servers)
-        while not all(member.is_ready for crew in crews for member in crew.members.values()):
-            if len(self._workers.members) < self.protocol.workers or len(self._servers.members) < self.protocol.servers:
-                raise TrainingError("a process ended before the first round; is there enough memory?")
+        while not self._is_all_up():
             if self._now_s() > limit_s:
                 raise TrainingError(f"the processes were not up after {BOOT_TIMEOUT_S:.0f} s; does Ray have room for them?")
             self._wait()
-        for shard in range(self.protocol.shards):
-            for server in self.protocol.holders(shard):
-                self._published[shard][server] = ray.get(self._servers.get(server).parameters.remote(shard))[0]
         if self.protocol.replicas > 1:
             self._see_whether_apart()
         self._zero_s = self._clock.now_s()
@@ -223,6 +224,13 @@ class Runtime:
         for crew in crews:
             crew.restart_clocks()
         self._tell(ev.Started(at_s=0.0))
+
+    def _is_all_up(self) -> bool:
+        are_ready = all(member.is_ready for crew in (self._workers, self._servers) for member in crew.members.values())
+        shards = range(self.protocol.shards)
+        return are_ready and all(
+            server in self._published[shard] for shard in shards for server in self.protocol.holders(shard)
+        )
 
     def _wait(self) -> None:
         self._calls.wait(timeout_s=_TICK_S, is_over=lambda: self._end is not None)
@@ -356,6 +364,9 @@ class Runtime:
             self._tell(ev.SpareReady(at_s=self._now_s(), process=process))
 
     def _worker_gone(self, process: int, member: Member, late: bool) -> None:
+        if self.coordinator.phase is Phase.STARTING:
+            self._begin_again(self._workers, process, start=self._start_worker)
+            return
         holder = next((worker for worker, held_by in self._holders().items() if held_by == process), None)
         self._note_failure(f"spare {process}" if holder is None else f"worker {holder}", process, member, late=late)
         event = ev.ProcessLate if late else ev.ProcessDied
@@ -363,7 +374,7 @@ class Runtime:
 
     def _start_server(self, server: int) -> None:
         terms = self._terms
-        numbers = [shard for shard in range(self.protocol.shards) if server in self.protocol.holders(shard)]
+        numbers = self._shards_of(server)
         stretches = cut(len(terms.first), shards=self.protocol.shards)
         first = [terms.first[stretches[shard]] for shard in numbers]
         names = {"clip_norm": terms.clip_norm, "whole_batch": terms.whole_batch}
@@ -377,20 +388,42 @@ class Runtime:
 
         self._servers.start(server, employ=employ, apart_from=partners(self.protocol, server))
 
-    def _server_up(self, server: int, member: Member) -> None:  # noqa: ARG002 - as of a worker
+    def _server_up(self, server: int, member: Member) -> None:
         if self.coordinator.phase is not Phase.STARTING:
             self._tell(ev.ServerReady(at_s=self._now_s(), server=server))
+            return
+
+        def publish(shard: int, published: list[Any]) -> None:
+            if self._servers.members.get(server) is member:
+                self._published[shard][server] = published[0]
+
+        for shard in self._shards_of(server):
+            self._calls.add(member.actor.parameters.remote(shard), done=partial(publish, shard))
+
+    def _shards_of(self, server: int) -> list[int]:
+        return [shard for shard in range(self.protocol.shards) if server in self.protocol.holders(shard)]
 
     def _server_gone(self, server: int, member: Member, late: bool) -> None:
-        self._note_failure(f"server {server}", server, member, late=late)
         for published in self._published.values():
             published.pop(server, None)
+        if self.coordinator.phase is Phase.STARTING:
+            self._begin_again(self._servers, server, start=self._start_server)
+            return
+        self._note_failure(f"server {server}", server, member, late=late)
         event = ev.ServerLate if late else ev.ServerDied
         self._tell(event(at_s=self._now_s(), server=server))
 
+    def _begin_again(self, crew: Crew, number: int, *, start: Callable[[int], None]) -> None:
+        """Nothing has been done yet that could be lost: what ends now is started once more, where its node is not at fault."""
+        crew.kill(number)
+        if not self._starts_left:
+            raise TrainingError(
+                f"{_START_AGAIN + 1} processes ended before the first round; is there enough memory, and do the nodes hold?"
+            )
+        self._starts_left -= 1
+        start(number)
+
     def _note_failure(self, who: str, number: int, member: Member, *, late: bool) -> None:
-        if self.coordinator.phase is Phase.STARTING:
-            return
         now_s = self._now_s()
         failure = Failure(
             at_s=now_s,
@@ -407,7 +440,7 @@ class Runtime:
     def _see_whether_apart(self) -> None:
         """Say where the death of one node would take all copies of a shard along, though there are other nodes."""
         nodes = {number: member.node for number, member in self._servers.members.items()}
-        num_nodes = len(alive_nodes())
+        num_nodes = len(self._nodes.alive())
         if num_nodes < 2:
             return
         for shard in range(self.protocol.shards):

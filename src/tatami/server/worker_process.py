@@ -24,6 +24,8 @@ from tatami.server.processes import Identity, identity
 from tatami.server.protocol import Protocol
 
 _PULL_PAUSE_S = 0.1
+_HEDGE_S = 1.0
+"""Before another copy is asked for too: Ray takes 13 s to say that the node of the first is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +107,7 @@ class WorkerProcess:
             return True
         parts = []
         for copies in pulls:
-            part = next((got for got in (self._get(copy) for copy in copies) if got is not None), None)
-            if part is None:
+            if (part := self._get_any(copies)) is None:
                 return False
             parts.append(part)
         self._learner.load(parts)
@@ -134,12 +135,29 @@ class WorkerProcess:
         ray.wait(list(calls.values()), num_returns=len(calls), timeout=self._patience_s)
         return tuple(place for place, call in calls.items() if self._get(call))
 
+    def _get_any(self, copies: Sequence[Any]) -> Any:
+        """The first of these that comes; None where none does."""
+        ready, missing = ray.wait(list(copies[:1]), timeout=_HEDGE_S) if len(copies) > 1 else ([], [])
+        missing = list(copies) if not ready else [copy for copy in copies if copy not in ready]
+        deadline_s = time.monotonic() + self._patience_s
+        while ready or missing:
+            for reference in ready:
+                if (part := self._get(reference)) is not None:
+                    return part
+            left_s = max(0.0, deadline_s - time.monotonic())
+            ready, missing = ray.wait(missing, timeout=left_s) if missing else ([], [])
+            if not ready:
+                break
+        if missing:
+            self._patience_s *= 2  # the server may be gone without a word, or the link slow
+        return None
+
     def _get(self, reference: Any) -> Any:
         """What it refers to; None where that went with its process, or does not come."""
         try:
             return ray.get(reference, timeout=self._patience_s)
         except GetTimeoutError:
-            self._patience_s *= 2  # the server may be gone without a word, or the link slow
+            self._patience_s *= 2  # as above
             return None
         except (RayActorError, ObjectLostError):
             return None
