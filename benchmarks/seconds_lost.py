@@ -34,6 +34,7 @@ RESULTS = Path(__file__).parent / "results" / "seconds_lost.jsonl"
 WORKERS = 4
 EVERY = 3
 """Rounds from death to death: the spare must be up again."""
+TORCHRUN_S = 1200.0
 
 ELASTIC = """
 import os, signal, sys, time
@@ -140,7 +141,18 @@ def with_torchrun(delays: dict[int, float], *, task_s: float, folder: Path) -> d
         str(task_s),
         repr(delays),
     ]
-    subprocess.run(words, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    # Without the second, the ranks of a restart find the addresses of the dead in the store that both share, and never meet.
+    settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with (folder / "torchrun.log").open("w") as log:
+        started = subprocess.Popen(words, env=os.environ | settings, stdout=log, stderr=log)
+        try:
+            ended = f"exit code {started.wait(timeout=TORCHRUN_S)}"
+        except subprocess.TimeoutExpired:
+            started.terminate()  # it ends its ranks
+            started.wait(timeout=60)
+            ended = f"no end after {TORCHRUN_S:.0f} s"
+    if ended != "exit code 0":
+        raise SystemExit(f"torchrun: {ended}\n{(folder / 'torchrun.log').read_text()[-4000:]}")
     reached = {int(step): float(at_s) for step, at_s in map(str.split, (folder / "reached").read_text().splitlines())}
     spans = {step: reached[step + 1] - reached[step] for step in sorted(reached)[:-1]}
     usual = statistics.median(span for step, span in spans.items() if step not in delays)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from tatami.errors import InputError, TrainingError
 
@@ -45,7 +45,7 @@ class Calls:
                 return
             try:
                 value = ray.get(reference)
-            except (RayActorError, ObjectLostError) as error:
+            except (RayActorError, ActorUnschedulableError, ObjectLostError) as error:
                 failed(error)
             except RayTaskError as error:
                 if isinstance(error.cause, RayError):  # of what it was given: another process is gone

@@ -24,6 +24,8 @@ from tatami.server.processes import Identity, is_running, kill, machine
 BOOT_TIMEOUT_S = 120.0
 _END_S = 2.0
 """Processes that do not end within it, as they hang, are killed."""
+_ASK_S = 1.0
+"""Between two looks at the nodes that somebody is being started on."""
 _PULSE_S = 0.25
 """Between signs of life, where the heartbeat does not ask for more: so well a report knows when a process failed."""
 
@@ -82,6 +84,7 @@ class Crew:
         self._pool = pool
         self._on_up = on_up
         self._on_gone = on_gone
+        self._asked_s = 0.0
 
     def start(self, number: int, *, employ: Callable[[Any], Any], apart_from: Iterable[int] = ()) -> None:
         """Start a member, or take one that stands by; `employ` makes the call that tells it what it is for.
@@ -106,11 +109,22 @@ class Crew:
         return None if member is None else member.actor
 
     def look_for_silence(self) -> None:
+        """Tell of members that are silent for too long, and of those that start on a node that is gone: Ray says so late."""
+        for number, member in self._starting_nowhere():
+            self._dead(number, member, None)
         for number, member in list(self.members.items()):
             limit_s = self._heartbeat_s if member.is_ready else BOOT_TIMEOUT_S
             if self._now_s() - member.seen_s > limit_s and self.members.get(number) is member:
                 self._nodes.note_death(member.node)
                 self._on_gone(number, member, True)
+
+    def _starting_nowhere(self) -> list[tuple[int, Member]]:
+        starting = [(number, member) for number, member in self.members.items() if not member.is_ready and member.node]
+        if not starting or self._now_s() - self._asked_s < _ASK_S:
+            return []
+        self._asked_s = self._now_s()
+        alive = self._nodes.alive()
+        return [(number, member) for number, member in starting if member.node not in alive]
 
     def restart_clocks(self) -> None:
         """The run begins now: nobody has been silent before."""
@@ -175,12 +189,13 @@ class Crew:
 
 
 def _actor(process: type, *, node: str | None) -> Any:
-    """Placed wherever there is room; the pulse beats beside the work."""
+    """On this node, or wherever Ray puts it; the pulse beats beside the work."""
     remote: Any = ray.remote
     kind = remote(num_cpus=0, concurrency_groups={"pulse": 1})(process)
     if node is None:
         return kind.remote()
-    return kind.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True)).remote()
+    # Not soft=True: Ray then starts it on another node as it likes, and the death of one takes all copies of a shard along.
+    return kind.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
 
 
 def _kill(member: Member) -> None:

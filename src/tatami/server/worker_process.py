@@ -13,7 +13,7 @@ import numpy as np
 import ray
 import torch
 from ray import cloudpickle
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from tatami.server.actions import SendTask
 from tatami.server.learner import Course, Data, Learner, LossFn, ModelFn, signature
@@ -159,7 +159,7 @@ class WorkerProcess:
         except GetTimeoutError:
             self._patience_s *= 2  # as above
             return None
-        except (RayActorError, ObjectLostError):
+        except (RayActorError, ActorUnschedulableError, ObjectLostError):
             return None
         except RayTaskError as error:
             if isinstance(error.cause, RayError):
