@@ -42,7 +42,7 @@ def test_measures(tmp_path: object) -> None:
     records = [json.loads(line) for line in ended.stdout.splitlines()]
     assert [record.get("size_bytes") for record in records] == [8, 65536, None]
     for record in records[:2]:
-        assert min(record[f"{name}_median_s"] for name in ("tatami", "mpi4py", "gloo")) > 0
+        assert min(record[f"{name}_median_s"] for name in ("tatami", "mpi4py", "gloo", "autograd")) > 0
     step = records[2]
     assert step["bound_s"] == pytest.approx(
         step["first_half_median_s"] + step["second_half_median_s"] + step["messages_median_s"]

@@ -1,7 +1,8 @@
 """`tatami bench functions`: differentiable send and recv against bare mpi4py and against torch.distributed over gloo, in turn.
 
 A round trip: rank 0 sends a tensor, rank 1 sends it back, and the gradients take the same way backwards. That is four messages
-one after the other, so the rivals do two round trips of bare messages of the same size, which know no gradients.
+one after the other, so the rivals do two round trips of bare messages of the same size, which know no gradients. What autograd
+alone takes on each rank for its two functions and their backward, of which nothing is sent, is measured beside them.
 
 A model-parallel step is a network of two halves, one on each rank, forward and backward. No rank can begin before the other has
 sent, so its bound is the computation of both halves and the two bare messages, each measured alone.
@@ -28,7 +29,7 @@ from tatami.errors import InputError
 KIB, MIB = 1024, 1024**2
 SIZES_BYTES = (8, KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB)
 ELEMENT_BYTES = 4
-TATAMI, MPI, GLOO = "tatami", "mpi4py", "gloo"
+TATAMI, MPI, GLOO, AUTOGRAD = "tatami", "mpi4py", "gloo", "autograd"
 MLP = (784, 1000, 1000, 10)
 BATCH_SIZE = 256
 STEP, FIRST_HALF, SECOND_HALF, MESSAGES = "step", "first half", "second half", "messages"
@@ -65,9 +66,9 @@ class FunctionsBenchmark:
 def bench_functions(benchmark: FunctionsBenchmark, comm: AbstractCommunicator) -> Iterator[dict[str, Any]]:
     """One record for each size, by rising size, then one for the model-parallel step; the same on both ranks. Collective.
 
-    Keys of a round trip: `benchmark`, `size_bytes`, `tatami_median_s`, `mpi4py_median_s`, `gloo_median_s`, and the spread of
-    each ((slowest - fastest round) / median). Keys of the step: `benchmark`, `net`, `batch_size`, `step_median_s`, `bound_s`
-    and its three parts.
+    Keys of a round trip: `benchmark`, `size_bytes`, and of `tatami`, `mpi4py`, `gloo` and `autograd` its `_median_s` and its
+    `_spread`, (slowest - fastest round) / median. Keys of the step: `benchmark`, `net`, `batch_size`, `step_median_s`,
+    `bound_s` and its three parts.
 
     Raises:
         InputError: as `FunctionsBenchmark.check`.
@@ -78,7 +79,12 @@ def bench_functions(benchmark: FunctionsBenchmark, comm: AbstractCommunicator) -
     try:
         for size_bytes in sorted(set(benchmark.sizes_bytes)):
             tensor = torch.ones(size_bytes // ELEMENT_BYTES)
-            contestants = {TATAMI: _round_trip(comm, tensor), MPI: _bare(mpi, tensor), GLOO: _gloo(comm, tensor)}
+            contestants = {
+                TATAMI: _round_trip(comm, tensor),
+                MPI: _bare(mpi, tensor),
+                GLOO: _gloo(comm, tensor),
+                AUTOGRAD: _autograd(tensor),
+            }
             yield {
                 "benchmark": "functions",
                 "size_bytes": size_bytes,
@@ -120,6 +126,34 @@ def _gloo(comm: AbstractCommunicator, tensor: torch.Tensor) -> Contestant:
     return _two_round_trips(
         comm.rank, lambda: torch.distributed.send(buffer, peer), lambda: torch.distributed.recv(buffer, peer)
     )
+
+
+class _Passed(torch.autograd.Function):
+    """Two tensors in, two out, as a function of communication has: a token, and what is moved."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        return token.clone(), x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ARG004
+        return None, grads[1]
+
+
+def _autograd(tensor: torch.Tensor) -> Contestant:
+    x, token = tensor.clone().requires_grad_(), torch.zeros((), requires_grad=True)
+    seed = torch.ones((), dtype=x.dtype).expand(x.shape)
+    apply: Any = super(torch.autograd.Function, _Passed).apply
+
+    def once() -> None:
+        x.grad = None
+        last, received = apply(*apply(token, x))
+        torch.autograd.Variable._execution_engine.run_backward(
+            (received, last), (seed, torch.zeros(())), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+
+    return times(once)
 
 
 def _two_round_trips(rank: int, send: Callable[[], object], recv: Callable[[], object]) -> Contestant:

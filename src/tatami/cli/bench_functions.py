@@ -65,7 +65,8 @@ def bench_functions(
 def _table(records: Sequence[dict[str, Any]]) -> Table:
     rows = []
     for record in records:
-        ours_s, bare_s, gloo_s = (record[f"{name}_median_s"] for name in ("tatami", "mpi4py", "gloo"))
+        names = ("tatami", "mpi4py", "gloo", "autograd")
+        ours_s, bare_s, gloo_s, autograd_s = (record[f"{name}_median_s"] for name in names)
         rows.append(
             (
                 format_size(record["size_bytes"], digits=3),
@@ -73,15 +74,25 @@ def _table(records: Sequence[dict[str, Any]]) -> Table:
                 format_duration(bare_s, digits=3),
                 format_duration(gloo_s, digits=3),
                 format_duration(max(0.0, ours_s - bare_s), digits=3),
+                format_duration(autograd_s, digits=3),
                 f"{ours_s / bare_s:.2f} x",
                 f"{gloo_s / ours_s:.2f} x",
             )
         )
     return Table(
         title="a round trip forward and backward, against two bare round trips; medians",
-        headers=("size", "tatami", "mpi4py", "gloo", "over mpi4py", "time over\nmpi4py", "speed over\ngloo"),
+        headers=(
+            "size",
+            "tatami",
+            "mpi4py",
+            "gloo",
+            "over mpi4py",
+            "autograd\nof a rank",
+            "time over\nmpi4py",
+            "speed over\ngloo",
+        ),
         rows=tuple(rows),
-        numbers=frozenset(range(7)),
+        numbers=frozenset(range(8)),
     )
 
 

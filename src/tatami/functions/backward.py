@@ -12,6 +12,9 @@ from tatami.functions.chain import Chain, chains_of, open_chains
 _SEED = torch.zeros(())
 """The gradient of a token: backward begins there, and nothing flows."""
 
+_LARGE = 16 * 1024
+"""Elements, from which memory costs more than a view."""
+
 
 def backward(
     loss: torch.Tensor | None = None,
@@ -37,7 +40,7 @@ def backward(
     grads = [_SEED] * len(roots)
     if loss is not None and loss.requires_grad:
         roots.insert(0, loss)
-        grads.insert(0, torch.ones_like(loss))
+        grads.insert(0, _ones(loss))
     if roots:
         keep_graph = create_graph if retain_graph is None else retain_graph
         # `torch.autograd.backward` ends in this too. On the way it looks for shapes that are symbols and for other things that
@@ -72,7 +75,7 @@ def grad(
         CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
     """
     given = _as_list(outputs)
-    seeds = _as_list(grad_outputs) or [torch.ones_like(output) for output in given]
+    seeds = _as_list(grad_outputs) or [_ones(output) for output in given]
     chains = _chains(comm)
     wanted = _as_list(inputs)
     roots = [*given, *(chain.last for chain in chains)]
@@ -88,6 +91,13 @@ def grad(
     )
     pairs = zip(wanted, found[: len(wanted)], strict=True)
     return tuple(torch.zeros_like(each) if gradient is None else gradient for each, gradient in pairs)
+
+
+def _ones(output: torch.Tensor) -> torch.Tensor:
+    """The gradient of the sum of `output`; of a large one without its memory."""
+    if output.numel() < _LARGE:
+        return torch.ones_like(output)
+    return torch.ones((), dtype=output.dtype, device=output.device).expand(output.shape)
 
 
 def _as_list(tensors: torch.Tensor | Sequence[torch.Tensor] | None) -> list[torch.Tensor]:

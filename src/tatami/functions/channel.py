@@ -17,11 +17,13 @@ from tatami.clock import Clock, SystemClock
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.wait import WaitPolicy, wait_until
 from tatami.errors import CommError, CommTimeoutError
+from tatami.functions.memory import Memory
 from tatami.functions.message import (
     REPORT,
     Head,
     Kind,
     Label,
+    as_bytes,
     following,
     read_head,
     read_label,
@@ -31,7 +33,6 @@ from tatami.functions.message import (
     text_label,
     write,
 )
-from tatami.functions.message import as_bytes as memory_of
 from tatami.functions.outbox import Outbox, Unsent
 from tatami.functions.watchdog import Watchdog
 from tatami.functions.wire import TAG, Chunk, Test, wait_closely, wire_of
@@ -74,6 +75,7 @@ class Channel:
         self.watchdog = Watchdog(rank=comm.rank, size=comm.size)
         self.failure: str | None = None
         self.takes_cuda = _takes_cuda(comm)
+        self.memory = Memory()
         self._wire = wire_of(comm)
         self._peers = [rank for rank in range(comm.size) if rank != comm.rank]
         self._num_sent = [0] * comm.size
@@ -181,7 +183,7 @@ class Channel:
             self._take_in_text(peer, head.kind, read_text(wire))
             return None
         label = read_label(wire)
-        tensors = read_tensors(chunk, label)
+        tensors = read_tensors(chunk, label, self.memory)
         self._free.append(chunk)
         if not label.all_fit:
             self._take_in_following(peer, [t for t, place in zip(tensors, label.places, strict=True) if place < 0])
@@ -192,7 +194,7 @@ class Channel:
         return Message(peer, head, label, tensors)
 
     def _take_in_following(self, peer: int, tensors: Sequence[torch.Tensor]) -> None:
-        for request in [self.comm.irecv(memory_of(each), peer, tag=TAG) for each in tensors]:
+        for request in [self.comm.irecv(as_bytes(each), peer, tag=TAG) for each in tensors]:
             wait_closely(request.test, policy=self.policy, timeout_s=self.policy.spin_s, clock=self.clock)
             request.wait()
 

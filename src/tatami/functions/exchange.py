@@ -141,7 +141,7 @@ class Exchange:
                 chain=chains_of(self.comm).number,
                 number=out.number,
                 label=label_of(self.location, content),
-                tensors=[movable(tensors[index]) for index in out.tensors],
+                tensors=[movable(tensors[index], self._channel.memory) for index in out.tensors],
                 name=self.name,
             )
             if content.wants:

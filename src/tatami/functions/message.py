@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from tatami.functions.memory import Memory
 from tatami.functions.structure import Packed, unpacked
 from tatami.functions.wire import CHUNK_BYTES, Chunk
 
@@ -164,11 +165,11 @@ def read_wire(chunk: Chunk, label_bytes: int) -> bytes | None:
     return bytes(chunk.view[_HEADER_BYTES:end]) if end <= CHUNK_BYTES else None
 
 
-def read_tensors(chunk: Chunk, label: Label) -> list[torch.Tensor]:
+def read_tensors(chunk: Chunk, label: Label, memory: Memory) -> list[torch.Tensor]:
     """A tensor for each leaf; those that follow on their own still have to come."""
     tensors, content = [], label.content
     for leaf, size, place in zip(content.leaves, content.sizes, label.places, strict=True):
-        tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
+        tensor = memory.empty(leaf.shape, leaf.dtype, size_bytes=size)
         if place >= 0:
             _copy(tensor.data_ptr(), chunk.address + place, size)
         tensors.append(tensor)
@@ -180,10 +181,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """Values that lie in memory one after the other."""
+def movable(tensor: torch.Tensor, memory: Memory) -> torch.Tensor:
+    """Values that lie in memory one after the other; in `memory` if they do not yet."""
     if tensor.layout != torch.strided:
         return tensor.detach().to_dense().contiguous()
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return memory.empty(tensor.shape, tensor.dtype, size_bytes=tensor.nbytes).copy_(tensor.detach())
