@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,8 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from tatami.cli.app import app
-from tatami.server.report import Failure, RunReport
+from tatami.cli.server_live import RunDisplay
+from tatami.server.report import Failure, RunReport, RunStatus
 
 FAILURE = Failure(at_s=4.0, who="worker 1", process=1, how="died", silent_s=0.1, round=2, lost_s=1.25)
 REPORT = RunReport(recovery="ignore", reached_s=(0.0, 1.0, 2.0, 5.0), losses=(3.0, 2.0, 1.5), failures=(FAILURE,), workers=3)
@@ -53,3 +57,67 @@ def test_refused_before_anything_starts(script: str | None, options: list[str], 
     result = CliRunner().invoke(app, ["server", "train", str(path), *options])
     assert result.exit_code == 2
     assert words in result.stderr
+
+
+class Stream(io.StringIO):
+    """What is written, as if a terminal read it or not."""
+
+    def __init__(self, *, terminal: bool) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+STATUS = RunStatus(round=3, rounds=9, commits_per_s=1.5, workers=4, spares=1, servers=2, deaths=2, lost_s=3.25, loss=0.5)
+
+
+class HandClock:
+    """Shows what it was set to."""
+
+    def __init__(self) -> None:
+        self.at_s = 100.0
+
+    def now_s(self) -> float:
+        return self.at_s
+
+    def sleep(self, duration_s: float) -> None:
+        self.at_s += duration_s
+
+
+class Run:
+    def status(self) -> RunStatus:
+        return STATUS
+
+
+@pytest.mark.parametrize(("terminal", "step_s"), [(True, 0.25), (False, 10.0)])
+def test_how_a_run_stands_is_shown_while_it_runs(terminal: bool, step_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    clock = HandClock()
+    stream = Stream(terminal=terminal)
+    run: Any = Run()
+    with RunDisplay(stream=stream, clock=clock) as display:
+        before = stream.getvalue()
+        display.on_round(run)
+        assert stream.getvalue() == before, "too soon"
+        clock.sleep(step_s)
+        display.on_round(run)
+        assert "3 of 9" in stream.getvalue()
+    shown = stream.getvalue()
+    for name, value in (("workers", "4"), ("spares", "1"), ("deaths", "2"), ("seconds lost", "3.2"), ("loss", "0.5")):
+        assert name in shown
+        assert value in shown
+    if not terminal:
+        line = "round 3 of 9 · commits/s 1.5 · loss 0.5 · workers 4 · spares 1 · servers 2 · deaths 2 · seconds lost 3.2"
+        assert shown.splitlines() == [line, line], "one for the round, one at the end"
+
+
+def test_without_tensorboard_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    script = tmp_path / "script.py"
+    script.write_text("import torch\nmodel_fn = loss_fn = print\ndataset = (torch.zeros(1, 1), torch.zeros(1, 1))\n")
+    result = CliRunner().invoke(app, ["server", "train", str(script), "--tensorboard", str(tmp_path / "board")])
+    assert result.exit_code != 0
+    assert "pip install 'tatami[tensorboard]'" in result.stderr

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
+import socket
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tatami.errors import InputError, MissingExtraError, TrainingError
+from tatami.server.folder import run_folder
 
 LOOPBACK = "127.0.0.1"
 _STARTS = 3
+_ANSWER_S = 10.0
 
 
 def require_ray() -> Any:
@@ -54,6 +55,7 @@ def engine(*, address: str | None = None, store_bytes: int | None = None) -> Ite
         yield ray
         return
     if address is not None:
+        _ask(address)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -63,16 +65,29 @@ def engine(*, address: str | None = None, store_bytes: int | None = None) -> Ite
         finally:
             ray.shutdown()
         return
-    # Not tempfile.gettempdir(): the paths of Ray's sockets must stay under 108 characters.
-    folder = Path(tempfile.mkdtemp(prefix="tatami-", dir="/tmp" if Path("/tmp").is_dir() else None))
+    with run_folder() as folder:
+        try:
+            with on_loopback(ray):
+                _start(ray, folder=folder, store_bytes=store_bytes)
+            with _quiet():
+                yield ray
+        finally:
+            ray.shutdown()
+
+
+def _ask(address: str) -> None:
+    """Whether anybody listens there: Ray itself tries for half a minute, and then says little."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not (host and port.isdecimal()):
+        return  # a name like "auto"; Ray knows what it means
     try:
-        with on_loopback(ray):
-            _start(ray, folder=folder, store_bytes=store_bytes)
-        with _quiet():
-            yield ray
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+        with socket.create_connection((host, int(port)), timeout=_ANSWER_S):
+            return
+    except OSError as error:
+        raise InputError(
+            f"the Ray cluster at {address} cannot be used: nobody answers there ({error.strerror or error}). "
+            "`ray start --head` prints the address of its cluster"
+        ) from error
 
 
 def _start(ray: Any, *, folder: Path, store_bytes: int | None) -> None:

@@ -1,0 +1,88 @@
+"""Ray as it is found: absent, out of reach, of another version; and what is left of a run that was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tatami.errors import InputError, MissingExtraError
+from tatami.server.engine import engine, require_ray
+from tatami.server.folder import remove_stale, run_folder
+from tatami.server.processes import machine
+
+
+def test_where_ray_is_absent_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'tatami\[server\]'"):
+        require_ray()
+
+
+def test_the_command_line_names_it_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from tatami.cli.app import app
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    script = tmp_path / "script.py"
+    script.write_text("import torch\nmodel_fn = loss_fn = print\ndataset = (torch.zeros(1, 1), torch.zeros(1, 1))\n")
+    result = CliRunner().invoke(app, ["server", "train", str(script), "--rounds", "1"])
+    assert result.exit_code != 0
+    assert "pip install 'tatami[server]'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        RuntimeError("Version mismatch: The cluster was started with: Ray: 2.9.0, Python: 3.10.1"),
+        ConnectionError("Could not find any running Ray instance"),
+        ValueError("not an address"),
+    ],
+    ids=lambda problem: type(problem).__name__,
+)
+def test_a_cluster_that_cannot_be_used_is_named(problem: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+
+    def init(**_: object) -> None:
+        raise problem
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(InputError, match="cluster at theirs cannot be used: ") as caught, engine(address="theirs"):
+        pass
+    assert str(problem) in str(caught.value)
+
+
+def test_nobody_at_the_address() -> None:
+    pytest.importorskip("ray")
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = f"127.0.0.1:{gone.getsockname()[1]}"
+    with pytest.raises(InputError, match=f"cluster at {address} cannot be used: nobody answers there"), engine(address=address):
+        pass
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    owners = {
+        "tatami-dead": {"pid": ended.pid, "machine": machine()},
+        "tatami-mine": {"pid": os.getpid(), "machine": machine()},
+        "tatami-elsewhere": {"pid": ended.pid, "machine": "another one"},
+        "tatami-broken": "?",
+    }
+    for name, owner in owners.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "owner.json").write_text(json.dumps(owner))
+    (tmp_path / "tatami-run-of-others").mkdir()
+    remove_stale(tmp_path)
+    left = {"tatami-mine", "tatami-elsewhere", "tatami-broken", "tatami-run-of-others"}
+    assert {each.name for each in tmp_path.iterdir()} == left
+    with run_folder(parent=tmp_path) as folder:
+        (folder / "session").mkdir()
+        assert {each.name for each in tmp_path.iterdir()} == left | {folder.name}
+    assert {each.name for each in tmp_path.iterdir()} == left
