@@ -17,6 +17,7 @@ from tatami.sim.allreduce import (
     NATIVES,
     AllReduceJob,
     Case,
+    Piece,
     Replayed,
     Software,
     WholeDoubling,
@@ -171,6 +172,29 @@ def test_the_software_of_ranks_takes_its_time() -> None:
     assert found.total_s == pytest.approx(expected_s, rel=1e-6)
 
 
+@needs_simgrid
+def test_a_rank_begins_no_two_messages_within_its_gap() -> None:
+    """A gap that is longer than a message takes its place, a shorter one does not show."""
+    schedule = build("ring", ranks=4, size=80_000)
+    message_s = ALPHA_S + 8e4 / BETA_BYTES_PER_S
+    for gap_s, expected_s in ((message_s / 2, 6 * message_s), (3 * message_s, 5 * 3 * message_s + message_s)):
+        for skip in (True, False):
+            found = replayed(schedule, software=Software(gap_s=gap_s), skip=skip)
+            assert found.total_s == pytest.approx(expected_s, rel=1e-6)
+
+
+@needs_simgrid
+def test_long_messages_between_two_ranks_take_turns_in_part() -> None:
+    """Halves of 2 and 4 MB each way, twice: in a pair one waits for the other, in a ring of four nobody does."""
+    software = Software(pieces=(Piece(size_bytes=1e6), Piece(size_bytes=3e6, beyond_s=4e-4, stagger_s=2e-3)))
+    for size_bytes, beyond_s, stagger_s in ((1e6, 0.0, 0.0), (2e6, 2e-4, 1e-3), (6e6, 8e-4, 4e-3)):
+        one_s = ALPHA_S + size_bytes / BETA_BYTES_PER_S + beyond_s
+        pair = replayed(build("halving_doubling", ranks=2, size=round(2 * size_bytes / 4)), software=software)
+        assert pair.total_s == pytest.approx(2 * (one_s + stagger_s), rel=1e-6)
+        ring = replayed(build("ring", ranks=4, size=round(4 * size_bytes / 4)), software=software)
+        assert ring.total_s == pytest.approx(6 * one_s, rel=1e-6)
+
+
 @pytest.mark.parametrize("native", sorted(NATIVES))
 @pytest.mark.parametrize("size_bytes", [KIB, 64 * KIB, 1024 * KIB])
 def test_natives_are_expanded_to_what_delivers(native: str, size_bytes: int) -> None:
@@ -264,6 +288,10 @@ def test_bad_input() -> None:
         Software(message_s=-1.0)
     with pytest.raises(InputError, match=r"sum_bytes_per_s of the software must be > 0, not 0"):
         Software(sum_bytes_per_s=0.0)
+    with pytest.raises(InputError, match=r"of rising sizes, not of \[2, 1\]"):
+        Software(pieces=(Piece(size_bytes=2), Piece(size_bytes=1)))
+    with pytest.raises(InputError, match=r"more than 0 bytes, not 0"):
+        Piece(size_bytes=0)
     with pytest.raises(InputError, match="no way 'pull' to gather"):
         gather_schedule("pull", ranks=2, size=8)
     with pytest.raises(ScheduleError, match="what fits: 1x8, 2x4, 4x2, 8x1"):

@@ -177,6 +177,25 @@ def test_two_processors_share_their_machines_way_out() -> None:
 
 
 @needs_simgrid
+def test_links_that_were_probed_pair_by_pair_share_their_machines_cards() -> None:
+    """Each pair alone has its own rate; two transfers out of one machine have its card's together, and one each way its own."""
+    fast, faster = (Link(bandwidth_bytes_per_s=rate, latency_s=1e-4) for rate in (1e8, 1.2e8))
+    links = {("a", "b"): fast, ("a", "c"): faster, ("b", "c"): fast}
+    cluster = Cluster(processors=CLUSTER.processors, local=CLUSTER.local, network=SLOW, links=links)
+    platform = ClusterPlatform(cluster=cluster)
+    for sends, expected_s in (
+        (((0, 2, 1.2e7),), [0.12]),
+        (((0, 3, 1.2e7),), [0.10]),
+        (((0, 2, 1.2e7), (0, 3, 1.2e7)), [0.20, 0.20]),
+        (((2, 0, 1.2e7), (3, 0, 1.2e7)), [0.20, 0.20]),
+        (((0, 2, 1.2e7), (2, 0, 1.2e7), (3, 1, 1.2e7)), [0.12, 0.20, 0.20]),
+    ):
+        found = call(ends, Transfers(platform=platform, sends=sends))
+        times = [found.times["send", index] for index in range(len(sends))]
+        assert times == pytest.approx([1e-4 + each for each in expected_s], rel=1e-6)
+
+
+@needs_simgrid
 def test_simgrids_own_xml(tmp_path: Path) -> None:
     more = '<route src="n1" dst="n10"><link_ctn id="l"/></route><route src="n9" dst="n10"><link_ctn id="l"/></route>'
     (tmp_path / "three.xml").write_text(XML.replace("{more}", more))

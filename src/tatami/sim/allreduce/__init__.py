@@ -5,7 +5,7 @@ from tatami.sim.allreduce.gathering import WAYS, crossover_bytes, gather_schedul
 from tatami.sim.allreduce.job import AllReduceJob, Replayed, replay
 from tatami.sim.allreduce.natives import NATIVES, NativeRule, expand
 from tatami.sim.allreduce.replay import Replay
-from tatami.sim.allreduce.software import Software
+from tatami.sim.allreduce.software import Piece, Software
 from tatami.sim.allreduce.whole import WholeDoubling
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "AllReduceJob",
     "Case",
     "NativeRule",
+    "Piece",
     "Replay",
     "Replayed",
     "Software",

@@ -71,6 +71,8 @@ class Replay:
         self._waits: dict[int, int] = {}
         self._ready: dict[Key, int] = defaultdict(int)
         self._early: set[Key] = set()
+        self._next_s: dict[int, float] = {}
+        self._connections: dict[tuple[int, int], float] = {}
         self._meetings: dict[tuple[int, int, int], Meeting] = {}
         # By identity: hashing a group of 10,000 ranks at every barrier would cost.
         self._number_of_group = {id(group): number for phase in schedule.phases for number, group in enumerate(phase.groups)}
@@ -146,11 +148,14 @@ class Replay:
 
     def _post(self, rank: int, place: Place, part: Part, sync: Sync) -> None:
         cost_s = self._software.put_s if sync.one_sided else self._software.message_s
-        delay_s = 0.0
+        now_s, gap_s = self.now_s, self._software.gap_s
+        begin_s = max(0.0, self._next_s.get(rank, now_s) - now_s) if gap_s else 0.0
         for target, size_bytes in part.sends.items():
-            delay_s += cost_s
+            delay_s = begin_s + cost_s
             key = (place, rank, target)
             self._when_due(delay_s, lambda key=key, size_bytes=size_bytes: self._is_ready(key, size_bytes, sync))  # type: ignore[misc]
+            begin_s += max(cost_s, gap_s)
+            self._next_s[rank] = now_s + begin_s
         for source, size_bytes in part.receives.items():
             key = (place, source, rank)
             if sync is Sync.ARRIVAL:
@@ -167,7 +172,21 @@ class Replay:
         _, source, target = key
         self.payload_bytes += size_bytes
         arrived = self._locked(key) if sync is Sync.LOCK else lambda: self._has_arrived(key)
-        self._stage.send(self._hosts[source], self._hosts[target], size_bytes=size_bytes, then=arrived)
+        self._when_due(self._held_up_s(source, target, size_bytes), lambda: self._begin(source, target, size_bytes, arrived))
+
+    def _begin(self, source: int, target: int, size_bytes: int, arrived: Then) -> None:
+        beyond_s = self._software.beyond_s(size_bytes) if self._software.pieces else 0.0
+        then = arrived if beyond_s == 0 else lambda: self._when_due(beyond_s, arrived)
+        self._stage.send(self._hosts[source], self._hosts[target], size_bytes=size_bytes, then=then)
+
+    def _held_up_s(self, source: int, target: int, size_bytes: int) -> float:
+        """Until the connection of these two ranks takes a message of this way."""
+        if not self._software.pieces:
+            return 0.0
+        opposite_s = self._connections.get((target, source), -math.inf) + self._software.stagger_s(size_bytes)
+        held_up_s = max(0.0, opposite_s - self.now_s)
+        self._connections[source, target] = self.now_s + held_up_s
+        return held_up_s
 
     def _locked(self, key: Key) -> Then:
         """After a put under a lock: its flush, and the notice."""

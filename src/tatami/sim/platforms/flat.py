@@ -22,8 +22,10 @@ class ClusterPlatform(AbstractPlatform):
     """Each processor is a host of SimGrid, in the order of the ranks.
 
     Between two machines a transfer takes the network's latency, and shares the way out of the one and the way into the other,
-    each of the network's bandwidth. An exceptional link between two machines is a cable of its own, beside the network.
-    Inside a machine each transfer has the local link to itself.
+    each of the network's bandwidth. An exceptional link between two machines is a cable of its own, beside the network; but all
+    that a machine sends shares its card, and all that it is sent, too, which has the bandwidth of the fastest of its links: a
+    probe, which measures pair by pair, makes every link an exceptional one. Inside a machine each transfer has the local link
+    to itself.
 
     Attributes:
         cluster: the machines.
@@ -62,7 +64,7 @@ class ClusterPlatform(AbstractPlatform):
         root = engine.netzone_root
         inside = root.add_netzone_full(self.name) if self._pairs else root.add_netzone_star(self.name)
         hosts: dict[int, Any] = {}
-        zones, cables = {}, {}
+        zones, cables, cards = {}, {}, {}
         for machine, ranks in self._machines.items():
             zone = inside.add_netzone_star(f"machine {machine}")
             zone.set_gateway(zone.add_router(f"router {machine}"))
@@ -77,6 +79,8 @@ class ClusterPlatform(AbstractPlatform):
             network = self._half(self.cluster.network, local)
             cables[machine] = inside.add_split_duplex_link(f"cable {machine}", network.bandwidth_bytes_per_s)
             cables[machine].set_latency(network.latency_s).seal()
+            if self._pairs:
+                cards[machine] = inside.add_split_duplex_link(f"card {machine}", self._fastest_bytes_per_s(machine)).seal()
         up, down = grid.LinkInRoute.Direction.UP, grid.LinkInRoute.Direction.DOWN
         if not self._pairs:
             for machine, zone in zones.items():
@@ -86,9 +90,10 @@ class ClusterPlatform(AbstractPlatform):
                 cable = inside.add_split_duplex_link(f"cable {one} - {other}", link.bandwidth_bytes_per_s)
                 locals_s = sum(self.cluster.links.get((each, each), self.cluster.local).latency_s for each in (one, other))
                 cable.set_latency(max(0.0, link.latency_s - locals_s)).seal()
-                way = [grid.LinkInRoute(cable, up)]
+                between = [grid.LinkInRoute(cable, up)]
             else:
-                way = [grid.LinkInRoute(cables[one], up), grid.LinkInRoute(cables[other], down)]
+                between = [grid.LinkInRoute(cables[one], up), grid.LinkInRoute(cables[other], down)]
+            way = [grid.LinkInRoute(cards[one], up), *between, grid.LinkInRoute(cards[other], down)]
             inside.add_route(zones[one], zones[other], way, True)
         inside.seal()
         return [hosts[rank] for rank in range(self.cluster.size)]
@@ -103,6 +108,10 @@ class ClusterPlatform(AbstractPlatform):
     @cached_property
     def _pairs(self) -> dict[tuple[str, str], Link]:
         return {(one, other): link for (one, other), link in self.cluster.links.items() if one != other}
+
+    def _fastest_bytes_per_s(self, machine: str) -> float:
+        rates = [link.bandwidth_bytes_per_s for hosts, link in self._pairs.items() if machine in hosts]
+        return max(self.cluster.network.bandwidth_bytes_per_s, *rates) if rates else self.cluster.network.bandwidth_bytes_per_s
 
     def _half(self, network: Link, local: Link) -> Link:
         """One end of the network: half its latency, less what the way through the machine takes."""

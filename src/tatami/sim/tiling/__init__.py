@@ -1,8 +1,21 @@
 """Tilings on simulated machines: iterations replayed, speeds that change, and the library's own controller deciding."""
 
+from tatami.sim.tiling.calibrate import Calibration, Timed, calibrate
 from tatami.sim.tiling.changes import Change
 from tatami.sim.tiling.floor import Floor
 from tatami.sim.tiling.job import TilingJob, TilingRun, rehearse
-from tatami.sim.tiling.work import Work, work_of
+from tatami.sim.tiling.work import Startup, Work, work_of
 
-__all__ = ["Change", "Floor", "TilingJob", "TilingRun", "Work", "rehearse", "work_of"]
+__all__ = [
+    "Calibration",
+    "Change",
+    "Floor",
+    "Startup",
+    "TilingJob",
+    "TilingRun",
+    "Timed",
+    "Work",
+    "calibrate",
+    "rehearse",
+    "work_of",
+]

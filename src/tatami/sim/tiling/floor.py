@@ -8,9 +8,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from tatami.collective import AbstractPattern, Group, Phase, Role, Schedule, Step, Via, build
-from tatami.sim.tiling.work import Work, work_of
+from tatami.collective.direct import DirectAllGather, DirectReduceScatter
+from tatami.sim.tiling.work import NO_STARTUP, Startup, Work, work_of
 from tatami.tiling import Tiling, horizontal_messages
 from tatami.workload import Workload
+
+DIRECT = "direct"
+"""The sum in a column as `tatami.nn.column_sum` does it where the column is on several hosts: everyone to everyone."""
+AUTO = "auto"
+"""DIRECT; where a column has more than 16 ranks halving and doubling, which moves as many bytes in 2 k log k messages: the
+2 k (k - 1) of 100 ranks take minutes to simulate."""
+_MOST_DIRECT = 16
+_WHOLE_BYTES = 16 * 1024
+"""Its own: up to so much to send, everyone sends the whole."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,21 +80,32 @@ class Floor:
         replicated: the sum of gradients outside of pairs, over all; None where there is nothing to be summed.
     """
 
-    def __init__(self, tilings: Sequence[Tiling], *, workload: Workload, rank_of: Mapping[str, int], vertical: str) -> None:
+    def __init__(
+        self,
+        tilings: Sequence[Tiling],
+        *,
+        workload: Workload,
+        rank_of: Mapping[str, int],
+        vertical: str,
+        startup: Startup = NO_STARTUP,
+    ) -> None:
         first = tilings[0]
         self.tilings = tuple(tilings)
         self.names = {rank_of[tile.processor]: tile.processor for tile in first.tiles}
         self.work: dict[int, Work] = {}
         self.areas: dict[int, float] = {}
         for rank, name in self.names.items():
-            self.work[rank] = work_of([tiling.by_processor[name] for tiling in tilings], workload=workload)
+            self.work[rank] = work_of([tiling.by_processor[name] for tiling in tilings], workload=workload, startup=startup)
             self.areas[rank] = float(first.by_processor[name].area)
         self.exchanges = workload.vertical_exchanges
         self.vertical: dict[int, tuple[Sum, int] | None] = {}
         for column in first.columns:
             ranks = tuple(rank_of[tile.processor] for tile in column)
             elements = round(workload.vertical_elements * column[0].samples.size / first.samples / self.exchanges)
-            column_sum = Sum(ranks=ranks, schedule=build(vertical, ranks=len(ranks), size=elements))
+            column_sum = Sum(
+                ranks=ranks,
+                schedule=_column_sum(vertical, ranks=len(ranks), size=elements, element_bytes=workload.element_bytes),
+            )
             alone = len(ranks) == 1 or elements == 0
             self.vertical |= {rank: None if alone else (column_sum, place) for place, rank in enumerate(ranks)}
         self.horizontal = self._across(tilings, workload, rank_of)
@@ -119,3 +140,19 @@ class Floor:
             algorithm="horizontal", ranks=len(everybody), size=size, phases=(phase,), order="by column", fixed_order=True
         )
         return Sum(ranks=everybody, schedule=schedule)
+
+
+def _column_sum(vertical: str, *, ranks: int, size: int, element_bytes: int) -> Schedule:
+    if vertical == AUTO:
+        vertical = DIRECT if ranks <= _MOST_DIRECT else "halving_doubling"
+    if vertical != DIRECT or ranks == 1:
+        return build("ring" if vertical == DIRECT else vertical, ranks=ranks, size=size)
+    group = Group(ranks=tuple(range(ranks)), start=0, stop=size)
+    phases: tuple[Phase, ...]
+    if ranks == 2 or size < ranks or size * element_bytes * (ranks - 1) <= _WHOLE_BYTES:
+        messages = tuple((0, source, target, size) for source in range(ranks) for target in range(ranks) if source != target)
+        phases = (Phase(groups=(group,), what=Traffic(messages=messages)),)
+    else:
+        patterns = (DirectReduceScatter(via=Via.MESSAGE), DirectAllGather(via=Via.MESSAGE))
+        phases = tuple(Phase(groups=(group,), what=pattern) for pattern in patterns)
+    return Schedule(algorithm=DIRECT, ranks=ranks, size=size, phases=phases, order="by rank", fixed_order=True)

@@ -45,6 +45,7 @@ class Iteration:
         begin_s: the stage's time at which each rank begins.
         ahead_s: what the run's time is ahead of the stage's.
         element_bytes: 4 for float32.
+        software: what ranks add to the wires.
         done: told of the times of all ranks, on the stage's clock.
     """
 
@@ -57,6 +58,7 @@ class Iteration:
         begin_s: Mapping[int, float],
         ahead_s: float,
         element_bytes: int,
+        software: Software,
         done: Callable[[dict[int, Times]], None],
     ) -> None:
         self._stage = stage
@@ -64,6 +66,7 @@ class Iteration:
         self._speeds = speeds
         self._ahead_s = ahead_s
         self._element_bytes = element_bytes
+        self._software = software
         self._done = done
         self._replays: dict[tuple[int, int], Replay] = {}
         self._then: dict[tuple[int, int, int], Then] = {}
@@ -136,7 +139,7 @@ class Iteration:
                 what.schedule,
                 hosts=what.ranks,
                 element_bytes=self._element_bytes,
-                software=Software(),
+                software=self._software,
                 done=lambda member: self._then.pop((*key, member))(),
                 skip=False,
             )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tatami.cluster import Cluster
 from tatami.collective import ALGORITHMS
 from tatami.errors import PlanError
 from tatami.retiling import Decision, Retiler
+from tatami.sim.allreduce import Software
 from tatami.sim.platforms import AbstractPlatform
 from tatami.sim.stage import Stage, play
 from tatami.sim.tiling.changes import Change
+from tatami.sim.tiling.floor import AUTO, DIRECT
 from tatami.sim.tiling.run import Run
+from tatami.sim.tiling.work import NO_STARTUP, Startup
 from tatami.tiling import AlphaBetaCost, Layout, Tiling
 from tatami.workload import Workload
 
@@ -32,9 +35,12 @@ class TilingJob:
         changes: of those speeds.
         retiler: None: the tiling stays.
         known_speeds: as of `tatami.retiling.Controller`.
-        vertical: the all-reduce in a column, a name in `tatami.collective.ALGORITHMS`.
+        vertical: the sum in a column: "direct", as tiled layers do it between hosts, "auto", which is that up to 16 ranks, or a
+            name in `tatami.collective.ALGORITHMS`.
         flop_per_s: of speed 1; None: as `AlphaBetaCost` has it.
         state_copies: tensors of the optimizer for each weight that moves: 0 for SGD, 2 for Adam.
+        startup: what each tile costs beyond its area.
+        software: what ranks add to the wires.
         skip: whether iterations that repeat themselves are left out.
 
     Raises:
@@ -52,9 +58,11 @@ class TilingJob:
     changes: tuple[Change, ...] = ()
     retiler: Retiler | None = None
     known_speeds: bool = True
-    vertical: str = "halving_doubling"
+    vertical: str = AUTO
     flop_per_s: float | None = None
     state_copies: int = 0
+    startup: Startup = NO_STARTUP
+    software: Software = field(default_factory=Software)
     skip: bool = True
 
     def __post_init__(self) -> None:
@@ -62,8 +70,10 @@ class TilingJob:
             raise PlanError("a tiled run is of a layout or of tilings, one of them")
         if self.tilings is not None and (self.retiler is not None or len(self.tilings) != len(self.workload.pairs)):
             raise PlanError("tilings are one for each pair of the workload, and are not laid anew: give a layout for that")
-        if self.vertical not in ALGORITHMS:
-            raise PlanError(f"there is no all-reduce {self.vertical!r} for columns; choose of: {', '.join(ALGORITHMS)}")
+        if self.vertical not in (AUTO, DIRECT, *ALGORITHMS):
+            raise PlanError(
+                f"there is no all-reduce {self.vertical!r} for columns; choose of: {', '.join((AUTO, DIRECT, *ALGORITHMS))}"
+            )
         if self.iterations < 1:
             raise PlanError(f"a tiled run has at least 1 iteration, not {self.iterations}")
         if len(self.platform.hosts) < self.cluster.size:
@@ -141,6 +151,8 @@ def rehearse(job: TilingJob) -> TilingRun:
             known_speeds=job.known_speeds,
             vertical=job.vertical,
             state_copies=job.state_copies,
+            startup=job.startup,
+            software=job.software,
             skip=job.skip,
         )
 

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 
 from tatami.cluster import Cluster
 from tatami.retiling import Controller, Decision, Retiler, Timing, moves
+from tatami.sim.allreduce import Software
 from tatami.sim.stage import Stage, Then
 from tatami.sim.tiling.changes import Change, Speeds
 from tatami.sim.tiling.floor import Floor
 from tatami.sim.tiling.iteration import Iteration, Times
+from tatami.sim.tiling.work import Startup
 from tatami.tiling import Layout, Tiling
 from tatami.workload import Workload
 
@@ -43,6 +45,8 @@ class Run:
         known_speeds: bool,
         vertical: str,
         state_copies: int,
+        startup: Startup,
+        software: Software,
         skip: bool,
     ) -> None:
         self._stage = stage
@@ -52,6 +56,8 @@ class Run:
         self._speeds = Speeds(flop_per_s, changes=changes)
         self._vertical = vertical
         self._state_copies = state_copies
+        self._startup = startup
+        self._software = software
         self._skip = skip
         self._controller = None
         if retiler is not None:
@@ -90,7 +96,9 @@ class Run:
         self._next(dict.fromkeys(self.floor.names, 0.0))
 
     def _laid(self, tilings: Sequence[Tiling]) -> Floor:
-        return Floor(tilings, workload=self._workload, rank_of=self._cluster.rank_of, vertical=self._vertical)
+        return Floor(
+            tilings, workload=self._workload, rank_of=self._cluster.rank_of, vertical=self._vertical, startup=self._startup
+        )
 
     def _next(self, leads_s: dict[int, float]) -> None:
         """Begin the next iteration, each rank so long after the first."""
@@ -108,6 +116,7 @@ class Run:
             begin_s={rank: now_s + lead_s for rank, lead_s in leads_s.items()},
             ahead_s=self._ahead_s,
             element_bytes=self._workload.element_bytes,
+            software=self._software,
             done=self._ended,
         )
 

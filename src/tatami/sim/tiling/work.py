@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tatami.errors import InputError
 from tatami.tiling import Tile
 from tatami.workload import Workload
 from tatami.workload.table1 import backward_counts, forward_counts
 
 _FORWARD_SHARE = 1 / 3
 """Of what layers outside of pairs cost: backward is two products of the same size for each of forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Startup:
+    """What a tile costs beyond Table 1, in flop at the rate of Table 1's: t(w, h) = t0 + b w + a w h.
+
+    Attributes:
+        tile_flop: of an iteration, however small the tile is: the calls.
+        sample_flop: of each sample, however few units it meets: the inputs are read, and the outputs compared, for all of them.
+
+    Raises:
+        InputError: one that is negative.
+    """
+
+    tile_flop: float = 0.0
+    sample_flop: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("tile_flop", "sample_flop"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(f"{name} of a startup must be a finite number >= 0, not {getattr(self, name)}")
+
+
+NO_STARTUP = Startup()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +52,7 @@ class Work:
         return self.forward_flop + self.backward_flop + self.update_flop
 
 
-def work_of(tiles: Sequence[Tile], *, workload: Workload) -> Work:
+def work_of(tiles: Sequence[Tile], *, workload: Workload, startup: Startup = NO_STARTUP) -> Work:
     """The work of one processor.
 
     The update, two operations for each weight it holds, is taken out of Table 1's second row, which counts it in.
@@ -34,10 +60,13 @@ def work_of(tiles: Sequence[Tile], *, workload: Workload) -> Work:
     Args:
         tiles: its tile for each pair of the workload.
         workload: what is laid out.
+        startup: of each of its tiles.
     """
     samples = tiles[0].samples.size
-    forward = workload.replicated_flop_per_sample * samples * _FORWARD_SHARE
-    backward = workload.replicated_flop_per_sample * samples - forward
+    beside = len(tiles) * (startup.tile_flop + startup.sample_flop * samples)
+    beside += workload.replicated_flop_per_sample * samples
+    forward = beside * _FORWARD_SHARE
+    backward = beside - forward
     update = 0.0
     for pair, tile in zip(workload.pairs, tiles, strict=True):
         units = tile.units.size

@@ -1,0 +1,191 @@
+"""`python -m tatami.bench.simulated_rank JOB.json FOUND.json`: one rank of a lab, which probes it and then measures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from tatami.bench.allreduce import ELEMENT_BYTES
+from tatami.bench.evaluation_contestants import Task, make_task
+from tatami.bench.measuring import measured, times
+from tatami.bench.simulated import Job, job_from_dict, tilings
+from tatami.clock import SystemClock
+from tatami.cluster import Cluster
+from tatami.comm.allreduce import AllReduce
+from tatami.comm.base import AbstractCommunicator
+from tatami.comm.detect import init
+from tatami.nn import tile
+from tatami.nn.probe import probe
+from tatami.tiling import Layout
+from tatami.workload import Workload, net_workload, parse_net
+
+_TIMEOUT_S = 180.0
+_SHAPES = ((0.125, 0.5), (0.25, 0.25), (0.25, 0.75), (0.5, 0.25), (0.5, 0.5), (1.0, 0.125), (1.0, 0.3))
+"""(height, width) of the tiles that are computed alone: fractions of the units and of the samples."""
+_BLOCK_S = 0.8
+"""Of one timing under a quota: many of its periods."""
+_MESSAGES_BYTES = (8, 128 * 1024, 256 * 1024, 512 * 1024, 1024**2, 2 * 1024**2, 4 * 1024**2)
+_VECTOR_BYTES = 4 * 1024**2
+
+
+class Measuring:
+    """One rank. Every method is collective."""
+
+    def __init__(self, job: Job, comm: AbstractCommunicator) -> None:
+        self._job = job
+        self._comm = comm
+        self._clock = SystemClock()
+        self._workload: Workload = net_workload(job.net, samples=job.samples)
+        self._task: Task = make_task(parse_net(job.net), samples=job.samples, workload=self._workload, seed=0)
+
+    def run(self) -> dict[str, Any]:
+        """All that is found; of every rank, on every rank."""
+        cluster = probe(self._workload, self._comm)
+        return {
+            "cluster": _described(cluster),
+            "tiles": self._tiles(),
+            "messages": self._messages(),
+            "sums_bytes_per_s": self._sums(),
+            "allreduce": self._allreduces(),
+            "tilings": self._tilings(cluster),
+        }
+
+    # -- calibration ------------------------------------------------------------------------------------------------------
+
+    def _tiles(self) -> list[list[tuple[int, int, float]]]:
+        """Of every rank: (units, samples, seconds) of iterations on tiles alone, all ranks at once."""
+        (pair,) = self._workload.pairs
+        found = []
+        for height, width in _SHAPES:
+            units, samples = round(height * pair.units), round(width * self._job.samples)
+            model = nn.Sequential(
+                nn.Linear(pair.inputs, units, bias=False),
+                nn.Sigmoid(),
+                nn.Linear(units, pair.outputs, bias=False),
+                nn.Sigmoid(),
+            )
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            x, y, loss = self._task.x[:samples], self._task.y[:samples], nn.MSELoss()
+
+            def iteration(
+                model: nn.Module = model, optimizer: Any = optimizer, x: Any = x, y: Any = y, loss: Any = loss
+            ) -> None:
+                optimizer.zero_grad()
+                loss(model(x), y).backward()
+                optimizer.step()
+
+            iteration()
+            self._comm.barrier()
+            found.append((units, samples, self._timed(iteration)))
+        return list(self._comm.allgather_object(found))
+
+    def _timed(self, run: Callable[[], object]) -> float:
+        """Seconds of one, of this rank alone."""
+        start_s, count, spent_s = self._clock.now_s(), 0, 0.0
+        while spent_s < _BLOCK_S:
+            run()
+            count += 1
+            spent_s = self._clock.now_s() - start_s
+        return spent_s / count
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Messages without a pause: of all to their right ("shift"), and of two and two to each other ("exchange")."""
+        comm, found = self._comm, []
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        partner = comm.rank ^ 1 if comm.rank ^ 1 < comm.size else None
+        for size_bytes in _MESSAGES_BYTES:
+            there, here = (torch.zeros(size_bytes, dtype=torch.uint8) for _ in range(2))
+
+            def pass_on(to: int | None, by: int | None, there: torch.Tensor = there, here: torch.Tensor = here) -> None:
+                if to is not None and by is not None:
+                    for request in [comm.irecv(here, by), comm.isend(there, to)]:
+                        request.wait()
+
+            ways = {"shift": partial(pass_on, right, left), "exchange": partial(pass_on, partner, partner)}
+            timed = measured({name: times(run) for name, run in ways.items()}, comm, rounds=3, seconds=_BLOCK_S)
+            found += [{"way": name, "size_bytes": size_bytes, **seconds} for name, seconds in timed.items()]
+        return found
+
+    def _sums(self) -> list[float]:
+        """Of every rank: bytes a second at which it adds one vector to another, all ranks at once."""
+        one, other = torch.zeros(_VECTOR_BYTES // 4), torch.zeros(_VECTOR_BYTES // 4)
+        self._comm.barrier()
+        return list(self._comm.allgather_object(_VECTOR_BYTES / self._timed(lambda: one.add_(other))))
+
+    # -- what is to be predicted ------------------------------------------------------------------------------------------
+
+    def _allreduces(self) -> list[dict[str, Any]]:
+        found = []
+        for size_bytes in self._job.sizes_bytes:
+            made = {
+                name: AllReduce(self._comm, size=size_bytes // ELEMENT_BYTES, algorithm=name) for name in self._job.algorithms
+            }
+            timed = measured({name: times(each.run) for name, each in made.items()}, self._comm, rounds=5, seconds=0.3)
+            found += [{"algorithm": name, "size_bytes": size_bytes, **seconds} for name, seconds in timed.items()]
+            for each in made.values():
+                each.close()
+        return found
+
+    def _tilings(self, cluster: Cluster) -> list[dict[str, Any]]:
+        """Blocks of iterations of all tilings in turn."""
+        layouts = tilings(cluster)
+        runs = {name: self._iterations(layout, cluster) for name, layout in layouts.items()}
+        block_s: dict[str, list[float]] = {name: [] for name in runs}
+        for round_ in range(self._job.rounds + 1):
+            for name, run in runs.items():
+                self._comm.barrier()
+                start_s = self._clock.now_s()
+                for _ in range(self._job.repeats if round_ else 1):
+                    run()
+                if round_:  # the first round warms up
+                    block_s[name].append((self._clock.now_s() - start_s) / self._job.repeats)
+        everywhere = self._comm.allgather_object(block_s)
+        found = []
+        for name, layout in layouts.items():
+            slowest = [max(ranks) for ranks in zip(*(each[name] for each in everywhere), strict=True)]
+            found.append({"tiling": name, "layout": layout.to_dict(), "median_s": median(slowest), "rounds_s": slowest})
+        return found
+
+    def _iterations(self, layout: Layout, cluster: Cluster) -> Callable[[], None]:
+        model = tile(self._task.model, self._comm, batch_size=self._job.samples, speeds=cluster, layout=layout, quiet=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = model.local(self._task.x, self._task.y)
+        loss = nn.MSELoss()
+
+        def iteration() -> None:
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+            model.phases.finish_iteration()
+
+        return iteration
+
+
+def _described(cluster: Cluster) -> dict[str, Any]:
+    return {
+        "speeds_flop_per_s": [processor.speed for processor in cluster.processors],
+        "hosts": [processor.host for processor in cluster.processors],
+        "links": [[*hosts, link.bandwidth_bytes_per_s, link.latency_s] for hosts, link in cluster.links.items()],
+    }
+
+
+def main() -> None:
+    """From beginning to end."""
+    job = job_from_dict(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    comm = init(timeout_s=_TIMEOUT_S)
+    found = Measuring(job, comm).run()
+    if comm.rank == 0:
+        Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
+    comm.barrier()
+
+
+if __name__ == "__main__":
+    main()
