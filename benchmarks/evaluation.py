@@ -45,6 +45,7 @@ PARTS = ("efficiency", "courses", "rivals")
 NETS = {"large": LARGE, "original": ORIGINAL}
 KEY = ("part", "condition", "num", "net", "bandwidth_bytes_per_s")
 STATIC = ("weighted", "srpm", "srpm-merged", "timed")
+RETILED = ("drpm", "drpm-speeds", "drpm-timed", "drpm-timed-speeds")
 COURSES = (*DYNAMIC, "srpm")
 
 
@@ -65,7 +66,7 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
         )
         for condition in options.condition if "efficiency" in options.part else ():
             for num in options.n:
-                names = (*grids(num), *STATIC, "drpm", "drpm-speeds")
+                names = (*grids(num), *STATIC, *RETILED)
                 yield replace(base, condition=condition, num=num, contestants=names)
         if small:
             continue
@@ -79,7 +80,7 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
             )
         if "rivals" in options.part:
             for bandwidth in (GIGABIT, FAST_ETHERNET):
-                names = ("weighted", "srpm", "timed", "drpm", "drpm-speeds", *RIVALS)
+                names = ("weighted", "srpm", "timed", *RETILED, *RIVALS)
                 yield replace(base, part="rivals", bandwidth_bytes_per_s=bandwidth, contestants=names, rounds=5)
 
 

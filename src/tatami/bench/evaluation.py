@@ -50,6 +50,8 @@ DYNAMIC: Mapping[str, Dynamic] = MappingProxyType(
     {
         "drpm": Dynamic(retiler=Retiler()),
         "drpm-speeds": Dynamic(retiler=Retiler(), speeds=True),
+        "drpm-timed": Dynamic(retiler=Retiler(planner="timed")),
+        "drpm-timed-speeds": Dynamic(retiler=Retiler(planner="timed"), speeds=True),
         "published": Dynamic(retiler=Retiler.published()),
         "published-speeds": Dynamic(retiler=Retiler.published(), speeds=True),
         "T 0.4, 0.9": Dynamic(retiler=Retiler(t_line=0.9)),
@@ -60,7 +62,8 @@ DYNAMIC: Mapping[str, Dynamic] = MappingProxyType(
         "R 30": Dynamic(retiler=Retiler(every=30)),
     }
 )
-"""DRPM as it is by default (thresholds 0.4 and 0.8, L = 6, R = 20), as published to the letter, and with other settings."""
+"""DRPM as it is by default (thresholds 0.4 and 0.8, L = 6, R = 20), with the planner that predicts times, as published to the
+letter, and with other settings."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +20,7 @@ from tatami.clock import SystemClock
 from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.probe import measure_links
-from tatami.nn.measure import measure_speeds
+from tatami.nn.measure import measure_sample_flop, measure_speeds
 from tatami.tiling import AlphaBetaCost, Layout
 from tatami.workload import Workload, net_workload, parse_net
 
@@ -52,6 +53,7 @@ class Measuring:
             speeds_asked=[processor.speed for processor in job.cluster.processors],
             speeds_flop_per_s=[processor.speed for processor in self.cluster.processors],
             serial_s=self.serial_s,
+            sample_flop=self._task.workload.sample_flop,
             latency_s=self.cluster.network.latency_s,
             slowest_link_bytes_per_s=self.cluster.network.bandwidth_bytes_per_s,
         )
@@ -68,6 +70,8 @@ class Measuring:
     def _probe(self) -> Cluster:
         """As `tatami probe` measures it, with fewer and smaller messages: all links of a lab in seconds."""
         comm = self._comm
+        sample_flop = measure_sample_flop(self._task.workload, comm, repeats=3, repeat_s=_REPEAT_S)
+        self._task = replace(self._task, workload=replace(self._task.workload, sample_flop=sample_flop))
         speeds = measure_speeds(self._task.workload, comm, repeat_s=_REPEAT_S)
         size_bytes = round(_PROBE_S / 2 * self._job.bandwidth_bytes_per_s)
         links = measure_links(comm, small_repeats=15, large_repeats=3, large_bytes=size_bytes)

@@ -4,7 +4,7 @@ from tatami.nn.batch_norm import MultiNodeBatchNorm
 from tatami.nn.chain_list import MultiNodeChainList
 from tatami.nn.convert_batch_norm import create_mnbn_model
 from tatami.nn.describe import PairNames, describe, find_pairs
-from tatami.nn.measure import Speed, measure_speed, measure_speeds
+from tatami.nn.measure import Speed, measure_sample_flop, measure_speed, measure_speeds
 from tatami.nn.n_step_rnn import MultiNodeNStepRNN, create_multi_node_n_step_rnn
 from tatami.nn.parallel_conv import ParallelConv
 from tatami.nn.phases import Phase, Phases, PhaseTimes
@@ -28,6 +28,7 @@ __all__ = [
     "describe",
     "find_pairs",
     "load_whole_state_dict",
+    "measure_sample_flop",
     "measure_speed",
     "measure_speeds",
     "tile",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ REPEAT_S = 0.02
 """Enough for a machine of one's own. Where a container's quota lets a rank run for some time and then stops it for the rest
 of a period of 10 or 100 ms, that must be many periods, or what is measured is the machine and not the share of it."""
 _MAX_SAMPLES = 1024
+_FEW = 8
+"""A tile of few units has this part of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,20 +55,8 @@ def measure_speed(
     clock = clock or SystemClock()
     workload = workload.with_samples(min(workload.samples, _MAX_SAMPLES))
     passes = [_Pass(pair, samples=workload.samples, dtype=dtype) for pair in workload.pairs]
-    flop = workload.flop_per_area
-    rates = []
-    for _ in range(repeats + 1):
-        start_s = clock.now_s()
-        rounds, spent_s = 0, 0.0
-        while spent_s < repeat_s:
-            for each in passes:
-                pace.begin()
-                each.run()
-                pace.end()
-            rounds += 1
-            spent_s = clock.now_s() - start_s
-        rates.append(rounds * flop / spent_s)
-    counted = rates[1:]
+    flop = workload.flop_per_area + workload.samples * workload.sample_flop
+    counted = [flop / _time_s(passes, repeat_s=repeat_s, clock=clock, pace=pace) for _ in range(repeats + 1)][1:]
     median = statistics.median(counted)
     return Speed(flop_per_s=median, spread=(max(counted) - min(counted)) / median)
 
@@ -84,6 +75,56 @@ def measure_speeds(
     comm.barrier()
     mine = measure_speed(workload, repeats=repeats, repeat_s=repeat_s, dtype=dtype, clock=clock, pace=pace)
     return list(comm.allgather_object(mine))
+
+
+def measure_sample_flop(
+    workload: Workload,
+    comm: AbstractCommunicator,
+    *,
+    repeats: int = 5,
+    repeat_s: float = REPEAT_S,
+    dtype: torch.dtype = torch.float32,
+    clock: Clock | None = None,
+    pace: Pace = NO_PACE,
+) -> float:
+    """`Workload.sample_flop` of these machines, from tiles with all units and with an eighth of them. Collective.
+
+    A rank that computes at `a` flop/s takes (F + G) / a for a tile of F flop; two tiles tell `a` and G. G is that of the
+    library and the network rather than the machine's, so the median of the ranks counts.
+    """
+    clock = clock or SystemClock()
+    workload = workload.with_samples(min(workload.samples, _MAX_SAMPLES))
+    pairs = {share: [replace(pair, units=max(1, pair.units // share)) for pair in workload.pairs] for share in (1, _FEW)}
+    tiles = {share: replace(workload, pairs=tuple(each), sample_flop=0.0) for share, each in pairs.items()}
+    passes = {share: [_Pass(pair, samples=tile.samples, dtype=dtype) for pair in tile.pairs] for share, tile in tiles.items()}
+    most_flop, least_flop = (_flop(tiles[share]) for share in (1, _FEW))
+    comm.barrier()
+    found = []
+    for _ in range(repeats + 1):
+        most_s, least_s = (_time_s(passes[share], repeat_s=repeat_s, clock=clock, pace=pace) for share in (1, _FEW))
+        flop_per_s = (most_flop - least_flop) / max(most_s - least_s, 1e-12)
+        found.append(max(0.0, flop_per_s * least_s - least_flop))
+    everywhere = comm.allgather_object(statistics.median(found[1:]))
+    return float(statistics.median(everywhere)) / workload.samples
+
+
+def _flop(workload: Workload) -> float:
+    """Of all passes: the pairs, without the layers beside them."""
+    return replace(workload, replicated_flop_per_sample=0).flop(width=1.0, height=1.0)
+
+
+def _time_s(passes: Sequence[_Pass], *, repeat_s: float, clock: Clock, pace: Pace) -> float:
+    """Seconds of all `passes`, repeated for `repeat_s` at least."""
+    start_s = clock.now_s()
+    rounds, spent_s = 0, 0.0
+    while spent_s < repeat_s:
+        for each in passes:
+            pace.begin()
+            each.run()
+            pace.end()
+        rounds += 1
+        spent_s = clock.now_s() - start_s
+    return spent_s / rounds
 
 
 class _Pass:

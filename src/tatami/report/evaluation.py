@@ -20,6 +20,8 @@ METHODS: Mapping[str, str] = {
     "timed": "least predicted time",
     "drpm": "DRPM",
     "drpm-speeds": "DRPM, speeds known",
+    "drpm-timed": "DRPM by predicted time",
+    "drpm-timed-speeds": "DRPM by predicted time, speeds known",
     "ddp": "DDP, even batches",
     "ddp-weighted": "DDP, weighted batches",
 }

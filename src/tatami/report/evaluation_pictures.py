@@ -22,6 +22,8 @@ STYLES: dict[str, tuple[str, str]] = {
     "timed": ("#3a9188", "P"),
     "drpm": ("#b5392f", "o"),
     "drpm-speeds": ("#e58a6b", "s"),
+    "drpm-timed": ("#8a2a5b", "X"),
+    "drpm-timed-speeds": ("#d07fb0", "*"),
     "ddp": ("#8c8c8c", "o"),
     "ddp-weighted": ("#4d4d4d", "^"),
 }

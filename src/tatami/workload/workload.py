@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from tatami.errors import PlanError
@@ -51,6 +52,9 @@ class Workload:
         pairs: in the order of the forward pass; at least one.
         replicated_parameters: elements of the weights outside of pairs.
         replicated_flop_per_sample: what those layers cost each rank, forward and backward, for each of its samples.
+        sample_flop: what else a rank spends on each of its samples, however few units it has: reading the inputs and filling
+            the outputs costs the same for one unit as for all. In flop at the rank's speed; 0 where nobody has measured it
+            (`tatami.nn.measure_sample_flop`).
         element_bytes: 4 for float32.
     """
 
@@ -58,11 +62,14 @@ class Workload:
     pairs: tuple[Pair, ...]
     replicated_parameters: int = 0
     replicated_flop_per_sample: int = 0
+    sample_flop: float = 0.0
     element_bytes: int = 4
 
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise PlanError(f"a workload needs at least 1 sample, not {self.samples}")
+        if not 0 <= self.sample_flop < math.inf:
+            raise PlanError(f"sample_flop of a workload must be a finite number >= 0, not {self.sample_flop}")
         if not self.pairs:
             raise PlanError("a workload needs at least one pair of linear layers: only pairs are tiled")
 
@@ -122,7 +129,7 @@ class Workload:
         return self.flop(width=1.0, height=0.0)
 
     def flop(self, *, width: float, height: float) -> float:
-        """Flop of one iteration of a tile: Table 1 for every pair, and the replicated layers.
+        """Flop of one iteration of a tile: Table 1 for every pair, the replicated layers, and what each sample costs beside.
 
         Args:
             width: the tile's fraction of the samples.
@@ -130,7 +137,7 @@ class Workload:
         """
         samples = width * self.samples
         tiled = sum(iteration_counts(pair, units=height * pair.units, samples=samples).flop for pair in self.pairs)
-        return tiled + samples * self.replicated_flop_per_sample
+        return tiled + samples * (self.replicated_flop_per_sample + self.sample_flop)
 
     def with_samples(self, samples: int) -> Workload:
         return replace(self, samples=samples)
