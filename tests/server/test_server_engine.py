@@ -86,3 +86,25 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
         (folder / "session").mkdir()
         assert {each.name for each in tmp_path.iterdir()} == left | {folder.name}
     assert {each.name for each in tmp_path.iterdir()} == left
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        ("OSError('Connection reset by peer')", 1),
+        ("ray.exceptions.RaySystemError(None)", 1),
+        ("ray.exceptions.ObjectStoreFullError()", 3),
+        ("ValueError()", 3),
+        ("None", 0),
+    ],
+)
+def test_a_process_ends_with_its_node_and_keeps_its_mistakes(raised: str, code: int) -> None:
+    """The first is what a worker said when its node was killed under it, and what stopped the run as if it were the user's."""
+    pytest.importorskip("ray")
+    script = (
+        "import ray.exceptions, sys\nfrom tatami.server.tether import tethered\n"
+        f"error = {raised}\n"
+        "try:\n with tethered():\n  if error is not None: raise error\n"
+        "except Exception: sys.exit(3)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=100, check=False).returncode == code

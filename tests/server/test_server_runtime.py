@@ -19,6 +19,7 @@ from torch import nn
 
 pytest.importorskip("ray")
 
+from tatami.datasets.load import load
 from tatami.errors import CheckpointError, InputError, ModelError, NotFiniteError, TrainingError
 from tatami.server import checkpoints
 from tatami.server.consistency import ASP, SSP, Backup
@@ -36,6 +37,7 @@ from tatami.testing.crash import Crash, Crashes, Death
 pytestmark = pytest.mark.timeout(300)
 
 ROUNDS = 5
+CORPUS = Path(os.environ.get("TATAMI_NETTALK", Path(__file__).parents[3] / "shared" / "data" / "nettalk.data"))
 X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
 Y = torch.sin(X[:, :2])
 SETTINGS: dict[str, Any] = {
@@ -151,6 +153,27 @@ def test_a_start_that_fails_again_and_again_is_given_up() -> None:
 
     with pytest.raises(TrainingError, match="processes ended before the first round; is there enough memory"):
         train(model_that_kills, loss_fn, **SETTINGS | ALONE)
+
+
+@pytest.mark.parametrize("name", ["digits", "nettalk"])
+def test_real_data_is_learnt_whoever_dies(name: str) -> None:
+    if name == "nettalk" and not CORPUS.exists():
+        pytest.skip(f"no NETtalk corpus at {CORPUS} (TATAMI_NETTALK names another place)")
+    data = load(name, path=CORPUS if name == "nettalk" else None, samples=256)
+    inputs, outputs = data.x.shape[1], data.outputs
+    finals = []
+    for crashes in ([], [Crash(process=2, round=4, phase=TaskPhase.COMPUTE)]):
+        model, report = train(
+            lambda: nn.Sequential(nn.Linear(inputs, 40), nn.Tanh(), nn.Linear(40, outputs)),
+            nn.BCEWithLogitsLoss(),
+            **SETTINGS
+            | {"dataset": (data.x, data.y), "rounds": 24, "batch_size": 64, "clip_norm": None, "optimizer": SGD(lr=2.0)}
+            | {"on_phase": Crashes(crashes), "spares": len(crashes)},
+        )
+        assert len(report.failures) == len(crashes)
+        assert report.losses[-1] < 0.6 * report.losses[0]
+        finals.append(flat(model))
+    assert torch.equal(*finals)
 
 
 def test_ignore_goes_on_at_once_and_applies_every_round() -> None:

@@ -6,7 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnschedulableError,
+    ObjectLostError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from tatami.errors import InputError, TrainingError
 
@@ -48,7 +56,8 @@ class Calls:
             except (RayActorError, ActorUnschedulableError, ObjectLostError) as error:
                 failed(error)
             except RayTaskError as error:
-                if isinstance(error.cause, RayError):  # of what it was given: another process is gone
+                is_full = isinstance(error.cause, ObjectStoreFullError | OutOfDiskError)
+                if isinstance(error.cause, RayError) and not is_full:  # of what it was given: another process is gone
                     failed(error)
                 else:
                     raise _of_user(error) from error

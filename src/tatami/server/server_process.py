@@ -12,6 +12,7 @@ from tatami.server.actions import ApplyShard, SumShard
 from tatami.server.optimizers import AbstractOptimizer, Vector
 from tatami.server.processes import Identity, identity
 from tatami.server.shard import ShardServer
+from tatami.server.tether import tethered
 
 
 class ServerProcess:
@@ -67,10 +68,10 @@ class ServerProcess:
             squared_norm=order.squared_norm,
             clocks=order.clocks,
         )
-        return [ray.put(parameters)]
+        return _publish(parameters)
 
     def parameters(self, shard: int) -> list[Any]:
-        return [ray.put(self._held.parameters(shard))]
+        return _publish(self._held.parameters(shard))
 
     def snapshot(self, shard: int) -> dict[str, Vector]:
         return self._held.snapshot(shard)
@@ -78,9 +79,15 @@ class ServerProcess:
     def load(
         self, shard: int, snapshot: Mapping[str, Vector], *, attempt: int, clocks: tuple[tuple[int, int], ...]
     ) -> list[Any]:
-        return [ray.put(self._held.load(shard, snapshot, attempt=attempt, clocks=clocks))]
+        return _publish(self._held.load(shard, snapshot, attempt=attempt, clocks=clocks))
 
     @property
     def _held(self) -> ShardServer:
         assert self._shards is not None  # the coordinator orders nothing of servers that are not of its run
         return self._shards
+
+
+def _publish(parameters: Vector) -> list[Any]:
+    """In a list, so that Ray hands on the reference and not what it refers to."""
+    with tethered():
+        return [ray.put(parameters)]

@@ -22,6 +22,7 @@ from tatami.server.phases import PhaseHook, TaskPhase
 from tatami.server.pieces import cut, parcel
 from tatami.server.processes import Identity, identity
 from tatami.server.protocol import Protocol
+from tatami.server.tether import tethered
 
 _PULL_PAUSE_S = 0.1
 _HEDGE_S = 1.0
@@ -88,7 +89,9 @@ class WorkerProcess:
         """Pull, compute, push. `pulls[k]` are references to shard k, one for each copy."""
         assert self._learner is not None
         self._hook(TaskPhase.PULL, task)
-        if not self._pull(task, pulls):
+        with tethered():
+            pulled = self._pull(task, pulls)
+        if not pulled:
             time.sleep(_PULL_PAUSE_S)  # the death of a server is about to be told
             return Outcome(loss=math.nan, samples=0, received=(), pulled=False)
         self._hook(TaskPhase.BEFORE_COMPUTE, task)
@@ -96,7 +99,8 @@ class WorkerProcess:
         self._hook(TaskPhase.COMPUTE, task)
         if not math.isfinite(loss):
             return Outcome(loss=loss, samples=samples, received=())
-        received = self._push(task, gradient, samples=samples, servers=servers)
+        with tethered():
+            received = self._push(task, gradient, samples=samples, servers=servers)
         self._hook(TaskPhase.AFTER_PUSH, task)
         return Outcome(loss=loss, samples=samples, received=received)
 
