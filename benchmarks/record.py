@@ -22,6 +22,7 @@ COMMANDS = {
     "put-vs-allgather": "bench put-vs-allgather -n 2 --json",
     "dataparallel": "bench dataparallel --json",
     "functions": "bench functions --json",
+    "server": "bench server --json",
     # In the lab, as root: four hosts of two ranks with links of 1 Gbit/s.
     "allreduce-four-hosts": (
         "lab run benchmarks/four-hosts-of-two.toml -- -m tatami bench allreduce --sizes 1MiB,16MiB,64MiB --rounds 5 "
