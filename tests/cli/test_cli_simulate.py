@@ -44,9 +44,31 @@ def test_a_table_and_a_picture(tmp_path: Path) -> None:
     for word in ("checkpoint", "from-servers", "ignore", "430,056.9 s"):
         assert word in out
     assert (tmp_path / "bars.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "bars-per-failure.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "bars.png").read_bytes() != (tmp_path / "bars-per-failure.png").read_bytes()
+    (tmp_path / "bars.png").rename(tmp_path / "others.png")
     code, _, err = run(*SMALL, "--plot", str(tmp_path / "bars.png"))
     assert code == 2
     assert "--force" in err
+
+
+@needs_simgrid
+def test_workers_and_checkpoints_are_swept() -> None:
+    arguments = [*SMALL[:4], "--rounds", "12", "--runs", "1", "--recovery", "checkpoint", "--checkpoint-waits", "--json"]
+    totals_s: dict[tuple[str, str], float] = {}
+    for sweep in ("workers=100,300", "every=1,4", "store=0,1,2"):
+        code, out, _ = run(*arguments, "--workers", "100", "--sweep", sweep)
+        assert code == 0
+        name = sweep.partition("=")[0]
+        totals_s |= {(name, record[name]): record["undisturbed_s"] for record in map(json.loads, out.splitlines())}
+    # 13 checkpoints of 8 s in 12 rounds; every fourth round 4 of them.
+    every_round_s = totals_s["every", "1"]
+    assert every_round_s - totals_s["every", "4"] == pytest.approx(9 * 8.0, rel=1e-6)
+    assert totals_s["workers", "100"] == totals_s["store", "0"] == every_round_s
+    assert totals_s["workers", "300"] == pytest.approx(every_round_s, rel=1e-3)
+    # A hundred workers behind one backbone of 5 GB/s, which is what a store's machine takes, too: some 160 s for 8 s.
+    for number in ("1", "2"):
+        assert totals_s["store", number] - every_round_s == pytest.approx(13 * (100 * 8e9 / (0.97 * 5e9) - 8.0), rel=0.1)
 
 
 @needs_simgrid
@@ -69,6 +91,9 @@ def test_machines_of_a_cluster_file(tmp_path: Path) -> None:
         ([*SMALL[1:], "--sweep", "luck=1,2"], "there is no 'luck' to be swept; there are: detection,"),
         ([*SMALL[1:], "--sweep", "mtbf="], "--sweep is NAME=A,B,..."),
         ([*SMALL[1:], "--sweep", "replicas=x"], "--sweep replicas=x"),
+        ([*SMALL[1:], "--sweep", "workers=150"], "multiple of it, not 150"),
+        ([*SMALL[1:], "--sweep", "resume=later"], "--sweep resume=later"),
+        ([*SMALL[1:], "--store", "100"], "of 100 servers' machines at most 99 can be a store, not 100"),
         ([*SMALL[1:], "--recovery", "prayer"], "there is no recovery 'prayer'; there are: checkpoint, servers, ignore"),
         ([*SMALL[1:], "--mtbf", "-3d"], "must be >= 0"),
         (["server", "--preset", "oakforest-like", "--servers", "300"], "has only 256"),

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep, started_runs
+from tatami.cli.simulate_server import SERVER_EPILOG, simulate_server
 from tatami.cli.terminal import show, show_json
 from tatami.errors import InputError
-from tatami.report import Table, blank, check_path, save
-from tatami.report.bar import progress_for
-from tatami.units import format_bandwidth, format_duration, format_speed, parse_duration, parse_size
+from tatami.report import Table
+from tatami.units import format_bandwidth, format_duration, format_speed, parse_duration
 
-if TYPE_CHECKING:
-    from tatami.server.recovery import AbstractRecovery
-    from tatami.sim.server import ServerRun, ServerSetup
-
-PAPER = "paper-server-10k"
 EPILOG = """
 [bold]Examples[/]
 
@@ -39,139 +31,7 @@ simulate = typer.Typer(
     help="Rehearse on simulated machines: what does a round take, what does a death cost?",
     epilog=EPILOG,
 )
-
-
-class Resume(StrEnum):
-    """What a spare does of a dead worker's task."""
-
-    CONTINUE = "continue"
-    RESTART = "restart"
-
-
-_SWEPT: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "detection": ("detection_s", parse_duration),
-    "link-mtbf": ("link_mtbf_s", parse_duration),
-    "model": ("model_bytes", parse_size),
-    "mtbf": ("mtbf_s", parse_duration),
-    "replicas": ("replicas", int),
-    "rounds": ("rounds", int),
-    "server-mtbf": ("server_mtbf_s", parse_duration),
-    "spares": ("spares", int),
-    "spawn": ("spawn_s", parse_duration),
-}
-
-
-@simulate.command(epilog=EPILOG)
-def server(
-    *,
-    preset: Annotated[str | None, typer.Option(help="Machines by name.", show_default=False)] = None,
-    platform: PlatformFile = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="How many compute.", show_default="all but the servers")] = None,
-    servers: Annotated[int, typer.Option(min=1, help="How many of the last hosts are servers (with --platform).")] = 1,
-    recovery: Annotated[str, typer.Option(metavar="A,B,...", help="What is done about deaths.")] = "checkpoint,servers,ignore",
-    every: Annotated[str, typer.Option(metavar="N|daly", help="Rounds between checkpoints.")] = "1",
-    checkpoint_waits: Annotated[
-        bool, typer.Option("--checkpoint-waits", help="The next round begins when the checkpoint is written.")
-    ] = False,
-    runs: Annotated[int, typer.Option(min=1, help="Of each recovery, each with a seed of its own.")] = 10,
-    rounds: Annotated[int, typer.Option(min=1, help="Of each run.")] = 200,
-    seed: Annotated[int, typer.Option(help="Of the first run.")] = 0,
-    resume: Annotated[
-        Resume | None, typer.Option(help="A spare does the rest of a task, or all.", show_default="restart; preset: continue")
-    ] = None,
-    task: Annotated[float, typer.Option(help="Work of one worker in a round, in the unit of the platform's speeds.")] = 100.0,
-    model: Annotated[str, typer.Option(help="What a worker pulls, and pushes, in a round.")] = "1 GB",
-    mtbf: Annotated[str, typer.Option(help="Mean time to a worker's death.")] = "3y",
-    server_mtbf: Annotated[str | None, typer.Option(help="... to a server's.", show_default="never")] = None,
-    link_mtbf: Annotated[str | None, typer.Option(help="... until a worker's link breaks.", show_default="never")] = None,
-    detection: Annotated[str, typer.Option(help="From a death until it is known.")] = "0 s",
-    spawn: Annotated[str, typer.Option(help="To start a machine.")] = "5 s",
-    spares: Annotated[int, typer.Option(min=0, help="Machines that stand by, started.")] = 0,
-    replicas: Annotated[int, typer.Option(min=1, help="Servers that hold each parameter.")] = 1,
-    sweep: SweepOption = None,
-    cores: Cores = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw times and losses (.png, .pdf, .svg).")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each run, as it ends.")] = False,
-) -> None:
-    """Simulate training on parameter servers, and what the deaths of workers cost under each recovery."""
-    from dataclasses import replace
-
-    from tatami.sim.server import ServerSetup, paper_setup, simulate_server
-
-    if plot is not None:
-        check_path(plot, force=force)
-    swept = parse_sweep(sweep, known=_SWEPT)
-    if preset == PAPER and platform is None:
-        base = paper_setup(workers=10_000 if workers is None else workers, rounds=rounds)
-    else:
-        machines = chosen_platform(preset, platform, nodes=None, latency_s=None)
-        num_hosts = len(machines.hosts)
-        num_workers = num_hosts - servers if workers is None else workers
-        base = ServerSetup(
-            platform=machines,
-            workers=tuple(range(num_workers)),
-            servers=tuple(range(max(num_workers, num_hosts - servers), max(num_workers, num_hosts - servers) + servers)),
-            rounds=rounds,
-        )
-    base = replace(
-        base,
-        task_flop=task,
-        model_bytes=parse_size(model),
-        mtbf_s=parse_duration(mtbf),
-        server_mtbf_s=None if server_mtbf is None else parse_duration(server_mtbf),
-        link_mtbf_s=None if link_mtbf is None else parse_duration(link_mtbf),
-        detection_s=parse_duration(detection),
-        spawn_s=parse_duration(spawn),
-        spares=spares,
-        replicas=replicas,
-        resume=base.resume if resume is None else resume.value,
-        checkpoints=replace(base.checkpoints, waits=checkpoint_waits),
-    )
-    policies = [_policy(name.strip(), every=every) for name in recovery.split(",")]
-    cases = [
-        (value, replace(_changed(base, swept.name, value), recovery=policy)) for value in swept.values for policy in policies
-    ]
-    progress = progress_for()
-    progress.start("simulating", total=len(cases) * runs, unit="runs")
-    records: list[ServerRun] = []
-
-    def done(case: int, record: ServerRun) -> None:
-        records.append(record)
-        progress.advance(1, fields={"recovery": record.recovery})
-        if as_json:
-            show_json(run_record(record) | ({swept.name: cases[case][0]} if swept.name else {}))
-
-    with started_runs(cores) as started:
-        seeds = range(seed, seed + runs)
-        found = simulate_server([case for _, case in cases], seeds=seeds, runs=started, done=done)
-    progress.finish()
-    endings = [f", {swept.name} {value}" if value else "" for value, _ in cases]
-    labels = [each[0].recovery + ending for each, ending in zip(found, endings, strict=True)]
-    if not as_json:
-        show(_table(labels, found))
-    if plot is not None:
-        from tatami.report.simulated import draw_server_runs
-
-        figure, axes = blank()
-        draw_server_runs(axes, labels, found)
-        save(figure, plot, force=force)
-
-
-def run_record(run: ServerRun) -> dict[str, Any]:
-    """What `--json` says of a run."""
-    return {
-        "recovery": run.recovery,
-        "seed": run.seed,
-        "rounds": run.rounds,
-        "total_s": run.total_s,
-        "undisturbed_s": run.undisturbed_s,
-        "failures": run.num_failures,
-        "lost_per_failure_s": run.lost_per_failure_s,
-        "lost_updates": run.lost_updates,
-        "bytes_moved": run.bytes_moved,
-        "stopped": run.stopped,
-    }
+simulate.command(name="server", epilog=SERVER_EPILOG)(simulate_server)
 
 
 @simulate.command()
@@ -223,57 +83,3 @@ def platform(
     title = f"{machines.name}: {len(machines.hosts):,} hosts, transfers as {machines.fabric.name}"
     show(Table(title=title, headers=headers, rows=tuple(rows), numbers=frozenset({1, 2, 3, 4})))
     show(f"first host {machines.hosts[0]}, last host {machines.hosts[-1]}")
-
-
-def _policy(name: str, *, every: str) -> AbstractRecovery:
-    from tatami.server.recovery import Checkpoint, FromServers, Ignore
-
-    if name in ("servers", "from-servers"):
-        return FromServers()
-    if name == "ignore":
-        return Ignore()
-    if name != "checkpoint":
-        raise InputError(f"there is no recovery {name!r}; there are: checkpoint, servers, ignore")
-    if every == "daly":
-        return Checkpoint(every="daly")
-    if not every.isdecimal():
-        raise InputError(f"--every is a number of rounds or daly, not {every!r}")
-    return Checkpoint(every=int(every))
-
-
-def _changed(setup: ServerSetup, name: str, value: str | None) -> ServerSetup:
-    from dataclasses import replace
-
-    if value is None:
-        return setup
-    field, parse = _SWEPT[name]
-    try:
-        return replace(setup, **{field: parse(value)})
-    except ValueError as error:
-        raise InputError(f"--sweep {name}={value}: {error}") from None
-
-
-def _table(labels: list[str], found: list[list[ServerRun]]) -> Table:
-    import statistics
-
-    rows = []
-    for label, runs in zip(labels, found, strict=True):
-        totals = [run.total_s for run in runs]
-        failures = sum(run.num_failures for run in runs)
-        lost_s = sum(run.total_s - run.undisturbed_s for run in runs)
-        stopped = sum(run.stopped is not None for run in runs)
-        rows.append(
-            (
-                label,
-                f"{runs[0].undisturbed_s:,.1f} s",
-                f"{statistics.fmean(totals):,.1f} s",
-                f"{statistics.pstdev(totals):,.1f} s",
-                f"{failures / len(runs):.2f}",
-                f"{lost_s / failures:+.2f} s" if failures and not stopped else "",
-                f"{sum(run.lost_updates for run in runs) / len(runs):.2f}",
-                str(stopped) if stopped else "",
-            )
-        )
-    headers = ("recovery", "undisturbed", "mean", "deviation", "failures", "lost a failure", "lost updates", "stopped")
-    title = f"{len(found[0])} runs each"
-    return Table(title=title, headers=headers, rows=tuple(rows), numbers=frozenset(range(1, len(headers))))

@@ -1,4 +1,4 @@
-"""Simulated runs as bars: the time of a run with its deviation, and what a failure cost."""
+"""Simulated runs as bars: the time of a run, and what a failure cost, with deviations (Li, Tanimura, Nakada: Figs. 12, 13)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+_COLOR = "#4c72b0"
+_ROOM = 0.15
+"""Below and above the bars, of what they differ by."""
 
 
 class SimulatedRun(Protocol):
@@ -22,32 +26,60 @@ class SimulatedRun(Protocol):
     @property
     def num_failures(self) -> int: ...
 
+    @property
+    def lost_per_failure_s(self) -> float | None: ...
 
-def draw_server_runs(ax: Axes, labels: Sequence[str], runs: Sequence[Sequence[SimulatedRun]]) -> Axes:
-    """A bar for every kind of run: seconds beyond an undisturbed run, their deviation, and how many for each failure.
+
+def draw_totals(ax: Axes, labels: Sequence[str], runs: Sequence[Sequence[SimulatedRun]]) -> Axes:
+    """A bar for every kind of run: seconds of all its rounds; a mark where a run ends that nothing disturbs.
+
+    The axis does not begin at 0, or one would see nothing but rounds, which are alike.
 
     Args:
         labels: one for each kind.
         runs: of each kind, at least one.
     """
-    extras = [[run.total_s - run.undisturbed_s for run in kind] for kind in runs]
-    places = list(range(len(labels)))
-    heights = [statistics.fmean(extra) for extra in extras]
-    deviations = [statistics.pstdev(extra) for extra in extras]
-    ax.bar(places, heights, yerr=deviations, capsize=4, color="#4c72b0")
-    for place, extra, kind in zip(places, extras, runs, strict=True):
-        failures = sum(run.num_failures for run in kind)
-        text = f"{sum(extra) / failures:+.1f} s\na failure" if failures else "no failure"
-        ax.annotate(
-            text,
-            (place, max(0.0, heights[place]) + deviations[place]),
-            ha="center",
-            va="bottom",
-            xytext=(0, 3),
-            textcoords="offset points",
-        )
-    ax.set_xticks(places, list(labels))
-    ax.margins(y=0.2)
-    ax.set_ylabel("seconds longer than undisturbed")
+    means, deviations = _bars(ax, labels, [[run.total_s for run in kind] for kind in runs])
+    undisturbed = [kind[0].undisturbed_s for kind in runs]
+    for place, at_s in enumerate(undisturbed):
+        ax.hlines(at_s, place - 0.45, place + 0.45, colors="black", linestyles="dashed", label="_" if place else "undisturbed")
+    lows = [mean - deviation for mean, deviation in zip(means, deviations, strict=True)]
+    highs = [mean + deviation for mean, deviation in zip(means, deviations, strict=True)]
+    low, high = min(*lows, *undisturbed), max(*highs, *undisturbed)
+    room = _ROOM * (high - low) or 0.01 * high
+    ax.set_ylim(low - room, high + 2 * room)
+    ax.ticklabel_format(axis="y", useOffset=False, style="plain")
+    ax.set_ylabel("seconds of a run (the axis does not begin at 0)")
     ax.set_title(f"{len(runs[0])} simulated runs of each")
+    ax.legend(frameon=False, loc="upper right")
     return ax
+
+
+def draw_losses(ax: Axes, labels: Sequence[str], runs: Sequence[Sequence[SimulatedRun]]) -> Axes:
+    """A bar for every kind of run: seconds that a run took longer for each of its failures; runs without any are left out.
+
+    Args:
+        labels: one for each kind.
+        runs: of each kind, at least one.
+    """
+    losses = [[lost_s for run in kind if (lost_s := run.lost_per_failure_s) is not None] for kind in runs]
+    means, deviations = _bars(ax, labels, losses)
+    for place, (mean, deviation, kind) in enumerate(zip(means, deviations, runs, strict=True)):
+        failures = sum(run.num_failures for run in kind)
+        text = f"{mean:+.1f} s" if failures else "no failure"
+        at = (place, max(0.0, mean + deviation))
+        ax.annotate(text, at, ha="center", va="bottom", xytext=(0, 3), textcoords="offset points")
+    ax.axhline(0.0, color="black", linewidth=0.8)
+    ax.margins(y=0.2)
+    ax.set_ylabel("seconds lost by a failure")
+    ax.set_title(f"{sum(run.num_failures for kind in runs for run in kind)} failures in {sum(map(len, runs))} simulated runs")
+    return ax
+
+
+def _bars(ax: Axes, labels: Sequence[str], values: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
+    """Means with deviations, which are returned; 0 where there is no value."""
+    means = [statistics.fmean(each) if each else 0.0 for each in values]
+    deviations = [statistics.pstdev(each) if each else 0.0 for each in values]
+    ax.bar(range(len(labels)), means, yerr=deviations, capsize=4, color=_COLOR)
+    ax.set_xticks(range(len(labels)), list(labels))
+    return means, deviations

@@ -201,8 +201,9 @@ class ServerPlay:
         if task.left <= 0:  # a spare takes over from one that had computed all
             self._has_computed(task)
             return
-        task.compute(self._stage, work_flop=self.setup.task_flop, then=self._has_computed)
-        self._fates.computes(task.order.worker, self._duration_s(task))
+        duration_s = self._duration_s(task)
+        self._fates.computes(task.order.worker, duration_s)  # first, so that who dies at the end of it has not computed all
+        task.compute(self._stage, duration_s=duration_s, then=self._has_computed)
 
     def _duration_s(self, task: Task) -> float:
         return self.setup.task_flop * task.left / float(self._stage.hosts[task.host].speed)
@@ -218,6 +219,9 @@ class ServerPlay:
     def _push(self) -> None:
         """Let those push who have computed, when their time has come."""
         together = self.setup.push == "together" and self.setup.consistency.lockstep
+        # Only where a process is dead is somebody not busy who has begun; looking at all of 10,000 each time would cost.
+        if together and len(self._computing) > len(self._dead):
+            return
         if together and any(self._coordinator.places[worker].status is Status.BUSY for worker in self._computing):
             return
         ready, self._computed = self._computed, []
