@@ -1,7 +1,6 @@
 """The simulator against what it simulates, in labs on this machine:  python benchmarks/simulated.py [OPTIONS]
 
     --bandwidth 100Mbit/s        only labs with these links; 1 Gbit/s and 100 Mbit/s by default
-    --no-server                  without the parameter server's rounds
     --report                     measure nothing; simulate anew what was measured before, and compare
 
 In a lab of four unequal hosts, ranks first probe it: speeds and startups of tiles alone, links, messages without a pause. Then
@@ -23,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tatami.bench.evaluation_lab import _KEEP_MEMORY as KEEP_MEMORY
 from tatami.bench.interleaved import machine
 from tatami.bench.simulated import Job
 from tatami.bench.simulated_calibrated import calibrated
@@ -42,6 +40,8 @@ BANDWIDTHS = ("1 Gbit/s", "100 Mbit/s")
 ASKED = {"median": 0.15, "largest": 0.35}
 _RANK = "tatami.bench.simulated_rank"
 _PRELOAD = ("torch._dynamo", "torch.distributed", "numpy", "tatami.nn", "tatami.train")
+_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
+"""As in the evaluation: or tiles alone, which are larger, would get their memory anew in every iteration."""
 _ITERATIONS = 4
 """Of which the last counts: ranks begin the first together, and the others one after the other."""
 
@@ -53,7 +53,7 @@ def measure(job: Job, *, timeout_s: float = 900.0) -> dict[str, Any]:
         description, found = Path(folder) / "job.json", Path(folder) / "found.json"
         description.write_text(json.dumps(job.to_dict()), encoding="utf-8")
         with Lab(job.cluster) as lab:
-            environment = {"TATAMI_LAB_PRELOAD": ",".join(_PRELOAD), **KEEP_MEMORY}
+            environment = {"TATAMI_LAB_PRELOAD": ",".join(_PRELOAD), **_KEEP_MEMORY}
             code = lab.run(["-m", _RANK, str(description), str(found)], environment=environment, timeout_s=timeout_s)
         if code != 0:
             raise LabError(f"the ranks ended with exit code {code}; what they said is above")

@@ -52,7 +52,7 @@ def simulate_tiling(
     retile: Annotated[bool, typer.Option("--retile", help="Check the balance, and lay the tiles anew.")] = False,
     every: Annotated[int, typer.Option(min=1, help="Iterations between checks.")] = 20,
     unknown: Annotated[bool, typer.Option("--unknown", help="Plan for equal speeds: nothing is known at first.")] = False,
-    vertical: Annotated[str, typer.Option(help="The all-reduce in a column.")] = "halving_doubling",
+    vertical: Annotated[str, typer.Option(help="The sum in a column: auto, direct, or an all-reduce.")] = "auto",
     sweep: SweepOption = None,
     cores: Cores = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time over iterations (.png, .pdf, .svg).")] = None,
