@@ -170,8 +170,8 @@ def resume(
     as_json: AsJson = False,
 ) -> None:
     """Go on with a run whose process died or was stopped, from its last whole checkpoint."""
-    from tatami.server.train import resume as go_on
     from tatami.server.run_settings import RunSettings
+    from tatami.server.train import resume as go_on
     from tatami.train.records import Records
 
     _refuse(report, output, force=force)
