@@ -23,12 +23,12 @@ pytest.importorskip("ray")
 import ray
 import ray.cluster_utils
 
-from tatami.server.engine import on_loopback, require_ray
 from tatami.server.optimizers import SGD
 from tatami.server.pool import Pool
+from tatami.server.ray_engine import on_loopback, require_ray
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
 from tatami.server.report import RunReport
-from tatami.server.train import train
+from tatami.server.training import train
 from tatami.testing.chaos import Blow, Storm, Target, draw_blows
 from tatami.testing.crash import Death
 from tatami.train.records import Records

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tatami.errors import InputError, MissingExtraError
-from tatami.server.engine import engine, require_ray
 from tatami.server.folder import remove_stale, run_folder
 from tatami.server.processes import machine
+from tatami.server.ray_engine import engine, require_ray
 
 
 def test_where_ray_is_absent_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from tatami.server.recovery.checkpoint import daly_s
 from tatami.server.report import Failure, RunReport, with_costs
 from tatami.server.saving import Saved
 from tatami.server.shard import ShardServer
-from tatami.server.train import train
+from tatami.server.training import train
 
 X, Y = torch.zeros(8, 3), torch.zeros(8, 1)
 

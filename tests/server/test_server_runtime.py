@@ -23,15 +23,15 @@ from tatami.datasets.load import load
 from tatami.errors import CheckpointError, InputError, ModelError, NotFiniteError, TrainingError
 from tatami.server import checkpoints
 from tatami.server.consistency import ASP, SSP, Backup
-from tatami.server.engine import engine
 from tatami.server.learner import Course
 from tatami.server.optimizers import SGD, Adam
 from tatami.server.phases import TaskPhase
 from tatami.server.pool import Pool
+from tatami.server.ray_engine import engine
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
 from tatami.server.report import RunReport
 from tatami.server.runtime import Runtime
-from tatami.server.train import resume, train
+from tatami.server.training import resume, train
 from tatami.testing.crash import Crash, Crashes, Death
 
 pytestmark = pytest.mark.timeout(300)

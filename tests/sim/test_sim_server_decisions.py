@@ -23,12 +23,12 @@ pytest.importorskip("ray")
 from simgrid_here import needs_simgrid
 from tatami.server import actions as act
 from tatami.server import events as ev
-from tatami.server.engine import engine
 from tatami.server.phases import TaskPhase
 from tatami.server.pool import Pool
+from tatami.server.ray_engine import engine
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
 from tatami.server.state import Coordinator
-from tatami.server.train import train
+from tatami.server.training import train
 from tatami.sim.platforms import RDMA, Group, Tree, Wire
 from tatami.sim.server import ServerSetup
 

@@ -17,7 +17,7 @@ from torch import nn
 from tatami.bench.interleaved import machine
 from tatami.errors import InputError
 from tatami.server import BSP, SGD, Runtime
-from tatami.server.train import train
+from tatami.server.training import train
 
 MB = 1_000_000
 _COPY_BYTES = 100 * MB

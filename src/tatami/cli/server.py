@@ -116,7 +116,7 @@ def train(
     """Train what a script defines: model_fn(), loss_fn(output, target) and dataset, a pair of tensors."""
     from tatami.cluster import read_cluster
     from tatami.server import SGD, Adam
-    from tatami.server.train import train as run
+    from tatami.server.training import train as run
     from tatami.train.records import Records
 
     _refuse(report, output, force=force)
@@ -171,7 +171,7 @@ def resume(
 ) -> None:
     """Go on with a run whose process died or was stopped, from its last whole checkpoint."""
     from tatami.server.run_settings import RunSettings
-    from tatami.server.train import resume as go_on
+    from tatami.server.training import resume as go_on
     from tatami.train.records import Records
 
     _refuse(report, output, force=force)

@@ -7,13 +7,13 @@ from tatami.server.consistency import ASP, BSP, SSP, Backup
 from tatami.server.recovery import Checkpoint, FromServers, Ignore
 
 if TYPE_CHECKING:
-    from tatami.server.engine import engine
     from tatami.server.optimizers import SGD, Adam
     from tatami.server.phases import TaskPhase
     from tatami.server.pool import Pool
+    from tatami.server.ray_engine import engine
     from tatami.server.report import Failure, RunReport
     from tatami.server.runtime import Runtime
-    from tatami.server.train import resume, train
+    from tatami.server.training import resume, train
 
 __all__ = [
     "ASP",
@@ -44,9 +44,9 @@ _HOMES = {
     "RunReport": "tatami.server.report",
     "Runtime": "tatami.server.runtime",
     "TaskPhase": "tatami.server.phases",
-    "engine": "tatami.server.engine",
-    "resume": "tatami.server.train",
-    "train": "tatami.server.train",
+    "engine": "tatami.server.ray_engine",
+    "resume": "tatami.server.training",
+    "train": "tatami.server.training",
 }
 
 

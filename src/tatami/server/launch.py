@@ -17,11 +17,11 @@ from torch import nn
 from tatami.clock import Clock, SystemClock
 from tatami.errors import InputError
 from tatami.server import checkpoints
-from tatami.server.engine import engine, require_ray
 from tatami.server.learner import Course, Data, LossFn, ModelFn, check_model, flatten, signature
 from tatami.server.phases import PhaseHook
 from tatami.server.pieces import cut
 from tatami.server.protocol import Protocol
+from tatami.server.ray_engine import engine, require_ray
 from tatami.server.report import RunReport
 from tatami.server.run_settings import RunSettings
 from tatami.server.saving import Saved

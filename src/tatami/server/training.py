@@ -14,12 +14,12 @@ from tatami.cluster import Cluster
 from tatami.errors import InputError
 from tatami.server import checkpoints
 from tatami.server.consistency import BSP, AbstractConsistency
-from tatami.server.engine import require_ray
 from tatami.server.launch import Surroundings, Task, run_task
 from tatami.server.learner import Data, LossFn, ModelFn
 from tatami.server.optimizers import SGD, AbstractOptimizer
 from tatami.server.phases import PhaseHook
 from tatami.server.protocol import DEFAULT_RESTARTS
+from tatami.server.ray_engine import require_ray
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers
 from tatami.server.report import RunReport
 from tatami.server.run_settings import HEARTBEAT_S, RunSettings
