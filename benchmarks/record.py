@@ -20,7 +20,7 @@ COMMANDS = {
     "allreduce": "bench allreduce -n 2 --json",
     "allreduce-8-ranks": "bench allreduce -n 8 --sizes 1KiB,64KiB,1MiB,16MiB --json",
     "put-vs-allgather": "bench put-vs-allgather -n 2 --json",
-    "dataparallel": "bench dataparallel --json",
+    "dataparallel": "bench dataparallel --rounds 21 --json",
     "functions": "bench functions --json",
     "server": "bench server --json",
     # In the lab, as root: four hosts of two ranks with links of 1 Gbit/s.

@@ -117,7 +117,7 @@ class Channel:
             self._outbox.add(Unsent([test], chunk, (), [], name))
         else:
             follow = following(label, tensors)
-            tests = [test, *(self.comm.isend(each, peer, tag=TAG).test for each in follow)]
+            tests = [test, *(self._wire.send_memory(each, peer) for each in follow)]
             kept = (*tensors, *follow)
             unsent = Unsent(tests, chunk, kept, [tensor._version for tensor in kept], name)
             self._outbox.add_large(unsent, size_bytes=sum(each.nbytes for each in follow))
