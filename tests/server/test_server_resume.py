@@ -50,6 +50,7 @@ def strike(how):
 
 def main():
     how, directory, report = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" hands it down ignored
     settings = dict(rounds=9, workers=2, servers=2, spares=0, batch_size=30, optimizer=server.Adam(lr=0.01), heartbeat_s=30.0)
     with server.engine(store_bytes=100 * 2**20):
         pool = server.Pool()
