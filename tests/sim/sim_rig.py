@@ -81,8 +81,9 @@ def actions_of(setup: ServerSetup) -> list[Action]:
     """All that the coordinator of a run orders, no round passed over; in this process, which must be one of `Runs`."""
 
     def act(stage: Stage) -> Callable[[], list[Action]]:
-        run = ServerPlay(setup, stage, seed=0, period=None, skips=False)
+        actions: list[Action] = []
+        run = ServerPlay(setup, stage, seed=0, period=None, skips=False, watch=actions.append)
         run.begin()
-        return lambda: run.actions
+        return lambda: actions
 
     return play(setup.platform, act)

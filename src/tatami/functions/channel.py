@@ -77,6 +77,7 @@ class Channel:
         self.takes_cuda = _takes_cuda(comm)
         self.memory = Memory()
         self._wire = wire_of(comm)
+        self.chunk_bytes = self._wire.chunk_bytes
         self._peers = [rank for rank in range(comm.size) if rank != comm.rank]
         self._num_sent = [0] * comm.size
         self._numbers: dict[tuple[str, int, int], int] = {}
@@ -112,7 +113,7 @@ class Channel:
         self._num_sent[peer] = serial + 1
         chunk = self._free.pop() if self._free else self._wire.new_chunk()
         write(chunk, (kind, operation, tag, chain, number, serial), label, tensors)
-        test = self._wire.send(chunk, peer)
+        test = self._wire.send(chunk, peer, label.used_bytes)
         if label.all_fit:
             self._outbox.add(Unsent([test], chunk, (), [], name))
         else:
@@ -182,7 +183,7 @@ class Channel:
             self._free.append(chunk)
             self._take_in_text(peer, head.kind, read_text(wire))
             return None
-        label = read_label(wire)
+        label = read_label(wire, chunk.size_bytes)
         tensors = read_tensors(chunk, label, self.memory)
         self._free.append(chunk)
         if not label.all_fit:
@@ -271,7 +272,7 @@ class Channel:
         raise CommTimeoutError(problem) if timeout else CommError(problem)
 
     def _tell_all(self, kind: Kind, text: str) -> None:
-        label = text_label(text)
+        label = text_label(text, self.chunk_bytes)
         for peer in self._peers:
             self.send(peer, kind=kind, operation=0, tag=0, chain=0, number=0, label=label, tensors=())
 

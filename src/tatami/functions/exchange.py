@@ -140,7 +140,7 @@ class Exchange:
                 tag=self.tag,
                 chain=chains_of(self.comm).number,
                 number=out.number,
-                label=label_of(self.location, content),
+                label=label_of(self.location, content, self._channel.chunk_bytes),
                 tensors=[movable(tensors[index], self._channel.memory) for index in out.tensors],
                 name=self.name,
             )
@@ -297,6 +297,6 @@ def _answer_zeros(channel: Channel, message: Message) -> None:
         tag=0,
         chain=0,
         number=message.head.serial,
-        label=label_of(message.label.location, packed((None,) * len(message.label.content.leaves))),
+        label=label_of(message.label.location, packed((None,) * len(message.label.content.leaves)), channel.chunk_bytes),
         tensors=(),
     )

@@ -20,7 +20,7 @@ import torch
 
 from tatami.functions.memory import Memory
 from tatami.functions.structure import Packed, unpacked
-from tatami.functions.wire import CHUNK_BYTES, Chunk
+from tatami.functions.wire import Chunk
 
 MAX_LOCATION_BYTES = 200
 
@@ -81,6 +81,7 @@ class Label:
         places: where in the chunk each tensor lies; -1 for one that follows on its own. Both sides compute this.
         fits: whether the label lies in the chunk.
         all_fit: whether everything does.
+        used_bytes: how much of the chunk says something.
     """
 
     wire: bytes
@@ -89,46 +90,47 @@ class Label:
     places: tuple[int, ...]
     fits: bool
     all_fit: bool
+    used_bytes: int
 
 
-def _label(wire: bytes, location: bytes, content: Packed) -> Label:
+def _label(wire: bytes, location: bytes, content: Packed, chunk_bytes: int) -> Label:
     end = _HEADER_BYTES + len(wire)
-    fits = end <= CHUNK_BYTES
+    fits = end <= chunk_bytes
     free = end if fits else _HEADER_BYTES
     places = []
     for size in content.sizes:
-        inside = free + size <= CHUNK_BYTES
+        inside = free + size <= chunk_bytes
         places.append(free if inside else -1)
         free += size if inside else 0
-    return Label(wire, location, content, tuple(places), fits, fits and -1 not in places)
+    return Label(wire, location, content, tuple(places), fits, fits and -1 not in places, free)
 
 
-_labels: dict[tuple[bytes, bytes], Label] = {}
+_labels: dict[tuple[bytes, bytes, int], Label] = {}
 
 
-def label_of(location: bytes, content: Packed) -> Label:
-    """The label of messages with this structure from this line."""
-    key = location, content.wire
+def label_of(location: bytes, content: Packed, chunk_bytes: int) -> Label:
+    """The label of messages with this structure from this line, in chunks of this size."""
+    key = location, content.wire, chunk_bytes
     label = _labels.get(key)
     if label is None:
         if len(_labels) >= _MOST_LABELS:
             _labels.clear()
         wire = _LENGTH.pack(len(location)) + location + content.wire
-        label = _labels[key] = _label(wire, location, content)
+        label = _labels[key] = _label(wire, location, content, chunk_bytes)
     return label
 
 
 @lru_cache(maxsize=_MOST_LABELS)
-def read_label(wire: bytes) -> Label:
+def read_label(wire: bytes, chunk_bytes: int) -> Label:
     """What `label_of` made these bytes from."""
     start = _LENGTH.size
     end = start + _LENGTH.unpack_from(wire)[0]
-    return _label(wire, wire[start:end], unpacked(wire[end:]))
+    return _label(wire, wire[start:end], unpacked(wire[end:]), chunk_bytes)
 
 
-def text_label(text: str) -> Label:
+def text_label(text: str, chunk_bytes: int) -> Label:
     """The label of a message that is no structure."""
-    return _label(_LENGTH.pack(0) + text.encode(), b"", Packed(None, b"", (), (), False, False))
+    return _label(_LENGTH.pack(0) + text.encode(), b"", Packed(None, b"", (), (), False, False), chunk_bytes)
 
 
 def read_text(wire: bytes) -> str:
@@ -162,7 +164,7 @@ def read_head(chunk: Chunk) -> Head:
 def read_wire(chunk: Chunk, label_bytes: int) -> bytes | None:
     """The bytes of the label; None where they follow on their own."""
     end = _HEADER_BYTES + label_bytes
-    return bytes(chunk.view[_HEADER_BYTES:end]) if end <= CHUNK_BYTES else None
+    return bytes(chunk.view[_HEADER_BYTES:end]) if end <= chunk.size_bytes else None
 
 
 def read_tensors(chunk: Chunk, label: Label, memory: Memory) -> list[torch.Tensor]:

@@ -21,8 +21,6 @@ from tatami.comm.wait import WaitPolicy, wait_until
 
 TAG = MAX_TAG
 """On the communicator, whose other tags remain the user's; the tags of functions travel inside the messages."""
-CHUNK_BYTES = 4096
-"""Over shared memory a message of this size costs 1 us more than one of 8 bytes; a second message costs ten times that."""
 CLOSE_POLLS = 100
 """So many polls between two looks at the clock: a poll of MPI costs 0.2 us, the clock and giving way to others 1 us."""
 
@@ -32,34 +30,38 @@ Test = Callable[[], bool]
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """A reusable first message: its memory as a tensor, as bytes, by address, and as the wire takes it."""
+    """A reusable first message: its memory as a tensor, as bytes, by address, as the wire takes it, and its size."""
 
     tensor: torch.Tensor
     view: memoryview
     address: int
     spec: Any
+    size_bytes: int
 
 
 class AbstractWire(ABC):
     """Moves chunks.
 
     Attributes:
+        chunk_bytes: the size of a chunk. A second message costs ten times what some KiB more of the first do.
         errors: what `Test` raises where the transfer failed and no error of ours says so.
     """
 
+    chunk_bytes: int
     errors: tuple[type[Exception], ...] = ()
 
     def new_chunk(self) -> Chunk:
         """Memory for a message, with nothing in it."""
-        tensor = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
-        return Chunk(tensor, tensor.numpy().data.cast("B"), tensor.data_ptr(), self._spec(tensor))
+        tensor = torch.zeros(self.chunk_bytes, dtype=torch.uint8)
+        view = tensor.numpy().data.cast("B")
+        return Chunk(tensor, view, tensor.data_ptr(), self._spec(tensor), self.chunk_bytes)
 
     def _spec(self, tensor: torch.Tensor) -> Any:
         return tensor
 
     @abstractmethod
-    def send(self, chunk: Chunk, peer: int) -> Test:
-        """Begin to send.
+    def send(self, chunk: Chunk, peer: int, size_bytes: int) -> Test:
+        """Begin to send a chunk, of which the first `size_bytes` say something.
 
         Raises:
             ClosedError: the communicator was closed.
@@ -83,12 +85,14 @@ class AbstractWire(ABC):
 
 
 class CommunicatorWire(AbstractWire):
-    """Through any communicator."""
+    """Through any communicator: whole chunks, because both sides must name the same size."""
+
+    chunk_bytes = 4096
 
     def __init__(self, comm: AbstractCommunicator) -> None:
         self._comm = comm
 
-    def send(self, chunk: Chunk, peer: int) -> Test:
+    def send(self, chunk: Chunk, peer: int, size_bytes: int) -> Test:
         return self._comm.isend(chunk.tensor, peer, tag=TAG).test
 
     def recv(self, chunk: Chunk, peer: int) -> Test:
@@ -99,7 +103,12 @@ class CommunicatorWire(AbstractWire):
 
 
 class MpiWire(AbstractWire):
-    """By MPI's own nonblocking calls on the communicator's handle; a handle that was freed is false."""
+    """By MPI's own nonblocking calls on the communicator's handle; a handle that was freed is false.
+
+    A receiver with room for a whole chunk takes one that is shorter, so only what says something is sent.
+    """
+
+    chunk_bytes = 32 * 1024
 
     def __init__(self, comm: MpiCommunicator) -> None:
         self._comm = comm
@@ -109,11 +118,12 @@ class MpiWire(AbstractWire):
     def _spec(self, tensor: torch.Tensor) -> Any:
         return self._comm.as_bytes(tensor)
 
-    def send(self, chunk: Chunk, peer: int) -> Test:
+    def send(self, chunk: Chunk, peer: int, size_bytes: int) -> Test:
         handle = self._comm.handle
         if not handle:
-            return self._through.send(chunk, peer)
-        test: Test = handle.Isend(chunk.spec, peer, TAG).Test
+            return self._through.send(chunk, peer, size_bytes)
+        memory, _, datatype = chunk.spec
+        test: Test = handle.Isend([memory, size_bytes, datatype], peer, TAG).Test
         return test
 
     def recv(self, chunk: Chunk, peer: int) -> Test:

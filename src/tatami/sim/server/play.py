@@ -32,6 +32,7 @@ class ServerPlay:
         seed: of the failures; None for a run without any.
         period: what undisturbed rounds take; None where nobody knows yet.
         skips: undisturbed rounds are passed over; else each is simulated.
+        watch: told of all that the coordinator orders, as far as it is carried out one by one.
 
     Attributes:
         failures: that have struck.
@@ -39,11 +40,17 @@ class ServerPlay:
         opened_s: when the first round was opened; `opened_bytes` had moved by then.
         ended_s: when all was applied, or the run stopped.
         stopped: why it did.
-        actions: all that the coordinator ordered, as far as it was carried out one by one.
     """
 
     def __init__(
-        self, setup: ServerSetup, stage: Stage, *, seed: int | None, period: Period | None, skips: bool = True
+        self,
+        setup: ServerSetup,
+        stage: Stage,
+        *,
+        seed: int | None,
+        period: Period | None,
+        skips: bool = True,
+        watch: Callable[[act.Action], None] | None = None,
     ) -> None:
         self.setup = setup
         self._stage = stage
@@ -83,7 +90,7 @@ class ServerPlay:
         self.opened_bytes = 0.0
         self.ended_s: float | None = None
         self.stopped: str | None = None
-        self.actions: list[act.Action] = []
+        self._watch = watch
 
     @property
     def version(self) -> int:
@@ -106,7 +113,8 @@ class ServerPlay:
             actions = self._coordinator.handle(event)
             if not (actions and self._skips(actions)):
                 for action in actions:
-                    self.actions.append(action)
+                    if self._watch is not None:
+                        self._watch(action)
                     self._carry_out(action, first=isinstance(event, ev.Started))
         self._telling = False
 
