@@ -3,7 +3,7 @@
     --part efficiency --n 4,8 --condition A     only so much of it; what was measured before is kept for the rest
     --report                                    measure nothing, write tables and pictures from the records
 
-Needs Linux and root (see docs/lab.md), and a machine with nothing else to do: some 25 minutes on 2 cores. Writes
+Needs Linux and root (see docs/lab.md), and a machine with nothing else to do: some 50 minutes on 2 cores. Writes
 `benchmarks/results/evaluation.jsonl` (a record a line, with the machine's description), `evaluation.md` and pictures.
 """
 
@@ -45,7 +45,7 @@ PARTS = ("efficiency", "courses", "rivals")
 NETS = {"large": LARGE, "original": ORIGINAL}
 KEY = ("part", "condition", "num", "net", "bandwidth_bytes_per_s")
 STATIC = ("weighted", "srpm", "srpm-merged", "timed")
-RETILED = ("drpm", "drpm-speeds", "drpm-timed", "drpm-timed-speeds")
+RETILED = ("drpm", "drpm-speeds", "drpm-timed")
 COURSES = (*DYNAMIC, "srpm")
 
 
@@ -61,7 +61,7 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
             samples=BATCHES[net],
             contestants=(),
             rounds=4 if small else 3,
-            repeats=20 if small else 4,
+            repeats=20 if small else 2,
             serial_s=3.0 if small else 6.0,
         )
         for condition in options.condition if "efficiency" in options.part else ():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tatami.errors import PlanError
-from tatami.tiling import Column, Group, Layout, Span, Tile, Tiling, largest_remainder, spans
+from tatami.tiling import GRAIN, Column, Group, Layout, Span, Tile, Tiling, largest_remainder, spans
 from tatami.workload import Workload
 
 LAYOUT = Layout(
@@ -166,3 +167,39 @@ def test_who_comes_out_empty() -> None:
     )
     assert layout.empty(Workload.mlp(3, 10, 2, samples=10)) == {"a", "b"}
     assert layout.empty(Workload.mlp(3, 1000, 2, samples=1000)) == frozenset()
+
+
+def test_units_of_large_tiles_are_cut_at_multiples_of_eight() -> None:
+    column = Column(width=1.0, processors=("a", "b"), heights=(0.4436, 0.5564))
+    assert column.unit_spans(800) == (Span(0, 352), Span(352, 800))
+    assert column.unit_spans(803) == (Span(0, 360), Span(360, 803)), "what is not a multiple is the last one's"
+    assert column.unit_spans(80) == (Span(0, 35), Span(35, 80)), "small tiles are cut to the unit"
+    assert Column(width=1.0, processors=("a",), heights=(1.0,)).unit_spans(803) == (Span(0, 803),)
+
+
+@given(st.lists(st.floats(min_value=0.01, max_value=1.0), min_size=1, max_size=6), st.integers(1, 5000))
+def test_unit_spans_cover_all_units_and_are_less_than_a_grain_off(shares: list[float], units: int) -> None:
+    scale = sum(shares)
+    column = Column(width=1.0, processors=tuple(f"p{i}" for i in range(len(shares))), heights=tuple(s / scale for s in shares))
+    cut = column.unit_spans(units)
+    assert cut[0].start == 0
+    assert cut[-1].stop == units
+    assert all(before.stop == after.start for before, after in pairwise(cut))
+    off = [abs(span.size - units * height) for span, height in zip(cut, column.heights, strict=True)]
+    if min(span.size for span in cut) >= 72:
+        assert all(span.start % GRAIN == 0 for span in cut)
+        assert max(off) <= GRAIN
+    else:
+        assert max(off) <= (1 if any(span.start % GRAIN for span in cut) else GRAIN)
+
+
+@given(st.lists(st.integers(9, 40), min_size=2, max_size=5), st.integers(1, 40))
+def test_cuts_that_are_level_stay_level(grains: list[int], more: int) -> None:
+    """Two columns cut at the same height, one of them more often, exchange whole tiles and no slivers."""
+    total = sum(grains) + 8 + more
+    heights = [each / total for each in grains]
+    coarse = Column(width=0.5, processors=("a", "b"), heights=(sum(heights), 1 - sum(heights)))
+    names = tuple(f"p{i}" for i in range(len(heights) + 1))
+    fine = Column(width=0.5, processors=names, heights=(*heights, 1 - sum(heights)))
+    for units in (8 * total, 8 * total + 3):
+        assert coarse.unit_spans(units)[1].start in {span.start for span in fine.unit_spans(units)}

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from tatami.clock import NO_PACE, Clock, Pace, SystemClock
 from tatami.comm.base import AbstractCommunicator
+from tatami.tiling import GRAIN
 from tatami.workload import Pair, Workload
 
 REPEAT_S = 0.02
@@ -94,7 +95,7 @@ def measure_sample_flop(
     """
     clock = clock or SystemClock()
     workload = workload.with_samples(min(workload.samples, _MAX_SAMPLES))
-    pairs = {share: [replace(pair, units=max(1, pair.units // share)) for pair in workload.pairs] for share in (1, _FEW)}
+    pairs = {share: [replace(pair, units=_part_of(pair.units, share)) for pair in workload.pairs] for share in (1, _FEW)}
     tiles = {share: replace(workload, pairs=tuple(each), sample_flop=0.0) for share, each in pairs.items()}
     passes = {share: [_Pass(pair, samples=tile.samples, dtype=dtype) for pair in tile.pairs] for share, tile in tiles.items()}
     most_flop, least_flop = (_flop(tiles[share]) for share in (1, _FEW))
@@ -106,6 +107,12 @@ def measure_sample_flop(
         found.append(max(0.0, flop_per_s * least_s - least_flop))
     everywhere = comm.allgather_object(statistics.median(found[1:]))
     return float(statistics.median(everywhere)) / workload.samples
+
+
+def _part_of(units: int, share: int) -> int:
+    """As tiles are cut."""
+    part = max(1, units // share)
+    return part if part < GRAIN else part // GRAIN * GRAIN
 
 
 def _flop(workload: Workload) -> float:

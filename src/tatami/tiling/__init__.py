@@ -7,7 +7,7 @@ from tatami.tiling.even import EvenPlanner
 from tatami.tiling.grid import GridPlanner
 from tatami.tiling.gridrev import GridRevPlanner
 from tatami.tiling.horizontal import Message, horizontal_messages
-from tatami.tiling.layout import Column, Layout
+from tatami.tiling.layout import GRAIN, Column, Layout
 from tatami.tiling.merge import SMALL_GROUP, SrpmMergedPlanner, remove_small_groups
 from tatami.tiling.paper import PaperCost
 from tatami.tiling.plan import PLANNERS, Plan, check_sizes, compare, find_planner, plan
@@ -21,6 +21,7 @@ from tatami.tiling.timed import TimedPlanner
 from tatami.tiling.weighted import WeightedPlanner
 
 __all__ = [
+    "GRAIN",
     "PLANNERS",
     "SMALL_GROUP",
     "AbstractCost",
