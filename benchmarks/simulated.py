@@ -2,12 +2,14 @@
 
     --bandwidth 100Mbit/s        only labs with these links; 1 Gbit/s and 100 Mbit/s by default
     --report                     measure nothing; simulate anew what was measured before, and compare
+    --part server                only rounds of the parameter server; what was measured before is kept for the rest
 
 In a lab of four unequal hosts, ranks first probe it: speeds and startups of tiles alone, links, messages without a pause. Then
-they measure 11 tilings and 5 sizes of 3 all-reduces, which are simulated with the constants of the probe. Needs Linux and root
-(docs/lab.md), SimGrid (docs/rehearsal.md), and a machine with nothing else to do: some 10 minutes on 2 cores. Writes
-`benchmarks/results/simulated.jsonl`: a line for each case with `measured_s`, `simulated_s` and `error`, and one for each kind
-of case with the median and the largest error; and `simulated-found.json`, what the ranks found.
+they measure 11 tilings and 5 sizes of 3 all-reduces, which are simulated with the constants of the probe. In a lab of equal
+hosts that are nodes of Ray, rounds of the parameter server are measured, for several numbers of workers and servers. Needs
+Linux and root (docs/lab.md), SimGrid (docs/rehearsal.md), and a machine with nothing else to do: some 15 minutes on 2 cores.
+Writes `benchmarks/results/simulated.jsonl`: a line for each case with `measured_s`, `simulated_s` and `error`, and one for
+each kind of case with the median and the largest error; and `simulated-found.json`, what was found.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -25,11 +28,13 @@ from typing import Any
 from tatami.bench.interleaved import machine
 from tatami.bench.simulated import Job
 from tatami.bench.simulated_calibrated import calibrated
+from tatami.bench.simulated_server import ServerJob, server_job_from_dict, setup_of
 from tatami.errors import LabError
 from tatami.lab import Lab
 from tatami.sim.allreduce import Case, replay
 from tatami.sim.platforms import ClusterPlatform
 from tatami.sim.processes import Runs
+from tatami.sim.server import simulate_server
 from tatami.sim.tiling import TilingJob, rehearse
 from tatami.tiling import Layout
 from tatami.units import parse_bandwidth
@@ -38,7 +43,9 @@ from tatami.workload import net_workload
 RESULTS = Path(__file__).parent / "results"
 BANDWIDTHS = ("1 Gbit/s", "100 Mbit/s")
 ASKED = {"median": 0.15, "largest": 0.35}
+PARTS = ("ranks", "server")
 _RANK = "tatami.bench.simulated_rank"
+_SERVER_HOST = "tatami.bench.simulated_server_host"
 _PRELOAD = ("torch._dynamo", "torch.distributed", "numpy", "tatami.nn", "tatami.train")
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 """As in the evaluation: or tiles alone, which are larger, would get their memory anew in every iteration."""
@@ -57,7 +64,38 @@ def measure(job: Job, *, timeout_s: float = 900.0) -> dict[str, Any]:
             code = lab.run(["-m", _RANK, str(description), str(found)], environment=environment, timeout_s=timeout_s)
         if code != 0:
             raise LabError(f"the ranks ended with exit code {code}; what they said is above")
-        return {"job": job.to_dict(), "machine": machine(), **json.loads(found.read_text(encoding="utf-8"))}
+        return {"part": "ranks", "job": job.to_dict(), "machine": machine(), **json.loads(found.read_text(encoding="utf-8"))}
+
+
+def measure_server(job: ServerJob, *, timeout_s: float = 600.0) -> dict[str, Any]:
+    """What the driver finds on the nodes of Ray of one lab."""
+    with tempfile.TemporaryDirectory(prefix="tatami-") as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="latency is not emulated")  # it is measured
+        description, found = Path(folder) / "job.json", Path(folder) / "found.json"
+        description.write_text(json.dumps(job.to_dict()), encoding="utf-8")
+        with Lab(job.cluster) as lab, (Path(folder) / "ray.log").open("wb") as log:
+            head = lab.plan.hosts[0]
+            python = [sys.executable, "-m", _SERVER_HOST]
+            for host in lab.plan.hosts:
+                lab.spawn(host.name, [*python, "node", head.address, host.address, folder], limited=False, stdout=log)
+            driver = lab.spawn(head.name, [*python, "run", head.address, str(description), str(found)], limited=False)
+            try:
+                code = driver.wait(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                raise LabError(f"the runs on the parameter server did not end within {timeout_s:g} s") from None
+        if code != 0:
+            raise LabError(f"the runs on the parameter server ended with exit code {code}; what they said is above")
+        return {"part": "server", "job": job.to_dict(), "machine": machine(), **json.loads(found.read_text(encoding="utf-8"))}
+
+
+def compare_server(found: Mapping[str, Any], runs: Runs) -> Iterator[dict[str, Any]]:
+    """A record for each case of one lab."""
+    job = server_job_from_dict(found["job"])
+    setups = [setup_of(found, case, job) for case in found["cases"]]
+    for case, setup, (run,) in zip(found["cases"], setups, simulate_server(setups, seeds=[0], runs=runs), strict=True):
+        name = f"{len(setup.workers)} workers, {len(setup.servers)} servers"
+        where = {"bandwidth_bytes_per_s": job.bandwidth_bytes_per_s, "case": name}
+        yield _record("server round", where, statistics.median(case["round_s"]), run.undisturbed_s / run.rounds)
 
 
 def compare(found: Mapping[str, Any], runs: Runs) -> Iterator[dict[str, Any]]:
@@ -121,8 +159,14 @@ def main() -> None:
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / "simulated-found.json"
     if not options.report:
+        rates = [parse_bandwidth(bandwidth) for bandwidth in options.bandwidth]
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        found = [lab for lab in found if lab["part"] not in options.part]
         try:
-            found = [measure(Job(bandwidth_bytes_per_s=parse_bandwidth(bandwidth))) for bandwidth in options.bandwidth]
+            if "ranks" in options.part:
+                found += [measure(Job(bandwidth_bytes_per_s=rate)) for rate in rates]
+            if "server" in options.part:
+                found += [measure_server(ServerJob(bandwidth_bytes_per_s=rate)) for rate in rates]
         except LabError as error:
             sys.exit(f"simulated: {error}")
         path.write_text(json.dumps(found), encoding="utf-8")
@@ -130,7 +174,11 @@ def main() -> None:
         sys.exit(f"simulated: nothing has been measured yet: there is no {path}")
     labs = json.loads(path.read_text(encoding="utf-8"))
     with Runs() as runs:
-        records = [{**record, "machine": lab["machine"]} for lab in labs for record in compare(lab, runs)]
+        records = [
+            {**record, "machine": lab["machine"]}
+            for lab in labs
+            for record in (compare if lab["part"] == "ranks" else compare_server)(lab, runs)
+        ]
     lines = [json.dumps(each) for each in [*records, *summary(records)]]
     (options.results / "simulated.jsonl").write_text("\n".join([*lines, ""]), encoding="utf-8")
     for each in [*records, *summary(records)]:
@@ -140,10 +188,12 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bandwidth", action="append", help="of all links; may be given several times")
+    parser.add_argument("--part", action="append", choices=PARTS, help="what is measured; all by default")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder for the records")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     options = parser.parse_args()
     options.bandwidth = options.bandwidth or BANDWIDTHS
+    options.part = options.part or PARTS
     return options
 
 

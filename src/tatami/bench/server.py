@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tatami.bench.interleaved import machine
+from tatami.bench.weight import Weight, no_loss
 from tatami.errors import InputError
 from tatami.server import BSP, SGD, Runtime
 from tatami.server.training import train
@@ -67,8 +68,8 @@ def bench_round(benchmark: ServerBenchmark) -> dict[str, Any]:
             first_s.append(time.perf_counter())
 
     _, report = train(
-        lambda: _Weight(elements),
-        _no_compute,
+        lambda: Weight(elements),
+        no_loss,
         dataset=(torch.zeros(benchmark.workers, 1), torch.zeros(benchmark.workers, 1)),
         rounds=benchmark.rounds,
         batch_size=benchmark.workers,
@@ -153,33 +154,6 @@ def bench_throughput(*, steps: int = 30, workers: int = 2) -> dict[str, Any]:
         "bsp_over_loops": loop_s / round_s,
         "machine": machine(),
     }
-
-
-class _Gradient(torch.autograd.Function):
-    """A sum whose gradient lies ready, so that nothing is computed and nothing is copied."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, ready: np.ndarray[Any, Any]) -> torch.Tensor:
-        ctx.ready = ready
-        return weight[:1].sum()
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.from_numpy(ctx.ready), None  # a new tensor, which autograd takes as it is
-
-
-class _Weight(nn.Module):
-    def __init__(self, elements: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(elements))
-        self.ready = np.full(elements, 1e-3, dtype=np.float32)
-
-    def forward(self, x: torch.Tensor) -> Any:  # noqa: ARG002 - nothing is computed
-        return _Gradient.apply(self.weight, self.ready)  # type: ignore[no-untyped-call]
-
-
-def _no_compute(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - as above
-    return output
 
 
 def _network() -> nn.Module:

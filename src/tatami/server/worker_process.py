@@ -110,6 +110,9 @@ class WorkerProcess:
         if self._pulled == key:
             return True
         parts = []
+        # All shards come at once, each over its server's link, while the first is waited for.
+        if len(first := [copies[0] for copies in pulls if copies]) > 1:
+            ray.wait(first, num_returns=len(first), timeout=_HEDGE_S)
         for copies in pulls:
             if (part := self._get_any(copies)) is None:
                 return False
