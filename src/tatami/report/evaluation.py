@@ -162,7 +162,7 @@ def model_table(records: Sequence[Record]) -> Table:
                 )
     return Table(
         title="predicted against measured iteration time",
-        headers=("network", "method", "tilings", "median\n|error|", "median\nerror", "farthest"),
+        headers=("network", "method", "tilings", "median\nsize of error", "median\nerror", "farthest"),
         rows=tuple(rows),
         numbers=frozenset({2, 3, 4, 5}),
     )
