@@ -26,6 +26,7 @@ from tatami.server.ray_engine import engine
 
 PORT = 6379
 _PATIENCE_S = 120.0
+_APART_S = 6.0
 _STORE_BYTES = 1 << 30
 _TRANSFERS = 5
 
@@ -38,6 +39,8 @@ def be_node(head: str, own: str, folder: str) -> None:
         words += ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={folder}"]
     else:
         _await_port(head)
+        # Nodes share a folder, and two that start at the same time take the same names in it.
+        time.sleep(_APART_S * int(own.rpartition(".")[2]))
         words.append(f"--address={head}:{PORT}")
     os.execv(sys.executable, words)
 
