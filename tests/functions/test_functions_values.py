@@ -224,7 +224,7 @@ def test_gradients_of_a_structure(world: World) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("num_values", [1, 90, 1000, 200_000])
+@pytest.mark.parametrize("num_values", [1, 90, 1000, 1024, 8000, 8192, 200_000])
 def test_all_sizes_cross(world: World, num_values: int) -> None:
     """Both send first: nobody waits for the other to receive."""
 
