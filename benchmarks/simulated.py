@@ -22,8 +22,9 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from os import SEEK_END
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tatami.bench.interleaved import machine
 from tatami.bench.simulated import Job
@@ -49,6 +50,7 @@ _SERVER_HOST = "tatami.bench.simulated_server_host"
 _PRELOAD = ("torch._dynamo", "torch.distributed", "numpy", "tatami.nn", "tatami.train")
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 """As in the evaluation: or tiles alone, which are larger, would get their memory anew in every iteration."""
+_TAIL_BYTES = 2000
 _ITERATIONS = 4
 """Of which the last counts: ranks begin the first together, and the others one after the other."""
 
@@ -73,7 +75,7 @@ def measure_server(job: ServerJob, *, timeout_s: float = 600.0) -> dict[str, Any
         warnings.filterwarnings("ignore", message="latency is not emulated")  # it is measured
         description, found = Path(folder) / "job.json", Path(folder) / "found.json"
         description.write_text(json.dumps(job.to_dict()), encoding="utf-8")
-        with Lab(job.cluster) as lab, (Path(folder) / "ray.log").open("wb") as log:
+        with Lab(job.cluster) as lab, (Path(folder) / "ray.log").open("a+b") as log:
             head = lab.plan.hosts[0]
             python = [sys.executable, "-m", _SERVER_HOST]
             open_ = {"RAY_AUTH_MODE": "disabled"}  # nobody else reaches the network of a lab
@@ -85,10 +87,18 @@ def measure_server(job: ServerJob, *, timeout_s: float = 600.0) -> dict[str, Any
             try:
                 code = driver.wait(timeout=timeout_s)
             except subprocess.TimeoutExpired:
-                raise LabError(f"the runs on the parameter server did not end within {timeout_s:g} s") from None
-        if code != 0:
-            raise LabError(f"the runs on the parameter server ended with exit code {code}; what they said is above")
+                raise LabError(
+                    f"the runs on the parameter server did not end within {timeout_s:g} s; {_nodes_said(log)}"
+                ) from None
+            if code != 0:
+                said = _nodes_said(log)
+                raise LabError(f"the runs on the parameter server ended with exit code {code}; what they said is above; {said}")
         return {"part": "server", "job": job.to_dict(), "machine": machine(), **json.loads(found.read_text(encoding="utf-8"))}
+
+
+def _nodes_said(log: BinaryIO) -> str:
+    log.seek(max(0, log.seek(0, SEEK_END) - _TAIL_BYTES))
+    return f"the last words of Ray's nodes:\n{log.read().decode(errors='replace')}"
 
 
 def compare_server(found: Mapping[str, Any], runs: Runs) -> Iterator[dict[str, Any]]:
