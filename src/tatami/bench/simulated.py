@@ -26,7 +26,7 @@ class Job:
         speeds: of the hosts, relative; one rank on each.
         bandwidth_bytes_per_s: of all links.
         net, samples: what is trained, in every tiling.
-        rounds, repeats: blocks of each tiling, in turn, and iterations of a block.
+        rounds, repeats: blocks of each tiling, and of each tile alone, in turn; and iterations of a block.
         sizes_bytes, algorithms: of the all-reduces.
     """
 
@@ -34,7 +34,7 @@ class Job:
     speeds: tuple[float, ...] = SPEEDS
     net: str = NET
     samples: int = SAMPLES
-    rounds: int = 3
+    rounds: int = 6
     repeats: int = 2
     sizes_bytes: tuple[int, ...] = SIZES_BYTES
     algorithms: tuple[str, ...] = ALGORITHMS

@@ -25,7 +25,7 @@ from tatami.comm.detect import init
 from tatami.nn import tile
 from tatami.nn.probe import probe
 from tatami.tiling import Layout
-from tatami.workload import Workload, net_workload, parse_net
+from tatami.workload import Pair, Workload, net_workload, parse_net
 
 _TIMEOUT_S = 180.0
 _SHAPES = ((0.125, 0.5), (0.25, 0.25), (0.25, 0.75), (0.5, 0.25), (0.5, 0.5), (1.0, 0.125), (1.0, 0.3))
@@ -49,43 +49,39 @@ class Measuring:
     def run(self) -> dict[str, Any]:
         """All that is found; of every rank, on every rank."""
         cluster = probe(self._workload, self._comm)
-        return {
+        found = {
             "cluster": _described(cluster),
-            "tiles": self._tiles(),
             "messages": self._messages(),
             "sums_bytes_per_s": self._sums(),
             "allreduce": self._allreduces(),
-            "tilings": self._tilings(cluster),
         }
+        return found | self._tiles_and_tilings(cluster)
 
     # -- calibration ------------------------------------------------------------------------------------------------------
 
-    def _tiles(self) -> list[list[tuple[int, int, float]]]:
-        """Of every rank: (units, samples, seconds) of iterations on tiles alone, all ranks at once."""
+    def _tiles(self) -> dict[tuple[int, int], Callable[[], None]]:
+        """Iterations on tiles alone, by their units and samples."""
         (pair,) = self._workload.pairs
-        found = []
-        for height, width in _SHAPES:
-            units, samples = round(height * pair.units), round(width * self._job.samples)
-            model = nn.Sequential(
-                nn.Linear(pair.inputs, units, bias=False),
-                nn.Sigmoid(),
-                nn.Linear(units, pair.outputs, bias=False),
-                nn.Sigmoid(),
-            )
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            x, y, loss = self._task.x[:samples], self._task.y[:samples], nn.MSELoss()
+        shapes = [(round(height * pair.units), round(width * self._job.samples)) for height, width in _SHAPES]
+        return {shape: self._alone(pair, *shape) for shape in shapes}
 
-            def iteration(
-                model: nn.Module = model, optimizer: Any = optimizer, x: Any = x, y: Any = y, loss: Any = loss
-            ) -> None:
-                optimizer.zero_grad()
-                loss(model(x), y).backward()
-                optimizer.step()
+    def _alone(self, pair: Pair, units: int, samples: int) -> Callable[[], None]:
+        model = nn.Sequential(
+            nn.Linear(pair.inputs, units, bias=False),
+            nn.Sigmoid(),
+            nn.Linear(units, pair.outputs, bias=False),
+            nn.Sigmoid(),
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y, loss = self._task.x[:samples], self._task.y[:samples], nn.MSELoss()
 
-            iteration()
-            self._comm.barrier()
-            found.append((units, samples, self._timed(iteration)))
-        return list(self._comm.allgather_object(found))
+        def iteration() -> None:
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+
+        iteration()
+        return iteration
 
     def _timed(self, run: Callable[[], object]) -> float:
         """Seconds of one, of this rank alone."""
@@ -134,12 +130,17 @@ class Measuring:
                 each.close()
         return found
 
-    def _tilings(self, cluster: Cluster) -> list[dict[str, Any]]:
-        """Blocks of iterations of all tilings in turn."""
+    def _tiles_and_tilings(self, cluster: Cluster) -> dict[str, Any]:
+        """Blocks of iterations of all tiles alone, and of all tilings, in turn: a machine's own speed drifts within minutes."""
         layouts = tilings(cluster)
+        tiles = self._tiles()
         runs = {name: self._iterations(layout, cluster) for name, layout in layouts.items()}
+        tile_s: dict[tuple[int, int], list[float]] = {shape: [] for shape in tiles}
         block_s: dict[str, list[float]] = {name: [] for name in runs}
         for round_ in range(self._job.rounds + 1):
+            for shape, alone in tiles.items():
+                self._comm.barrier()
+                tile_s[shape].append(self._timed(alone))
             for name, run in runs.items():
                 self._comm.barrier()
                 start_s = self._clock.now_s()
@@ -147,12 +148,13 @@ class Measuring:
                     run()
                 if round_:  # the first round warms up
                     block_s[name].append((self._clock.now_s() - start_s) / self._job.repeats)
+        timed = self._comm.allgather_object([(*shape, median(seconds)) for shape, seconds in tile_s.items()])
         everywhere = self._comm.allgather_object(block_s)
         found = []
         for name, layout in layouts.items():
             slowest = [max(ranks) for ranks in zip(*(each[name] for each in everywhere), strict=True)]
             found.append({"tiling": name, "layout": layout.to_dict(), "median_s": median(slowest), "rounds_s": slowest})
-        return found
+        return {"tiles": list(timed), "tilings": found}
 
     def _iterations(self, layout: Layout, cluster: Cluster) -> Callable[[], None]:
         model = tile(self._task.model, self._comm, batch_size=self._job.samples, speeds=cluster, layout=layout, quiet=True)
