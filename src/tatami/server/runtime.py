@@ -23,6 +23,7 @@ from tatami.server.optimizers import AbstractOptimizer, Vector
 from tatami.server.pieces import cut
 from tatami.server.placement import partners
 from tatami.server.pool import Pool
+from tatami.server.ray_engine import MESSAGE_BYTES
 from tatami.server.report import Failure, RunReport, RunStatus, with_costs
 from tatami.server.server_process import ServerProcess
 from tatami.server.state import Coordinator
@@ -377,7 +378,9 @@ class Runtime:
         numbers = self._shards_of(server)
         stretches = cut(len(terms.first), shards=self.protocol.shards)
         first = [terms.first[stretches[shard]] for shard in numbers]
-        names = {"clip_norm": terms.clip_norm, "whole_batch": terms.whole_batch}
+        # What is given by value goes through this process, once for each worker.
+        most_bytes = MESSAGE_BYTES // self.protocol.workers
+        names = {"clip_norm": terms.clip_norm, "whole_batch": terms.whole_batch, "most_bytes": most_bytes}
 
         def employ(actor: Any) -> Any:
             employed = actor.employ.remote(numbers, terms.optimizer, *first, **names)

@@ -6,9 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ray
-
 from tatami.server.actions import ApplyShard, SumShard
+from tatami.server.mail import posted
 from tatami.server.optimizers import AbstractOptimizer, Vector
 from tatami.server.processes import Identity, identity
 from tatami.server.shard import ShardServer
@@ -16,10 +15,11 @@ from tatami.server.tether import tethered
 
 
 class ServerProcess:
-    """Holds shards; gives references to their parameters, which workers map without a copy."""
+    """Holds shards; gives their parameters, or references to them, which workers map without a copy."""
 
     def __init__(self) -> None:
         self._shards: ShardServer | None = None
+        self._most_bytes = 0
 
     def employ(
         self,
@@ -28,8 +28,10 @@ class ServerProcess:
         *first: Vector,
         clip_norm: float | None,
         whole_batch: int | None,
+        most_bytes: int,
     ) -> Identity:
-        """Serve a run: `first` are the parameters of the shards `numbers`."""
+        """Serve a run: `first` are the parameters of the shards `numbers`, which are given by value up to `most_bytes`."""
+        self._most_bytes = most_bytes
         shards = dict(zip(numbers, first, strict=True))
         self._shards = ShardServer(shards, optimizer=optimizer, clip_norm=clip_norm, whole_batch=whole_batch)
         return identity()
@@ -68,10 +70,10 @@ class ServerProcess:
             squared_norm=order.squared_norm,
             clocks=order.clocks,
         )
-        return _publish(parameters)
+        return self._publish(parameters)
 
     def parameters(self, shard: int) -> list[Any]:
-        return _publish(self._held.parameters(shard))
+        return self._publish(self._held.parameters(shard))
 
     def snapshot(self, shard: int) -> dict[str, Vector]:
         return self._held.snapshot(shard)
@@ -79,15 +81,14 @@ class ServerProcess:
     def load(
         self, shard: int, snapshot: Mapping[str, Vector], *, attempt: int, clocks: tuple[tuple[int, int], ...]
     ) -> list[Any]:
-        return _publish(self._held.load(shard, snapshot, attempt=attempt, clocks=clocks))
+        return self._publish(self._held.load(shard, snapshot, attempt=attempt, clocks=clocks))
 
     @property
     def _held(self) -> ShardServer:
         assert self._shards is not None  # the coordinator orders nothing of servers that are not of its run
         return self._shards
 
-
-def _publish(parameters: Vector) -> list[Any]:
-    """In a list, so that Ray hands on the reference and not what it refers to."""
-    with tethered():
-        return [ray.put(parameters)]
+    def _publish(self, parameters: Vector) -> list[Any]:
+        """In a list, so that Ray hands on a reference and not what it refers to."""
+        with tethered():
+            return [posted(parameters, size_bytes=parameters.nbytes, most_bytes=self._most_bytes)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -14,8 +15,8 @@ from tatami.server.pieces import walk
 PARAMETERS = "parameters"
 COUNT = "count"
 
-_CHUNK = 32_768
-"""Elements that are summed and stepped in one go: they and their scratch stay in a core's own cache."""
+_CHUNK = 131_072
+"""Elements that are summed and stepped in one go: they stay in a core's caches, and memory is read in long stretches."""
 
 
 @dataclass(kw_only=True)
@@ -136,19 +137,32 @@ class ShardServer:
         """
         held = self._shards[shard]
         updates = [held.staged[each.worker, each.process, each.round] for each in contributions]
-        total = self._whole_batch or sum(samples for _, samples in updates)
+        counts = [samples for _, samples in updates]
+        total = max(1, self._whole_batch or sum(counts))
         kind = held.parameters.dtype.type
         sum_, scratch = np.empty(_CHUNK, dtype=kind), np.empty(_CHUNK, dtype=kind)
-        weights = [kind(samples / max(1, total)) for _, samples in updates]
         walks = [walk(update, step=_CHUNK) for update, _ in updates]
+        # Those that weigh the same are weighted once, after they are summed, in half the time.
+        common = kind(counts[0] / total) if len(set(counts)) == 1 else None
         for start in range(0, len(held.parameters), _CHUNK):
             stop = min(start + _CHUNK, len(held.parameters))
             gradient = sum_[: stop - start]
-            gradient.fill(0)
-            for weight, steps in zip(weights, walks, strict=True):
-                filled = 0
-                for view in next(steps):
-                    np.multiply(view, weight, out=scratch[filled : filled + len(view)])
-                    filled += len(view)
-                gradient += scratch[: stop - start]
+            for number, (samples, steps) in enumerate(zip(counts, walks, strict=True)):
+                weight = kind(samples / total) if common is None else None
+                _add(next(steps), weight=weight, to=gradient, scratch=scratch, is_first=number == 0)
+            if common is not None:
+                gradient *= common
             yield slice(start, stop), gradient
+
+
+def _add(views: Sequence[Vector], *, weight: np.floating[Any] | None, to: Vector, scratch: Vector, is_first: bool) -> None:
+    """Add the views, laid one after the other and weighted, to the vector `to`; the first takes the place of what is there."""
+    filled = 0
+    for view in views:
+        place = slice(filled, filled + len(view))
+        filled += len(view)
+        weighted = view if weight is None else np.multiply(view, weight, out=scratch[place])
+        if is_first:
+            np.copyto(to[place], weighted)
+        else:
+            to[place] += weighted

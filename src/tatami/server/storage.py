@@ -14,12 +14,13 @@ from tatami.server import checkpoints
 from tatami.server import events as ev
 from tatami.server.calls import Calls
 from tatami.server.crew import Crew
+from tatami.server.mail import referenced
 from tatami.server.optimizers import Vector
 from tatami.server.protocol import Protocol
 from tatami.server.saving import Saved
 
 Published = dict[int, dict[int, Any]]
-"""By shard and server: a reference to the parameters that the server has published last."""
+"""By shard and server: the parameters that the server has published last, or a reference to them."""
 
 
 class Storage:
@@ -126,7 +127,7 @@ class Storage:
 
         for shard, servers in self._published.items():
             if (server := self._first(servers)) is not None:
-                self._calls.add(servers[server], done=partial(take, shard))
+                self._calls.add(referenced(servers[server]), done=partial(take, shard))
 
     def _first(self, servers: Mapping[int, Any]) -> int | None:
         return next((server for server in servers if server in self._servers.members), None)

@@ -17,6 +17,7 @@ from ray.exceptions import ActorUnschedulableError, GetTimeoutError, ObjectLostE
 
 from tatami.server.actions import SendTask
 from tatami.server.learner import Course, Data, Learner, LossFn, ModelFn, signature
+from tatami.server.mail import is_reference, posted
 from tatami.server.optimizers import Vector
 from tatami.server.phases import PhaseHook, TaskPhase
 from tatami.server.pieces import cut, parcel
@@ -86,7 +87,7 @@ class WorkerProcess:
         time.sleep(pause_s)
 
     def work(self, task: SendTask, pulls: Sequence[Sequence[Any]], servers: Mapping[int, Any]) -> Outcome:
-        """Pull, compute, push. `pulls[k]` are references to shard k, one for each copy."""
+        """Pull, compute, push. `pulls[k]` are copies of shard k, or references to them."""
         assert self._learner is not None
         self._hook(TaskPhase.PULL, task)
         with tethered():
@@ -111,7 +112,7 @@ class WorkerProcess:
             return True
         parts = []
         # All shards come at once, each over its server's link, while the first is waited for.
-        if len(first := [copies[0] for copies in pulls if copies]) > 1:
+        if len(first := [copies[0] for copies in pulls if copies and is_reference(copies[0])]) > 1:
             ray.wait(first, num_returns=len(first), timeout=_HEDGE_S)
         for copies in pulls:
             if (part := self._get_any(copies)) is None:
@@ -130,7 +131,8 @@ class WorkerProcess:
         names = {"worker": task.worker, "process": task.process, "round_": task.round, "attempt": task.attempt}
         size = sum(len(piece) for piece in gradient)
         for shard, stretch in enumerate(cut(size, shards=protocol.shards)):
-            update = ray.put(parcel(gradient, stretch=stretch))  # once, however many copies of the shard there are
+            parts = parcel(gradient, stretch=stretch)
+            update = posted(parts, size_bytes=sum(part.nbytes for part in parts))  # one, for all copies of the shard
             for server in protocol.holders(shard):
                 if server in servers:
                     calls[shard, server] = servers[server].stage.remote(shard, update, samples=samples, **names)
@@ -144,6 +146,9 @@ class WorkerProcess:
 
     def _get_any(self, copies: Sequence[Any]) -> Any:
         """The first of these that comes; None where none does."""
+        for copy in copies:
+            if not is_reference(copy):
+                return copy
         ready, missing = ray.wait(list(copies[:1]), timeout=_HEDGE_S) if len(copies) > 1 else ([], [])
         missing = list(copies) if not ready else [copy for copy in copies if copy not in ready]
         deadline_s = time.monotonic() + self._patience_s
