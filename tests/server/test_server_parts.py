@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import socket
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,11 +54,11 @@ def test_optimizers_step_as_torch(ours: AbstractOptimizer, make) -> None:  # typ
 
 def test_a_push_that_is_late_or_repeated_changes_nothing() -> None:
     server = ShardServer({0: np.zeros(2)}, optimizer=SGD(lr=1.0))
-    names = {"worker": 0, "process": 0, "round_": 0, "samples": 1}
+    contribution = Contribution(worker=0, process=0, round=0)
+    names: dict[str, Any] = {"contribution": contribution, "samples": 1}
     assert server.stage(0, [np.ones(2)], attempt=0, **names)
     assert server.stage(0, [np.ones(2)], attempt=0, **names)
-    only = (Contribution(worker=0, process=0, round=0),)
-    after = server.apply(0, only, version=1, squared_norm=None, clocks=((0, 1),))
+    after = server.apply(0, (contribution,), version=1, squared_norm=None, clocks=((0, 1),))
     np.testing.assert_array_equal(after, [-1.0, -1.0])
     assert not server.stage(0, [np.ones(2)], attempt=0, **names), "of a round that is applied"
     server.load(0, server.snapshot(0), attempt=1, clocks=((0, 0),))
@@ -68,8 +69,8 @@ def test_a_push_that_is_late_or_repeated_changes_nothing() -> None:
 def test_the_step_is_the_mean_over_the_samples_that_arrived_and_clipped() -> None:
     server = ShardServer({0: np.zeros(1)}, optimizer=SGD(lr=1.0), clip_norm=0.5)
     both = tuple(Contribution(worker=worker, process=worker, round=0) for worker in (0, 1))
-    for worker, value, samples in ((0, 1.0, 3), (1, 5.0, 1)):
-        server.stage(0, [np.array([value])], worker=worker, process=worker, round_=0, attempt=0, samples=samples)
+    for contribution, value, samples in zip(both, (1.0, 5.0), (3, 1), strict=True):
+        server.stage(0, [np.array([value])], contribution=contribution, attempt=0, samples=samples)
     assert server.squared_norm(0, both) == pytest.approx(4.0)  # (3 * 1 + 1 * 5) / 4 = 2
     np.testing.assert_allclose(server.apply(0, both, version=1, squared_norm=4.0, clocks=()), [-0.5])
 

@@ -114,6 +114,7 @@ class Runtime:
             tell=self._tell,
             warn=self._warn,
         )
+        self._met: dict[int, dict[int, Any]] = {}
         self._results: dict[tuple[int, int], Outcome] = {}
         self._losses: dict[int, float] = {}
         self._applied_of: dict[int, tuple[int, int]] = {}
@@ -306,8 +307,11 @@ class Runtime:
         if worker is None:
             return  # its watch tells of that
         pulls = [list(self._published[shard].values()) for shard in range(self.protocol.shards)]
-        servers = {number: self._servers.get(number) for number in task.servers if number in self._servers.members}
-        self._calls.add(worker.work.remote(task, pulls, servers), done=partial(self._worked, task))
+        servers = {number: member.actor for number, member in self._servers.members.items()}
+        if self._met.get(task.process) != servers:
+            worker.meet.remote(servers)  # not with each task: an actor is slow to pack
+            self._met[task.process] = servers
+        self._calls.add(worker.work.remote(task, pulls), done=partial(self._worked, task))
 
     def _worked(self, task: act.SendTask, outcome: Outcome) -> None:
         if task.process not in self._workers.members:
@@ -352,6 +356,7 @@ class Runtime:
     # -- processes ------------------------------------------------------------------------------------------------
 
     def _start_worker(self, process: int) -> None:
+        self._met.pop(process, None)
         self._workers.start(process, employ=lambda actor: actor.employ.remote(process, self._pickled_job, self._data))
 
     def _worker_up(self, process: int, member: Member) -> None:

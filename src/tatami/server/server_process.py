@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tatami.server.actions import ApplyShard, SumShard
+from tatami.server.actions import ApplyShard, Contribution, SumShard
 from tatami.server.mail import posted
 from tatami.server.optimizers import AbstractOptimizer, Vector
 from tatami.server.processes import Identity, identity
@@ -44,20 +44,12 @@ class ServerProcess:
         """A sign of life after `pause_s`; runs beside everything else, and fails at once when the process ends."""
         time.sleep(pause_s)
 
-    def stage(
-        self,
-        shard: int,
-        update: Sequence[Vector],
-        *,
-        worker: int,
-        process: int,
-        round_: int,
-        attempt: int,
-        samples: int,
-    ) -> bool:
-        names = {"worker": worker, "process": process, "round_": round_, "attempt": attempt}
+    def stage(self, shard: int, update: Sequence[Vector], contribution: Contribution, attempt: int, samples: int) -> bool:
+        # By position: Ray packs every argument on its own, and the name of each as one more.
         # One that comes after the run, from a worker that had been stopped, is refused like any other late one.
-        return self._shards is not None and self._shards.stage(shard, update, samples=samples, **names)
+        return self._shards is not None and self._shards.stage(
+            shard, update, contribution=contribution, attempt=attempt, samples=samples
+        )
 
     def sum(self, order: SumShard) -> float:
         return self._held.squared_norm(order.shard, order.contributions)

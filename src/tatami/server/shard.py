@@ -26,7 +26,7 @@ class Shard:
     parameters: Vector
     state: dict[str, Vector]
     count: int = 0
-    staged: dict[tuple[int, int, int], tuple[Sequence[Vector], int]] = field(default_factory=dict)
+    staged: dict[Contribution, tuple[Sequence[Vector], int]] = field(default_factory=dict)
 
 
 class ShardServer:
@@ -63,9 +63,7 @@ class ShardServer:
         shard: int,
         update: Sequence[Vector],
         *,
-        worker: int,
-        process: int,
-        round_: int,
+        contribution: Contribution,
         attempt: int,
         samples: int,
     ) -> bool:
@@ -73,10 +71,11 @@ class ShardServer:
 
         Args:
             update: vectors that together are as long as the shard.
+            contribution: how orders name it.
         """
-        if attempt != self._attempt or round_ < self._floors.get(worker, 0):
+        if attempt != self._attempt or contribution.round < self._floors.get(contribution.worker, 0):
             return False
-        self._shards[shard].staged[worker, process, round_] = (update, samples)
+        self._shards[shard].staged[contribution] = (update, samples)
         return True
 
     def squared_norm(self, shard: int, contributions: tuple[Contribution, ...]) -> float:
@@ -107,7 +106,7 @@ class ShardServer:
             self._optimizer.step(held.parameters[part], gradient, state=state, count=held.count)
         self._version = version
         self._floors.update(clocks)
-        held.staged = {key: value for key, value in held.staged.items() if key[2] >= self._floors.get(key[0], 0)}
+        held.staged = {key: value for key, value in held.staged.items() if key.round >= self._floors.get(key.worker, 0)}
         return held.parameters
 
     def parameters(self, shard: int) -> Vector:
@@ -136,7 +135,7 @@ class ShardServer:
             A stretch of the shard, and the gradient `(elements here,)` there, which holds until the next is asked for.
         """
         held = self._shards[shard]
-        updates = [held.staged[each.worker, each.process, each.round] for each in contributions]
+        updates = [held.staged[each] for each in contributions]
         counts = [samples for _, samples in updates]
         total = max(1, self._whole_batch or sum(counts))
         kind = held.parameters.dtype.type

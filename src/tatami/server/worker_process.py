@@ -15,7 +15,7 @@ import torch
 from ray import cloudpickle
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 
-from tatami.server.actions import SendTask
+from tatami.server.actions import Contribution, SendTask
 from tatami.server.learner import Course, Data, Learner, LossFn, ModelFn, signature
 from tatami.server.mail import is_reference, posted
 from tatami.server.optimizers import Vector
@@ -66,6 +66,7 @@ class WorkerProcess:
         self._process = -1
         self._job: Job | None = None
         self._learner: Learner | None = None
+        self._servers: Mapping[int, Any] = {}
         self._pulled: tuple[int, int] | None = None
         self._patience_s = 0.0
 
@@ -80,13 +81,17 @@ class WorkerProcess:
 
     def dismiss(self) -> None:
         """Let go of the run."""
-        self._job, self._learner = None, None
+        self._job, self._learner, self._servers = None, None, {}
 
     def watch(self, pause_s: float) -> None:
         """A sign of life after `pause_s`; runs beside the task, and fails at once when the process ends."""
         time.sleep(pause_s)
 
-    def work(self, task: SendTask, pulls: Sequence[Sequence[Any]], servers: Mapping[int, Any]) -> Outcome:
+    def meet(self, servers: Mapping[int, Any]) -> None:
+        """From now on these are the servers."""
+        self._servers = servers
+
+    def work(self, task: SendTask, pulls: Sequence[Sequence[Any]]) -> Outcome:
         """Pull, compute, push. `pulls[k]` are copies of shard k, or references to them."""
         assert self._learner is not None
         self._hook(TaskPhase.PULL, task)
@@ -101,7 +106,7 @@ class WorkerProcess:
         if not math.isfinite(loss):
             return Outcome(loss=loss, samples=samples, received=())
         with tethered():
-            received = self._push(task, gradient, samples=samples, servers=servers)
+            received = self._push(task, gradient, samples=samples)
         self._hook(TaskPhase.AFTER_PUSH, task)
         return Outcome(loss=loss, samples=samples, received=received)
 
@@ -122,20 +127,19 @@ class WorkerProcess:
         self._pulled = key
         return True
 
-    def _push(
-        self, task: SendTask, gradient: Sequence[Vector], *, samples: int, servers: Mapping[int, Any]
-    ) -> tuple[tuple[int, int], ...]:
+    def _push(self, task: SendTask, gradient: Sequence[Vector], *, samples: int) -> tuple[tuple[int, int], ...]:
         assert self._job is not None
         protocol = self._job.protocol
         calls: dict[tuple[int, int], Any] = {}
-        names = {"worker": task.worker, "process": task.process, "round_": task.round, "attempt": task.attempt}
+        contribution = Contribution(worker=task.worker, process=task.process, round=task.round)
         size = sum(len(piece) for piece in gradient)
         for shard, stretch in enumerate(cut(size, shards=protocol.shards)):
             parts = parcel(gradient, stretch=stretch)
             update = posted(parts, size_bytes=sum(part.nbytes for part in parts))  # one, for all copies of the shard
             for server in protocol.holders(shard):
-                if server in servers:
-                    calls[shard, server] = servers[server].stage.remote(shard, update, samples=samples, **names)
+                if server in task.servers and server in self._servers:
+                    stage = self._servers[server].stage
+                    calls[shard, server] = stage.remote(shard, update, contribution, task.attempt, samples)
             if self._job.hook is not None and shard == 0:
                 for call in calls.values():
                     self._get(call)
@@ -149,6 +153,8 @@ class WorkerProcess:
         for copy in copies:
             if not is_reference(copy):
                 return copy
+        if len(copies) == 1:
+            return self._get(copies[0])
         ready, missing = ray.wait(list(copies[:1]), timeout=_HEDGE_S) if len(copies) > 1 else ([], [])
         missing = list(copies) if not ready else [copy for copy in copies if copy not in ready]
         deadline_s = time.monotonic() + self._patience_s
