@@ -15,6 +15,7 @@ from torch import nn
 
 from tatami.bench.allreduce import ELEMENT_BYTES
 from tatami.bench.evaluation_contestants import Task, make_task
+from tatami.bench.interleaved import Contestant
 from tatami.bench.measuring import measured, times
 from tatami.bench.simulated import Job, job_from_dict, tilings
 from tatami.clock import SystemClock
@@ -32,6 +33,7 @@ _SHAPES = ((0.125, 0.5), (0.25, 0.25), (0.25, 0.75), (0.5, 0.25), (0.5, 0.5), (1
 """(height, width) of the tiles that are computed alone: fractions of the units and of the samples."""
 _BLOCK_S = 0.8
 """Of one timing under a quota: many of its periods."""
+_ROUNDS = 9
 _MESSAGES_BYTES = (8, 128 * 1024, 256 * 1024, 512 * 1024, 1024**2, 2 * 1024**2, 4 * 1024**2)
 _VECTOR_BYTES = 4 * 1024**2
 
@@ -49,13 +51,8 @@ class Measuring:
     def run(self) -> dict[str, Any]:
         """All that is found; of every rank, on every rank."""
         cluster = probe(self._workload, self._comm)
-        found = {
-            "cluster": _described(cluster),
-            "messages": self._messages(),
-            "sums_bytes_per_s": self._sums(),
-            "allreduce": self._allreduces(),
-        }
-        return found | self._tiles_and_tilings(cluster)
+        found = {"cluster": _described(cluster), "sums_bytes_per_s": self._sums()}
+        return found | self._messages_and_allreduces() | self._tiles_and_tilings(cluster)
 
     # -- calibration ------------------------------------------------------------------------------------------------------
 
@@ -92,11 +89,12 @@ class Measuring:
             spent_s = self._clock.now_s() - start_s
         return spent_s / count
 
-    def _messages(self) -> list[dict[str, Any]]:
+    def _messages(self) -> dict[tuple[str, int], Contestant]:
         """Messages without a pause: of all to their right ("shift"), and of two and two to each other ("exchange")."""
-        comm, found = self._comm, []
+        comm = self._comm
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         partner = comm.rank ^ 1 if comm.rank ^ 1 < comm.size else None
+        found: dict[tuple[str, int], Contestant] = {}
         for size_bytes in _MESSAGES_BYTES:
             there, here = (torch.zeros(size_bytes, dtype=torch.uint8) for _ in range(2))
 
@@ -105,9 +103,8 @@ class Measuring:
                     for request in [comm.irecv(here, by), comm.isend(there, to)]:
                         request.wait()
 
-            ways = {"shift": partial(pass_on, right, left), "exchange": partial(pass_on, partner, partner)}
-            timed = measured({name: times(run) for name, run in ways.items()}, comm, rounds=3, seconds=_BLOCK_S)
-            found += [{"way": name, "size_bytes": size_bytes, **seconds} for name, seconds in timed.items()]
+            found["shift", size_bytes] = times(partial(pass_on, right, left))
+            found["exchange", size_bytes] = times(partial(pass_on, partner, partner))
         return found
 
     def _sums(self) -> list[float]:
@@ -118,17 +115,24 @@ class Measuring:
 
     # -- what is to be predicted ------------------------------------------------------------------------------------------
 
-    def _allreduces(self) -> list[dict[str, Any]]:
-        found = []
-        for size_bytes in self._job.sizes_bytes:
-            made = {
-                name: AllReduce(self._comm, size=size_bytes // ELEMENT_BYTES, algorithm=name) for name in self._job.algorithms
-            }
-            timed = measured({name: times(each.run) for name, each in made.items()}, self._comm, rounds=5, seconds=0.3)
-            found += [{"algorithm": name, "size_bytes": size_bytes, **seconds} for name, seconds in timed.items()]
-            for each in made.values():
-                each.close()
-        return found
+    def _messages_and_allreduces(self) -> dict[str, Any]:
+        """In turn, because whether long messages wait for each other is a matter of moments."""
+        messages = self._messages()
+        made = {
+            (name, size_bytes): AllReduce(self._comm, size=size_bytes // ELEMENT_BYTES, algorithm=name)
+            for size_bytes in self._job.sizes_bytes
+            for name in self._job.algorithms
+        }
+        contestants = messages | {case: times(each.run) for case, each in made.items()}
+        timed = measured(
+            {str(case): run for case, run in contestants.items()}, self._comm, rounds=_ROUNDS, seconds=_BLOCK_S / 2
+        )
+        for each in made.values():
+            each.close()
+        return {
+            "messages": [{"way": way, "size_bytes": size, **timed[str((way, size))]} for way, size in messages],
+            "allreduce": [{"algorithm": name, "size_bytes": size, **timed[str((name, size))]} for name, size in made],
+        }
 
     def _tiles_and_tilings(self, cluster: Cluster) -> dict[str, Any]:
         """Blocks of iterations of all tiles alone, and of all tilings, in turn: a machine's own speed drifts within minutes."""
