@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import tatami
 from tatami.errors import InputError, MissingExtraError
 from tatami.server.folder import remove_stale, run_folder
 from tatami.server.processes import machine
@@ -56,6 +58,27 @@ def test_a_cluster_that_cannot_be_used_is_named(problem: Exception, monkeypatch:
     with pytest.raises(InputError, match="cluster at theirs cannot be used: ") as caught, engine(address="theirs"):
         pass
     assert str(problem) in str(caught.value)
+
+
+def test_processes_find_their_environment_and_this_one_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    before = dict(os.environ)
+    with engine(store_bytes=100 * 2**20):
+        assert os.environ.get("GLIBC_TUNABLES") is None
+        theirs = ray.get(ray.remote(num_cpus=0)(lambda: dict(os.environ)).remote())
+    is_set = platform.machine() == "x86_64"
+    assert theirs.get("GLIBC_TUNABLES") == ("glibc.cpu.x86_non_temporal_threshold=4194304" if is_set else None)
+    assert str(Path(tatami.__file__).parents[1]) in theirs["PYTHONPATH"].split(os.pathsep)
+    assert {name: value for name, value in os.environ.items() if name in before} == before
+
+
+def test_what_the_user_says_of_libc_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
+    with engine(store_bytes=100 * 2**20):
+        theirs = ray.get(ray.remote(num_cpus=0)(lambda: os.environ["GLIBC_TUNABLES"]).remote())
+    assert theirs == "glibc.malloc.check=0"
 
 
 def test_nobody_at_the_address() -> None:

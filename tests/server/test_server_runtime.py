@@ -27,7 +27,7 @@ from tatami.server.learner import Course
 from tatami.server.optimizers import SGD, Adam
 from tatami.server.phases import TaskPhase
 from tatami.server.pool import Pool
-from tatami.server.ray_engine import engine
+from tatami.server.ray_engine import MESSAGE_BYTES, engine
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
 from tatami.server.report import RunReport
 from tatami.server.runtime import Runtime
@@ -203,6 +203,27 @@ def test_a_replica_survives_its_server(how: signal.Signals, undisturbed: torch.T
     parameters, report = run(replicas=2, on_round=kill, heartbeat_s=8.0, spares=0)
     assert torch.equal(parameters, undisturbed)
     assert [failure.who for failure in report.failures] == ["server 0"]
+
+
+def test_vectors_too_large_for_a_message_come_to_the_same_bits_whoever_dies() -> None:
+    def run_large(**changes: Any) -> tuple[torch.Tensor, RunReport]:
+        settings = SETTINGS | {"optimizer": SGD(lr=0.001)} | changes
+        model, report = train(lambda: nn.Sequential(nn.Linear(6, 150_000), nn.Linear(150_000, 2)), loss_fn, **settings)
+        return flat(model), report
+
+    def kill(runtime: Runtime) -> None:
+        if runtime.version == 2:
+            os.kill(runtime.pids()["server 0"], signal.SIGKILL)
+
+    undisturbed, report = run_large(spares=0)
+    assert undisturbed.nbytes / 2 > MESSAGE_BYTES
+    assert report.losses[-1] < report.losses[0]
+    parameters, report = run_large(on_phase=A_DEATH_IN_EVERY_PHASE, restarts=4)
+    assert len(report.failures) == len(TaskPhase)
+    assert torch.equal(parameters, undisturbed)
+    parameters, report = run_large(replicas=2, on_round=kill, spares=0)
+    assert [failure.who for failure in report.failures] == ["server 0"]
+    assert torch.equal(parameters, undisturbed)
 
 
 def test_a_server_comes_back_from_a_checkpoint(undisturbed: torch.Tensor, tmp_path: Path) -> None:
