@@ -15,6 +15,7 @@ import pytest
 
 from tatami.comm import launch
 from tatami.comm.launch import Launcher, find_launcher, launch_command, rank_command, run
+from tatami.comm.leftovers import SHARED_MEMORY
 from tatami.errors import InputError, MissingExtraError
 
 pytest.importorskip("mpi4py", reason="needs the extra 'mpi'")
@@ -115,7 +116,9 @@ def test_a_rank_that_is_killed_is_named(job: Job) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         comm.barrier()
     """
+    before = set(SHARED_MEMORY.glob("mpich_shm_*"))
     ended = job(script, ranks=3)
+    assert set(SHARED_MEMORY.glob("mpich_shm_*")) <= before
     # Ranks share the output, and their lines may run into each other.
     pid = re.search(r"rank 2 is (\d+)", ended.out)
     assert pid is not None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tatami.comm.guard import LAST_WORDS
+from tatami.comm.leftovers import without_leftovers
 from tatami.errors import InputError, MissingExtraError
 
 _RULE = re.compile(rb"^(?:={83}\n|={1,83}\Z)", re.MULTILINE)
@@ -44,7 +45,7 @@ def run(command: Sequence[str], *, ranks: int, hosts: Sequence[str] | None = Non
         MissingExtraError: no mpiexec is found.
     """
     arguments = launch_command(find_launcher(), rank_command(command), ranks=ranks, hosts=hosts)
-    with tempfile.TemporaryDirectory(prefix="tatami-run-") as last_words:
+    with tempfile.TemporaryDirectory(prefix="tatami-run-") as last_words, without_leftovers():
         environ = {"UCX_LOG_LEVEL": "error", **os.environ, LAST_WORDS: last_words}
         process = subprocess.Popen(arguments, stdout=subprocess.PIPE, env=environ)
         try:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import IO, Self, final
 
 from tatami.cluster import Cluster, Link, check_speeds
+from tatami.comm.leftovers import without_leftovers
 from tatami.errors import InputError, LabError
 from tatami.lab.events import Event
 from tatami.lab.groups import FREE, AbstractGroups, find_groups
@@ -56,6 +57,7 @@ class Lab:
         require_lab()
         with ExitStack() as undo:
             undo.enter_context(ending_as_exception())
+            undo.enter_context(without_leftovers())
             with undisturbed():
                 self._state = new_state([host.name for host in self.plan.hosts])
                 undo.callback(_take_away_undisturbed, self._state)
