@@ -15,7 +15,7 @@ CALIBRATIONS = 4
 def measured(
     contestants: dict[str, Contestant], comm: AbstractCommunicator, *, rounds: int, seconds: float
 ) -> dict[str, dict[str, float]]:
-    """`median_s` and `spread` of each contestant, of the slowest rank in each round. Collective.
+    """`median_s`, `mean_s` and `spread` of each contestant, of the slowest rank in each round. Collective.
 
     Each is repeated so often that one timing takes about `seconds`: a fast one more often than a slow one.
     """
@@ -26,7 +26,8 @@ def measured(
     for name in contestants:
         slowest = [max(each) for each in zip(*(seconds[name] for seconds in everywhere), strict=True)]
         median_s = statistics.median(slowest)
-        result[name] = {"median_s": median_s, "spread": (max(slowest) - min(slowest)) / median_s}
+        spread = (max(slowest) - min(slowest)) / median_s
+        result[name] = {"median_s": median_s, "mean_s": statistics.fmean(slowest), "spread": spread}
     return result
 
 
