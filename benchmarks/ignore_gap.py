@@ -79,9 +79,10 @@ def _push(task: act.SendTask, learner: Learner, server: ShardServer) -> ev.Shard
     gradient, _, samples = learner.gradient(round_=task.round, worker=task.worker, members=task.members)
     size = sum(map(len, gradient))
     update: list[Vector] = [part.copy() for part in parcel(gradient, stretch=cut(size, shards=1)[0])]
-    names: dict[str, Any] = {"worker": task.worker, "process": task.process, "attempt": task.attempt}
-    server.stage(0, update, round_=task.round, samples=samples, **names)
-    return ev.ShardReceived(at_s=0.0, round=task.round, shard=0, server=0, **names)
+    contribution = act.Contribution(worker=task.worker, process=task.process, round=task.round)
+    server.stage(0, update, contribution=contribution, attempt=task.attempt, samples=samples)
+    names = {"worker": task.worker, "process": task.process, "round": task.round, "attempt": task.attempt}
+    return ev.ShardReceived(at_s=0.0, shard=0, server=0, **names)
 
 
 def main() -> None:
