@@ -46,6 +46,8 @@ def test_rounds_of_training_are_held_against_loops_of_the_same_batch(monkeypatch
         assert each["bsp_over_loops"] == pytest.approx(statistics.median(loop / bsp for loop, bsp in pairs))
 
 
-def test_as_many_rounds_as_are_not_counted_are_refused() -> None:
+def test_what_would_measure_nothing_is_refused() -> None:
     with pytest.raises(InputError, match="rounds must be at least 3"):
         ServerBenchmark(rounds=2)
+    with pytest.raises(InputError, match="blocks must be at least 1, not 0"):
+        ServerBenchmark(blocks=0)

@@ -41,6 +41,8 @@ class ServerBenchmark:
     blocks: int = 5
 
     def __post_init__(self) -> None:
+        if self.blocks < 1:
+            raise InputError(f"blocks must be at least 1, not {self.blocks}")
         if self.rounds <= UNCOUNTED:
             raise InputError(
                 f"rounds must be at least {UNCOUNTED + 1}, as the first {UNCOUNTED} are not counted; not {self.rounds}"
