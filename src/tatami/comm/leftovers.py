@@ -26,7 +26,7 @@ def without_leftovers() -> Iterator[None]:
 
 
 def remove_leftovers(*, since_s: float) -> None:
-    """Remove this user's files of MPICH that are younger than `since_s` (seconds since the epoch) and that no process has mapped.
+    """Remove this user's files of MPICH that are younger than `since_s` (seconds since the epoch) and that nobody has mapped.
 
     A job's ranks have each of its files mapped from its beginning to their end, so other jobs of this user lose nothing.
     """
