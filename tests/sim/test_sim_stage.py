@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 from sim_rig import Ends, Transfers, call, ends, started
 
 from simgrid_here import needs_simgrid
-from tatami.errors import SimulationError
-from tatami.sim.platforms import RDMA, TCP, Fabric, Group, Tree, Wire, preset
+from tatami.errors import ClusterError, SimulationError
+from tatami.sim import waiting
+from tatami.sim.platforms import RDMA, TCP, AbstractPlatform, Fabric, Group, Tree, Wire, preset
+from tatami.sim.platforms.base import Part
 from tatami.sim.processes import Runs
+from tatami.sim.stage import Going, Stage, built, play
 
 MB = 1e6
 
@@ -64,12 +69,94 @@ def test_computing_shares_a_host() -> None:
 
 @needs_simgrid
 def test_what_ends_together_is_told_in_an_order() -> None:
-    """More at once than `_FEW`, of all kinds, and timers between them."""
+    """More at once than are asked for one by one, of all kinds, and timers between them."""
     work = tuple((host, 10.0) for host in (3, 1, 0, 2))
     found = call(ends, Transfers(platform=two_clusters(RDMA), computes=work * 3, waits=(3.0, 1.0, 2.0, 3.0)))
     expected = [("wait", 1), ("wait", 2), ("wait", 0), ("wait", 3)] + [("compute", index) for index in range(12)]
     assert [(what, index) for what, index, _ in found.log] == expected
     assert [round(at_s, 9) for _, _, at_s in found.log] == [1.0, 2.0] + [3.0] * 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crowded:
+    """So many transfers, between as many pairs as there are; of some, the end is told."""
+
+    platform: AbstractPlatform
+    num: int
+    many: int
+    fails_at_s: float | None = None
+
+
+def crowd_ends(crowded: Crowded) -> list[tuple[int, float]]:
+    """Transfers of four sizes; each that ends breaks off the one after it, and every tenth starts another; timers between."""
+    waiting.MANY, waiting.SHARE = crowded.many, crowded.many // 2
+    found: list[tuple[int, float]] = []
+
+    def act(stage: Stage) -> Callable[[], list[tuple[int, float]]]:
+        going: dict[int, Going] = {}
+
+        def ended(index: int) -> None:
+            found.append((index, stage.now_s))
+            if index + 1 in going:
+                stage.cancel(going[index + 1])
+            if index % 10 == 0:
+                start(index + crowded.num)
+
+        def start(index: int) -> None:
+            source, size_bytes = index % 4, (1 + index % 3) * MB
+            going[index] = stage.send(source, (source + 1 + index % 3) % 4, size_bytes=size_bytes, then=lambda: ended(index))
+
+        def fail() -> None:
+            raise ValueError(f"at {stage.now_s:g}")
+
+        for index in range(crowded.num):
+            start(index)
+        for tick in range(1, 20):
+            stage.at(tick / 7, lambda: found.append((-1, stage.now_s)))
+        stage.at(5.0, stage.clear)
+        if crowded.fails_at_s is not None:
+            stage.at(crowded.fails_at_s, fail)
+        return lambda: [*found, (-2, stage.now_s)]
+
+    return play(crowded.platform, act)
+
+
+@needs_simgrid
+def test_it_is_the_same_whoever_waits() -> None:
+    """What ends when, and in which order, with one actor that waits, and with several for more than ten activities."""
+    alone, together = (call(crowd_ends, Crowded(platform=two_clusters(RDMA), num=60, many=many)) for many in (waiting.MANY, 10))
+    assert alone == together
+    assert [index for index, _ in alone].count(-1) == 19
+    assert sum(index >= 60 for index, _ in alone) > 5
+    assert alone[-1] == (-2, 5.0)
+
+
+@needs_simgrid
+def test_several_that_wait_end_with_the_run() -> None:
+    with pytest.raises(ValueError, match=r"at 0\.5"):
+        call(crowd_ends, Crowded(platform=two_clusters(RDMA), num=60, many=10, fails_at_s=0.5))
+
+
+@needs_simgrid
+def test_what_ended_just_now_can_be_broken_off() -> None:
+    assert call(_first_of_two, two_clusters(RDMA)) == [0]
+
+
+def _first_of_two(platform: AbstractPlatform) -> list[int]:
+    told: list[int] = []
+
+    def act(stage: Stage) -> Callable[[], list[int]]:
+        going: list[Going] = []
+
+        def ended(index: int) -> None:
+            told.append(index)
+            stage.cancel(going[1 - index])
+
+        for index in (0, 1):
+            going.append(stage.send(index, 2 + index, size_bytes=60 * MB, then=lambda index=index: ended(index)))  # type: ignore[misc]
+        return lambda: told
+
+    return play(platform, act)
 
 
 @needs_simgrid
@@ -119,3 +206,56 @@ def test_the_same_on_one_core_or_two() -> None:
         one = own.map(ends, jobs)
     assert [each.log for each in one] == [each.log for each in two]
     assert sorted(told) == list(range(6))
+
+
+@needs_simgrid
+def test_a_platform_is_built_once_for_all_its_runs() -> None:
+    """Runs in processes that begin with it built find what they find where each builds its own; another comes between."""
+    platforms = (two_clusters(TCP), two_clusters(RDMA), two_clusters(TCP))
+    jobs = [Transfers(platform=platform, sends=((0, 2, size * MB),)) for platform in platforms for size in range(1, 5)]
+    with Runs(cores=1) as own:
+        found = own.map(ends, jobs, platform=lambda job: job.platform)
+        seen = own.map(_built_before, jobs, platform=lambda job: job.platform)
+    assert [each.log for each in found] == [each.log for each in started().map(ends, jobs)]
+    assert [was_built for _, was_built in seen] == [True] * 12
+    assert [seen.count(each) for each in seen] == [4] * 12  # three processes have built one each
+
+
+def _built_before(transfers: Transfers) -> tuple[int, bool]:
+    return os.getppid(), built() == transfers.platform
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ruin(AbstractPlatform):
+    """Cannot be built."""
+
+    dies: bool
+    name: str = "ruin"
+    fabric: Fabric = RDMA
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return ("host",)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return ()
+
+    def build(self, engine: object) -> list[object]:  # noqa: ARG002 -- the name is the interface's
+        if self.dies:
+            _dies(0)
+        raise ClusterError("no stone on another")
+
+
+@needs_simgrid
+@pytest.mark.parametrize(
+    ("dies", "kind", "words"),
+    [(False, ClusterError, "no stone"), (True, SimulationError, r"exit code 7; it said: (?s:.*)what it said")],
+)
+def test_a_platform_that_cannot_be_built_fails_its_runs(dies: bool, kind: type[Exception], words: str) -> None:
+    jobs = [Transfers(platform=Ruin(dies=dies))] * 2
+    with Runs(cores=1) as own:
+        for _ in range(2):
+            with pytest.raises(kind, match=words):
+                own.map(ends, jobs, platform=lambda job: job.platform)
+        assert own.map(_built_before, [Transfers(platform=two_clusters(RDMA))], platform=lambda job: job.platform)[0][1]

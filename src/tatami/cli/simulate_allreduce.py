@@ -113,7 +113,7 @@ def simulate_allreduce(
             show_json(allreduce_record(case, result) | ({swept.name: value} if swept.name else {}))
 
     with started_runs(cores) as started:
-        results = started.map(replay, jobs, done=done)
+        results = started.map(replay, jobs, done=done, platform=lambda job: job.platform)
     progress.finish()
     labels = [_label(case) + (f", {swept.name} {value}" if swept.name else "") for value, _, case in cases]
     if not as_json:

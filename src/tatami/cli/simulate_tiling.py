@@ -99,7 +99,7 @@ def simulate_tiling(
             show_json(tiling_record(labels[index], run))
 
     with started_runs(cores) as started:
-        found = started.map(rehearse, jobs, done=done)
+        found = started.map(rehearse, jobs, done=done, platform=lambda job: job.platform)
     progress.finish()
     if not as_json:
         show(_table(labels, found, title=f"{net}, {machines.size} processors"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +17,14 @@ from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.calls import Calls
 from tatami.server.crew import BOOT_TIMEOUT_S, Crew, Member
+from tatami.server.ledger import Ledger
 from tatami.server.nodes import Nodes
 from tatami.server.optimizers import AbstractOptimizer, Vector
 from tatami.server.pieces import cut
 from tatami.server.placement import partners
 from tatami.server.pool import Pool
 from tatami.server.ray_engine import MESSAGE_BYTES
-from tatami.server.report import Failure, RunReport, RunStatus, with_costs
+from tatami.server.report import Failure, RunReport, RunStatus
 from tatami.server.server_process import ServerProcess
 from tatami.server.state import Coordinator
 from tatami.server.steps import Phase
@@ -78,7 +78,9 @@ class Runtime:
         self.protocol = job.protocol
         self._terms = terms
         self._clock = clock
-        self._records = records or Records()
+        self._ledger = Ledger(
+            recovery=job.protocol.recovery.name, start=coordinator.version, records=Records() if records is None else records
+        )
         self._on_round = on_round
         self._pickled_job, self._data = ray.put(pickled_job), ray.put(packed(data))
         self._began_s = self._zero_s = clock.now_s()
@@ -115,14 +117,7 @@ class Runtime:
             warn=self._warn,
         )
         self._met: dict[int, dict[int, Any]] = {}
-        self._results: dict[tuple[int, int], Outcome] = {}
-        self._losses: dict[int, float] = {}
-        self._applied_of: dict[int, tuple[int, int]] = {}
-        self._reached: list[float] = []
-        self._failures: list[Failure] = []
-        self._warnings: list[str] = []
         self._end: act.Finish | act.Stop | None = None
-        self._start_version = coordinator.version
 
     # -- control --------------------------------------------------------------------------------------------------
 
@@ -134,7 +129,7 @@ class Runtime:
     @property
     def failures(self) -> tuple[Failure, ...]:
         """Those that were noticed so far."""
-        return tuple(self._failures)
+        return tuple(self._ledger.failures)
 
     def pids(self) -> dict[str, int]:
         """Process ids by name: "worker 0", "spare 4", "server 1"."""
@@ -163,19 +158,7 @@ class Runtime:
 
     def report(self) -> RunReport:
         """What has happened so far."""
-        start = self._start_version
-        return with_costs(
-            RunReport(
-                recovery=self.protocol.recovery.name,
-                start=start,
-                reached_s=tuple(self._reached),
-                losses=tuple(self._losses[version] for version in sorted(self._losses) if version > start),
-                failures=tuple(self._failures),
-                warnings=tuple(self._warnings),
-                workers=len(self.coordinator.places),
-                startup_s=self._zero_s - self._began_s,
-            )
-        )
+        return self._ledger.report(workers=len(self.coordinator.places), startup_s=self._zero_s - self._began_s)
 
     def add_worker(self) -> None:
         """Have one worker more, from the round after its process is up."""
@@ -222,7 +205,7 @@ class Runtime:
         if self.protocol.replicas > 1:
             self._see_whether_apart()
         self._zero_s = self._clock.now_s()
-        self._reached.append(0.0)
+        self._ledger.began()
         for crew in crews:
             crew.restart_clocks()
         self._tell(ev.Started(at_s=0.0))
@@ -248,13 +231,8 @@ class Runtime:
         for action in self.coordinator.handle(event):
             self._carry_out(action)
         version = self.coordinator.version
-        if version > before and len(self._reached) <= version - self._start_version:
-            self._reached.append(self._now_s())
-            updates, samples = self._applied_of[version]
-            known = {"at_s": self._reached[-1], "loss": self._losses[version], "updates": updates, "samples": samples}
-            self._records.write("round", iteration=version, values=known)
-            if self._on_round is not None:
-                self._on_round(self)
+        if version > before and self._ledger.reached(version, at_s=self._now_s()) and self._on_round is not None:
+            self._on_round(self)
 
     def _now_s(self) -> float:
         return self._clock.now_s() - self._zero_s
@@ -286,7 +264,7 @@ class Runtime:
                 if (server := self._servers.get(action.server)) is not None:
                     self._calls.add(server.sum.remote(action), done=partial(self._summed, action))
             case act.ApplyShard():
-                self._note_loss(action)
+                self._ledger.applies(action.version, action.contributions)
                 if (server := self._servers.get(action.server)) is not None:
                     self._calls.add(server.apply.remote(action), done=partial(self._applied, action))
             case act.CopyShard():
@@ -318,7 +296,7 @@ class Runtime:
             return  # declared dead meanwhile
         now_s = self._now_s()
         names = {"worker": task.worker, "process": task.process, "round": task.round, "attempt": task.attempt}
-        self._results[task.worker, task.round] = outcome
+        self._ledger.worked(worker=task.worker, round=task.round, outcome=outcome)
         if not outcome.pulled:
             self._tell(ev.TaskFailed(at_s=now_s, **names))
         elif not np.isfinite(outcome.loss):
@@ -333,12 +311,6 @@ class Runtime:
     def _num_due(self, task: act.SendTask) -> int:
         return sum(server in task.servers for shard in range(self.protocol.shards) for server in self.protocol.holders(shard))
 
-    def _note_loss(self, order: act.ApplyShard) -> None:
-        parts = [self._results[each.worker, each.round] for each in order.contributions]
-        samples = sum(part.samples for part in parts)
-        self._applied_of[order.version] = (len(parts), samples)
-        self._losses[order.version] = sum(part.loss * part.samples for part in parts) / max(1, samples)
-
     def _summed(self, order: act.SumShard, squared_norm: float) -> None:
         where = {"ticket": order.ticket, "shard": order.shard, "server": order.server}
         self._tell(ev.ShardSummed(at_s=self._now_s(), squared_norm=squared_norm, **where))
@@ -349,9 +321,7 @@ class Runtime:
         self._tell(ev.ShardApplied(at_s=self._now_s(), ticket=order.ticket, shard=order.shard, server=order.server))
 
     def _warn(self, message: str) -> None:
-        self._warnings.append(message)
-        self._records.write("warning", iteration=self.version, values={"message": message})
-        warnings.warn(message, stacklevel=2)
+        self._ledger.warn(message, version=self.version)
 
     # -- processes ------------------------------------------------------------------------------------------------
 
@@ -433,17 +403,16 @@ class Runtime:
 
     def _note_failure(self, who: str, number: int, member: Member, *, late: bool) -> None:
         now_s = self._now_s()
-        failure = Failure(
-            at_s=now_s,
-            who=who,
-            process=number,
-            how="hung" if late else "died",
-            silent_s=now_s - member.seen_s,
-            round=self.coordinator.version,
+        self._ledger.failed(
+            Failure(
+                at_s=now_s,
+                who=who,
+                process=number,
+                how="hung" if late else "died",
+                silent_s=now_s - member.seen_s,
+                round=self.coordinator.version,
+            )
         )
-        self._failures.append(failure)
-        known = {"who": who, "process": number, "how": failure.how, "at_s": now_s, "silent_s": failure.silent_s}
-        self._records.write("failure", iteration=self.version, values=known)
 
     def _see_whether_apart(self) -> None:
         """Say where the death of one node would take all copies of a shard along, though there are other nodes."""
@@ -464,8 +433,7 @@ class Runtime:
         saved = f" The state of version {self.version} is saved in {self._terms.directory}." if stop.saved else ""
         message = f"the run stopped after {self.version} rounds: {stop.reason}.{saved}"
         if stop.cause is act.Cause.NOT_FINITE:
-            bad = [key for key, outcome in self._results.items() if not np.isfinite(outcome.loss)]
-            worker, round_ = max(bad, key=lambda key: key[1])
+            worker, round_ = self._ledger.last_not_finite()
             return NotFiniteError(message, rank=worker, iteration=round_)
         if stop.cause is act.Cause.CHECKPOINT:
             return CheckpointError(message)

@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar, cast
 from tatami.errors import SimulationError
 from tatami.sim.engine import require_simgrid
 from tatami.sim.frames import read_frame, write_frame
+from tatami.sim.platforms.base import AbstractPlatform
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -70,6 +71,7 @@ class Runs:
         *,
         timeout_s: float = 3600.0,
         done: Callable[[int, Result], None] | None = None,
+        platform: Callable[[Job], AbstractPlatform] | None = None,
     ) -> list[Result]:
         """`function` of every job, each in a process of its own.
 
@@ -78,6 +80,8 @@ class Runs:
             jobs: each is sent to the process that runs it.
             timeout_s: that one run may take.
             done: told of each job as it ends, by its index; not in order.
+            platform: that a job plays on: it is built once for jobs that have the same, as long as no other comes between.
+                None: each run builds its own.
 
         Returns:
             The results, in the order of the jobs.
@@ -93,7 +97,8 @@ class Runs:
                     index = waiting.pop()
                     child = self._idle.pop() if self._idle else _start()
                     self._busy[child] = _Order(index=index, deadline_s=time.monotonic() + timeout_s)
-                    write_frame(cast(Any, child.stdin), (function, jobs[index]))
+                    built = None if platform is None else platform(jobs[index])
+                    write_frame(cast(Any, child.stdin), (function, jobs[index], built))
                 for child in self._ready(timeout_s):
                     order = self._busy.pop(child)
                     results[order.index] = _outcome(child)

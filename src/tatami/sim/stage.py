@@ -1,8 +1,8 @@
 """A platform in a running SimGrid engine, and what goes on there: activities that one actor starts and waits for.
 
-An actor of SimGrid is a thread of the operating system, so there is only one; ten thousand machines are ten thousand
-activities, each with what is to be done when it ends. Of what ends at the same time, timers are told of first, then activities
-in the order in which they were started.
+An actor of SimGrid is a thread of the operating system, so there is only one (very many activities have a few more that wait
+for them); ten thousand machines are ten thousand activities, each with what is to be done when it ends. Of what ends at the
+same time, timers are told of first, then activities in the order in which they were started.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 from tatami.sim.engine import simgrid
 from tatami.sim.platforms.base import AbstractPlatform
+from tatami.sim.waiting import Waiting
 
 T = TypeVar("T")
 Then = Callable[[], None]
 
 _SAME_TIME_S = 1e-9
 """SimGrid's own: events that are nearer to each other take place together."""
-_FEW = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -60,8 +60,7 @@ class Stage:
         self.hosts = tuple(hosts)
         self.bytes_moved = 0.0
         self._numbers = itertools.count()
-        self._pending = self._simgrid.ActivitySet()
-        self._going: dict[Any, Going] = {}
+        self._waiting: Waiting[Going] = Waiting(hosts[0])
         self._timers: list[_Timer] = []
 
     @property
@@ -95,12 +94,16 @@ class Stage:
         if going.ended:
             return
         going.ended = True
-        if going.activity is not None:
+        if going.activity in self._waiting:  # neither a timer nor ended just now
             if isinstance(going.activity, self._simgrid.Comm):
                 self.bytes_moved -= going.activity.remaining
-            del self._going[going.activity]
-            self._pending.erase(going.activity)
+            self._waiting.drop(going.activity)
             going.activity.cancel()
+
+    def clear(self) -> None:
+        """Break everything off."""
+        for going in [*self._waiting.all, *(timer.going for timer in self._timers)]:
+            self.cancel(going)
 
     def drive(self) -> None:
         """Let everything happen that was started, and what comes of it, until nothing goes on any more."""
@@ -115,8 +118,7 @@ class Stage:
 
     def _start(self, activity: Any, then: Then) -> Going:
         going = Going(number=next(self._numbers), then=then, activity=activity)
-        self._going[activity] = going
-        self._pending.push(activity)
+        self._waiting.add(activity, going)
         return going
 
     def _due(self) -> list[Going]:
@@ -134,48 +136,43 @@ class Stage:
     def _next(self) -> list[Going]:
         """Wait until something ends, or a timer is due."""
         until_s = self._timers[0].at_s if self._timers else None
-        if not self._going:
-            if until_s is None:
-                return []
-            self._simgrid.this_actor.sleep_until(until_s)
-            return self._due()
+        if len(self._waiting):
+            ended = self._waiting.next(until_s)
+            return [*self._due(), *sorted(ended, key=lambda going: going.number)]
         if until_s is None:
-            activity = self._pending.wait_any()
-        else:
-            try:
-                activity = self._pending.wait_any_for(max(0.0, until_s - self.now_s))
-            except self._simgrid.TimeoutException:
-                return self._due()
-        ended = [self._going.pop(activity), *self._ended_too()]
-        return [*self._due(), *sorted(ended, key=lambda going: going.number)]
+            return []
+        self._simgrid.this_actor.sleep_until(until_s)
+        return self._due()
 
-    def _ended_too(self) -> list[Going]:
-        """What ended at the same time as something that just did."""
-        ended: list[Going] = []
-        for _ in range(_FEW):
-            if (activity := self._pending.test_any()) is None:
-                return ended
-            ended.append(self._going.pop(activity))
-        # Each test_any is linear in what is pending, a millisecond for 10,000: so many are looked through once.
-        done = [activity for activity in self._going if activity.test()]
-        ended += [self._going.pop(activity) for activity in done]
-        self._pending = self._simgrid.ActivitySet(list(self._going))
-        return ended
+
+_built: list[tuple[AbstractPlatform, Any, list[Any]]] = []
+
+
+def built() -> AbstractPlatform | None:
+    """The platform that this process has, or one that it was forked from had."""
+    return _built[0][0] if _built else None
+
+
+def build(platform: AbstractPlatform) -> tuple[Any, list[Any]]:
+    """SimGrid's engine, told of this platform, and its hosts; a process can have one platform only."""
+    if platform != built():
+        engine = simgrid().Engine(["tatami", "--log=root.fmt:%m%n", *platform.fabric.arguments])
+        _built[:] = [(platform, engine, platform.build(engine))]
+    _, engine, hosts = _built[0]
+    return engine, hosts
 
 
 def play(platform: AbstractPlatform, act: Callable[[Stage], Callable[[], T]]) -> T:
     """Simulate; a process may do it once, so callers are run by `Runs`.
 
     Args:
-        platform: the machines.
+        platform: the machines; they are there already where `build` was called in this process, or in one it was forked from.
         act: starts what there is to start, in the one actor; all of it is then driven to its end.
 
     Returns:
         What the function that `act` returned says when nothing goes on any more.
     """
-    grid = simgrid()
-    engine = grid.Engine(["tatami", "--log=root.fmt:%m%n", *platform.fabric.arguments])
-    hosts = platform.build(engine)
+    engine, hosts = build(platform)
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -187,6 +184,7 @@ def play(platform: AbstractPlatform, act: Callable[[Stage], Callable[[], T]]) ->
             results.append(finish())
         except Exception as error:  # it must not pass through SimGrid, which would end the process
             errors.append(error)
+            stage.clear()
 
     hosts[0].add_actor("driver", actor)
     engine.run()

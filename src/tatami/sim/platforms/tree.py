@@ -93,7 +93,9 @@ class Tree(AbstractPlatform):
 
     def build(self, engine: Any) -> list[Any]:
         root = engine.netzone_root.add_netzone_star(self.name)
-        hosts = list(_build(root, self.groups, path="", backbone=self.backbone))
+        # SimGrid looks every new name up in all zones that there are: links are made while there is one.
+        links = dict(_links(root, self.groups, path="", backbone=self.backbone))
+        hosts = list(_build(root, self.groups, path="", links=links))
         root.seal()
         return hosts
 
@@ -102,25 +104,35 @@ class Tree(AbstractPlatform):
         return replace(self, groups=tuple(_scaled(group, factor) for group in self.groups))
 
 
-def _build(zone: Any, groups: Sequence[Group], *, path: str, backbone: Wire | None) -> Iterator[Any]:
-    """The hosts below a zone. A backbone is a link in everybody's way up, which a path that goes up and down takes once."""
+def _links(root: Any, groups: Sequence[Group], *, path: str, backbone: Wire | None) -> Iterator[tuple[str, Any]]:
+    """All links below a zone, by their names."""
     grid = simgrid()
-    shared = [] if backbone is None else [backbone.make(zone, f"{path}backbone", grid=grid)]
+    if backbone is not None:
+        yield f"{path}backbone", backbone.make(root, f"{path}backbone", grid=grid)
     for group in groups:
         for name in group.names:
-            own = [] if group.link is None else [group.link.make(zone, f"{path}{name}/link", grid=grid)]
+            if group.link is not None:
+                yield f"{path}{name}/link", group.link.make(root, f"{path}{name}/link", grid=grid)
+            yield from _links(root, group.groups, path=f"{path}{name}/", backbone=group.backbone)
+
+
+def _build(zone: Any, groups: Sequence[Group], *, path: str, links: dict[str, Any]) -> Iterator[Any]:
+    """The hosts below a zone. A backbone is a link in everybody's way up, which a path that goes up and down takes once."""
+    for group in groups:
+        for name in group.names:
+            way = [links[link] for link in (f"{path}{name}/link", f"{path}backbone") if link in links]
             if not group.groups:
                 host = zone.add_host(path + name, group.speed_flop_per_s)
                 host.core_count = group.cores
                 host.seal()
-                zone.add_route(host, None, [*own, *shared], True)
+                zone.add_route(host, None, way, True)
                 yield host
                 continue
             inner = zone.add_netzone_star(path + name)
             inner.set_gateway(inner.add_router(f"{path}{name}/router"))
-            yield from _build(inner, group.groups, path=f"{path}{name}/", backbone=group.backbone)
+            yield from _build(inner, group.groups, path=f"{path}{name}/", links=links)
             inner.seal()
-            zone.add_route(inner, None, [*own, *shared], True)
+            zone.add_route(inner, None, way, True)
 
 
 def _host_names(groups: Sequence[Group], *, path: str) -> Iterator[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tatami.server.recovery import Checkpoint, FromServers
+from tatami.sim.platforms import AbstractPlatform
 from tatami.sim.processes import Runs
 from tatami.sim.server.play import ServerPlay
 from tatami.sim.server.result import Failure, ServerRun
@@ -61,13 +62,14 @@ def simulate_server(
         For each setup the runs in the order of the seeds.
     """
     settled = [_settle(setup, runs) for setup in setups]
-    periods = runs.map(_period, [Job(setup=setup, what="period") for setup in settled])
+    periods = runs.map(_period, [Job(setup=setup, what="period") for setup in settled], platform=_platform)
     lasting = runs.map(
         _outcome,
         [
             Job(setup=setup, what="undisturbed", period=period, skips=skips)
             for setup, period in zip(settled, periods, strict=True)
         ],
+        platform=_platform,
     )
     places = [(index, seed) for index in range(len(settled)) for seed in seeds]
     jobs = [Job(setup=settled[index], seed=seed, period=periods[index], skips=skips) for index, seed in places]
@@ -90,7 +92,7 @@ def simulate_server(
         if done is not None:
             done(places[job][0], record(job, outcome))
 
-    outcomes = runs.map(_outcome, jobs, done=ended)
+    outcomes = runs.map(_outcome, jobs, done=ended, platform=_platform)
     records = [record(job, outcome) for job, outcome in enumerate(outcomes)]
     return [records[first : first + len(seeds)] for first in range(0, len(records), max(1, len(seeds)))]
 
@@ -108,10 +110,15 @@ def _settle(setup: ServerSetup, runs: Runs) -> ServerSetup:
             Job(setup=replace(every_round, checkpoints=replace(setup.checkpoints, waits=True)), what="period"),
             Job(setup=replace(setup, recovery=FromServers()), what="period"),
         ],
+        platform=_platform,
     )
     write_s = with_write.round_s - without.round_s
     every = replace(recovery, mtbf_s=mtbf_s).interval(write_s=write_s, round_s=without.round_s, workers=len(setup.workers))
     return replace(setup, recovery=replace(recovery, every=every))
+
+
+def _platform(job: Job) -> AbstractPlatform:
+    return job.setup.platform
 
 
 def _period(job: Job) -> Period:

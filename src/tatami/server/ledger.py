@@ -1,0 +1,93 @@
+"""The books of a run: what was applied when, what failed, what was warned of; written down as it happens."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+from tatami.server.actions import Contribution
+from tatami.server.report import Failure, RunReport, with_costs
+from tatami.server.worker_process import Outcome
+from tatami.train.records import Records
+
+
+class Ledger:
+    """Keeps them.
+
+    Args:
+        recovery: name of the policy.
+        start: the version that the run begins with.
+        records: where every entry is written as well.
+
+    Attributes:
+        reached_s: when each version was first reached, from `start` on.
+        failures: in the order in which they were noticed.
+    """
+
+    def __init__(self, *, recovery: str, start: int, records: Records) -> None:
+        self.reached_s: list[float] = []
+        self.failures: list[Failure] = []
+        self._recovery = recovery
+        self._start = start
+        self._records = records
+        self._outcomes: dict[tuple[int, int], Outcome] = {}
+        self._losses: dict[int, float] = {}
+        self._sizes: dict[int, tuple[int, int]] = {}
+        self._warnings: list[str] = []
+
+    def began(self) -> None:
+        """The first round begins, at 0 s."""
+        self.reached_s.append(0.0)
+
+    def worked(self, *, worker: int, round: int, outcome: Outcome) -> None:
+        """A task has ended."""
+        self._outcomes[worker, round] = outcome
+
+    def applies(self, version: int, contributions: Sequence[Contribution]) -> None:
+        """These are being added up, and make this version."""
+        parts = [self._outcomes[each.worker, each.round] for each in contributions]
+        samples = sum(part.samples for part in parts)
+        self._sizes[version] = len(parts), samples
+        self._losses[version] = sum(part.loss * part.samples for part in parts) / max(1, samples)
+
+    def reached(self, version: int, *, at_s: float) -> bool:
+        """A version is there; whether for the first time."""
+        if len(self.reached_s) > version - self._start:
+            return False
+        self.reached_s.append(at_s)
+        updates, samples = self._sizes[version]
+        values = {"at_s": at_s, "loss": self._losses[version], "updates": updates, "samples": samples}
+        self._records.write("round", iteration=version, values=values)
+        return True
+
+    def failed(self, failure: Failure) -> None:
+        """A process is gone."""
+        self.failures.append(failure)
+        names = ("who", "process", "how", "at_s", "silent_s")
+        self._records.write("failure", iteration=failure.round, values={name: getattr(failure, name) for name in names})
+
+    def warn(self, message: str, *, version: int) -> None:
+        """Tell the user, and go on."""
+        self._warnings.append(message)
+        self._records.write("warning", iteration=version, values={"message": message})
+        warnings.warn(message, stacklevel=2)
+
+    def last_not_finite(self) -> tuple[int, int]:
+        """(worker, round) of the latest loss that is not a finite number; there is one."""
+        return max((key for key, outcome in self._outcomes.items() if not math.isfinite(outcome.loss)), key=lambda key: key[1])
+
+    def report(self, *, workers: int, startup_s: float) -> RunReport:
+        """All of it so far."""
+        return with_costs(
+            RunReport(
+                recovery=self._recovery,
+                start=self._start,
+                reached_s=tuple(self.reached_s),
+                losses=tuple(self._losses[version] for version in sorted(self._losses) if version > self._start),
+                failures=tuple(self.failures),
+                warnings=tuple(self._warnings),
+                workers=workers,
+                startup_s=startup_s,
+            )
+        )
