@@ -259,3 +259,17 @@ def test_a_platform_that_cannot_be_built_fails_its_runs(dies: bool, kind: type[E
             with pytest.raises(kind, match=words):
                 own.map(ends, jobs, platform=lambda job: job.platform)
         assert own.map(_built_before, [Transfers(platform=two_clusters(RDMA))], platform=lambda job: job.platform)[0][1]
+
+
+@needs_simgrid
+def test_a_run_stays_on_one_of_the_cores() -> None:
+    """Of those that this process may use, which keeps them all."""
+    before = os.sched_getaffinity(0)
+    core = call(_cores, 0)
+    assert len(core) == 1
+    assert core <= before
+    assert os.sched_getaffinity(0) == before
+
+
+def _cores(_: int) -> set[int]:
+    return os.sched_getaffinity(0)
