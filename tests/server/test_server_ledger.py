@@ -16,7 +16,7 @@ from tatami.train.records import Records
 
 
 def _run(path: Path) -> Ledger:
-    """From version 7: three rounds, worker 1 missing in the second, where it died and version 8 was reached twice."""
+    """From version 7: three rounds, worker 1 missing in the second, where it died; each is told twice, and counted once."""
     ledger = Ledger(recovery="ignore", start=7, records=Records(path))
     ledger.began()
     for round_, at_s in ((7, 1.0), (8, 4.0), (9, 5.0)):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from sim_rig import Ends, Transfers, call, ends, started
@@ -12,6 +14,7 @@ from sim_rig import Ends, Transfers, call, ends, started
 from simgrid_here import needs_simgrid
 from tatami.errors import ClusterError, SimulationError
 from tatami.sim import waiting
+from tatami.sim.engine import simgrid
 from tatami.sim.platforms import RDMA, TCP, AbstractPlatform, Fabric, Group, Tree, Wire, preset
 from tatami.sim.platforms.base import Part
 from tatami.sim.processes import Runs
@@ -79,7 +82,7 @@ def test_what_ends_together_is_told_in_an_order() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Crowded:
-    """So many transfers, between as many pairs as there are; of some, the end is told."""
+    """So many transfers, of which more than `many` are waited for by several; the run may fail at a time."""
 
     platform: AbstractPlatform
     num: int
@@ -111,6 +114,8 @@ def crowd_ends(crowded: Crowded) -> list[tuple[int, float]]:
 
         for index in range(crowded.num):
             start(index)
+        for index in range(8):
+            stage.compute(index % 4, work_flop=1000.0, then=lambda: found.append((-3, stage.now_s)))  # are broken off at 5 s
         for tick in range(1, 20):
             stage.at(tick / 7, lambda: found.append((-1, stage.now_s)))
         stage.at(5.0, stage.clear)
@@ -128,6 +133,7 @@ def test_it_is_the_same_whoever_waits() -> None:
     assert alone == together
     assert [index for index, _ in alone].count(-1) == 19
     assert sum(index >= 60 for index, _ in alone) > 5
+    assert -3 not in {index for index, _ in alone}
     assert alone[-1] == (-2, 5.0)
 
 
@@ -135,6 +141,25 @@ def test_it_is_the_same_whoever_waits() -> None:
 def test_several_that_wait_end_with_the_run() -> None:
     with pytest.raises(ValueError, match=r"at 0\.5"):
         call(crowd_ends, Crowded(platform=two_clusters(RDMA), num=60, many=10, fails_at_s=0.5))
+
+
+@needs_simgrid
+@pytest.mark.parametrize(("many", "share"), [(100, 100), (4, 2), (4, 100)])
+def test_a_transfer_that_fails_is_not_taken_for_one_that_ended(many: int, share: int) -> None:
+    with pytest.raises(SimulationError, match=r"after 0\.1 simulated seconds a link went down"):
+        call(_with_a_link_that_goes_down, (many, share))
+
+
+def _with_a_link_that_goes_down(limits: tuple[int, int]) -> None:
+    waiting.MANY, waiting.SHARE = limits
+
+    def act(stage: Stage) -> Callable[[], None]:
+        for index in range(8):
+            stage.send(index % 4, (index + 1) % 4, size_bytes=50 * MB, then=lambda: None)
+        stage.at(0.1, simgrid().Link.by_name("cluster0/node1/link_UP").turn_off)
+        return lambda: None
+
+    play(two_clusters(RDMA), act)
 
 
 @needs_simgrid
@@ -186,15 +211,32 @@ def test_a_process_that_dies_is_reported_with_its_last_words() -> None:
 
 
 @needs_simgrid
-def test_a_run_past_its_time_is_ended() -> None:
-    with Runs(cores=1) as own, pytest.raises(SimulationError, match=r"longer than 0\.2 s"):
-        own.call(_hangs, 0, timeout_s=0.2)
+@pytest.mark.parametrize("is_built_before", [False, True])
+def test_a_run_past_its_time_is_ended(is_built_before: bool, tmp_path: Path) -> None:
+    """With all processes that were there for its sake."""
+    built_before = (lambda _: two_clusters(RDMA)) if is_built_before else None
+    with Runs(cores=1) as own:
+        own.map(_cores, [0], platform=built_before)  # so that the process that starts runs is up
+        with pytest.raises(SimulationError, match=r"longer than 2 s"):
+            own.map(_hangs, [tmp_path / "pids"], timeout_s=2, platform=built_before)
+    pids = (tmp_path / "pids").read_text(encoding="utf-8").split()
+    limit_s = time.monotonic() + 10
+    while any(_is_alive(pid) for pid in pids):
+        assert time.monotonic() < limit_s, f"of the processes {pids} some live on"
+        time.sleep(0.01)
 
 
-def _hangs(_: int) -> None:
-    import time
-
+def _hangs(pids: Path) -> None:
+    pids.write_text(f"{os.getpid()} {os.getppid()}", encoding="utf-8")
     time.sleep(60)
+
+
+def _is_alive(pid: str) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
 
 
 @needs_simgrid

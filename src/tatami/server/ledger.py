@@ -21,12 +21,11 @@ class Ledger:
         records: where every entry is written as well.
 
     Attributes:
-        reached_s: when each version was first reached, from `start` on.
         failures: in the order in which they were noticed.
     """
 
     def __init__(self, *, recovery: str, start: int, records: Records) -> None:
-        self.reached_s: list[float] = []
+        self._reached_s: list[float] = []
         self.failures: list[Failure] = []
         self._recovery = recovery
         self._start = start
@@ -38,7 +37,7 @@ class Ledger:
 
     def began(self) -> None:
         """The first round begins, at 0 s."""
-        self.reached_s.append(0.0)
+        self._reached_s.append(0.0)
 
     def worked(self, *, worker: int, round: int, outcome: Outcome) -> None:
         """A task has ended."""
@@ -53,9 +52,9 @@ class Ledger:
 
     def reached(self, version: int, *, at_s: float) -> bool:
         """A version is there; whether for the first time."""
-        if len(self.reached_s) > version - self._start:
+        if len(self._reached_s) > version - self._start:
             return False
-        self.reached_s.append(at_s)
+        self._reached_s.append(at_s)
         updates, samples = self._sizes[version]
         values = {"at_s": at_s, "loss": self._losses[version], "updates": updates, "samples": samples}
         self._records.write("round", iteration=version, values=values)
@@ -83,7 +82,7 @@ class Ledger:
             RunReport(
                 recovery=self._recovery,
                 start=self._start,
-                reached_s=tuple(self.reached_s),
+                reached_s=tuple(self._reached_s),
                 losses=tuple(self._losses[version] for version in sorted(self._losses) if version > self._start),
                 failures=tuple(self.failures),
                 warnings=tuple(self._warnings),

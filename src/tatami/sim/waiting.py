@@ -10,6 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+from tatami.errors import SimulationError
 from tatami.sim.engine import simgrid
 
 What = TypeVar("What")
@@ -61,12 +62,22 @@ class Waiting(Generic[What]):
             self._own.erase(activity)
 
     def next(self, until_s: float | None) -> list[What]:
-        """All that end together next, in no order; nothing where that is not before `until_s`."""
+        """All that end together next, in no order; nothing where that is not before `until_s`.
+
+        Raises:
+            SimulationError: a transfer failed.
+        """
         if self._others is None and len(self._going) > MANY:
             self._others = _Others(self._host, left=list(self._going))
         elif self._others is not None and not self._others.num_waiting and len(self._going) <= MANY:
             self._others, self._own = None, self._simgrid.ActivitySet(list(self._going))
-        ended = self._next_of_own(until_s) if self._others is None else self._next_of_others(self._others, until_s)
+        try:
+            ended = self._next_of_own(until_s) if self._others is None else self._next_of_others(self._others, until_s)
+        except self._simgrid.NetworkFailureException:
+            raise SimulationError(
+                f"after {self._simgrid.Engine.clock:g} simulated seconds a link went down that a transfer was under way on. "
+                "Here links do not fail by the platform's file: take its state files out; failures are drawn, as by --link-mtbf"
+            ) from None
         return [self._going.pop(activity) for activity in ended]
 
     def _next_of_own(self, until_s: float | None) -> list[Any]:
@@ -99,6 +110,8 @@ class Waiting(Generic[What]):
             for activity in woken:
                 if activity in self._going:  # else it was cancelled, which wakes as well
                     (ended if activity.test() else others.left).append(activity)
+            if any(isinstance(activity, self._simgrid.Comm) and activity.state_str == "FAILED" for activity in ended):
+                raise self._simgrid.NetworkFailureException
         return ended
 
 
@@ -143,7 +156,8 @@ class _Others:
         return [activity for share in shares for activity in share]
 
     def _wait_for(self, share: list[Any]) -> None:
-        with suppress(Exception):  # one was cancelled; it must not pass through SimGrid
+        # How one that was cancelled ends, be it a computation or a transfer; one that fails by itself still shows that later.
+        with suppress(self._simgrid.CancelException, self._simgrid.NetworkFailureException):
             self._simgrid.ActivitySet(share).wait_any()
         self._shares.append(share)
         self._woken.release()
