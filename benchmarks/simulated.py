@@ -47,7 +47,7 @@ ASKED = {"median": 0.15, "largest": 0.35}
 PARTS = ("ranks", "server")
 _RANK = "tatami.bench.simulated_rank"
 _SERVER_HOST = "tatami.bench.simulated_server_host"
-_PRELOAD = ("torch._dynamo", "torch.distributed", "numpy", "tatami.nn", "tatami.train")
+_PRELOAD = ("torch._dynamo", "torch.distributed", "numpy", "tatami.tiled")
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 """As in the evaluation: or tiles alone, which are larger, would get their memory anew in every iteration."""
 _TAIL_BYTES = 2000

@@ -11,7 +11,7 @@ import tatami
 from tatami import functions
 from tatami.comm import AbstractCommunicator
 from tatami.datasets import load
-from tatami.train import Measured, SynchronizedSampler, broadcast_model, weighted_means
+from tatami.parallel import Measured, SynchronizedSampler, broadcast_model, weighted_means
 
 BATCH_SIZE = 64
 WIDTH = 32

@@ -5,7 +5,7 @@ from torch import nn
 
 import tatami
 from tatami.datasets import load
-from tatami.train import Retiling
+from tatami.tiled import Retiling
 
 data = load("digits")
 comm = tatami.init()

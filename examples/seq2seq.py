@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import tatami
 from tatami import functions
-from tatami.nn import create_multi_node_n_step_rnn
+from tatami.parallel import create_multi_node_n_step_rnn
 
 NUMBERS, HELD_OUT, EPOCHS, BATCH = 10_000, 1_000, 4, 128
 PAD, END = 0, 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -90,3 +92,13 @@ def test_the_command_line_without_its_extra_names_the_pip_command(missing: str) 
     assert ran.returncode == 1
     assert "pip install 'tatami[cli]'" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize("old", ["tatami.nn", "tatami.train"])
+def test_old_packages_still_have_what_they_had_and_say_the_new_name(old: str) -> None:
+    module = importlib.import_module(old)
+    for name, home in (("Retiling", "tatami.tiled"), ("MultiNodeChainList", "tatami.parallel"), ("Records", "tatami.records")):
+        with pytest.warns(DeprecationWarning, match=rf"{re.escape(old)}\.{name} is {re.escape(home)}\.{name} now"):
+            assert getattr(module, name) is getattr(importlib.import_module(home), name)
+    with pytest.raises(AttributeError, match=f"module '{old}' has no attribute 'no_such'"):
+        _ = module.no_such

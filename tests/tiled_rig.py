@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tatami.comm.base import AbstractCommunicator
-from tatami.nn import TiledModel, tile, whole_state_dict
+from tatami.tiled import TiledModel, tile, whole_state_dict
 from tatami.tiling import Layout
 from tatami.tiling.layout import Column
 

@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING
 from tatami import errors
 
 if TYPE_CHECKING:
+    from tatami.checkpoints.multi_node_checkpoint import MultiNodeCheckpoint
     from tatami.cluster import Cluster, Link, Processor
     from tatami.comm.detect import init
-    from tatami.nn.batch_norm import MultiNodeBatchNorm
-    from tatami.nn.chain_list import MultiNodeChainList
-    from tatami.nn.parallel_conv import ParallelConv
-    from tatami.nn.tile import tile
-    from tatami.nn.tiled import TiledModel
+    from tatami.parallel.batch_norm import MultiNodeBatchNorm
+    from tatami.parallel.chain_list import MultiNodeChainList
+    from tatami.parallel.data_parallel import DataParallel
+    from tatami.parallel.multi_node_optimizer import MultiNodeOptimizer
+    from tatami.parallel.parallel_conv import ParallelConv
+    from tatami.parallel.scattering import scatter_dataset
     from tatami.retiling.retiler import Retiler
+    from tatami.tiled.model import TiledModel
+    from tatami.tiled.tile import tile
+    from tatami.tiled.trainer import Trainer
     from tatami.tiling import Plan, Tiling, plan
-    from tatami.train.data_parallel import DataParallel
-    from tatami.train.multi_node_checkpoint import MultiNodeCheckpoint
-    from tatami.train.multi_node_optimizer import MultiNodeOptimizer
-    from tatami.train.scattering import scatter_dataset
-    from tatami.train.trainer import Trainer
     from tatami.workload import Workload
 
 __version__ = "0.1.0"
@@ -51,24 +51,24 @@ __all__ = [
 # A name is imported when it is first asked for: torch alone takes seconds, and `tatami plan` must answer in milliseconds.
 _HOMES = {
     "Cluster": "tatami.cluster",
-    "DataParallel": "tatami.train.data_parallel",
+    "DataParallel": "tatami.parallel.data_parallel",
     "Link": "tatami.cluster",
-    "MultiNodeBatchNorm": "tatami.nn.batch_norm",
-    "MultiNodeChainList": "tatami.nn.chain_list",
-    "MultiNodeCheckpoint": "tatami.train.multi_node_checkpoint",
-    "MultiNodeOptimizer": "tatami.train.multi_node_optimizer",
-    "ParallelConv": "tatami.nn.parallel_conv",
+    "MultiNodeBatchNorm": "tatami.parallel.batch_norm",
+    "MultiNodeChainList": "tatami.parallel.chain_list",
+    "MultiNodeCheckpoint": "tatami.checkpoints.multi_node_checkpoint",
+    "MultiNodeOptimizer": "tatami.parallel.multi_node_optimizer",
+    "ParallelConv": "tatami.parallel.parallel_conv",
     "Plan": "tatami.tiling",
     "Processor": "tatami.cluster",
     "Retiler": "tatami.retiling.retiler",
-    "TiledModel": "tatami.nn.tiled",
+    "TiledModel": "tatami.tiled.model",
     "Tiling": "tatami.tiling",
-    "Trainer": "tatami.train.trainer",
+    "Trainer": "tatami.tiled.trainer",
     "Workload": "tatami.workload",
     "init": "tatami.comm.detect",
     "plan": "tatami.tiling",
-    "scatter_dataset": "tatami.train.scattering",
-    "tile": "tatami.nn.tile",
+    "scatter_dataset": "tatami.parallel.scattering",
+    "tile": "tatami.tiled.tile",
 }
 
 

@@ -10,7 +10,7 @@ from tatami.bench.evaluation import CONDITIONS, DYNAMIC, Job, Step, efficiency, 
 from tatami.bench.evaluation_breakdown import Iteration, breakdown
 from tatami.cluster import Cluster
 from tatami.errors import InputError
-from tatami.nn.phases import PhaseTimes
+from tatami.tiled.phases import PhaseTimes
 from tatami.workload import net_workload
 
 WORKLOAD = net_workload("203-80-26", samples=1024)

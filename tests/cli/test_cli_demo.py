@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tatami.cli.training import course
-from tatami.train import History
+from tatami.tiled import History
 
 
 @pytest.mark.timeout(150)

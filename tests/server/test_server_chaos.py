@@ -23,6 +23,7 @@ pytest.importorskip("ray")
 import ray
 import ray.cluster_utils
 
+from tatami.records import Records
 from tatami.server.optimizers import SGD
 from tatami.server.pool import Pool
 from tatami.server.ray_engine import on_loopback, require_ray
@@ -31,7 +32,6 @@ from tatami.server.report import RunReport
 from tatami.server.training import train
 from tatami.testing.chaos import Blow, Storm, Target, draw_blows
 from tatami.testing.crash import Death
-from tatami.train.records import Records
 
 RUNS = int(os.environ.get("TATAMI_CHAOS_RUNS", "10"))
 FIRST_SEED = int(os.environ.get("TATAMI_CHAOS_SEED", "0"))

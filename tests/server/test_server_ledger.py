@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tatami.records import Records
 from tatami.server.actions import Contribution
 from tatami.server.ledger import Ledger
 from tatami.server.report import Failure
 from tatami.server.worker_process import Outcome
-from tatami.train.records import Records
 
 
 def _run(path: Path) -> Ledger:

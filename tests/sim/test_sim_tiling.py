@@ -11,7 +11,6 @@ from simgrid_here import needs_simgrid
 from tatami.cluster import Cluster, Link, Processor
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, PlanError
-from tatami.nn import Phase, TiledModel, tile
 from tatami.retiling import Decision, Kind, Retiler
 from tatami.sim.allreduce import Software
 from tatami.sim.platforms import ClusterPlatform
@@ -19,8 +18,8 @@ from tatami.sim.processes import Runs
 from tatami.sim.tiling import Change, Startup, TilingJob, TilingRun, Timed, calibrate, rehearse, work_of
 from tatami.sim.tiling.changes import Speeds
 from tatami.testing.worlds import World
+from tatami.tiled import Phase, TiledModel, Trainer, tile
 from tatami.tiling import AlphaBetaCost, Column, Layout, plan
-from tatami.train import Trainer
 from tatami.workload import Pair, Workload, net_workload
 
 NETTALK = Workload.mlp(203, 80, 26, samples=1024)

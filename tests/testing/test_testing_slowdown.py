@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tatami.errors import ClusterError, InputError
-from tatami.nn.phases import Phase, Phases
 from tatami.testing.slowdown import FULLEST, Slowdown, emulated_factors
+from tatami.tiled.phases import Phase, Phases
 
 
 class Machine:

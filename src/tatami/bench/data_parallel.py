@@ -21,7 +21,7 @@ from torch import nn
 from tatami.bench.interleaved import interleaved, machine
 from tatami.bench.train import start_gloo
 from tatami.comm.base import AbstractCommunicator
-from tatami.train.data_parallel import DataParallel
+from tatami.parallel.data_parallel import DataParallel
 from tatami.workload import parse_net
 
 NETS = {"1M": "784-512-512-512-128", "25M": "784-2400-2400-2400-2400-2400-10"}

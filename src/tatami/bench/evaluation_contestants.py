@@ -23,9 +23,9 @@ from tatami.bench.evaluation_breakdown import Iteration
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
-from tatami.nn import tile
+from tatami.tiled import tile
+from tatami.tiled.retiling import Check, Retiling
 from tatami.tiling import Span, largest_remainder, spans
-from tatami.train.retiling import Check, Retiling
 from tatami.workload import Workload
 
 _LEARNING_RATE = 0.1

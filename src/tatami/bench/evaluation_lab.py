@@ -15,7 +15,7 @@ from tatami.errors import LabError
 from tatami.lab import Lab
 
 _RANK = "tatami.bench.evaluation_rank"
-_PRELOAD = ("torch._dynamo", "torch.distributed", "numpy", "tatami.nn", "tatami.train", "tatami.bench.evaluation_measuring")
+_PRELOAD = ("torch._dynamo", "torch.distributed", "numpy", "tatami.tiled", "tatami.bench.evaluation_measuring")
 """What ranks would otherwise load under their quotas: half a minute on a tenth of a core."""
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 """The C library gives blocks over 32 MiB back at once and gets them anew, page by page, in every iteration. Only serial runs

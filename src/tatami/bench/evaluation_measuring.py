@@ -20,7 +20,7 @@ from tatami.clock import SystemClock
 from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.probe import measure_links
-from tatami.nn.measure import measure_sample_flop, measure_speeds
+from tatami.tiled.measure import measure_sample_flop, measure_speeds
 from tatami.tiling import AlphaBetaCost, Layout
 from tatami.workload import Workload, net_workload, parse_net
 

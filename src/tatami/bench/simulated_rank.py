@@ -23,8 +23,8 @@ from tatami.cluster import Cluster
 from tatami.comm.allreduce import AllReduce
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.detect import init
-from tatami.nn import tile
-from tatami.nn.probe import probe
+from tatami.tiled import tile
+from tatami.tiled.probe import probe
 from tatami.tiling import Layout
 from tatami.workload import Pair, Workload, net_workload, parse_net
 

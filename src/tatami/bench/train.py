@@ -19,8 +19,7 @@ from torch import nn
 
 from tatami.bench.interleaved import interleaved, machine
 from tatami.comm.base import AbstractCommunicator
-from tatami.nn import tile
-from tatami.train import Trainer
+from tatami.tiled import Trainer, tile
 from tatami.workload import parse_net
 
 

@@ -21,8 +21,8 @@ from tatami.outputs import refuse_to_overwrite
 from tatami.report import blank, check_path
 from tatami.retiling import Retiler
 from tatami.testing.slowdown import Emulation, emulated_factors
+from tatami.tiled import check_weights
 from tatami.tiling import PLANNERS, plan
-from tatami.train import check_weights
 from tatami.workload import net_workload, parse_net
 
 DRPM = "drpm"

@@ -47,7 +47,7 @@ def probe(
     link at a time.
     """
     from tatami.cli.ranks import num_started, on_ranks
-    from tatami.nn.probe import probe as measure
+    from tatami.tiled.probe import probe as measure
 
     workload = net_workload(net, samples=samples)
     started = num_started()

@@ -115,9 +115,9 @@ def train(
 ) -> None:
     """Train what a script defines: model_fn(), loss_fn(output, target) and dataset, a pair of tensors."""
     from tatami.cluster import read_cluster
+    from tatami.records import Records
     from tatami.server import SGD, Adam
     from tatami.server.training import train as run
-    from tatami.train.records import Records
 
     _refuse(report, output, force=force)
     task = _task(script)
@@ -170,9 +170,9 @@ def resume(
     as_json: AsJson = False,
 ) -> None:
     """Go on with a run whose process died or was stopped, from its last whole checkpoint."""
+    from tatami.records import Records
     from tatami.server.run_settings import RunSettings
     from tatami.server.training import resume as go_on
-    from tatami.train.records import Records
 
     _refuse(report, output, force=force)
     settings = RunSettings.read(directory)
@@ -241,7 +241,7 @@ def _refuse(*paths: Path | None, force: bool) -> None:
 
 
 def _keep(model: nn.Module, output: Path | None, *, force: bool) -> None:
-    from tatami.train.checkpoint import write_tensors
+    from tatami.checkpoints.tensors import write_tensors
 
     if output is not None:
         write_tensors(output, model.state_dict(), force=force)

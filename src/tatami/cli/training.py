@@ -13,14 +13,14 @@ from tatami.cli.job import Prepared
 from tatami.clock import NO_PACE, Pace
 from tatami.comm import AbstractCommunicator
 from tatami.datasets import Dataset
-from tatami.nn import tile
 from tatami.progress import Progress
+from tatami.records import Records
 from tatami.report import Check as Point
 from tatami.retiling import Kind
 from tatami.testing.slowdown import Slowdown
+from tatami.tiled import History, Trainer, tile
+from tatami.tiled.trainer import Metric
 from tatami.tiling import Tiling
-from tatami.train import History, Records, Trainer
-from tatami.train.trainer import Metric
 
 STEADY = 20
 """The time of an iteration is the median of so many last ones: after the first, slow ones, and after re-mappings."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from tatami.clock import Clock, SystemClock
 from tatami.errors import InputError
+from tatami.records import Records
 from tatami.server import checkpoints
 from tatami.server.learner import Course, Data, LossFn, ModelFn, check_model, flatten, signature
 from tatami.server.phases import PhaseHook
@@ -26,7 +27,6 @@ from tatami.server.report import RunReport
 from tatami.server.run_settings import RunSettings
 from tatami.server.saving import Saved
 from tatami.server.state import Coordinator
-from tatami.train.records import Records
 
 if TYPE_CHECKING:
     from tatami.server.pool import Pool

@@ -6,10 +6,10 @@ import math
 import warnings
 from collections.abc import Sequence
 
+from tatami.records import Records
 from tatami.server.actions import Contribution
 from tatami.server.report import Failure, RunReport, with_costs
 from tatami.server.worker_process import Outcome
-from tatami.train.records import Records
 
 
 class Ledger:

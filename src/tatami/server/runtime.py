@@ -13,6 +13,7 @@ import ray
 
 from tatami.clock import Clock
 from tatami.errors import CheckpointError, ModelError, NotFiniteError, TrainingError
+from tatami.records import Records
 from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.calls import Calls
@@ -30,7 +31,6 @@ from tatami.server.state import Coordinator
 from tatami.server.steps import Phase
 from tatami.server.storage import Published, Storage
 from tatami.server.worker_process import Job, Outcome, WorkerProcess, packed
-from tatami.train.records import Records
 
 _TICK_S = 0.05
 _START_AGAIN = 6

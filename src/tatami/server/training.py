@@ -12,6 +12,7 @@ from torch import nn
 from tatami.clock import Clock
 from tatami.cluster import Cluster
 from tatami.errors import InputError
+from tatami.records import Records
 from tatami.server import checkpoints
 from tatami.server.consistency import BSP, AbstractConsistency
 from tatami.server.launch import Surroundings, Task, run_task
@@ -23,7 +24,6 @@ from tatami.server.ray_engine import require_ray
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers
 from tatami.server.report import RunReport
 from tatami.server.run_settings import HEARTBEAT_S, RunSettings
-from tatami.train.records import Records
 
 if TYPE_CHECKING:
     from tatami.server.pool import Pool

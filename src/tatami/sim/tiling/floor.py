@@ -14,7 +14,7 @@ from tatami.tiling import Tiling, horizontal_messages
 from tatami.workload import Workload
 
 DIRECT = "direct"
-"""The sum in a column as `tatami.nn.column_sum` does it where the column is on several hosts: everyone to everyone."""
+"""The sum in a column as `tatami.tiled.column_sum` does it where the column is on several hosts: everyone to everyone."""
 AUTO = "auto"
 """DIRECT; where a column has more than 16 ranks halving and doubling, which moves as many bytes in 2 k log k messages: the
 2 k (k - 1) of 100 ranks take minutes to simulate."""
@@ -119,7 +119,7 @@ class Floor:
         num_columns = len(tilings[0].columns)
         if num_columns == 1:
             return None
-        # As `tatami.nn.horizontal` chooses.
+        # As `tatami.tiled.horizontal` chooses.
         messages = horizontal_messages(tilings, method="direct" if num_columns == 2 else "reduce-scatter")
         everybody = tuple(sorted(self.names))
         place = {rank: index for index, rank in enumerate(everybody)}

@@ -1,0 +1,101 @@
+"""Which checkpoint a job goes on from, and from which rank's disk each state comes: decided from what all ranks see."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tatami.checkpoints.files import Manifest, Member, Seen, file_name, step_folder, wrong_size
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Source:
+    """A file as one rank sees it."""
+
+    rank: int
+    file: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A checkpoint that some rank has the manifest of.
+
+    Attributes:
+        manifest: what it must be.
+        sources: of each member, where a file of its size is.
+        missing: members of which there is no file anywhere.
+        damaged: what was found of files of another size.
+    """
+
+    manifest: Manifest
+    sources: Mapping[str, tuple[Source, ...]]
+    missing: tuple[str, ...]
+    damaged: tuple[str, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        return all(self.sources.values())
+
+
+def candidates(inventories: Sequence[Sequence[Seen]], *, directories: Sequence[Path]) -> list[Candidate]:
+    """All checkpoints that there are traces of, the newest first.
+
+    Args:
+        inventories: of each rank, what it sees.
+        directories: of each rank, for messages.
+    """
+    manifests = {seen.manifest: None for inventory in inventories for seen in inventory if seen.manifest is not None}
+    newest_first = sorted(manifests, key=lambda manifest: manifest.step, reverse=True)
+    return [_candidate(manifest, inventories, directories) for manifest in newest_first]
+
+
+def pick(
+    candidate: Candidate, *, needs: Sequence[Collection[str]], bad: Collection[Source]
+) -> dict[tuple[int, str], Source] | None:
+    """Of each (rank, member that it needs) the source: its own disk where it can be. None: a member has no good source left.
+
+    Args:
+        candidate: a complete one.
+        needs: of each rank, names of members.
+        bad: sources that turned out to be damaged.
+    """
+    picked = {}
+    for rank, names in enumerate(needs):
+        for name in names:
+            good = [source for source in candidate.sources[name] if source not in bad]
+            if not good:
+                return None
+            picked[rank, name] = min(good, key=lambda source: (source.rank != rank, source.file != file_name(name), source))
+    return picked
+
+
+def _candidate(manifest: Manifest, inventories: Sequence[Sequence[Seen]], directories: Sequence[Path]) -> Candidate:
+    sources: dict[str, tuple[Source, ...]] = {}
+    missing, damaged = [], []
+    for member in manifest.members:
+        good, wrong = _files_of(member, manifest.step, inventories, directories)
+        sources[member.name] = tuple(good)
+        if not good and not wrong:
+            missing.append(member.name)
+        damaged += wrong
+    return Candidate(manifest=manifest, sources=sources, missing=tuple(missing), damaged=tuple(dict.fromkeys(damaged)))
+
+
+def _files_of(
+    member: Member, step: int, inventories: Sequence[Sequence[Seen]], directories: Sequence[Path]
+) -> tuple[list[Source], list[str]]:
+    good, wrong = [], []
+    for rank, inventory in enumerate(inventories):
+        for seen in inventory:
+            if seen.step != step:
+                continue
+            for file, size_bytes in sorted(seen.files.items()):
+                if file != file_name(member.name) and not file.startswith(f"{member.name}.copy-"):
+                    continue
+                if size_bytes == member.size_bytes:
+                    good.append(Source(rank=rank, file=file))
+                else:
+                    path = step_folder(directories[rank], step) / file
+                    wrong.append(wrong_size(path, size_bytes=size_bytes, member=member))
+    return good, wrong

@@ -1,0 +1,326 @@
+"""Checkpoints of a job of many ranks, from which it goes on after any of their files, or disks, are lost.
+
+    checkpoint = MultiNodeCheckpoint("checkpoints", comm, replica_sets=[])     # []: all ranks hold the same state
+    resumed = checkpoint.resume()
+    if resumed is not None:
+        model.load_state_dict(resumed.state["model"])
+        optimizer.load_state_dict(resumed.state["optimizer"])
+    for step in range(resumed.step if resumed else 0, 1000):
+        ...
+        if step % 100 == 99:
+            checkpoint.save(step + 1, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+Directories may be one on a shared disk, or each rank's own. Nothing is removed but what newer checkpoints have replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from tatami.checkpoints.choice import Candidate, candidates
+from tatami.checkpoints.fetch import as_bytes, as_tensor, fetch
+from tatami.checkpoints.files import (
+    MANIFEST,
+    Manifest,
+    Member,
+    describe,
+    file_name,
+    remove,
+    scan,
+    step_folder,
+    write_in_one_step,
+    write_manifest,
+)
+from tatami.checkpoints.replica_sets import parse_replica_sets, set_of
+from tatami.checkpoints.state_codec import State, decode, encode
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import CheckpointError, CommError, InputError
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+DISK_TIMEOUT_S = 600.0
+"""How long ranks wait for the slowest disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """What a job goes on from.
+
+    Attributes:
+        step: that it was saved at.
+        state: of this rank; tensors are on the CPU.
+        ranks: how many had saved it.
+        skipped: what was wrong with newer checkpoints, and with files of this one that others stood in for.
+    """
+
+    step: int
+    state: State
+    ranks: int
+    skipped: tuple[str, ...]
+
+
+class MultiNodeCheckpoint:
+    """Saves and finds the state of all ranks. All methods are collective.
+
+    Args:
+        directory: of this rank; shared between ranks or not.
+        comm: the ranks.
+        replica_sets: ranks that hold the same state, of which the first writes it for all: see `parse_replica_sets`.
+            `[]`: all do. None: each rank has its own.
+        copies: on how many other ranks' directories each state is kept beside its own: those of the next ranks.
+        keep: how many checkpoints are kept.
+        timeout_s: how long ranks wait for the slowest disk.
+
+    Raises:
+        InputError: replica sets that can not be, or that differ between ranks; a directory that can not be written to (says on
+            which rank).
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        comm: AbstractCommunicator,
+        *,
+        replica_sets: Sequence[Sequence[int]] | None = None,
+        copies: int = 0,
+        keep: int = 2,
+        timeout_s: float = DISK_TIMEOUT_S,
+    ) -> None:
+        private = comm.split(0)
+        assert private is not None
+        self._comm = private
+        self._directory = Path(directory)
+        self._copies, self._keep = copies, keep
+        self._found: frozenset[int] = frozenset()
+        options = self._comm.allgather_object((replica_sets, copies, keep, self._directory))
+        for rank, (*theirs, _) in enumerate(options):
+            if theirs != list(options[0][:3]):
+                names = ("replica_sets", "copies", "keep")
+                name, other, first = next(each for each in zip(names, theirs, options[0], strict=False) if each[1] != each[2])
+                raise InputError(f"MultiNodeCheckpoint: rank {rank} has {name}={other!r}, rank 0 {first!r}; give all the same")
+        if not 0 <= copies < comm.size:
+            raise InputError(f"copies={copies} for {comm.size} ranks; choose 0 to {comm.size - 1} other ranks to keep one")
+        if keep < 1:
+            raise InputError(f"keep must be at least 1, not {keep}")
+        self._sets = parse_replica_sets(replica_sets, ranks=comm.size)
+        self._directories = [each[3] for each in options]
+        self._comm.timeout_s = timeout_s
+        self._together("checkpoints can not be written", self._probe)
+
+    def save(self, step: int, state: State) -> Path:
+        """Keep `state` as that of `step`; returns the folder. Older checkpoints are removed when this one is whole.
+
+        Args:
+            step: of the run, from 0; may be one that there is already, which is then replaced.
+            state: dicts, lists and tuples of tensors, numbers, strings and None. Of replicas, that of the first rank is kept.
+
+        Raises:
+            CheckpointError: on all ranks, if one could not write (says which, and why); older checkpoints are untouched. State
+                that can not be kept (says where), and a directory with later checkpoints of another run.
+        """
+        data, members = self._describe(step, state)
+        folder = step_folder(self._directory, step)
+        manifest = Manifest(step=step, ranks=self._comm.size, members=members)
+        written: list[Path] = []
+        try:
+            # Of a checkpoint that is replaced, what is half new must not count as whole.
+            self._together("could not be written", lambda: (folder / MANIFEST).unlink(missing_ok=True), step=step)
+            self._together("could not be written", lambda: self._write(folder, data, members, written), step=step)
+            self._together("could not be written", lambda: write_manifest(folder, manifest), step=step)
+        except CheckpointError:
+            for path in (folder / MANIFEST, *written):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+            raise
+        self._remove_replaced(step)
+        return folder
+
+    def resume(self, *, skip_damaged: bool = False, reshard: Callable[[list[State]], State] | None = None) -> Resumed | None:
+        """The newest checkpoint that is complete, whatever rank's directory its files are in; None where there is none at all.
+
+        One of which files are missing is left out. Of one of which files are damaged, copies are used where there are any.
+
+        Args:
+            skip_damaged: leave out also what is damaged beyond its copies, instead of an error.
+            reshard: makes the state of this rank from those of all sets of replicas, where there are more or fewer sets now.
+
+        Raises:
+            CheckpointError: on all ranks: no checkpoint is complete (says what each lacks); a file is damaged (says which, what
+                was expected, and what could be used instead); it is of another number of ranks that do not hold the same.
+        """
+        inventory = scan(self._directory)
+        inventories = self._comm.allgather_object(inventory)
+        found = candidates(inventories, directories=self._directories)
+        known = {candidate.manifest.step for candidate in found}
+        unknown = {seen.problem: seen.step for each in inventories for seen in each if seen.problem and seen.step not in known}
+        skipped: list[str] = list(unknown)
+        for index, candidate in enumerate(found):
+            step = candidate.manifest.step
+            if not skip_damaged and any(each > step for each in unknown.values()):
+                break
+            if candidate.missing:
+                skipped.append(f"step {step}: there is no file of {', '.join(candidate.missing)} on any rank")
+                continue
+            needs = self._needs(candidate.manifest, all_members=reshard is not None)
+            blobs, problems = fetch(candidate, self._comm, directory=self._directory, needs=needs)
+            problems = [*candidate.damaged, *problems]
+            if blobs is None:
+                if not skip_damaged:
+                    usable = next((each for each in found[index + 1 :] if each.is_complete), None)
+                    raise CheckpointError("\n  ".join([_advice(step, usable), *problems]))
+                skipped += problems
+                continue
+            for problem in problems:
+                logger.warning("%s; a copy is used", problem)
+            state = self._together("could not be loaded", partial(_loaded, blobs, reshard), step=step)
+            self._found = frozenset(seen.step for each in inventories for seen in each)
+            return Resumed(step=step, state=state, ranks=candidate.manifest.ranks, skipped=(*skipped, *problems))
+        if unknown and not skip_damaged:
+            usable = next((each for each in found if each.is_complete), None)
+            raise CheckpointError("\n  ".join([_advice(max(unknown.values()), usable), *unknown]))
+        if skipped:
+            raise CheckpointError("\n  ".join([f"no checkpoint in {self._directory} is complete:", *skipped]))
+        return None
+
+    def close(self) -> None:
+        """Leave the other ranks; the checkpoints stay."""
+        self._comm.close()
+
+    # -- saving ----------------------------------------------------------------------------------------------------------
+
+    def _describe(self, step: int, state: State) -> tuple[bytes, tuple[Member, ...]]:
+        """What this rank has to write, if anything, and all that belongs to the checkpoint."""
+        me = self._comm.rank
+
+        def describe_mine() -> tuple[bytes, Member | None]:
+            if step < 0:
+                raise InputError(f"step must be at least 0, not {step}")
+            later = [seen.step for seen in scan(self._directory) if seen.step > step and seen.manifest is not None]
+            if stray := [each for each in later if each not in self._found]:
+                raise InputError(
+                    f"{self._directory} has a checkpoint of step {stray[0]} that this run knows nothing of; call resume() "
+                    "before the first save, or choose another directory"
+                )
+            if all(each[0] != me for each in self._sets):
+                return b"", None
+            data = encode(state)
+            return data, describe(_member_name(me), data)
+
+        data, member = self._together("can not be saved", describe_mine, step=step)
+        told = self._comm.allgather_object((step, member))
+        if len({each for each, _ in told}) > 1:
+            raise InputError(f"save: the ranks are at different steps: {[each for each, _ in told]}")
+        return data, tuple(each for _, each in told if each is not None)
+
+    def _write(self, folder: Path, data: bytes, members: Sequence[Member], written: list[Path]) -> None:
+        """This rank's own state, and the copies that it keeps for others."""
+        me, problem = self._comm.rank, None
+
+        def put(name: str, content: bytes) -> None:
+            nonlocal problem
+            try:
+                written.append(folder / name)
+                write_in_one_step(folder / name, content)
+            except OSError as error:  # the others still wait for the copies that this rank sends and receives
+                problem = problem or error
+
+        by_name = {member.name: member for member in members}
+        if _member_name(me) in by_name:
+            put(file_name(_member_name(me)), data)
+        copies = [
+            (each[0], (each[0] + distance) % self._comm.size) for each in self._sets for distance in range(1, self._copies + 1)
+        ]
+        requests = [self._comm.isend(as_tensor(data), keeper) for owner, keeper in copies if owner == me]
+        for owner, keeper in copies:
+            if keeper == me:
+                member = by_name[_member_name(owner)]
+                copy = torch.empty(member.size_bytes, dtype=torch.uint8)
+                self._comm.recv(copy, owner)
+                put(file_name(member.name, kept_by=me), as_bytes(copy))
+        for request in requests:
+            request.wait()
+        if problem is not None:
+            raise problem
+
+    def _remove_replaced(self, step: int) -> None:
+        seen = scan(self._directory)
+        # Not every rank's own directory need have the manifest of what is whole.
+        theirs = self._comm.allgather_object([each.step for each in seen if each.step <= step and each.manifest is not None])
+        kept = sorted({number for numbers in theirs for number in numbers})[-self._keep :]
+        for each in seen:
+            is_older = each.step < step and each.step not in kept
+            is_of_before_the_resume = each.step > step and each.step in self._found
+            if is_older or is_of_before_the_resume:
+                remove(self._directory, each.step)
+
+    # -- resuming --------------------------------------------------------------------------------------------------------
+
+    def _needs(self, manifest: Manifest, *, all_members: bool) -> list[list[str]]:
+        """Of each rank, which members.
+
+        Raises:
+            CheckpointError: another number of sets, and nothing that makes this one's state from theirs.
+        """
+        names = [member.name for member in manifest.members]
+        if all_members:
+            return [names] * self._comm.size
+        if len(names) != len(self._sets):
+            raise CheckpointError(
+                f"{step_folder(self._directory, manifest.step)} was saved by {manifest.ranks} ranks with {len(names)} "
+                f"different states; this job has {self._comm.size} ranks with {len(self._sets)}. Start as many as then, "
+                "say which ranks hold the same state (replica_sets), or make the new states from the old ones "
+                "(resume(reshard=...))"
+            )
+        return [[names[set_of(rank, self._sets)]] for rank in range(self._comm.size)]
+
+    # -- all ranks or none -----------------------------------------------------------------------------------------------
+
+    def _together(self, what: str, action: Callable[[], Result], *, step: int | None = None) -> Result:
+        """Do it on all ranks; if it fails on one, all raise what happened there."""
+        result: Result | None = None
+        problem, cause = None, None
+        try:
+            result = action()
+        except CommError:
+            raise
+        except Exception as error:  # whatever it is, the other ranks wait to be told
+            problem = str(error) if isinstance(error, OSError | InputError) else f"{type(error).__name__}: {error}"
+            cause = error
+        problems = self._comm.allgather_object(problem)
+        if any(each is not None for each in problems):
+            head = f"the checkpoint of step {step} {what}" if step is not None else what
+            told = [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]
+            raise CheckpointError("\n  ".join([f"{head}:", *told])) from cause
+        return result  # type: ignore[return-value]
+
+    def _probe(self) -> None:
+        write_in_one_step(self._directory / f".writable-{self._comm.rank:04d}", b"")
+        (self._directory / f".writable-{self._comm.rank:04d}").unlink()
+
+
+def _advice(step: int, usable: Candidate | None) -> str:
+    advice = "there is no complete one before it"
+    if usable is not None:
+        advice = f"resume(skip_damaged=True) goes on from step {usable.manifest.step}"
+    return f"the checkpoint of step {step} is damaged; {advice}:"
+
+
+def _loaded(blobs: list[bytes], reshard: Callable[[list[State]], State] | None) -> State:
+    states = [decode(each) for each in blobs]
+    return states[0] if reshard is None else reshard(states)
+
+
+def _member_name(rank: int) -> str:
+    return f"rank-{rank:04d}"

@@ -1,0 +1,286 @@
+"""Data parallelism: every rank has the whole network and its own samples; gradients become those of the global batch.
+
+model = DataParallel(model, comm)
+for x, y in batches_of_this_rank:
+    optimizer.zero_grad()
+    loss(model(x), y).backward()         # when it returns, every rank has the same gradients
+    optimizer.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from tatami.comm.base import AbstractCommunicator, AbstractRequest
+from tatami.comm.reduction import FLOAT_DTYPES
+from tatami.comm.tuning import tuned_bucket_bytes
+from tatami.errors import InputError, TrainingError
+from tatami.parallel.bucket_set import BucketSet
+from tatami.parallel.buckets import BUCKET_BYTES, lay_buckets
+from tatami.parallel.linear_gradients import LinearGradients
+
+
+class DataParallel(nn.Module):
+    """Stands in for `module`, as torch's DistributedDataParallel does.
+
+    Gradients lie in buckets that are reduced while backward still runs; in a window in the memory of the host where all ranks
+    share one. They are those of the loss over the global batch, also where ranks have different numbers of samples: the
+    gradient that enters the output of the module is weighed with the rank's share. What the loss adds beside the output, a
+    penalty on the weights, is averaged.
+
+    All ranks must call forward, with gradients enabled, and backward equally often. The weights and buffers of rank 0 are
+    everyone's at the start; buffers that forward changes (running statistics) are each rank's own from then on.
+
+    Attributes:
+        module: the network itself; its state dict is that of the single-process run.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: AbstractCommunicator,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        wire: torch.dtype | None = None,
+        double_buffering: bool = False,
+        algorithm: str | None = None,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        """Collective.
+
+        Args:
+            module: the same on all ranks, but for the values of its weights.
+            comm: the ranks.
+            reduction: of the loss over samples.
+            wire: bfloat16 or float16: gradients travel so, half the bytes. They are rounded before and after they are summed.
+            double_buffering: backward delivers the gradients of the step before, and reduces its own until the next one ends;
+                the first delivers none, so that an optimizer leaves the weights alone. `flush` delivers the last.
+            algorithm: of `tatami.comm.AllReduce`, run at the end of backward; None: while it runs.
+            bucket_bytes: the largest size of a bucket of several parameters; None: by the tuning table of this cluster
+                (`tatami bench allreduce --tune`), 4 MiB where there is none.
+
+        Raises:
+            InputError: modules or options that differ between ranks, and where; nothing to train; a `wire` that is no float.
+        """
+        super().__init__()
+        if wire is not None and wire not in FLOAT_DTYPES:
+            raise InputError(f"wire={wire} is no floating dtype; choose torch.bfloat16 or torch.float16, or leave it out")
+        if bucket_bytes is not None and bucket_bytes < 1:
+            raise InputError(f"bucket_bytes must be at least 1, not {bucket_bytes}")
+        self.module = module
+        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        self._names = [name for name, _ in named]
+        self._parameters_here = [parameter for _, parameter in named]
+        self._index_of = {parameter: index for index, parameter in enumerate(self._parameters_here)}
+        self._frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
+        if not named:
+            raise InputError("no parameter of this network requires gradients; there is nothing to train")
+        private = comm.split(0)
+        assert private is not None
+        self._comm = private
+        _check_same(comm, module, options=(reduction, str(wire), double_buffering, algorithm, bucket_bytes))
+        for tensor in (*module.parameters(), *module.buffers()):
+            comm.bcast(tensor)
+        self._reduction = reduction
+        bucket_bytes = bucket_bytes or tuned_bucket_bytes(comm) or BUCKET_BYTES
+        layouts = lay_buckets(self._parameters_here, bucket_bytes=bucket_bytes)
+        shapes = [parameter.shape for parameter in self._parameters_here]
+        make = partial(BucketSet, comm, layouts, shapes=shapes, wire=wire, algorithm=algorithm)
+        self._sets = [make(), make()] if double_buffering else [make()]
+        self._under_way: BucketSet | None = None
+        self._num_backwards = 0
+        self._synchronizes = True
+        self._in_backward = False
+        for index, parameter in enumerate(self._parameters_here):
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))  # type: ignore[no-untyped-call]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own. The first tensor among the arguments tells the number of samples: its first dimension.
+
+        Raises:
+            InputError: no such tensor, an output without a tensor that needs gradients, or a frozen parameter that is no more.
+            TrainingError: the backward pass before this one was broken off.
+        """
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        if self._in_backward:
+            raise TrainingError(
+                f"the last backward pass on rank {self._comm.rank} was broken off, and the ranks no longer agree; end the run"
+            )
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise InputError(
+                    f"{name} was frozen when DataParallel was made, so that nobody sums its gradient; make it anew"
+                )
+        weight: Callable[[], float] | None = None
+        if self._reduction == "mean" and self._comm.size > 1:
+            weight = _Weight(self._comm, num_samples(args, kwargs))
+        enter = partial(self._on_output_gradient, weight)
+        entrances: list[torch.Tensor] = []
+
+        def watch(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            # A copy: the module may go on from its own output, and only what comes from outside is to be weighed. A view would
+            # lose its hook when the loss changes it in place.
+            seen = tensor.clone()
+            seen.register_hook(enter)  # type: ignore[no-untyped-call]
+            entrances.append(seen)
+            return seen
+
+        with LinearGradients(self._place):
+            output = self.module(*args, **kwargs)
+        output = _map_tensors(output, watch)
+        if not entrances:
+            raise InputError(
+                f"the output of {type(self.module).__name__}, {type(output).__name__}, holds no tensor that needs gradients; "
+                "return a tensor, or a tuple, list or dict of them"
+            )
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only add to this rank's gradients; the first one after it reduces all of them."""
+        before, self._synchronizes = self._synchronizes, False
+        try:
+            yield
+        finally:
+            self._synchronizes = before
+
+    def flush(self) -> None:
+        """With double buffering: deliver the gradients of the last step. Collective."""
+        if self._under_way is not None:
+            self._under_way.wait()
+            self._under_way.deliver(self._parameters_here)
+            self._under_way = None
+
+    def close(self) -> None:
+        """Give the buckets back; gradients are gone with them, the module stays. Collective."""
+        self.flush()
+        for parameter in self._parameters_here:
+            parameter.grad = None
+        for each in self._sets:
+            each.close()
+        self._comm.close()
+
+    # -- during backward --------------------------------------------------------------------------------------------
+
+    def _on_output_gradient(self, weight: Callable[[], float] | None, grad: torch.Tensor) -> torch.Tensor:
+        self._enter_backward()
+        share = 1.0 if weight is None else weight()
+        if self._reduction == "sum":
+            share = float(self._comm.size)
+        return grad if share == 1.0 else grad * share
+
+    def _place(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Where the gradient may be computed: in its bucket, unless it is to be added to one that is there."""
+        index = self._index_of.get(parameter)
+        if index is None or not self._synchronizes or parameter.grad is not None:
+            return None
+        return self._current.place(index)
+
+    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        if not self._synchronizes:
+            return
+        self._enter_backward()
+        assert isinstance(parameter, nn.Parameter)
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise InputError(f"the gradient of {self._names[index]} is {parameter.grad.layout}; ranks sum dense gradients only")
+        if not self._current.store(index, parameter, parameters=self._parameters_here):
+            raise TrainingError(
+                f"the gradient of {self._names[index]} came twice in one backward pass, the first time not whole; "
+                "checkpoint with use_reentrant=False"
+            )
+
+    def _enter_backward(self) -> None:
+        if self._in_backward or not self._synchronizes:
+            return
+        self._in_backward = True
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._leave_backward)
+
+    def _leave_backward(self) -> None:
+        current, before = self._current, self._under_way
+        current.begin_rest(self._parameters_here)
+        self._num_backwards += 1
+        if len(self._sets) == 1:
+            before = current
+        else:
+            self._under_way = current
+            for parameter in self._parameters_here:
+                parameter.grad = None
+        if before is not None:
+            before.wait()
+            before.deliver(self._parameters_here)
+        self._in_backward = False
+
+    @property
+    def _current(self) -> BucketSet:
+        return self._sets[self._num_backwards % len(self._sets)]
+
+
+class _Weight:
+    """How much heavier than the mean rank this one weighs: its samples * ranks / all samples; begun in forward."""
+
+    def __init__(self, comm: AbstractCommunicator, samples: int) -> None:
+        self._mine = samples
+        self._ranks = comm.size
+        self._total = torch.tensor([samples])
+        self._request: AbstractRequest | None = comm.iallreduce(self._total)
+
+    def __call__(self) -> float:
+        if self._request is not None:
+            self._request.wait()
+            self._request = None
+        return self._mine * self._ranks / max(1, int(self._total))
+
+
+def num_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """The first dimension of the first tensor.
+
+    Raises:
+        InputError: there is none.
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.ndim > 0:
+            return value.shape[0]
+    raise InputError("none of the arguments is a tensor (batch, ...), so the number of samples is not known; pass one directly")
+
+
+def _map_tensors(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`output` with its tensors changed, also inside of tuples, lists and dicts."""
+    if isinstance(output, torch.Tensor):
+        return change(output)
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return type(output)(*(_map_tensors(each, change) for each in output))
+    if isinstance(output, tuple | list):
+        return type(output)(_map_tensors(each, change) for each in output)
+    if isinstance(output, dict):
+        return type(output)((key, _map_tensors(each, change)) for key, each in output.items())
+    return output
+
+
+def _check_same(comm: AbstractCommunicator, module: nn.Module, *, options: tuple[object, ...]) -> None:
+    """Whether all ranks have the same network. Collective.
+
+    Raises:
+        InputError: names the first rank that differs from rank 0, and in what.
+    """
+    mine = [f"options {options}"]
+    mine += [
+        f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}" for name, p in module.named_parameters()
+    ]
+    mine += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()]
+    given = comm.allgather_object(mine)
+    for rank, theirs in enumerate(given):
+        if theirs == given[0]:
+            continue
+        pairs = zip([*given[0], "nothing more"], [*theirs, "nothing more"], strict=False)
+        first, other = next((a, b) for a, b in pairs if a != b)
+        raise InputError(f"DataParallel: the networks differ: rank 0 has {first}, rank {rank} has {other}")

@@ -1,0 +1,267 @@
+"""Any optimizer of torch, on many ranks: gradients are averaged over the ranks before each of its steps.
+
+    optimizer = MultiNodeOptimizer(torch.optim.Adam(model.parameters()), comm, model=model)
+    for x, y in batches_of_this_rank:
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+
+The model stays what it is. `DataParallel` wraps the model instead, and averages while backward still runs: it is faster, and
+knows by itself how many samples each rank had.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from tatami.comm.allreduce import DEBUG_VARIABLE
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError
+from tatami.parallel.bucket_set import BucketSet
+from tatami.parallel.buckets import BUCKET_BYTES, lay_buckets
+from tatami.parallel.synchronizing import broadcast_model, check_finite, check_same_tensors
+
+
+class MultiNodeOptimizer(torch.optim.Optimizer):
+    """Stands in for `optimizer`, for schedulers too. All ranks must call `step` equally often.
+
+    The weights of rank 0 are everyone's from the start, so that the first step counts; so are those of layers that
+    `add_param_group` brings later. A gradient that a rank does not have counts as zeros; what no rank has stays None.
+
+    Attributes:
+        optimizer: the one that is wrapped.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        comm: AbstractCommunicator,
+        *,
+        model: nn.Module | None = None,
+        weighted: bool = False,
+        wire: torch.dtype | None = None,
+        double_buffering: bool = False,
+        algorithm: str | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Collective.
+
+        Args:
+            optimizer: the same on all ranks.
+            comm: the ranks.
+            model: if given, all of its parameters and buffers are made those of rank 0, and errors name them.
+            weighted: `step` is told the samples of each rank, and weighs its gradient by them; otherwise all ranks weigh the
+                same, which is the gradient of the global mean only if they have equally many samples.
+            wire: bfloat16 or float16: gradients travel so, half the bytes.
+            double_buffering: a step applies the gradients of the step before, while its own are averaged: the first applies
+                none. `flush` applies the last.
+            algorithm: of `tatami.comm.AllReduce`; None: the one of `DataParallel`.
+            bucket_bytes: of the vectors that are reduced as one.
+
+        Raises:
+            InputError: parameters that differ between ranks, and where; a lazy layer that has no shape yet.
+        """
+        self.optimizer = optimizer
+        private = comm.split(0)
+        assert private is not None
+        self._comm = private
+        self._weighted = weighted
+        self._num_steps = 0
+        self._names = {} if model is None else {id(each): name for name, each in model.named_parameters()}
+        self._make = partial(
+            _Group, self._comm, wire=wire, double_buffering=double_buffering, algorithm=algorithm, bucket_bytes=bucket_bytes
+        )
+        self._is_stale = double_buffering
+        if model is not None:
+            broadcast_model(model, self._comm)
+        self._groups: list[_Group] = []
+        self._rebind()
+        self._add([each for group in optimizer.param_groups for each in group["params"]])
+
+    @overload
+    def step(self, closure: None = None, *, num_samples: int | None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float], *, num_samples: int | None = None) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None, *, num_samples: int | None = None) -> float | None:
+        """Average the gradients, and update. Collective.
+
+        Args:
+            closure: as in torch; its loss becomes the mean over the ranks, so that all decide alike on it.
+            num_samples: of this rank; with `weighted`, and only then.
+
+        Raises:
+            InputError: samples not given, or given in vain; a closure together with double buffering; a sparse gradient.
+            NotFiniteError: with `TATAMI_DEBUG=1`, a gradient that is NaN or infinite; says where.
+            CommTimeoutError, RankDiedError: a rank did not come.
+        """
+        if self._weighted != (num_samples is not None):
+            raise InputError(f"step: weighted={self._weighted}, but num_samples={num_samples}; give both or none")
+        if closure is None:
+            self._average(self._weight(num_samples))
+            self.optimizer.step()
+            return None
+        if self._is_stale:
+            raise InputError(
+                "step: a closure computes gradients for this step, double buffering applies those of the one before"
+            )
+
+        def averaged() -> float:
+            with torch.enable_grad():
+                value: Any = closure()
+            loss = torch.tensor([value.item() if isinstance(value, torch.Tensor) else value], dtype=torch.float64)
+            weight = self._weight(num_samples)
+            self._average(weight)
+            loss = loss * weight if weight else torch.zeros_like(loss)
+            self._comm.allreduce(loss)
+            return loss.item() / self._comm.size
+
+        return self.optimizer.step(averaged)
+
+    def flush(self) -> None:
+        """With double buffering: apply the gradients of the last step. Collective."""
+        for group in self._groups:
+            group.flush()
+        if self._is_stale:
+            self.optimizer.step()
+
+    def close(self) -> None:
+        """Give the buckets back; gradients are gone with them. Collective."""
+        for group in self._groups:
+            group.close()
+        self._comm.close()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add the parameters of a new layer; they become those of rank 0, and are in the next step. Collective."""
+        self.optimizer.add_param_group(param_group)
+        self._add(self.optimizer.param_groups[-1]["params"])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the wrapped optimizer, which the plain one loads."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """What the plain or the wrapped optimizer saved."""
+        self.optimizer.load_state_dict(dict(state_dict))
+        self._rebind()
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not here is the wrapped optimizer's: its own settings, and the hooks of torch."""
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"MultiNodeOptimizer({self.optimizer!r})"
+
+    # -- inside ----------------------------------------------------------------------------------------------------------
+
+    def _rebind(self) -> None:
+        """The same objects as those of the wrapped optimizer: schedulers write to them."""
+        self.defaults = self.optimizer.defaults
+        self.param_groups = self.optimizer.param_groups
+        self.state = self.optimizer.state
+
+    def _add(self, parameters: Sequence[nn.Parameter]) -> None:
+        known = sum(len(group.parameters) for group in self._groups)
+        names = [self._names.get(id(each), f"parameter {number}") for number, each in enumerate(parameters, start=known)]
+        check_same_tensors(self._comm, names, parameters)
+        for each in parameters:
+            self._comm.bcast(each)
+        self._groups.append(self._make(names, parameters))
+
+    def _weight(self, num_samples: int | None) -> float:
+        """How much heavier than the mean rank this one weighs."""
+        if num_samples is None:
+            return 1.0
+        total = torch.tensor([num_samples])
+        self._comm.allreduce(total)
+        return num_samples * self._comm.size / max(1, int(total))
+
+    def _average(self, weight: float) -> None:
+        self._num_steps += 1
+        if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+            names = [name for group in self._groups for name in group.names]
+            check_finite(self._comm, names, [each for group in self._groups for each in group.parameters], step=self._num_steps)
+        for group in self._groups:
+            group.begin(weight)
+        for group in self._groups:
+            group.finish()
+
+
+class _Group:
+    """Parameters that were added together, and the buckets in which their gradients travel."""
+
+    def __init__(
+        self,
+        comm: AbstractCommunicator,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        *,
+        wire: torch.dtype | None,
+        double_buffering: bool,
+        algorithm: str | None,
+        bucket_bytes: int,
+    ) -> None:
+        self.names, self.parameters = list(names), list(parameters)
+        layouts = lay_buckets(self.parameters, bucket_bytes=bucket_bytes)
+        shapes = [each.shape for each in self.parameters]
+        make = partial(BucketSet, comm, layouts, shapes=shapes, wire=wire, algorithm=algorithm)
+        self._sets = [make(), make()] if double_buffering else [make()]
+        self._under_way: BucketSet | None = None
+        self._due: BucketSet | None = None
+        self._num_begun = 0
+
+    def begin(self, weight: float) -> None:
+        """This rank's gradients are there."""
+        current = self._sets[self._num_begun % len(self._sets)]
+        self._num_begun += 1
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                continue
+            if parameter.grad.layout != torch.strided:
+                raise InputError(f"the gradient of {self.names[index]} is {parameter.grad.layout}; ranks sum dense ones only")
+            if weight == 0.0:  # the mean over no samples is NaN
+                parameter.grad = None
+                continue
+            if weight != 1.0:
+                parameter.grad.mul_(weight)
+            current.store(index, parameter, parameters=self.parameters)
+        current.begin_rest(self.parameters)
+        if len(self._sets) == 1:
+            self._due = current
+            return
+        self._due, self._under_way = self._under_way, current
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def finish(self) -> None:
+        """The gradients that are due become those of the parameters."""
+        if self._due is not None:
+            self._due.wait()
+            self._due.deliver(self.parameters)
+            self._due = None
+
+    def flush(self) -> None:
+        for parameter in self.parameters if len(self._sets) > 1 else ():
+            parameter.grad = None
+        self._due, self._under_way = self._under_way, None
+        self.finish()
+
+    def close(self) -> None:
+        if self._under_way is not None:
+            self._under_way.wait()
+        for parameter in self.parameters:
+            parameter.grad = None
+        for each in self._sets:
+            each.close()

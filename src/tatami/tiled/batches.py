@@ -1,0 +1,84 @@
+"""Global batches, of which every rank fetches its own samples only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, cast, runtime_checkable
+
+import torch
+from torch.utils.data import default_collate
+
+from tatami.errors import InputError
+from tatami.tiled.model import TiledModel
+from tatami.tiling import Span
+
+
+@runtime_checkable
+class Samples(Protocol):
+    """A map-style data set: `len(data)` samples, each `data[i] == (x, y)`. `torch.utils.data.Dataset`s are of this kind."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+Data = tuple[torch.Tensor, torch.Tensor] | Samples
+"""All inputs (samples, ...) and all targets (samples, ...) as tensors, or a map-style data set."""
+
+
+class Batches:
+    """A data set cut into global batches. Every rank must be given the same data.
+
+    Args:
+        data: see `Data`.
+        batch_size: samples of a global batch; the last one of an epoch may be smaller.
+        seed: of the shuffling; None keeps the order of the data.
+    """
+
+    def __init__(self, data: Data, *, batch_size: int, seed: int | None) -> None:
+        self._tensors = cast("tuple[torch.Tensor, torch.Tensor]", data) if _is_tensors(data) else None
+        self._data = data
+        self.num_samples = len(self._tensors[0]) if self._tensors is not None else len(data)
+        if self._tensors is not None and len(self._tensors[1]) != self.num_samples:
+            raise InputError(f"{self.num_samples} inputs but {len(self._tensors[1])} targets; each input needs one")
+        if self.num_samples == 0:
+            raise InputError("the data set is empty")
+        if batch_size < 1:
+            raise InputError(f"batch_size must be at least 1, not {batch_size}")
+        self.batch_size = min(batch_size, self.num_samples)
+        self._seed = seed
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return -(-self.num_samples // self.batch_size)
+
+    def epoch(self, number: int, model: TiledModel) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """For each global batch: its number of samples, and the inputs and targets (samples_here, ...) of this rank.
+
+        The tiling may change between two batches.
+        """
+        order = None
+        if self._seed is not None:
+            order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(self._seed + number))
+        for start in range(0, self.num_samples, self.batch_size):
+            size = min(self.batch_size, self.num_samples - start)
+            span = model.local_span(size)
+            mine = Span(start + span.start, start + span.stop)
+            x, y = self._fetch(mine, None if order is None else order[mine.slice()])
+            yield size, x, y
+
+    def _fetch(self, mine: Span, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._tensors is not None:
+            x, y = self._tensors
+            return (x[mine.slice()], y[mine.slice()]) if order is None else (x[order], y[order])
+        indices: Sequence[int] = range(mine.start, mine.stop) if order is None else order.tolist()
+        samples = cast("Samples", self._data)
+        if not indices:
+            x, y = default_collate([samples[0]])
+            return x[:0], y[:0]
+        x, y = default_collate([samples[index] for index in indices])
+        return x, y
+
+
+def _is_tensors(data: Data) -> bool:
+    return isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, torch.Tensor) for part in data)

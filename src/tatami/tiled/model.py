@@ -1,0 +1,393 @@
+"""The model that `tatami.tile` returns: an ordinary module on every rank, each with its own rectangle of the work."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Never
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tatami.cluster import Cluster
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError, ModelError, PlanError
+from tatami.tiled.describe import PairNames, workload_of
+from tatami.tiled.dropout import WholeDropout
+from tatami.tiled.horizontal import HorizontalExchange, HorizontalSum
+from tatami.tiled.pair import TiledFirst, TiledSecond
+from tatami.tiled.phases import Phase, Phases
+from tatami.tiled.rows import Rows
+from tatami.tiled.vertical import Column
+from tatami.tiling import Layout, Span, Tile, Tiling, largest_remainder, spans
+from tatami.workload import Workload
+
+Reduction = Literal["mean", "sum"]
+REDUCTIONS = ("mean", "sum")
+
+_PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None))
+
+
+class TiledModel(nn.Module):
+    """A network of which this rank computes one tile: its samples of every batch, its units of every tiled pair.
+
+    Use it as any module. What is different: `local` picks this rank's samples out of the global batch, and `loss.backward()`
+    leaves the gradient of the loss over the *global* batch in every local `.grad`.
+
+        x, y = model.local(x, y)                 # the global batch in, this rank's samples out
+        loss = loss_function(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+    Made by `tatami.tile`, which hands it a copy of the user's module.
+
+    Attributes:
+        module: the network; its tiled layers hold this rank's units, all others are whole on every rank.
+        comm: all ranks.
+        cluster: what the ranks run on.
+        speeds_known: whether the speeds in `cluster` were measured or given, not assumed.
+        names: the processor of every rank.
+        layout: who lies where, in fractions.
+        tilings: the layout, cut for each pair.
+        phases: where the time goes.
+        reduction: what the loss does with the samples: "mean" or "sum".
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: AbstractCommunicator,
+        *,
+        pairs: Sequence[PairNames],
+        layout: Layout,
+        cluster: Cluster,
+        speeds_known: bool,
+        batch_size: int,
+        reduction: Reduction,
+        phases: Phases,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__()
+        self.comm = comm
+        self.cluster = cluster
+        self.speeds_known = speeds_known
+        self.names = tuple(processor.name for processor in cluster.processors)
+        self.reduction: Reduction = reduction
+        self.phases = phases
+        self.generator = generator
+        self.pair_names = tuple(pairs)
+        self.workload: Workload = workload_of(module, self.pair_names, samples=batch_size)
+        self._column = Column(phases)
+        self._batch = (0, Span(0, 0))
+        self._sample_spans: dict[int, Span] = {}
+        self._lay(layout)
+        self._tile(module)
+        self.module = module
+        self._slots = [
+            (owner, name, parameter)
+            for owner in self.module.modules()
+            for name, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+        self._unique = list(self.module.parameters())
+        if comm.size > 1:
+            for owner in {owner for owner, _, _ in self._slots}:
+                owner.register_forward_pre_hook(_refuse_leaves)
+
+    # -- the ordinary use -------------------------------------------------------------------------------------------
+
+    def local(self, *tensors: torch.Tensor) -> Any:
+        """This rank's samples of a global batch: one tensor for one, a tuple for several.
+
+        Announces the batch: the next forward pass is over it. So take one batch at a time, and take it anew after a re-tiling.
+
+        Args:
+            tensors: (samples, ...) each; all ranks must pass the same global batch.
+
+        Returns:
+            Views (samples_here, ...).
+        """
+        sizes = {tensor.shape[0] for tensor in tensors}
+        if len(sizes) != 1:
+            raise InputError(f"the tensors of a batch must have the same number of samples, not {sorted(sizes)}")
+        span = self.local_span(sizes.pop())
+        parts = tuple(tensor[span.slice()] for tensor in tensors)
+        return parts[0] if len(parts) == 1 else parts
+
+    def local_span(self, samples: int) -> Span:
+        """Which samples of a global batch of `samples` are this rank's; announces that the next forward pass is over them."""
+        span = self._sample_spans.get(samples)
+        if span is None:
+            span = self._sample_spans[samples] = self._span_of(samples)
+        self._batch = (samples, span)
+        return span
+
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """The network on this rank's samples: (samples_here, ...) to (samples_here, ...), in tensors, tuples, lists or dicts.
+
+        Raises:
+            InputError: the input has another number of samples than `local` gave this rank.
+            ModelError: the network returns objects in which its tensors can not be found.
+        """
+        self._check_batch(inputs, named_inputs)
+        if not torch.is_grad_enabled():
+            return self.module(*inputs, **named_inputs)
+        self.phases.enter(Phase.FORWARD)
+        if self.comm.size == 1:
+            return self.module(*inputs, **named_inputs)
+        output = self._forward_with_sums(inputs, named_inputs)
+        samples, mine = self._batch
+        scale = mine.size / samples if self.reduction == "mean" else 1.0
+        leaves, structure = pytree.tree_flatten(output)
+        places = []
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                if leaf.requires_grad:
+                    places.append(i)
+            elif not isinstance(leaf, _PLAIN_VALUES):
+                raise ModelError(
+                    f"the network returns a {type(leaf).__name__}, whose tensors could not be weighed by this rank's samples. "
+                    "Return tensors, or tuples, lists or dicts of them (or register the class with torch's pytree)"
+                )
+        if places:
+            marked = _BackwardBegins.apply(self.phases, scale, *(leaves[i] for i in places))  # type: ignore[no-untyped-call]
+            for i, tensor in zip(places, marked, strict=True):
+                leaves[i] = tensor
+        return pytree.tree_unflatten(leaves, structure)
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm as it was. Collective.
+
+        Every unit and every replicated parameter counts once, however many ranks hold it.
+        """
+        squares = torch.zeros((), dtype=torch.float64)
+        tiled = {id(rows.tensor) for pair in self.pair_rows() for rows in pair}
+        column = self.tile.column if self.tile is not None else None
+        for parameter in self._unique:
+            counts = column == 0 if id(parameter) in tiled else self.comm.rank == 0
+            if parameter.grad is not None and counts:
+                squares += parameter.grad.double().square().sum()
+        with self.phases.during(Phase.HORIZONTAL):
+            self.comm.allreduce(squares)
+        norm = math.sqrt(squares.item())
+        scale = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+        if scale < 1.0:
+            for parameter in self._unique:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+        return norm
+
+    def __reduce_ex__(self, protocol: Any) -> Never:
+        """Called by `copy.deepcopy`, `pickle` and `torch.save`."""
+        raise ModelError(
+            "a tiled model holds its ranks' communicator and a part of the weights, and can not be copied or pickled. "
+            "tatami.tiled.save_model writes the whole weights; tatami.tiled.whole_state_dict gathers them"
+        )
+
+    # -- where this rank lies -----------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The processor that this rank runs on."""
+        return self.names[self.comm.rank]
+
+    @property
+    def tiling(self) -> Tiling:
+        """The tiling of the pair that has most units."""
+        return max(self.tilings, key=lambda tiling: tiling.units)
+
+    @property
+    def tile(self) -> Tile | None:
+        """This rank's `Tile` of `tiling`; None where it was left out."""
+        return self.tiling.by_processor.get(self.name)
+
+    @property
+    def speaks_for_column(self) -> bool:
+        """Whether this rank is the first of its column: sums over samples count each column once."""
+        return self.tile is not None and self.tiling.columns[self.tile.column][0].processor == self.name
+
+    @property
+    def local_work(self) -> int:
+        """Samples x units that this rank computes of the last batch."""
+        return self._batch[1].size * (self.tile.units.size if self.tile is not None else 0)
+
+    def pair_rows(self) -> list[list[Rows]]:
+        """For each pair, this rank's parameters that have a row for every unit, with their unit axis."""
+        result = []
+        for names in self.pair_names:
+            first, second = self.module.get_submodule(names.first), self.module.get_submodule(names.second)
+            assert isinstance(first, TiledFirst)
+            assert isinstance(second, TiledSecond)
+            rows = [Rows(first.weight, 0), Rows(second.weight, 1)]
+            if first.bias is not None:
+                rows.insert(1, Rows(first.bias, 0))
+            result.append(rows)
+        return result
+
+    def relay(self, layout: Layout) -> None:
+        """Take `layout` as the way the ranks lie from now on. Collective; the caller moves the rows (`tatami.tiled.moving`)."""
+        self._lay(layout)
+
+    # -- inside -----------------------------------------------------------------------------------------------------------
+
+    def _lay(self, layout: Layout) -> None:
+        unknown = [name for name in layout.processors if name not in self.names]
+        if unknown:
+            raise PlanError(f"the layout names processors that no rank runs on: {unknown}; the ranks run on {list(self.names)}")
+        self.layout = layout
+        self.tilings = layout.cut_pairs(self.workload)
+        self._sample_spans.clear()
+        self._batch = (0, Span(0, 0))
+        column = self.tile.column if self.tile is not None else None
+        position = [tile.processor for tile in self.tiling.columns[column]].index(self.name) if column is not None else 0
+        members = self.comm.split(column, key=position) if self.comm.size > 1 else None
+        self._column.meet(members if members is not None and members.size > 1 else None)
+        everyone = len(self.tiling.columns) == 1 and len(layout.processors) == self.comm.size
+        self._exchange = None if everyone else HorizontalExchange(self.comm, tilings=self.tilings, names=self.names)
+
+    def _tile(self, whole: nn.Module) -> None:
+        """Put tiled layers in the place of the pairs, and dropout that draws for the whole batch in the place of dropout."""
+        for index, (names, tiling) in enumerate(zip(self.pair_names, self.tilings, strict=True)):
+            tile = tiling.by_processor.get(self.name)
+            units = tile.units if tile is not None else Span(0, 0)
+            first, second = whole.get_submodule(names.first), whole.get_submodule(names.second)
+            assert isinstance(first, nn.Linear)
+            assert isinstance(second, nn.Linear)
+            _replace(whole, names.first, TiledFirst(first, units=units, column=self._column))
+            _replace(whole, names.second, TiledSecond(second, units=units, column=self._column))
+            for name in names.dropouts:
+                layer = whole.get_submodule(name)
+                assert isinstance(layer, nn.Dropout)
+                _replace(whole, name, self._dropout(layer, pair=index))
+        # A layer may be there under several names.
+        for name, layer in list(whole.named_modules(remove_duplicate=False)):
+            if isinstance(layer, nn.Dropout):
+                _replace(whole, name, self._dropout(layer, pair=None))
+
+    def _dropout(self, layer: nn.Dropout, *, pair: int | None) -> WholeDropout:
+        def units() -> tuple[int, Span]:
+            tiling = self.tilings[pair or 0]
+            tile = tiling.by_processor.get(self.name)
+            return tiling.units, Span(0, 0) if tile is None else tile.units
+
+        return WholeDropout(layer.p, generator=self.generator, batch=lambda: self._batch, units=None if pair is None else units)
+
+    def _span_of(self, samples: int) -> Span:
+        if self.tile is None:
+            return Span(0, 0)
+        if samples == self.tiling.samples:
+            return self.tile.samples
+        widths = largest_remainder([column.width for column in self.layout.columns], total=samples)
+        return spans(widths)[self.tile.column]
+
+    def _check_batch(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> None:
+        """Whether the input is what `local` gave this rank. Without gradients, any samples that the column shares will do."""
+        tensors = (value for value in pytree.tree_leaves((inputs, named_inputs)) if isinstance(value, torch.Tensor))
+        given = next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
+        if self.comm.size == 1:
+            if given is not None:
+                self._batch = (given, Span(0, given))
+            return
+        samples, mine = self._batch
+        if not torch.is_grad_enabled():
+            if given and self.tile is None:
+                raise InputError(
+                    f"the input has {given} samples, but rank {self.comm.rank} was left out of the tiling and holds no units "
+                    "to compute them with. Pass what model.local(...) returned for the global batch"
+                )
+            return
+        if samples == 0:
+            raise InputError(
+                f"rank {self.comm.rank} does not know its samples: call model.local(...) with the global batch before each "
+                "forward pass, and anew after a re-tiling"
+            )
+        if given is not None and given != mine.size:
+            raise InputError(
+                f"the input has {given} samples, but {mine.size} of the {samples} samples of the last batch are rank "
+                f"{self.comm.rank}'s. Pass what model.local(...) returned for the global batch"
+            )
+
+    def _forward_with_sums(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> Any:
+        """The forward pass over stand-ins of the parameters, whose gradients are summed over the columns on their way back."""
+        trained = tuple(parameter for parameter in self._unique if parameter.requires_grad)
+        if not trained:
+            return self.module(*inputs, **named_inputs)
+        exchange = functools.partial(self._sum_gradients, trained, self.tilings)
+        stand_ins = HorizontalSum.apply(exchange, *trained)  # type: ignore[no-untyped-call]
+        by_parameter = {id(p): s for p, s in zip(trained, stand_ins, strict=True)}
+        for owner, name, parameter in self._slots:
+            # nn.Module refuses a plain tensor as a parameter by setattr; torch.func.functional_call takes this way as well.
+            owner._parameters[name] = by_parameter.get(id(parameter), parameter)
+        try:
+            return self.module(*inputs, **named_inputs)
+        finally:
+            for owner, name, parameter in self._slots:
+                owner._parameters[name] = parameter
+
+    def _sum_gradients(
+        self, trained: Sequence[nn.Parameter], tilings: tuple[Tiling, ...], grads: tuple[torch.Tensor | None, ...]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Called by autograd when every parameter's gradient from this rank's samples is there; None for those without part."""
+        if tilings is not self.tilings:
+            raise ModelError(
+                "the model was re-tiled between this forward pass and its backward pass; re-tile between two steps"
+            )
+        self.phases.enter(Phase.HORIZONTAL)
+        if self._exchange is not None:
+            by_parameter = {
+                id(p): torch.zeros_like(p) if grad is None else grad.contiguous()
+                for p, grad in zip(trained, grads, strict=True)
+            }
+            # A parameter without part in the loss has no gradient, which to an optimizer is not the same as one of 0. Where
+            # the forward pass depends on the samples, it has part if it had on any rank.
+            used = torch.tensor([float(grad is not None) for grad in grads])
+            tiled = set()
+            pairs = []
+            for rows_of_pair in self.pair_rows():
+                tiled |= {id(rows.tensor) for rows in rows_of_pair}
+                pairs.append(
+                    [Rows(by_parameter[id(rows.tensor)], rows.axis) for rows in rows_of_pair if id(rows.tensor) in by_parameter]
+                )
+            replicated = {key: grad for key, grad in by_parameter.items() if key not in tiled}
+            *sums, used = self._exchange.sum_(pairs, [*replicated.values(), used])
+            by_parameter.update(zip(replicated, sums, strict=True))
+            grads = tuple(by_parameter[id(p)] if part else None for p, part in zip(trained, used.tolist(), strict=True))
+        self.phases.enter(Phase.UPDATE)
+        return grads
+
+
+class _BackwardBegins(torch.autograd.Function):
+    """Hands outputs on; when their gradients come, starts the clock of compute 2 and weighs them by this rank's samples.
+
+    The mean over the local samples, weighted by local / global and summed over the columns, is the mean over the global batch.
+    """
+
+    # With a `setup_context`, torch would look up the signature of `forward` in every call: some 0.1 ms of a core.
+    @staticmethod
+    def forward(ctx: Any, phases: Phases, scale: float, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.phases, ctx.scale = phases, scale
+        ctx.set_materialize_grads(False)
+        # Views would forbid what plain outputs allow: to be changed in place.
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.phases.enter(Phase.BACKWARD)
+        return None, None, *(grad if grad is None or ctx.scale == 1.0 else grad * ctx.scale for grad in grads)
+
+
+def _refuse_leaves(owner: nn.Module, inputs: Any) -> None:  # noqa: ARG001 -- a forward pre-hook
+    """Inside of the forward pass the parameters are stand-ins; a gradient that goes straight to a leaf would miss its sums."""
+    if torch.is_grad_enabled() and any(p is not None and p.requires_grad and p.is_leaf for p in owner._parameters.values()):
+        raise ModelError(
+            f"a {type(owner).__name__} was called outside of its TiledModel's forward pass, where its gradient would not be "
+            "summed over the ranks. Call the model that tatami.tile returned; torch.utils.checkpoint recomputes layers outside "
+            "too and can not be used here"
+        )
+
+
+def _replace(root: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(root.get_submodule(parent), child, module)

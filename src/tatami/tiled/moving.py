@@ -1,0 +1,181 @@
+"""Carry a re-tiling out: move the rows of weights and of optimizer state to where they now belong.
+
+Which units go from whom to whom is data (`tatami.retiling.moves`). All that one rank sends another, of all pairs, travels in
+one message. Parameters keep their identity, so the optimizer goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tatami.errors import ModelError
+from tatami.retiling.moves import Move, moves
+from tatami.tiled.model import TiledModel
+from tatami.tiled.rows import Rows
+from tatami.tiling import Layout, Span, Tiling
+
+_TAG = 11
+_NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """What a re-tiling moved: units of all pairs, over all ranks; and the bytes that this rank sent."""
+
+    num_units: int
+    sent_bytes: int
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that looks at a whole weight at once, of which a rank holds only a part.
+
+    Raises:
+        ModelError: the optimizer does not work element by element.
+    """
+    name = type(optimizer).__name__
+    if name in _NOT_ELEMENTWISE:
+        raise ModelError(
+            f"{name} does not work element by element: it would see this rank's tile as the whole weight. "
+            "Use SGD, Adam, AdamW, RMSprop, Adagrad or another optimizer that does"
+        )
+
+
+def move(
+    model: TiledModel,
+    layout: Layout,
+    *,
+    optimizer: torch.optim.Optimizer | None,
+    companions: Mapping[nn.Parameter, torch.Tensor] | None = None,
+) -> Moved:
+    """Lay `model` anew, with the rows of its parameters and of the optimizer's state. Collective; not inside of a step.
+
+    Gradients move as well, so that a re-tiling may fall between passes that accumulate them; drop them before where they are
+    done with. A rank that gets a tile for the first time gets the optimizer's state with it.
+
+    Args:
+        model: from `tatami.tile`.
+        layout: how the ranks lie from now on.
+        optimizer: the one whose state goes along; None where there is none.
+        companions: more tensors, each shaped like a parameter, that go where its rows go; for the same parameters on all ranks.
+
+    Raises:
+        PlanError: the layout names processors that no rank runs on.
+    """
+    before = model.tilings
+    model.relay(layout)
+    plans = [moves(old, new) for old, new in zip(before, model.tilings, strict=True)]
+    with torch.no_grad():
+        bundles = [_bundle(rows, optimizer, companions or {}) for rows in model.pair_rows()]
+        laid = [
+            [Rows(_empty(rows, _units(tiling, model.name).size), rows.axis) for rows in bundle]
+            for bundle, tiling in zip(bundles, model.tilings, strict=True)
+        ]
+        _keep(bundles, laid, before, model)
+        sent_bytes = _exchange(bundles, laid, before, plans, model)
+        for bundle, new in zip(bundles, laid, strict=True):
+            for rows, replacement in zip(bundle, new, strict=True):
+                _replace(rows.tensor, replacement.tensor)
+    return Moved(num_units=sum(m.units.size for plan in plans for m in plan), sent_bytes=sent_bytes)
+
+
+def _bundle(
+    rows_of_pair: Sequence[Rows], optimizer: torch.optim.Optimizer | None, companions: Mapping[nn.Parameter, torch.Tensor]
+) -> list[Rows]:
+    """A pair's parameters, and all that there is of the same shape for each, in the same order on every rank."""
+    bundle = []
+    for rows in rows_of_pair:
+        parameter = rows.tensor
+        assert isinstance(parameter, nn.Parameter)
+        state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+        elementwise = [
+            state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor) and state[key].shape == parameter.shape
+        ]
+        beside = [tensor for tensor in (parameter.grad, companions.get(parameter)) if tensor is not None]
+        bundle += [Rows(tensor, rows.axis) for tensor in (parameter, *beside, *elementwise)]
+    return bundle
+
+
+def _replace(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
+    """Give `tensor` other data, of any shape."""
+    # Where a loss of an earlier step is still alive, so is autograd's accumulator of this parameter, which expects gradients
+    # of the old shape. torch resets it only when the dtype changes.
+    tensor.data = torch.empty(0, dtype=torch.float16 if tensor.dtype is not torch.float16 else torch.float32)
+    tensor.data = replacement
+
+
+def _keep(bundles: Sequence[list[Rows]], laid: Sequence[list[Rows]], before: Sequence[Tiling], model: TiledModel) -> None:
+    """Copy what this rank holds and goes on holding."""
+    for old_rows, new_rows, old, new in zip(bundles, laid, before, model.tilings, strict=True):
+        had, has = _units(old, model.name), _units(new, model.name)
+        kept = had & has
+        for source, target in zip(old_rows, new_rows, strict=True):
+            target.cut(_shift(kept, has)).copy_(source.cut(_shift(kept, had)))
+
+
+def _exchange(
+    bundles: Sequence[list[Rows]],
+    laid: Sequence[list[Rows]],
+    before: Sequence[Tiling],
+    plans: Sequence[Sequence[Move]],
+    model: TiledModel,
+) -> int:
+    """Send and receive what moves; one message for each pair of ranks and direction. Returns the bytes sent."""
+    rank_of = {name: rank for rank, name in enumerate(model.names)}
+    incoming: dict[int, list[torch.Tensor]] = {}
+    outgoing: dict[int, list[torch.Tensor]] = {}
+    for index, plan in enumerate(plans):
+        had, has = _units(before[index], model.name), _units(model.tilings[index], model.name)
+        for each in plan:
+            if each.dest == model.name:
+                views = [rows.cut(_shift(each.units, has)) for rows in laid[index]]
+                incoming.setdefault(rank_of[each.source], []).extend(views)
+            if each.source == model.name:
+                views = [rows.cut(_shift(each.units, had)) for rows in bundles[index]]
+                outgoing.setdefault(rank_of[each.dest], []).extend(views)
+    buffers = {peer: torch.empty(sum(map(_bytes, views)), dtype=torch.uint8) for peer, views in incoming.items()}
+    packed = {peer: torch.cat([_as_bytes(view) for view in views]) for peer, views in outgoing.items()}
+    requests = [model.comm.irecv(buffer, peer, tag=_TAG) for peer, buffer in buffers.items()]
+    requests += [model.comm.isend(buffer, peer, tag=_TAG) for peer, buffer in packed.items()]
+    for request in requests:
+        request.wait()
+    for peer, buffer in buffers.items():
+        for view, piece in _pieces(buffer, incoming[peer]):
+            view.copy_(piece)
+    return sum(buffer.numel() for buffer in packed.values())
+
+
+def _pieces(buffer: torch.Tensor, views: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    position = 0
+    for view in views:
+        # A clone starts at an aligned address whatever came before it in the message.
+        raw = buffer[position : position + _bytes(view)].clone()
+        yield view, raw.view(view.dtype).view(view.shape)
+        position += _bytes(view)
+
+
+def _units(tiling: Tiling, name: str) -> Span:
+    tile = tiling.by_processor.get(name)
+    return Span(0, 0) if tile is None else tile.units
+
+
+def _shift(span: Span, origin: Span) -> Span:
+    """`span` of the unit axis, counted from the first unit of `origin`."""
+    return Span(span.start - origin.start, span.stop - origin.start) if span.size else Span(0, 0)
+
+
+def _empty(rows: Rows, units: int) -> torch.Tensor:
+    shape = list(rows.tensor.shape)
+    shape[rows.axis] = units
+    return torch.empty(shape, dtype=rows.tensor.dtype)
+
+
+def _as_bytes(view: torch.Tensor) -> torch.Tensor:
+    return view.contiguous().view(-1).view(torch.uint8)
+
+
+def _bytes(view: torch.Tensor) -> int:
+    return view.numel() * view.element_size()

@@ -1,0 +1,69 @@
+"""A tiled pair: Linear(inputs -> units), activation, Linear(units -> outputs), of which each rank holds some units.
+
+The parameters keep the names and the meaning they have in `torch.nn.Linear`; only their unit axis is shorter here.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tatami.tiled.vertical import Column, copy_to_column, sum_over_column
+from tatami.tiling import Span
+
+
+class TiledFirst(nn.Module):
+    """The first Linear of a pair: uneven rows of its weight.
+
+    Attributes:
+        weight: (units_here, inputs) of (units, inputs).
+        bias: (units_here,) of (units,), or None.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, linear: nn.Linear, *, units: Span, column: Column) -> None:
+        super().__init__()
+        self.column = column
+        self.weight = _cut(linear.weight, units, axis=0)
+        self.bias = None if linear.bias is None else _cut(linear.bias, units, axis=0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(samples_here, ..., inputs) to (samples_here, ..., units_here)."""
+        return F.linear(copy_to_column(x, self.column), self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"inputs={self.weight.shape[1]}, units_here={self.weight.shape[0]}"
+
+
+class TiledSecond(nn.Module):
+    """The second Linear of a pair: uneven columns of its weight; its output is summed over the column of ranks.
+
+    Attributes:
+        weight: (outputs, units_here) of (outputs, units).
+        bias: (outputs,), the same on every rank, or None.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, linear: nn.Linear, *, units: Span, column: Column) -> None:
+        super().__init__()
+        self.column = column
+        self.weight = _cut(linear.weight, units, axis=1)
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone(), linear.bias.requires_grad)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(samples_here, ..., units_here) to (samples_here, ..., outputs), the whole sum on every rank of the column."""
+        if self.column.comm is None:
+            return F.linear(hidden, self.weight, self.bias)
+        output = sum_over_column(F.linear(hidden, self.weight), self.column)
+        return output if self.bias is None else output + self.bias.to(output.dtype)  # under autocast they differ
+
+    def extra_repr(self) -> str:
+        return f"units_here={self.weight.shape[1]}, outputs={self.weight.shape[0]}"
+
+
+def _cut(parameter: torch.Tensor, units: Span, *, axis: int) -> nn.Parameter:
+    cut = parameter.detach().narrow(axis, units.start, units.size)
+    return nn.Parameter(cut.clone(memory_format=torch.contiguous_format), parameter.requires_grad)

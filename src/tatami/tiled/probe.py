@@ -1,0 +1,72 @@
+"""What there is to train on, measured: every rank's speed at the real work, and the links between the hosts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from tatami.clock import NO_PACE, Pace
+from tatami.cluster import Cluster, Link, Processor
+from tatami.cluster.cluster import LOCAL_LINK, NETWORK_LINK
+from tatami.comm.base import AbstractCommunicator
+from tatami.comm.probe import measure_links
+from tatami.tiled.measure import measure_speeds
+from tatami.workload import Workload
+
+_MIB = 1024 * 1024
+_REPEAT_S = 0.25
+"""Of one timing: more than two periods of a container's quota (100 ms), so that it is its share that is measured."""
+
+
+def probe(workload: Workload, comm: AbstractCommunicator, *, repeats: int = 7, pace: Pace = NO_PACE) -> Cluster:
+    """The cluster that the ranks of `comm` make up: the same on every rank. Collective.
+
+    Speeds are flop/s of local compute on `workload`, timed on all ranks at once; a processor's memory is its share of its
+    host's. Figures are rounded to what a measurement is good for.
+
+    Args:
+        workload: what will be trained.
+        repeats: timings to take the median of.
+        pace: see `tatami.clock`.
+    """
+    speeds = measure_speeds(workload, comm, repeats=repeats, repeat_s=_REPEAT_S, pace=pace)
+    memory_bytes = comm.allgather_object(_memory_bytes() // comm.local_size)
+    processors = tuple(
+        Processor(
+            name=f"p{rank}",
+            speed=_rounded(speed.flop_per_s, digits=4),
+            spread=_rounded(speed.spread, digits=2),
+            host=host,
+            memory_bytes=memory // _MIB * _MIB,
+        )
+        for rank, (speed, host, memory) in enumerate(zip(speeds, comm.hosts, memory_bytes, strict=True))
+    )
+    links = {hosts: _rounded_link(link) for hosts, link in measure_links(comm).items()}
+    return Cluster(
+        processors=processors,
+        local=_slowest(links, of_one_host=True) or LOCAL_LINK,
+        network=_slowest(links, of_one_host=False) or NETWORK_LINK,
+        links=links if len(set(comm.hosts)) > 1 else {},
+    )
+
+
+def _slowest(links: Mapping[tuple[str, str], Link], *, of_one_host: bool) -> Link | None:
+    """Of the local links, or of those between hosts; None where there is none."""
+    chosen = [link for (one, other), link in links.items() if (one == other) is of_one_host]
+    return min(chosen, key=lambda link: link.bandwidth_bytes_per_s, default=None)
+
+
+def _rounded_link(link: Link) -> Link:
+    return Link(
+        # In bits, as it is written.
+        bandwidth_bytes_per_s=_rounded(8 * link.bandwidth_bytes_per_s, digits=3) / 8,
+        latency_s=_rounded(link.latency_s, digits=3),
+    )
+
+
+def _rounded(value: float, *, digits: int) -> float:
+    return float(f"{value:.{digits}g}")
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,117 @@
+"""The ordinary, whole state dict of a tiled model: gathered from the ranks, and cut for them again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tatami.errors import CheckpointError
+from tatami.tiled.model import TiledModel
+from tatami.tiled.rows import Rows
+from tatami.tiling import Span
+
+_TAG = 9
+
+
+def whole_state_dict(model: TiledModel, *, root: int = 0) -> dict[str, torch.Tensor]:
+    """The state dict of the plain model, on `root`; an empty one on the other ranks. Collective.
+
+    Units come from the first column, whose ranks hold each unit once.
+    """
+    whole = {}
+    sliced = _sliced(model)
+    for name, value in model.module.state_dict().items():
+        if name not in sliced:
+            whole[name] = value.detach().clone()
+            continue
+        pair, axis = sliced[name]
+        gathered = _gather(model, Rows(value.detach(), axis), pair=pair, root=root)
+        if gathered is not None:
+            whole[name] = gathered
+    return whole if model.comm.rank == root else {}
+
+
+def load_whole_state_dict(model: TiledModel, state: Mapping[str, torch.Tensor] | None, *, root: int = 0) -> None:
+    """Load the state dict of the plain model, given on `root` (None elsewhere), whatever the tiling. Collective.
+
+    Raises:
+        CheckpointError: on every rank, and before anything is changed: tensors that are missing, unknown, or of another shape.
+    """
+    expected = whole_shapes(model)
+    problem = model.comm.bcast_object(mismatch(expected, state or {}) if model.comm.rank == root else None, root=root)
+    if problem is not None:
+        raise CheckpointError(problem)
+    sliced = _sliced(model)
+    own = model.module.state_dict()
+    with torch.no_grad():
+        for name, shape in expected.items():
+            whole = torch.empty(shape, dtype=own[name].dtype)
+            if model.comm.rank == root:
+                assert state is not None
+                whole.copy_(state[name])
+            model.comm.bcast(whole, root=root)
+            if name in sliced:
+                pair, axis = sliced[name]
+                tile = model.tilings[pair].by_processor.get(model.name)
+                whole = Rows(whole, axis).cut(tile.units if tile is not None else Span(0, 0))
+            own[name].copy_(whole)
+
+
+def whole_shapes(model: TiledModel) -> dict[str, torch.Size]:
+    """The shape that every tensor of the state dict has in the plain model."""
+    shapes = {}
+    sliced = _sliced(model)
+    for name, value in model.module.state_dict().items():
+        shape = list(value.shape)
+        if name in sliced:
+            pair, axis = sliced[name]
+            shape[axis] = model.tilings[pair].units
+        shapes[name] = torch.Size(shape)
+    return shapes
+
+
+def _sliced(model: TiledModel) -> dict[str, tuple[int, int]]:
+    """The tensors of which this rank holds only some units: name -> (pair, unit axis)."""
+    names = {}
+    for index, pair in enumerate(model.pair_names):
+        names[f"{pair.first}.weight"] = (index, 0)
+        names[f"{pair.first}.bias"] = (index, 0)
+        names[f"{pair.second}.weight"] = (index, 1)
+    return {name: place for name, place in names.items() if name in model.module.state_dict()}
+
+
+def _gather(model: TiledModel, mine: Rows, *, pair: int, root: int) -> torch.Tensor | None:
+    """All units of one tensor on `root`, from the ranks of the first column."""
+    comm, tiling = model.comm, model.tilings[pair]
+    holders = {model.names.index(tile.processor): tile.units for tile in tiling.columns[0]}
+    if comm.rank != root:
+        if comm.rank in holders and holders[comm.rank].size:
+            comm.send(mine.tensor.contiguous(), root, tag=_TAG)
+        return None
+    shape = list(mine.tensor.shape)
+    shape[mine.axis] = tiling.units
+    whole = Rows(torch.empty(shape, dtype=mine.tensor.dtype), mine.axis)
+    for rank, units in holders.items():
+        part = whole.cut(units)
+        if rank == root:
+            part.copy_(mine.tensor)
+        elif units.size:
+            received = torch.empty(part.shape, dtype=part.dtype)
+            comm.recv(received, rank, tag=_TAG)
+            part.copy_(received)
+    return whole.tensor
+
+
+def mismatch(expected: Mapping[str, torch.Size], state: Mapping[str, torch.Tensor]) -> str | None:
+    """What keeps `state` from being a network with these shapes: every tensor, with its shapes; None where nothing does."""
+    problems = [f"{name} is missing" for name in expected if name not in state]
+    problems += [f"{name} {tuple(state[name].shape)} is not known here" for name in state if name not in expected]
+    problems += [
+        f"{name} has shape {tuple(state[name].shape)}, this network needs {tuple(shape)}"
+        for name, shape in expected.items()
+        if name in state and state[name].shape != shape
+    ]
+    if not problems:
+        return None
+    return "these weights are of another network:\n  " + "\n  ".join(problems)

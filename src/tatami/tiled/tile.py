@@ -1,0 +1,148 @@
+"""`tatami.tile`: an ordinary network, laid over ranks that are not alike."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
+
+import torch
+from torch import nn
+
+from tatami.clock import NO_PACE, Clock, Pace
+from tatami.cluster import Cluster
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError, PlanError, TatamiError
+from tatami.tiled.describe import find_pairs, workload_of
+from tatami.tiled.measure import measure_speeds
+from tatami.tiled.model import REDUCTIONS, Reduction, TiledModel
+from tatami.tiled.phases import Phases
+from tatami.tiling import Layout, Plan, plan
+from tatami.tiling.cost import AbstractCost
+
+Decided = TypeVar("Decided")
+
+
+def tile(
+    model: nn.Module,
+    comm: AbstractCommunicator,
+    *,
+    batch_size: int,
+    speeds: Cluster | Sequence[float] | Literal["equal", "measure"] = "measure",
+    planner: str = "srpm",
+    layout: Layout | None = None,
+    cost: AbstractCost | None = None,
+    reduction: Reduction = "mean",
+    quiet: bool = False,
+    clock: Clock | None = None,
+    pace: Pace = NO_PACE,
+) -> TiledModel:
+    """Lay `model` over the ranks of `comm`, each with a tile sized to its speed. Collective.
+
+    The linear-activation-linear pairs of the model are split over their hidden units, everything else is repeated on every rank
+    of a column; the samples of each batch are split between the columns. Parameters are those of rank 0.
+
+    Args:
+        model: any module with at least one such pair; it is not changed.
+        comm: from `tatami.init()`.
+        batch_size: the global batch that the plan is made for; other batches (the last of an epoch) are cut alike.
+        speeds: the ranks' speeds: a `Cluster` (which also tells of links), one number for each rank (only ratios count),
+            "measure" (time the model's own work on every rank), or "equal".
+        planner: one of `tatami.tiling.PLANNERS`.
+        layout: lie like this instead of planning; processors are named p0, p1, ... by rank, or as the cluster names them.
+        cost: what the planner minimises; None for the planner's own choice.
+        reduction: what the loss function does with samples, "mean" or "sum": its own `reduction`.
+        quiet: do not print the tiling (rank 0 does otherwise).
+        clock, pace: for tests (see `tatami.clock`).
+
+    Raises:
+        ModelError: no pair to tile, or a layer that a tiled run could not compute exactly.
+        PlanError: speeds that cannot be, or more ranks than samples or units.
+    """
+    if reduction not in REDUCTIONS:
+        raise InputError(f"reduction must be 'mean' or 'sum', as the loss function's own, not {reduction!r}")
+    cluster = _given(speeds, comm)
+    comm.barrier()  # torch.fx patches nn.Module for the whole process while it traces, and ranks may be threads of one process
+    pairs = _of_rank_0(comm, lambda: find_pairs(model))
+    workload = workload_of(model, pairs, samples=batch_size)
+    same = (workload, planner, reduction, cluster, layout)
+    _same_everywhere(comm, same, "the model, the batch size, the planner, the reduction, the speeds and the layout")
+    model = copy.deepcopy(model)
+    _broadcast(model, comm)
+    if cluster is None:
+        dtype = model.get_parameter(f"{pairs[0].first}.weight").dtype
+        measured = measure_speeds(workload, comm, dtype=dtype, clock=clock, pace=pace)
+        cluster = Cluster.from_speeds([speed.flop_per_s for speed in measured])
+    if layout is None:
+        planned = _of_rank_0(comm, functools.partial(plan, planner, cluster=cluster, workload=workload, cost=cost))
+        layout = planned.layout
+        if comm.rank == 0 and not quiet:
+            print(_told(planned), flush=True)
+    generator = torch.Generator()
+    generator.set_state(comm.bcast_object(torch.get_rng_state()))
+    return TiledModel(
+        model,
+        comm,
+        pairs=pairs,
+        layout=layout,
+        cluster=cluster,
+        speeds_known=not isinstance(speeds, str) or speeds != "equal",
+        batch_size=batch_size,
+        reduction=reduction,
+        phases=Phases(clock=clock, pace=pace),
+        generator=generator,
+    )
+
+
+def _given(speeds: Cluster | Sequence[float] | str, comm: AbstractCommunicator) -> Cluster | None:
+    """The cluster that `speeds` tells of; None where it is to be measured."""
+    if isinstance(speeds, str):
+        if speeds not in ("measure", "equal"):
+            raise PlanError(f"speeds must be a Cluster, a number for each rank, 'measure' or 'equal', not {speeds!r}")
+        return Cluster.from_speeds([1.0] * comm.size) if speeds == "equal" else None
+    cluster = speeds if isinstance(speeds, Cluster) else Cluster.from_speeds(speeds)
+    if cluster.size != comm.size:
+        raise PlanError(f"there are {comm.size} ranks but {cluster.size} speeds; give one for each rank")
+    return cluster
+
+
+def _of_rank_0(comm: AbstractCommunicator, decide: Callable[[], Decided]) -> Decided:
+    """What rank 0 decides, alone, for all ranks; what it refuses, all refuse, and what it warns of is said once."""
+    decided: Decided | None = None
+    refused: TatamiError | None = None
+    if comm.rank == 0:
+        try:
+            decided = decide()
+        except TatamiError as error:
+            refused = error
+    decided, refused = comm.bcast_object((decided, refused))
+    if refused is not None:
+        raise refused
+    assert decided is not None
+    return decided
+
+
+def _told(planned: Plan) -> str:
+    """The tiling in one line, with the share of the processors' speed that it is predicted to use."""
+    columns = " | ".join(" ".join(column.processors) for column in planned.layout.columns)
+    widths = " + ".join(str(column[0].samples.size) for column in planned.tiling.columns)
+    left_out = f"; left out: {', '.join(planned.left_out)}" if planned.left_out else ""
+    return (
+        f"tatami: {planned.planner} lays {planned.tiling.samples} samples x {planned.tiling.units} units as [{columns}], "
+        f"samples {widths}; predicted efficiency {1 / (1 + planned.gap):.0%}{left_out}"
+    )
+
+
+def _broadcast(model: nn.Module, comm: AbstractCommunicator) -> None:
+    """Parameters and buffers of rank 0 for everyone, so that all begin alike whatever their seeds."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            comm.bcast(tensor)
+
+
+def _same_everywhere(comm: AbstractCommunicator, value: object, what: str) -> None:
+    values = comm.allgather_object(value)
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise PlanError(f"{what} must be the same on all ranks; rank 0 has {values[0]}, rank {rank} has {other}")

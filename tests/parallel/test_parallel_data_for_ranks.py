@@ -1,0 +1,296 @@
+"""Data sets dealt out to ranks, orders that ranks agree on, and batches that one rank draws for all."""
+
+from __future__ import annotations
+
+from collections import Counter, namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from tatami.comm import AbstractCommunicator
+from tatami.errors import DataError, InputError
+from tatami.parallel import MultiNodeLoader, SynchronizedSampler, create_empty_dataset, scatter_dataset, scatter_index
+from tatami.parallel.scattering import share_of
+from tatami.testing.worlds import World
+
+
+class Squares(Dataset[int]):
+    """Knows its items without having them."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+KINDS: dict[str, Any] = {
+    "list": lambda n: [index * index for index in range(n)],
+    "array": lambda n: np.arange(n) ** 2,
+    "tensor": lambda n: torch.arange(n) ** 2,
+    "tensors": lambda n: TensorDataset(torch.arange(n) ** 2, torch.arange(n)),
+    "dataset": Squares,
+}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_data_set_is_dealt_out_from_every_root(world: World, kind: str, shuffle: bool) -> None:
+    """Sub-sets are equal and as small as can be, and together they are the whole."""
+
+    def body(comm: AbstractCommunicator) -> None:
+        for root in range(comm.size):
+            for length in (0, 1, comm.size, 5 * comm.size - 1):
+                whole = KINDS[kind](length) if comm.rank == root else None
+                for equal in (True, False):
+                    part = scatter_dataset(whole, comm, root=root, shuffle=shuffle, seed=length, force_equal_length=equal)
+                    items = [int(each[0]) if isinstance(each, tuple) else int(each) for each in part]
+                    assert items == [index * index for index in part.indices]
+                    everyones = comm.allgather_object(part.indices)
+                    sizes = [len(each) for each in everyones]
+                    assert sizes[comm.rank] == len(part)
+                    assert part.num_samples == length
+                    assert {each for indices in everyones for each in indices} == set(range(length))
+                    if equal:
+                        assert set(sizes) == {-(-length // comm.size)}
+                    else:
+                        assert sum(sizes) == length
+                        assert max(sizes) - min(sizes) <= 1
+                    if shuffle and length > 15 and not equal:
+                        assert [each for indices in everyones for each in indices] != list(range(length))
+
+    world(body)
+
+
+def test_the_references_numbers_of_scatter_index() -> None:
+    shares = [share_of(10, rank=rank, ranks=3, equal=False) for rank in range(3)]
+    assert shares == [range(4), range(4, 7), range(7, 10)]
+    assert [share_of(10, rank=rank, ranks=3, equal=True) for rank in range(3)] == [range(4), range(3, 7), range(6, 10)]
+    assert [list(share_of(1, rank=rank, ranks=4, equal=True)) for rank in range(4)] == [[0]] * 4
+
+
+@given(num_samples=st.integers(0, 10_000), ranks=st.integers(1, 300), equal=st.booleans())
+def test_shares_cover_everything_and_are_alike(num_samples: int, ranks: int, equal: bool) -> None:
+    shares = [share_of(num_samples, rank=rank, ranks=ranks, equal=equal) for rank in range(ranks)]
+    counted = Counter(index for share in shares for index in share)
+    assert set(counted) == set(range(num_samples))
+    if equal:
+        assert {len(share) for share in shares} == {-(-num_samples // ranks)}
+    else:
+        assert set(counted.values()) <= {1}
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize(("num_samples", "ranks"), [(10, 3), (1244, 23), (2, 1), (230945, 237)])
+def test_the_references_cases_of_scatter_index(num_samples: int, ranks: int) -> None:
+    shares = [share_of(num_samples, rank=rank, ranks=ranks, equal=False) for rank in range(ranks)]
+    assert [index for share in shares for index in share] == list(range(num_samples))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_indices_come_from_the_root_and_move_no_data(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> range:
+        return scatter_index(10 if comm.rank == comm.size - 1 else None, comm, root=comm.size - 1, force_equal_length=False)
+
+    expected = [share_of(10, rank=rank, ranks=world.size, equal=False) for rank in range(world.size)]
+    assert world(body) == expected
+
+
+def test_what_can_not_be_dealt_out_is_told_on_all_ranks(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        with pytest.raises(DataError, match="rank 0 gave None; it is the root and needs a data set with"):
+            scatter_dataset(None, comm)
+        with pytest.raises(DataError, match="rank 0 gave a generator"):
+            scatter_dataset((each for each in range(3)), comm)
+        with pytest.raises(InputError, match="rank 0 gave no number of samples"):
+            scatter_index(None, comm)
+        with pytest.raises(InputError, match="0 or more samples, not -1"):
+            scatter_index(-1, comm)
+        if comm.size > 1:
+            with pytest.raises(DataError, match=r"the list can not be sent to rank 1: .*Give each rank the data set"):
+                scatter_dataset([lambda: None] * comm.size, comm)
+        assert len(scatter_dataset([1], comm)) == 1
+
+    world(body)
+
+
+def test_a_portion_ends_where_it_ends(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        part = scatter_dataset(list(range(2 * comm.size)), comm)
+        assert [part[0], part[1], part[-1]] == [2 * comm.rank, 2 * comm.rank + 1, 2 * comm.rank + 1]
+        with pytest.raises(IndexError, match="there is no item 2 in this rank's part of 2 items"):
+            part[2]
+        batches = [each.tolist() for each in DataLoader(part, batch_size=1)]
+        assert batches == [[2 * comm.rank], [2 * comm.rank + 1]]
+
+    world(body)
+
+
+@pytest.mark.parametrize("length", [0, 1, 10, 49])
+@pytest.mark.parametrize("kind", ["list", "array", "tensor"])
+def test_an_empty_data_set_is_as_long(kind: str, length: int) -> None:
+    empty = create_empty_dataset(KINDS[kind](length))
+    assert len(empty) == length
+    assert all(each == () for each in empty)
+
+
+# -- samplers ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [4, 7])
+def test_batches_are_the_same_on_all_ranks_for_three_epochs(world: World, batch_size: int) -> None:
+    def body(comm: AbstractCommunicator) -> list[list[list[int]]]:
+        sampler = SynchronizedSampler(range(100), comm, seed=comm.rank)
+        loader: Any = DataLoader(Squares(100), batch_size=batch_size, sampler=sampler)
+        return [[batch.tolist() for batch in loader] for _ in range(3)]
+
+    first, *others = world(body)
+    assert all(other == first for other in others)
+    assert first[0] != first[1] != first[2]
+    for epoch in first:
+        assert sorted(each for batch in epoch for each in batch) == [index * index for index in range(100)]
+
+
+@pytest.mark.parametrize("share", ["all", "equal", "exact"])
+def test_every_epoch_covers_everything_in_another_order(world: World, share: Any) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        sampler = SynchronizedSampler(range(10), comm, share=share, seed=3)
+        orders = []
+        for epoch in range(3):
+            assert sampler.epoch == epoch
+            mine = list(sampler)
+            assert len(mine) == len(sampler)
+            everyones = comm.allgather_object(mine)
+            assert {index for each in everyones for index in each} == set(range(10))
+            if share == "exact":
+                assert sum(map(len, everyones)) == 10
+            if share == "equal":
+                assert {len(each) for each in everyones} == {-(-10 // comm.size)}
+            if share == "all":
+                assert everyones == [everyones[0]] * comm.size
+                assert sorted(mine) == list(range(10))
+            orders.append(everyones)
+        assert orders[0] != orders[1] != orders[2]
+        assert list(SynchronizedSampler(range(10), comm, share=share, shuffle=False)) == (
+            list(range(10)) if share == "all" else list(share_of(10, rank=comm.rank, ranks=comm.size, equal=share == "equal"))
+        )
+
+    world(body)
+
+
+def test_a_sampler_goes_on_in_the_middle_of_an_epoch(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        sampler = SynchronizedSampler(range(20), comm, seed=5)
+        list(sampler)
+        drawing = iter(sampler)
+        seen = [next(drawing) for _ in range(8)]
+        other = SynchronizedSampler(range(20), comm, seed=9)
+        other.load_state_dict(sampler.state_dict())
+        rest = list(other)
+        assert rest == list(drawing)
+        assert sorted(seen + rest) == list(range(20))
+        assert list(other) == list(sampler)
+        ahead = SynchronizedSampler(range(20), comm, seed=9)
+        ahead.load_state_dict({**sampler.state_dict(position=18), "epoch": 1})
+        assert list(ahead) == rest[-2:]
+
+    world(body)
+
+
+@pytest.mark.ranks(2, 3)
+def test_samplers_that_differ_are_told_apart(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        with pytest.raises(InputError, match=r"rank 0 has \(length, share, shuffle\) = \(5, 'all', True\), rank 1 has \(6"):
+            SynchronizedSampler(range(5 + comm.rank), comm)
+        with pytest.raises(InputError, match="no share 'some'; choose of all, equal, exact"):
+            SynchronizedSampler(range(5), comm, share="some")  # type: ignore[arg-type]
+
+    world(body)
+
+
+# -- one rank's batches for all ----------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("batch_size", [4, 7])
+def test_all_ranks_get_the_batches_of_the_root(world: World, batch_size: int, paired: bool) -> None:
+    x = torch.randn(30, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    data: Any = TensorDataset(x, torch.arange(30)) if paired else x
+
+    def body(comm: AbstractCommunicator) -> None:
+        for root in {0, comm.size - 1}:
+            generator = torch.Generator().manual_seed(7)
+            source: Any = DataLoader(data, batch_size=batch_size, shuffle=True, generator=generator)
+            loader = MultiNodeLoader(source if comm.rank == root else None, comm, root=root)
+            assert len(loader) == -(-30 // batch_size)
+            orders = []
+            for epoch in range(2):
+                assert loader.epoch == epoch
+                batches = list(loader)
+                assert len(batches) == len(loader)
+                whole = torch.cat([batch[0] for batch in batches] if paired else batches)
+                assert whole.dtype == torch.float64
+                torch.testing.assert_close(whole.sort(dim=0).values, x.sort(dim=0).values, rtol=0, atol=0)
+                orders.append(comm.allgather_object(whole.tolist()))
+                assert orders[-1] == [orders[-1][0]] * comm.size
+                if paired:
+                    assert torch.equal(whole, x[torch.cat([batch[1] for batch in batches])])
+            assert orders[0] != orders[1]
+            loader.close()
+
+    world(body)
+
+
+def test_batches_may_hold_anything(world: World) -> None:
+    batches: list[Any] = [
+        {"words": ["one", "two"], "x": torch.ones(2, 0), "n": 3, "mask": torch.tensor([True, False])},
+        Pair(torch.arange(3, dtype=torch.int32), (torch.tensor(1.5, dtype=torch.bfloat16), None)),
+        [torch.ones(2, 3).t(), torch.ones(2, dtype=torch.complex64), "text"],
+        torch.ones(1, dtype=torch.int16),
+    ]
+
+    def body(comm: AbstractCommunicator) -> None:
+        loader = MultiNodeLoader(iter(batches) if comm.rank == 0 else None, comm)
+        came = list(loader)
+        assert repr(came) == repr(batches)
+        assert type(came[1]) is Pair
+        with pytest.raises(TypeError, match="the loader of rank 0 has no length"):
+            len(loader)
+        loader.close()
+
+    world(body)
+
+
+@pytest.mark.ranks(2, 3)
+def test_what_a_loader_raises_is_told_on_all_ranks(world: World) -> None:
+    def broken() -> Iterator[int]:
+        yield 1
+        raise ZeroDivisionError("in the data")
+
+    def body(comm: AbstractCommunicator) -> None:
+        with pytest.raises(DataError, match="rank 0 gave None; it is the root"):
+            MultiNodeLoader(None, comm)
+        loader = MultiNodeLoader(broken() if comm.rank == 0 else None, comm)
+        with pytest.raises(
+            ZeroDivisionError if comm.rank == 0 else DataError,
+            match="in the data" if comm.rank == 0 else "the loader of rank 0 failed: ZeroDivisionError: in the data",
+        ):
+            list(loader)
+        unsendable = MultiNodeLoader([lambda: None] if comm.rank == 0 else None, comm)
+        with pytest.raises(Exception, match="lambda"):
+            list(unsendable)
+        loader.close()
+        unsendable.close()
+
+    world(body)

@@ -1,0 +1,535 @@
+"""DataParallel: gradients of the global batch on every rank, whatever the ranks have, use and leave out."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tatami.comm import AbstractCommunicator, Recording, run_threads
+from tatami.comm.overlap import AbstractOverlap, MessageOverlap, ScheduledOverlap, SharedOverlap, overlap
+from tatami.errors import CommTimeoutError, InputError, RankDiedError, TrainingError
+from tatami.parallel import DataParallel, linear_gradients
+from tatami.parallel.buckets import lay_buckets
+from tatami.testing.worlds import World
+from tiled_rig import simple_layout, tiled, whole_gradients
+
+COUNTS = (3, 5, 2, 7)
+"""Samples of each rank."""
+
+
+@pytest.fixture(autouse=True)
+def gradients_of_small_layers_are_computed_in_buckets_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_gradients, "_LEAST_ELEMENTS", 1)
+
+
+Tensors = Sequence[torch.Tensor | None]
+mse: Any = F.mse_loss  # as torch has no type for `backward`
+
+
+class Network(nn.Module):
+    """Two ways from input to output, of which one may be left out; a frozen layer, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 40)
+        self.frozen = nn.Linear(40, 40).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(40)
+        self.side = nn.Linear(4, 3)
+        self.last = nn.Linear(40, 3)
+        self.spare = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, *, with_side: bool = True) -> torch.Tensor:
+        hidden = torch.tanh(self.frozen(torch.relu(self.first(x))))
+        result: torch.Tensor = self.last(hidden)
+        return result + self.side(x) if with_side else result
+
+
+def network(seed: int, dtype: torch.dtype = torch.float64) -> Network:
+    generator = torch.Generator().manual_seed(seed)
+    made = Network().to(dtype)
+    with torch.no_grad():
+        for tensor in (*made.parameters(), made.norm.running_mean):
+            assert tensor is not None
+            tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
+    return made
+
+
+def batch(size: int, *, step: int = 0, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    """The global batch for `size` ranks."""
+    generator = torch.Generator().manual_seed(100 + step)
+    samples = sum(COUNTS[:size])
+    x, y = (torch.randn(samples, n, generator=generator, dtype=torch.float64) for n in (4, 3))
+    return x.to(dtype), y.to(dtype)
+
+
+def local(comm: AbstractCommunicator, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.split(tensor, list(COUNTS[: comm.size]))[comm.rank]
+
+
+def gradients(module: nn.Module) -> Tensors:
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in module.parameters()]
+
+
+def assert_same(actual: Tensors, expected: Tensors) -> None:
+    assert [each is None for each in actual] == [each is None for each in expected]
+    for one, other in zip(actual, expected, strict=True):
+        if one is not None and other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("algorithm", [None, "ring", "native"])
+@pytest.mark.parametrize("bucket_bytes", [1, 400, 1 << 20])
+def test_gradients_are_those_of_the_global_batch(world: World, bucket_bytes: int, algorithm: str | None) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        model = DataParallel(network(comm.rank), comm, bucket_bytes=bucket_bytes, algorithm=algorithm)
+        plain = network(0)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
+        for step in range(3):
+            x, y = batch(comm.size, step=step)
+            for each, inputs, targets in ((model, local(comm, x), local(comm, y)), (plain, x, y)):
+                each.zero_grad(set_to_none=step != 1)
+                mse(each(inputs), targets).backward()
+            assert_same(gradients(model.module), gradients(plain))
+            for optimizer in optimizers:
+                optimizer.step()
+        assert_same(list(model.module.parameters()), list(plain.parameters()))
+        model.close()
+
+    world(body)
+
+
+def test_a_sum_over_samples_stays_a_sum_and_penalties_are_averaged(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        x, y = batch(comm.size)
+        plain, summed, penalised = network(0), network(0), network(0)
+        total = DataParallel(summed, comm, reduction="sum")
+        mse(total(local(comm, x)), local(comm, y), reduction="sum").backward()
+        mse(plain(x), y, reduction="sum").backward()
+        assert_same(gradients(summed), gradients(plain))
+
+        plain.zero_grad()
+        model = DataParallel(penalised, comm)
+        (mse(model(local(comm, x)), local(comm, y)) + penalised.last.weight.square().sum()).backward()
+        (mse(plain(x), y) + plain.last.weight.square().sum()).backward()
+        assert_same(gradients(penalised), gradients(plain))
+        for each in (total, model):
+            each.close()
+
+    world(body)
+
+
+def test_accumulation_over_micro_batches(world: World) -> None:
+    def body(inner: AbstractCommunicator) -> None:
+        comm = Recording(inner)
+        model, plain = DataParallel(network(0), comm), network(0)
+        for _ in range(2):
+            model.zero_grad()
+            plain.zero_grad()
+            for step in range(3):
+                x, y = batch(comm.size, step=step)
+                # Ranks' shares differ from one micro-batch to the next.
+                mine = local(comm, x), local(comm, y)
+                if comm.rank == 0 and step == 1:
+                    mine = mine[0][:2], mine[1][:2]
+                    x, y = x[torch.arange(len(x)) != 2], y[torch.arange(len(y)) != 2]
+                elif step == 1:
+                    x, y = x[torch.arange(len(x)) != 2], y[torch.arange(len(y)) != 2]
+                with model.no_sync() if step < 2 else contextlib.nullcontext():
+                    mse(model(mine[0], with_side=step != 2), mine[1]).backward()
+                mse(plain(x, with_side=step != 2), y).backward()
+            assert_same(gradients(model.module), gradients(plain))
+        model.close()
+
+    world(body)
+
+
+def test_what_only_some_ranks_use_and_what_nobody_uses(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        own, plain = network(0), network(0)
+        model = DataParallel(own, comm)
+        for _ in range(2):
+            model.zero_grad()
+            x, y = batch(comm.size)
+            uses_side = comm.rank == comm.size - 1
+            mse(model(local(comm, x), with_side=uses_side), local(comm, y)).backward()
+
+            plain.zero_grad()
+            parts = torch.split(x, list(COUNTS[: comm.size]))
+            outputs = [plain(part, with_side=rank == comm.size - 1) for rank, part in enumerate(parts)]
+            mse(torch.cat(outputs), y).backward()
+            assert_same(gradients(model.module), gradients(plain))
+            assert own.spare.weight.grad is None
+            assert own.frozen.weight.grad is None
+        model.close()
+
+    world(body)
+
+
+def test_a_rank_without_samples(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        model, plain = DataParallel(network(0), comm), network(0)
+        x, y = batch(1)
+        mine = slice(0, 3) if comm.rank == comm.size - 1 else slice(0, 0)
+        mse(model(x[mine]), y[mine]).backward()
+        mse(plain(x), y).backward()
+        assert_same(gradients(model.module), gradients(plain))
+        model.close()
+
+    world(body)
+
+
+@pytest.mark.parametrize(("wire", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("algorithm", [None, "ring"])
+def test_gradients_that_travel_narrower(world: World, wire: torch.dtype, tolerance: float, algorithm: str | None) -> None:
+    """Tolerance relative to the largest element: a few units in the last place of the wire's dtype."""
+
+    def body(comm: AbstractCommunicator) -> list[float]:
+        model, plain = DataParallel(network(0), comm, wire=wire, algorithm=algorithm), network(0)
+        x, y = batch(comm.size)
+        for _ in range(2):
+            model.zero_grad()
+            mse(model(local(comm, x)), local(comm, y)).backward()
+        mse(plain(x), y).backward()
+        for one, other in zip(gradients(model.module), gradients(plain), strict=True):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                assert one.dtype == torch.float64
+                torch.testing.assert_close(one, other, rtol=0, atol=tolerance * float(other.abs().max()))
+        values = [value for each in gradients(model.module) if each is not None for value in each.flatten().tolist()]
+        model.close()
+        return values
+
+    given = world(body)
+    assert all(each == given[0] for each in given)
+
+
+def test_double_buffering_is_exactly_one_step_stale(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        model, plain = DataParallel(network(0), comm, double_buffering=True), network(0)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+        late: Tensors = [None for _ in plain.parameters()]
+        for step in range(5):
+            x, y = batch(comm.size, step=step)
+            for each, inputs, targets in ((model, local(comm, x), local(comm, y)), (plain, x, y)):
+                each.zero_grad()
+                mse(each(inputs), targets).backward()
+            fresh = gradients(plain)
+            for parameter, grad in zip(plain.parameters(), late, strict=True):
+                parameter.grad = grad
+            late = fresh
+            assert_same(gradients(model.module), gradients(plain))
+            for optimizer in optimizers:
+                optimizer.step()
+            assert_same(list(model.module.parameters()), list(plain.parameters()))
+        model.flush()
+        assert_same(gradients(model.module), late)
+        model.close()
+
+    world(body)
+
+
+def test_weights_and_buffers_of_rank_0_are_everyones(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        mine = network(comm.rank)
+        assert mine.norm.num_batches_tracked is not None
+        mine.norm.num_batches_tracked.add_(comm.rank)
+        model = DataParallel(mine, comm)
+        for name, tensor in network(0).state_dict().items():
+            assert torch.equal(mine.state_dict()[name], tensor), name
+        assert list(model.state_dict()) == [f"module.{name}" for name in mine.state_dict()]
+        model.close()
+
+    world(body)
+
+
+def test_outputs_may_be_nested_and_used_inside(world: World) -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network(0)
+
+        def forward(self, *, x: torch.Tensor) -> dict[str, object]:
+            hidden = self.inner(x)
+            return {"hidden": hidden, "more": [(hidden * 2).sin(), None]}
+
+    def loss(output: dict[str, object], y: torch.Tensor) -> Any:
+        hidden, more = output["hidden"], output["more"]
+        assert isinstance(hidden, torch.Tensor)
+        assert isinstance(more, list)
+        hidden += 1  # outputs may be changed in place
+        return mse(hidden, y) + mse(more[0], y)
+
+    def body(comm: AbstractCommunicator) -> None:
+        x, y = batch(comm.size)
+        plain, own = Nested(), Nested()
+        model = DataParallel(own, comm)
+        loss(model(x=local(comm, x)), local(comm, y)).backward()
+        loss(plain(x=x), y).backward()
+        assert_same(gradients(own), gradients(plain))
+        model.close()
+
+    world(body)
+
+
+def test_forward_without_gradients_talks_to_nobody(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        model = DataParallel(network(0), comm)
+        if comm.rank == 0:
+            with torch.no_grad():
+                model(batch(1)[0])
+        x, y = batch(comm.size)
+        mse(model(local(comm, x)), local(comm, y)).backward()
+        model.close()
+
+    world(body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["shared", "two hosts", "a host each", "messages", "scheduled"])
+def test_means_of_several_vectors(world: World, kind: str, dtype: torch.dtype) -> None:
+    sizes = [3, 0, 5000, 1]
+
+    def body(comm: AbstractCommunicator) -> None:
+        hosts = {
+            "shared": [""] * comm.size,
+            "two hosts": [str(rank % max(1, comm.size // 2)) for rank in range(comm.size)],
+            "a host each": [str(rank) for rank in range(comm.size)],
+        }
+        if kind in hosts and not comm.has_windows:
+            return
+        means: AbstractOverlap
+        if kind in hosts:
+            means = SharedOverlap(comm, sizes=sizes, dtype=dtype, hosts=hosts[kind])
+        elif kind == "messages":
+            means = MessageOverlap(comm, sizes=sizes, dtype=dtype, device=None)
+        else:
+            means = ScheduledOverlap(comm, sizes=sizes, dtype=dtype, algorithm="ring")
+        for turn in range(3):
+            order = [(index + turn + comm.rank) % len(sizes) for index in range(len(sizes))]
+            for index in order:
+                means.vectors[index].fill_(float(comm.rank + index + turn))
+                means.begin(index)
+                means.progress()
+            means.wait()
+            for index, vector in enumerate(means.vectors):
+                expected = torch.full((sizes[index],), sum(range(comm.size)) / comm.size + index + turn).to(dtype)
+                assert torch.equal(vector, expected)
+        means.close()
+
+    world(body)
+
+
+def test_ranks_of_one_host_share_their_buckets_and_send_nothing(world: World) -> None:
+    def body(inner: AbstractCommunicator) -> None:
+        comm = Recording(inner)
+        means = overlap(comm.inner, sizes=[100])
+        assert isinstance(means, SharedOverlap if inner.has_windows else MessageOverlap)
+        means.close()
+
+    world(body)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("hosts", "shared"), [("abab", True), ("aabb", True), ("aaab", False), ("abcd", False)])
+def test_hosts_of_equally_many_ranks_send_slices_only(world: World, hosts: str, shared: bool) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        means = overlap(comm, sizes=[100], hosts=list(hosts))
+        assert isinstance(means, SharedOverlap if shared and comm.has_windows else MessageOverlap)
+        means.close()
+
+    world(body)
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(4)
+def test_a_rank_that_does_not_begin_is_named_across_hosts(world: World) -> None:
+    told = {
+        0: "all-reduce of a slice across hosts on rank 0 of 4 .*rank 2",
+        1: "all-reduce of a slice across hosts on rank 1 of 4 .*rank 3",
+        2: "shared all-reduce on rank 2 of 4 .*rank 3",
+    }
+
+    def body(comm: AbstractCommunicator) -> None:
+        means = SharedOverlap(comm, sizes=[100], dtype=torch.float32, hosts=list("aabb"))
+        if comm.rank != 3:
+            comm.timeout_s = 1.0
+            means.begin(0)
+            with pytest.raises(CommTimeoutError, match=told[comm.rank]):
+                means.wait()
+            comm.timeout_s = 30.0
+        comm.barrier()
+
+    world(body)
+
+
+@pytest.mark.ranks(2, 3)
+def test_networks_that_differ_are_told_apart(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        with pytest.raises(InputError, match=r"networks differ: rank 0 has weight \(2, 3\) .*, rank 1 has weight \(2, 4\)"):
+            DataParallel(nn.Linear(4 if comm.rank == 1 else 3, 2), comm)
+        with pytest.raises(InputError, match=r"networks differ: rank 0 has weight \(2, 3\) .*, rank 1 has .* frozen"):
+            DataParallel(nn.Linear(3, 2).requires_grad_(comm.rank != 1) if comm.rank != 1 else half_frozen(), comm)
+
+    def half_frozen() -> nn.Module:
+        linear = nn.Linear(3, 2)
+        linear.weight.requires_grad_(False)
+        return linear
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_cannot_be_is_refused(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        with pytest.raises(InputError, match=r"wire=torch.int64 is no floating dtype"):
+            DataParallel(network(0), comm, wire=torch.int64)
+        with pytest.raises(InputError, match="nothing to train"):
+            DataParallel(network(0).requires_grad_(False), comm)
+        with pytest.raises(InputError, match="bucket_bytes must be at least 1, not 0"):
+            DataParallel(network(0), comm, bucket_bytes=0)
+
+    world(body)
+
+
+def test_mistakes_in_forward_are_told() -> None:
+    class Opaque(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, x: object) -> object:
+            return {1, 2} if isinstance(x, torch.Tensor) else self.linear(torch.ones(2, 4))
+
+    def body(comm: AbstractCommunicator) -> None:
+        opaque = DataParallel(Opaque(), comm)
+        with pytest.raises(InputError, match="output of Opaque, set, holds no tensor that needs gradients"):
+            opaque(torch.ones(2, 4))
+        if comm.size > 1:
+            with pytest.raises(InputError, match="none of the arguments is a tensor"):
+                opaque(5)
+        model = DataParallel(network(0), comm)
+        model.module.frozen.requires_grad_(True)
+        with pytest.raises(InputError, match=r"frozen.weight was frozen when DataParallel was made"):
+            model(batch(1)[0])
+
+    for size in (1, 2):
+        run_threads(body, size=size, timeout_s=5)
+
+
+def test_a_backward_pass_that_was_broken_off_is_not_gone_on_from() -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise KeyError("boom")
+
+    def body(comm: AbstractCommunicator) -> None:
+        module = network(0)
+        model = DataParallel(module, comm)
+        handle = module.first.weight.register_hook(fail)  # type: ignore[no-untyped-call]
+        x, y = batch(1)
+        with pytest.raises(KeyError, match="boom"):
+            mse(model(x), y).backward()
+        handle.remove()
+        with pytest.raises(TrainingError, match="the last backward pass on rank 0 was broken off"):
+            model(x)
+
+    run_threads(body, size=1)
+
+
+@pytest.mark.parametrize("algorithm", [None, "ring"])
+def test_a_rank_that_raises_ends_the_others(algorithm: str | None) -> None:
+    class Fragile(Network):
+        fails = False
+
+        def forward(self, x: torch.Tensor, *, with_side: bool = True) -> torch.Tensor:
+            if self.fails:
+                raise KeyError("boom")
+            return super().forward(x, with_side=with_side)
+
+    ended: list[int] = []
+
+    def body(comm: AbstractCommunicator) -> None:
+        module = Fragile()
+        model = DataParallel(module, comm, algorithm=algorithm)
+        x, y = torch.ones(2, 4), torch.ones(2, 3)
+        mse(model(x), y).backward()
+        module.fails = comm.rank == 1
+        try:
+            mse(model(x), y).backward()
+        except RankDiedError:
+            ended.append(comm.rank)
+            raise
+
+    with pytest.raises(KeyError, match="boom"):
+        run_threads(body, size=3, timeout_s=20)
+    assert sorted(ended) == [0, 2]
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_does_not_come_is_named(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        if not comm.has_windows:
+            return
+        means = SharedOverlap(comm, sizes=[10], dtype=torch.float32)
+        if comm.rank == 0:
+            means.begin(0)
+            comm.timeout_s = 0.1
+            with pytest.raises(CommTimeoutError, match=r"shared all-reduce on rank 0 of 2 timed out .*: rank 1 did not join"):
+                means.wait()
+            comm.timeout_s = 20.0
+        comm.barrier()
+
+    world(body)
+
+
+def test_buckets_follow_backward_and_the_first_is_small() -> None:
+    sizes = [100, 300_000, 7, 200_000, 200_000]
+    parameters = [nn.Parameter(torch.empty(size)) for size in sizes]
+    layouts = lay_buckets(parameters, bucket_bytes=1 << 20, first_bytes=1 << 19)
+    assert [[place.parameter for place in layout.places] for layout in layouts] == [[4], [3, 2], [1], [0]]
+    assert [layout.size for layout in layouts] == [200_001, 200_009, 300_001, 101]
+    assert [place.start for place in layouts[1].places] == [0, 200_000]
+    mixed = [nn.Parameter(torch.empty(2, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.float64)]
+    assert [layout.dtype for layout in lay_buckets(mixed)] == [torch.float64, torch.float32]
+
+
+@pytest.mark.ranks(4)
+def test_replicas_of_a_tiled_network(world: World) -> None:
+    """Two replicas, each tiled over two ranks: horizontal sums inside a replica, DataParallel between replicas."""
+
+    # Once, before there are ranks: threads share the generator that layers are drawn from.
+    torch.manual_seed(3)
+    start = nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, 3)).double()
+
+    def build() -> nn.Module:
+        return copy.deepcopy(start)
+
+    def body(comm: AbstractCommunicator) -> None:
+        replica, tile_ranks = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
+        assert replica is not None
+        assert tile_ranks is not None
+        generator = torch.Generator().manual_seed(5)
+        x, y = (torch.randn(8, n, generator=generator, dtype=torch.float64) for n in (4, 3))
+        half = slice(0, 4) if comm.rank < 2 else slice(4, 8)
+        for layout in (simple_layout([0], [1]), simple_layout([0, 1])):
+            tiled_part = tiled(build(), replica, layout=layout, batch_size=4)
+            comm.barrier()  # torch.fx patches every module of the process while one replica is traced
+            model = DataParallel(tiled_part, tile_ranks)
+            mine_x, mine_y = tiled_part.local(x[half], y[half])
+            mse(model(mine_x), mine_y).backward()
+            plain = build()
+            mse(plain(x), y).backward()
+            whole = whole_gradients(tiled_part)
+            for name, parameter in plain.named_parameters():
+                grad = whole[name]
+                assert grad is not None
+                assert parameter.grad is not None
+                torch.testing.assert_close(grad, parameter.grad, rtol=1e-12, atol=1e-12)
+            model.close()
+
+    world(body)

@@ -1,0 +1,33 @@
+"""The sum over a column of several hosts: what an all-reduce gives, the same bits everywhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.testing.worlds import World
+from tatami.tiled.column_sum import ColumnSum
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("size", [0, 1, 3, 1000, 100_003])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_are_those_of_all_ranks_and_the_same_bits_on_each(world: World, size: int, dtype: torch.dtype) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        column = ColumnSum(comm)
+        for turn in range(3):  # rooms are used again
+            vectors = [
+                torch.rand(size, generator=torch.Generator().manual_seed(10 * turn + rank), dtype=dtype)
+                for rank in range(comm.size)
+            ]
+            mine = vectors[comm.rank].clone()
+            column.sum_(mine)
+            expected = vectors[0].clone()
+            for vector in vectors[1:]:
+                expected += vector
+            assert torch.equal(mine, expected)
+
+    world(body)

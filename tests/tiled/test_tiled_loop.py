@@ -1,0 +1,376 @@
+"""A hand-written loop around a tiled model works like one around the plain model, whatever it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.testing.worlds import World
+from tatami.tiled import TiledModel, move, whole_state_dict
+from tiled_rig import assert_close, copy_of, gradients, optimizers, simple_layout, some_layouts, tiled, whole_gradients
+
+SAMPLES = 7
+Loop = Callable[[Any, Callable[..., Any]], Any]
+"""(model, local) -> anything; `local` cuts this rank's samples out of global tensors, or leaves the plain model's whole."""
+
+
+def x_of(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def mlp(seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
+
+
+def same_gradients(world: World, build: Callable[[], nn.Module], loop: Loop, *, reduction: str = "mean") -> None:
+    """After `loop`, the gradients of a tiled model are those of the plain one, on some layouts."""
+    plain = build()
+    loop(plain, lambda *tensors: tensors[0] if len(tensors) == 1 else tensors)
+    expected = gradients(plain)
+    built = build()
+
+    def body(comm: AbstractCommunicator) -> None:
+        for layout in some_layouts(comm.size):
+            model = tiled(built, comm, layout=layout, batch_size=SAMPLES, reduction=reduction)
+            loop(model, model.local)
+            assert_close(whole_gradients(model), expected, what=f"gradients on {layout}")
+
+    world(body)
+
+
+def test_gradients_accumulate_over_backward_passes(world: World) -> None:
+    def loop(model: Any, local: Any) -> None:
+        for seed, samples in ((0, SAMPLES), (1, 3), (2, 1)):
+            x, y = local(x_of(samples, 4, seed=seed), x_of(samples, 3, seed=9))
+            torch.autograd.backward(F.mse_loss(model(x), y))
+
+    same_gradients(world, mlp, loop)
+
+
+def test_two_forward_passes_before_one_backward(world: World) -> None:
+    def loop(model: Any, local: Any) -> None:
+        first = model(local(x_of(SAMPLES, 4, seed=0))).square().mean()
+        second = model(local(x_of(5, 4, seed=1))).sin().mean()
+        (2 * first + second).backward()
+
+    same_gradients(world, mlp, loop)
+
+
+def test_two_losses_over_one_forward_pass(world: World) -> None:
+    def loop(model: Any, local: Any) -> None:
+        out = model(local(x_of(SAMPLES, 4)))
+        out.square().mean().backward(retain_graph=True)
+        out.sin().mean().backward()
+
+    same_gradients(world, mlp, loop)
+
+
+def test_a_second_backward_through_the_same_graph_is_refused_as_ever(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(mlp(), comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+        loss = model(model.local(x_of(SAMPLES, 4))).square().mean()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+
+    world(body)
+
+
+class Outputs(nn.Module):
+    """Two pairs of different units, outputs in a dict, one of them an input of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.one = nn.Sequential(nn.Linear(4, 9), nn.Sigmoid(), nn.Linear(9, 4))
+        self.two = nn.Sequential(nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 4))
+        self.only_third = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, *, shift: float = 0.0) -> dict[str, Any]:
+        hidden = self.one(x) + shift
+        return {"hidden": hidden, "rest": (self.two(hidden), [self.only_third(hidden)]), "name": "outputs"}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_outputs_in_dicts_and_tuples_and_inputs_by_keyword(world: World, reduction: str) -> None:
+    def loop(model: Any, local: Any) -> None:
+        out = model(x=local(x_of(SAMPLES, 4)), shift=0.5)
+        assert out["name"] == "outputs"
+        loss = getattr(out["hidden"].square(), reduction)() + getattr(out["rest"][0].sin(), reduction)()
+        loss.backward()  # the third output takes no part: no gradient, as in the plain model
+
+    same_gradients(world, lambda: Outputs().double(), loop, reduction=reduction)
+
+
+def test_outputs_may_be_changed_in_place(world: World) -> None:
+    def loop(model: Any, local: Any) -> None:
+        x, y = local(x_of(SAMPLES, 4), x_of(SAMPLES, 3, seed=3))
+        out = model(x)
+        out -= y
+        out.square().mean().backward()
+
+    same_gradients(world, mlp, loop)
+
+
+def test_a_gradient_penalty_written_over_parameters_is_exact(world: World) -> None:
+    def loop(model: Any, local: Any) -> None:
+        penalty = sum(p.square().sum() for p in model.parameters())
+        (model(local(x_of(SAMPLES, 4))).square().mean() + 0.1 * penalty).backward()
+
+    same_gradients(world, mlp, loop)
+
+
+def test_parameters_that_share_a_gradient_tensor_are_each_summed_once(world: World) -> None:
+    """For one sample, `shift`, `again` and the pair's output have one gradient tensor: summing must not change it."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(2)
+            self.before = nn.Linear(4, 4)
+            self.pair = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))
+            self.shift = nn.Parameter(torch.rand(1, 4))
+            self.again = nn.Parameter(torch.rand(1, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.pair(self.before(x)) + self.shift + self.again
+            return result
+
+    def loop(model: Any, local: Any) -> None:
+        model(local(x_of(SAMPLES, 4))).square().sum().backward()
+        model(local(x_of(1, 4))).square().sum().backward()
+
+    same_gradients(world, lambda: Shifted().double(), loop, reduction="sum")
+
+
+def test_frozen_after_tiling_and_thawed_again(world: World) -> None:
+    def loop(model: Any, local: Any) -> None:
+        x = local(x_of(SAMPLES, 4))
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        last = list(model.parameters())[-1]
+        last.requires_grad_(True)
+        model(x).square().mean().backward()
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        model(x).square().mean().backward()
+
+    same_gradients(world, mlp, loop)
+
+
+def test_a_fully_frozen_model_hands_gradients_to_its_input(world: World) -> None:
+    expected_x = x_of(SAMPLES, 4).requires_grad_()
+    mlp().requires_grad_(False)(expected_x).square().mean().backward()
+    assert expected_x.grad is not None
+    expected = expected_x.grad
+    built = mlp().requires_grad_(False)
+
+    def body(comm: AbstractCommunicator) -> None:
+        for layout in some_layouts(comm.size):
+            model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
+            x = model.local(x_of(SAMPLES, 4)).clone().requires_grad_()
+            model(x).square().mean().backward()
+            assert_close({"x": x.grad}, {"x": expected[model.local_span(SAMPLES).slice()]}, what=f"{layout}")
+
+    world(body)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_inputs_get_the_gradient_of_the_global_loss(world: World, reduction: str) -> None:
+    whole = x_of(SAMPLES, 3, 4).requires_grad_()
+    loss: torch.Tensor = getattr(mlp()(whole).square(), reduction)()
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert whole.grad is not None
+    expected = whole.grad
+    built = mlp()
+
+    def body(comm: AbstractCommunicator) -> None:
+        for layout in some_layouts(comm.size):
+            model = tiled(built, comm, layout=layout, batch_size=SAMPLES, reduction=reduction)
+            x = model.local(x_of(SAMPLES, 3, 4)).clone().requires_grad_()
+            getattr(model(x).square(), reduction)().backward()
+            assert_close({"x": x.grad}, {"x": expected[model.local_span(SAMPLES).slice()]}, what=f"{layout}")
+
+    world(body)
+
+
+def test_clipping_is_by_the_global_norm(world: World) -> None:
+    def loop_of(max_norm: float, seen: list[float]) -> Loop:
+        def loop(model: Any, local: Any) -> None:
+            model(local(x_of(SAMPLES, 4))).square().mean().backward()
+            clip = getattr(model, "clip_grad_norm_", None) or (
+                lambda norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm).item()
+            )
+            seen.append(clip(max_norm))
+
+        return loop
+
+    for max_norm in (0.01, 1e6):
+        seen: list[float] = []
+        same_gradients(world, mlp, loop_of(max_norm, seen))
+        assert seen == pytest.approx([seen[0]] * len(seen), rel=1e-12)
+
+
+def test_evaluation_in_the_middle_of_training_changes_nothing(world: World) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(4)
+        return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 3), nn.Dropout(0.1)).double()
+
+    def loop(model: Any, local: Any) -> None:
+        x, y = local(x_of(SAMPLES, 4), x_of(SAMPLES, 3, seed=3))
+        torch.autograd.backward(F.mse_loss(model(x), y))
+        model.eval()
+        with torch.no_grad():
+            model(local(x_of(5, 4, seed=8)))
+        model.train()
+        x, y = local(x_of(SAMPLES, 4), x_of(SAMPLES, 3, seed=3))
+        torch.autograd.backward(F.mse_loss(model(x), y))
+
+    torch.manual_seed(11)
+    plain = build()
+    torch.manual_seed(11)
+    loop(plain, lambda *tensors: tensors[0] if len(tensors) == 1 else tensors)
+    built = build()
+    torch.manual_seed(11)
+
+    def body(comm: AbstractCommunicator) -> None:
+        for layout in some_layouts(comm.size):
+            model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
+            loop(model, model.local)
+            assert_close(whole_gradients(model), gradients(plain), what=f"{layout}")
+
+    world(body)
+
+
+def test_without_gradients_a_column_computes_whatever_it_shares(world: World) -> None:
+    expected = mlp()(x_of(5, 4)).detach()
+    built = mlp()
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
+        if model.tile is None:
+            return
+        with torch.no_grad():
+            assert_close({"out": model(x_of(5, 4))}, {"out": expected}, what="output")
+
+    world(body)
+
+
+def test_layers_shared_by_name_stay_shared(world: World) -> None:
+    """One dropout under two names and one parameter under two names of one module."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(2)
+            self.pair = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))
+            self.drop = nn.Dropout(0.5)
+            self.same_drop = self.drop
+            self.scale = nn.Parameter(torch.rand(4))
+            self.same_scale = self.scale
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.same_drop(self.pair(self.drop(x)) * self.scale) * self.same_scale
+            return result
+
+    def loop(model: Any, local: Any) -> None:
+        model(local(x_of(SAMPLES, 4))).square().mean().backward()
+
+    plain = Shared().double()
+    torch.manual_seed(12)
+    loop(plain, lambda x: x)
+    built = Shared().double()
+    torch.manual_seed(12)
+
+    def body(comm: AbstractCommunicator) -> None:
+        for layout in some_layouts(comm.size):
+            model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
+            loop(model, model.local)
+            assert_close(whole_gradients(model), gradients(plain), what=f"{layout}")
+
+    world(body)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_retiling_between_accumulated_passes_and_with_an_old_loss_alive(world: World) -> None:
+    """A loss that is still alive holds on to autograd's accumulators of the parameters as they were before the re-tiling."""
+    plain = mlp()
+    steps = optimizers(torch.float64)["adam"](plain.parameters())
+    for seed in range(3):
+        steps.zero_grad()
+        plain(x_of(SAMPLES, 4, seed=seed)).square().mean().backward()
+        plain(x_of(SAMPLES, 4, seed=seed + 10)).square().mean().backward()
+        steps.step()
+    built = mlp()
+
+    def body(comm: AbstractCommunicator) -> None:
+        layouts = some_layouts(comm.size)
+        model = tiled(built, comm, layout=layouts[-1], batch_size=SAMPLES)
+        steps = optimizers(torch.float64)["adam"](model.parameters())
+        identities = [id(parameter) for parameter in model.parameters()]
+        alive = []
+        for seed in range(3):
+            steps.zero_grad()
+            loss = model(model.local(x_of(SAMPLES, 4, seed=seed))).square().mean()
+            loss.backward()
+            alive.append(loss)
+            move(model, layouts[seed % len(layouts)], optimizer=steps)
+            model(model.local(x_of(SAMPLES, 4, seed=seed + 10))).square().mean().backward()
+            steps.step()
+        assert identities == [id(parameter) for parameter in model.parameters()]
+        assert [id(p) for group in steps.param_groups for p in group["params"]] == identities
+        assert {int(steps.state[p]["step"]) for p in model.parameters()} == {3}
+        assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="parameters")
+
+    world(body)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_rank_left_out_and_brought_back_has_its_optimizer_state(world: World) -> None:
+    plain = mlp()
+    steps = optimizers(torch.float64)["adamw"](plain.parameters())
+    for seed in range(6):
+        steps.zero_grad()
+        plain(x_of(SAMPLES, 4, seed=seed)).square().mean().backward()
+        steps.step()
+    built = mlp()
+
+    def body(comm: AbstractCommunicator) -> None:
+        everyone, others = simple_layout(list(range(comm.size))), simple_layout(list(range(1, comm.size)))
+        model = tiled(built, comm, layout=everyone, batch_size=SAMPLES)
+        steps = optimizers(torch.float64)["adamw"](model.parameters())
+        for seed in range(6):
+            if seed in (2, 4):
+                move(model, others if seed == 2 else everyone, optimizer=steps)
+            steps.zero_grad()
+            model(model.local(x_of(SAMPLES, 4, seed=seed))).square().mean().backward()
+            steps.step()
+            if seed == 3 and comm.rank == 0:
+                assert model.tile is None
+                assert [rows.tensor.numel() for rows in model.pair_rows()[0]] == [0, 0, 0]
+        assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="parameters")
+
+    world(body)
+
+
+def test_the_given_model_is_not_changed_and_may_be_of_any_dtype(world: World) -> None:
+    built = [copy_of(mlp(seed)) for seed in range(world.size)]
+
+    def body(comm: AbstractCommunicator) -> TiledModel | None:
+        mine = built[comm.rank]
+        before = {name: value.clone() for name, value in mine.state_dict().items()}
+        model = tiled(mine, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
+        assert all(torch.equal(before[name], value) for name, value in mine.state_dict().items())
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+        whole = comm.bcast_object(whole_state_dict(model))
+        assert_close(whole, built[0].state_dict(), what="everyone starts from rank 0")
+        return None
+
+    world(body)

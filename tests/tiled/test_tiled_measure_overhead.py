@@ -1,0 +1,77 @@
+"""What a rank spends on each sample beside its units: found again from clocks that know it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+
+from tatami.comm import AbstractCommunicator
+from tatami.errors import PlanError
+from tatami.testing.worlds import World
+from tatami.tiled import measure, measure_sample_flop, measure_speeds
+from tatami.workload import Pair, Workload
+
+WORKLOAD = Workload.mlp(20, 64, 5, samples=32)
+FLOP_PER_S, SAMPLE_FLOP = 1e6, 700.0
+
+
+class Computed:
+    """A clock that a computation moves on: `flop` and so much for each sample, at 1 Mflop/s."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now_s(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+def fake_pass(clock: Computed) -> type:
+    class Fake:
+        def __init__(self, pair: Pair, *, samples: int, dtype: object) -> None:  # noqa: ARG002
+            alone = Workload(samples=samples, pairs=(pair,))
+            self.seconds = (alone.flop(width=1.0, height=1.0) + SAMPLE_FLOP * samples) / FLOP_PER_S
+
+        def run(self) -> None:
+            clock.sleep(self.seconds)
+
+    return Fake
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(1)
+def test_finds_what_each_sample_costs(world: World) -> None:
+    clock = Computed()
+
+    def body(comm: AbstractCommunicator) -> None:
+        with patch.object(measure, "_Pass", fake_pass(clock)):
+            found = measure_sample_flop(WORKLOAD, comm, clock=clock)
+            assert found == pytest.approx(SAMPLE_FLOP, rel=1e-9)
+            told = measure_speeds(replace(WORKLOAD, sample_flop=found), comm, clock=clock)
+            assert told[0].flop_per_s == pytest.approx(FLOP_PER_S, rel=0.01), "Table 1's own few flop for each sample aside"
+
+    world(body)
+
+
+def test_is_the_same_on_all_ranks_and_never_negative(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        found = measure_sample_flop(WORKLOAD, comm, repeats=1, repeat_s=1e-4)
+        assert found >= 0.0
+        assert set(comm.allgather_object(found)) == {found}
+
+    world(body)
+
+
+def test_plans_reckon_with_it() -> None:
+    dear = Workload(samples=100, pairs=WORKLOAD.pairs, sample_flop=SAMPLE_FLOP)
+    plain = Workload(samples=100, pairs=WORKLOAD.pairs)
+    for width, height in ((1.0, 1.0), (0.25, 0.5), (0.5, 0.0)):
+        more = dear.flop(width=width, height=height) - plain.flop(width=width, height=height)
+        assert more == pytest.approx(100 * width * SAMPLE_FLOP)
+    assert dear.flop_per_width - plain.flop_per_width == pytest.approx(100 * SAMPLE_FLOP)
+    with pytest.raises(PlanError, match="sample_flop of a workload must be a finite number >= 0, not -1"):
+        Workload(samples=1, pairs=WORKLOAD.pairs, sample_flop=-1)

@@ -1,0 +1,144 @@
+"""How often ranks talk.
+
+One vertical exchange for each pair forward, one backward where the input needs a gradient, and at most one horizontal message
+from one neighbour to another in each of its phases.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.testing.worlds import World
+from tatami.tiled.horizontal import HorizontalExchange
+from tatami.tiled.rows import Rows
+from tatami.tiling import Layout, Tiling
+from tiled_rig import simple_layout, tiled
+
+
+def count(comm: AbstractCommunicator, operation: str, into: list[Any]) -> None:
+    """Note the peer and the tag of every call of `operation` of this communicator."""
+    original = getattr(comm, operation)
+
+    def noting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        into.append((*args, kwargs.get("tag", 0)))
+        return original(tensor, *args, **kwargs)
+
+    setattr(comm, operation, noting)
+
+
+def two_pairs() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("input_gradient", [False, True])
+def test_one_vertical_exchange_a_pair_and_direction(world: World, input_gradient: bool) -> None:
+    built = two_pairs()
+
+    def body(comm: AbstractCommunicator) -> tuple[int, int, int, int]:
+        model = tiled(built, comm, layout=simple_layout(list(range(comm.size))), batch_size=6)
+        column = model._column.comm
+        assert column is not None
+        sums: list[Any] = []
+        sends: list[Any] = []
+        count(column, "allreduce", sums)
+        count(comm, "isend", sends)
+        with torch.no_grad():
+            model(model.local(torch.rand(6, 4)))
+        evaluated = len(sums)
+        x = torch.rand(6, 4, generator=torch.Generator().manual_seed(0)).requires_grad_(input_gradient)
+        loss = model(model.local(x)).sum()
+        forward = len(sums) - evaluated
+        torch.autograd.backward(loss)
+        return evaluated, forward, len(sums) - forward - evaluated, len(sends)
+
+    assert world(body) == [(2, 2, 2 if input_gradient else 1, 0)] * world.size
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("kind", ["row", "two columns", "one left out"])
+def test_at_most_one_horizontal_message_to_each_neighbour_and_phase(world: World, kind: str) -> None:
+    layout = {
+        "row": simple_layout(*([rank] for rank in range(world.size))),
+        "two columns": simple_layout([0], list(range(1, world.size))),
+        "one left out": simple_layout(*([rank] for rank in range(1, world.size))),
+    }[kind]
+    built = two_pairs()
+
+    def body(comm: AbstractCommunicator) -> list[tuple[int, int]]:
+        model = tiled(built, comm, layout=layout, batch_size=6)
+        sends: list[tuple[int, int]] = []
+        sums: list[Any] = []
+        count(comm, "isend", sends)
+        count(comm, "allreduce", sums)
+        torch.autograd.backward(model(model.local(torch.rand(6, 4))).sum())
+        assert max(Counter(sends).values(), default=0) <= 1
+        assert sums == []  # the small replicated gradients ride along
+        return sends
+
+    sent = world(body)
+    if kind == "two columns" or (kind == "row" and world.size == 2):
+        # Both columns sum everything, in one phase: each owner hears once from each owner of its units in the other column.
+        assert all(len({tag for _, tag in sends}) == 1 for sends in sent)
+        assert [len(sends) for sends in sent] == [world.size - 1] + [1] * (world.size - 1)
+    elif kind == "row":
+        # Reduce-scatter, then gather: every other rank once in each phase.
+        assert [len(sends) for sends in sent] == [2 * (world.size - 1)] * world.size
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("elements", [3, 20_000])
+def test_sums_of_whole_numbers_are_exact_however_large_the_replicated_part(world: World, elements: int) -> None:
+    names = [f"p{rank}" for rank in range(world.size)]
+    layout: Layout = simple_layout([0], list(range(1, world.size)))
+    tilings: list[Tiling] = [layout.cut(samples=5, units=units) for units in (7, 4)]
+
+    def body(comm: AbstractCommunicator) -> None:
+        exchange = HorizontalExchange(comm, tilings=tilings, names=names)
+        pairs = []
+        for tiling in tilings:
+            tile = tiling.by_processor[names[comm.rank]]
+            units = torch.arange(tile.units.start, tile.units.stop, dtype=torch.float32)
+            # The gradient of unit u is u + 1 in column 0 and 10 u in column 1.
+            own = units + 1 if tile.column == 0 else 10 * units
+            pairs.append([Rows(own[:, None].repeat(1, 3), 0), Rows(own[None, :].repeat(2, 1), 1)])
+        column = tilings[0].by_processor[names[comm.rank]].column
+        given = [torch.full((elements,), 2.0 + column, dtype=torch.float64), torch.full((1, 2), 1.0 + column)]
+        before = [tensor.clone() for tensor in given]
+        sums = exchange.sum_(pairs, given)
+        for pair, tiling in zip(pairs, tilings, strict=True):
+            tile = tiling.by_processor[names[comm.rank]]
+            expected = 11 * torch.arange(tile.units.start, tile.units.stop, dtype=torch.float32) + 1
+            assert torch.equal(pair[0].tensor, expected[:, None].repeat(1, 3))
+            assert torch.equal(pair[1].tensor, expected[None, :].repeat(2, 1))
+        assert torch.equal(sums[0], torch.full((elements,), 5.0, dtype=torch.float64))
+        assert torch.equal(sums[1], torch.full((1, 2), 3.0))
+        assert all(torch.equal(one, other) for one, other in zip(given, before, strict=True))
+
+    world(body)
+
+
+@pytest.mark.ranks(2, 3)
+def test_half_precision_is_summed_in_single(world: World) -> None:
+    """1 + 2^-9 + 2^-9 + ... is lost in bfloat16 addition by addition, and kept in float32."""
+    names = [f"p{rank}" for rank in range(world.size)]
+    tilings = [simple_layout(*([rank] for rank in range(world.size))).cut(samples=5, units=2)]
+
+    def body(comm: AbstractCommunicator) -> None:
+        value = 1.0 if comm.rank == 0 else 2**-8
+        rows = Rows(torch.full((2, 3), value, dtype=torch.bfloat16), 0)
+        exchange = HorizontalExchange(comm, tilings=tilings, names=names)
+        (replicated,) = exchange.sum_([[rows]], [torch.full((4,), value, dtype=torch.bfloat16)])
+        expected = torch.tensor(1.0 + (comm.size - 1) * 2**-8).to(torch.bfloat16)
+        assert rows.tensor.dtype is replicated.dtype is torch.bfloat16
+        assert torch.equal(rows.tensor, expected.expand(2, 3))
+        assert torch.equal(replicated, expected.expand(4))
+
+    world(body)

@@ -1,0 +1,281 @@
+"""What can not be computed exactly, or can not be, is refused by name before anything is computed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tatami.cluster import Cluster
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import ClusterError, InputError, ModelError, PlanError
+from tatami.testing.worlds import World
+from tatami.tiled import TiledModel, move, tile
+from tiled_rig import simple_layout, some_layouts, tiled
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def refuses(world: World, error: type[Exception], match: str, body: Callable[[AbstractCommunicator], object]) -> None:
+    """Every rank raises the same error."""
+
+    def expecting(comm: AbstractCommunicator) -> None:
+        with pytest.raises(error, match=match):
+            body(comm)
+
+    world(expecting)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "error", "match"),
+    [
+        ([1.0], PlanError, "2 ranks but 1 speeds"),
+        ([1.0, 2.0, 3.0], PlanError, "2 ranks but 3 speeds"),
+        ([1.0, 0.0], ClusterError, "p1"),
+        ([1.0, -2.0], ClusterError, "p1"),
+        ([1.0, float("nan")], ClusterError, "p1"),
+        ([], ClusterError, "none"),
+        (Cluster.from_speeds([1.0]), PlanError, "2 ranks but 1 speeds"),
+        ("fast", PlanError, "'measure' or 'equal', not 'fast'"),
+    ],
+)
+@pytest.mark.ranks(2)
+def test_speeds_that_can_not_be(world: World, speeds: Any, error: type[Exception], match: str) -> None:
+    refuses(world, error, match, lambda comm: tile(mlp(), comm, batch_size=8, speeds=speeds))
+
+
+@pytest.mark.ranks(1, 2)
+def test_unknown_planners_and_reductions(world: World) -> None:
+    refuses(
+        world,
+        PlanError,
+        "no planner 'best'.*srpm",
+        lambda comm: tile(mlp(), comm, batch_size=8, speeds="equal", planner="best"),
+    )
+    refuses(
+        world,
+        InputError,
+        "reduction must be 'mean' or 'sum'.*'none'",
+        lambda comm: tile(mlp(), comm, batch_size=8, speeds="equal", reduction="none"),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.ranks(3)
+def test_more_ranks_than_samples_or_units(world: World) -> None:
+    narrow = nn.Sequential(nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 2))
+    refuses(
+        world,
+        PlanError,
+        "3 processors are more than the 2 samples",
+        lambda comm: tile(mlp(), comm, batch_size=2, speeds="equal"),
+    )
+    refuses(
+        world,
+        PlanError,
+        "3 processors are more than the 2 units",
+        lambda comm: tile(narrow, comm, batch_size=9, speeds="equal"),
+    )
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_that_disagree(world: World) -> None:
+    refuses(world, PlanError, "same on all ranks", lambda comm: tile(mlp(), comm, batch_size=8 + comm.rank, speeds="equal"))
+    refuses(
+        world,
+        PlanError,
+        "same on all ranks",
+        lambda comm: tile(mlp(), comm, batch_size=8, speeds=[1.0] * (comm.size - 1) + [2.0 + comm.rank]),
+    )
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(
+    ("layers", "match"),
+    [
+        ([nn.Linear(4, 8)], "no Linear-activation-Linear pair"),
+        ([nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)], r"layer 1 \(BatchNorm1d\).*LayerNorm"),
+        ([nn.Linear(4, 8), nn.AlphaDropout(), nn.Linear(8, 4)], r"layer 1 \(AlphaDropout\)"),
+        ([nn.Linear(4, 8), nn.RReLU(), nn.Linear(8, 4)], r"layer 1 \(RReLU\)"),
+        ([nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.LSTM(4, 4, 2, dropout=0.5)], r"layer 3 \(LSTM\) has dropout=0.5"),
+        ([nn.Embedding(4, 4, sparse=True), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)], r"layer 0 \(Embedding\) has sparse"),
+    ],
+)
+def test_networks_that_can_not_be_exact(world: World, layers: list[nn.Module], match: str) -> None:
+    refuses(world, ModelError, match, lambda comm: tile(nn.Sequential(*layers), comm, batch_size=8, speeds="equal"))
+
+
+@pytest.mark.ranks(2)
+def test_functional_dropout_is_refused(world: World) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.down(F.dropout(self.up(x), 0.5))
+            return result
+
+    refuses(world, ModelError, r"calls dropout \(node dropout\)", lambda comm: tile(Net(), comm, batch_size=8, speeds="equal"))
+
+
+def laid(comm: AbstractCommunicator) -> TiledModel:
+    return tiled(mlp(), comm, layout=some_layouts(comm.size)[1], batch_size=8)
+
+
+@pytest.mark.ranks(2, 3)
+def test_forward_with_other_samples_than_those_of_this_rank(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        model = laid(comm)
+        with pytest.raises(InputError, match=f"rank {comm.rank} does not know its samples"):
+            model(torch.rand(4, 4))
+        mine = model.local(torch.rand(8, 4))
+        with pytest.raises(InputError, match=rf"the input has 8 samples, but {len(mine)} of the 8 samples"):
+            model(torch.rand(8, 4))
+        with pytest.raises(InputError, match="the input has 8 samples"):
+            model(input=torch.rand(8, 4))
+        with pytest.raises(InputError, match=r"same number of samples, not \[3, 4\]"):
+            model.local(torch.rand(3, 4), torch.rand(4, 2))
+        move(model, simple_layout(list(range(comm.size))), optimizer=None)
+        with pytest.raises(InputError, match="anew after a re-tiling"):
+            model(mine)
+
+    world(body)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_without_units_can_not_evaluate_alone(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(mlp(), comm, layout=simple_layout([1]), batch_size=8)
+        with torch.no_grad():
+            if comm.rank == 0:
+                with pytest.raises(InputError, match="rank 0 was left out of the tiling"):
+                    model(torch.rand(3, 4))
+                assert model(model.local(torch.rand(3, 4))).shape == (0, 2)
+            else:
+                assert model(torch.rand(3, 4)).shape == (3, 2)
+
+    world(body)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("kind", ["tiled", "replicated"])
+def test_checkpointed_layers_raise_instead_of_losing_sums(world: World, kind: str) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair = mlp()
+            self.after = nn.LayerNorm(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if kind == "tiled":
+                result: torch.Tensor = self.after(checkpoint(self.pair, x, use_reentrant=True))
+            else:
+                result = checkpoint(self.after, self.pair(x), use_reentrant=True)
+            return result
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(Checkpointed(), comm, layout=some_layouts(2)[1], batch_size=8)
+        loss = model(model.local(torch.rand(8, 4)).requires_grad_()).square().mean()
+        with pytest.raises(ModelError, match="outside of its TiledModel's forward pass"):
+            loss.backward()
+
+    world(body)
+
+
+@pytest.mark.ranks(2)
+def test_a_tiled_layer_called_by_itself(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        model = laid(comm)
+        with pytest.raises(ModelError, match="TiledFirst was called outside"):
+            model.module(model.local(torch.rand(8, 4)))
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_copies_and_pickles(world: World, duplicate: Callable[[object], object]) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(mlp(), comm, layout=simple_layout(list(range(comm.size))), batch_size=8)
+        with pytest.raises(ModelError, match=r"can not be copied or pickled.*save_model"):
+            duplicate(model)
+
+    world(body)
+
+
+@dataclass
+class Opaque:
+    logits: torch.Tensor
+
+
+@pytest.mark.ranks(2)
+def test_outputs_whose_tensors_can_not_be_found(world: World) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair = mlp()
+
+        def forward(self, x: torch.Tensor) -> Opaque:
+            return Opaque(logits=self.pair(x))
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(Net(), comm, layout=some_layouts(2)[1], batch_size=8)
+        with pytest.raises(ModelError, match="returns a Opaque"):
+            model(model.local(torch.rand(8, 4)))
+
+    world(body)
+
+
+@pytest.mark.ranks(2)
+def test_retiling_between_forward_and_backward(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        model = laid(comm)
+        loss = model(model.local(torch.rand(8, 4))).mean()
+        move(model, simple_layout([0, 1]), optimizer=None)
+        with pytest.raises(ModelError, match="re-tiled between this forward pass and its backward pass"):
+            loss.backward()
+
+    world(body)
+
+
+@pytest.mark.ranks(2)
+def test_a_layout_of_strangers_changes_nothing(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        model = laid(comm)
+        before = model.layout, model.tilings
+        with pytest.raises(PlanError, match=r"no rank runs on: \['p2'\]"):
+            move(model, simple_layout([0, 1, 2]), optimizer=None)
+        assert (model.layout, model.tilings) == before
+
+    world(body)
+
+
+@pytest.mark.ranks(2)
+def test_dropout_off_the_sample_axis(world: World) -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair, self.drop = mlp(), nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.drop(self.pair(x).flatten(0, 1))
+            return result
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(Turned(), comm, layout=some_layouts(2)[1], batch_size=6)
+        with pytest.raises(InputError, match=r"dropout got \d+ rows where"):
+            model(model.local(torch.rand(6, 3, 4)))
+
+    world(body)

@@ -1,0 +1,149 @@
+"""DRPM at work on a clock of the test's own: it settles in time, leaves a balanced run alone, and training stays exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.retiling import Retiler
+from tatami.testing.worlds import World
+from tatami.tiled import Check, Phase, Retiling, TiledModel, Trainer, move, tile, whole_state_dict
+from tiled_rig import assert_close, optimizers, simple_layout, tiled
+
+SAMPLES, UNITS = 256, 128
+SPEEDS = [1.0, 1.0, 0.5, 0.25]
+ADAM = optimizers(torch.float64)["adam"]
+
+
+class Machine:
+    """A rank's clock and pace: backward takes the area of its tile over its speed, and nothing else takes time."""
+
+    def __init__(self, speed: float) -> None:
+        self.speed = speed
+        self.model: TiledModel | None = None
+        self._time_s = 0.0
+
+    def now_s(self) -> float:
+        return self._time_s
+
+    def sleep(self, duration_s: float) -> None:
+        self._time_s += duration_s
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        if self.model is not None and self.model.phases.current is Phase.BACKWARD:
+            self.sleep(self.model.local_work / self.speed / 1e6)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, UNITS), nn.Tanh(), nn.Linear(UNITS, 2)).double()
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(SAMPLES, 3, generator=generator, dtype=torch.float64),
+        torch.rand(SAMPLES, 2, generator=generator, dtype=torch.float64),
+    )
+
+
+def laid(built: nn.Module, comm: AbstractCommunicator, machine: Machine, *, planner: str = "srpm") -> TiledModel:
+    model = tile(built, comm, batch_size=SAMPLES, speeds="equal", planner=planner, quiet=True, clock=machine, pace=machine)
+    machine.model = model
+    return model
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("planner", ["srpm", "even", "weighted"])
+def test_it_settles_from_no_knowledge_and_again_after_a_rank_slows_down(world: World, planner: str) -> None:
+    built, plain = network(), network()
+    x, y = data()
+    plain_steps = ADAM(plain.parameters())
+    for _ in range(16 * 4):
+        plain_steps.zero_grad()
+        torch.autograd.backward(nn.functional.mse_loss(plain(x), y))
+        plain_steps.step()
+
+    def body(comm: AbstractCommunicator) -> list[Check]:
+        machine = Machine(SPEEDS[comm.rank])
+        model = laid(built, comm, machine, planner=planner)
+        trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), retile=Retiler(every=4, window=3))
+        identities = [id(parameter) for parameter in model.parameters()]
+        checks = trainer.fit((x, y), batch_size=SAMPLES, iterations=8 * 4).checks
+        if comm.rank == 1:
+            machine.speed /= 3
+        checks += trainer.fit((x, y), batch_size=SAMPLES, iterations=8 * 4).checks
+        assert identities == [id(parameter) for parameter in model.parameters()]
+        assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="parameters")
+        return checks
+
+    seen = world(body)
+    for checks in seen:
+        assert [check.imbalance for check in checks] == [check.imbalance for check in seen[0]]
+        assert len(checks) == 16
+        # Even tiles over these speeds: the slowest takes four times as long as the fastest.
+        assert checks[0].imbalance == pytest.approx(4.0, rel=0.05)
+        assert checks[0].decision.remaps
+        for start in (0, 8):
+            assert all(check.imbalance < 1.25 for check in checks[start + 2 : start + 8])
+            assert not any(check.decision.remaps for check in checks[start + 3 : start + 8])
+        assert checks[8].imbalance > 2
+        moves = [check.moved for check in checks if check.moved is not None]
+        assert len(moves) >= 2
+        assert any(moved.num_units > 0 for moved in moves)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_balanced_run_is_left_alone(world: World) -> None:
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = laid(built, comm, Machine(1.0))
+        before = model.layout
+        optimizer = ADAM(model.parameters())
+        retiling = Retiling(model, optimizer, retiler=Retiler(every=5, window=3))
+        x, y = data()
+        for iteration in range(1, 21):
+            optimizer.zero_grad()
+            torch.autograd.backward(nn.functional.mse_loss(model(model.local(x)), model.local(y)))
+            optimizer.step()
+            check = retiling.step()
+            assert (check is not None) == (iteration % 5 == 0)
+            if check is not None:
+                assert check.moved is None
+                assert check.imbalance < 1.1
+        assert model.layout == before
+        assert len(retiling.checks) == 4
+
+    world(body)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_what_moves_is_weights_and_optimizer_state_and_no_more(world: World) -> None:
+    """From one column to another of the same ranks: rows of 3 inputs + 1 bias + 2 outputs, in three tensors each for Adam."""
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> tuple[int, int]:
+        ranks = list(range(comm.size))
+        first = simple_layout(ranks)
+        second = simple_layout(list(reversed(ranks)))
+        model = tiled(built, comm, layout=first, batch_size=SAMPLES)
+        optimizer = ADAM(model.parameters())
+        torch.autograd.backward(model(model.local(data()[0])).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        moved = move(model, second, optimizer=optimizer)
+        assert move(model, second, optimizer=optimizer).sent_bytes == 0
+        return moved.num_units, moved.sent_bytes
+
+    results = world(body)
+    tiles = (simple_layout(list(range(world.size))), simple_layout(list(reversed(range(world.size)))))
+    old, new = (layout.cut(samples=SAMPLES, units=UNITS).by_processor for layout in tiles)
+    kept = sum((old[name].units & new[name].units).size for name in old)
+    assert {units for units, _ in results} == {UNITS - kept}
+    assert sum(sent for _, sent in results) == (UNITS - kept) * (3 + 1 + 2) * 3 * 8

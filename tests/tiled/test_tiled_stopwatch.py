@@ -1,0 +1,197 @@
+"""Phases, measured speeds and rows: on a clock of the test's own, and on whole numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.testing.worlds import World
+from tatami.tiled import Phase, Phases, PhaseTimes, measure_speed, measure_speeds, tile
+from tatami.tiled.rows import Rows, blocks, pack
+from tatami.tiling import Span
+from tatami.workload import Workload
+from tiled_rig import simple_layout, some_layouts
+
+
+class FakeClock:
+    """Time that passes only when told to."""
+
+    def __init__(self) -> None:
+        self.time_s = 100.0
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    def sleep(self, duration_s: float) -> None:
+        self.time_s += duration_s
+
+
+class Paced:
+    """Every stretch of compute takes as many seconds as `stretch_s` says."""
+
+    def __init__(self, clock: FakeClock, stretch_s: float) -> None:
+        self.clock = clock
+        self.stretch_s = stretch_s
+        self.running = False
+
+    def begin(self) -> None:
+        assert not self.running
+        self.running = True
+
+    def end(self) -> None:
+        assert self.running
+        self.running = False
+        self.clock.sleep(self.stretch_s)
+
+
+def test_phases_add_up_and_start_anew() -> None:
+    clock = FakeClock()
+    phases = Phases(clock=clock)
+    clock.sleep(50)
+    for phase, seconds in (
+        (Phase.FORWARD, 1),
+        (Phase.VERTICAL, 2),
+        (Phase.FORWARD, 4),
+        (Phase.BACKWARD, 8),
+        (Phase.HORIZONTAL, 16),
+        (Phase.UPDATE, 32),
+    ):
+        phases.enter(phase)
+        clock.sleep(seconds)
+    times = phases.finish_iteration()
+    assert times == PhaseTimes(forward_s=5, vertical_s=2, backward_s=8, horizontal_s=16, update_s=32)
+    assert (times.t1_s, times.t2_s, times.compute_s, times.total_s) == (15, 8, 45, 63)
+    clock.sleep(7)
+    assert phases.finish_iteration().total_s == 0
+
+
+def test_a_phase_inside_of_another_resumes_it_and_outside_counts_nothing() -> None:
+    clock = FakeClock()
+    phases = Phases(clock=clock)
+    with phases.during(Phase.VERTICAL):  # an evaluation between two iterations
+        clock.sleep(3)
+    phases.enter(Phase.BACKWARD)
+    clock.sleep(1)
+    with phases.during(Phase.VERTICAL):
+        clock.sleep(2)
+    clock.sleep(4)
+    times = phases.finish_iteration()
+    assert (times.backward_s, times.vertical_s) == (5, 2)
+
+
+def test_pace_is_told_of_every_stretch_of_compute_and_of_nothing_else() -> None:
+    clock = FakeClock()
+    phases = Phases(clock=clock, pace=Paced(clock, 10))
+    for phase in (Phase.FORWARD, Phase.VERTICAL, Phase.FORWARD, Phase.BACKWARD, Phase.HORIZONTAL, Phase.UPDATE):
+        phases.enter(phase)
+        clock.sleep(1)
+    times = phases.finish_iteration()
+    assert times == PhaseTimes(forward_s=22, vertical_s=1, backward_s=11, horizontal_s=1, update_s=11)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_step_passes_through_the_phases(world: World) -> None:
+    torch.manual_seed(0)
+    built = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def body(comm: AbstractCommunicator) -> list[PhaseTimes]:
+        seen = []
+        for layout in some_layouts(2)[:2] if comm.size == 2 else some_layouts(3)[:2]:
+            clock = FakeClock()
+            model = tile(built, comm, batch_size=6, speeds="equal", layout=layout, clock=clock, pace=Paced(clock, 1.0))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                torch.autograd.backward(model(model.local(torch.rand(6, 4))).square().mean())
+                model.clip_grad_norm_(1.0)
+                optimizer.step()
+                times = model.phases.finish_iteration()
+                with torch.no_grad():
+                    model(model.local(torch.rand(6, 4)))
+            seen.append(times)
+        return seen
+
+    # Forward: three stretches where two vertical sums cut it; backward: two. Clipping cuts the update in two.
+    column = PhaseTimes(forward_s=3, vertical_s=0, backward_s=2, horizontal_s=0, update_s=2)
+    row = PhaseTimes(forward_s=1, vertical_s=0, backward_s=1, horizontal_s=0, update_s=2)
+    assert world(body) == [[column, row]] * world.size
+
+
+def test_speed_is_flop_over_time_and_the_first_repeat_is_not_counted() -> None:
+    clock = FakeClock()
+    workload = Workload.mlp(4, 8, 2, samples=50)
+
+    class Uneven(Paced):
+        """1 s at first, as if it warmed up, then 2, 4, 2, 2, 2."""
+
+        rounds = iter((1.0, 2.0, 4.0, 2.0, 2.0, 2.0))
+
+        def end(self) -> None:
+            self.stretch_s = next(self.rounds)
+            super().end()
+
+    speed = measure_speed(workload, clock=clock, pace=Uneven(clock, 0.0))
+    assert speed.flop_per_s == pytest.approx(workload.flop_per_area / 2)
+    assert speed.spread == pytest.approx((1 / 2 - 1 / 4) / (1 / 2))
+
+
+def test_large_batches_are_measured_on_a_part() -> None:
+    clock = FakeClock()
+    workload = Workload.mlp(4, 8, 2, samples=10_000_000)
+    speed = measure_speed(workload, repeats=1, clock=clock, pace=Paced(clock, 1.0))
+    assert speed.flop_per_s == pytest.approx(workload.with_samples(1024).flop_per_area)
+
+
+def test_all_ranks_know_all_speeds_and_tile_uses_them(world: World) -> None:
+    workload = Workload.mlp(4, 8, 2, samples=16)
+
+    def body(comm: AbstractCommunicator) -> tuple[list[float], list[float], list[float]]:
+        clock = FakeClock()
+        pace = Paced(clock, 1.0 + comm.rank)
+        speeds = [each.flop_per_s for each in measure_speeds(workload, comm, clock=clock, pace=pace)]
+        model = tile(
+            nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)),
+            comm,
+            batch_size=64,
+            speeds="measure",
+            quiet=True,
+            clock=clock,
+            pace=pace,
+        )
+        assert model.speeds_known
+        known = [processor.speed for processor in model.cluster.processors]
+        return speeds, [known[0] / speed for speed in known], [speeds[0] / speed for speed in speeds]
+
+    expected = [1.0 + rank for rank in range(world.size)]
+    for speeds, tiled_ratio, ratio in world(body):
+        assert speeds[0] == pytest.approx(workload.flop_per_area)
+        assert ratio == pytest.approx(expected)
+        assert tiled_ratio == pytest.approx(expected)
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4), st.integers(0, 1)), min_size=1, max_size=4), data=st.data()
+)
+def test_rows_are_packed_and_found_again(sizes: list[tuple[int, int, int]], data: st.DataObject) -> None:
+    parts = []
+    for units, others, axis in sizes:
+        shape = (units, others) if axis == 0 else (others, units)
+        rows = Rows(torch.arange(units * others, dtype=torch.float32).view(shape), axis)
+        assert rows.per_unit == others
+        start = data.draw(st.integers(0, units))
+        parts.append((rows, Span(start, data.draw(st.integers(start, units)))))
+    total = sum(span.size * rows.per_unit for rows, span in parts)
+    buffer = torch.full((total + 1,), -1.0)
+    assert pack(buffer, parts) == total
+    assert buffer[-1] == -1
+    for rows, span, block in blocks(buffer, parts):
+        assert torch.equal(block, rows.tensor.narrow(rows.axis, span.start, span.size))
+
+
+def test_layouts_of_the_rig_cover_all_kinds() -> None:
+    assert [len(layout.columns) for layout in some_layouts(3)] == [1, 3, 1, 2]
+    assert simple_layout([0], [1]).columns[0].width == 0.5

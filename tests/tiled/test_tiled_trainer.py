@@ -1,0 +1,311 @@
+"""The Trainer is the loop that one would write by hand: same losses, same parameters, same evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError, ModelError, OutputExistsError
+from tatami.records import Records
+from tatami.testing.worlds import World
+from tatami.tiled import History, Trainer, whole_state_dict
+from tiled_rig import assert_close, some_layouts, tiled
+
+SAMPLES = 23
+SGD = partial(torch.optim.SGD, lr=0.2, momentum=0.9)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3), nn.LayerNorm(3), nn.Linear(3, 2)).double()
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64),
+        torch.rand(SAMPLES, 2, generator=generator, dtype=torch.float64),
+    )
+
+
+class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The same data, one sample at a time; notes which ones were asked for."""
+
+    def __init__(self) -> None:
+        self.x, self.y = inputs()
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked.append(index)
+        return self.x[index], self.y[index]
+
+
+def plain_fit(
+    *,
+    batch_size: int,
+    epochs: int,
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    seed: int | None,
+    scheduler: Any = None,
+    clip_norm: float | None = None,
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, (x, y) = network(), inputs()
+    steps = SGD(model.parameters())
+    schedule = scheduler(steps) if scheduler else None
+    losses = []
+    for epoch in range(epochs):
+        order = torch.arange(SAMPLES)
+        if seed is not None:
+            order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(seed + epoch))
+        for start in range(0, SAMPLES, batch_size):
+            here = order[start : start + batch_size]
+            steps.zero_grad()
+            value = loss(model(x[here]), y[here])
+            torch.autograd.backward(value)
+            if clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            steps.step()
+            losses.append(value.item())
+        if schedule:
+            schedule.step()
+    return losses, model.state_dict()
+
+
+def check(
+    world: World, expected: tuple[list[float], dict[str, torch.Tensor]], fit: Callable[[Any], tuple[Trainer, History]]
+) -> None:
+    """On every layout, `fit(model)` gives the losses and the parameters of the plain run."""
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> None:
+        for layout in some_layouts(comm.size):
+            model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
+            trainer, history = fit(model)
+            assert history.losses == pytest.approx(expected[0], rel=1e-10)
+            assert len(history.iteration_s) == len(history.losses) == trainer.iteration
+            assert_close(comm.bcast_object(whole_state_dict(model)), expected[1], what=f"parameters on {layout}")
+
+    world(body)
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.MSELoss(reduction="sum"), partial(F.mse_loss, reduction="sum"), F.mse_loss])
+def test_full_batches(world: World, loss: Any) -> None:
+    def fit(model: Any) -> tuple[Trainer, History]:
+        trainer = Trainer(model, optimizer=SGD, loss=loss, clip_norm=0.5)
+        return trainer, trainer.fit(inputs(), batch_size=SAMPLES, epochs=4)
+
+    check(world, plain_fit(batch_size=SAMPLES, epochs=4, loss=loss, seed=None, clip_norm=0.5), fit)
+
+
+def test_shuffled_batches_with_a_scheduler(world: World) -> None:
+    scheduler = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+
+    def fit(model: Any) -> tuple[Trainer, History]:
+        trainer = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), scheduler=scheduler, seed=5)
+        first = trainer.fit(inputs(), batch_size=11, epochs=2)  # batches of 11, 11 and 1
+        again = trainer.fit(inputs(), batch_size=11, epochs=1)  # one more epoch, not up to the first
+        assert (trainer.epoch, again.stopped) == (3, "epochs")
+        return trainer, History(losses=first.losses + again.losses, iteration_s=first.iteration_s + again.iteration_s)
+
+    check(world, plain_fit(batch_size=11, epochs=3, loss=nn.MSELoss(), seed=5, scheduler=scheduler), fit)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_map_style_data_of_which_each_rank_fetches_its_own(world: World, shuffle: bool) -> None:
+    def fit(model: Any) -> tuple[Trainer, History]:
+        data = Samples()
+        trainer = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), seed=5)
+        history = trainer.fit(data, batch_size=10, epochs=2, shuffle=shuffle)
+        if model.tile is not None and len(model.tiling.columns) > 1:
+            assert len(data.asked) < 2 * SAMPLES
+        return trainer, history
+
+    check(world, plain_fit(batch_size=10, epochs=2, loss=nn.MSELoss(), seed=5 if shuffle else None), fit)
+
+
+def test_it_stops_where_it_is_told(world: World) -> None:
+    losses, _ = plain_fit(batch_size=SAMPLES, epochs=6, loss=nn.MSELoss(), seed=None)
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> None:
+        def train(**stop: Any) -> History:
+            model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
+            return Trainer(model, optimizer=SGD, loss=nn.MSELoss()).fit(inputs(), batch_size=SAMPLES, **stop)
+
+        below = train(stop_below=losses[3] + 1e-9)
+        first = next(index for index, loss in enumerate(losses) if loss < losses[3] + 1e-9)
+        assert (len(below.losses), below.stopped) == (first + 1, "loss")
+        by_iterations = train(epochs=5, iterations=2)
+        assert (len(by_iterations.losses), by_iterations.stopped) == (2, "iterations")
+        for stop, match in (
+            ({}, "say when to stop"),
+            ({"epochs": 0}, "epochs must be at least 1, not 0"),
+            ({"iterations": -1}, "iterations must be at least 1, not -1"),
+        ):
+            with pytest.raises(InputError, match=match):
+                train(**stop)
+
+    world(body)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_evaluation_weighs_by_samples(world: World, reduction: str) -> None:
+    built, (x, y) = network(), inputs()
+    loss = nn.MSELoss(reduction=reduction)
+    output = built(x).detach()
+    expected = {"loss": loss(output, y).item(), "near": float(((output - y).abs().amax(1) < 0.5).double().mean())}
+
+    def near(output: torch.Tensor, target: torch.Tensor) -> float:
+        return float(((output - target).abs().amax(1) < 0.5).double().mean())
+
+    def body(comm: AbstractCommunicator) -> None:
+        for layout in some_layouts(comm.size):
+            model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
+            trainer = Trainer(model, optimizer=SGD, loss=loss)
+            model.eval()
+            values = trainer.evaluate((x, y), batch_size=9, metrics={"near": near})
+            assert values == pytest.approx(expected, rel=1e-10)
+            assert not model.training
+            history = trainer.fit((x, y), batch_size=9, epochs=2, validation=(x, y), metrics={"near": near})
+            assert len(history.validation) == 2
+            assert history.validation[-1] == pytest.approx(trainer.evaluate((x, y), batch_size=SAMPLES, metrics={"near": near}))
+
+    world(body)
+
+
+def test_an_evaluation_between_iterations_is_in_no_iteration(world: World) -> None:
+    """Its vertical sums would lengthen the t1 of the next one."""
+
+    class Frozen:
+        time_s = 0.0
+
+        def now_s(self) -> float:
+            self.time_s += 1.0
+            return self.time_s
+
+        def sleep(self, duration_s: float) -> None:
+            self.time_s += duration_s
+
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+        model.phases.clock = Frozen()
+        Trainer(model, optimizer=SGD, loss=nn.MSELoss()).evaluate(inputs(), batch_size=9)
+        assert model.phases.finish_iteration().total_s == 0
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 2)
+def test_losses_that_the_parts_do_not_make_up_are_refused(world: World) -> None:
+    weight = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    built = network()
+    cases: list[tuple[Any, str]] = [
+        (nn.CrossEntropyLoss(weight=weight), "CrossEntropyLoss with class weights"),
+        (partial(F.cross_entropy, weight=weight), "cross_entropy with class weights"),
+        (nn.NLLLoss(weight=weight), "NLLLoss with class weights"),
+        (nn.MSELoss(reduction="none"), "'mean' or 'sum', not by 'none'"),
+    ]
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+        for loss, match in cases:
+            with pytest.raises(InputError, match=match):
+                Trainer(model, optimizer=SGD, loss=loss)
+        Trainer(model, optimizer=SGD, loss=nn.CrossEntropyLoss(weight=weight, reduction="sum"))
+        Trainer(model, optimizer=SGD, loss=nn.BCEWithLogitsLoss(pos_weight=weight))
+        trainer = Trainer(model, optimizer=SGD, loss=nn.CrossEntropyLoss())
+        classes = torch.zeros(SAMPLES, dtype=torch.int64)
+        trainer.fit((inputs()[0], classes), batch_size=SAMPLES, iterations=1)
+        with pytest.raises(InputError, match=r"targets equal to ignore_index \(-100\)"):
+            trainer.fit((inputs()[0], classes - 100), batch_size=SAMPLES, iterations=1)
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 2)
+def test_optimizers_that_look_at_whole_weights_are_refused(world: World) -> None:
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+        for optimizer in (torch.optim.LBFGS, torch.optim.Adafactor):
+            with pytest.raises(ModelError, match=f"{optimizer.__name__} does not work element by element"):
+                Trainer(model, optimizer=optimizer, loss=nn.MSELoss())
+
+    world(body)
+
+
+@pytest.mark.ranks(1)
+def test_data_that_can_not_be(world: World) -> None:
+    x, y = inputs()
+
+    def body(comm: AbstractCommunicator) -> None:
+        trainer = Trainer(tiled(network(), comm, layout=some_layouts(1)[0], batch_size=4), optimizer=SGD, loss=nn.MSELoss())
+        for data, batch_size, match in (
+            ((x, y[:-1]), 4, "23 inputs but 22 targets"),
+            ((x[:0], y[:0]), 4, "the data set is empty"),
+            ((x, y), 0, "batch_size must be at least 1, not 0"),
+        ):
+            with pytest.raises(InputError, match=match):
+                trainer.fit(data, batch_size=batch_size, epochs=1)
+        with pytest.raises(InputError, match="the validation data set is empty"):
+            trainer.fit((x, y), batch_size=4, epochs=1, validation=(x[:0], y[:0]))
+        assert trainer.iteration == 0
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 2)
+def test_records_and_progress_are_those_of_rank_0(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("records")
+    losses, _ = plain_fit(batch_size=SAMPLES, epochs=4, loss=nn.MSELoss(), seed=None)
+    built = network()
+
+    class Told:
+        def __init__(self) -> None:
+            self.events: list[Any] = []
+
+        def start(self, what: str, *, total: int | None = None, unit: str = "samples") -> None:
+            self.events.append((what, total, unit))
+
+        def advance(self, amount: int, *, fields: Any = None) -> None:
+            self.events.append((amount, fields))
+
+        def finish(self) -> None:
+            self.events.append("finish")
+
+    def body(comm: AbstractCommunicator) -> None:
+        path: Path = comm.bcast_object(folder) / "run.jsonl"
+        progress = Told()
+        with Records(path if comm.rank == 0 else None) as records:
+            model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
+            trainer = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), records=records, record_every=2, progress=progress)
+            trainer.fit(inputs(), batch_size=SAMPLES, epochs=4)
+        if comm.rank == 0:
+            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            assert [(line["event"], line["iteration"], line["epoch"]) for line in lines] == [("train", 2, 1), ("train", 4, 3)]
+            assert [line["loss"] for line in lines] == pytest.approx([losses[1], losses[3]])
+            assert progress.events[0] == ("training", 4 * SAMPLES, "samples")
+            assert progress.events[1] == (SAMPLES, {"loss": f"{losses[0]:.4g}"})
+            assert progress.events[5:] == ["finish"]
+            with pytest.raises(OutputExistsError, match=r"run\.jsonl exists already"):
+                Records(path)
+            Records(path, force=True).close()
+        else:
+            assert progress.events == []
+
+    world(body)

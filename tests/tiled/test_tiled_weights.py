@@ -1,0 +1,215 @@
+"""Weights in files: whole, ordinary, for any tiling; and the last good ones where a loss stops being finite."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import CheckpointError, NotFiniteError, OutputExistsError
+from tatami.retiling import Controller, Decision, Kind, Retiler
+from tatami.testing.worlds import World
+from tatami.tiled import Trainer, load_model, load_whole_state_dict, save_model, whole_state_dict
+from tiled_rig import assert_close, optimizers, simple_layout, some_layouts, tiled
+
+SAMPLES = 12
+ADAM = optimizers(torch.float64)["adam"]
+
+
+class Network(nn.Module):
+    """Two pairs of different units, a tied weight, a buffer and a frozen layer."""
+
+    counts: torch.Tensor
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.one = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 5, bias=False))
+        self.two = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 5))
+        self.last = nn.Linear(5, 5)
+        self.tied = nn.Linear(5, 5)
+        self.tied.weight = self.last.weight
+        self.two[0].requires_grad_(False)
+        self.register_buffer("counts", torch.arange(3) + seed)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.tied(self.last(self.two(self.one(x))))
+        return result
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("weights")
+
+
+def test_tiled_to_plain_to_any_other_tiling(world: World, folder: Path) -> None:
+    built, other = Network(0), Network(1)
+    assert not torch.equal(built.last.weight, other.last.weight)
+
+    def body(comm: AbstractCommunicator) -> None:
+        place: Path = comm.bcast_object(folder)
+        for index, layout in enumerate(some_layouts(comm.size)):
+            path = place / "deep" / f"{index}.safetensors"
+            model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
+            save_model(model, path)
+            saved = load_file(path)
+            assert saved.keys() == built.state_dict().keys()
+            assert all(torch.equal(saved[name], value) for name, value in built.state_dict().items())
+            plain = Network(2)
+            plain.load_state_dict(saved)
+            again = tiled(other, comm, layout=some_layouts(comm.size)[index - 1], batch_size=SAMPLES)
+            load_model(again, path)
+            whole = comm.bcast_object(whole_state_dict(again))
+            assert all(torch.equal(whole[name], value) for name, value in built.state_dict().items())
+            assert sorted(entry.name for entry in path.parent.iterdir()) == [f"{i}.safetensors" for i in range(index + 1)]
+            with pytest.raises(OutputExistsError, match=r"\.safetensors exists already"):
+                save_model(again, path)
+            comm.barrier()
+            save_model(again, path, force=True)
+            assert whole_state_dict(model).keys() == (saved.keys() if comm.rank == 0 else set())
+            assert model.tile is not None or all(rows.tensor.numel() == 0 for pair in model.pair_rows() for rows in pair)
+
+    world(body)
+
+
+def test_weights_of_another_network_change_nothing(world: World, folder: Path) -> None:
+    built = Network(0)
+    wrong = built.state_dict() | {"one.0.weight": torch.zeros(9, 4), "surplus": torch.zeros(2)}
+    del wrong["two.2.bias"]
+    files = {
+        "wrong": "one.0.weight has shape \\(9, 4\\), this network needs \\(7, 4\\)",
+        "absent": "there is no file",
+        "damaged": "can not be read as safetensors",
+    }
+
+    def body(comm: AbstractCommunicator) -> None:
+        place: Path = comm.bcast_object(folder)
+        if comm.rank == 0:
+            save_file({name: value.clone() for name, value in wrong.items()}, place / "wrong")
+            (place / "damaged").write_bytes(b"not a safetensors file at all")
+        comm.barrier()
+        model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
+        for name, match in files.items():
+            with pytest.raises(CheckpointError, match=match) as caught:
+                load_model(model, place / name)
+            assert str(place / name) in str(caught.value)
+        with pytest.raises(CheckpointError) as caught:
+            load_whole_state_dict(model, wrong if comm.rank == 0 else None)
+        assert "two.2.bias is missing" in str(caught.value)
+        assert "surplus (2,) is not known here" in str(caught.value)
+        whole = comm.bcast_object(whole_state_dict(model))
+        assert all(torch.equal(whole[name], value) for name, value in built.state_dict().items())
+
+    world(body)
+
+
+def poisoned() -> tuple[torch.Tensor, torch.Tensor]:
+    """Three batches of four; the second sample of the third is NaN."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
+    y = torch.rand(SAMPLES, 5, generator=generator, dtype=torch.float64)
+    x[9] = float("nan")
+    return x, y
+
+
+def plain_after(steps: int) -> dict[str, torch.Tensor]:
+    model, (x, y) = Network(0), poisoned()
+    optimizer = ADAM(model.parameters())
+    for start in range(0, 4 * steps, 4):
+        optimizer.zero_grad()
+        torch.autograd.backward(nn.functional.mse_loss(model(x[start : start + 4]), y[start : start + 4]))
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("retiled_after", [None, 1, 2])
+def test_the_last_good_state_is_saved_before_the_error(
+    world: World, folder: Path, retiled_after: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of iteration 2 was finite, so the parameters that it was computed with, those after iteration 1, are good."""
+    built = Network(0)
+    expected = plain_after(1)
+
+    def body(comm: AbstractCommunicator) -> None:
+        place: Path = comm.bcast_object(folder)
+        layouts = some_layouts(comm.size)
+        model = tiled(built, comm, layout=layouts[-1], batch_size=4)
+        trainer = Trainer(
+            model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=place, retile=Retiler(every=1) if retiled_after else None
+        )
+        with pytest.raises(NotFiniteError) as caught:
+            trainer.fit(poisoned(), batch_size=4, epochs=2, shuffle=False)
+        tiling = model.layout.cut(samples=4, units=7)
+        holder = next(tile for tile in tiling.tiles if tile.samples.start <= 1 < tile.samples.stop)
+        column = [int(tile.processor[1:]) for tile in tiling.columns[holder.column]]
+        assert (caught.value.rank, caught.value.iteration) == (min(column), 3)
+        path = place / "last-good-000001.safetensors"
+        assert f"the loss is nan on rank {min(column)} of {comm.size}" in str(caught.value)
+        assert f"after iteration 1, is in {path} and in the model" in str(caught.value)
+        assert_close(load_file(path), expected, what="saved")
+        assert_close(comm.bcast_object(whole_state_dict(model)), expected, what="in the model")
+
+    if retiled_after:
+        monkeypatch.setattr(Controller, "observe", partial(_retile_once, retiled_after, simple_layout(list(range(world.size)))))
+    world(body)
+
+
+def _retile_once(after: int, layout: Any, iteration: int, timings: Any) -> Decision:
+    """A controller that lays the tiles anew after one iteration."""
+    return Decision(
+        kind=Kind.WHOLE if iteration == after else Kind.KEEP,
+        check=iteration,
+        iteration=iteration,
+        layout=layout,
+        tiling=layout.cut(samples=4, units=7),
+        speeds={},
+        ratio=None,
+        predicted=1.0,
+        reason=f"the test says so ({len(list(timings))} timings)",
+    )
+
+
+def test_a_loss_that_is_bad_from_the_start_says_that_nothing_could_be_saved(world: World, folder: Path) -> None:
+    built = Network(0)
+
+    def body(comm: AbstractCommunicator) -> None:
+        place: Path = comm.bcast_object(folder)
+        x, y = poisoned()
+        trainer = Trainer(
+            tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES),
+            optimizer=ADAM,
+            loss=nn.MSELoss(),
+            rescue_dir=place,
+        )
+        with pytest.raises(NotFiniteError, match=r"in iteration 1; there was no good state yet to save.*clip_norm"):
+            trainer.fit((x, y), batch_size=SAMPLES, epochs=1)
+        assert list(place.iterdir()) == []
+
+    world(body)
+
+
+def test_what_an_earlier_run_rescued_is_not_written_over(world: World, folder: Path) -> None:
+    built = Network(0)
+
+    def body(comm: AbstractCommunicator) -> None:
+        place: Path = comm.bcast_object(folder)
+        earlier = place / "last-good-000001.safetensors"
+        if comm.rank == 0:
+            earlier.write_bytes(b"of an earlier run")
+        comm.barrier()
+        model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=4)
+        trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=place)
+        with pytest.raises(NotFiniteError, match=r"is in \S*last-good-000001-1\.safetensors and in the model"):
+            trainer.fit(poisoned(), batch_size=4, epochs=2, shuffle=False)
+        assert earlier.read_bytes() == b"of an earlier run"
+        assert_close(load_file(place / "last-good-000001-1.safetensors"), plain_after_1, what="saved")
+
+    plain_after_1 = plain_after(1)
+    world(body)
