@@ -147,7 +147,7 @@ def test_forward_with_other_samples_than_those_of_this_rank(world: World) -> Non
         with pytest.raises(InputError, match=r"same number of samples, not \[3, 4\]"):
             model.local(torch.rand(3, 4), torch.rand(4, 2))
         move(model, simple_layout(list(range(comm.size))), optimizer=None)
-        with pytest.raises(InputError, match="anew after a re-tiling"):
+        with pytest.raises(InputError, match="again after a re-tiling"):
             model(mine)
 
     world(body)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import pytest
 import torch
 from torch import nn
 
 from tatami.comm.base import AbstractCommunicator
+from tatami.comm.wrapper import WrappedCommunicator
+from tatami.errors import CommError
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
 from tatami.tiled import Check, Phase, Retiling, TiledModel, Trainer, move, tile, whole_state_dict
@@ -147,3 +151,52 @@ def test_what_moves_is_weights_and_optimizer_state_and_no_more(world: World) -> 
     kept = sum((old[name].units & new[name].units).size for name in old)
     assert {units for units, _ in results} == {UNITS - kept}
     assert sum(sent for _, sent in results) == (UNITS - kept) * (3 + 1 + 2) * 3 * 8
+
+
+class Breakable(WrappedCommunicator):
+    """Every message fails while `broken`; collectives go on."""
+
+    broken = False
+
+    def _before(self, operation: str, *, peer: int | None = None, tensor: torch.Tensor | None = None) -> None:  # noqa: ARG002
+        if self.broken and operation in ("isend", "irecv"):
+            raise CommError(f"{operation} with rank {peer}: the link is cut")
+
+    def _wrap(self, part: AbstractCommunicator) -> Self:
+        return type(self)(part)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_retiling_that_fails_leaves_model_and_optimizer_as_they_were(world: World) -> None:
+    """The rows of a moved tile do not come: the model still computes, on the old tiling, what the plain one does."""
+    built, plain = network(), network()
+    x, y = data()
+    plain_steps = ADAM(plain.parameters())
+    for _ in range(3):
+        plain_steps.zero_grad()
+        torch.autograd.backward(nn.functional.mse_loss(plain(x), y))
+        plain_steps.step()
+
+    def body(comm: AbstractCommunicator) -> None:
+        link = Breakable(comm)
+        ranks = list(range(comm.size))
+        model = tiled(built, link, layout=simple_layout(ranks), batch_size=SAMPLES)
+        optimizer = ADAM(model.parameters())
+        for step in range(3):
+            here_x, here_y = model.local(x, y)
+            optimizer.zero_grad()
+            torch.autograd.backward(nn.functional.mse_loss(model(here_x), here_y))
+            if step == 1:
+                before = model.layout, model.tilings, [parameter.clone() for parameter in model.parameters()]
+                link.broken = True
+                with pytest.raises(CommError, match="the link is cut"):
+                    move(model, simple_layout([*ranks[1:], 0]), optimizer=optimizer)
+                link.broken = False
+                assert (model.layout, model.tilings) == before[:2]
+                assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before[2], strict=True))
+            optimizer.step()
+            if step == 1:
+                assert move(model, simple_layout([*ranks[1:], 0]), optimizer=optimizer).num_units > 0
+        assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="parameters")
+
+    world(body)

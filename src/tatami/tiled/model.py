@@ -13,12 +13,13 @@ from torch.utils import _pytree as pytree
 
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import InputError, ModelError, PlanError
+from tatami.errors import InputError, ModelError
 from tatami.tiled.describe import PairNames, workload_of
 from tatami.tiled.dropout import WholeDropout
-from tatami.tiled.horizontal import HorizontalExchange, HorizontalSum
+from tatami.tiled.horizontal import HorizontalSum
 from tatami.tiled.pair import TiledFirst, TiledSecond
 from tatami.tiled.phases import Phase, Phases
+from tatami.tiled.placement import Placement, largest, place
 from tatami.tiled.rows import Rows
 from tatami.tiled.vertical import Column
 from tatami.tiling import Layout, Span, Tile, Tiling, largest_remainder, spans
@@ -82,7 +83,7 @@ class TiledModel(nn.Module):
         self._column = Column(phases)
         self._batch = (0, Span(0, 0))
         self._sample_spans: dict[int, Span] = {}
-        self._lay(layout)
+        self._adopt(self._place(layout))
         self._tile(module)
         self.module = module
         self._slots = [
@@ -101,7 +102,7 @@ class TiledModel(nn.Module):
     def local(self, *tensors: torch.Tensor) -> Any:
         """This rank's samples of a global batch: one tensor for one, a tuple for several.
 
-        Announces the batch: the next forward pass is over it. So take one batch at a time, and take it anew after a re-tiling.
+        Announces the batch: the next forward pass is over it. So take one batch at a time, and take it again after a re-tiling.
 
         Args:
             tensors: (samples, ...) each; all ranks must pass the same global batch.
@@ -196,7 +197,7 @@ class TiledModel(nn.Module):
     @property
     def tiling(self) -> Tiling:
         """The tiling of the pair that has most units."""
-        return max(self.tilings, key=lambda tiling: tiling.units)
+        return largest(self.tilings)
 
     @property
     def tile(self) -> Tile | None:
@@ -226,26 +227,20 @@ class TiledModel(nn.Module):
             result.append(rows)
         return result
 
-    def relay(self, layout: Layout) -> None:
-        """Take `layout` as the way the ranks lie from now on. Collective; the caller moves the rows (`tatami.tiled.moving`)."""
-        self._lay(layout)
-
     # -- inside -----------------------------------------------------------------------------------------------------------
 
-    def _lay(self, layout: Layout) -> None:
-        unknown = [name for name in layout.processors if name not in self.names]
-        if unknown:
-            raise PlanError(f"the layout names processors that no rank runs on: {unknown}; the ranks run on {list(self.names)}")
-        self.layout = layout
-        self.tilings = layout.cut_pairs(self.workload)
+    def _adopt(self, placement: Placement) -> None:
+        """Lie like this from now on. For `tatami.tiled.move`, which calls it when the rows have come; sends nothing."""
+        self.layout = placement.layout
+        self.tilings = placement.tilings
         self._sample_spans.clear()
         self._batch = (0, Span(0, 0))
-        column = self.tile.column if self.tile is not None else None
-        position = [tile.processor for tile in self.tiling.columns[column]].index(self.name) if column is not None else 0
-        members = self.comm.split(column, key=position) if self.comm.size > 1 else None
-        self._column.meet(members if members is not None and members.size > 1 else None)
-        everyone = len(self.tiling.columns) == 1 and len(layout.processors) == self.comm.size
-        self._exchange = None if everyone else HorizontalExchange(self.comm, tilings=self.tilings, names=self.names)
+        self._column.meet(placement.column)
+        self._exchange = placement.exchange
+
+    def _place(self, layout: Layout) -> Placement:
+        """See `place`; the model stays as it is. Collective."""
+        return place(layout, self.comm, names=self.names, workload=self.workload)
 
     def _tile(self, whole: nn.Module) -> None:
         """Put tiled layers in the place of the pairs, and dropout that draws for the whole batch in the place of dropout."""
@@ -301,7 +296,7 @@ class TiledModel(nn.Module):
         if samples == 0:
             raise InputError(
                 f"rank {self.comm.rank} does not know its samples: call model.local(...) with the global batch before each "
-                "forward pass, and anew after a re-tiling"
+                "forward pass, and again after a re-tiling"
             )
         if given is not None and given != mine.size:
             raise InputError(

@@ -51,31 +51,36 @@ def move(
     optimizer: torch.optim.Optimizer | None,
     companions: Mapping[nn.Parameter, torch.Tensor] | None = None,
 ) -> Moved:
-    """Lay `model` anew, with the rows of its parameters and of the optimizer's state. Collective; not inside of a step.
+    """Give `model` another layout, and the rows of weights and optimizer state that belong to it. Collective; not in a step.
 
+    It happens wholly or not at all: where the rows do not come, model and optimizer stay as they were.
     Gradients move as well, so that a re-tiling may fall between passes that accumulate them; drop them before where they are
     done with. A rank that gets a tile for the first time gets the optimizer's state with it.
 
     Args:
         model: from `tatami.tile`.
-        layout: how the ranks lie from now on.
+        layout: where the ranks lie from now on.
         optimizer: the one whose state goes along; None where there is none.
         companions: more tensors, each shaped like a parameter, that go where its rows go; for the same parameters on all ranks.
 
     Raises:
         PlanError: the layout names processors that no rank runs on.
     """
-    before = model.tilings
-    model.relay(layout)
-    plans = [moves(old, new) for old, new in zip(before, model.tilings, strict=True)]
+    placement = model._place(layout)
+    before, after = model.tilings, placement.tilings
+    plans = [moves(old, new) for old, new in zip(before, after, strict=True)]
     with torch.no_grad():
         bundles = [_bundle(rows, optimizer, companions or {}) for rows in model.pair_rows()]
         laid = [
             [Rows(_empty(rows, _units(tiling, model.name).size), rows.axis) for rows in bundle]
-            for bundle, tiling in zip(bundles, model.tilings, strict=True)
+            for bundle, tiling in zip(bundles, after, strict=True)
         ]
-        _keep(bundles, laid, before, model)
-        sent_bytes = _exchange(bundles, laid, before, plans, model)
+        _keep(bundles, laid, before, after, model.name)
+        sent_bytes = _exchange(bundles, laid, before, after, plans, model)
+        # A rank whose rows did not come does not come here either, so that all ranks change their tiling or none does. What
+        # follows moves nothing and cannot fail.
+        model.comm.barrier()
+        model._adopt(placement)
         for bundle, new in zip(bundles, laid, strict=True):
             for rows, replacement in zip(bundle, new, strict=True):
                 _replace(rows.tensor, replacement.tensor)
@@ -107,10 +112,12 @@ def _replace(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
     tensor.data = replacement
 
 
-def _keep(bundles: Sequence[list[Rows]], laid: Sequence[list[Rows]], before: Sequence[Tiling], model: TiledModel) -> None:
-    """Copy what this rank holds and goes on holding."""
-    for old_rows, new_rows, old, new in zip(bundles, laid, before, model.tilings, strict=True):
-        had, has = _units(old, model.name), _units(new, model.name)
+def _keep(
+    bundles: Sequence[list[Rows]], laid: Sequence[list[Rows]], before: Sequence[Tiling], after: Sequence[Tiling], name: str
+) -> None:
+    """Copy what this rank, the processor `name`, holds and goes on holding."""
+    for old_rows, new_rows, old, new in zip(bundles, laid, before, after, strict=True):
+        had, has = _units(old, name), _units(new, name)
         kept = had & has
         for source, target in zip(old_rows, new_rows, strict=True):
             target.cut(_shift(kept, has)).copy_(source.cut(_shift(kept, had)))
@@ -120,6 +127,7 @@ def _exchange(
     bundles: Sequence[list[Rows]],
     laid: Sequence[list[Rows]],
     before: Sequence[Tiling],
+    after: Sequence[Tiling],
     plans: Sequence[Sequence[Move]],
     model: TiledModel,
 ) -> int:
@@ -128,7 +136,7 @@ def _exchange(
     incoming: dict[int, list[torch.Tensor]] = {}
     outgoing: dict[int, list[torch.Tensor]] = {}
     for index, plan in enumerate(plans):
-        had, has = _units(before[index], model.name), _units(model.tilings[index], model.name)
+        had, has = _units(before[index], model.name), _units(after[index], model.name)
         for each in plan:
             if each.dest == model.name:
                 views = [rows.cut(_shift(each.units, has)) for rows in laid[index]]

@@ -1,0 +1,64 @@
+"""Where the ranks of a tiled model lie: the layout, cut for each pair, and what the ranks then talk through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import PlanError
+from tatami.tiled.horizontal import HorizontalExchange
+from tatami.tiling import Layout, Tiling
+from tatami.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """All that a re-tiling changes, beside the rows of the weights.
+
+    Attributes:
+        layout: in fractions.
+        tilings: the layout, cut for each pair.
+        column: the ranks of this rank's column; None where it is alone in it, or has no tile.
+        exchange: sums over the columns; None where all ranks are in one column.
+    """
+
+    layout: Layout
+    tilings: tuple[Tiling, ...]
+    column: AbstractCommunicator | None
+    exchange: HorizontalExchange | None
+
+
+def place(layout: Layout, comm: AbstractCommunicator, *, names: Sequence[str], workload: Workload) -> Placement:
+    """What `layout` means for this rank of `comm`. Collective.
+
+    Args:
+        layout: to lie like.
+        comm: all ranks.
+        names: the processor of every rank.
+        workload: the pairs that are cut.
+
+    Raises:
+        PlanError: the layout names processors that no rank runs on.
+    """
+    unknown = [name for name in layout.processors if name not in names]
+    if unknown:
+        raise PlanError(f"the layout names processors that no rank runs on: {unknown}; the ranks run on {list(names)}")
+    tilings = layout.cut_pairs(workload)
+    tiling, me = largest(tilings), names[comm.rank]
+    tile = tiling.by_processor.get(me)
+    color = tile.column if tile is not None else None
+    position = [other.processor for other in tiling.columns[color]].index(me) if color is not None else 0
+    column = comm.split(color, key=position) if comm.size > 1 else None
+    everyone = len(tiling.columns) == 1 and len(layout.processors) == comm.size
+    return Placement(
+        layout=layout,
+        tilings=tilings,
+        column=column if column is not None and column.size > 1 else None,
+        exchange=None if everyone else HorizontalExchange(comm, tilings=tilings, names=names),
+    )
+
+
+def largest(tilings: Sequence[Tiling]) -> Tiling:
+    """The tiling of the pair that has most units."""
+    return max(tilings, key=lambda tiling: tiling.units)
