@@ -20,7 +20,7 @@ from tatami.sim.tiling.changes import Speeds
 from tatami.testing.worlds import World
 from tatami.tiled import Phase, TiledModel, Trainer, tile
 from tatami.tiling import AlphaBetaCost, Column, Layout, plan
-from tatami.workload import Pair, Workload, net_workload
+from tatami.workload import Workload, linear_pair, net_workload
 
 NETTALK = Workload.mlp(203, 80, 26, samples=1024)
 LINK = Link(bandwidth_bytes_per_s=1e8, latency_s=1e-4)
@@ -70,15 +70,15 @@ def rehearsed(job: TilingJob) -> TilingRun:
     [
         NETTALK,
         net_workload("20-16-12-8", samples=64, bias=True),
-        Workload(samples=6, pairs=(Pair(inputs=3, units=4, outputs=2, input_gradient=True),), replicated_flop_per_sample=7),
+        Workload(samples=6, blocks=(linear_pair(3, 4, 2, input_gradient=True),), replicated_flop_per_sample=7),
     ],
 )
 def test_the_work_of_a_tile_is_that_of_table_1(workload: Workload) -> None:
-    tilings = grid(1, 2).cut_pairs(workload)
+    tilings = grid(1, 2).cut_blocks(workload)
     for name in ("p0", "p1"):
         tiles = [tiling.by_processor[name] for tiling in tilings]
         work = work_of(tiles, workload=workload)
-        height = tiles[0].units.size / workload.pairs[0].units
+        height = tiles[0].units.size / workload.blocks[0].units
         assert work.total_flop == pytest.approx(workload.flop(width=1.0, height=height), rel=1e-12)
         assert min(work.forward_flop, work.backward_flop, work.update_flop) > 0
 
@@ -130,7 +130,7 @@ def test_calibration_finds_speeds_and_startups() -> None:
     def seconds(units: int, samples: int, flop_per_s: float, startup: Startup) -> float:
         layout = Layout(columns=(Column(width=1.0, processors=("p",), heights=(1.0,)),))
         workload = Workload.mlp(203, units, 26, samples=samples)
-        (tiling,) = layout.cut_pairs(workload)
+        (tiling,) = layout.cut_blocks(workload)
         return work_of(tiling.tiles, workload=workload, startup=startup).total_flop / flop_per_s
 
     for wanted in (startup, Startup(), Startup(sample_flop=3e4)):
@@ -398,4 +398,4 @@ def test_bad_input() -> None:
     with pytest.raises(PlanError, match="of a layout or of tilings, one of them"):
         job([1.0], layout=None)
     with pytest.raises(PlanError, match="are not laid anew"):
-        job([1.0, 1.0], tilings=grid(1, 2).cut_pairs(NETTALK), retiler=Retiler())
+        job([1.0, 1.0], tilings=grid(1, 2).cut_blocks(NETTALK), retiler=Retiler())

@@ -9,7 +9,7 @@ from torch import nn
 
 from tatami.errors import ModelError
 from tatami.tiled import PairNames, describe, find_pairs
-from tatami.workload import Pair
+from tatami.workload import linear_pair
 
 
 def pair(first: str, second: str, *dropouts: str) -> PairNames:
@@ -134,7 +134,7 @@ def test_dropouts_of_other_kinds_are_refused() -> None:
 def test_the_workload_counts_what_is_tiled_and_what_is_replicated() -> None:
     model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5, bias=False), nn.Linear(5, 3)).double()
     workload = describe(model, samples=10)
-    assert workload.pairs == (Pair(inputs=4, units=8, outputs=5, unit_bias=True, input_gradient=True),)
+    assert workload.blocks == (linear_pair(4, 8, 5, unit_bias=True, input_gradient=True),)
     assert workload.replicated_parameters == 8 + 15 + 3
     assert workload.replicated_flop_per_sample == 6 * 15
     assert (workload.samples, workload.element_bytes) == (10, 8)
@@ -143,5 +143,5 @@ def test_the_workload_counts_what_is_tiled_and_what_is_replicated() -> None:
 def test_the_first_pair_needs_no_input_gradient_and_half_precision_travels_in_single() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
     workload = describe(model.bfloat16(), samples=3)
-    assert [each.input_gradient for each in workload.pairs] == [False, True]
+    assert [each.backward_elements for each in workload.blocks] == [0, 4]
     assert workload.element_bytes == 4

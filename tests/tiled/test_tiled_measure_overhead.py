@@ -11,7 +11,7 @@ from tatami.comm import AbstractCommunicator
 from tatami.errors import PlanError
 from tatami.testing.worlds import World
 from tatami.tiled import measure, measure_sample_flop, measure_speeds
-from tatami.workload import Pair, Workload
+from tatami.workload import Block, Workload
 
 WORKLOAD = Workload.mlp(20, 64, 5, samples=32)
 FLOP_PER_S, SAMPLE_FLOP = 1e6, 700.0
@@ -32,8 +32,8 @@ class Computed:
 
 def fake_pass(clock: Computed) -> type:
     class Fake:
-        def __init__(self, pair: Pair, *, samples: int, dtype: object) -> None:  # noqa: ARG002
-            alone = Workload(samples=samples, pairs=(pair,))
+        def __init__(self, block: Block, *, samples: int, dtype: object) -> None:  # noqa: ARG002
+            alone = Workload(samples=samples, blocks=(block,))
             self.seconds = (alone.flop(width=1.0, height=1.0) + SAMPLE_FLOP * samples) / FLOP_PER_S
 
         def run(self) -> None:
@@ -67,11 +67,11 @@ def test_is_the_same_on_all_ranks_and_never_negative(world: World) -> None:
 
 
 def test_plans_reckon_with_it() -> None:
-    dear = Workload(samples=100, pairs=WORKLOAD.pairs, sample_flop=SAMPLE_FLOP)
-    plain = Workload(samples=100, pairs=WORKLOAD.pairs)
+    dear = Workload(samples=100, blocks=WORKLOAD.blocks, sample_flop=SAMPLE_FLOP)
+    plain = Workload(samples=100, blocks=WORKLOAD.blocks)
     for width, height in ((1.0, 1.0), (0.25, 0.5), (0.5, 0.0)):
         more = dear.flop(width=width, height=height) - plain.flop(width=width, height=height)
         assert more == pytest.approx(100 * width * SAMPLE_FLOP)
     assert dear.flop_per_width - plain.flop_per_width == pytest.approx(100 * SAMPLE_FLOP)
     with pytest.raises(PlanError, match="sample_flop of a workload must be a finite number >= 0, not -1"):
-        Workload(samples=1, pairs=WORKLOAD.pairs, sample_flop=-1)
+        Workload(samples=1, blocks=WORKLOAD.blocks, sample_flop=-1)

@@ -22,7 +22,7 @@ from tatami.tiling import (
     volume_bytes,
 )
 from tatami.tiling.links import SlowestLink
-from tatami.workload import Pair, Workload
+from tatami.workload import Workload, linear_pair
 
 LOCAL = Link(bandwidth_bytes_per_s=1e9, latency_s=1e-6)
 SLOW = Link(bandwidth_bytes_per_s=1e6, latency_s=1e-3)
@@ -41,8 +41,10 @@ def four(*hosts: str) -> Cluster:
 
 
 def test_eq_8_sums_over_pairs() -> None:
-    pairs = (Pair(inputs=30, units=40, outputs=10), Pair(inputs=10, units=8, outputs=4))
-    cost = PaperCost().price(GRID, cluster=four(*"aabb"), workload=Workload(samples=100, pairs=pairs, replicated_parameters=7))
+    blocks = (linear_pair(30, 40, 10), linear_pair(10, 8, 4))
+    cost = PaperCost().price(
+        GRID, cluster=four(*"aabb"), workload=Workload(samples=100, blocks=blocks, replicated_parameters=7)
+    )
     assert cost.vertical == pytest.approx(2 * 14 * 100 * 0.75)
     assert cost.horizontal == 2 * (40 * 40 + 14 * 8 + 7)
     assert (cost.compute, cost.unit) == (0.0, "elements")
@@ -65,7 +67,7 @@ def test_alpha_beta_by_hand_with_columns_across_hosts() -> None:
 
 
 def test_replicated_layers_are_summed_across_columns_too() -> None:
-    workload = Workload(samples=100, pairs=WORKLOAD.pairs, replicated_parameters=500)
+    workload = Workload(samples=100, blocks=WORKLOAD.blocks, replicated_parameters=500)
     plain = AlphaBetaCost().price(GRID, cluster=four(*"aabb"), workload=WORKLOAD)
     more = AlphaBetaCost().price(GRID, cluster=four(*"aabb"), workload=workload)
     assert more.horizontal - plain.horizontal == pytest.approx(2 * (1e-3 + 1000 / 1e6))

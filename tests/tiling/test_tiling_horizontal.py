@@ -25,10 +25,10 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 def play(messages: tuple[Message, ...], tilings: tuple[Tiling, ...]) -> dict[tuple[str, int, int], int]:
-    """Every owner's value of every (pair, unit) after the messages; the owner in column c begins with 1000 ** c."""
+    """Every owner's value of every (block, unit) after the messages; the owner in column c begins with 1000 ** c."""
     values = {
-        (tile.processor, pair, unit): 1000**tile.column
-        for pair, tiling in enumerate(tilings)
+        (tile.processor, block, unit): 1000**tile.column
+        for block, tiling in enumerate(tilings)
         for tile in tiling.tiles
         for unit in range(tile.units.start, tile.units.stop)
     }
@@ -37,10 +37,10 @@ def play(messages: tuple[Message, ...], tilings: tuple[Tiling, ...]) -> dict[tup
         for message in messages:
             if message.phase != phase:
                 continue
-            for pair, span in message.spans:
+            for block, span in message.spans:
                 for unit in range(span.start, span.stop):
-                    sent = before[message.source, pair, unit]
-                    received = (message.dest, pair, unit)
+                    sent = before[message.source, block, unit]
+                    received = (message.dest, block, unit)
                     values[received] = values[received] + sent if phase == 0 else sent
     return values
 

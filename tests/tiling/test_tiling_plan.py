@@ -25,7 +25,7 @@ from tatami.tiling import (
     compare,
     plan,
 )
-from tatami.workload import Pair, Workload
+from tatami.workload import Workload, linear_pair
 
 PAPER = Workload.mlp(203, 80, 26, samples=1024)
 EXAMPLE = Cluster.from_speeds([3.0, 1.0, 2.5, 1.5, 3.5, 2.0])
@@ -98,8 +98,8 @@ def test_all_planners_side_by_side() -> None:
 @given(speeds=st.lists(st.floats(0.01, 10.0), min_size=1, max_size=8), samples=st.integers(8, 60), units=st.integers(8, 60))
 @settings(max_examples=30, deadline=None)
 def test_every_planner_covers_the_floor_and_nobody_is_empty(name: str, speeds: list[float], samples: int, units: int) -> None:
-    pairs = (Pair(inputs=7, units=units, outputs=3), Pair(inputs=3, units=max(2, units // 3), outputs=5, input_gradient=True))
-    workload = Workload(samples=samples, pairs=pairs)
+    blocks = (linear_pair(7, units, 3), linear_pair(3, max(2, units // 3), 5, input_gradient=True))
+    workload = Workload(samples=samples, blocks=blocks)
     cluster = Cluster.from_speeds(speeds)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -127,9 +127,9 @@ def test_the_slowest_go_first() -> None:
         assert plan("weighted", cluster=cluster, workload=PAPER).left_out == ("p2", "p1")
 
 
-def test_the_narrowest_pair_counts_too() -> None:
-    pairs = (Pair(inputs=9, units=100, outputs=2), Pair(inputs=2, units=2, outputs=9, input_gradient=True))
-    workload = Workload(samples=4, pairs=pairs)
+def test_the_narrowest_block_counts_too() -> None:
+    blocks = (linear_pair(9, 100, 2), linear_pair(2, 2, 9, input_gradient=True))
+    workload = Workload(samples=4, blocks=blocks)
     result = plan("srpm", cluster=Cluster.from_speeds([1.0] * 4), workload=workload)
     assert max(len(column.processors) for column in result.layout.columns) <= 2
     assert result.left_out == ()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
 from tatami.tiling import plan, srpm_table
-from tatami.workload import Pair, Workload
+from tatami.workload import Workload, linear_pair
 
 PAPER = Workload.mlp(203, 80, 26, samples=1024)
 ABILITIES = (0.05, 0.10, 0.20, 0.30, 0.35)
@@ -93,15 +93,15 @@ def plan_t_comm(speeds: list[float], workload: Workload) -> float:
     return 2 * workload.vertical_elements * deepest + 2 * workload.horizontal_elements * (len(table.sizes) - 1)
 
 
-def test_no_column_is_deeper_than_the_narrowest_pair() -> None:
-    pairs = (Pair(inputs=50, units=100, outputs=3), Pair(inputs=3, units=3, outputs=50))
-    table = srpm_table(Cluster.from_speeds([1.0] * 8), workload=Workload(samples=64, pairs=pairs))
+def test_no_column_is_deeper_than_the_narrowest_block() -> None:
+    blocks = (linear_pair(50, 100, 3), linear_pair(3, 3, 50))
+    table = srpm_table(Cluster.from_speeds([1.0] * 8), workload=Workload(samples=64, blocks=blocks))
     assert max(table.sizes) <= 3
     assert table.t(1, 3) == pytest.approx(0.75)
     assert table.t(1, 4) == inf
     assert table.partition(1) is None
     with pytest.raises(PlanError, match="13 processors are too many for 4 samples x 3 units"):
-        srpm_table(Cluster.from_speeds([1.0] * 13), workload=Workload(samples=4, pairs=pairs))
+        srpm_table(Cluster.from_speeds([1.0] * 13), workload=Workload(samples=4, blocks=blocks))
 
 
 @given(speeds=speeds_lists, workload=workloads)

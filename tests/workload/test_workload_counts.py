@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tatami.errors import PlanError
-from tatami.workload import Counts, Pair, Workload, backward_counts, forward_counts, iteration_counts
+from tatami.workload import (
+    Block,
+    Counts,
+    PairSizes,
+    Workload,
+    backward_counts,
+    forward_counts,
+    iteration_counts,
+    linear_pair,
+)
 
-NETTALK = Pair(inputs=203, units=80, outputs=26)
+NETTALK = PairSizes(inputs=203, outputs=26)
 
 
 @pytest.mark.parametrize(("units", "samples"), [(80, 1024), (12, 300), (1, 1)])
@@ -24,16 +35,16 @@ def test_table_1_exactly(units: int, samples: int) -> None:
 
 
 def test_the_numbers_of_one_small_tile() -> None:
-    pair = Pair(inputs=3, units=4, outputs=2)
+    pair = PairSizes(inputs=3, outputs=2)
     assert forward_counts(pair, units=2, samples=5) == Counts(add=30, multiply=50, sigmoid=20)
     assert backward_counts(pair, units=2, samples=5) == Counts(add=70, multiply=100)
     assert iteration_counts(pair, units=2, samples=5).flop == 30 + 50 + 70 + 100 + 10 * 20
 
 
 def test_a_bias_and_an_input_gradient_add_their_operations() -> None:
-    plain = iteration_counts(Pair(inputs=3, units=4, outputs=2), units=2, samples=5)
-    bias = iteration_counts(Pair(inputs=3, units=4, outputs=2, unit_bias=True), units=2, samples=5)
-    below = iteration_counts(Pair(inputs=3, units=4, outputs=2, input_gradient=True), units=2, samples=5)
+    plain = iteration_counts(PairSizes(inputs=3, outputs=2), units=2, samples=5)
+    bias = iteration_counts(PairSizes(inputs=3, outputs=2, unit_bias=True), units=2, samples=5)
+    below = iteration_counts(PairSizes(inputs=3, outputs=2, input_gradient=True), units=2, samples=5)
     assert bias == plain + Counts(add=2 * 10, multiply=0)
     assert below == plain + Counts(add=30, multiply=30)
 
@@ -48,10 +59,24 @@ def test_elements_and_bytes_of_the_paper() -> None:
     assert workload.flop(width=1.0, height=1.0) == iteration_counts(NETTALK, units=80, samples=1024).flop
 
 
-def test_pairs_add_up() -> None:
-    first = Pair(inputs=10, units=8, outputs=6, unit_bias=True)
-    second = Pair(inputs=6, units=4, outputs=3, input_gradient=True)
-    workload = Workload(samples=100, pairs=(first, second), replicated_parameters=50, element_bytes=8)
+@pytest.mark.parametrize(("bias", "below"), [(False, False), (True, False), (False, True), (True, True)])
+def test_a_linear_pair_is_a_block_of_table_1(bias: bool, below: bool) -> None:
+    block = linear_pair(7, 40, 3, unit_bias=bias, input_gradient=below, name="mlp")
+    sizes = PairSizes(inputs=7, outputs=3, unit_bias=bias, input_gradient=below)
+    assert (block.units, block.unit_parameters, block.parameters) == (40, 10 + bias, 40 * (10 + bias))
+    assert (block.forward_elements, block.backward_elements) == (3, 7 * below)
+    assert (block.summed_elements, block.sums) == (3 + 7 * below, 1 + below)
+    for units, samples in ((40, 64), (13, 5), (0, 2)):
+        assert block.flop(units=units, samples=samples) == iteration_counts(sizes, units=units, samples=samples).flop
+    forward = forward_counts(sizes, units=40, samples=64).flop
+    assert block.forward_fraction * block.flop(units=40, samples=64) == pytest.approx(forward, rel=1e-12)
+    assert (block.name, block.kind, block.unit) == ("mlp", "linear pair", "hidden unit")
+
+
+def test_blocks_add_up() -> None:
+    first = linear_pair(10, 8, 6, unit_bias=True)
+    second = linear_pair(6, 4, 3, input_gradient=True)
+    workload = Workload(samples=100, blocks=(first, second), replicated_parameters=50, element_bytes=8)
     assert workload.vertical_elements == 100 * (6 + 3 + 6)
     assert workload.vertical_exchanges == 3
     assert workload.horizontal_elements == 17 * 8 + 9 * 4
@@ -63,17 +88,26 @@ def test_pairs_add_up() -> None:
 
 @given(width=st.floats(0, 1), height=st.floats(0, 1), bias=st.booleans(), below=st.booleans())
 def test_flop_are_linear_in_area_and_width(width: float, height: float, bias: bool, below: bool) -> None:
-    pairs = (NETTALK, Pair(inputs=26, units=5, outputs=2, unit_bias=bias, input_gradient=below))
-    workload = Workload(samples=64, pairs=pairs, replicated_flop_per_sample=11)
+    blocks = (linear_pair(203, 80, 26), linear_pair(26, 5, 2, unit_bias=bias, input_gradient=below))
+    workload = Workload(samples=64, blocks=blocks, replicated_flop_per_sample=11)
     linear = width * (workload.flop_per_area * height + workload.flop_per_width)
     assert workload.flop(width=width, height=height) == pytest.approx(linear, abs=1e-3)
     assert workload.flop_per_width > 0
 
 
 def test_sizes_that_cannot_be_are_refused() -> None:
-    with pytest.raises(PlanError, match="units of a pair must be at least 1, not 0"):
-        Pair(inputs=3, units=0, outputs=2)
+    with pytest.raises(PlanError, match="units of a linear pair must be at least 1, not 0"):
+        linear_pair(3, 0, 2)
     with pytest.raises(PlanError, match="at least 1 sample, not 0"):
         Workload.mlp(3, 4, 2, samples=0)
-    with pytest.raises(PlanError, match="at least one pair"):
-        Workload(samples=4, pairs=())
+    heads = Block(units=6, unit_parameters=8, forward_elements=4, flop_per_unit=100.0, name="attention")
+    with pytest.raises(PlanError, match="block 'attention' must have at least 1 unit, not 0"):
+        replace(heads, units=0)
+    for name in ("flop_per_unit", "flop_per_sample", "forward_elements", "unit_activation_bytes"):
+        for value in (-1, float("nan"), float("inf")):
+            with pytest.raises(PlanError, match=f"{name} of block 'attention' must be a finite number >= 0, not {value}"):
+                replace(heads, **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"forward_fraction of block 'attention' must be a share from 0 to 1, not 1\.5"):
+        replace(heads, forward_fraction=1.5)
+    with pytest.raises(PlanError, match="at least one block"):
+        Workload(samples=4, blocks=())

@@ -1,4 +1,4 @@
-"""A network as plain facts: which layers pair up, and what a workload they make."""
+"""A network as plain facts: which layers are tiled together, and what a workload they make."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tatami.errors import PlanError
 from tatami.workload import (
     Activation,
     Dense,
-    Pair,
     Workload,
+    linear_pair,
     net_layers,
     net_workload,
     network_workload,
-    pairing,
     parse_net,
+    partners,
 )
 
 SIGMOID = Activation(name="sigmoid")
@@ -39,29 +39,29 @@ def test_three_layers_are_the_papers_perceptron() -> None:
 
 def test_linear_layers_pair_from_the_front_and_an_odd_one_is_replicated() -> None:
     layers = net_layers((10, 8, 6, 4))
-    assert pairing(layers) == ((0, 2),)
+    assert partners(layers) == ((0, 2),)
     workload = network_workload(layers, samples=5)
-    assert workload.pairs == (Pair(inputs=10, units=8, outputs=6),)
+    assert workload.blocks == (linear_pair(10, 8, 6),)
     assert workload.replicated_parameters == 24
     assert workload.replicated_flop_per_sample == 6 * 24
 
 
-def test_the_second_pair_needs_a_gradient_of_its_input() -> None:
+def test_the_second_block_needs_a_gradient_of_its_input() -> None:
     workload = network_workload(net_layers((10, 8, 6, 4, 2), bias=True), samples=5, element_bytes=8)
-    assert workload.pairs == (
-        Pair(inputs=10, units=8, outputs=6, unit_bias=True),
-        Pair(inputs=6, units=4, outputs=2, unit_bias=True, input_gradient=True),
+    assert workload.blocks == (
+        linear_pair(10, 8, 6, unit_bias=True),
+        linear_pair(6, 4, 2, unit_bias=True, input_gradient=True),
     )
     assert workload.replicated_parameters == 6 + 2
     assert workload.element_bytes == 8
 
 
-def test_only_elementwise_activations_lie_inside_a_pair() -> None:
+def test_only_elementwise_activations_lie_inside_a_block() -> None:
     one, two, three = (Dense(inputs=4, outputs=4, bias=False) for _ in range(3))
     layers = (one, SOFTMAX, two, SIGMOID, SIGMOID, three)
-    assert pairing(layers) == ((2, 5),)
+    assert partners(layers) == ((2, 5),)
     workload = network_workload(layers, samples=5)
-    assert workload.pairs == (Pair(inputs=4, units=4, outputs=4, input_gradient=True),)
+    assert workload.blocks == (linear_pair(4, 4, 4, input_gradient=True),)
     assert workload.replicated_parameters == 16
     assert workload.replicated_flop_per_sample == 4 * 16
 

@@ -26,7 +26,7 @@ from tatami.comm.detect import init
 from tatami.tiled import tile
 from tatami.tiled.probe import probe
 from tatami.tiling import Layout
-from tatami.workload import Pair, Workload, net_workload, parse_net
+from tatami.workload import Workload, net_workload, parse_net
 
 _TIMEOUT_S = 180.0
 _SHAPES = ((0.125, 0.5), (0.25, 0.25), (0.25, 0.75), (0.5, 0.25), (0.5, 0.5), (1.0, 0.125), (1.0, 0.3))
@@ -58,15 +58,16 @@ class Measuring:
 
     def _tiles(self) -> dict[tuple[int, int], Callable[[], None]]:
         """Iterations on tiles alone, by their units and samples."""
-        (pair,) = self._workload.pairs
-        shapes = [(round(height * pair.units), round(width * self._job.samples)) for height, width in _SHAPES]
-        return {shape: self._alone(pair, *shape) for shape in shapes}
+        _, hidden, _ = parse_net(self._job.net)
+        shapes = [(round(height * hidden), round(width * self._job.samples)) for height, width in _SHAPES]
+        return {shape: self._alone(*shape) for shape in shapes}
 
-    def _alone(self, pair: Pair, units: int, samples: int) -> Callable[[], None]:
+    def _alone(self, units: int, samples: int) -> Callable[[], None]:
+        inputs, _, outputs = parse_net(self._job.net)
         model = nn.Sequential(
-            nn.Linear(pair.inputs, units, bias=False),
+            nn.Linear(inputs, units, bias=False),
             nn.Sigmoid(),
-            nn.Linear(units, pair.outputs, bias=False),
+            nn.Linear(units, outputs, bias=False),
             nn.Sigmoid(),
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from tatami.errors import ModelError
-from tatami.workload import Pair, Workload
+from tatami.workload import Workload, linear_pair
 
 _ELEMENTWISE_MODULES = (
     nn.Sigmoid, nn.Tanh, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish,
@@ -100,12 +100,13 @@ def workload_of(model: nn.Module, pairs: tuple[PairNames, ...], *, samples: int)
         assert isinstance(second, nn.Linear)
         tiled |= {f"{names.first}.weight", f"{names.first}.bias", f"{names.second}.weight"}
         shapes.append(
-            Pair(
-                inputs=first.in_features,
-                units=first.out_features,
-                outputs=second.out_features,
+            linear_pair(
+                first.in_features,
+                first.out_features,
+                second.out_features,
                 unit_bias=first.bias is not None,
                 input_gradient=index > 0 or next(iter(trained), "") != f"{names.first}.weight",
+                name=names.first.rpartition(".")[0],
             )
         )
         # Half precision is summed, and therefore travels, in float32.
@@ -113,7 +114,7 @@ def workload_of(model: nn.Module, pairs: tuple[PairNames, ...], *, samples: int)
     replicated = [parameter for name, parameter in trained.items() if name not in tiled]
     return Workload(
         samples=samples,
-        pairs=tuple(shapes),
+        blocks=tuple(shapes),
         replicated_parameters=sum(parameter.numel() for parameter in replicated),
         # 2 flop per weight forward, 4 backward: exact for linear layers, too few where weights are used more than once.
         replicated_flop_per_sample=sum(6 * parameter.numel() for parameter in replicated if parameter.dim() > 1),

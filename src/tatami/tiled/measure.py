@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tatami.clock import NO_PACE, Clock, Pace, SystemClock
 from tatami.comm.base import AbstractCommunicator
 from tatami.tiling import GRAIN
-from tatami.workload import Pair, Workload
+from tatami.workload import Block, Workload
 
 REPEAT_S = 0.02
 """Enough for a machine of one's own. Where a container's quota lets a rank run for some time and then stops it for the rest
@@ -44,10 +44,10 @@ def measure_speed(
     clock: Clock | None = None,
     pace: Pace = NO_PACE,
 ) -> Speed:
-    """Time forward and backward through the pairs of `workload` on this rank.
+    """Time forward and backward through the blocks of `workload` on this rank.
 
     Args:
-        workload: its pairs are computed whole, for at most 1,024 samples: enough for the rates to settle.
+        workload: its blocks are computed whole, for at most 1,024 samples: enough for the rates to settle.
         repeats: how many times; one more, which warms up, is not counted.
         repeat_s: how long each takes at least.
         dtype: of weights and samples.
@@ -55,7 +55,7 @@ def measure_speed(
     """
     clock = clock or SystemClock()
     workload = workload.with_samples(min(workload.samples, _MAX_SAMPLES))
-    passes = [_Pass(pair, samples=workload.samples, dtype=dtype) for pair in workload.pairs]
+    passes = [_Pass(block, samples=workload.samples, dtype=dtype) for block in workload.blocks]
     flop = workload.flop_per_area + workload.samples * workload.sample_flop
     counted = [flop / _time_s(passes, repeat_s=repeat_s, clock=clock, pace=pace) for _ in range(repeats + 1)][1:]
     median = statistics.median(counted)
@@ -95,9 +95,11 @@ def measure_sample_flop(
     """
     clock = clock or SystemClock()
     workload = workload.with_samples(min(workload.samples, _MAX_SAMPLES))
-    pairs = {share: [replace(pair, units=_part_of(pair.units, share)) for pair in workload.pairs] for share in (1, _FEW)}
-    tiles = {share: replace(workload, pairs=tuple(each), sample_flop=0.0) for share, each in pairs.items()}
-    passes = {share: [_Pass(pair, samples=tile.samples, dtype=dtype) for pair in tile.pairs] for share, tile in tiles.items()}
+    blocks = {share: [replace(block, units=_part_of(block.units, share)) for block in workload.blocks] for share in (1, _FEW)}
+    tiles = {share: replace(workload, blocks=tuple(each), sample_flop=0.0) for share, each in blocks.items()}
+    passes = {
+        share: [_Pass(block, samples=tile.samples, dtype=dtype) for block in tile.blocks] for share, tile in tiles.items()
+    }
     most_flop, least_flop = (_flop(tiles[share]) for share in (1, _FEW))
     comm.barrier()
     found = []
@@ -116,7 +118,7 @@ def _part_of(units: int, share: int) -> int:
 
 
 def _flop(workload: Workload) -> float:
-    """Of all passes: the pairs, without the layers beside them."""
+    """Of all passes: the blocks, without the layers beside them."""
     return replace(workload, replicated_flop_per_sample=0).flop(width=1.0, height=1.0)
 
 
@@ -135,16 +137,17 @@ def _time_s(passes: Sequence[_Pass], *, repeat_s: float, clock: Clock, pace: Pac
 
 
 class _Pass:
-    """Forward and backward through one pair."""
+    """Forward and backward through one block, computed as two linear layers of its sizes; a bias counts as one more input."""
 
-    def __init__(self, pair: Pair, *, samples: int, dtype: torch.dtype) -> None:
+    def __init__(self, block: Block, *, samples: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def random(*shape: int) -> torch.Tensor:
             return torch.rand(*shape, generator=generator).to(dtype)
 
-        self._x = random(samples, pair.inputs).requires_grad_(pair.input_gradient)
-        self._weights = [random(pair.units, pair.inputs), random(pair.outputs, pair.units)]
+        inputs = block.unit_parameters - block.forward_elements
+        self._x = random(samples, inputs).requires_grad_(block.backward_elements > 0)
+        self._weights = [random(block.units, inputs), random(block.forward_elements, block.units)]
         for weight in self._weights:
             weight.requires_grad_()
 

@@ -44,7 +44,7 @@ def place(layout: Layout, comm: AbstractCommunicator, *, names: Sequence[str], w
     unknown = [name for name in layout.processors if name not in names]
     if unknown:
         raise PlanError(f"the layout names processors that no rank runs on: {unknown}; the ranks run on {list(names)}")
-    tilings = layout.cut_pairs(workload)
+    tilings = layout.cut_blocks(workload)
     tiling, me = largest(tilings), names[comm.rank]
     tile = tiling.by_processor.get(me)
     color = tile.column if tile is not None else None

@@ -30,7 +30,7 @@ class AlphaBetaCost(AbstractCost):
         that takes longest counts.
     horizontal: every group of units is summed by its C owners: 2 (C - 1) / C of its bytes at its owners' slowest link, and
         one latency for each message (one to each neighbour in a phase; one phase where C = 2, otherwise two); the processor
-        that takes longest counts. Layers outside of pairs are summed by C members in 2 (C - 1) steps.
+        that takes longest counts. Layers outside of blocks are summed by C members in 2 (C - 1) steps.
 
     Members of a collective go at the pace of the slowest link among them; members of one host use its local link.
 

@@ -49,7 +49,7 @@ def volume_bounds(areas: Sequence[float], *, alpha_bytes: float, beta_bytes: flo
 
 
 def volume_bytes(layout: Layout, *, workload: Workload) -> float:
-    """What all processors together send for the pairs: 2 [alpha (sum heights - 1) + beta (sum widths - 1)], section 6.
+    """What all processors together send for the blocks: 2 [alpha (sum heights - 1) + beta (sum widths - 1)], section 6.
 
     Every column reduces by 2 (k - 1) / k of its bytes for each member, every group by 2 (C - 1) / C for each owner.
     """

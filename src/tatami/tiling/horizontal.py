@@ -28,7 +28,7 @@ class Message:
         phase: 0 or 1; a phase begins for a processor when it has all messages of the one before.
         source: the sender's name.
         dest: the receiver's name.
-        spans: which units, of which pair (its index among the tilings); in order, none twice.
+        spans: which units, of which block (its index among the tilings); in order, none twice.
     """
 
     phase: int
@@ -41,7 +41,7 @@ def horizontal_messages(tilings: Sequence[Tiling], *, method: Method) -> tuple[M
     """The messages that sum every unit over its owners: at most one from one processor to another in each phase.
 
     Args:
-        tilings: one for each pair of the network: the same processors in the same columns, each pair's own units.
+        tilings: one for each block of the network: the same processors in the same columns, each block's own units.
         method: "direct": one phase, every owner sends all its units to each other owner; the bytes grow with C - 1.
             "reduce-scatter": two phases. Every group is cut into C chunks of whole units, and chunk c is summed by its owner
             in column c, who then gives the sum to the other owners: 2 (C - 1) / C of the bytes. For C = 2 both carry the same
@@ -57,14 +57,14 @@ def horizontal_messages(tilings: Sequence[Tiling], *, method: Method) -> tuple[M
         raise PlanError(f"there is no method {method!r} of horizontal communication; choose direct or reduce-scatter")
     order = _common_order(tilings)
     bundles: dict[tuple[int, str, str], list[tuple[int, Span]]] = {}
-    for pair, tiling in enumerate(tilings):
+    for block, tiling in enumerate(tilings):
         transfers = _direct(tiling) if method == "direct" else _reduce_scatter(tiling)
         for phase, source, dest, units in transfers:
             bundle = bundles.setdefault((phase, source, dest), [])
-            if bundle and bundle[-1][0] == pair and bundle[-1][1].stop == units.start:
-                bundle[-1] = (pair, Span(bundle[-1][1].start, units.stop))
+            if bundle and bundle[-1][0] == block and bundle[-1][1].stop == units.start:
+                bundle[-1] = (block, Span(bundle[-1][1].start, units.stop))
             else:
-                bundle.append((pair, units))
+                bundle.append((block, units))
     keys = sorted(bundles, key=lambda key: (key[0], order[key[1]], order[key[2]]))
     return tuple(Message(phase=key[0], source=key[1], dest=key[2], spans=tuple(bundles[key])) for key in keys)
 

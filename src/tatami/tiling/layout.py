@@ -88,14 +88,14 @@ class Layout:
                 tiles.append(Tile(processor=name, column=index, samples=width, units=height))
         return Tiling(samples=samples, units=units, tiles=tuple(tiles))
 
-    def cut_pairs(self, workload: Workload) -> tuple[Tiling, ...]:
-        """One tiling for each pair of the workload: the same columns and samples, each pair's own units."""
-        return tuple(self.cut(samples=workload.samples, units=pair.units) for pair in workload.pairs)
+    def cut_blocks(self, workload: Workload) -> tuple[Tiling, ...]:
+        """One tiling for each block of the workload: the same columns and samples, each block's own units."""
+        return tuple(self.cut(samples=workload.samples, units=block.units) for block in workload.blocks)
 
     def empty(self, workload: Workload) -> frozenset[str]:
-        """The processors that would get no sample, or no unit of some pair."""
+        """The processors that would get no sample, or no unit of some block."""
         widths = largest_remainder([column.width for column in self.columns], total=workload.samples)
-        units = {pair.units for pair in workload.pairs}
+        units = {block.units for block in workload.blocks}
         names: set[str] = set()
         for column, width in zip(self.columns, widths, strict=True):
             if width == 0:

@@ -14,7 +14,7 @@ from tatami.workload import Workload
 class PaperCost(AbstractCost):
     """t_comm = 2 l s max_c(s_c (k(c) - 1)) + 2 (l + n) m (C - 1) of Ozawa, Sugaya and Aso, Eq. 8.
 
-    With several pairs, l s and (l + n) m are summed over them; layers outside of pairs add their parameters to the second.
+    With several blocks, l s and (l + n) m are summed over them; layers outside of blocks add their parameters to the second.
     It counts no computation: SRPM balances that by construction.
     """
 

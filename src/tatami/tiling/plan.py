@@ -86,8 +86,8 @@ class Plan:
         return self.volume_bytes / self.volume_bounds.lb3 - 1
 
     def tilings(self) -> tuple[Tiling, ...]:
-        """One tiling for each pair of the workload, with each pair's own units."""
-        return self.layout.cut_pairs(self.workload)
+        """One tiling for each block of the workload, with each block's own units."""
+        return self.layout.cut_blocks(self.workload)
 
 
 def plan(
@@ -100,7 +100,7 @@ def plan(
 ) -> Plan:
     """Lay out `workload` on `cluster`. Every rank gets the same answer from the same arguments, bit for bit.
 
-    A processor that would get no sample, or no unit of some pair, is left out: the slowest of them first, and the rest is
+    A processor that would get no sample, or no unit of some block, is left out: the slowest of them first, and the rest is
     planned again. A warning names them.
 
     Args:

@@ -102,7 +102,7 @@ def srpm_table(
     t(C, q) = min over q' in [C - 1, q - 1] of max((p_q'+1 + ... + p_q) (q - q' - 1), t(C - 1, q'))
 
     The first term falls with q' and the second rises, so the minimum lies where they cross: a binary search for all q at
-    once, O(N log N) a row. Columns of more processors than the narrowest pair has units, and more columns than samples,
+    once, O(N log N) a row. Columns of more processors than the narrowest block has units, and more columns than samples,
     are not considered: somebody would get nothing.
 
     Args:
@@ -111,7 +111,7 @@ def srpm_table(
         order: the order in which processors fill the columns; ascending where None.
 
     Raises:
-        PlanError: more processors than samples times the narrowest pair's units.
+        PlanError: more processors than samples times the narrowest block's units.
     """
     speeds = [processor.speed for processor in (ascending(cluster) if order is None else order)]
     total = fsum(speeds)
@@ -136,7 +136,7 @@ def srpm_table(
         best = min(best, t_comm[-1])
     if best == inf:
         raise PlanError(
-            f"{len(speeds)} processors are too many for {workload.samples} samples x {depth} units of the narrowest pair: "
+            f"{len(speeds)} processors are too many for {workload.samples} samples x {depth} units of the narrowest block: "
             "give each at least one of both"
         )
     return SrpmTable(

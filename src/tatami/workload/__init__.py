@@ -1,5 +1,7 @@
 """What must be computed."""
 
+from tatami.workload.block import Block
+from tatami.workload.linear_pair import linear_pair
 from tatami.workload.network import (
     Activation,
     Dense,
@@ -7,25 +9,27 @@ from tatami.workload.network import (
     net_layers,
     net_workload,
     network_workload,
-    pairing,
     parse_net,
+    partners,
 )
-from tatami.workload.table1 import Counts, backward_counts, forward_counts, iteration_counts
-from tatami.workload.workload import Pair, Workload
+from tatami.workload.table1 import Counts, PairSizes, backward_counts, forward_counts, iteration_counts
+from tatami.workload.workload import Workload
 
 __all__ = [
     "Activation",
+    "Block",
     "Counts",
     "Dense",
     "Layer",
-    "Pair",
+    "PairSizes",
     "Workload",
     "backward_counts",
     "forward_counts",
     "iteration_counts",
+    "linear_pair",
     "net_layers",
     "net_workload",
     "network_workload",
-    "pairing",
     "parse_net",
+    "partners",
 ]

@@ -1,4 +1,4 @@
-"""A layered network as plain facts, and the workload it makes: which linear layers pair up, which are replicated."""
+"""A layered network as plain facts, and the workload it makes: which linear layers are tiled together, which are replicated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tatami.errors import PlanError
-from tatami.workload.workload import Pair, Workload
+from tatami.workload.block import Block
+from tatami.workload.linear_pair import linear_pair
+from tatami.workload.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,7 @@ class Dense:
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
-    """What lies between linear layers. Only an elementwise one can lie inside a tiled pair: it needs no other unit."""
+    """What lies between linear layers. Only an elementwise one can lie inside a block: it needs no other unit."""
 
     name: str
     elementwise: bool = True
@@ -56,30 +58,30 @@ def net_layers(sizes: Sequence[int], *, bias: bool = False) -> tuple[Layer, ...]
     return tuple(layers)
 
 
-def pairing(layers: Sequence[Layer]) -> tuple[tuple[int, int], ...]:
-    """Which linear layers are tiled together: the indices in `layers` of the first and the second of each pair.
+def partners(layers: Sequence[Layer]) -> tuple[tuple[int, int], ...]:
+    """Which linear layers are tiled together: the indices in `layers` of the first and the second layer of each block.
 
     From the front, a linear layer pairs with the next one, if nothing but elementwise activations lies between; one that
     finds no partner is replicated.
     """
-    pairs = []
+    found = []
     first: int | None = None
     for index, layer in enumerate(layers):
         if isinstance(layer, Dense):
             if first is None:
                 first = index
             else:
-                pairs.append((first, index))
+                found.append((first, index))
                 first = None
         elif not layer.elementwise:
             first = None
-    return tuple(pairs)
+    return tuple(found)
 
 
 def network_workload(layers: Sequence[Layer], *, samples: int, element_bytes: int = 4) -> Workload:
     """The workload of a network of any depth.
 
-    The second bias of a pair and every linear layer outside of pairs count as replicated. A replicated layer costs each
+    The second bias of a block and every linear layer outside of blocks count as replicated. A replicated layer costs each
     sample 2 flop per weight forward, 2 for the weight's gradient, and 2 for the input's where layers lie below.
 
     Raises:
@@ -89,22 +91,17 @@ def network_workload(layers: Sequence[Layer], *, samples: int, element_bytes: in
     for (before, one), (after, other) in pairwise(dense):
         if one.outputs != other.inputs:
             raise PlanError(f"layer {before} has {one.outputs} outputs, but layer {after} takes {other.inputs} inputs")
-    pairs, tiled, parameters, flop = [], set(), 0, 0
+    blocks: list[Block] = []
+    tiled, parameters, flop = set(), 0, 0
     linear = dict(dense)
-    for index, partner in pairing(layers):
+    for index, partner in partners(layers):
         first, second = linear[index], linear[partner]
         tiled |= {index, partner}
         parameters += second.outputs if second.bias else 0
-        pairs.append(
-            Pair(
-                inputs=first.inputs,
-                units=first.outputs,
-                outputs=second.outputs,
-                unit_bias=first.bias,
-                input_gradient=index != dense[0][0],
-            )
+        blocks.append(
+            linear_pair(first.inputs, first.outputs, second.outputs, unit_bias=first.bias, input_gradient=index != dense[0][0])
         )
-    if not pairs:
+    if not blocks:
         raise PlanError(
             f"this network has {len(dense)} linear layers and none pair up: tiling needs two in a row with only elementwise "
             "activations between"
@@ -115,7 +112,7 @@ def network_workload(layers: Sequence[Layer], *, samples: int, element_bytes: in
             flop += layer.inputs * layer.outputs * (4 if index == dense[0][0] else 6)
     return Workload(
         samples=samples,
-        pairs=tuple(pairs),
+        blocks=tuple(blocks),
         replicated_parameters=parameters,
         replicated_flop_per_sample=flop,
         element_bytes=element_bytes,

@@ -6,23 +6,19 @@ A pair n-m-l on a tile of `units` (m_i) x `samples` (s_i); both may be fractions
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 SIGMOID_FLOP = 10
 """What one sigmoid counts for in flop: an exponential of about eight, an addition and a division."""
 
 
-class PairSizes(Protocol):
-    """The sizes of a pair of linear layers; `Pair` has them."""
+@dataclass(frozen=True, kw_only=True)
+class PairSizes:
+    """What Table 1 knows of a pair beside its units: n, l, whether the first layer has a bias, and whether layers lie below."""
 
-    @property
-    def inputs(self) -> int: ...
-    @property
-    def outputs(self) -> int: ...
-    @property
-    def unit_bias(self) -> bool: ...
-    @property
-    def input_gradient(self) -> bool: ...
+    inputs: int
+    outputs: int
+    unit_bias: bool = False
+    input_gradient: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from tatami.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """One iteration of one tile by itself: `units` of the workload's first pair for `samples`, in `seconds`."""
+    """One iteration of one tile by itself: `units` of the workload's first block for `samples`, in `seconds`."""
 
     units: int
     samples: int
@@ -40,7 +40,7 @@ def calibrate(timings: Sequence[Sequence[Timed]], *, workload: Workload) -> Cali
 
     Args:
         timings: of each machine, tiles of different heights and widths.
-        workload: of one pair.
+        workload: of one block.
 
     Raises:
         InputError: fewer than 3 tiles of a machine, or speeds that come out as none.

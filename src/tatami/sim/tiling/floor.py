@@ -77,7 +77,7 @@ class Floor:
         vertical: of each rank, the sum in its column and its place there; None where it is alone.
         exchanges: sums in a column in each iteration.
         horizontal: the messages across columns; None with one column.
-        replicated: the sum of gradients outside of pairs, over all; None where there is nothing to be summed.
+        replicated: the sum of gradients outside of blocks, over all; None where there is nothing to be summed.
     """
 
     def __init__(
@@ -123,13 +123,13 @@ class Floor:
         messages = horizontal_messages(tilings, method="direct" if num_columns == 2 else "reduce-scatter")
         everybody = tuple(sorted(self.names))
         place = {rank: index for index, rank in enumerate(everybody)}
-        pairs = workload.pairs
+        blocks = workload.blocks
         sized = tuple(
             (
                 message.phase,
                 place[rank_of[message.source]],
                 place[rank_of[message.dest]],
-                sum(pairs[pair].unit_size * span.size for pair, span in message.spans),
+                sum(blocks[block].unit_parameters * span.size for block, span in message.spans),
             )
             for message in messages
         )

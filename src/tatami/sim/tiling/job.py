@@ -29,7 +29,7 @@ class TilingJob:
         cluster: the processors, at the speeds that the run is planned with.
         workload: what is laid out.
         layout: how; or
-        tilings: the tiles themselves, one tiling for each pair (not together with a retiler).
+        tilings: the tiles themselves, one tiling for each block (not together with a retiler).
         iterations: how many.
         speeds: true speeds, in the order of the ranks; None: the cluster's.
         changes: of those speeds.
@@ -68,8 +68,8 @@ class TilingJob:
     def __post_init__(self) -> None:
         if (self.layout is None) == (self.tilings is None):
             raise PlanError("a tiled run is of a layout or of tilings, one of them")
-        if self.tilings is not None and (self.retiler is not None or len(self.tilings) != len(self.workload.pairs)):
-            raise PlanError("tilings are one for each pair of the workload, and are not laid anew: give a layout for that")
+        if self.tilings is not None and (self.retiler is not None or len(self.tilings) != len(self.workload.blocks)):
+            raise PlanError("tilings are one for each block of the workload, and are not laid anew: give a layout for that")
         if self.vertical not in (AUTO, DIRECT, *ALGORITHMS):
             raise PlanError(
                 f"there is no all-reduce {self.vertical!r} for columns; choose of: {', '.join((AUTO, DIRECT, *ALGORITHMS))}"
@@ -93,7 +93,7 @@ class TilingJob:
         if self.tilings is not None:
             return self.tilings
         assert self.layout is not None
-        return self.layout.cut_pairs(self.workload)
+        return self.layout.cut_blocks(self.workload)
 
     @property
     def true_flop_per_s(self) -> dict[str, float]:

@@ -189,15 +189,15 @@ class Run:
             return
         before = self.floor.tilings
         self._window.clear()
-        self.floor = self._laid(decision.layout.cut_pairs(self._workload))
+        self.floor = self._laid(decision.layout.cut_blocks(self._workload))
         self._move(before, go_on)
 
     def _move(self, before: Sequence[Tiling], then: Then) -> None:
         """Send what each rank lacks, all at once."""
         sizes: dict[tuple[int, int], int] = defaultdict(int)
         rank_of = self._cluster.rank_of
-        for pair, old, new in zip(self._workload.pairs, before, self.floor.tilings, strict=True):
-            unit_bytes = pair.unit_size * self._workload.element_bytes * (1 + self._state_copies)
+        for block, old, new in zip(self._workload.blocks, before, self.floor.tilings, strict=True):
+            unit_bytes = block.unit_parameters * self._workload.element_bytes * (1 + self._state_copies)
             for move in moves(old, new):
                 sizes[rank_of[move.source], rank_of[move.dest]] += move.units.size * unit_bytes
         going = len(sizes)

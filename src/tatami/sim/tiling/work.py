@@ -1,4 +1,4 @@
-"""How much a tile computes in an iteration, by phase: Table 1 of Ozawa, Sugaya and Aso."""
+"""How much a tile computes in an iteration, by phase."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from tatami.errors import InputError
 from tatami.tiling import Tile
 from tatami.workload import Workload
-from tatami.workload.table1 import backward_counts, forward_counts
 
 _FORWARD_SHARE = 1 / 3
-"""Of what layers outside of pairs cost: backward is two products of the same size for each of forward."""
+"""Of what layers outside of blocks cost: backward is two products of the same size for each of forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +54,10 @@ class Work:
 def work_of(tiles: Sequence[Tile], *, workload: Workload, startup: Startup = NO_STARTUP) -> Work:
     """The work of one processor.
 
-    The update, two operations for each weight it holds, is taken out of Table 1's second row, which counts it in.
+    The update, two operations for each weight it holds, is taken out of backward, which counts it in (as Table 1 does).
 
     Args:
-        tiles: its tile for each pair of the workload.
+        tiles: its tile for each block of the workload.
         workload: what is laid out.
         startup: of each of its tiles.
     """
@@ -68,9 +67,10 @@ def work_of(tiles: Sequence[Tile], *, workload: Workload, startup: Startup = NO_
     forward = beside * _FORWARD_SHARE
     backward = beside - forward
     update = 0.0
-    for pair, tile in zip(workload.pairs, tiles, strict=True):
+    for block, tile in zip(workload.blocks, tiles, strict=True):
         units = tile.units.size
-        forward += forward_counts(pair, units=units, samples=samples).flop
-        backward += backward_counts(pair, units=units, samples=samples).flop
-        update += 2.0 * pair.unit_size * units if samples else 0.0
+        flop = block.flop(units=units, samples=samples)
+        forward += flop * block.forward_fraction
+        backward += flop * (1 - block.forward_fraction)
+        update += 2.0 * block.unit_parameters * units if samples else 0.0
     return Work(forward_flop=forward, backward_flop=backward - update, update_flop=update)

@@ -1,0 +1,84 @@
+"""A part of a network that splits over units, as plain facts: all that planners, re-tiling and the simulator know of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tatami.errors import PlanError
+
+_COUNTS = ("unit_parameters", "forward_elements", "backward_elements", "forward_sums", "backward_sums")
+_AMOUNTS = ("flop_per_unit", "flop_per_sample", "unit_activation_bytes", "sample_activation_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A part of a network that is a sum over its units: f(x) = f_1(x) + ... + f_u(x), where each f_j owns its weights.
+
+    A unit is a hidden unit between two linear layers, a head of an attention, a channel between two convolutions, an expert.
+    The ranks of a column share the units of a block, and sum what it gives.
+
+    Attributes:
+        units: how many.
+        unit_parameters: elements of trained weights that one unit owns; (n + l) of the paper's pair (+ 1 with a bias).
+        forward_elements: elements of one sample that are summed over the column forward: l of the paper's pair.
+        backward_elements: the same backward; 0 where the input of the block needs no gradient.
+        flop_per_unit: of one sample and one unit, forward, backward and update.
+        flop_per_sample: of one sample, however few units: every rank of a column that takes part repeats it.
+        forward_fraction: of these flop, the share of the forward pass. The default, a third, holds where backward is two
+            products of the same size for each of forward.
+        forward_sums: sums over the column in one forward pass.
+        backward_sums: the same backward; they do not count where `backward_elements` is 0.
+        unit_activation_bytes: what is kept from forward to backward for one sample and one unit.
+        sample_activation_bytes: the same for one sample, however few units.
+        name: the qualified name of the module it lies in; for words only.
+        kind: for words only.
+        unit: what one unit is, singular; for words only.
+
+    Raises:
+        PlanError: no unit, or an amount that is negative or not finite.
+    """
+
+    units: int
+    unit_parameters: int
+    forward_elements: int
+    backward_elements: int = 0
+    flop_per_unit: float
+    flop_per_sample: float = 0.0
+    forward_fraction: float = 1 / 3
+    forward_sums: int = 1
+    backward_sums: int = 1
+    unit_activation_bytes: float = 0.0
+    sample_activation_bytes: float = 0.0
+    name: str = ""
+    kind: str = "linear pair"
+    unit: str = "hidden unit"
+
+    def __post_init__(self) -> None:
+        what = f"block {self.name!r}" if self.name else f"a block ({self.kind})"
+        if self.units < 1:
+            raise PlanError(f"{what} must have at least 1 unit, not {self.units}")
+        for name in (*_COUNTS, *_AMOUNTS):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise PlanError(f"{name} of {what} must be a finite number >= 0, not {getattr(self, name)}")
+        if not 0 <= self.forward_fraction <= 1:
+            raise PlanError(f"forward_fraction of {what} must be a share from 0 to 1, not {self.forward_fraction}")
+
+    @property
+    def summed_elements(self) -> int:
+        """Elements of one sample that a column sums, forward and backward."""
+        return self.forward_elements + self.backward_elements
+
+    @property
+    def sums(self) -> int:
+        """Sums over the column in one iteration."""
+        return self.forward_sums + (self.backward_sums if self.backward_elements else 0)
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the trained weights of all units."""
+        return self.units * self.unit_parameters
+
+    def flop(self, *, units: float, samples: float) -> float:
+        """Flop of one iteration of a tile; both may be fractions of a whole, as planners use them."""
+        return samples * (self.flop_per_unit * units + self.flop_per_sample)
