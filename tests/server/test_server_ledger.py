@@ -12,7 +12,7 @@ from tatami.records import Records
 from tatami.server.actions import Contribution
 from tatami.server.ledger import Ledger
 from tatami.server.report import Failure
-from tatami.server.worker_process import Outcome
+from tatami.server.worker_process import TaskOutcome
 
 
 def _run(path: Path) -> Ledger:
@@ -22,7 +22,7 @@ def _run(path: Path) -> Ledger:
     for round_, at_s in ((7, 1.0), (8, 4.0), (9, 5.0)):
         present = (0,) if round_ == 8 else (0, 1)
         for worker in present:
-            outcome = Outcome(loss=float(round_ + worker), samples=10 * (worker + 1), received=())
+            outcome = TaskOutcome(loss=float(round_ + worker), samples=10 * (worker + 1), received=())
             ledger.worked(worker=worker, round=round_, outcome=outcome)
         if round_ == 8:
             ledger.failed(Failure(at_s=2.5, who="worker 1", process=1, how="died", silent_s=0.5, round=8))
@@ -60,5 +60,5 @@ def test_all_is_written_down_as_it_happens(tmp_path: Path) -> None:
 def test_the_last_loss_that_is_not_finite_is_named(tmp_path: Path) -> None:
     ledger = _run(tmp_path / "run.jsonl")
     for worker, round_ in ((1, 11), (0, 10)):
-        ledger.worked(worker=worker, round=round_, outcome=Outcome(loss=math.nan, samples=1, received=()))
+        ledger.worked(worker=worker, round=round_, outcome=TaskOutcome(loss=math.nan, samples=1, received=()))
     assert ledger.last_not_finite() == (1, 11)

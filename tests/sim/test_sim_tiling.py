@@ -18,7 +18,7 @@ from tatami.sim.processes import Runs
 from tatami.sim.tiling import Change, Startup, TilingJob, TilingRun, Timed, calibrate, rehearse, work_of
 from tatami.sim.tiling.changes import Speeds
 from tatami.testing.worlds import World
-from tatami.tiled import Phase, TiledModel, Trainer, tile
+from tatami.tiled import IterationPhase, TiledModel, Trainer, tile
 from tatami.tiling import AlphaBetaCost, Column, Layout, plan
 from tatami.workload import Workload, linear_pair, net_workload
 
@@ -243,7 +243,7 @@ class Machine:
 
     def end(self) -> None:
         model = self.model
-        if model is not None and model.phases.current is Phase.BACKWARD and model.tile is not None:
+        if model is not None and model.phases.current is IterationPhase.BACKWARD and model.tile is not None:
             tiles = [tiling.by_processor[model.name] for tiling in model.tilings]
             self.sleep(work_of(tiles, workload=model.workload).total_flop / self.flop_per_s)
 

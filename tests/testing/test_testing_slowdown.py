@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tatami.errors import ClusterError, InputError
 from tatami.testing.slowdown import FULLEST, Slowdown, emulated_factors
-from tatami.tiled.phases import Phase, Phases
+from tatami.tiled.phases import IterationPhase, Phases
 
 
 class Machine:
@@ -103,13 +103,13 @@ def test_short_stretches_wait_until_an_oversleep_is_paid_back() -> None:
 def test_polling_between_two_stretches_is_no_compute() -> None:
     machine = Machine()
     phases = Phases(clock=machine, pace=slowdown_on(machine, 2.0))
-    phases.enter(Phase.FORWARD)
+    phases.enter(IterationPhase.FORWARD)
     machine.compute(1.0)
-    phases.enter(Phase.VERTICAL)
+    phases.enter(IterationPhase.VERTICAL)
     machine.compute(5.0)  # a wait that spins
-    phases.enter(Phase.BACKWARD)
+    phases.enter(IterationPhase.BACKWARD)
     machine.compute(2.0)
-    phases.enter(Phase.UPDATE)
+    phases.enter(IterationPhase.UPDATE)
     times = phases.finish_iteration()
     assert machine.slept == [1.0, 2.0]
     assert (times.forward_s, times.vertical_s, times.backward_s, times.update_s) == (2.0, 5.0, 4.0, 0.0)

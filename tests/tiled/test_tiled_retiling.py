@@ -13,7 +13,7 @@ from tatami.comm.wrapper import WrappedCommunicator
 from tatami.errors import CommError
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
-from tatami.tiled import Check, Phase, Retiling, TiledModel, Trainer, move, tile, whole_state_dict
+from tatami.tiled import Check, IterationPhase, Retiling, TiledModel, Trainer, move, tile, whole_state_dict
 from tiled_rig import assert_close, optimizers, simple_layout, tiled
 
 SAMPLES, UNITS = 256, 128
@@ -39,7 +39,7 @@ class Machine:
         pass
 
     def end(self) -> None:
-        if self.model is not None and self.model.phases.current is Phase.BACKWARD:
+        if self.model is not None and self.model.phases.current is IterationPhase.BACKWARD:
             self.sleep(self.model.local_work / self.speed / 1e6)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.testing.worlds import World
-from tatami.tiled import Phase, Phases, PhaseTimes, measure_speed, measure_speeds, tile
+from tatami.tiled import IterationPhase, Phases, PhaseTimes, measure_speed, measure_speeds, tile
 from tatami.tiled.rows import Rows, blocks, pack
 from tatami.tiling import Span
 from tatami.workload import Workload
@@ -53,12 +53,12 @@ def test_phases_add_up_and_start_anew() -> None:
     phases = Phases(clock=clock)
     clock.sleep(50)
     for phase, seconds in (
-        (Phase.FORWARD, 1),
-        (Phase.VERTICAL, 2),
-        (Phase.FORWARD, 4),
-        (Phase.BACKWARD, 8),
-        (Phase.HORIZONTAL, 16),
-        (Phase.UPDATE, 32),
+        (IterationPhase.FORWARD, 1),
+        (IterationPhase.VERTICAL, 2),
+        (IterationPhase.FORWARD, 4),
+        (IterationPhase.BACKWARD, 8),
+        (IterationPhase.HORIZONTAL, 16),
+        (IterationPhase.UPDATE, 32),
     ):
         phases.enter(phase)
         clock.sleep(seconds)
@@ -72,11 +72,11 @@ def test_phases_add_up_and_start_anew() -> None:
 def test_a_phase_inside_of_another_resumes_it_and_outside_counts_nothing() -> None:
     clock = FakeClock()
     phases = Phases(clock=clock)
-    with phases.during(Phase.VERTICAL):  # an evaluation between two iterations
+    with phases.during(IterationPhase.VERTICAL):  # an evaluation between two iterations
         clock.sleep(3)
-    phases.enter(Phase.BACKWARD)
+    phases.enter(IterationPhase.BACKWARD)
     clock.sleep(1)
-    with phases.during(Phase.VERTICAL):
+    with phases.during(IterationPhase.VERTICAL):
         clock.sleep(2)
     clock.sleep(4)
     times = phases.finish_iteration()
@@ -86,7 +86,14 @@ def test_a_phase_inside_of_another_resumes_it_and_outside_counts_nothing() -> No
 def test_pace_is_told_of_every_stretch_of_compute_and_of_nothing_else() -> None:
     clock = FakeClock()
     phases = Phases(clock=clock, pace=Paced(clock, 10))
-    for phase in (Phase.FORWARD, Phase.VERTICAL, Phase.FORWARD, Phase.BACKWARD, Phase.HORIZONTAL, Phase.UPDATE):
+    for phase in (
+        IterationPhase.FORWARD,
+        IterationPhase.VERTICAL,
+        IterationPhase.FORWARD,
+        IterationPhase.BACKWARD,
+        IterationPhase.HORIZONTAL,
+        IterationPhase.UPDATE,
+    ):
         phases.enter(phase)
         clock.sleep(1)
     times = phases.finish_iteration()

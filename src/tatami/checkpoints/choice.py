@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tatami.checkpoints.files import Manifest, Member, Seen, file_name, step_folder, wrong_size
+from tatami.checkpoints.files import Manifest, ManifestEntry, Seen, file_name, step_folder, wrong_size
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -83,7 +83,7 @@ def _candidate(manifest: Manifest, inventories: Sequence[Sequence[Seen]], direct
 
 
 def _files_of(
-    member: Member, step: int, inventories: Sequence[Sequence[Seen]], directories: Sequence[Path]
+    member: ManifestEntry, step: int, inventories: Sequence[Sequence[Seen]], directories: Sequence[Path]
 ) -> tuple[list[Source], list[str]]:
     good, wrong = [], []
     for rank, inventory in enumerate(inventories):

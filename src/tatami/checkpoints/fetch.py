@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tatami.checkpoints.choice import Candidate, Source, pick
-from tatami.checkpoints.files import Member, read_member, step_folder
+from tatami.checkpoints.files import ManifestEntry, read_member, step_folder
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import CheckpointError
 
@@ -58,7 +58,7 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(array.tobytes())
 
 
-def _read(folder: Path, files: Mapping[str, Member], read: dict[str, bytes]) -> dict[str, str]:
+def _read(folder: Path, files: Mapping[str, ManifestEntry], read: dict[str, bytes]) -> dict[str, str]:
     """Read and verify files of members; returns what is wrong, by file."""
     wrong = {}
     for file, member in files.items():
@@ -76,7 +76,7 @@ def _exchange(
     comm: AbstractCommunicator,
     *,
     needs: Sequence[Sequence[str]],
-    members: Mapping[str, Member],
+    members: Mapping[str, ManifestEntry],
     read: Mapping[str, bytes],
 ) -> list[bytes]:
     """Send what others need of this rank's directory, and receive what this one needs of theirs."""

@@ -25,7 +25,7 @@ _PREFIX = "step-"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class ManifestEntry:
     """What the state of one set of replicas must be; `name` is that of its first rank."""
 
     name: str
@@ -39,7 +39,7 @@ class Manifest:
 
     step: int
     ranks: int
-    members: tuple[Member, ...]
+    members: tuple[ManifestEntry, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,8 @@ def file_name(member: str, *, kept_by: int | None = None) -> str:
     return f"{member}.safetensors" if kept_by is None else f"{member}.copy-{kept_by:04d}.safetensors"
 
 
-def describe(name: str, data: bytes) -> Member:
-    return Member(name=name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+def describe(name: str, data: bytes) -> ManifestEntry:
+    return ManifestEntry(name=name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 def write_in_one_step(path: Path, data: bytes) -> None:
@@ -116,7 +116,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(f"its checksum should be {expected[:12]}..., and is {found[:12]}...")
         if body["format"] != FORMAT:
             raise ValueError(f"its format is {body['format']}, and this version of tatami reads {FORMAT}")
-        members = tuple(Member(**member) for member in body["members"])
+        members = tuple(ManifestEntry(**member) for member in body["members"])
         return Manifest(step=body["step"], ranks=body["ranks"], members=members)
     except FileNotFoundError:
         raise
@@ -124,7 +124,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
-def read_member(path: Path, member: Member) -> bytes:
+def read_member(path: Path, member: ManifestEntry) -> bytes:
     """The bytes of a data file, if they are what the manifest says.
 
     Raises:
@@ -142,7 +142,7 @@ def read_member(path: Path, member: Member) -> bytes:
     return data
 
 
-def wrong_size(path: Path, *, size_bytes: int, member: Member) -> str:
+def wrong_size(path: Path, *, size_bytes: int, member: ManifestEntry) -> str:
     how = "is truncated" if size_bytes < member.size_bytes else "is not the file that was written"
     return f"{path} {how}: it should have {member.size_bytes} bytes, and has {size_bytes}"
 

@@ -30,7 +30,7 @@ from tatami.checkpoints.fetch import as_bytes, as_tensor, fetch
 from tatami.checkpoints.files import (
     MANIFEST,
     Manifest,
-    Member,
+    ManifestEntry,
     describe,
     file_name,
     remove,
@@ -200,11 +200,11 @@ class MultiNodeCheckpoint:
 
     # -- saving ----------------------------------------------------------------------------------------------------------
 
-    def _describe(self, step: int, state: State) -> tuple[bytes, tuple[Member, ...]]:
+    def _describe(self, step: int, state: State) -> tuple[bytes, tuple[ManifestEntry, ...]]:
         """What this rank has to write, if anything, and all that belongs to the checkpoint."""
         me = self._comm.rank
 
-        def describe_mine() -> tuple[bytes, Member | None]:
+        def describe_mine() -> tuple[bytes, ManifestEntry | None]:
             if step < 0:
                 raise InputError(f"step must be at least 0, not {step}")
             later = [seen.step for seen in scan(self._directory) if seen.step > step and seen.manifest is not None]
@@ -224,7 +224,7 @@ class MultiNodeCheckpoint:
             raise InputError(f"save: the ranks are at different steps: {[each for each, _ in told]}")
         return data, tuple(each for _, each in told if each is not None)
 
-    def _write(self, folder: Path, data: bytes, members: Sequence[Member], written: list[Path]) -> None:
+    def _write(self, folder: Path, data: bytes, members: Sequence[ManifestEntry], written: list[Path]) -> None:
         """This rank's own state, and the copies that it keeps for others."""
         me, problem = self._comm.rank, None
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from tatami.comm.base import AbstractCommunicator
 from tatami.functions.channel import channel_of
 from tatami.functions.exchange import Exchange, Outgoing
-from tatami.functions.message import Kind
+from tatami.functions.message import MessageKind
 from tatami.functions.structure import Packed, describe, packed
 
 DEBUG_VARIABLE = "TATAMI_DEBUG"
@@ -42,7 +42,7 @@ def agree(
     if not _debugging or comm.size == 1:
         return
     channel = channel_of(comm)
-    number = channel.watchdog.begin_collective(name, location)
+    number = channel.peer_reports.begin_collective(name, location)
     peers = [rank for rank in range(comm.size) if rank != comm.rank]
     mine = packed(_intention(pattern, same_shapes=same_shapes))
     outgoing = [Outgoing(peer, number, mine, ()) for peer in peers]
@@ -50,7 +50,7 @@ def agree(
     meeting = Exchange(
         comm,
         name,
-        kind=int(Kind.COLLECTIVE),
+        kind=int(MessageKind.COLLECTIVE),
         tag=root,
         outgoing=outgoing,
         sources=sources,

@@ -21,8 +21,8 @@ from tatami.functions.memory import Memory
 from tatami.functions.message import (
     REPORT,
     Head,
-    Kind,
     Label,
+    MessageKind,
     as_bytes,
     following,
     read_head,
@@ -34,7 +34,7 @@ from tatami.functions.message import (
     write,
 )
 from tatami.functions.outbox import Outbox, Unsent
-from tatami.functions.watchdog import Watchdog
+from tatami.functions.peer_reports import PeerReports
 from tatami.functions.wire import TAG, Chunk, Test, wait_closely, wire_of
 
 POLITE = WaitPolicy(spin_s=0.0, first_sleep_s=20e-6, longest_sleep_s=200e-6)
@@ -48,7 +48,7 @@ Describe = Callable[[int, float], str]
 """In words: this rank waits for that peer, since so many seconds."""
 
 
-class Message:
+class ReceivedMessage:
     """What came."""
 
     __slots__ = ("head", "label", "peer", "tensors")
@@ -62,7 +62,7 @@ class Message:
     @property
     def key(self) -> Key:
         head = self.head
-        return head.kind, head.tag if head.kind == Kind.POINT_TO_POINT else 0, head.number
+        return head.kind, head.tag if head.kind == MessageKind.POINT_TO_POINT else 0, head.number
 
 
 class Channel:
@@ -72,7 +72,7 @@ class Channel:
         self.comm = comm
         self.clock = clock or SystemClock()
         self.policy: WaitPolicy = getattr(_innermost(comm), "policy", POLITE)
-        self.watchdog = Watchdog(rank=comm.rank, size=comm.size)
+        self.peer_reports = PeerReports(rank=comm.rank, size=comm.size)
         self.failure: str | None = None
         self.takes_cuda = _takes_cuda(comm)
         self.memory = Memory()
@@ -81,7 +81,7 @@ class Channel:
         self._peers = [rank for rank in range(comm.size) if rank != comm.rank]
         self._num_sent = [0] * comm.size
         self._numbers: dict[tuple[str, int, int], int] = {}
-        self._kept: list[dict[Key, deque[Message]]] = [{} for _ in range(comm.size)]
+        self._kept: list[dict[Key, deque[ReceivedMessage]]] = [{} for _ in range(comm.size)]
         self._posted: dict[int, tuple[Test, Chunk]] = {}
         self._free: list[Chunk] = []
         self._outbox = Outbox(self._free, rank=comm.rank, policy=self.policy, clock=self.clock)
@@ -134,7 +134,7 @@ class Channel:
             posted = self._posted[peer] = (self._wire.recv(chunk, peer), chunk)
         return posted
 
-    def take(self, peer: int, key: Key, describe: Describe) -> Message:
+    def take(self, peer: int, key: Key, describe: Describe) -> ReceivedMessage:
         """The next message of this identity from `peer`.
 
         Raises:
@@ -149,7 +149,7 @@ class Channel:
         except self._wire.errors as error:
             raise CommError(f"{describe(peer, 0.0)}: the message was lost: {error}") from error
 
-    def _come(self, peer: int, key: Key) -> Message | None:
+    def _come(self, peer: int, key: Key) -> ReceivedMessage | None:
         """The message, if it has come."""
         kept = self._kept[peer]
         while not kept or key not in kept:
@@ -167,10 +167,10 @@ class Channel:
             del kept[key]
         return message
 
-    def _keep(self, message: Message) -> None:
+    def _keep(self, message: ReceivedMessage) -> None:
         self._kept[message.peer].setdefault(message.key, deque()).append(message)
 
-    def _take_in(self, peer: int, chunk: Chunk) -> Message | None:
+    def _take_in(self, peer: int, chunk: Chunk) -> ReceivedMessage | None:
         """What lies in the `chunk` that was posted, with what follows it; None where it was a report."""
         del self._posted[peer]
         head = read_head(chunk)
@@ -188,11 +188,11 @@ class Channel:
         self._free.append(chunk)
         if not label.all_fit:
             self._take_in_following(peer, [t for t, place in zip(tensors, label.places, strict=True) if place < 0])
-        if head.kind == Kind.COLLECTIVE:
-            problem = self.watchdog.problem_with(peer, head, their_location=label.location)
+        if head.kind == MessageKind.COLLECTIVE:
+            problem = self.peer_reports.problem_with(peer, head, their_location=label.location)
             if problem is not None:
                 self.fail(problem)
-        return Message(peer, head, label, tensors)
+        return ReceivedMessage(peer, head, label, tensors)
 
     def _take_in_following(self, peer: int, tensors: Sequence[torch.Tensor]) -> None:
         for request in [self.comm.irecv(as_bytes(each), peer, tag=TAG) for each in tensors]:
@@ -201,14 +201,14 @@ class Channel:
 
     def _take_in_text(self, peer: int, kind: int, text: str) -> None:
         if kind == REPORT:
-            self.watchdog.reports[peer] = text
+            self.peer_reports.reports[peer] = text
         else:
             self.failure = f"rank {peer} found: {text}"
             raise CommError(self.failure)
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
-    def _wait(self, peer: int, key: Key, describe: Describe) -> Message:
+    def _wait(self, peer: int, key: Key, describe: Describe) -> ReceivedMessage:
         self._outbox.clear()
         timeout_s = self.comm.timeout_s
         start_s = self.clock.now_s()
@@ -216,8 +216,8 @@ class Channel:
         message = self._arrives(peer, key, start_s + first_s)
         if message is not None:
             return message
-        self._tell_all(Kind.REPORT, describe(peer, self.clock.now_s() - start_s))
-        came: list[Message] = []
+        self._tell_all(MessageKind.REPORT, describe(peer, self.clock.now_s() - start_s))
+        came: list[ReceivedMessage] = []
 
         def has_come() -> bool:
             for other in self._peers:
@@ -231,11 +231,11 @@ class Channel:
 
         if wait_until(has_come, policy=self.policy, timeout_s=timeout_s - first_s, clock=self.clock) is not None:
             waited_s = self.clock.now_s() - start_s
-            self.fail(self.watchdog.diagnosis(describe(peer, waited_s), waited_s), timeout=True)
-        self._tell_all(Kind.REPORT, "")
+            self.fail(self.peer_reports.diagnosis(describe(peer, waited_s), waited_s), timeout=True)
+        self._tell_all(MessageKind.REPORT, "")
         return came[0]
 
-    def _arrives(self, peer: int, key: Key, end_s: float) -> Message | None:
+    def _arrives(self, peer: int, key: Key, end_s: float) -> ReceivedMessage | None:
         """The message, if it comes until `end_s`; polls the next message of `peer` alone, because every poll delays it."""
         while True:
             test, _ = self.post(peer)
@@ -245,7 +245,7 @@ class Channel:
             if message is not None:
                 return message
 
-    def _come_tested(self, peer: int, key: Key) -> Message | None:
+    def _come_tested(self, peer: int, key: Key) -> ReceivedMessage | None:
         """As `_come`, where the next message has been seen to be there."""
         message = self._take_in(peer, self._posted[peer][1])
         if message is None or message.key == key:
@@ -268,10 +268,10 @@ class Channel:
             CommError: always; a CommTimeoutError where a wait ended.
         """
         self.failure = problem
-        self._tell_all(Kind.FAILURE, problem)
+        self._tell_all(MessageKind.FAILURE, problem)
         raise CommTimeoutError(problem) if timeout else CommError(problem)
 
-    def _tell_all(self, kind: Kind, text: str) -> None:
+    def _tell_all(self, kind: MessageKind, text: str) -> None:
         label = text_label(text, self.chunk_bytes)
         for peer in self._peers:
             self.send(peer, kind=kind, operation=0, tag=0, chain=0, number=0, label=label, tensors=())

@@ -14,7 +14,7 @@ from tatami.functions.channel import channel_of
 from tatami.functions.connecting import pseudo_connect
 from tatami.functions.exchange import Exchange, Outgoing
 from tatami.functions.location import user_location
-from tatami.functions.message import Kind
+from tatami.functions.message import MessageKind
 from tatami.functions.replay import replayed
 from tatami.functions.structure import Packed, Structure, flatten, mapped, unflatten
 
@@ -147,13 +147,13 @@ def collective(
             inputs += tensors
     expected = None if pattern is None else flatten(pattern, operation=name, cuda=channel.takes_cuda)[1]
     agree(name, comm, root=root, pattern=expected, same_shapes=same_shapes, location=location)
-    number = channel.watchdog.begin_collective(name, location)
+    number = channel.peer_reports.begin_collective(name, location)
     outgoing = [Outgoing(peer, number, flat[id(x)][1], flat[id(x)][0]) for peer, x in parts.items() if peer != comm.rank]
     others = [(peer, number) for peer in sources if peer != comm.rank]
     exchange = Exchange(
         comm,
         name,
-        kind=int(Kind.COLLECTIVE),
+        kind=int(MessageKind.COLLECTIVE),
         tag=root,
         outgoing=outgoing,
         sources=others,

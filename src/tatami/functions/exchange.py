@@ -15,16 +15,16 @@ import torch
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.functions.chain import Chain, chains_of
-from tatami.functions.channel import Channel, Key, Message, channel_of
+from tatami.functions.channel import Channel, Key, ReceivedMessage, channel_of
 from tatami.functions.joining import install
-from tatami.functions.message import Kind, label_of, movable
+from tatami.functions.message import MessageKind, label_of, movable
 from tatami.functions.node import apply
+from tatami.functions.peer_reports import OPERATIONS
 from tatami.functions.structure import Packed, flat, packed
-from tatami.functions.watchdog import OPERATIONS
 
 _INDEX_OF = {name: index for index, name in enumerate(OPERATIONS)}
 # As plain numbers: members of an enum take longer to compare and to pack.
-_POINT_TO_POINT, _COLLECTIVE, _ANSWER = int(Kind.POINT_TO_POINT), int(Kind.COLLECTIVE), int(Kind.ANSWER)
+_POINT_TO_POINT, _COLLECTIVE, _ANSWER = int(MessageKind.POINT_TO_POINT), int(MessageKind.COLLECTIVE), int(MessageKind.ANSWER)
 
 
 class Outgoing(NamedTuple):
@@ -179,8 +179,8 @@ class Exchange:
             what = f"{self.name} (forward, tag {self.tag}, message {number})"
         return f"rank {self.comm.rank} waits for rank {peer} in {what}, for {waited_s:.3g} s, at {self.location.decode()}"
 
-    def _check_agreement(self, message: Message) -> None:
-        problem = self._channel.watchdog.collective_problem(
+    def _check_agreement(self, message: ReceivedMessage) -> None:
+        problem = self._channel.peer_reports.collective_problem(
             message.peer,
             message.head,
             their_location=message.label.location,
@@ -194,8 +194,8 @@ class Exchange:
         if problem is not None:
             self._channel.fail(problem)
 
-    def _check_pass(self, message: Message) -> None:
-        problem = self._channel.watchdog.pass_problem(
+    def _check_pass(self, message: ReceivedMessage) -> None:
+        problem = self._channel.peer_reports.pass_problem(
             message.peer,
             message.head,
             their_location=message.label.location,
@@ -288,7 +288,7 @@ class Exchange:
         return sums
 
 
-def _answer_zeros(channel: Channel, message: Message) -> None:
+def _answer_zeros(channel: Channel, message: ReceivedMessage) -> None:
     """Nothing of `message` will reach a loss here: autograd is off."""
     channel.send(
         message.peer,

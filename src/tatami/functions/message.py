@@ -31,7 +31,7 @@ _MOST_LABELS = 4096
 _pack_header, _unpack_header, _copy = _HEADER.pack_into, _HEADER.unpack_from, ctypes.memmove
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message is."""
 
     POINT_TO_POINT = 0
@@ -44,14 +44,14 @@ class Kind(IntEnum):
     """Its sender found out that the ranks disagree; the text says how."""
 
 
-REPORT = int(Kind.REPORT)
+REPORT = int(MessageKind.REPORT)
 
 
 class Head(NamedTuple):
     """The identity of a message on the edge from its sender to its receiver.
 
     Attributes:
-        kind: a `Kind`.
+        kind: a `MessageKind`.
         operation: its index in `OPERATIONS`.
         tag: of a point-to-point message; the root of a collective that has one.
         chain: how many forward passes the sender has begun before this one.

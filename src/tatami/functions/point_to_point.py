@@ -11,12 +11,12 @@ from tatami.errors import InputError
 from tatami.functions.channel import channel_of
 from tatami.functions.exchange import Exchange, Outgoing
 from tatami.functions.location import user_location
-from tatami.functions.message import Kind
+from tatami.functions.message import MessageKind
 from tatami.functions.replay import replayed
 from tatami.functions.structure import Structure, flatten, unflatten
 
 MAX_TAG = 2**32 - 1
-_POINT_TO_POINT = int(Kind.POINT_TO_POINT)
+_POINT_TO_POINT = int(MessageKind.POINT_TO_POINT)
 
 
 def send(

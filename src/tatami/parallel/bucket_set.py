@@ -7,7 +7,7 @@ from torch import nn
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.overlap import AbstractOverlap, overlap
-from tatami.parallel.buckets import Bucket, Layout
+from tatami.parallel.buckets import Bucket, BucketLayout
 
 
 class BucketSet:
@@ -16,7 +16,7 @@ class BucketSet:
     def __init__(
         self,
         comm: AbstractCommunicator,
-        layouts: list[Layout],
+        layouts: list[BucketLayout],
         *,
         shapes: list[torch.Size],
         wire: torch.dtype | None,

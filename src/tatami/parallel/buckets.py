@@ -18,7 +18,7 @@ BUCKET_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class BucketSlot:
     """Where the gradient of one parameter lies.
 
     Attributes:
@@ -33,7 +33,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class BucketLayout:
     """One bucket.
 
     Attributes:
@@ -42,7 +42,7 @@ class Layout:
         device: of the parameters.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[BucketSlot, ...]
     dtype: torch.dtype
     device: torch.device
 
@@ -59,17 +59,17 @@ class Layout:
 
 def lay_buckets(
     parameters: Sequence[nn.Parameter], *, bucket_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES
-) -> list[Layout]:
+) -> list[BucketLayout]:
     """Buckets of at most `bucket_bytes`, the first of `first_bytes`; a larger parameter has one to itself."""
-    buckets: list[Layout] = []
-    places: list[Place] = []
+    buckets: list[BucketLayout] = []
+    places: list[BucketSlot] = []
     filled = 0
     kind: tuple[torch.dtype, torch.device] | None = None
 
     def close() -> None:
         nonlocal filled
         if places and kind is not None:
-            buckets.append(Layout(places=tuple(places), dtype=kind[0], device=kind[1]))
+            buckets.append(BucketLayout(places=tuple(places), dtype=kind[0], device=kind[1]))
         places.clear()
         filled = 0
 
@@ -78,7 +78,7 @@ def lay_buckets(
         if kind != (parameter.dtype, parameter.device) or filled + parameter.numel() > limit:
             close()
         kind = (parameter.dtype, parameter.device)
-        places.append(Place(parameter=index, start=filled, size=parameter.numel()))
+        places.append(BucketSlot(parameter=index, start=filled, size=parameter.numel()))
         filled += parameter.numel()
     close()
     return buckets
@@ -87,7 +87,7 @@ def lay_buckets(
 class Bucket:
     """A bucket in its vector, during one backward pass after the other."""
 
-    def __init__(self, layout: Layout, vector: torch.Tensor, *, shapes: Sequence[torch.Size]) -> None:
+    def __init__(self, layout: BucketLayout, vector: torch.Tensor, *, shapes: Sequence[torch.Size]) -> None:
         """`vector` (layout.size,) may be of a narrower dtype than the gradients; `shapes` are those of all parameters."""
         self.layout = layout
         self._used = vector[layout.used_start :]

@@ -1,4 +1,4 @@
-"""From what the user gives to a run: the model is looked at, the job packed for the workers, Ray started, the report kept."""
+"""From what the user gives to a run: the model is looked at, the spec of the workers packed, Ray started, the report kept."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LEAST_PATIENCE_S = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class TrainingSpec:
     """What is trained, and on what."""
 
     model_fn: ModelFn
@@ -58,13 +58,13 @@ class Surroundings:
     clock: Clock | None
 
 
-def run_task(
-    task: Task, settings: RunSettings, *, folder: Path | None, resumes: bool, surroundings: Surroundings
+def run_training(
+    spec: TrainingSpec, settings: RunSettings, *, folder: Path | None, resumes: bool, surroundings: Surroundings
 ) -> tuple[nn.Module, RunReport]:
     """Train, from the start or from the last checkpoint in `folder`. Returns and raises as `tatami.server.train`."""
     ray = require_ray()
     torch.manual_seed(settings.seed)
-    model = task.model_fn()
+    model = spec.model_fn()
     check_model(model)
     first = flatten([parameter.detach() for parameter in model.parameters() if parameter.requires_grad]).copy()
     if settings.servers > len(first):
@@ -72,7 +72,7 @@ def run_task(
             f"{settings.servers} servers, but only {len(first)} parameters to hold; at most {len(first)} servers can help"
         )
     protocol = settings.protocol()
-    course = Course(samples=_samples(task.dataset), batch_size=settings.batch_size, seed=settings.seed, speeds=settings.speeds)
+    course = Course(samples=_samples(spec.dataset), batch_size=settings.batch_size, seed=settings.seed, speeds=settings.speeds)
     facts: dict[str, Any] = {
         "model": signature(model),
         "samples": course.samples,
@@ -87,18 +87,18 @@ def run_task(
         settings.write(folder)
 
     from tatami.server.runtime import Runtime, Terms
-    from tatami.server.worker_process import Job
+    from tatami.server.worker_process import WorkerSpec
 
-    job = Job(
-        model_fn=task.model_fn,
-        loss_fn=task.loss_fn,
+    worker_spec = WorkerSpec(
+        model_fn=spec.model_fn,
+        loss_fn=spec.loss_fn,
         course=course,
         protocol=protocol,
         hook=surroundings.on_phase,
         patience_s=max(_LEAST_PATIENCE_S, 2 * settings.heartbeat_s),
     )
-    with _by_value(task.model_fn, task.loss_fn, surroundings.on_phase):
-        pickled_job = ray.cloudpickle.dumps(job)
+    with _by_value(spec.model_fn, spec.loss_fn, surroundings.on_phase):
+        pickled_spec = ray.cloudpickle.dumps(worker_spec)
     terms = Terms(
         first=first,
         signature=signature(model),
@@ -113,9 +113,9 @@ def run_task(
     with engine(address=surroundings.address):
         runtime = Runtime(
             Coordinator(protocol, resumed=saved),
-            job=job,
-            pickled_job=pickled_job,
-            data=task.dataset,
+            spec=worker_spec,
+            pickled_spec=pickled_spec,
+            data=spec.dataset,
             terms=terms,
             clock=surroundings.clock or SystemClock(),
             pool=surroundings.pool,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from tatami.records import Records
 from tatami.server.actions import Contribution
 from tatami.server.report import Failure, RunReport, with_costs
-from tatami.server.worker_process import Outcome
+from tatami.server.worker_process import TaskOutcome
 
 
 class Ledger:
@@ -30,7 +30,7 @@ class Ledger:
         self._recovery = recovery
         self._start = start
         self._records = records
-        self._outcomes: dict[tuple[int, int], Outcome] = {}
+        self._outcomes: dict[tuple[int, int], TaskOutcome] = {}
         self._losses: dict[int, float] = {}
         self._sizes: dict[int, tuple[int, int]] = {}
         self._warnings: list[str] = []
@@ -39,7 +39,7 @@ class Ledger:
         """The first round begins, at 0 s."""
         self._reached_s.append(0.0)
 
-    def worked(self, *, worker: int, round: int, outcome: Outcome) -> None:
+    def worked(self, *, worker: int, round: int, outcome: TaskOutcome) -> None:
         """A task has ended."""
         self._outcomes[worker, round] = outcome
 

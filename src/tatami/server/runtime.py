@@ -28,9 +28,9 @@ from tatami.server.ray_engine import MESSAGE_BYTES
 from tatami.server.report import Failure, RunReport, RunStatus
 from tatami.server.server_process import ServerProcess
 from tatami.server.state import Coordinator
-from tatami.server.steps import Phase
+from tatami.server.steps import RunPhase
 from tatami.server.storage import Published, Storage
-from tatami.server.worker_process import Job, Outcome, WorkerProcess, packed
+from tatami.server.worker_process import TaskOutcome, WorkerProcess, WorkerSpec, packed
 
 _TICK_S = 0.05
 _START_AGAIN = 6
@@ -65,8 +65,8 @@ class Runtime:
         self,
         coordinator: Coordinator,
         *,
-        job: Job,
-        pickled_job: bytes,
+        spec: WorkerSpec,
+        pickled_spec: bytes,
         data: Any,
         terms: Terms,
         clock: Clock,
@@ -75,14 +75,14 @@ class Runtime:
         on_round: Callable[[Runtime], None] | None = None,
     ) -> None:
         self.coordinator = coordinator
-        self.protocol = job.protocol
+        self.protocol = spec.protocol
         self._terms = terms
         self._clock = clock
         self._ledger = Ledger(
-            recovery=job.protocol.recovery.name, start=coordinator.version, records=Records() if records is None else records
+            recovery=spec.protocol.recovery.name, start=coordinator.version, records=Records() if records is None else records
         )
         self._on_round = on_round
-        self._pickled_job, self._data = ray.put(pickled_job), ray.put(packed(data))
+        self._pickled_spec, self._data = ray.put(pickled_spec), ray.put(packed(data))
         self._began_s = self._zero_s = clock.now_s()
         self._looked_s = 0.0
         self._calls = Calls()
@@ -291,7 +291,7 @@ class Runtime:
             self._met[task.process] = servers
         self._calls.add(worker.work.remote(task, pulls), done=partial(self._worked, task))
 
-    def _worked(self, task: act.SendTask, outcome: Outcome) -> None:
+    def _worked(self, task: act.SendTask, outcome: TaskOutcome) -> None:
         if task.process not in self._workers.members:
             return  # declared dead meanwhile
         now_s = self._now_s()
@@ -327,7 +327,7 @@ class Runtime:
 
     def _start_worker(self, process: int) -> None:
         self._met.pop(process, None)
-        self._workers.start(process, employ=lambda actor: actor.employ.remote(process, self._pickled_job, self._data))
+        self._workers.start(process, employ=lambda actor: actor.employ.remote(process, self._pickled_spec, self._data))
 
     def _worker_up(self, process: int, member: Member) -> None:
         assert member.identity is not None
@@ -336,11 +336,11 @@ class Runtime:
                 f"model_fn gives another model in worker process {process} than here; there: {member.identity.model}; "
                 f"here: {self._terms.signature}. It must not depend on chance or on the machine"
             )
-        if self.coordinator.phase is not Phase.STARTING:
+        if self.coordinator.phase is not RunPhase.STARTING:
             self._tell(ev.SpareReady(at_s=self._now_s(), process=process))
 
     def _worker_gone(self, process: int, member: Member, late: bool) -> None:
-        if self.coordinator.phase is Phase.STARTING:
+        if self.coordinator.phase is RunPhase.STARTING:
             self._begin_again(self._workers, process, start=self._start_worker)
             return
         holder = next((worker for worker, held_by in self._holders().items() if held_by == process), None)
@@ -367,7 +367,7 @@ class Runtime:
         self._servers.start(server, employ=employ, apart_from=partners(self.protocol, server))
 
     def _server_up(self, server: int, member: Member) -> None:
-        if self.coordinator.phase is not Phase.STARTING:
+        if self.coordinator.phase is not RunPhase.STARTING:
             self._tell(ev.ServerReady(at_s=self._now_s(), server=server))
             return
 
@@ -384,7 +384,7 @@ class Runtime:
     def _server_gone(self, server: int, member: Member, late: bool) -> None:
         for published in self._published.values():
             published.pop(server, None)
-        if self.coordinator.phase is Phase.STARTING:
+        if self.coordinator.phase is RunPhase.STARTING:
             self._begin_again(self._servers, server, start=self._start_server)
             return
         self._note_failure(f"server {server}", server, member, late=late)

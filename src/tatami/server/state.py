@@ -20,7 +20,7 @@ from tatami.server.protocol import Protocol
 from tatami.server.recovery import Remedy
 from tatami.server.roster import Roster
 from tatami.server.saving import Saved, Saving
-from tatami.server.steps import Phase
+from tatami.server.steps import RunPhase
 
 
 class Coordinator:
@@ -38,7 +38,7 @@ class Coordinator:
 
     def __init__(self, protocol: Protocol, *, resumed: Saved | None = None) -> None:
         self.protocol = protocol
-        self.phase = Phase.STARTING
+        self.phase = RunPhase.STARTING
         self.version = 0 if resumed is None else resumed.version
         self.attempt = 0
         self._saving = Saving(protocol, saved=resumed)
@@ -81,7 +81,7 @@ class Coordinator:
 
     def handle(self, event: ev.Event) -> tuple[Action, ...]:
         """What is to be done about `event`, in this order; nothing once the run is over."""
-        if self.phase is Phase.DONE:
+        if self.phase is RunPhase.DONE:
             return ()
         self._actions.clear()
         self._now_s = event.at_s
@@ -99,7 +99,7 @@ class Coordinator:
             case ev.ShardReceived():
                 return self._receive(event)
             case ev.Started():
-                self.phase = Phase.COLLECT
+                self.phase = RunPhase.COLLECT
                 for _ in range(self.protocol.spares):
                     self._roster.start_spare()
             case ev.UpdateRejected():
@@ -114,7 +114,7 @@ class Coordinator:
             case ev.CheckpointRead():
                 self._was_read(event)
             case ev.ResultFetched():
-                if self.phase is Phase.FETCH and event.ticket == self._ticket:
+                if self.phase is RunPhase.FETCH and event.ticket == self._ticket:
                     self._do(act.Finish(version=self.version))
             case ev.ProcessDied():
                 self._lose(event.process)
@@ -152,7 +152,7 @@ class Coordinator:
             return False
         place.received.add((event.shard, event.server))
         self._see_whether_pushed(place)
-        return self.phase is Phase.COLLECT and self._closes()
+        return self.phase is RunPhase.COLLECT and self._closes()
 
     def _see_whether_pushed(self, place: Place) -> None:
         if place.status is not Status.BUSY or place.process is None:
@@ -174,12 +174,12 @@ class Coordinator:
 
     def _lose(self, process: int) -> None:
         held_a_place = self._roster.lose(process)
-        void = self.phase in (Phase.READ, Phase.RESTART)
+        void = self.phase in (RunPhase.READ, RunPhase.RESTART)
         if held_a_place and self.protocol.recovery.remedy is Remedy.ROLL_BACK and not void:
             self._roll_back = True
 
     def _acknowledge(self, event: ev.ShardSummed | ev.ShardApplied | ev.ShardCopied) -> bool:
-        expected = {ev.ShardSummed: Phase.SUM, ev.ShardApplied: Phase.APPLY, ev.ShardCopied: Phase.COPY}[type(event)]
+        expected = {ev.ShardSummed: RunPhase.SUM, ev.ShardApplied: RunPhase.APPLY, ev.ShardCopied: RunPhase.COPY}[type(event)]
         if self.phase is not expected or event.ticket != self._ticket:
             return False
         if isinstance(event, ev.ShardCopied):
@@ -194,7 +194,7 @@ class Coordinator:
     def _lose_server(self, server: int) -> None:
         if not self._fleet.lose(server):
             return
-        if self._fleet.lost_shards() or self.phase is Phase.RESTART:
+        if self._fleet.lost_shards() or self.phase is RunPhase.RESTART:
             self._restart_servers(server)
             return
         self._replace_server(server)
@@ -202,13 +202,13 @@ class Coordinator:
         for place in self.places.values():
             self._see_whether_pushed(place)
         match self.phase:
-            case Phase.WRITE:
+            case RunPhase.WRITE:
                 self._write()
-            case Phase.READ:
+            case RunPhase.READ:
                 self._read()
-            case Phase.FETCH:
+            case RunPhase.FETCH:
                 self._fetch()
-            case Phase.COPY:
+            case RunPhase.COPY:
                 self._copy()
 
     def _replace_server(self, server: int) -> None:
@@ -236,14 +236,14 @@ class Coordinator:
             reason = f"server {server} is gone, and with it the only copy of its shards; {where}. replicas=2 survives this"
             self._do(act.Stop(cause=Cause.SHARDS_LOST, reason=reason, saved=saved is not None))
             return
-        self.phase = Phase.RESTART
+        self.phase = RunPhase.RESTART
         for each in gone:
             self._roster.restarts_left -= 1
             self._start_server(each)
 
     def _copy(self) -> None:
         """Make new servers whole; nobody is at work, so that there is nothing but their shards to be copied."""
-        self.phase = Phase.COPY
+        self.phase = RunPhase.COPY
         self._ticket += 1
         copies = self._fleet.copies_due()
         self._copies_due = {(shard, server) for shard, _, server in copies}
@@ -255,21 +255,21 @@ class Coordinator:
     def _copied(self) -> None:
         for server in self._copying:
             self._fleet.filled(server)
-        self.phase = Phase.COLLECT
+        self.phase = RunPhase.COLLECT
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        self.phase = Phase.WRITE
+        self.phase = RunPhase.WRITE
         self._ticket += 1
         self._write_began_s = self._now_s
         self._writing = act.WriteCheckpoint(ticket=self._ticket, version=self.version, clocks=self.clocks)
         self._do(self._writing)
 
     def _written(self, event: ev.CheckpointWritten | ev.CheckpointFailed) -> None:
-        if self.phase is not Phase.WRITE or event.ticket != self._ticket or self._writing is None:
+        if self.phase is not RunPhase.WRITE or event.ticket != self._ticket or self._writing is None:
             return
-        self.phase = Phase.COLLECT
+        self.phase = RunPhase.COLLECT
         self._saving.clock = self._slowest()  # where it failed, too: not at once again, but after the next interval
         if isinstance(event, ev.CheckpointWritten):
             saved = Saved(version=self._writing.version, clocks=self._writing.clocks)
@@ -283,7 +283,7 @@ class Coordinator:
 
     def _read(self) -> None:
         assert self._saving.saved is not None  # written before the first round is opened
-        self.phase = Phase.READ
+        self.phase = RunPhase.READ
         self._roll_back = False
         self._ticket += 1
         self.attempt += 1
@@ -292,7 +292,7 @@ class Coordinator:
         self._do(act.ReadCheckpoint(ticket=self._ticket, version=version, attempt=self.attempt, servers=self._reading))
 
     def _was_read(self, event: ev.CheckpointRead) -> None:
-        if self.phase is not Phase.READ or event.ticket != self._ticket:
+        if self.phase is not RunPhase.READ or event.ticket != self._ticket:
             return
         for server in self._reading:
             self._fleet.filled(server)
@@ -300,10 +300,10 @@ class Coordinator:
         self.version, self._saving.saved = saved.version, saved
         self._saving.clock = saved.slowest
         self._roster.return_to(dict(saved.clocks), slowest=saved.slowest)
-        self.phase = Phase.COLLECT
+        self.phase = RunPhase.COLLECT
 
     def _fetch(self) -> None:
-        self.phase = Phase.FETCH
+        self.phase = RunPhase.FETCH
         self._ticket += 1
         self._do(act.FetchResult(ticket=self._ticket))
 
@@ -316,21 +316,21 @@ class Coordinator:
 
     def _step(self) -> bool:
         """Go on by one step, if that is possible without another event."""
-        if self.phase is Phase.DONE:
+        if self.phase is RunPhase.DONE:
             return False
-        is_over = self.phase is Phase.STARTING or self._roster.all_done()
+        is_over = self.phase is RunPhase.STARTING or self._roster.all_done()
         for place in self._roster.staff(is_over=is_over):
             self._send(place)
         match self.phase:
-            case Phase.COLLECT:
+            case RunPhase.COLLECT:
                 return self._collect()
-            case Phase.SUM if not self._commit.is_awaited:
+            case RunPhase.SUM if not self._commit.is_awaited:
                 self._apply()
-            case Phase.APPLY if not self._commit.is_awaited:
+            case RunPhase.APPLY if not self._commit.is_awaited:
                 self._committed()
-            case Phase.COPY if not self._copies_due:
+            case RunPhase.COPY if not self._copies_due:
                 self._copied()
-            case Phase.RESTART if not self._fleet.starting:
+            case RunPhase.RESTART if not self._fleet.starting:
                 self._read()
             case _:
                 return False
@@ -411,7 +411,7 @@ class Coordinator:
             if place.pushed_by is not None
         )
         if self.protocol.clips:
-            self.phase = Phase.SUM
+            self.phase = RunPhase.SUM
             self._ticket += 1
             self._do_all(self._commit.sums(self._fleet, ticket=self._ticket))
         else:
@@ -419,7 +419,7 @@ class Coordinator:
         return True
 
     def _apply(self) -> None:
-        self.phase = Phase.APPLY
+        self.phase = RunPhase.APPLY
         self._ticket += 1
         clocks, version = self._clocks_afterwards(), self.version + 1
         self._do_all(self._commit.applies(self._fleet, ticket=self._ticket, version=version, clocks=clocks))
@@ -440,7 +440,7 @@ class Coordinator:
             if worker in concerned:
                 self.places[worker].reset(clock)
         self._commit.contributions = ()
-        self.phase = Phase.COLLECT
+        self.phase = RunPhase.COLLECT
 
     # -- actions --------------------------------------------------------------------------------------------------
 
@@ -449,7 +449,7 @@ class Coordinator:
 
     def _do(self, action: Action) -> None:
         if isinstance(action, act.Finish | act.Stop):
-            self.phase = Phase.DONE
+            self.phase = RunPhase.DONE
         self._actions.append(action)
 
     def _do_all(self, actions: Iterable[Action]) -> None:
@@ -457,7 +457,7 @@ class Coordinator:
             self._do(action)
 
     def _send(self, place: Place) -> None:
-        if self._roll_back or self.phase in (Phase.READ, Phase.RESTART):
+        if self._roll_back or self.phase in (RunPhase.READ, RunPhase.RESTART):
             return  # whatever was begun is void; the round opens again after reading
         assert place.process is not None
         self._do(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Phase(Enum):
+class RunPhase(Enum):
     """The step that a run is in."""
 
     STARTING = "starting"

@@ -15,7 +15,7 @@ from tatami.errors import InputError
 from tatami.records import Records
 from tatami.server import checkpoints
 from tatami.server.consistency import BSP, AbstractConsistency
-from tatami.server.launch import Surroundings, Task, run_task
+from tatami.server.launch import Surroundings, TrainingSpec, run_training
 from tatami.server.learner import Data, LossFn, ModelFn
 from tatami.server.optimizers import SGD, AbstractOptimizer
 from tatami.server.phases import PhaseHook
@@ -132,8 +132,8 @@ def train(
     surroundings = Surroundings(
         address=address, report=report, records=records, on_round=on_round, on_phase=on_phase, pool=pool, clock=clock
     )
-    task = Task(model_fn=model_fn, loss_fn=loss_fn, dataset=dataset)
-    return run_task(task, settings, folder=folder, resumes=False, surroundings=surroundings)
+    spec = TrainingSpec(model_fn=model_fn, loss_fn=loss_fn, dataset=dataset)
+    return run_training(spec, settings, folder=folder, resumes=False, surroundings=surroundings)
 
 
 def resume(
@@ -186,8 +186,8 @@ def resume(
     surroundings = Surroundings(
         address=address, report=report, records=records, on_round=on_round, on_phase=on_phase, pool=pool, clock=clock
     )
-    task = Task(model_fn=model_fn, loss_fn=loss_fn, dataset=dataset)
-    return run_task(task, settings, folder=folder, resumes=True, surroundings=surroundings)
+    spec = TrainingSpec(model_fn=model_fn, loss_fn=loss_fn, dataset=dataset)
+    return run_training(spec, settings, folder=folder, resumes=True, surroundings=surroundings)
 
 
 def _speeds(speeds: Sequence[float] | Cluster) -> tuple[float, ...]:

@@ -31,7 +31,7 @@ _HEDGE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class WorkerSpec:
     """What every worker is told once.
 
     Attributes:
@@ -47,7 +47,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class TaskOutcome:
     """What came of a task: the (shard, server) that took its update; `pulled` is False where a server went away."""
 
     loss: float
@@ -64,24 +64,24 @@ class WorkerProcess:
         # torch does much for the first time in its first backward pass: a spare has that behind it.
         torch.nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()
         self._process = -1
-        self._job: Job | None = None
+        self._spec: WorkerSpec | None = None
         self._learner: Learner | None = None
         self._servers: Mapping[int, Any] = {}
         self._pulled: tuple[int, int] | None = None
         self._patience_s = 0.0
 
-    def employ(self, process: int, pickled_job: bytes, data: Any) -> Identity:
+    def employ(self, process: int, pickled_spec: bytes, data: Any) -> Identity:
         """Stand by for a run, as its process number `process`."""
         self._process = process
-        self._job = job = cloudpickle.loads(pickled_job)
-        self._learner = Learner(job.model_fn(), loss_fn=job.loss_fn, data=unpacked(data), course=job.course)
+        self._spec = spec = cloudpickle.loads(pickled_spec)
+        self._learner = Learner(spec.model_fn(), loss_fn=spec.loss_fn, data=unpacked(data), course=spec.course)
         self._pulled = None
-        self._patience_s = job.patience_s
+        self._patience_s = spec.patience_s
         return identity(model=signature(self._learner.model))
 
     def dismiss(self) -> None:
         """Let go of the run."""
-        self._job, self._learner, self._servers = None, None, {}
+        self._spec, self._learner, self._servers = None, None, {}
 
     def watch(self, pause_s: float) -> None:
         """A sign of life after `pause_s`; runs beside the task, and fails at once when the process ends."""
@@ -91,7 +91,7 @@ class WorkerProcess:
         """From now on these are the servers."""
         self._servers = servers
 
-    def work(self, task: SendTask, pulls: Sequence[Sequence[Any]]) -> Outcome:
+    def work(self, task: SendTask, pulls: Sequence[Sequence[Any]]) -> TaskOutcome:
         """Pull, compute, push. `pulls[k]` are copies of shard k, or references to them."""
         assert self._learner is not None
         self._hook(TaskPhase.PULL, task)
@@ -99,16 +99,16 @@ class WorkerProcess:
             pulled = self._pull(task, pulls)
         if not pulled:
             time.sleep(_PULL_PAUSE_S)  # the death of a server is about to be told
-            return Outcome(loss=math.nan, samples=0, received=(), pulled=False)
+            return TaskOutcome(loss=math.nan, samples=0, received=(), pulled=False)
         self._hook(TaskPhase.BEFORE_COMPUTE, task)
         gradient, loss, samples = self._learner.gradient(round_=task.round, worker=task.worker, members=task.members)
         self._hook(TaskPhase.COMPUTE, task)
         if not math.isfinite(loss):
-            return Outcome(loss=loss, samples=samples, received=())
+            return TaskOutcome(loss=loss, samples=samples, received=())
         with tethered():
             received = self._push(task, gradient, samples=samples)
         self._hook(TaskPhase.AFTER_PUSH, task)
-        return Outcome(loss=loss, samples=samples, received=received)
+        return TaskOutcome(loss=loss, samples=samples, received=received)
 
     def _pull(self, task: SendTask, pulls: Sequence[Sequence[Any]]) -> bool:
         assert self._learner is not None
@@ -128,8 +128,8 @@ class WorkerProcess:
         return True
 
     def _push(self, task: SendTask, gradient: Sequence[Vector], *, samples: int) -> tuple[tuple[int, int], ...]:
-        assert self._job is not None
-        protocol = self._job.protocol
+        assert self._spec is not None
+        protocol = self._spec.protocol
         calls: dict[tuple[int, int], Any] = {}
         contribution = Contribution(worker=task.worker, process=task.process, round=task.round)
         size = sum(len(piece) for piece in gradient)
@@ -140,7 +140,7 @@ class WorkerProcess:
                 if server in task.servers and server in self._servers:
                     stage = self._servers[server].stage
                     calls[shard, server] = stage.remote(shard, update, contribution, task.attempt, samples)
-            if self._job.hook is not None and shard == 0:
+            if self._spec.hook is not None and shard == 0:
                 for call in calls.values():
                     self._get(call)
                 self._hook(TaskPhase.BETWEEN_SHARDS, task)
@@ -185,8 +185,8 @@ class WorkerProcess:
             raise
 
     def _hook(self, phase: TaskPhase, task: SendTask) -> None:
-        if self._job is not None and self._job.hook is not None:
-            self._job.hook(phase, task.process, task.round)
+        if self._spec is not None and self._spec.hook is not None:
+            self._spec.hook(phase, task.process, task.round)
 
 
 def packed(data: Data) -> Any:

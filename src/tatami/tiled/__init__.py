@@ -5,7 +5,7 @@ from tatami.tiled.describe import PairNames, describe, find_pairs
 from tatami.tiled.measure import Speed, measure_sample_flop, measure_speed, measure_speeds
 from tatami.tiled.model import TiledModel
 from tatami.tiled.moving import Moved, move
-from tatami.tiled.phases import Phase, Phases, PhaseTimes
+from tatami.tiled.phases import IterationPhase, Phases, PhaseTimes
 from tatami.tiled.retiling import Check, Retiling
 from tatami.tiled.state import load_whole_state_dict, whole_state_dict
 from tatami.tiled.tile import tile
@@ -17,9 +17,9 @@ __all__ = [
     "Check",
     "Data",
     "History",
+    "IterationPhase",
     "Moved",
     "PairNames",
-    "Phase",
     "PhaseTimes",
     "Phases",
     "Retiling",

@@ -18,7 +18,7 @@ from tatami.tiled.describe import PairNames, workload_of
 from tatami.tiled.dropout import WholeDropout
 from tatami.tiled.horizontal import HorizontalSum
 from tatami.tiled.pair import TiledFirst, TiledSecond
-from tatami.tiled.phases import Phase, Phases
+from tatami.tiled.phases import IterationPhase, Phases
 from tatami.tiled.placement import Placement, largest, place
 from tatami.tiled.rows import Rows
 from tatami.tiled.vertical import Column
@@ -135,7 +135,7 @@ class TiledModel(nn.Module):
         self._check_batch(inputs, named_inputs)
         if not torch.is_grad_enabled():
             return self.module(*inputs, **named_inputs)
-        self.phases.enter(Phase.FORWARD)
+        self.phases.enter(IterationPhase.FORWARD)
         if self.comm.size == 1:
             return self.module(*inputs, **named_inputs)
         output = self._forward_with_sums(inputs, named_inputs)
@@ -170,7 +170,7 @@ class TiledModel(nn.Module):
             counts = column == 0 if id(parameter) in tiled else self.comm.rank == 0
             if parameter.grad is not None and counts:
                 squares += parameter.grad.double().square().sum()
-        with self.phases.during(Phase.HORIZONTAL):
+        with self.phases.during(IterationPhase.HORIZONTAL):
             self.comm.allreduce(squares)
         norm = math.sqrt(squares.item())
         scale = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
@@ -329,7 +329,7 @@ class TiledModel(nn.Module):
             raise ModelError(
                 "the model was re-tiled between this forward pass and its backward pass; re-tile between two steps"
             )
-        self.phases.enter(Phase.HORIZONTAL)
+        self.phases.enter(IterationPhase.HORIZONTAL)
         if self._exchange is not None:
             by_parameter = {
                 id(p): torch.zeros_like(p) if grad is None else grad.contiguous()
@@ -349,7 +349,7 @@ class TiledModel(nn.Module):
             *sums, used = self._exchange.sum_(pairs, [*replicated.values(), used])
             by_parameter.update(zip(replicated, sums, strict=True))
             grads = tuple(by_parameter[id(p)] if part else None for p, part in zip(trained, used.tolist(), strict=True))
-        self.phases.enter(Phase.UPDATE)
+        self.phases.enter(IterationPhase.UPDATE)
         return grads
 
 
@@ -369,7 +369,7 @@ class _BackwardBegins(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.phases.enter(Phase.BACKWARD)
+        ctx.phases.enter(IterationPhase.BACKWARD)
         return None, None, *(grad if grad is None or ctx.scale == 1.0 else grad * ctx.scale for grad in grads)
 
 

@@ -13,7 +13,7 @@ from enum import Enum
 from tatami.clock import NO_PACE, Clock, Pace, SystemClock
 
 
-class Phase(Enum):
+class IterationPhase(Enum):
     """What a rank is doing. The names in brackets are those of the DRPM paper."""
 
     OUTSIDE = "outside"
@@ -24,7 +24,7 @@ class Phase(Enum):
     UPDATE = "update"  # compute 3: clipping and the optimizer's step
 
 
-_COMPUTE = (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
+_COMPUTE = (IterationPhase.FORWARD, IterationPhase.BACKWARD, IterationPhase.UPDATE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +68,11 @@ class Phases:
     def __init__(self, *, clock: Clock | None = None, pace: Pace = NO_PACE) -> None:
         self.clock = clock or SystemClock()
         self.pace = pace
-        self.current = Phase.OUTSIDE
+        self.current = IterationPhase.OUTSIDE
         self._since_s = self.clock.now_s()
-        self._spent_s = dict.fromkeys(Phase, 0.0)
+        self._spent_s = dict.fromkeys(IterationPhase, 0.0)
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: IterationPhase) -> None:
         """End the running phase and begin `phase`."""
         if self.current in _COMPUTE:
             self.pace.end()
@@ -84,10 +84,10 @@ class Phases:
             self.pace.begin()
 
     @contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
+    def during(self, phase: IterationPhase) -> Iterator[None]:
         """`phase` for the length of a with-block, and then what ran before. Outside of iterations nothing is counted."""
         resume = self.current
-        if resume is Phase.OUTSIDE:
+        if resume is IterationPhase.OUTSIDE:
             yield
             return
         self.enter(phase)
@@ -96,13 +96,13 @@ class Phases:
 
     def finish_iteration(self) -> PhaseTimes:
         """End the iteration; the next one begins with the next forward pass. Returns where its time went."""
-        self.enter(Phase.OUTSIDE)
+        self.enter(IterationPhase.OUTSIDE)
         spent_s = self._spent_s
-        self._spent_s = dict.fromkeys(Phase, 0.0)
+        self._spent_s = dict.fromkeys(IterationPhase, 0.0)
         return PhaseTimes(
-            forward_s=spent_s[Phase.FORWARD],
-            vertical_s=spent_s[Phase.VERTICAL],
-            backward_s=spent_s[Phase.BACKWARD],
-            horizontal_s=spent_s[Phase.HORIZONTAL],
-            update_s=spent_s[Phase.UPDATE],
+            forward_s=spent_s[IterationPhase.FORWARD],
+            vertical_s=spent_s[IterationPhase.VERTICAL],
+            backward_s=spent_s[IterationPhase.BACKWARD],
+            horizontal_s=spent_s[IterationPhase.HORIZONTAL],
+            update_s=spent_s[IterationPhase.UPDATE],
         )

@@ -25,7 +25,7 @@ from tatami.retiling import Retiler
 from tatami.tiled.batches import Batches, Data
 from tatami.tiled.model import Reduction, TiledModel
 from tatami.tiled.moving import check_optimizer
-from tatami.tiled.phases import Phase
+from tatami.tiled.phases import IterationPhase
 from tatami.tiled.retiling import Check, Retiling
 from tatami.tiled.state import whole_state_dict
 from tatami.tiled.weights import load_model, save_model
@@ -252,7 +252,7 @@ class Trainer:
     def _end_report(self, report: tuple[torch.Tensor, AbstractRequest | None, float]) -> float:
         sums, request, value = report
         if request is not None:
-            with self.model.phases.during(Phase.HORIZONTAL):
+            with self.model.phases.during(IterationPhase.HORIZONTAL):
                 request.wait()
         loss, num_bad = sums.tolist()
         if num_bad:

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.tiled.column_sum import ColumnSum
-from tatami.tiled.phases import Phase, Phases
+from tatami.tiled.phases import IterationPhase, Phases
 
 _DIRECT = (torch.float32, torch.float64)
 
@@ -44,7 +44,7 @@ class Column:
         """Sum `tensor` over the column, in place."""
         if self.comm is None:
             return
-        with self.phases.during(Phase.VERTICAL):
+        with self.phases.during(IterationPhase.VERTICAL):
             # Sums of half precision are taken in float32, which all-reduces do by themselves.
             if self._direct is not None and tensor.dtype in _DIRECT and tensor.is_contiguous():
                 self._direct.sum_(tensor.detach().view(-1))

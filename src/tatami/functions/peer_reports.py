@@ -24,7 +24,7 @@ HISTORY = 1024
 """So many collectives are remembered with their lines, to name the one that a message that nobody took belongs to."""
 
 
-class Watchdog:
+class PeerReports:
     """What this rank knows of the others.
 
     Attributes:
