@@ -13,7 +13,7 @@ from simgrid_here import needs_simgrid
 from tatami.bench.simulated import NET, SAMPLES, Job, job_from_dict, tilings
 from tatami.bench.simulated_calibrated import Calibrated, calibrated
 from tatami.sim.processes import Runs
-from tatami.sim.tiling import Startup, Timed
+from tatami.sim.tiling import Startup, TimedTile
 from tatami.sim.tiling.calibrate import flop_of
 from tatami.workload import net_workload
 
@@ -28,7 +28,7 @@ def found() -> dict[str, Any]:
     """What ranks would write that are as fast as `RATES`, on links that are as good as asked."""
 
     def seconds(units: int, samples: int, flop_per_s: float) -> float:
-        tile = Timed(units=units, samples=samples, seconds=1.0)
+        tile = TimedTile(units=units, samples=samples, seconds=1.0)
         return (flop_of(tile, workload=WORKLOAD) + STARTUP.sample_flop * samples) / flop_per_s
 
     shapes = [(100, 4096), (400, 8192), (800, 1024), (800, 8192)]

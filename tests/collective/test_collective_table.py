@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tatami.collective import Fingerprint, Timing, TuningTable
+from tatami.collective import Fingerprint, SizeTimings, TuningTable
 from tatami.errors import InputError
 
 HERE = Fingerprint(
@@ -18,9 +18,9 @@ HERE = Fingerprint(
 TABLE = TuningTable(
     fingerprint=HERE,
     timings=(
-        Timing(size_bytes=1024, seconds={"native": 1e-6, "ring": 4e-6}),
-        Timing(size_bytes=4096, seconds={"native": 2e-6, "ring": 4e-6, "shared": 3e-6}),
-        Timing(size_bytes=1024**2, seconds={"native": 1e-3, "ring": 5e-4, "shared": 6e-4}),
+        SizeTimings(size_bytes=1024, seconds={"native": 1e-6, "ring": 4e-6}),
+        SizeTimings(size_bytes=4096, seconds={"native": 2e-6, "ring": 4e-6, "shared": 3e-6}),
+        SizeTimings(size_bytes=1024**2, seconds={"native": 1e-3, "ring": 5e-4, "shared": 6e-4}),
     ),
 )
 ALL = ("native", "ring", "shared")

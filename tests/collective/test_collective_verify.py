@@ -14,9 +14,9 @@ from tatami.collective import (
     ALGORITHMS,
     AbstractPattern,
     Explicit,
-    Group,
     Native,
     Phase,
+    RankGroup,
     Role,
     Schedule,
     Step,
@@ -201,7 +201,7 @@ def test_rounds_that_depend_on_each_other_must_keep_their_order(algorithm: str) 
 def _by_hand(
     *rounds: tuple[Step, ...], ranks: int = 2, size: int = 4, sync: Sync = Sync.ARRIVAL, phases: tuple[Phase, ...] = ()
 ) -> Schedule:
-    group = Group(ranks=tuple(range(ranks)), start=0, stop=size)
+    group = RankGroup(ranks=tuple(range(ranks)), start=0, stop=size)
     phase = Phase(groups=(group,), what=Explicit(role=Role.ALL_REDUCE, rounds=rounds), sync=sync)
     return Schedule(algorithm="by hand", ranks=ranks, size=size, phases=(*phases, phase), order="by hand", fixed_order=True)
 
@@ -264,16 +264,16 @@ def test_a_range_outside_the_vector_and_a_group_outside_the_ranks_are_refused() 
         verify(_by_hand((_step(0, 1, start=2, stop=2),)))
     with pytest.raises(ScheduleError, match="from a rank to itself"):
         verify(_by_hand((_step(1, 1),)))
-    stray = Phase(groups=(Group(ranks=(0, 7), start=0, stop=4),), what=Native(role=Role.ALL_REDUCE))
+    stray = Phase(groups=(RankGroup(ranks=(0, 7), start=0, stop=4),), what=Native(role=Role.ALL_REDUCE))
     with pytest.raises(ScheduleError, match="there is no rank 7 of 2"):
         verify(_by_hand(phases=(stray,)))
-    lonely = Phase(groups=(Group(ranks=(1,), start=0, stop=4),), what=Native(role=Role.ALL_REDUCE))
+    lonely = Phase(groups=(RankGroup(ranks=(1,), start=0, stop=4),), what=Native(role=Role.ALL_REDUCE))
     with pytest.raises(ScheduleError, match="two different ranks or more"):
         verify(_by_hand(phases=(lonely,)))
 
 
 def test_a_step_between_groups_is_refused() -> None:
-    groups = (Group(ranks=(0, 1), start=0, stop=4), Group(ranks=(2, 3), start=0, stop=4))
+    groups = (RankGroup(ranks=(0, 1), start=0, stop=4), RankGroup(ranks=(2, 3), start=0, stop=4))
     phase = Phase(groups=groups, what=Explicit(role=Role.ALL_REDUCE, rounds=((_step(1, 2),),)))
     schedule = Schedule(algorithm="by hand", ranks=4, size=4, phases=(phase,), order="", fixed_order=True)
     with pytest.raises(ScheduleError, match="no group holds both ranks"):
@@ -284,7 +284,7 @@ def test_a_step_between_groups_is_refused() -> None:
 
 
 def test_a_native_reduce_scatter_leaves_the_rest_undefined() -> None:
-    scatter = Phase(groups=(Group(ranks=(0, 1), start=0, stop=4),), what=Native(role=Role.REDUCE_SCATTER))
+    scatter = Phase(groups=(RankGroup(ranks=(0, 1), start=0, stop=4),), what=Native(role=Role.REDUCE_SCATTER))
     with pytest.raises(ScheduleError, match=r"reads what a native reduce-scatter left undefined: elements 0\.\.4 of rank 0"):
         verify(_by_hand((_step(0, 1, reduce=False),), phases=(scatter,)))
     with pytest.raises(ScheduleError, match=r"elements 2\.\.4 of rank 0 are what a native reduce-scatter left undefined"):
@@ -315,12 +315,12 @@ class _Deaf(AbstractPattern):
     def num_rounds(self, members: int) -> int:
         return members - 1
 
-    def steps_of(self, group: Group, *, member: int, round: int) -> list[Step]:  # type: ignore[override]
+    def steps_of(self, group: RankGroup, *, member: int, round: int) -> list[Step]:  # type: ignore[override]
         return [_step(0, 1, stop=group.stop)] if member == round == 0 else []
 
 
 def test_a_send_that_nobody_receives_is_caught() -> None:
-    phase = Phase(groups=(Group(ranks=(0, 1), start=0, stop=4),), what=_Deaf())
+    phase = Phase(groups=(RankGroup(ranks=(0, 1), start=0, stop=4),), what=_Deaf())
     schedule = Schedule(algorithm="deaf", ranks=2, size=4, phases=(phase,), order="", fixed_order=True)
     with pytest.raises(ScheduleError, match="rank 0 and rank 1 do not list the same steps"):
         verify(schedule)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tatami.collective import Timing, TuningTable
+from tatami.collective import SizeTimings, TuningTable
 from tatami.comm import run_threads
 from tatami.comm.allreduce import AllReduce
 from tatami.comm.base import AbstractCommunicator
@@ -42,8 +42,8 @@ def table(comm: AbstractCommunicator) -> TuningTable:
     return TuningTable(
         fingerprint=fingerprint_of(comm),
         timings=(
-            Timing(size_bytes=1024, seconds={"native": 1e-6, "ring": 4e-6, "halving_doubling": 3e-6}),
-            Timing(size_bytes=2**20, seconds={"native": 9e-4, "ring": 4e-4, "halving_doubling": 5e-4}),
+            SizeTimings(size_bytes=1024, seconds={"native": 1e-6, "ring": 4e-6, "halving_doubling": 3e-6}),
+            SizeTimings(size_bytes=2**20, seconds={"native": 9e-4, "ring": 4e-4, "halving_doubling": 5e-4}),
         ),
     )
 
@@ -53,7 +53,9 @@ def test_buckets_are_as_small_as_the_links_allow() -> None:
         before = tuned_bucket_bytes(comm)
         # 1, 4, 8 and 8.2 MB/ms: 4 MiB is the first with 80 % of the best.
         seconds = {2**18: 2.62e-4, 2**20: 2.62e-4, 2**22: 5.24e-4, 2**24: 2.05e-3}
-        timings = tuple(Timing(size_bytes=size, seconds={"ring": took_s, "native": 1.0}) for size, took_s in seconds.items())
+        timings = tuple(
+            SizeTimings(size_bytes=size, seconds={"ring": took_s, "native": 1.0}) for size, took_s in seconds.items()
+        )
         keep_table(comm, replace(table(comm), timings=timings))
         return [before, tuned_bucket_bytes(comm)]
 
@@ -63,7 +65,7 @@ def test_buckets_are_as_small_as_the_links_allow() -> None:
 @pytest.mark.parametrize(("size_bytes", "bucket_bytes"), [(2**10, 2**20), (2**21, 2**21), (2**28, 2**26)])
 def test_buckets_have_bounds(size_bytes: int, bucket_bytes: int) -> None:
     def body(comm: AbstractCommunicator) -> int | None:
-        keep_table(comm, replace(table(comm), timings=(Timing(size_bytes=size_bytes, seconds={"ring": 1e-3}),)))
+        keep_table(comm, replace(table(comm), timings=(SizeTimings(size_bytes=size_bytes, seconds={"ring": 1e-3}),)))
         return tuned_bucket_bytes(comm)
 
     assert run_threads(body, size=2) == [bucket_bytes] * 2

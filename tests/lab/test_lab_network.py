@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tatami.cluster import Link
-from tatami.lab.network import Wire, rate_commands, shaping_commands
+from tatami.lab.network import ShapedDevice, rate_commands, shaping_commands
 
 SLOW = Link(bandwidth_bytes_per_s=12.5e6, latency_s=1e-3)
 FAST = Link(bandwidth_bytes_per_s=1.25e9, latency_s=0.0)
 
 
-def wire(*, exceptions: dict[int, Link]) -> Wire:
-    return Wire(namespace="tatami-1-a", device="eth0", match="dst", network=SLOW, exceptions=exceptions)
+def wire(*, exceptions: dict[int, Link]) -> ShapedDevice:
+    return ShapedDevice(namespace="tatami-1-a", device="eth0", match="dst", network=SLOW, exceptions=exceptions)
 
 
 def lines(commands: list[list[str]]) -> list[str]:
@@ -50,5 +50,5 @@ def test_rates_change_in_place() -> None:
 @pytest.mark.parametrize(("bytes_per_s", "bits"), [(0.01, "1bit"), (1e3, "8000bit")])
 def test_slow_rates_are_whole_bits(bytes_per_s: float, bits: str) -> None:
     link = Link(bandwidth_bytes_per_s=bytes_per_s, latency_s=0.0)
-    (command,) = rate_commands(Wire(namespace="n", device="eth0", match="dst", network=link, exceptions={}), verb="add")
+    (command,) = rate_commands(ShapedDevice(namespace="n", device="eth0", match="dst", network=link, exceptions={}), verb="add")
     assert command[command.index("rate") + 1] == bits

@@ -15,7 +15,7 @@ import pytest
 from lab_rig import CLUSTER, CLUSTER_TOML, JOB, interfaces, processes_of, traces
 
 from tatami.errors import InputError
-from tatami.lab import Event, Lab, known_labs, missing, parse_event
+from tatami.lab import Lab, LabEvent, known_labs, missing, parse_event
 from tatami.lab.check import check_rates_of, check_speeds_of
 from tatami.lab.job import LOST
 
@@ -113,7 +113,7 @@ def test_the_others_notice_a_host_that_is_gone(verb: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("verb", ["cut", "kill"])
 def test_a_command_ends_when_all_ranks_but_the_lost_have(verb: str) -> None:
-    happened: list[Event] = []
+    happened: list[LabEvent] = []
     with Lab(CLUSTER) as lab:
         user = lab.spawn("h1", ["sleep", "1000"])  # no rank of the command
         events = [parse_event(f"1s {verb} h3"), parse_event("500s kill h1")]

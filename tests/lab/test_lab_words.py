@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tatami.cli.app import app
 from tatami.errors import InputError, LabError
-from tatami.lab import Event, Lab, missing, needs, parse_event, running_lab, state
+from tatami.lab import Lab, LabEvent, missing, needs, parse_event, running_lab, state
 from tatami.lab.check import Finding
 from tatami.lab.job import mpi_command
 
@@ -22,14 +22,14 @@ from lab_rig import CLUSTER, CLUSTER_TOML  # isort: skip
 @pytest.mark.parametrize(
     ("text", "event"),
     [
-        ("20s kill h3", Event(at_s=20.0, verb="kill", host="h3")),
-        ("1min cut h1", Event(at_s=60.0, verb="cut", host="h1")),
-        ("0.5 mend h1", Event(at_s=0.5, verb="mend", host="h1")),
-        ("5s speed h3 0.25", Event(at_s=5.0, verb="speed", host="h3", value=0.25)),
-        ("5s rate h3 100Mbit/s", Event(at_s=5.0, verb="rate", host="h3", value=12.5e6)),
+        ("20s kill h3", LabEvent(at_s=20.0, verb="kill", host="h3")),
+        ("1min cut h1", LabEvent(at_s=60.0, verb="cut", host="h1")),
+        ("0.5 mend h1", LabEvent(at_s=0.5, verb="mend", host="h1")),
+        ("5s speed h3 0.25", LabEvent(at_s=5.0, verb="speed", host="h3", value=0.25)),
+        ("5s rate h3 100Mbit/s", LabEvent(at_s=5.0, verb="rate", host="h3", value=12.5e6)),
     ],
 )
-def test_events(text: str, event: Event) -> None:
+def test_events(text: str, event: LabEvent) -> None:
     assert parse_event(text) == event
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tatami.cluster import Cluster, Processor
 from tatami.errors import InputError, MissingExtraError, OutputExistsError, PlanError
-from tatami.report import Check, blank, check_path, draw_course, draw_shares, draw_tiling, save
+from tatami.report import CoursePoint, blank, check_path, draw_course, draw_shares, draw_tiling, save
 from tatami.report.fitting import Box, fit_lettering
 from tatami.tiling import Span, Tile, Tiling, plan
 from tatami.workload import Workload
@@ -128,9 +128,9 @@ def test_lettering_takes_the_largest_form_that_fits_then_turns_then_counts() -> 
 def test_course_marks_whole_and_column_remappings_at_their_checks() -> None:
     _, ax = blank()
     checks = [
-        Check(iteration=20, iteration_s=0.05, remapping="whole"),
-        Check(iteration=40, iteration_s=0.03, remapping="column"),
-        Check(iteration=60, iteration_s=0.02),
+        CoursePoint(iteration=20, iteration_s=0.05, remapping="whole"),
+        CoursePoint(iteration=40, iteration_s=0.03, remapping="column"),
+        CoursePoint(iteration=60, iteration_s=0.02),
     ]
     assert draw_course(ax, checks, label="DRPM") is ax
     lines = {str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.get_lines()}  # type: ignore[arg-type]
@@ -146,8 +146,8 @@ def test_course_marks_whole_and_column_remappings_at_their_checks() -> None:
 
 def test_a_second_course_shares_the_axes_and_the_legend_of_the_marks() -> None:
     _, ax = blank()
-    draw_course(ax, [Check(iteration=20, iteration_s=0.02, remapping="whole")], label="one")
-    draw_course(ax, [Check(iteration=20, iteration_s=0.2, remapping="whole")], label="two")
+    draw_course(ax, [CoursePoint(iteration=20, iteration_s=0.02, remapping="whole")], label="one")
+    draw_course(ax, [CoursePoint(iteration=20, iteration_s=0.2, remapping="whole")], label="two")
     legend = ax.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["one", "re-mapping of the whole", "two"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tatami.cluster import Cluster
 from tatami.errors import InputError, MissingExtraError, PlanError
-from tatami.report import Run, draw_text, planner_table, run_table
+from tatami.report import MethodResult, draw_text, planner_table, run_table
 from tatami.tiling import Span, Tile, Tiling, compare, plan
 from tatami.workload import Workload
 
@@ -41,8 +41,8 @@ DRAWN = """\
 100 samples across, 20 units down;
 darker is faster"""
 RUNS = (
-    Run(method="even", iteration_s=0.05, samples_per_s=20480, efficiency=0.5),
-    Run(method="SRPM", iteration_s=0.025, samples_per_s=40960),
+    MethodResult(method="even", iteration_s=0.05, samples_per_s=20480, efficiency=0.5),
+    MethodResult(method="SRPM", iteration_s=0.025, samples_per_s=40960),
 )
 
 
@@ -135,7 +135,7 @@ def test_plain_text_is_aligned() -> None:
 
 
 def test_markdown_has_one_line_a_row_and_escapes_bars() -> None:
-    runs = (RUNS[0], Run(method="a|b", iteration_s=1, samples_per_s=1024))
+    runs = (RUNS[0], MethodResult(method="a|b", iteration_s=1, samples_per_s=1024))
     assert run_table(runs).to_markdown().splitlines() == [
         "| method | per iteration | samples/s | against even | efficiency |",
         "| :-- | --: | --: | --: | --: |",
@@ -147,7 +147,7 @@ def test_markdown_has_one_line_a_row_and_escapes_bars() -> None:
 def test_rich_shows_names_as_they_are() -> None:
     console = pytest.importorskip("rich.console", reason="rich is not installed (extra `cli`)")
     out = io.StringIO()
-    runs = (*RUNS, Run(method="[red]", iteration_s=1, samples_per_s=1))
+    runs = (*RUNS, MethodResult(method="[red]", iteration_s=1, samples_per_s=1))
     console.Console(file=out, width=80).print(run_table(runs).to_rich())
     assert "[red]" in out.getvalue()
     assert "40,960" in out.getvalue()

@@ -9,7 +9,7 @@ from retiling_rig import NETTALK, run
 
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
-from tatami.retiling import Controller, Kind, Retiler, Timing
+from tatami.retiling import Controller, DecisionKind, Retiler, Timing
 from tatami.tiling import Column, Layout, plan
 from tatami.workload import Workload
 
@@ -32,13 +32,13 @@ def measured(iterations: range, *, t1: tuple[float, ...], t2: tuple[float, ...],
 @pytest.mark.parametrize(
     ("t1", "kind", "told"),
     [
-        (0.39, Kind.WHOLE, "t1 min/max 0.39 < 0.40: re-map whole"),
-        (0.41, Kind.COLUMNS, "t1 min/max 0.41 < 0.80: re-map columns"),
-        (0.79, Kind.COLUMNS, "t1 min/max 0.79 < 0.80: re-map columns"),
-        (0.81, Kind.KEEP, "t1 min/max 0.81 >= 0.80: keep"),
+        (0.39, DecisionKind.WHOLE, "t1 min/max 0.39 < 0.40: re-map whole"),
+        (0.41, DecisionKind.COLUMNS, "t1 min/max 0.41 < 0.80: re-map columns"),
+        (0.79, DecisionKind.COLUMNS, "t1 min/max 0.79 < 0.80: re-map columns"),
+        (0.81, DecisionKind.KEEP, "t1 min/max 0.81 >= 0.80: keep"),
     ],
 )
-def test_the_published_thresholds(t1: float, kind: Kind, told: str) -> None:
+def test_the_published_thresholds(t1: float, kind: DecisionKind, told: str) -> None:
     found = controller(Retiler.published()).observe(20, measured(range(1, 21), t1=(t1, 1), t2=(1, 1), compute=(1, 1)))
     assert found.kind is kind
     assert found.ratio == pytest.approx(t1)
@@ -59,14 +59,14 @@ def test_the_published_first_check_remaps_the_whole_even_where_all_is_well() -> 
     found = controller(Retiler.published(), known=False).observe(
         20, measured(range(1, 21), t1=(1, 1), t2=(1, 1), compute=(1, 1))
     )
-    assert found.kind is Kind.WHOLE
+    assert found.kind is DecisionKind.WHOLE
     assert "first check without known speeds" in found.reason
 
 
 def test_known_speeds_of_the_retiler_override_how_the_model_was_tiled() -> None:
     same = measured(range(1, 21), t1=(1, 1), t2=(1, 1), compute=(1, 1))
-    assert controller(Retiler.published(known_speeds=True), known=False).observe(20, same).kind is Kind.KEEP
-    assert controller(Retiler.published(known_speeds=False), known=True).observe(20, same).kind is Kind.WHOLE
+    assert controller(Retiler.published(known_speeds=True), known=False).observe(20, same).kind is DecisionKind.KEEP
+    assert controller(Retiler.published(known_speeds=False), known=True).observe(20, same).kind is DecisionKind.WHOLE
 
 
 def test_the_log_line_of_a_remapping() -> None:
@@ -86,7 +86,7 @@ def test_the_log_line_of_a_remapping() -> None:
 def test_only_points_since_the_last_remapping_count() -> None:
     one = controller(Retiler(every=4))
     slow = measured(range(1, 5), t1=(1, 1), t2=(1, 1), compute=(3, 5))
-    assert one.observe(4, slow).kind is Kind.COLUMNS
+    assert one.observe(4, slow).kind is DecisionKind.COLUMNS
     told = one.observe(5, [*slow, *measured(range(5, 6), t1=(1, 1), t2=(1, 1), compute=(4, 4))])
     assert str(told) == "check 2 (iteration 5): p0 has 1 of the 2 timings needed since the last re-mapping: keep"
     told = one.observe(6, [*slow, *measured(range(5, 7), t1=(1, 1), t2=(1, 1), compute=(4, 4))])
@@ -107,9 +107,9 @@ def test_a_clear_change_is_acted_on_and_a_doubtful_one_is_waited_for() -> None:
         for name, own in (("p0", 1.0), ("p1", value))
     ]
     found = controller(Retiler()).observe(20, timings)
-    assert found.kind is Kind.KEEP
+    assert found.kind is DecisionKind.KEEP
     assert "< 0.80, but the noise is 3 x 0." in found.reason
-    assert controller(Retiler(certainty=0.0)).observe(20, timings).kind is Kind.COLUMNS
+    assert controller(Retiler(certainty=0.0)).observe(20, timings).kind is DecisionKind.COLUMNS
 
 
 def test_two_windows_together_see_what_one_cannot() -> None:
@@ -123,7 +123,7 @@ def test_two_windows_together_see_what_one_cannot() -> None:
             for name, mean in (("p0", 0.66), ("p1", 1.0))
         ]
         decisions.append(one.observe(20 * check, timings))
-    assert [decision.kind for decision in decisions] == [Kind.KEEP, Kind.COLUMNS]
+    assert [decision.kind for decision in decisions] == [DecisionKind.KEEP, DecisionKind.COLUMNS]
     assert decisions[0].reason.endswith("compute min/max 0.66 < 0.80, but the noise is 3 x 0.08: keep")
 
 
@@ -149,7 +149,7 @@ def test_a_processor_without_a_tile_keeps_its_speed_and_comes_back() -> None:
         for name, own in (("p0", 5.0), ("p1", 20.0))
     ]
     found = one.observe(20, timings)
-    assert found.kind is Kind.WHOLE
+    assert found.kind is DecisionKind.WHOLE
     # p0 does 3.2 a second where 1.0 was given, p1 0.8: on their median scale of 2.0, p2 does 0.2.
     assert found.speeds == pytest.approx({"p0": 3.2, "p1": 0.8, "p2": 0.2})
 
@@ -167,7 +167,7 @@ def test_a_thousand_processors_are_checked_in_time_and_told_briefly() -> None:
     trial = run([draws.uniform(0.2, 1.0) for _ in range(1000)], workload=Workload.mlp(203, 4096, 26, samples=65536))
     trial.iterations(14)
     (decision,) = trial.checks(1)
-    assert decision.kind is Kind.WHOLE
+    assert decision.kind is DecisionKind.WHOLE
     assert "... (1000 in all)" in decision.reason
     assert len(decision.reason) < 400
     assert trial.imbalance < 1.25

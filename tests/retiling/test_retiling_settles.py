@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from retiling_rig import run, start
 
 from tatami.cluster import Cluster
-from tatami.retiling import Kind, Retiler
+from tatami.retiling import DecisionKind, Retiler
 from tatami.tiling import Column, Layout
 from tatami.workload import Workload
 
@@ -24,9 +24,9 @@ def test_from_no_knowledge_it_settles_by_the_third_check(rule: str, noise: float
     trial = run([1, 1, 0.5, 0.25], retiler=Retiler.published() if rule == "published" else Retiler(), noise=noise)
     assert trial.imbalance == 4.0
     first, *_ = trial.checks(3)
-    assert first.kind is Kind.WHOLE
+    assert first.kind is DecisionKind.WHOLE
     assert trial.imbalance < BALANCED
-    assert [decision.kind for decision in trial.checks(8)] == [Kind.KEEP] * 8
+    assert [decision.kind for decision in trial.checks(8)] == [DecisionKind.KEEP] * 8
 
 
 @pytest.mark.parametrize("slow", ["p0", "p1", "p2", "p3"])
@@ -96,7 +96,7 @@ def test_equal_processors_start_even_and_stay_so() -> None:
     assert str(decision) == "check 1 (iteration 20): compute min/max 1.00 >= 0.95: keep"
 
 
-def between_columns(rule: Retiler, *, slow: float) -> list[Kind]:
+def between_columns(rule: Retiler, *, slow: float) -> list[DecisionKind]:
     """Two columns of two equal processors each; the second column has become slower by the same factor throughout."""
     half = Column(width=0.5, processors=("p0", "p1"), heights=(0.5, 0.5))
     other = Column(width=0.5, processors=("p2", "p3"), heights=(0.5, 0.5))
@@ -106,8 +106,8 @@ def between_columns(rule: Retiler, *, slow: float) -> list[Kind]:
 
 @pytest.mark.parametrize("slow", [0.45, 0.5, 0.6, 0.7])
 def test_an_imbalance_between_columns_is_mended_at_once_and_by_the_published_rule_never(slow: float) -> None:
-    assert between_columns(Retiler(), slow=slow) == [Kind.WHOLE] + [Kind.KEEP] * 9
-    assert between_columns(Retiler.published(), slow=slow) == [Kind.COLUMNS] * 10
+    assert between_columns(Retiler(), slow=slow) == [DecisionKind.WHOLE] + [DecisionKind.KEEP] * 9
+    assert between_columns(Retiler.published(), slow=slow) == [DecisionKind.COLUMNS] * 10
 
 
 def test_a_slow_member_is_seen_through_the_wait_that_hides_it_from_the_published_rule() -> None:
@@ -117,10 +117,10 @@ def test_a_slow_member_is_seen_through_the_wait_that_hides_it_from_the_published
         trial = start(pair, cluster=Cluster.from_speeds([1, 1]), speeds=[1, 0.68], retiler=rule)
         found[rule.rule] = ([decision.kind for decision in trial.checks(5)], trial.imbalance)
     kinds, imbalance = found["settling"]
-    assert kinds == [Kind.COLUMNS] + [Kind.KEEP] * 4
+    assert kinds == [DecisionKind.COLUMNS] + [DecisionKind.KEEP] * 4
     assert imbalance < 1.05
     kinds, imbalance = found["published"]
-    assert kinds == [Kind.KEEP] * 5
+    assert kinds == [DecisionKind.KEEP] * 5
     assert imbalance == pytest.approx(1 / 0.68)
 
 

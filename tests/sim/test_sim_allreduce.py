@@ -11,7 +11,7 @@ import pytest
 from sim_rig import call, started
 
 from simgrid_here import needs_simgrid
-from tatami.collective import AbstractPattern, Explicit, Group, Phase, Role, Schedule, Step, Sync, Via, build, simulate
+from tatami.collective import AbstractPattern, Explicit, Phase, RankGroup, Role, Schedule, Step, Sync, Via, build, simulate
 from tatami.errors import InputError, ScheduleError
 from tatami.sim.allreduce import (
     NATIVES,
@@ -27,8 +27,7 @@ from tatami.sim.allreduce import (
     grids_of,
     replay,
 )
-from tatami.sim.platforms import RDMA, Tree, Wire, preset
-from tatami.sim.platforms import Group as Hosts
+from tatami.sim.platforms import RDMA, MachineGroup, Tree, Wire, preset
 from tatami.sim.processes import Runs
 
 ALPHA_S, BETA_BYTES_PER_S = 2e-5, 1e9
@@ -40,8 +39,8 @@ def flat(hosts: int, *, slow: int | None = None) -> Tree:
     wire = Wire(bandwidth_bytes_per_s=BETA_BYTES_PER_S, latency_s=ALPHA_S / 2, duplex=True)
     quarter = Wire(bandwidth_bytes_per_s=BETA_BYTES_PER_S / 4, latency_s=ALPHA_S / 2, duplex=True)
     if slow is None:
-        return Tree(name="flat", groups=(Hosts(name="host{i}", count=hosts, link=wire),), fabric=RDMA)
-    groups = tuple(Hosts(name=f"host{i}", count=1, link=quarter if i == slow else wire) for i in range(hosts))
+        return Tree(name="flat", groups=(MachineGroup(name="host{i}", count=hosts, link=wire),), fabric=RDMA)
+    groups = tuple(MachineGroup(name=f"host{i}", count=1, link=quarter if i == slow else wire) for i in range(hosts))
     return Tree(name="flat", groups=groups, fabric=RDMA)
 
 
@@ -61,7 +60,7 @@ def put_of(size: int, *, sync: Sync, rounds: int = 1) -> Schedule:
         for index in range(rounds)
     )
     what = Explicit(role=Role.ALL_GATHER, rounds=steps)
-    phase = Phase(groups=(Group(ranks=(0, 1), start=0, stop=size),), what=what, sync=sync)
+    phase = Phase(groups=(RankGroup(ranks=(0, 1), start=0, stop=size),), what=what, sync=sync)
     return Schedule(algorithm="put", ranks=2, size=size, phases=(phase,), order="none", fixed_order=True)
 
 
@@ -80,7 +79,7 @@ class OneEnd(AbstractPattern):
     def num_rounds(self, members: int) -> int:
         return members - 1
 
-    def steps_of(self, group: Group, *, member: int, round: int) -> Iterator[Step]:  # noqa: ARG002 - there is but one
+    def steps_of(self, group: RankGroup, *, member: int, round: int) -> Iterator[Step]:  # noqa: ARG002 - there is but one
         yield from group.transfer(source=1 - member, target=member, first=0, num_parts=2, reduce=True, via=Via.MESSAGE)
 
 
@@ -210,7 +209,7 @@ def test_natives_are_expanded_to_what_delivers(native: str, size_bytes: int) -> 
 
 @pytest.mark.parametrize("ranks", range(2, 20))
 def test_doubling_of_the_whole_delivers(ranks: int) -> None:
-    phase = Phase(groups=(Group(ranks=tuple(range(ranks)), start=0, stop=3),), what=WholeDoubling())
+    phase = Phase(groups=(RankGroup(ranks=tuple(range(ranks)), start=0, stop=3),), what=WholeDoubling())
     schedule = Schedule(algorithm="whole", ranks=ranks, size=3, phases=(phase,), order="tree", fixed_order=True)
     for vector in simulate(schedule, [np.full(3, 2**rank) for rank in range(ranks)]):
         np.testing.assert_array_equal(vector, 2**ranks - 1)
@@ -301,7 +300,7 @@ def test_bad_input() -> None:
 @needs_simgrid
 def test_a_schedule_that_never_ends_is_reported() -> None:
     """Rank 1 waits for what rank 0 is not told to send: the two ends of a step are not the same schedule's."""
-    phase = Phase(groups=(Group(ranks=(0, 1), start=0, stop=4),), what=OneEnd())
+    phase = Phase(groups=(RankGroup(ranks=(0, 1), start=0, stop=4),), what=OneEnd())
     broken = Schedule(algorithm="broken", ranks=2, size=4, phases=(phase,), order="none", fixed_order=True)
     with pytest.raises(ScheduleError, match="broken: rank 0 and 1 others never ended"):
         replayed(broken)

@@ -10,7 +10,7 @@ from sim_rig import Transfers, call, ends
 from simgrid_here import needs_simgrid
 from tatami.cluster import Cluster, Link, Processor
 from tatami.errors import ClusterError, InputError, MissingExtraError
-from tatami.sim.platforms import RDMA, ClusterPlatform, FatTree, Group, Tree, Wire, XmlPlatform, preset, read_platform
+from tatami.sim.platforms import RDMA, ClusterPlatform, FatTree, MachineGroup, Tree, Wire, XmlPlatform, preset, read_platform
 from tatami.sim.processes import Runs
 
 WIRE = Wire(bandwidth_bytes_per_s=1e8, latency_s=1e-3)
@@ -91,19 +91,22 @@ def test_an_unreachable_host_is_named() -> None:
     with pytest.raises(ClusterError, match=r"island/node0: is unreachable"):
         Tree(
             name="t",
-            groups=(Group(name="node", count=2, link=WIRE), Group(name="island", groups=(Group(name="node", count=2),))),
+            groups=(
+                MachineGroup(name="node", count=2, link=WIRE),
+                MachineGroup(name="island", groups=(MachineGroup(name="node", count=2),)),
+            ),
         )
 
 
 def test_a_backbone_is_passed_once() -> None:
     duplex = Wire(bandwidth_bytes_per_s=1e8, latency_s=0.0, duplex=True)
     with pytest.raises(ClusterError, match=r"backbone: cannot be duplex"):
-        Tree(name="t", backbone=duplex, groups=(Group(name="node", count=2, link=WIRE),))
+        Tree(name="t", backbone=duplex, groups=(MachineGroup(name="node", count=2, link=WIRE),))
 
 
 def test_names_must_differ() -> None:
     with pytest.raises(ClusterError, match=r"the name 'node1' is taken already"):
-        Tree(name="t", groups=(Group(name="node", count=2, link=WIRE), Group(name="node1", link=WIRE)))
+        Tree(name="t", groups=(MachineGroup(name="node", count=2, link=WIRE), MachineGroup(name="node1", link=WIRE)))
 
 
 @pytest.mark.parametrize("bandwidth", [-1.0, 0.0, float("nan"), float("inf")])

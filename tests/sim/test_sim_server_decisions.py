@@ -29,7 +29,7 @@ from tatami.server.ray_engine import engine
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
 from tatami.server.state import Coordinator
 from tatami.server.training import train
-from tatami.sim.platforms import RDMA, Group, Tree, Wire
+from tatami.sim.platforms import RDMA, MachineGroup, Tree, Wire
 from tatami.sim.server import ServerSetup
 
 pytestmark = [needs_simgrid, pytest.mark.timeout(300)]
@@ -110,7 +110,10 @@ def simulated(recovery: AbstractRecovery, phase: TaskPhase) -> list[act.Action]:
     """What the coordinator of the same run orders on simulated machines."""
     worker = Wire(bandwidth_bytes_per_s=100e6, latency_s=1e-3, duplex=True)
     server = Wire(bandwidth_bytes_per_s=100e9, latency_s=1e-3, duplex=True)
-    groups = (Group(name="worker{i}", count=WORKERS, link=worker), Group(name="server{i}", count=SERVERS, link=server))
+    groups = (
+        MachineGroup(name="worker{i}", count=WORKERS, link=worker),
+        MachineGroup(name="server{i}", count=SERVERS, link=server),
+    )
     setup = ServerSetup(
         platform=Tree(name="star", groups=groups, fabric=RDMA),
         workers=tuple(range(WORKERS)),

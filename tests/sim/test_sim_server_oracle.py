@@ -10,7 +10,7 @@ from sim_rig import started
 from simgrid_here import needs_simgrid
 from tatami.server.consistency import SSP
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
-from tatami.sim.platforms import RDMA, Group, Tree, Wire
+from tatami.sim.platforms import RDMA, MachineGroup, Tree, Wire
 from tatami.sim.server import Checkpoints, ServerRun, ServerSetup, simulate_server
 
 pytestmark = needs_simgrid
@@ -28,9 +28,9 @@ def star(workers: int = 4, *, stores: int = 0) -> Tree:
     """Workers on 100 MB/s, two servers and stores on as much as they like, and nothing that is shared."""
     link = Wire(bandwidth_bytes_per_s=100e6, latency_s=1e-3, duplex=True)
     fast = Wire(bandwidth_bytes_per_s=100e9, latency_s=1e-3, duplex=True)
-    groups = [Group(name="worker{i}", count=workers, link=link), Group(name="server{i}", count=2, link=fast)]
+    groups = [MachineGroup(name="worker{i}", count=workers, link=link), MachineGroup(name="server{i}", count=2, link=fast)]
     if stores:
-        groups.append(Group(name="store", link=Wire(bandwidth_bytes_per_s=200e6, latency_s=1e-3, duplex=True)))
+        groups.append(MachineGroup(name="store", link=Wire(bandwidth_bytes_per_s=200e6, latency_s=1e-3, duplex=True)))
     return Tree(name="star", groups=tuple(groups), fabric=RDMA)
 
 

@@ -15,8 +15,8 @@ from simgrid_here import needs_simgrid
 from tatami.errors import ClusterError, SimulationError
 from tatami.sim import waiting
 from tatami.sim.engine import simgrid
-from tatami.sim.platforms import RDMA, TCP, AbstractPlatform, Fabric, Group, Tree, Wire, preset
-from tatami.sim.platforms.base import Part
+from tatami.sim.platforms import RDMA, TCP, AbstractPlatform, Fabric, MachineGroup, Tree, Wire, preset
+from tatami.sim.platforms.base import PlatformPart
 from tatami.sim.processes import Runs
 from tatami.sim.stage import Going, Stage, built, play
 
@@ -25,14 +25,14 @@ MB = 1e6
 
 def two_clusters(fabric: Fabric, *, duplex: bool = True) -> Tree:
     """Two clusters of two hosts: 100 MB/s links, 150 MB/s backbones, 120 MB/s between."""
-    node = Group(
+    node = MachineGroup(
         name="node", count=2, link=Wire(bandwidth_bytes_per_s=100 * MB, latency_s=1e-3, duplex=duplex), speed_flop_per_s=10
     )
     backbone = Wire(bandwidth_bytes_per_s=150 * MB, latency_s=2e-3)
     return Tree(
         name="two",
         backbone=Wire(bandwidth_bytes_per_s=120 * MB, latency_s=4e-3),
-        groups=(Group(name="cluster", count=2, backbone=backbone, groups=(node,)),),
+        groups=(MachineGroup(name="cluster", count=2, backbone=backbone, groups=(node,)),),
         fabric=fabric,
     )
 
@@ -280,7 +280,7 @@ class Ruin(AbstractPlatform):
         return ("host",)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PlatformPart, ...]:
         return ()
 
     def build(self, engine: object) -> list[object]:  # noqa: ARG002 -- the name is the interface's

@@ -11,11 +11,11 @@ from simgrid_here import needs_simgrid
 from tatami.cluster import Cluster, Link, Processor
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, PlanError
-from tatami.retiling import Decision, Kind, Retiler
+from tatami.retiling import Decision, DecisionKind, Retiler
 from tatami.sim.allreduce import Software
 from tatami.sim.platforms import ClusterPlatform
 from tatami.sim.processes import Runs
-from tatami.sim.tiling import Change, Startup, TilingJob, TilingRun, Timed, calibrate, rehearse, work_of
+from tatami.sim.tiling import Change, Startup, TilingJob, TilingRun, TimedTile, calibrate, rehearse, work_of
 from tatami.sim.tiling.changes import Speeds
 from tatami.testing.worlds import World
 from tatami.tiled import IterationPhase, TiledModel, Trainer, tile
@@ -135,14 +135,15 @@ def test_calibration_finds_speeds_and_startups() -> None:
 
     for wanted in (startup, Startup(), Startup(sample_flop=3e4)):
         timings = [
-            [Timed(units=u, samples=s, seconds=seconds(u, s, flop_per_s, wanted)) for u, s in shapes] for flop_per_s in truth
+            [TimedTile(units=u, samples=s, seconds=seconds(u, s, flop_per_s, wanted)) for u, s in shapes]
+            for flop_per_s in truth
         ]
         found = calibrate(timings, workload=NETTALK)
         assert found.flop_per_s == pytest.approx(truth, rel=1e-6)
         assert found.startup.tile_flop == pytest.approx(wanted.tile_flop, rel=1e-5, abs=1.0)
         assert found.startup.sample_flop == pytest.approx(wanted.sample_flop, rel=1e-5, abs=1.0)
     with pytest.raises(InputError, match="machine 0 needs timings of at least 3 different tiles, not 2"):
-        calibrate([[Timed(units=1, samples=1, seconds=1.0)] * 2], workload=NETTALK)
+        calibrate([[TimedTile(units=1, samples=1, seconds=1.0)] * 2], workload=NETTALK)
 
 
 @needs_simgrid
@@ -318,7 +319,7 @@ def test_drpm_settles_and_settles_again(rule: str) -> None:
             changes=(Change(processor="p4", factor=0.25, at_iteration=101),),
         )
     )
-    assert found.decisions[0].kind is Kind.WHOLE
+    assert found.decisions[0].kind is DecisionKind.WHOLE
     assert found.decisions[5].remaps
     assert found.iteration_s[99] < 0.7 * found.iteration_s[0]
     assert found.iteration_s[100] > 1.5 * found.iteration_s[99]
@@ -359,7 +360,12 @@ def test_two_hundred_processors() -> None:
             changes=(Change(processor="p7", factor=0.45, at_iteration=21),),
         )
     )
-    assert [decision.kind for decision in found.decisions] == [Kind.COLUMNS, Kind.KEEP, Kind.COLUMNS, Kind.KEEP]
+    assert [decision.kind for decision in found.decisions] == [
+        DecisionKind.COLUMNS,
+        DecisionKind.KEEP,
+        DecisionKind.COLUMNS,
+        DecisionKind.KEEP,
+    ]
     assert found.iteration_s[19] < 0.65 * found.iteration_s[0]
     assert found.iteration_s[20] > 1.5 * found.iteration_s[19]
     assert found.iteration_s[39] < 1.05 * found.iteration_s[19]

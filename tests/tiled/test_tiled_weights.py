@@ -13,7 +13,7 @@ from torch import nn
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import CheckpointError, NotFiniteError, OutputExistsError
-from tatami.retiling import Controller, Decision, Kind, Retiler
+from tatami.retiling import Controller, Decision, DecisionKind, Retiler
 from tatami.testing.worlds import World
 from tatami.tiled import Trainer, load_model, load_whole_state_dict, save_model, whole_state_dict
 from tiled_rig import assert_close, optimizers, simple_layout, some_layouts, tiled
@@ -164,7 +164,7 @@ def test_the_last_good_state_is_saved_before_the_error(
 def _retile_once(after: int, layout: Any, iteration: int, timings: Any) -> Decision:
     """A controller that lays the tiles anew after one iteration."""
     return Decision(
-        kind=Kind.WHOLE if iteration == after else Kind.KEEP,
+        kind=DecisionKind.WHOLE if iteration == after else DecisionKind.KEEP,
         check=iteration,
         iteration=iteration,
         layout=layout,

@@ -17,7 +17,7 @@ import torch
 
 from tatami.bench.interleaved import Contestant
 from tatami.bench.measuring import measured, message_record, times
-from tatami.collective import ALGORITHMS, Timing, TuningTable
+from tatami.collective import ALGORITHMS, SizeTimings, TuningTable
 from tatami.comm.allreduce import AUTO, AllReduce
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.mpi import MpiCommunicator
@@ -111,7 +111,7 @@ def tune(records: Sequence[dict[str, Any]], comm: AbstractCommunicator) -> tuple
             timings.setdefault(record["size_bytes"], {})[record["algorithm"]] = record["median_s"]
     table = TuningTable(
         fingerprint=fingerprint_of(comm),
-        timings=tuple(Timing(size_bytes=size_bytes, seconds=seconds) for size_bytes, seconds in sorted(timings.items())),
+        timings=tuple(SizeTimings(size_bytes=size_bytes, seconds=seconds) for size_bytes, seconds in sorted(timings.items())),
     )
     return table, keep_table(comm, table)
 

@@ -14,7 +14,7 @@ import torch
 from tatami.bench.allreduce import ELEMENT_BYTES, AllReduceBenchmark
 from tatami.bench.interleaved import Contestant
 from tatami.bench.measuring import measured, message_record, times
-from tatami.collective import AbstractPattern, Group, Native, Phase, Role, Schedule, Sync, Via
+from tatami.collective import AbstractPattern, Native, Phase, RankGroup, Role, Schedule, Sync, Via
 from tatami.collective.direct import DirectAllGather
 from tatami.collective.halving import Doubling
 from tatami.comm.allreduce import executor_of
@@ -47,7 +47,7 @@ def bench_put(benchmark: AllReduceBenchmark, comm: AbstractCommunicator) -> Iter
         ways[SHARED] = (DirectAllGather(via=Via.LOAD), Sync.BARRIER)
     for size_bytes in sorted(set(benchmark.sizes_bytes)):
         size = size_bytes // ELEMENT_BYTES
-        group = Group(ranks=tuple(range(comm.size)), start=0, stop=size)
+        group = RankGroup(ranks=tuple(range(comm.size)), start=0, stop=size)
         programs: dict[str, Program] = {}
         contestants: dict[str, Contestant] = {}
         for name, (what, sync) in ways.items():
@@ -80,7 +80,7 @@ def _program(name: str, phase: Phase, comm: AbstractCommunicator, *, size: int) 
     return executor_of(comm).prepare(schedule, dtype=torch.float32, reduction=Reduction.SUM)
 
 
-def _check(name: str, program: Program, group: Group, comm: AbstractCommunicator) -> None:
+def _check(name: str, program: Program, group: RankGroup, comm: AbstractCommunicator) -> None:
     program.vector.fill_(-1.0)
     start, stop = group.part(comm.rank)
     program.vector[start:stop] = comm.rank

@@ -8,7 +8,7 @@ from typing import Any
 
 from tatami.cluster import Cluster, Link, Processor
 from tatami.sim.allreduce import Piece, Software
-from tatami.sim.tiling import Startup, Timed, calibrate
+from tatami.sim.tiling import Startup, TimedTile, calibrate
 from tatami.workload import Workload
 
 _LONG_BYTES = 64 * 1024
@@ -39,7 +39,7 @@ def calibrated(found: Mapping[str, Any], *, workload: Workload) -> Calibrated:
         found: `cluster`, `tiles`, `messages` and `sums_bytes_per_s`, as `simulated_rank` writes them.
         workload: whose tiles were timed.
     """
-    timings = [[Timed(units=units, samples=samples, seconds=s) for units, samples, s in tiles] for tiles in found["tiles"]]
+    timings = [[TimedTile(units=units, samples=samples, seconds=s) for units, samples, s in tiles] for tiles in found["tiles"]]
     fitted = calibrate(timings, workload=workload)
     links = {
         (one, other): Link(bandwidth_bytes_per_s=rate, latency_s=latency_s)

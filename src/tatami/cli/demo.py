@@ -11,7 +11,7 @@ from tatami.cli.terminal import show, show_json, tell, width
 
 if TYPE_CHECKING:
     from tatami.cli.job import Prepared
-    from tatami.cli.training import Outcome
+    from tatami.cli.training import TrainingOutcome
     from tatami.comm import AbstractCommunicator
 
 EPILOG = """
@@ -109,8 +109,8 @@ def _say_nothing(message: str) -> None:
     pass
 
 
-def _report(runs: dict[str, Prepared], outcomes: dict[str, Outcome], *, serial_s: float) -> None:
-    from tatami.report import Run, draw_text, run_table
+def _report(runs: dict[str, Prepared], outcomes: dict[str, TrainingOutcome], *, serial_s: float) -> None:
+    from tatami.report import MethodResult, draw_text, run_table
 
     emulation = runs["even"].emulation
     machines = runs["even"].machines
@@ -125,7 +125,7 @@ def _report(runs: dict[str, Prepared], outcomes: dict[str, Outcome], *, serial_s
         "",
         run_table(
             [
-                Run(
+                MethodResult(
                     method=method,
                     iteration_s=outcome.iteration_s,
                     samples_per_s=outcome.samples_per_s,
@@ -146,7 +146,7 @@ def _report(runs: dict[str, Prepared], outcomes: dict[str, Outcome], *, serial_s
     )
 
 
-def _draw(runs: dict[str, Prepared], outcomes: dict[str, Outcome], out: Path) -> list[Path]:
+def _draw(runs: dict[str, Prepared], outcomes: dict[str, TrainingOutcome], out: Path) -> list[Path]:
     """The mats and the course of the runs, written over those of an earlier demo; nothing where matplotlib is missing."""
     from tatami.cli.results import plot_course
     from tatami.errors import MissingExtraError

@@ -20,7 +20,7 @@ from tatami.units import format_bandwidth
 
 if TYPE_CHECKING:
     from tatami.lab.check import Finding
-    from tatami.lab.events import Event
+    from tatami.lab.events import LabEvent
 
 RUN_EPILOG = """
 [bold]Examples[/]
@@ -185,7 +185,7 @@ def _in_foreground(process: subprocess.Popen[bytes]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _describe(event: Event) -> str:
+def _describe(event: LabEvent) -> str:
     value = {"speed": f" {event.value:g}", "rate": f" {format_bandwidth(event.value, digits=3)}"}.get(event.verb, "")
     return f"{event.verb} {event.host}{value}"
 

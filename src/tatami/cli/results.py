@@ -9,7 +9,7 @@ from rich.text import Text
 
 from tatami.cli.job import Prepared
 from tatami.cli.terminal import show, tell, width
-from tatami.cli.training import Outcome, course
+from tatami.cli.training import TrainingOutcome, course
 from tatami.report import blank, draw_course, draw_text, save
 from tatami.units import format_duration
 
@@ -28,7 +28,7 @@ def tell_emulation(prepared: Prepared) -> None:
     tell(f"emulated speeds: {speeds}{scale}", style="dim")
 
 
-def show_outcome(prepared: Prepared, outcome: Outcome) -> None:
+def show_outcome(prepared: Prepared, outcome: TrainingOutcome) -> None:
     """The table of one run, and how its mats lie at the end."""
     job = prepared.job
     what = "training samples" if prepared.test is prepared.train else "held out"
@@ -63,7 +63,7 @@ def show_outcome(prepared: Prepared, outcome: Outcome) -> None:
         show("", draw_text(outcome.tiling, speeds=outcome.speeds, width=min(MATS_WIDTH, width())))
 
 
-def plot_course(outcomes: Sequence[tuple[str, Outcome]], path: Path, *, every: int, force: bool) -> None:
+def plot_course(outcomes: Sequence[tuple[str, TrainingOutcome]], path: Path, *, every: int, force: bool) -> None:
     """The time per iteration of one or more runs, by name, with their re-mappings."""
     figure, ax = blank()
     for name, outcome in outcomes:

@@ -11,7 +11,7 @@ from tatami.cli.terminal import show_json
 
 if TYPE_CHECKING:
     from tatami.cli.job import Prepared
-    from tatami.cli.training import Outcome
+    from tatami.cli.training import TrainingOutcome
     from tatami.comm import AbstractCommunicator
 
 EPILOG = """
@@ -213,7 +213,7 @@ def train(
     )
     prepared = prepare(job)
 
-    def body(comm: AbstractCommunicator) -> Outcome | None:
+    def body(comm: AbstractCommunicator) -> TrainingOutcome | None:
         return _train_rank(prepared, comm, as_json=as_json)
 
     if num_started() is None:
@@ -221,7 +221,7 @@ def train(
     on_ranks(body, ranks=prepared.ranks, backend=backend, hosts=hosts)
 
 
-def _train_rank(prepared: Prepared, comm: AbstractCommunicator, *, as_json: bool) -> Outcome:
+def _train_rank(prepared: Prepared, comm: AbstractCommunicator, *, as_json: bool) -> TrainingOutcome:
     from tatami.cli.job import check_outputs
     from tatami.cli.ranks import log_on_rank_0, progress_of
     from tatami.cli.results import plot_course, show_outcome, tell_emulation

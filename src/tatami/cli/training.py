@@ -15,8 +15,8 @@ from tatami.comm import AbstractCommunicator
 from tatami.datasets import Dataset
 from tatami.progress import Progress
 from tatami.records import Records
-from tatami.report import Check as Point
-from tatami.retiling import Kind
+from tatami.report import CoursePoint
+from tatami.retiling import DecisionKind
 from tatami.testing.slowdown import Slowdown
 from tatami.tiled import History, Trainer, tile
 from tatami.tiled.trainer import Metric
@@ -27,7 +27,7 @@ STEADY = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class TrainingOutcome:
     """What a run came to; the same on every rank but for `iteration_s`, which is rank 0's.
 
     Attributes:
@@ -81,7 +81,7 @@ class Outcome:
         }
 
 
-def train(prepared: Prepared, comm: AbstractCommunicator, *, progress: Progress | None = None) -> Outcome:
+def train(prepared: Prepared, comm: AbstractCommunicator, *, progress: Progress | None = None) -> TrainingOutcome:
     """Train as the job says. Collective.
 
     Raises:
@@ -129,7 +129,7 @@ def train(prepared: Prepared, comm: AbstractCommunicator, *, progress: Progress 
         if job.save is not None:
             trainer.save(job.save, force=job.force)
     estimated = history.checks[-1].decision.speeds if history.checks else model.cluster.speeds
-    return Outcome(
+    return TrainingOutcome(
         history=history,
         loss=loss,
         accuracy=accuracy,
@@ -141,9 +141,9 @@ def train(prepared: Prepared, comm: AbstractCommunicator, *, progress: Progress 
     )
 
 
-def course(history: History, *, every: int) -> list[Point]:
+def course(history: History, *, every: int) -> list[CoursePoint]:
     """The median time of an iteration between two checks, and what each check re-mapped; without checks, every `every`."""
-    kinds: dict[Kind, Literal["whole", "column"]] = {Kind.WHOLE: "whole", Kind.COLUMNS: "column"}
+    kinds: dict[DecisionKind, Literal["whole", "column"]] = {DecisionKind.WHOLE: "whole", DecisionKind.COLUMNS: "column"}
     decisions = {check.decision.iteration: check.decision.kind for check in history.checks}
     total = len(history.iteration_s)
     ends = list(decisions) or list(range(every, total + 1, every))
@@ -151,7 +151,7 @@ def course(history: History, *, every: int) -> list[Point]:
         ends.append(total)
     starts = [0, *ends[:-1]]
     return [
-        Point(
+        CoursePoint(
             iteration=end,
             iteration_s=statistics.median(history.iteration_s[start:end]),
             remapping=kinds.get(decisions[end]) if end in decisions else None,

@@ -12,8 +12,8 @@ from tatami.collective.ring import ring
 from tatami.collective.schedule import Phase, Schedule
 from tatami.collective.shared import shared
 from tatami.collective.simulate import simulate
-from tatami.collective.step import Group, Role, Step, Sync, Via
-from tatami.collective.table import Fingerprint, Timing, TuningTable
+from tatami.collective.step import RankGroup, Role, Step, Sync, Via
+from tatami.collective.table import Fingerprint, SizeTimings, TuningTable
 from tatami.collective.torus import torus
 from tatami.collective.torus_put import torus_put
 from tatami.collective.verify import verify
@@ -25,16 +25,16 @@ __all__ = [
     "Explicit",
     "Fingerprint",
     "Grid",
-    "Group",
     "Native",
     "Phase",
     "PhaseCost",
+    "RankGroup",
     "Role",
     "Schedule",
     "ScheduleCost",
+    "SizeTimings",
     "Step",
     "Sync",
-    "Timing",
     "TuningTable",
     "Via",
     "accumulate",

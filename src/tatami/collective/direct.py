@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tatami.collective.pattern import AbstractPattern
-from tatami.collective.step import Group, Role, Step, Via
+from tatami.collective.step import RankGroup, Role, Step, Via
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class DirectReduceScatter(AbstractPattern):
     def num_rounds(self, members: int) -> int:
         return members - 1 if self.ordered else 1
 
-    def steps_of(self, group: Group, *, member: int, round: int) -> Iterator[Step]:
+    def steps_of(self, group: RankGroup, *, member: int, round: int) -> Iterator[Step]:
         k = group.members
         for distance in (round + 1,) if self.ordered else range(1, k):
             to, by = (member - distance) % k, (member + distance) % k
@@ -63,7 +63,7 @@ class DirectAllGather(AbstractPattern):
     def num_rounds(self, members: int) -> int:  # noqa: ARG002 - any number of members takes one round
         return 1
 
-    def steps_of(self, group: Group, *, member: int, round: int) -> Iterator[Step]:  # noqa: ARG002 - there is but one
+    def steps_of(self, group: RankGroup, *, member: int, round: int) -> Iterator[Step]:  # noqa: ARG002 - there is but one
         k = group.members
         for distance in range(1, k):
             to, by = (member - distance) % k, (member + distance) % k
@@ -89,7 +89,7 @@ class SharedAllReduce(AbstractPattern):
     def num_rounds(self, members: int) -> int:  # noqa: ARG002 - any number of members takes one round
         return 1
 
-    def steps_of(self, group: Group, *, member: int, round: int) -> Iterator[Step]:  # noqa: ARG002 - there is but one
+    def steps_of(self, group: RankGroup, *, member: int, round: int) -> Iterator[Step]:  # noqa: ARG002 - there is but one
         k = group.members
         others = [(member + distance) % k for distance in range(1, k)]
         for other in others:

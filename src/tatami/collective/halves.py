@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from tatami.collective.pattern import AbstractPattern, Native
 from tatami.collective.schedule import Phase, Schedule, check_problem
-from tatami.collective.step import Group, Sync
+from tatami.collective.step import RankGroup, Sync
 
 Flat = Callable[[int, int], Schedule]
 """A builder of an all-reduce by (ranks, size) alone."""
@@ -45,7 +45,7 @@ def flat(algorithm: str, halves: Halves, *, ranks: int, size: int) -> Schedule:
     check_problem(ranks, size)
     phases: tuple[Phase, ...] = ()
     if ranks > 1 and size > 0:
-        groups = (Group(ranks=tuple(range(ranks)), start=0, stop=size),)
+        groups = (RankGroup(ranks=tuple(range(ranks)), start=0, stop=size),)
         phases = (
             Phase(groups=groups, what=halves.scatter, sync=halves.scatter_sync),
             Phase(groups=groups, what=halves.gather, sync=halves.gather_sync),
@@ -70,7 +70,7 @@ def nested(algorithm: str, halves: Halves, *, rows: Sequence[Sequence[int]], siz
     """
     ranks = sum(len(row) for row in rows)
     check_problem(ranks, size)
-    groups = tuple(Group(ranks=tuple(row), start=0, stop=size) for row in rows)
+    groups = tuple(RankGroup(ranks=tuple(row), start=0, stop=size) for row in rows)
     joined = [across(len(rows), stop - start).placed_phases(owners, offset=start) for start, stop, owners in segments(groups)]
     middle = tuple(_side_by_side(phases) for phases in zip(*joined, strict=True))
     wide = tuple(group for group in groups if group.members > 1 and size > 0)
@@ -95,7 +95,7 @@ def _order(row: str, column: str) -> str:
     return row or column or "nothing is summed"
 
 
-def segments(rows: Sequence[Group]) -> list[tuple[int, int, tuple[int, ...]]]:
+def segments(rows: Sequence[RankGroup]) -> list[tuple[int, int, tuple[int, ...]]]:
     """(start, stop, the owner in each row) of the pieces between the union of all rows' cuts; all rows have the same range."""
     # Rows of the same length cut alike: 10,000 ranks in hosts of 8 have 9 cuts to unite, not 10,000.
     by_length = {row.members: [row.cut(index) for index in range(row.members + 1)] for row in rows}

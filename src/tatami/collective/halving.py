@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tatami.collective.halves import Halves, flat
 from tatami.collective.pattern import AbstractPattern
 from tatami.collective.schedule import Schedule
-from tatami.collective.step import Group, Role, Step, Via
+from tatami.collective.step import RankGroup, Role, Step, Via
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Doubling(AbstractPattern):
     def num_rounds(self, members: int) -> int:
         return num_doublings(members)
 
-    def steps_of(self, group: Group, *, member: int, round: int) -> Iterator[Step]:
+    def steps_of(self, group: RankGroup, *, member: int, round: int) -> Iterator[Step]:
         taker, giver = _peers(member, members=group.members, doubling=round)
         for source, target in ((member, taker), (giver, member)):
             first, count = _holding(source, members=group.members, doubling=round)
@@ -58,7 +58,7 @@ class Halving(AbstractPattern):
     def num_rounds(self, members: int) -> int:
         return num_doublings(members)
 
-    def steps_of(self, group: Group, *, member: int, round: int) -> Iterator[Step]:
+    def steps_of(self, group: RankGroup, *, member: int, round: int) -> Iterator[Step]:
         doubling = num_doublings(group.members) - 1 - round
         taker, giver = _peers(member, members=group.members, doubling=doubling)
         for source, target in ((member, giver), (taker, member)):

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tatami.collective.step import Group, Role, Step
+from tatami.collective.step import RankGroup, Role, Step
 
 
 class AbstractPattern(ABC):
@@ -27,7 +27,7 @@ class AbstractPattern(ABC):
         """Rounds in a group of so many ranks."""
 
     @abstractmethod
-    def steps_of(self, group: Group, *, member: int, round: int) -> Iterator[Step]:
+    def steps_of(self, group: RankGroup, *, member: int, round: int) -> Iterator[Step]:
         """The steps of one round in which member number `member` is source or target; those it issues in the order of issue."""
 
     def distinct_rounds(self, members: int) -> Iterator[tuple[int, int]]:

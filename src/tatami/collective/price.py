@@ -18,7 +18,7 @@ from tatami.cluster import Cluster, Link
 from tatami.collective.halving import Doubling, Halving, num_doublings
 from tatami.collective.pattern import Native
 from tatami.collective.schedule import Phase, Schedule
-from tatami.collective.step import Group, Role, Step, Sync, Via
+from tatami.collective.step import RankGroup, Role, Step, Sync, Via
 from tatami.errors import ScheduleError
 
 
@@ -169,7 +169,7 @@ class _Prices:
             slowest = max(slowest, (alpha_s, own_s), key=sum)
         return slowest
 
-    def _sync_s(self, phase: Phase, group: Group) -> float:
+    def _sync_s(self, phase: Phase, group: RankGroup) -> float:
         """Of one group: a meeting of k ranks is log2(k) latencies, a post or a notice is one."""
         if phase.sync is Sync.ARRIVAL:
             return 0.0
@@ -183,7 +183,7 @@ class _Prices:
             Sync.LOCK: meeting_s + rounds * latency_s,
         }[phase.sync]
 
-    def _worst_latency_s(self, group: Group) -> float:
+    def _worst_latency_s(self, group: RankGroup) -> float:
         hosts = {self.hosts[rank] for rank in group.ranks}
         exceptions = [link for pair, link in self.cluster.links.items() if set(pair) <= hosts]
         usual = self.cluster.local if len(hosts) == 1 else self.cluster.network
@@ -195,7 +195,7 @@ class _Prices:
         return self.cluster.link(self.names[one], self.names[other])
 
 
-def _everything(groups: Iterable[Group], *, distance: int) -> Iterator[Step]:
+def _everything(groups: Iterable[RankGroup], *, distance: int) -> Iterator[Step]:
     """Each member sends its whole range to the member at `distance`."""
     for group in groups:
         for member, rank in enumerate(group.ranks):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tatami.collective.halves import Halves, flat
 from tatami.collective.pattern import AbstractPattern
 from tatami.collective.schedule import Schedule
-from tatami.collective.step import Group, Role, Step, Via
+from tatami.collective.step import RankGroup, Role, Step, Via
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class RingReduceScatter(AbstractPattern):
         # Every round moves every part once, each to a neighbour: only which part goes where turns.
         yield 0, members - 1
 
-    def steps_of(self, group: Group, *, member: int, round: int) -> Iterator[Step]:
+    def steps_of(self, group: RankGroup, *, member: int, round: int) -> Iterator[Step]:
         yield from _hops(group, member=member, first=member - 1 - round, reduce=True, via=self.via)
 
 
@@ -60,11 +60,11 @@ class RingAllGather(AbstractPattern):
     def distinct_rounds(self, members: int) -> Iterator[tuple[int, int]]:
         yield 0, members - 1
 
-    def steps_of(self, group: Group, *, member: int, round: int) -> Iterator[Step]:
+    def steps_of(self, group: RankGroup, *, member: int, round: int) -> Iterator[Step]:
         yield from _hops(group, member=member, first=member - round, reduce=False, via=self.via)
 
 
-def _hops(group: Group, *, member: int, first: int, reduce: bool, via: Via) -> Iterator[Step]:
+def _hops(group: RankGroup, *, member: int, first: int, reduce: bool, via: Via) -> Iterator[Step]:
     """What `member` sends to the next, part `first`, and what the one before sends to it, the part before."""
     k = group.members
     yield from group.transfer(source=member, target=(member + 1) % k, first=first % k, reduce=reduce, via=via)

@@ -7,7 +7,7 @@ The vector
     of all of them. A schedule knows no dtype and no operator: `reduce` means whatever the caller reduces with.
 
 The shape
-    Schedule -> phases -> rounds -> steps. A `Phase` works on `Group`s: ranks that together own a range of elements. All
+    Schedule -> phases -> rounds -> steps. A `Phase` works on `RankGroup`s: ranks that together own a range of elements. All
     groups of a phase do the same thing (`what`), each among its own ranks and inside its own range:
 
     * `Native(role)`: the communicator's own collective over the group's ranks, on the group's range;
@@ -60,7 +60,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tatami.collective.pattern import AbstractPattern, Explicit, Native
-from tatami.collective.step import Group, Role, Step, Sync, Via
+from tatami.collective.step import RankGroup, Role, Step, Sync, Via
 from tatami.errors import ScheduleError
 
 
@@ -68,7 +68,7 @@ from tatami.errors import ScheduleError
 class Phase:
     """The same work in every one of `groups`."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[RankGroup, ...]
     what: AbstractPattern | Native | Explicit
     sync: Sync = Sync.ARRIVAL
 
@@ -93,15 +93,15 @@ class Phase:
         return max((self.what.num_rounds(members) for members in {group.members for group in self.groups}), default=0)
 
     @cached_property
-    def memberships(self) -> dict[int, tuple[tuple[Group, int], ...]]:
+    def memberships(self) -> dict[int, tuple[tuple[RankGroup, int], ...]]:
         """For each rank that takes part: its groups, in order, and which member of each it is."""
-        result: dict[int, tuple[tuple[Group, int], ...]] = {}
+        result: dict[int, tuple[tuple[RankGroup, int], ...]] = {}
         for group in self.groups:
             for member, rank in enumerate(group.ranks):
                 result[rank] = (*result.get(rank, ()), (group, member))
         return result
 
-    def groups_of(self, rank: int) -> tuple[Group, ...]:
+    def groups_of(self, rank: int) -> tuple[RankGroup, ...]:
         """The groups that `rank` is in, in the order in which it takes them."""
         return tuple(group for group, _ in self.memberships.get(rank, ()))
 
@@ -133,7 +133,7 @@ class Phase:
     def placed(self, ranks: tuple[int, ...], *, offset: int) -> Phase:
         """The same phase with rank r become `ranks[r]`, and element e become `offset` + e."""
         groups = tuple(
-            Group(ranks=tuple(ranks[rank] for rank in group.ranks), start=group.start + offset, stop=group.stop + offset)
+            RankGroup(ranks=tuple(ranks[rank] for rank in group.ranks), start=group.start + offset, stop=group.stop + offset)
             for group in self.groups
         )
         if not isinstance(self.what, Explicit):

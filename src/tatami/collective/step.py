@@ -91,7 +91,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class RankGroup:
     """Ranks that together work on elements `start .. stop`; member i is `ranks[i]`."""
 
     ranks: tuple[int, ...]

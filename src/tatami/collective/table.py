@@ -51,7 +51,7 @@ class Fingerprint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timing:
+class SizeTimings:
     """Medians at one size of message: seconds by algorithm (`hierarchical+native` is one across hosts by another)."""
 
     size_bytes: int
@@ -63,7 +63,7 @@ class TuningTable:
     """Timings by rising size, and what they were measured on."""
 
     fingerprint: Fingerprint
-    timings: tuple[Timing, ...]
+    timings: tuple[SizeTimings, ...]
 
     def choose(self, size_bytes: int, *, among: Collection[str]) -> str | None:
         """The fastest of `among` for a message of this size; None where none of them was measured.
@@ -120,7 +120,7 @@ class TuningTable:
             table = cls(
                 fingerprint=_fingerprint(record["fingerprint"]),
                 timings=tuple(
-                    Timing(
+                    SizeTimings(
                         size_bytes=int(timing["size_bytes"]),
                         seconds={str(name): _positive(value) for name, value in timing["seconds"].items()},
                     )

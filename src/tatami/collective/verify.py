@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from tatami.collective.pattern import Explicit, Native
 from tatami.collective.schedule import Phase, Schedule
-from tatami.collective.step import Group, Role, Step, Sync, Via
+from tatami.collective.step import RankGroup, Role, Step, Sync, Via
 from tatami.errors import ScheduleError
 
 _FITTING = {
@@ -192,7 +192,7 @@ class _Proof:
             self._fail(f"the contribution of {_ranks(one & other)} would be counted twice in {span}: {what}")
         return one | other
 
-    def _native(self, role: Role, group: Group) -> None:
+    def _native(self, role: Role, group: RankGroup) -> None:
         if group.size == 0:
             return
         what = f"native {role.value} of ranks {group.ranks}"
@@ -211,7 +211,7 @@ class _Proof:
     # -- the whole ------------------------------------------------------------------------------------------------
 
     def _check_groups(self, phase: Phase) -> None:
-        owned: dict[int, list[Group]] = defaultdict(list)
+        owned: dict[int, list[RankGroup]] = defaultdict(list)
         for group in phase.groups:
             if not (0 <= group.start < group.stop <= self.schedule.size):
                 self._fail(f"a group with elements {group.start}..{group.stop} of {self.schedule.size}: {group.ranks}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tatami.collective import Group, Native, Phase, Role, Schedule, Step, Sync
+from tatami.collective import Native, Phase, RankGroup, Role, Schedule, Step, Sync
 from tatami.comm.base import AbstractCommunicator, Op
 from tatami.comm.epochs import EPOCHS, AbstractEpochs
 from tatami.comm.groups import GroupCommunicators
@@ -194,7 +194,7 @@ class _Unrolling:
 
     # -- natives --------------------------------------------------------------------------------------------------
 
-    def _native(self, role: Role, group: Group) -> Action:
+    def _native(self, role: Role, group: RankGroup) -> Action:
         comm, op = self.groups.of(group.ranks), self.op
         whole = self.vector[group.start : group.stop]
         if role is Role.ALL_REDUCE:
@@ -237,7 +237,7 @@ class _Unrolling:
             actions += [*opens, *acts, *closes]
         return actions
 
-    def _epochs(self, sync: Sync, group: Group) -> AbstractEpochs:
+    def _epochs(self, sync: Sync, group: RankGroup) -> AbstractEpochs:
         window = self.by_sync[sync]
         if sync is Sync.FENCE and group.members < self.comm.size:
             if group.ranks not in self.fenced:
@@ -309,7 +309,7 @@ class _Unrolling:
         return max([self.schedule.scratch_size(self.rank), *natives])
 
 
-def _group_of(step: Step, groups: Sequence[Group]) -> Group:
+def _group_of(step: Step, groups: Sequence[RankGroup]) -> RankGroup:
     """The group that holds both ends and the range of a step."""
     return next(
         group

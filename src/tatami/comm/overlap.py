@@ -24,7 +24,7 @@ from itertools import accumulate
 import torch
 
 from tatami.clock import Clock, SystemClock
-from tatami.collective import Group, Via, build
+from tatami.collective import RankGroup, Via, build
 from tatami.comm.allreduce import AUTO, AllReduce
 from tatami.comm.base import AbstractCommunicator, AbstractRequest, Op
 from tatami.comm.loads import loads_and_stores
@@ -203,7 +203,7 @@ class _Slice:
     ) -> None:
         """`whole`: the sum is delivered at once, block by block, while it is in the cache; otherwise by `deliver`."""
         vectors = {rank: window.of(rank)[start : start + size] for rank in range(here.size)}
-        group = Group(ranks=tuple(range(here.size)), start=0, stop=size)
+        group = RankGroup(ranks=tuple(range(here.size)), start=0, stop=size)
         low, high = group.part(here.rank)
         phases = build("shared", ranks=here.size, size=size).phases
         steps = [step for phase in phases for step in phase.steps_of(here.rank, round=0) if step.issuer == here.rank]

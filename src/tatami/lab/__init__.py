@@ -1,16 +1,16 @@
 """A cluster on one machine: hosts of unequal speed and link, real MPI over TCP between them, and failures on request."""
 
-from tatami.lab.events import Event, parse_event
-from tatami.lab.job import Job
+from tatami.lab.events import LabEvent, parse_event
+from tatami.lab.job import LabJob
 from tatami.lab.lab import Lab
 from tatami.lab.needs import missing
 from tatami.lab.plan import LabPlan, plan_lab
 from tatami.lab.state import LabState, known_labs, running_lab, take_away
 
 __all__ = [
-    "Event",
-    "Job",
     "Lab",
+    "LabEvent",
+    "LabJob",
     "LabPlan",
     "LabState",
     "known_labs",

@@ -13,7 +13,7 @@ VALUES = {"kill": None, "cut": None, "mend": None, "speed": "a speed, as 0.25", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class LabEvent:
     """One change of a lab.
 
     Attributes:
@@ -29,7 +29,7 @@ class Event:
     value: float = 0.0
 
 
-def parse_event(text: str) -> Event:
+def parse_event(text: str) -> LabEvent:
     """The event in "20s kill h3", "1min speed h3 0.25" or "5s rate h1 100Mbit/s".
 
     Raises:
@@ -49,7 +49,7 @@ def parse_event(text: str) -> Event:
             raise InputError("a rate must be > 0; to have none, cut the host")
     except InputError as error:
         raise InputError(f"the event {text!r} cannot be used: {error}") from None
-    return Event(at_s=at_s, verb=verb, host=host, value=value)
+    return LabEvent(at_s=at_s, verb=verb, host=host, value=value)
 
 
 def num_words(verb: str) -> int:

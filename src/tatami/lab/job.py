@@ -44,7 +44,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "TATAMI_THREADS": "1", "TATAMI_WAIT": "sle
 """A quota is for one thread, and a rank that polls while it waits would use it up. A user's own values win."""
 
 
-class Job:
+class LabJob:
     """A command that runs on every processor of a lab.
 
     Args:

@@ -18,9 +18,9 @@ from typing import IO, Self, final
 from tatami.cluster import Cluster, Link, check_speeds
 from tatami.comm.leftovers import without_leftovers
 from tatami.errors import InputError, LabError
-from tatami.lab.events import Event
+from tatami.lab.events import LabEvent
 from tatami.lab.groups import FREE, AbstractGroups, find_groups
-from tatami.lab.job import FIRST, JOB_VARIABLE, Job, environment_of, mpi_command, spawn_on, write_launch_script
+from tatami.lab.job import FIRST, JOB_VARIABLE, LabJob, environment_of, mpi_command, spawn_on, write_launch_script
 from tatami.lab.needs import require_lab
 from tatami.lab.network import Network, kernel_delays
 from tatami.lab.plan import LARGEST_SHARE, NATIVE_LATENCY_S, SWITCH, Host, LabPlan, plan_lab, switch_address
@@ -73,7 +73,7 @@ class Lab:
 
     def start(
         self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, stdout: IO[bytes] | int | None = None
-    ) -> Job:
+    ) -> LabJob:
         """Start `command` on every processor, as the ranks of one MPI job.
 
         Args:
@@ -92,19 +92,19 @@ class Lab:
         self._num_jobs += 1
         mark = {JOB_VARIABLE: f"{self.name}/{self._num_jobs}"}
         process = self._spawn(SWITCH, FREE, words, environment={**(environment or {}), **mark}, stdout=stdout, own_session=True)
-        return Job(process, is_deserted=partial(self._is_deserted, f"{JOB_VARIABLE}={mark[JOB_VARIABLE]}".encode()))
+        return LabJob(process, is_deserted=partial(self._is_deserted, f"{JOB_VARIABLE}={mark[JOB_VARIABLE]}".encode()))
 
     def run(
         self,
         command: Sequence[str],
         *,
-        events: Sequence[Event] = (),
+        events: Sequence[LabEvent] = (),
         environment: Mapping[str, str] | None = None,
         stdout: IO[bytes] | int | None = None,
         timeout_s: float | None = None,
-        said: Callable[[Event], None] = lambda _: None,
+        said: Callable[[LabEvent], None] = lambda _: None,
     ) -> int:
-        """Run `command` on every processor and return its exit code; see `start` and `Job.poll`.
+        """Run `command` on every processor and return its exit code; see `start` and `LabJob.poll`.
 
         Args:
             events: what happens to the lab meanwhile; those that are later than its end do not happen.
@@ -161,7 +161,7 @@ class Lab:
         Raises:
             InputError: no such name, no finite number > 0, or more than this machine has.
         """
-        self._check(Event(at_s=0.0, verb="speed", host=name, value=speed))
+        self._check(LabEvent(at_s=0.0, verb="speed", host=name, value=speed))
         for rank in self._ranks(name):
             self._speeds[rank] = speed
             host = self.plan.cluster.processors[rank].host
@@ -174,7 +174,7 @@ class Lab:
             InputError: no such host, or no rate > 0.
         """
         value = parse_bandwidth(rate)
-        self._check(Event(at_s=0.0, verb="rate", host=name, value=value))
+        self._check(LabEvent(at_s=0.0, verb="rate", host=name, value=value))
         network, exceptions = self._links(self._host(name), rate=value)
         for wire in self._network.wires(self._host(name), network=network, exceptions=exceptions):
             self._network.change_rate(wire)
@@ -210,7 +210,7 @@ class Lab:
         self._network.set_link(self._host(name), up=True)
         self._cut.discard(name)
 
-    def happen(self, event: Event) -> None:
+    def happen(self, event: LabEvent) -> None:
         """Let `event` happen now; its time does not matter.
 
         Raises:
@@ -335,7 +335,7 @@ class Lab:
             f"its processors {processors}"
         )
 
-    def _check(self, event: Event) -> None:
+    def _check(self, event: LabEvent) -> None:
         """Whether an event can happen.
 
         Raises:
@@ -367,7 +367,7 @@ def _take_away_undisturbed(state: LabState) -> None:
         take_away(state)
 
 
-def _ends_before(job: Job, deadline_s: float) -> bool:
+def _ends_before(job: LabJob, deadline_s: float) -> bool:
     """Whether the job ends before that time of the monotonic clock; waits until then, at most."""
     try:
         job.wait(timeout_s=max(0.0, deadline_s - time.monotonic()))

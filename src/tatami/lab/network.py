@@ -27,7 +27,7 @@ _FIRST_EXCEPTION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wire:
+class ShapedDevice:
     """One way out of a network device: the rate of what has no class of its own, and of what goes to (or comes from) a host.
 
     Attributes:
@@ -75,18 +75,22 @@ class Network:
         call("ip", "-n", own, "addr", "add", f"{host.address}/{NETWORK.prefixlen}", "dev", "eth0")
         call("ip", "-n", own, "link", "set", "eth0", "up")
 
-    def wires(self, host: Host, *, network: Link, exceptions: Mapping[int, Link]) -> tuple[Wire, Wire]:
+    def wires(self, host: Host, *, network: Link, exceptions: Mapping[int, Link]) -> tuple[ShapedDevice, ShapedDevice]:
         """Both ends of a host's cable."""
-        out = Wire(namespace=self.namespace(host.name), device="eth0", match="dst", network=network, exceptions=exceptions)
-        back = Wire(namespace=self.namespace(SWITCH), device=_port(host), match="src", network=network, exceptions=exceptions)
+        out = ShapedDevice(
+            namespace=self.namespace(host.name), device="eth0", match="dst", network=network, exceptions=exceptions
+        )
+        back = ShapedDevice(
+            namespace=self.namespace(SWITCH), device=_port(host), match="src", network=network, exceptions=exceptions
+        )
         return out, back
 
-    def shape(self, wire: Wire) -> None:
+    def shape(self, wire: ShapedDevice) -> None:
         """Give a new device its queues."""
         for command in shaping_commands(wire, delays=self._delays):
             call(*command)
 
-    def change_rate(self, wire: Wire) -> None:
+    def change_rate(self, wire: ShapedDevice) -> None:
         """Give a device that has its queues other rates; nothing that is in them is lost."""
         for command in rate_commands(wire, verb="change"):
             call(*command)
@@ -107,7 +111,7 @@ def kernel_delays(probe: str) -> bool:
     return True
 
 
-def shaping_commands(wire: Wire, *, delays: bool) -> list[list[str]]:
+def shaping_commands(wire: ShapedDevice, *, delays: bool) -> list[list[str]]:
     """The `tc` commands that make a device's queues: htb classes, filters by address, and netem in them for the latency.
 
     A latency is split between the two ends of a cable that a message passes: half where it leaves, half where it arrives.
@@ -127,7 +131,7 @@ def shaping_commands(wire: Wire, *, delays: bool) -> list[list[str]]:
     return commands
 
 
-def rate_commands(wire: Wire, *, verb: str) -> list[list[str]]:
+def rate_commands(wire: ShapedDevice, *, verb: str) -> list[list[str]]:
     """The `tc` commands that set the rates of a device: `verb` is `add` at first and `change` later."""
     commands = []
     for number, link in _classes(wire):
@@ -138,7 +142,7 @@ def rate_commands(wire: Wire, *, verb: str) -> list[list[str]]:
     return commands
 
 
-def _classes(wire: Wire) -> list[tuple[int, Link]]:
+def _classes(wire: ShapedDevice) -> list[tuple[int, Link]]:
     return [(_NETWORK_CLASS, wire.network), *enumerate(wire.exceptions.values(), start=_FIRST_EXCEPTION)]
 
 

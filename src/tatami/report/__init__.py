@@ -1,18 +1,18 @@
 """Tables and pictures."""
 
 from tatami.report.bandwidth import draw_bandwidth
-from tatami.report.course import Check, draw_course
+from tatami.report.course import CoursePoint, draw_course
 from tatami.report.drawing import draw_text
 from tatami.report.mats import draw_tiling
 from tatami.report.phases import draw_schedule
 from tatami.report.picture import FORMATS, blank, check_path, save
 from tatami.report.shares import draw_shares
-from tatami.report.tables import Run, Table, planner_table, run_table
+from tatami.report.tables import MethodResult, Table, planner_table, run_table
 
 __all__ = [
     "FORMATS",
-    "Check",
-    "Run",
+    "CoursePoint",
+    "MethodResult",
     "Table",
     "blank",
     "check_path",

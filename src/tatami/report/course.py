@@ -16,8 +16,8 @@ MARKS: dict[str, tuple[str, str, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
-    """One look at the balance.
+class CoursePoint:
+    """One point of the curve: a check of the balance, and the time of the iterations before it.
 
     Attributes:
         iteration: after which iteration it was taken.
@@ -30,7 +30,7 @@ class Check:
     remapping: Literal["whole", "column"] | None = None
 
 
-def draw_course(ax: Axes, checks: Sequence[Check], *, label: str = "time per iteration") -> Axes:
+def draw_course(ax: Axes, checks: Sequence[CoursePoint], *, label: str = "time per iteration") -> Axes:
     """Draw the time per iteration over the iterations, with every re-mapping marked (as Fig. 12 of the paper).
 
     Called again on the same `ax`, it adds another run to compare with; each needs its own `label`.

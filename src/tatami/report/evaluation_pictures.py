@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
-from tatami.report.course import Check, draw_course
+from tatami.report.course import CoursePoint, draw_course
 from tatami.report.evaluation import METHODS, PARTS, Record, measured, predicted
 from tatami.units import format_bandwidth
 
@@ -162,7 +162,7 @@ def draw_model(ax: Axes, records: Sequence[Record]) -> Axes:
     return ax
 
 
-def _points(course: Record) -> list[Check]:
+def _points(course: Record) -> list[CoursePoint]:
     """Means over a few iterations, each with what was re-mapped among them."""
     seconds = course["iteration_s"]
     moves: dict[int, Literal["whole", "column"]] = {
@@ -174,7 +174,7 @@ def _points(course: Record) -> list[Check]:
     for start in range(0, len(seconds), _EVERY):
         stop = min(start + _EVERY, len(seconds))
         remapping = next((kind for iteration, kind in moves.items() if start < iteration <= stop), None)
-        points.append(Check(iteration=stop, iteration_s=fmean(seconds[start:stop]), remapping=remapping))
+        points.append(CoursePoint(iteration=stop, iteration_s=fmean(seconds[start:stop]), remapping=remapping))
     return points
 
 

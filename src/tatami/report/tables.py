@@ -90,7 +90,7 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class MethodResult:
     """What was measured of one method.
 
     Attributes:
@@ -148,7 +148,7 @@ def planner_table(plans: Sequence[Plan]) -> Table:
     )
 
 
-def run_table(runs: Sequence[Run]) -> Table:
+def run_table(runs: Sequence[MethodResult]) -> Table:
     """Methods side by side: time per iteration, samples/s, against even, efficiency.
 
     Raises:

@@ -8,7 +8,7 @@ from tatami.cluster import Cluster
 from tatami.errors import PlanError
 from tatami.retiling.ability import ability
 from tatami.retiling.columns import forecast
-from tatami.retiling.decision import Decision, Kind, Verdict, tell
+from tatami.retiling.decision import Decision, DecisionKind, Verdict, tell
 from tatami.retiling.moves import moves
 from tatami.retiling.published import published
 from tatami.retiling.retiler import Retiler
@@ -104,7 +104,7 @@ class Controller:
         short = self._short(recent)
         if short is not None:
             speeds = situation.speeds("compute_s", window=recent)
-            verdict = Verdict(kind=Kind.KEEP, why=short, layout=self.layout, speeds=speeds, ratio=None)
+            verdict = Verdict(kind=DecisionKind.KEEP, why=short, layout=self.layout, speeds=speeds, ratio=None)
         else:
             verdict = (published if self.retiler.rule == "published" else settling)(situation)
             self._first = False
@@ -141,9 +141,9 @@ class Controller:
 
     def _decide(self, verdict: Verdict, iteration: int) -> Decision:
         old = self.tiling
-        new = old if verdict.kind is Kind.KEEP else verdict.layout.cut(samples=old.samples, units=old.units)
+        new = old if verdict.kind is DecisionKind.KEEP else verdict.layout.cut(samples=old.samples, units=old.units)
         predicted = forecast(new, speeds=verdict.speeds).ratio
-        moved = 0 if verdict.kind is Kind.KEEP else sum(move.units.size for move in moves(old, new))
+        moved = 0 if verdict.kind is DecisionKind.KEEP else sum(move.units.size for move in moves(old, new))
         return Decision(
             kind=verdict.kind,
             check=self.checks,

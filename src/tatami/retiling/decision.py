@@ -12,7 +12,7 @@ SHOWN_SPEEDS = 8
 """A log line names the speeds of so many processors at most."""
 
 
-class Kind(Enum):
+class DecisionKind(Enum):
     """What happens to the tiling."""
 
     KEEP = "keep"
@@ -33,7 +33,7 @@ class Verdict:
         settled: the balance is good, as far as can be told.
     """
 
-    kind: Kind
+    kind: DecisionKind
     why: str
     layout: Layout
     speeds: Mapping[str, float]
@@ -57,7 +57,7 @@ class Decision:
         reason: the log line.
     """
 
-    kind: Kind
+    kind: DecisionKind
     check: int
     iteration: int
     layout: Layout
@@ -70,7 +70,7 @@ class Decision:
     @property
     def remaps(self) -> bool:
         """Whether anything moves."""
-        return self.kind is not Kind.KEEP
+        return self.kind is not DecisionKind.KEEP
 
     def __str__(self) -> str:
         return self.reason
@@ -89,7 +89,7 @@ def tell(verdict: Verdict, *, check: int, iteration: int, old: Tiling, new: Tili
         predicted: shortest over longest compute time to expect of `new`.
     """
     head = f"check {check} (iteration {iteration}): {verdict.why}: {verdict.kind.value}"
-    if verdict.kind is Kind.KEEP:
+    if verdict.kind is DecisionKind.KEEP:
         return head
     before, after = len(old.columns), len(new.columns)
     columns = f"{before} -> {after} columns" if before != after else f"{after} column{'s' if after > 1 else ''}"

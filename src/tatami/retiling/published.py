@@ -14,7 +14,7 @@ mends an imbalance between columns. So this rule may do too little (a rank 1.5 t
 
 from __future__ import annotations
 
-from tatami.retiling.decision import Kind, Verdict
+from tatami.retiling.decision import DecisionKind, Verdict
 from tatami.retiling.situation import Situation
 
 
@@ -26,15 +26,15 @@ def published(situation: Situation) -> Verdict:
     from_t2 = situation.speeds("t2_s", window=situation.recent)
     if situation.first:
         told = "first check without known speeds" + ("" if ratio is None else f", t1 min/max {ratio:.2f}")
-        return Verdict(kind=Kind.WHOLE, why=told, layout=situation.whole(from_t2), speeds=from_t2, ratio=ratio)
+        return Verdict(kind=DecisionKind.WHOLE, why=told, layout=situation.whole(from_t2), speeds=from_t2, ratio=ratio)
     if ratio is None:
-        return Verdict(kind=Kind.KEEP, why="t1 is 0 everywhere", layout=situation.layout, speeds=from_t2, ratio=None)
+        return Verdict(kind=DecisionKind.KEEP, why="t1 is 0 everywhere", layout=situation.layout, speeds=from_t2, ratio=None)
     if ratio < retiler.t_whole:
         why = f"t1 min/max {ratio:.2f} < {retiler.t_whole:.2f}"
-        return Verdict(kind=Kind.WHOLE, why=why, layout=situation.whole(from_t2), speeds=from_t2, ratio=ratio)
+        return Verdict(kind=DecisionKind.WHOLE, why=why, layout=situation.whole(from_t2), speeds=from_t2, ratio=ratio)
     if ratio < retiler.t_line:
         from_t1 = situation.speeds("t1_s", window=situation.recent)
         why = f"t1 min/max {ratio:.2f} < {retiler.t_line:.2f}"
-        return Verdict(kind=Kind.COLUMNS, why=why, layout=situation.columns(from_t1), speeds=from_t1, ratio=ratio)
+        return Verdict(kind=DecisionKind.COLUMNS, why=why, layout=situation.columns(from_t1), speeds=from_t1, ratio=ratio)
     why = f"t1 min/max {ratio:.2f} >= {retiler.t_line:.2f}"
-    return Verdict(kind=Kind.KEEP, why=why, layout=situation.layout, speeds=from_t2, ratio=ratio)
+    return Verdict(kind=DecisionKind.KEEP, why=why, layout=situation.layout, speeds=from_t2, ratio=ratio)

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tatami.retiling.ability import Balance
-from tatami.retiling.decision import Kind, Verdict
+from tatami.retiling.decision import DecisionKind, Verdict
 from tatami.retiling.situation import Situation
 from tatami.tiling import Layout
 
@@ -42,7 +42,7 @@ def settling(situation: Situation) -> Verdict:
     seen = situation.balance("compute_s", window=window)
     if seen is None:
         speeds = situation.speeds("compute_s", window=window)
-        return Verdict(kind=Kind.KEEP, why="nobody computed", layout=situation.layout, speeds=speeds, ratio=None)
+        return Verdict(kind=DecisionKind.KEEP, why="nobody computed", layout=situation.layout, speeds=speeds, ratio=None)
     line = 1 - retiler.min_gain if situation.first else retiler.t_line
     sure = _sure(seen, line, retiler.certainty)
     if seen.ratio < line and not sure:
@@ -52,7 +52,9 @@ def settling(situation: Situation) -> Verdict:
     speeds = situation.speeds("compute_s", window=window)
 
     def keep(why: str, *, settled: bool) -> Verdict:
-        return Verdict(kind=Kind.KEEP, why=why, layout=situation.layout, speeds=speeds, ratio=seen.ratio, settled=settled)
+        return Verdict(
+            kind=DecisionKind.KEEP, why=why, layout=situation.layout, speeds=speeds, ratio=seen.ratio, settled=settled
+        )
 
     if seen.ratio >= line:
         return keep(f"compute min/max {seen.ratio:.2f} >= {line:.2f}", settled=True)
@@ -71,7 +73,7 @@ def settling(situation: Situation) -> Verdict:
         below = f"first check without known speeds, {below}"
     elif seen.ratio < retiler.t_whole:
         below = f"compute min/max {seen.ratio:.2f} < {retiler.t_whole:.2f}"
-    elif kind is Kind.WHOLE:
+    elif kind is DecisionKind.WHOLE:
         below = f"{below}, which cuts inside the columns cannot mend"
     return Verdict(kind=kind, why=below, layout=layout, speeds=speeds, ratio=seen.ratio)
 
@@ -80,16 +82,18 @@ def _sure(seen: Balance, line: float, certainty: float) -> bool:
     return seen.ratio * (1 + certainty * seen.error) < line
 
 
-def _choose(situation: Situation, speeds: Mapping[str, float], *, whole_only: bool, bar: float) -> tuple[Kind, Layout, float]:
+def _choose(
+    situation: Situation, speeds: Mapping[str, float], *, whole_only: bool, bar: float
+) -> tuple[DecisionKind, Layout, float]:
     """The columns where they suffice, otherwise what is expected to be faster; with its gain."""
     now_s = situation.forecast(situation.layout, speeds).slowest_s
     columns = situation.columns(speeds)
     lines = situation.forecast(columns, speeds)
     lines_gain = 1 - lines.slowest_s / now_s
     if not whole_only and lines.ratio >= situation.retiler.t_line and lines_gain >= bar:
-        return Kind.COLUMNS, columns, lines_gain
+        return DecisionKind.COLUMNS, columns, lines_gain
     whole = situation.whole(speeds)
     whole_gain = 1 - situation.forecast(whole, speeds).slowest_s / now_s
     if whole_gain >= lines_gain:
-        return Kind.WHOLE, whole, whole_gain
-    return Kind.COLUMNS, columns, lines_gain
+        return DecisionKind.WHOLE, whole, whole_gain
+    return DecisionKind.COLUMNS, columns, lines_gain

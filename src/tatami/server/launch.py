@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from tatami.clock import Clock, SystemClock
+from tatami.datasets.samples import Data
 from tatami.errors import InputError
 from tatami.records import Records
 from tatami.server import checkpoints
-from tatami.server.learner import Course, Data, LossFn, ModelFn, check_model, flatten, signature
+from tatami.server.learner import Course, LossFn, ModelFn, check_model, flatten, signature
 from tatami.server.phases import PhaseHook
 from tatami.server.pieces import cut
 from tatami.server.protocol import Protocol

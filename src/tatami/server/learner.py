@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
+from tatami.datasets.samples import Data
 from tatami.errors import InputError, ModelError
 from tatami.server.optimizers import Vector
 from tatami.server.pieces import views
@@ -21,17 +21,6 @@ from tatami.server.pieces import views
 ModelFn = Callable[[], nn.Module]
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`loss_fn(model(x), y)`: a scalar, the mean over the samples."""
-
-
-class Samples(Protocol):
-    """A map-style data set: `data[i] == (x, y)`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-Data = tuple[torch.Tensor, torch.Tensor] | Samples
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,13 @@ from torch import nn
 
 from tatami.clock import Clock
 from tatami.cluster import Cluster
+from tatami.datasets.samples import Data
 from tatami.errors import InputError
 from tatami.records import Records
 from tatami.server import checkpoints
 from tatami.server.consistency import BSP, AbstractConsistency
 from tatami.server.launch import Surroundings, TrainingSpec, run_training
-from tatami.server.learner import Data, LossFn, ModelFn
+from tatami.server.learner import LossFn, ModelFn
 from tatami.server.optimizers import SGD, AbstractOptimizer
 from tatami.server.phases import PhaseHook
 from tatami.server.protocol import DEFAULT_RESTARTS

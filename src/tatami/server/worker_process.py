@@ -15,8 +15,9 @@ import torch
 from ray import cloudpickle
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 
+from tatami.datasets.samples import Data
 from tatami.server.actions import Contribution, SendTask
-from tatami.server.learner import Course, Data, Learner, LossFn, ModelFn, signature
+from tatami.server.learner import Course, Learner, LossFn, ModelFn, signature
 from tatami.server.mail import is_reference, posted
 from tatami.server.optimizers import Vector
 from tatami.server.phases import PhaseHook, TaskPhase

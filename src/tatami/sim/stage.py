@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from tatami.sim.engine import simgrid
 from tatami.sim.platforms.base import AbstractPlatform
-from tatami.sim.waiting import Waiting
+from tatami.sim.waiting import PendingActivities
 
 T = TypeVar("T")
 Then = Callable[[], None]
@@ -60,7 +60,7 @@ class Stage:
         self.hosts = tuple(hosts)
         self.bytes_moved = 0.0
         self._numbers = itertools.count()
-        self._waiting: Waiting[Going] = Waiting(hosts[0])
+        self._waiting: PendingActivities[Going] = PendingActivities(hosts[0])
         self._timers: list[_Timer] = []
 
     @property

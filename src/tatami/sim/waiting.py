@@ -22,7 +22,7 @@ SHARE = 2000
 _FEW = 4
 
 
-class Waiting(Generic[What]):
+class PendingActivities(Generic[What]):
     """Activities that go on, each with what it stands for.
 
     Args:

@@ -1,6 +1,7 @@
 """One network, tiled over ranks that are not alike: `tile`, the model, the Trainer, and re-tiling at work."""
 
-from tatami.tiled.batches import Batches, Data, Samples
+from tatami.datasets.samples import Data, Samples
+from tatami.tiled.batches import Batches
 from tatami.tiled.describe import PairNames, describe, find_pairs
 from tatami.tiled.measure import Speed, measure_sample_flop, measure_speed, measure_speeds
 from tatami.tiled.model import TiledModel

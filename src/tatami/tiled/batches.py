@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol, cast, runtime_checkable
+from typing import cast
 
 import torch
 from torch.utils.data import default_collate
 
+from tatami.datasets.samples import Data, Samples
 from tatami.errors import InputError
 from tatami.tiled.model import TiledModel
 from tatami.tiling import Span
-
-
-@runtime_checkable
-class Samples(Protocol):
-    """A map-style data set: `len(data)` samples, each `data[i] == (x, y)`. `torch.utils.data.Dataset`s are of this kind."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-Data = tuple[torch.Tensor, torch.Tensor] | Samples
-"""All inputs (samples, ...) and all targets (samples, ...) as tensors, or a map-style data set."""
 
 
 class Batches:

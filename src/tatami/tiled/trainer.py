@@ -18,11 +18,12 @@ from torch import nn
 from tatami.checkpoints.tensors import write_tensors
 from tatami.clock import Clock, SystemClock
 from tatami.comm.base import AbstractRequest
+from tatami.datasets.samples import Data
 from tatami.errors import InputError, NotFiniteError
 from tatami.progress import NoProgress, Progress
 from tatami.records import Records
 from tatami.retiling import Retiler
-from tatami.tiled.batches import Batches, Data
+from tatami.tiled.batches import Batches
 from tatami.tiled.model import Reduction, TiledModel
 from tatami.tiled.moving import check_optimizer
 from tatami.tiled.phases import IterationPhase

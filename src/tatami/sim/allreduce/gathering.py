@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tatami.collective import AbstractPattern, Group, Native, Phase, Role, Schedule, Sync, Via
+from tatami.collective import AbstractPattern, Native, Phase, RankGroup, Role, Schedule, Sync, Via
 from tatami.collective.halving import Doubling
 from tatami.errors import InputError
 
@@ -27,7 +27,7 @@ def gather_schedule(way: str, *, ranks: int, size: int) -> Schedule:
     if ranks < 2:
         raise InputError(f"put and all-gather are between ranks: at least 2, not {ranks}")
     what: AbstractPattern | Native = Native(role=Role.ALL_GATHER) if way == ALL_GATHER else Doubling(via=Via.PUT)
-    group = Group(ranks=tuple(range(ranks)), start=0, stop=size)
+    group = RankGroup(ranks=tuple(range(ranks)), start=0, stop=size)
     return Schedule(
         algorithm=way,
         ranks=ranks,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from tatami.collective import Native, Phase, Schedule, Sync
 from tatami.errors import ScheduleError
 from tatami.sim.allreduce.meeting import Meeting
-from tatami.sim.allreduce.rounds import Part, part_of
+from tatami.sim.allreduce.rounds import RankTransfers, part_of
 from tatami.sim.allreduce.settling import CHECKS, Settling
 from tatami.sim.allreduce.software import Software
 from tatami.sim.stage import Stage, Then
@@ -67,7 +67,7 @@ class Replay:
         self._software = software
         self._done = done
         self._place: dict[int, Place] = {}
-        self._part: dict[int, Part] = {}
+        self._part: dict[int, RankTransfers] = {}
         self._waits: dict[int, int] = {}
         self._ready: dict[Key, int] = defaultdict(int)
         self._early: set[Key] = set()
@@ -146,7 +146,7 @@ class Replay:
             self._access(rank, part, 0)
         self._one_less(rank)  # the round itself: so that it does not end while it is being started
 
-    def _post(self, rank: int, place: Place, part: Part, sync: Sync) -> None:
+    def _post(self, rank: int, place: Place, part: RankTransfers, sync: Sync) -> None:
         cost_s = self._software.put_s if sync.one_sided else self._software.message_s
         now_s, gap_s = self.now_s, self._software.gap_s
         begin_s = max(0.0, self._next_s.get(rank, now_s) - now_s) if gap_s else 0.0
@@ -209,7 +209,7 @@ class Replay:
         else:
             self._early.add(key)
 
-    def _access(self, rank: int, part: Part, number: int) -> None:
+    def _access(self, rank: int, part: RankTransfers, number: int) -> None:
         """Loads and stores, from number `number` on."""
         if number == len(part.local):
             self._one_less(rank)

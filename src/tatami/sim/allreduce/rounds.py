@@ -9,7 +9,7 @@ from tatami.collective import Phase
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RankTransfers:
     """Bytes by peer; all that goes from one rank to another in a round is one transfer.
 
     Attributes:
@@ -29,7 +29,7 @@ class Part:
         return not (self.sends or self.receives or self.local)
 
 
-def part_of(phase: Phase, *, rank: int, round: int, element_bytes: int) -> Part:
+def part_of(phase: Phase, *, rank: int, round: int, element_bytes: int) -> RankTransfers:
     """What `rank` does in a round of a phase that is no native."""
     sends: dict[int, int] = defaultdict(int)
     receives: dict[int, int] = defaultdict(int)
@@ -45,7 +45,7 @@ def part_of(phase: Phase, *, rank: int, round: int, element_bytes: int) -> Part:
         else:
             receives[step.source] += size_bytes
             summed += size_bytes if step.reduce else 0
-    return Part(
+    return RankTransfers(
         sends=dict(sends),
         receives=dict(receives),
         sum_bytes=summed,

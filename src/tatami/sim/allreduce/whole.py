@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tatami.collective import AbstractPattern, Group, Role, Step, Via
+from tatami.collective import AbstractPattern, RankGroup, Role, Step, Via
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class WholeDoubling(AbstractPattern):
         doublings = members.bit_length() - 1
         return doublings + (2 if members > 1 << doublings else 0)
 
-    def steps_of(self, group: Group, *, member: int, round: int) -> Iterator[Step]:
+    def steps_of(self, group: RankGroup, *, member: int, round: int) -> Iterator[Step]:
         doublings = group.members.bit_length() - 1
         folded = group.members - (1 << doublings)
         if folded and round in (0, doublings + 1):
@@ -52,5 +52,5 @@ class WholeDoubling(AbstractPattern):
         yield from self._whole(group, member, peer, reduce=True)
         yield from self._whole(group, peer, member, reduce=True)
 
-    def _whole(self, group: Group, source: int, target: int, *, reduce: bool) -> Iterator[Step]:
+    def _whole(self, group: RankGroup, source: int, target: int, *, reduce: bool) -> Iterator[Step]:
         yield from group.transfer(source=source, target=target, first=0, num_parts=group.members, reduce=reduce, via=self.via)

@@ -5,7 +5,7 @@ from tatami.sim.platforms.fat_tree import FatTree
 from tatami.sim.platforms.flat import ClusterPlatform
 from tatami.sim.platforms.presets import PRESETS, preset
 from tatami.sim.platforms.toml import read_platform
-from tatami.sim.platforms.tree import Group, Tree
+from tatami.sim.platforms.tree import MachineGroup, Tree
 from tatami.sim.platforms.xml import XmlPlatform
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
     "ClusterPlatform",
     "Fabric",
     "FatTree",
-    "Group",
+    "MachineGroup",
     "Tree",
     "Wire",
     "XmlPlatform",

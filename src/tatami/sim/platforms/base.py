@@ -78,7 +78,7 @@ class Wire:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class PlatformPart:
     """One line of what `tatami simulate platform` says: some machines that are alike, or what joins them."""
 
     what: str
@@ -106,7 +106,7 @@ class AbstractPlatform(ABC):
 
     @property
     @abstractmethod
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PlatformPart, ...]:
         """What there is, for people."""
 
     @abstractmethod

@@ -11,7 +11,7 @@ from typing import Any
 from xml.sax.saxutils import quoteattr
 
 from tatami.errors import ClusterError
-from tatami.sim.platforms.base import RDMA, AbstractPlatform, Fabric, Part, Wire
+from tatami.sim.platforms.base import RDMA, AbstractPlatform, Fabric, PlatformPart, Wire
 
 _MOST_PER_SWITCH = 24
 _HEAD = '<?xml version="1.0"?>\n<!DOCTYPE platform SYSTEM "https://simgrid.org/simgrid.dtd">\n'
@@ -52,14 +52,14 @@ class FatTree(AbstractPlatform):
         return -(-self.nodes // self.per_switch)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PlatformPart, ...]:
         wire = {"bandwidth_bytes_per_s": self.link.bandwidth_bytes_per_s, "latency_s": self.link.latency_s}
         return (
-            Part(what="node", count=self.nodes, speed_flop_per_s=self.speed_flop_per_s),
-            Part(what="  cable to a leaf switch", count=self.nodes, **wire),
-            Part(what="leaf switch", count=self.switches),
-            Part(what="  cable to a core switch", count=self.switches * self.per_switch, **wire),
-            Part(what="core switch", count=self.per_switch),
+            PlatformPart(what="node", count=self.nodes, speed_flop_per_s=self.speed_flop_per_s),
+            PlatformPart(what="  cable to a leaf switch", count=self.nodes, **wire),
+            PlatformPart(what="leaf switch", count=self.switches),
+            PlatformPart(what="  cable to a core switch", count=self.switches * self.per_switch, **wire),
+            PlatformPart(what="core switch", count=self.per_switch),
         )
 
     def build(self, engine: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from tatami.cluster import Cluster, Link
 from tatami.errors import ClusterError
 from tatami.sim.engine import simgrid
-from tatami.sim.platforms.base import RDMA, AbstractPlatform, Fabric, Part, Wire
+from tatami.sim.platforms.base import RDMA, AbstractPlatform, Fabric, PlatformPart, Wire
 
 _MOST_PAIRED = 500
 """Machines that may have links of their own: every pair of them is then told to SimGrid."""
@@ -48,15 +48,17 @@ class ClusterPlatform(AbstractPlatform):
         return tuple(processor.name for processor in self.cluster.processors)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PlatformPart, ...]:
         lines = [
-            Part(what="network", count=1, **_of(self.cluster.network)),
-            Part(what="local", count=1, **_of(self.cluster.local)),
+            PlatformPart(what="network", count=1, **_of(self.cluster.network)),
+            PlatformPart(what="local", count=1, **_of(self.cluster.local)),
         ]
-        lines += [Part(what=f"{one} - {other}", count=1, **_of(link)) for (one, other), link in self.cluster.links.items()]
+        lines += [
+            PlatformPart(what=f"{one} - {other}", count=1, **_of(link)) for (one, other), link in self.cluster.links.items()
+        ]
         for host, ranks in self._machines.items():
             speeds = [self.cluster.processors[rank].speed for rank in ranks]
-            lines.append(Part(what=host, count=len(ranks), speed_flop_per_s=sum(speeds)))
+            lines.append(PlatformPart(what=host, count=len(ranks), speed_flop_per_s=sum(speeds)))
         return tuple(lines)
 
     def build(self, engine: Any) -> list[Any]:

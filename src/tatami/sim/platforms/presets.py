@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tatami.errors import InputError
 from tatami.sim.platforms.base import AbstractPlatform, Wire
 from tatami.sim.platforms.fat_tree import FatTree
-from tatami.sim.platforms.tree import Group, Tree
+from tatami.sim.platforms.tree import MachineGroup, Tree
 
 _OAKFOREST_NODES = 256
 _OAKFOREST_LATENCY_S = 250e-9
@@ -50,14 +50,14 @@ def _paper_server(nodes: int | None, latency_s: float | None) -> AbstractPlatfor
             f"paper-server-10k has its workers in clusters of 100: nodes must be a multiple of it, not {num_workers}"
         )
     line = Wire(bandwidth_bytes_per_s=0.5e12, latency_s=500e-6)
-    worker = Group(name="worker{i}", count=100, link=Wire(bandwidth_bytes_per_s=125e6, latency_s=50e-6))
-    server = Group(name="server{i}", count=100, link=Wire(bandwidth_bytes_per_s=5e9, latency_s=500e-6))
+    worker = MachineGroup(name="worker{i}", count=100, link=Wire(bandwidth_bytes_per_s=125e6, latency_s=50e-6))
+    server = MachineGroup(name="server{i}", count=100, link=Wire(bandwidth_bytes_per_s=5e9, latency_s=500e-6))
     backbone = Wire(bandwidth_bytes_per_s=5e9, latency_s=500e-6)
-    clusters = Group(name="cluster{i}", count=num_workers // 100, backbone=backbone, groups=(worker,))
+    clusters = MachineGroup(name="cluster{i}", count=num_workers // 100, backbone=backbone, groups=(worker,))
     return Tree(
         name="paper-server-10k",
         backbone=line,
-        groups=(clusters, Group(name="servers", backbone=line, groups=(server,))),
+        groups=(clusters, MachineGroup(name="servers", backbone=line, groups=(server,))),
     )
 
 

@@ -28,7 +28,7 @@ from tatami.cluster import read_cluster
 from tatami.errors import ClusterError, InputError
 from tatami.sim.platforms.base import RDMA, TCP, AbstractPlatform, Wire
 from tatami.sim.platforms.flat import ClusterPlatform
-from tatami.sim.platforms.tree import Group, Tree
+from tatami.sim.platforms.tree import MachineGroup, Tree
 from tatami.sim.platforms.xml import read_xml
 from tatami.units import parse_bandwidth, parse_duration, parse_speed
 
@@ -82,14 +82,14 @@ class _Reading:
         name = str(tables.get("name", default_name))
         return self._made(lambda: Tree(name=name, groups=groups, backbone=backbone, fabric=_FABRICS[fabric]), path="")
 
-    def _groups(self, value: object, *, path: str) -> tuple[Group, ...]:
+    def _groups(self, value: object, *, path: str) -> tuple[MachineGroup, ...]:
         if not isinstance(value, list) or not value:
             self.problems.append(f"{path}: must be a list of tables: head each with double brackets")
             return ()
         groups = [self._group(table, path=f"{path}[{index}]") for index, table in enumerate(value)]
         return tuple(group for group in groups if group is not None)
 
-    def _group(self, table: object, *, path: str) -> Group | None:
+    def _group(self, table: object, *, path: str) -> MachineGroup | None:
         if not isinstance(table, dict):
             self.problems.append(f"{path}: must be a table, not {table!r}")
             return None
@@ -109,7 +109,7 @@ class _Reading:
         if len(self.problems) > before:
             return None
         return self._made(
-            lambda: Group(
+            lambda: MachineGroup(
                 name=str(name),
                 count=count,
                 cores=cores,

@@ -10,11 +10,11 @@ from typing import Any
 
 from tatami.errors import ClusterError
 from tatami.sim.engine import simgrid
-from tatami.sim.platforms.base import TCP, AbstractPlatform, Fabric, Part, Wire
+from tatami.sim.platforms.base import TCP, AbstractPlatform, Fabric, PlatformPart, Wire
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class MachineGroup:
     """`count` machines that are alike, or `count` copies of a cluster of other groups.
 
     Attributes:
@@ -31,7 +31,7 @@ class Group:
     count: int = 1
     link: Wire | None = None
     backbone: Wire | None = None
-    groups: tuple[Group, ...] = ()
+    groups: tuple[MachineGroup, ...] = ()
     speed_flop_per_s: float = 1.0
     cores: int = 1
 
@@ -69,7 +69,7 @@ class Tree(AbstractPlatform):
     """
 
     name: str
-    groups: tuple[Group, ...]
+    groups: tuple[MachineGroup, ...]
     backbone: Wire | None = None
     fabric: Fabric = field(default=TCP)
 
@@ -85,7 +85,7 @@ class Tree(AbstractPlatform):
         return tuple(_host_names(self.groups, path=""))
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PlatformPart, ...]:
         lines = []
         if self.backbone is not None:
             lines.append(_wire_part("backbone", self.backbone, count=1))
@@ -104,7 +104,7 @@ class Tree(AbstractPlatform):
         return replace(self, groups=tuple(_scaled(group, factor) for group in self.groups))
 
 
-def _links(root: Any, groups: Sequence[Group], *, path: str, backbone: Wire | None) -> Iterator[tuple[str, Any]]:
+def _links(root: Any, groups: Sequence[MachineGroup], *, path: str, backbone: Wire | None) -> Iterator[tuple[str, Any]]:
     """All links below a zone, by their names."""
     grid = simgrid()
     if backbone is not None:
@@ -116,7 +116,7 @@ def _links(root: Any, groups: Sequence[Group], *, path: str, backbone: Wire | No
             yield from _links(root, group.groups, path=f"{path}{name}/", backbone=group.backbone)
 
 
-def _build(zone: Any, groups: Sequence[Group], *, path: str, links: dict[str, Any]) -> Iterator[Any]:
+def _build(zone: Any, groups: Sequence[MachineGroup], *, path: str, links: dict[str, Any]) -> Iterator[Any]:
     """The hosts below a zone. A backbone is a link in everybody's way up, which a path that goes up and down takes once."""
     for group in groups:
         for name in group.names:
@@ -135,7 +135,7 @@ def _build(zone: Any, groups: Sequence[Group], *, path: str, links: dict[str, An
             zone.add_route(inner, None, way, True)
 
 
-def _host_names(groups: Sequence[Group], *, path: str) -> Iterator[str]:
+def _host_names(groups: Sequence[MachineGroup], *, path: str) -> Iterator[str]:
     for group in groups:
         for name in group.names:
             if group.groups:
@@ -144,27 +144,27 @@ def _host_names(groups: Sequence[Group], *, path: str) -> Iterator[str]:
                 yield path + name
 
 
-def _parts(groups: Sequence[Group], *, copies: int, depth: int) -> Iterator[Part]:
+def _parts(groups: Sequence[MachineGroup], *, copies: int, depth: int) -> Iterator[PlatformPart]:
     for group in groups:
         count, indent = copies * group.count, "  " * depth
         if group.groups:
-            yield Part(what=f"{indent}{group.name}", count=count)
+            yield PlatformPart(what=f"{indent}{group.name}", count=count)
             if group.link is not None:
                 yield _wire_part(f"{indent}  link", group.link, count=count)
             if group.backbone is not None:
                 yield _wire_part(f"{indent}  backbone", group.backbone, count=count)
             yield from _parts(group.groups, copies=count, depth=depth + 1)
         else:
-            yield Part(what=f"{indent}{group.name}", count=count, speed_flop_per_s=group.speed_flop_per_s * group.cores)
+            yield PlatformPart(what=f"{indent}{group.name}", count=count, speed_flop_per_s=group.speed_flop_per_s * group.cores)
             if group.link is not None:
                 yield _wire_part(f"{indent}  link", group.link, count=count)
 
 
-def _wire_part(what: str, wire: Wire, *, count: int) -> Part:
-    return Part(what=what, count=count, bandwidth_bytes_per_s=wire.bandwidth_bytes_per_s, latency_s=wire.latency_s)
+def _wire_part(what: str, wire: Wire, *, count: int) -> PlatformPart:
+    return PlatformPart(what=what, count=count, bandwidth_bytes_per_s=wire.bandwidth_bytes_per_s, latency_s=wire.latency_s)
 
 
-def _taken_twice(groups: Sequence[Group], *, path: str) -> list[str]:
+def _taken_twice(groups: Sequence[MachineGroup], *, path: str) -> list[str]:
     taken: dict[str, str] = {}
     problems = []
     for group in groups:
@@ -176,7 +176,7 @@ def _taken_twice(groups: Sequence[Group], *, path: str) -> list[str]:
     return problems
 
 
-def _wire_problems(groups: Sequence[Group], *, backbone: Wire | None, above: int, path: str) -> list[str]:
+def _wire_problems(groups: Sequence[MachineGroup], *, backbone: Wire | None, above: int, path: str) -> list[str]:
     """Machines between which and the others there is no link at all, and backbones that cannot be."""
     problems = []
     if backbone is not None and backbone.duplex:
@@ -191,7 +191,7 @@ def _wire_problems(groups: Sequence[Group], *, backbone: Wire | None, above: int
     return problems
 
 
-def _scaled(group: Group, factor: float) -> Group:
+def _scaled(group: MachineGroup, factor: float) -> MachineGroup:
     return replace(
         group,
         speed_flop_per_s=group.speed_flop_per_s * factor,

@@ -11,7 +11,7 @@ from typing import Any
 
 from tatami.errors import ClusterError, SimulationError
 from tatami.sim.engine import simgrid
-from tatami.sim.platforms.base import TCP, AbstractPlatform, Fabric, Part
+from tatami.sim.platforms.base import TCP, AbstractPlatform, Fabric, PlatformPart
 from tatami.sim.processes import Runs
 
 _ASKING = "asking for the way to "
@@ -33,12 +33,12 @@ class XmlPlatform(AbstractPlatform):
         return self.host_names
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PlatformPart, ...]:
         kinds: dict[float, int] = {}
         for speed in self.speeds_flop_per_s:
             kinds[speed] = kinds.get(speed, 0) + 1
-        hosts = [Part(what="host", count=count, speed_flop_per_s=speed) for speed, count in kinds.items()]
-        return (*hosts, Part(what="link", count=self.num_links))
+        hosts = [PlatformPart(what="host", count=count, speed_flop_per_s=speed) for speed, count in kinds.items()]
+        return (*hosts, PlatformPart(what="link", count=self.num_links))
 
     def build(self, engine: Any) -> list[Any]:
         engine.load_platform(str(self.path))

@@ -13,11 +13,11 @@ from tatami.server.recovery import Remedy
 from tatami.server.saving import Saved
 from tatami.server.state import Coordinator
 from tatami.sim.server.fates import Fates
-from tatami.sim.server.result import Failure
+from tatami.sim.server.result import SimulatedFailure
 from tatami.sim.server.setup import ServerSetup
 from tatami.sim.server.skip import Period, Skipping
-from tatami.sim.server.storage import Storage
-from tatami.sim.server.tasks import Part, Task
+from tatami.sim.server.storage import SimulatedStorage
+from tatami.sim.server.tasks import SimulatedTask, TaskPart
 from tatami.sim.stage import Stage
 
 _ENDLESS = 10**9
@@ -55,7 +55,7 @@ class ServerPlay:
         self.setup = setup
         self._stage = stage
         self._fates = Fates(setup, stage, seed=seed, period=period, strike=self._strike, cut=self._cut, mend=self._mend)
-        self._storage = Storage(setup, stage)
+        self._storage = SimulatedStorage(setup, stage)
         self._skipping = Skipping(setup, period=period if skips else None)
         self._whole = setup.server_mtbf_s is not None or setup.replicas > 1
         num_servers = len(setup.servers) if self._whole else 1
@@ -74,17 +74,17 @@ class ServerPlay:
         )
         self._events: deque[ev.Event] = deque()
         self._telling = False
-        self._tasks: dict[int, Task] = {}
+        self._tasks: dict[int, SimulatedTask] = {}
         self._done_fraction: dict[int, float] = {}
         self._computing: set[int] = set()
-        self._computed: list[Task] = []
+        self._computed: list[SimulatedTask] = []
         self._booting = 0
         self._applying = 0
         self._dead: set[int] = set()
         self._servers_up = set(range(len(setup.servers)))
         self._saved = Saved(version=0, clocks=())
         self._clocks: dict[int, tuple[tuple[int, int], ...]] = {}
-        self.failures: list[Failure] = []
+        self.failures: list[SimulatedFailure] = []
         self.lost_updates = 0
         self.opened_s: float | None = None
         self.opened_bytes = 0.0
@@ -179,19 +179,19 @@ class ServerPlay:
         if not order.redone:
             self._done_fraction.pop(worker, None)
         done = self._done_fraction.get(worker, 0.0) if self.setup.resume == "continue" else 0.0
-        task = Task(order=order, host=self.setup.workers[worker], left=1.0 - done)
+        task = SimulatedTask(order=order, host=self.setup.workers[worker], left=1.0 - done)
         self._tasks[worker] = task
         self._computing.add(worker)
         self._fates.takes(worker, order.process)
         if order.process in self._dead:
             return  # it died while the order was under way; the coordinator will hear of it
-        self._exchange(task, Part.PULL, then=self._pulled)
+        self._exchange(task, TaskPart.PULL, then=self._pulled)
 
     def _note_opening(self) -> None:
         if self.opened_s is None:
             self.opened_s, self.opened_bytes = self._stage.now_s, self._stage.bytes_moved
 
-    def _exchange(self, task: Task, part: Part, *, then: Callable[[Task], None]) -> None:
+    def _exchange(self, task: SimulatedTask, part: TaskPart, *, then: Callable[[SimulatedTask], None]) -> None:
         """With the servers that stand for all of them; a push goes to every copy."""
         num_servers, num = len(self.setup.servers), self.setup.servers_of_one
         sizes: dict[int, float] = {}
@@ -199,13 +199,13 @@ class ServerPlay:
             shard = (task.order.worker + piece) % num_servers if num < num_servers else piece
             holders = [(shard + copy) % num_servers for copy in range(self.setup.replicas)]
             holders = [holder for holder in holders if holder in self._servers_up]
-            for holder in holders if part is Part.PUSH else holders[:1]:
+            for holder in holders if part is TaskPart.PUSH else holders[:1]:
                 sizes[holder] = sizes.get(holder, 0.0) + self.setup.model_bytes / num
         if sizes:
             task.exchange(self._stage, part, sizes=sizes, hosts=self.setup.servers, then=then)
             self._fates.hold_back(task.order.worker, task.going.values())
 
-    def _pulled(self, task: Task) -> None:
+    def _pulled(self, task: SimulatedTask) -> None:
         if task.left <= 0:  # a spare takes over from one that had computed all
             self._has_computed(task)
             return
@@ -213,12 +213,12 @@ class ServerPlay:
         self._fates.computes(task.order.worker, duration_s)  # first, so that who dies at the end of it has not computed all
         task.compute(self._stage, duration_s=duration_s, then=self._has_computed)
 
-    def _duration_s(self, task: Task) -> float:
+    def _duration_s(self, task: SimulatedTask) -> float:
         return self.setup.task_flop * task.left / float(self._stage.hosts[task.host].speed)
 
-    def _has_computed(self, task: Task) -> None:
+    def _has_computed(self, task: SimulatedTask) -> None:
         self._fates.has_computed(task.order.worker)
-        task.part = Part.WAIT
+        task.part = TaskPart.WAIT
         task.left = 0.0
         self._computing.discard(task.order.worker)
         self._computed.append(task)
@@ -234,9 +234,9 @@ class ServerPlay:
             return
         ready, self._computed = self._computed, []
         for task in sorted(ready, key=lambda each: each.order.worker) if together else ready:
-            self._exchange(task, Part.PUSH, then=self._pushed)
+            self._exchange(task, TaskPart.PUSH, then=self._pushed)
 
-    def _pushed(self, task: Task) -> None:
+    def _pushed(self, task: SimulatedTask) -> None:
         order, now_s = task.order, self._stage.now_s
         del self._tasks[order.worker]
         name = {"worker": order.worker, "process": order.process, "round": order.round, "attempt": order.attempt}
@@ -262,7 +262,7 @@ class ServerPlay:
     # -- failures -------------------------------------------------------------------------------------------------
 
     def _strike(self, kind: str, number: int) -> None:
-        failure = Failure(at_s=self._stage.now_s, kind=kind, number=number, round=self._coordinator.version)  # type: ignore[arg-type]
+        failure = SimulatedFailure(at_s=self._stage.now_s, kind=kind, number=number, round=self._coordinator.version)  # type: ignore[arg-type]
         self.failures.append(failure)
         if kind == "server":
             self._lose_server(number)
@@ -277,7 +277,7 @@ class ServerPlay:
         self._dead.add(process)
         self._fates.breaks_off(worker)
         if (task := self._tasks.pop(worker, None)) is not None:
-            if task.part is Part.COMPUTE:
+            if task.part is TaskPart.COMPUTE:
                 share = (self._stage.now_s - task.began_s) / max(self._duration_s(task), 1e-300)
                 task.left *= 1.0 - min(1.0, share)
             self._done_fraction[worker] = 1.0 - task.left
@@ -304,23 +304,25 @@ class ServerPlay:
                 continue
             self._stage.cancel(going)
             # Another copy goes on with a pull, from its beginning; a push that the other copies have is whole without this one.
-            if task.part is Part.PULL:
+            if task.part is TaskPart.PULL:
                 task.drop(self._stage)
-                self._exchange(task, Part.PULL, then=self._pulled)
+                self._exchange(task, TaskPart.PULL, then=self._pulled)
             elif not task.going:
                 self._pushed(task)
         self._later(self.setup.detection_s, lambda: ev.ServerDied(at_s=self._stage.now_s, server=server))
 
     def _cut(self, worker: int) -> None:
         """A worker's link breaks: its transfers stand still; if that lasts until its heartbeat is missed, it counts as dead."""
-        self.failures.append(Failure(at_s=self._stage.now_s, kind="link", number=worker, round=self._coordinator.version))
-        if (task := self._tasks.get(worker)) is not None and task.part is not Part.COMPUTE:
+        self.failures.append(
+            SimulatedFailure(at_s=self._stage.now_s, kind="link", number=worker, round=self._coordinator.version)
+        )
+        if (task := self._tasks.get(worker)) is not None and task.part is not TaskPart.COMPUTE:
             self._fates.hold_back(worker, task.going.values())
         if 0 < self.setup.detection_s < self.setup.link_repair_s:
             self._stage.after(self.setup.detection_s, lambda: self._lose_worker(worker, detected_s=0.0, late=True))
 
     def _mend(self, worker: int) -> None:
-        if (task := self._tasks.get(worker)) is not None and task.part is not Part.COMPUTE:
+        if (task := self._tasks.get(worker)) is not None and task.part is not TaskPart.COMPUTE:
             for going in task.going.values():
                 going.activity.resume()
 

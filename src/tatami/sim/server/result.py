@@ -9,7 +9,7 @@ Kind = Literal["worker", "server", "link"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class SimulatedFailure:
     """Something that broke, at a time after the start; `number` is that of the worker, server, or worker whose link it is."""
 
     at_s: float
@@ -39,7 +39,7 @@ class ServerRun:
     rounds: int
     total_s: float
     undisturbed_s: float
-    failures: tuple[Failure, ...]
+    failures: tuple[SimulatedFailure, ...]
     lost_updates: int
     bytes_moved: float
     stopped: str | None = None

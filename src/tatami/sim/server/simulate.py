@@ -10,14 +10,14 @@ from tatami.server.recovery import Checkpoint, FromServers
 from tatami.sim.platforms import AbstractPlatform
 from tatami.sim.processes import Runs
 from tatami.sim.server.play import ServerPlay
-from tatami.sim.server.result import Failure, ServerRun
+from tatami.sim.server.result import ServerRun, SimulatedFailure
 from tatami.sim.server.setup import ServerSetup
 from tatami.sim.server.skip import Period, rounds_of_period
 from tatami.sim.stage import Stage, play
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Simulation:
     """One simulation: of an undisturbed period ("period"), of a run without a failure ("undisturbed"), or of a run ("run")."""
 
     setup: ServerSetup
@@ -28,13 +28,13 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SimulationOutcome:
     """What a simulation found."""
 
     rounds: int
     opened_s: float
     total_s: float
-    failures: tuple[Failure, ...]
+    failures: tuple[SimulatedFailure, ...]
     lost_updates: int
     opened_bytes: float
     bytes_moved: float
@@ -62,19 +62,19 @@ def simulate_server(
         For each setup the runs in the order of the seeds.
     """
     settled = [_settle(setup, runs) for setup in setups]
-    periods = runs.map(_period, [Job(setup=setup, what="period") for setup in settled], platform=_platform)
+    periods = runs.map(_period, [Simulation(setup=setup, what="period") for setup in settled], platform=_platform)
     lasting = runs.map(
         _outcome,
         [
-            Job(setup=setup, what="undisturbed", period=period, skips=skips)
+            Simulation(setup=setup, what="undisturbed", period=period, skips=skips)
             for setup, period in zip(settled, periods, strict=True)
         ],
         platform=_platform,
     )
     places = [(index, seed) for index in range(len(settled)) for seed in seeds]
-    jobs = [Job(setup=settled[index], seed=seed, period=periods[index], skips=skips) for index, seed in places]
+    jobs = [Simulation(setup=settled[index], seed=seed, period=periods[index], skips=skips) for index, seed in places]
 
-    def record(job: int, outcome: Outcome) -> ServerRun:
+    def record(job: int, outcome: SimulationOutcome) -> ServerRun:
         index, seed = places[job]
         return ServerRun(
             recovery=settled[index].recovery.name,
@@ -88,7 +88,7 @@ def simulate_server(
             stopped=outcome.stopped,
         )
 
-    def ended(job: int, outcome: Outcome) -> None:
+    def ended(job: int, outcome: SimulationOutcome) -> None:
         if done is not None:
             done(places[job][0], record(job, outcome))
 
@@ -107,8 +107,8 @@ def _settle(setup: ServerSetup, runs: Runs) -> ServerSetup:
     with_write, without = runs.map(
         _period,
         [
-            Job(setup=replace(every_round, checkpoints=replace(setup.checkpoints, waits=True)), what="period"),
-            Job(setup=replace(setup, recovery=FromServers()), what="period"),
+            Simulation(setup=replace(every_round, checkpoints=replace(setup.checkpoints, waits=True)), what="period"),
+            Simulation(setup=replace(setup, recovery=FromServers()), what="period"),
         ],
         platform=_platform,
     )
@@ -117,11 +117,11 @@ def _settle(setup: ServerSetup, runs: Runs) -> ServerSetup:
     return replace(setup, recovery=replace(recovery, every=every))
 
 
-def _platform(job: Job) -> AbstractPlatform:
+def _platform(job: Simulation) -> AbstractPlatform:
     return job.setup.platform
 
 
-def _period(job: Job) -> Period:
+def _period(job: Simulation) -> Period:
     """Simulate as many rounds as there are to a checkpoint; one, where that is further than the run goes."""
     wanted = rounds_of_period(job.setup)
     rounds = wanted if wanted <= job.setup.rounds else 1
@@ -133,15 +133,15 @@ def _period(job: Job) -> Period:
     )
 
 
-def _outcome(job: Job) -> Outcome:
-    def act(stage: Stage) -> Callable[[], Outcome]:
+def _outcome(job: Simulation) -> SimulationOutcome:
+    def act(stage: Stage) -> Callable[[], SimulationOutcome]:
         seed = job.seed if job.what == "run" else None
         run = ServerPlay(job.setup, stage, seed=seed, period=job.period, skips=job.skips and job.what != "period")
         run.begin()
 
-        def finish() -> Outcome:
+        def finish() -> SimulationOutcome:
             assert run.ended_s is not None, "the run came to a standstill"
-            return Outcome(
+            return SimulationOutcome(
                 rounds=run.version,
                 opened_s=run.opened_s or 0.0,
                 total_s=run.ended_s,

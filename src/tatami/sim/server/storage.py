@@ -8,7 +8,7 @@ from tatami.sim.server.setup import ServerSetup
 from tatami.sim.stage import Stage
 
 
-class Storage:
+class SimulatedStorage:
     """Times writing and reading; one checkpoint at a time is written."""
 
     def __init__(self, setup: ServerSetup, stage: Stage) -> None:

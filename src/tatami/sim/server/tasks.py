@@ -10,7 +10,7 @@ from tatami.server.actions import SendTask
 from tatami.sim.stage import Going, Stage
 
 
-class Part(Enum):
+class TaskPart(Enum):
     """What a task is at."""
 
     PULL = "pull"
@@ -20,7 +20,7 @@ class Part(Enum):
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Task:
+class SimulatedTask:
     """Attributes:
     order: what the coordinator asked for.
     host: where.
@@ -33,35 +33,41 @@ class Task:
     order: SendTask
     host: int
     left: float
-    part: Part = Part.PULL
+    part: TaskPart = TaskPart.PULL
     began_s: float = 0.0
     going: dict[int, Going] = field(default_factory=dict)
 
     def exchange(
-        self, stage: Stage, part: Part, *, sizes: dict[int, float], hosts: tuple[int, ...], then: Callable[[Task], None]
+        self,
+        stage: Stage,
+        part: TaskPart,
+        *,
+        sizes: dict[int, float],
+        hosts: tuple[int, ...],
+        then: Callable[[SimulatedTask], None],
     ) -> None:
         """Pull from servers, or push to them: `sizes` in bytes by server; `then` when all is there."""
         self.part, self.began_s = part, stage.now_s
         for server, size_bytes in sizes.items():
             self._move(stage, server, size_bytes=size_bytes, host=hosts[server], then=then)
 
-    def _move(self, stage: Stage, server: int, *, size_bytes: float, host: int, then: Callable[[Task], None]) -> None:
+    def _move(self, stage: Stage, server: int, *, size_bytes: float, host: int, then: Callable[[SimulatedTask], None]) -> None:
         def moved() -> None:
             del self.going[server]
             if not self.going:
                 then(self)
 
-        source, target = (host, self.host) if self.part is Part.PULL else (self.host, host)
+        source, target = (host, self.host) if self.part is TaskPart.PULL else (self.host, host)
         self.going[server] = stage.send(source, target, size_bytes=size_bytes, then=moved)
 
-    def compute(self, stage: Stage, *, duration_s: float, then: Callable[[Task], None]) -> None:
+    def compute(self, stage: Stage, *, duration_s: float, then: Callable[[SimulatedTask], None]) -> None:
         """Compute what is left of the work; a timer, since nobody shares a machine, and ten thousand of them are cheap."""
 
         def computed() -> None:
             self.going.clear()
             then(self)
 
-        self.part, self.began_s = Part.COMPUTE, stage.now_s
+        self.part, self.began_s = TaskPart.COMPUTE, stage.now_s
         self.going[-1] = stage.after(duration_s, computed)
 
     def drop(self, stage: Stage) -> None:

@@ -1,6 +1,6 @@
 """Tilings on simulated machines: iterations replayed, speeds that change, and the library's own controller deciding."""
 
-from tatami.sim.tiling.calibrate import Calibration, Timed, calibrate
+from tatami.sim.tiling.calibrate import Calibration, TimedTile, calibrate
 from tatami.sim.tiling.changes import Change
 from tatami.sim.tiling.floor import Floor
 from tatami.sim.tiling.job import TilingJob, TilingRun, rehearse
@@ -13,7 +13,7 @@ __all__ = [
     "Startup",
     "TilingJob",
     "TilingRun",
-    "Timed",
+    "TimedTile",
     "Work",
     "calibrate",
     "rehearse",

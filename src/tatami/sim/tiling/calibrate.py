@@ -14,7 +14,7 @@ from tatami.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed:
+class TimedTile:
     """One iteration of one tile by itself: `units` of the workload's first block for `samples`, in `seconds`."""
 
     units: int
@@ -35,7 +35,7 @@ class Calibration:
     startup: Startup
 
 
-def calibrate(timings: Sequence[Sequence[Timed]], *, workload: Workload) -> Calibration:
+def calibrate(timings: Sequence[Sequence[TimedTile]], *, workload: Workload) -> Calibration:
     """Fit, by least squares of relative errors.
 
     Args:
@@ -84,7 +84,7 @@ def _fit(matrix: np.ndarray, want: np.ndarray) -> np.ndarray:
     return fitted
 
 
-def flop_of(tile: Timed, *, workload: Workload) -> float:
+def flop_of(tile: TimedTile, *, workload: Workload) -> float:
     """Of an iteration of this tile, by Table 1."""
     alone = Tile(processor="", column=0, samples=Span(0, tile.samples), units=Span(0, tile.units))
     return work_of([alone], workload=workload).total_flop

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from tatami.collective import AbstractPattern, Group, Phase, Role, Schedule, Step, Via, build
+from tatami.collective import AbstractPattern, Phase, RankGroup, Role, Schedule, Step, Via, build
 from tatami.collective.direct import DirectAllGather, DirectReduceScatter
 from tatami.sim.tiling.work import NO_STARTUP, Startup, Work, work_of
 from tatami.tiling import Tiling, horizontal_messages
@@ -51,7 +51,7 @@ class Traffic(AbstractPattern):
     def num_rounds(self, members: int) -> int:  # noqa: ARG002 - as many as the messages have phases
         return self._num_rounds
 
-    def steps_of(self, group: Group, *, member: int, round: int) -> Iterator[Step]:
+    def steps_of(self, group: RankGroup, *, member: int, round: int) -> Iterator[Step]:
         yield from self._of.get((round, group.ranks[member]), ())
 
 
@@ -134,7 +134,7 @@ class Floor:
             for message in messages
         )
         size = workload.horizontal_elements
-        group = Group(ranks=tuple(range(len(everybody))), start=0, stop=size)
+        group = RankGroup(ranks=tuple(range(len(everybody))), start=0, stop=size)
         phase = Phase(groups=(group,), what=Traffic(messages=sized))
         schedule = Schedule(
             algorithm="horizontal", ranks=len(everybody), size=size, phases=(phase,), order="by column", fixed_order=True
@@ -147,7 +147,7 @@ def _column_sum(vertical: str, *, ranks: int, size: int, element_bytes: int) -> 
         vertical = DIRECT if ranks <= _MOST_DIRECT else "halving_doubling"
     if vertical != DIRECT or ranks == 1:
         return build("ring" if vertical == DIRECT else vertical, ranks=ranks, size=size)
-    group = Group(ranks=tuple(range(ranks)), start=0, stop=size)
+    group = RankGroup(ranks=tuple(range(ranks)), start=0, stop=size)
     phases: tuple[Phase, ...]
     if ranks == 2 or size < ranks or size * element_bytes * (ranks - 1) <= _WHOLE_BYTES:
         messages = tuple((0, source, target, size) for source in range(ranks) for target in range(ranks) if source != target)

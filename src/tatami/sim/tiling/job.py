@@ -14,7 +14,7 @@ from tatami.sim.platforms import AbstractPlatform
 from tatami.sim.stage import Stage, play
 from tatami.sim.tiling.changes import Change
 from tatami.sim.tiling.floor import AUTO, DIRECT
-from tatami.sim.tiling.run import Run
+from tatami.sim.tiling.run import TilingPlay
 from tatami.sim.tiling.work import NO_STARTUP, Startup
 from tatami.tiling import AlphaBetaCost, Layout, Tiling
 from tatami.workload import Workload
@@ -138,7 +138,7 @@ def rehearse(job: TilingJob) -> TilingRun:
     """Simulate in this process, which must be one of `Runs`."""
 
     def act(stage: Stage) -> Callable[[], TilingRun]:
-        run = Run(
+        run = TilingPlay(
             stage,
             cluster=job.cluster,
             workload=job.workload,

@@ -27,7 +27,7 @@ _LEAST_S = 3e-9
 """SimGrid tells no times apart that are nearer than 1e-9 s."""
 
 
-class Run:
+class TilingPlay:
     """The state of one run. Arguments as of `TilingJob`."""
 
     def __init__(
