@@ -27,6 +27,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def shortened(text: str, *, longest: int = 200) -> str:
+    """`text` with its middle left out where it is too long to be a part of an error."""
+    half = (longest - 3) // 2
+    return text if len(text) <= longest else f"{text[:half]}...{text[-half:]}"
+
+
 class TatamiError(Exception):
     """The root: `except tatami.errors.TatamiError` catches what Tatami raises on purpose."""
 

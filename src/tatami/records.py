@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from tatami.errors import MissingExtraError
-from tatami.outputs import refuse_to_overwrite
+from tatami.outputs import check_output
 
 
 class Records:
@@ -34,7 +34,7 @@ class Records:
                 raise MissingExtraError("tensorboard", extra="tensorboard") from error
             self._board = SummaryWriter(str(tensorboard))
         if path is not None:
-            refuse_to_overwrite(path, force=force)
+            check_output(path, force=force)
             path.parent.mkdir(parents=True, exist_ok=True)
             # Line by line, so that what happened before a crash is there after it.
             self._file = path.open("w", encoding="utf-8", buffering=1)

@@ -386,12 +386,12 @@ def test_a_full_disk_is_told_on_all_ranks_and_older_checkpoints_stay(
     folder: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     save_steps(2, folder, steps=(10, 20))
-    fsync = os.fsync
+    replace = os.replace
 
-    def full(handle: int) -> None:
-        if f".{file}." in os.readlink(f"/proc/self/fd/{handle}"):
+    def full(part: Path, target: Path) -> None:
+        if target.stem == file:
             raise OSError(errno.ENOSPC, "No space left on device")
-        fsync(handle)
+        replace(part, target)
 
     def body(comm: AbstractCommunicator) -> str:
         checkpoint = opened(comm, folder, keep=5)
@@ -401,7 +401,7 @@ def test_a_full_disk_is_told_on_all_ranks_and_older_checkpoints_stay(
         return str(caught.value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        patch.setattr(os, "replace", full)
         told = run_threads(body, size=2, timeout_s=20)
     assert told[0] == told[1]
     assert "the checkpoint of step 30 could not be written:\n  rank" in told[0]

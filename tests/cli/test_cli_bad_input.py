@@ -83,7 +83,7 @@ def refused(*arguments: str) -> str:
         (["train", "--emulate"], "--emulate slows the ranks to given speeds, but there are none"),
         (["train", "--speeds", "1,1", "--method", "drpm"], "--method drpm starts from no knowledge of the speeds"),
         (["train", "--speeds", "1,1", "--cluster", "c.toml"], "both say how fast the ranks are; give one of them"),
-        (["train", "--load", "nowhere.safetensors"], "there is no file nowhere.safetensors"),
+        (["train", "--load", "nowhere.safetensors"], "cannot read the weights nowhere.safetensors: No such file or directory"),
         (["train", "--plot", "course.gif"], "a picture is written as .png, .pdf, .svg"),
         (["demo", "--speeds", "1,0"], "speeds[1]: must be > 0, not 0"),
         (["bench", "train", "--net", "9-2"], "network '9-2' has no hidden layer"),
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_another_network_names_tensors_and_shapes() -> None:
     assert "0.weight has shape (80, 64), this network needs (90, 64)" in message
     assert "2.weight has shape (10, 80), this network needs (10, 90)" in message
     Path("damaged.safetensors").write_bytes(b"not weights")
-    assert "damaged.safetensors can not be read" in refused("train", "--load", "damaged.safetensors")
+    assert "damaged.safetensors cannot be read" in refused("train", "--load", "damaged.safetensors")
 
 
 @pytest.mark.parametrize(

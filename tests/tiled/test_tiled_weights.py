@@ -85,8 +85,8 @@ def test_weights_of_another_network_change_nothing(world: World, folder: Path) -
     del wrong["two.2.bias"]
     files = {
         "wrong": "one.0.weight has shape \\(9, 4\\), this network needs \\(7, 4\\)",
-        "absent": "there is no file",
-        "damaged": "can not be read as safetensors",
+        "absent": "No such file",
+        "damaged": "cannot be read as safetensors",
     }
 
     def body(comm: AbstractCommunicator) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tatami.errors import CheckpointError
+from tatami.outputs import write_bytes
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -72,34 +71,13 @@ def describe(name: str, data: bytes) -> ManifestEntry:
     return ManifestEntry(name=name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
-def write_in_one_step(path: Path, data: bytes) -> None:
-    """A reader sees the old file or the new one, never a part; also after the machine lost its power.
-
-    Raises:
-        OSError: it can not be written; what was there before is untouched.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-        _sync_folder(path.parent)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        raise
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """
     Raises:
-        OSError: it can not be written.
+        OSError: it cannot be written.
     """
     body = {"format": FORMAT, **asdict(manifest)}
-    write_in_one_step(folder / MANIFEST, json.dumps({**body, "sha256": _checksum(body)}, indent=1).encode())
+    write_bytes(folder / MANIFEST, json.dumps({**body, "sha256": _checksum(body)}, indent=1).encode(), force=True)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -120,7 +98,7 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(step=body["step"], ranks=body["ranks"], members=members)
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
@@ -133,7 +111,7 @@ def read_member(path: Path, member: ManifestEntry) -> bytes:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path} can not be read: {error.strerror or error}") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     if len(data) != member.size_bytes:
         raise CheckpointError(wrong_size(path, size_bytes=len(data), member=member))
     found = hashlib.sha256(data).hexdigest()
@@ -183,13 +161,3 @@ def _look(folder: Path, *, step: int) -> Seen:
 
 def _checksum(body: object) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name last too; not every file system can."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -36,13 +36,13 @@ from tatami.checkpoints.files import (
     remove,
     scan,
     step_folder,
-    write_in_one_step,
     write_manifest,
 )
 from tatami.checkpoints.replica_sets import parse_replica_sets, set_of
 from tatami.checkpoints.state_codec import State, decode, encode
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import CheckpointError, CommError, InputError
+from tatami.outputs import make_folder, write_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class MultiNodeCheckpoint:
         timeout_s: how long ranks wait for the slowest disk.
 
     Raises:
-        InputError: replica sets that can not be, or that differ between ranks; a directory that can not be written to (says on
+        InputError: replica sets that cannot be, or that differ between ranks; a directory that cannot be written to (says on
             which rank).
     """
 
@@ -115,7 +115,7 @@ class MultiNodeCheckpoint:
         self._sets = parse_replica_sets(replica_sets, ranks=comm.size)
         self._directories = [each[3] for each in options]
         self._comm.timeout_s = timeout_s
-        self._together("checkpoints can not be written", self._probe)
+        self._together("checkpoints cannot be written", self._probe)
 
     def save(self, step: int, state: State) -> Path:
         """Keep `state` as that of `step`; returns the folder. Older checkpoints are removed when this one is whole.
@@ -126,7 +126,7 @@ class MultiNodeCheckpoint:
 
         Raises:
             CheckpointError: on all ranks, if one could not write (says which, and why); older checkpoints are untouched. State
-                that can not be kept (says where), and a directory with later checkpoints of another run.
+                that cannot be kept (says where), and a directory with later checkpoints of another run.
         """
         data, members = self._describe(step, state)
         folder = step_folder(self._directory, step)
@@ -218,7 +218,7 @@ class MultiNodeCheckpoint:
             data = encode(state)
             return data, describe(_member_name(me), data)
 
-        data, member = self._together("can not be saved", describe_mine, step=step)
+        data, member = self._together("cannot be saved", describe_mine, step=step)
         told = self._comm.allgather_object((step, member))
         if len({each for each, _ in told}) > 1:
             raise InputError(f"save: the ranks are at different steps: {[each for each, _ in told]}")
@@ -232,8 +232,8 @@ class MultiNodeCheckpoint:
             nonlocal problem
             try:
                 written.append(folder / name)
-                write_in_one_step(folder / name, content)
-            except OSError as error:  # the others still wait for the copies that this rank sends and receives
+                write_bytes(folder / name, content, force=True)
+            except (OSError, InputError) as error:  # the others still wait for the copies that this rank sends and receives
                 problem = problem or error
 
         by_name = {member.name: member for member in members}
@@ -306,8 +306,7 @@ class MultiNodeCheckpoint:
         return result  # type: ignore[return-value]
 
     def _probe(self) -> None:
-        write_in_one_step(self._directory / f".writable-{self._comm.rank:04d}", b"")
-        (self._directory / f".writable-{self._comm.rank:04d}").unlink()
+        make_folder(self._directory)
 
 
 def _advice(step: int, usable: Candidate | None) -> str:

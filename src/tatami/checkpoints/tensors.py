@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from tatami.errors import CheckpointError
-from tatami.outputs import refuse_to_overwrite
+from tatami.inputs import check_input
+from tatami.outputs import write_bytes
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, force: bool) -> None:
-    """Write a safetensors file in one step: a reader sees the old file or the new one, never a part."""
-    refuse_to_overwrite(path, force=force)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    os.close(handle)
-    try:
-        save_file({key: value.contiguous() for key, value in tensors.items()}, name)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    """Write a safetensors file in one step. Raises as `tatami.outputs.replacing`."""
+    # Not `save_file`: it writes to a file of its own, which nothing else may read, and leaves that behind when it is killed.
+    write_bytes(path, save({key: value.contiguous() for key, value in tensors.items()}), force=force)
 
 
 def read_tensors(path: Path | str) -> dict[str, torch.Tensor]:
@@ -35,9 +26,8 @@ def read_tensors(path: Path | str) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: no such file, or damaged.
     """
+    check_input(path, what="the weights", error=CheckpointError)
     try:
         return load_file(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"there is no file {path}") from None
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} can not be read as safetensors: {error}") from error
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error

@@ -17,7 +17,7 @@ from tatami.cluster import Cluster, parse_speeds, read_cluster
 from tatami.datasets import NAMES, Dataset, load
 from tatami.datasets.digits import with_shifts
 from tatami.errors import InputError, MissingExtraError
-from tatami.outputs import refuse_to_overwrite
+from tatami.outputs import check_output
 from tatami.report import blank, check_path
 from tatami.retiling import Retiler
 from tatami.testing.slowdown import Emulation, emulated_factors
@@ -183,7 +183,7 @@ def check_outputs(job: TrainJob) -> None:
     """
     for path in (job.save, job.log):
         if path is not None:
-            refuse_to_overwrite(path, force=job.force)
+            check_output(path, force=job.force)
     if job.plot is not None:
         check_path(job.plot, force=job.force)
         blank()

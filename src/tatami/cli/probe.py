@@ -9,7 +9,7 @@ import typer
 
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, write_cluster
-from tatami.outputs import refuse_to_overwrite
+from tatami.outputs import check_output
 from tatami.report import Table
 from tatami.units import format_bandwidth, format_duration, format_size, format_speed
 from tatami.workload import net_workload
@@ -52,11 +52,11 @@ def probe(
     workload = net_workload(net, samples=samples)
     started = num_started()
     if output is not None and started is None:
-        refuse_to_overwrite(output, force=force)
+        check_output(output, force=force)
 
     def body(comm: AbstractCommunicator) -> None:
         if comm.rank == 0 and output is not None:
-            refuse_to_overwrite(output, force=force)
+            check_output(output, force=force)
         cluster = measure(workload, comm)
         if comm.rank == 0:
             _tell(cluster, output=output, force=force, as_json=as_json)

@@ -233,11 +233,11 @@ def _task(script: Path) -> dict[str, Any]:
 
 
 def _refuse(*paths: Path | None, force: bool) -> None:
-    from tatami.outputs import refuse_to_overwrite
+    from tatami.outputs import check_output
 
     for path in paths:
         if path is not None:
-            refuse_to_overwrite(path, force=force)
+            check_output(path, force=force)
 
 
 def _keep(model: nn.Module, output: Path | None, *, force: bool) -> None:

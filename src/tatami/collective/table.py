@@ -127,7 +127,7 @@ class TuningTable:
                     for timing in record["timings"]
                 ),
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if isinstance(error, InputError):
                 raise
             raise InputError(f"not a tuning table: {type(error).__name__}: {error}") from error

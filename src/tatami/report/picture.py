@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tatami.errors import InputError, MissingExtraError
-from tatami.outputs import refuse_to_overwrite
+from tatami.outputs import check_output, replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,12 +43,13 @@ def check_path(path: str | Path, *, force: bool = False) -> Path:
         )
     if not path.parent.is_dir():
         raise InputError(f"{path} cannot be written: there is no folder {path.parent}. Make it first")
-    refuse_to_overwrite(path, force=force)
+    check_output(path, force=force)
     return path
 
 
 def save(figure: Figure, path: str | Path, *, force: bool = False) -> Path:
     """Write `figure` as PNG (150 dots per inch), PDF or SVG, by the ending of `path`. Raises as `check_path`."""
     path = check_path(path, force=force)
-    figure.savefig(path, dpi=150)
+    with replacing(path, force=force) as part:
+        figure.savefig(part, dpi=150, format=path.suffix.lower().removeprefix("."))
     return path

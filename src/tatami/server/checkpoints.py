@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from tatami.errors import CheckpointError, InputError
+from tatami.outputs import make_folder, sync_folder, write_bytes, write_text
 from tatami.server.optimizers import Vector
 from tatami.server.saving import Saved
 from tatami.server.shard import COUNT
@@ -40,12 +41,9 @@ def check_directory(directory: Path) -> None:
         InputError: it cannot be made or written to.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / ".writable"
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        raise InputError(f"checkpoints cannot be written to {directory}: {error.strerror or error}") from error
+        make_folder(directory)
+    except (OSError, InputError) as error:
+        raise InputError(f"checkpoints cannot be written to {directory}: {error}") from error
 
 
 def versions(directory: Path) -> tuple[int, ...]:
@@ -60,20 +58,22 @@ def write(directory: Path, snapshots: Sequence[Mapping[str, Vector]], *, saved: 
         OSError: the disk is full, or the like; the checkpoints before are untouched.
     """
     final = directory / f"version-{saved.version:08d}"
+    for part in directory.glob(".part-*"):  # of a driver that died while writing; a directory is of one run
+        shutil.rmtree(part, ignore_errors=True)
     part = directory / f".part-{saved.version:08d}"
-    shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
         sums = {}
         for number, snapshot in enumerate(snapshots):
             file = part / f"shard-{number:04d}.safetensors"
-            save_file({name: np.ascontiguousarray(value) for name, value in snapshot.items()}, file)
+            write_bytes(file, save({name: np.ascontiguousarray(value) for name, value in snapshot.items()}))
             sums[file.name] = _checksum(file)
         manifest = {"version": saved.version, "clocks": saved.clocks, "files": sums, "terms": dict(terms)}
-        (part / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        write_text(part / MANIFEST, json.dumps(manifest, indent=1))
         if final.exists():  # of a run before a roll-back to a checkpoint older than it
             shutil.rmtree(final)
         part.rename(final)
+        sync_folder(directory)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     finally:
@@ -95,7 +95,7 @@ def read(directory: Path, *, up_to: int | None = None) -> Stored:
             continue
         try:
             return _read(folder, problems=tuple(problems))
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError, RecursionError) as error:
             problems.append(f"{folder} is damaged: {error}")
     raise CheckpointError("\n  ".join([f"there is no whole checkpoint in {directory}", *problems]))
 

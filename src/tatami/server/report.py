@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tatami.errors import InputError
+from tatami.inputs import read_text
 from tatami.outputs import write_text
 
 
@@ -111,14 +112,14 @@ class RunReport:
             InputError: no such file, or not a report.
         """
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            values = json.loads(read_text(path, what="the report"))
             failures = tuple(Failure(**failure) for failure in values.pop("failures"))
             for name in ("reached_s", "losses", "warnings"):
                 values[name] = tuple(values[name])
             return cls(failures=failures, **values)
-        except FileNotFoundError:
-            raise InputError(f"there is no file {path}") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except InputError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{path} is no report of a parameter-server run: {error}") from error
 
 

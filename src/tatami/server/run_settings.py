@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tatami.errors import CheckpointError, InputError
+from tatami.outputs import write_text
 from tatami.server.consistency import ASP, BSP, SSP, AbstractConsistency, Backup
 from tatami.server.optimizers import SGD, AbstractOptimizer, Adam
 from tatami.server.protocol import DEFAULT_RESTARTS, Protocol
@@ -80,9 +81,7 @@ class RunSettings:
     def write(self, directory: Path) -> None:
         """Keep them in `directory`. Raises OSError as any file does."""
         values = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
-        part = directory / f".{RUN_FILE}"
-        part.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        part.replace(directory / RUN_FILE)
+        write_text(directory / RUN_FILE, json.dumps(values, indent=1) + "\n", force=True)
 
     @classmethod
     def read(cls, directory: Path) -> RunSettings:
@@ -97,7 +96,7 @@ class RunSettings:
             return cls(**{name: _thing(value) for name, value in values.items()})
         except FileNotFoundError:
             raise CheckpointError(f"{directory} holds no run: there is no {RUN_FILE} in it") from None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
