@@ -16,10 +16,11 @@ from torch import nn
 
 from tatami.clock import Clock, SystemClock
 from tatami.datasets.samples import Data
-from tatami.errors import InputError
+from tatami.errors import CheckpointError, InputError
 from tatami.records import Records
 from tatami.server import checkpoints
 from tatami.server.learner import Course, LossFn, ModelFn, check_model, flatten, signature
+from tatami.server.optimizers import AbstractOptimizer, Vector
 from tatami.server.phases import PhaseHook
 from tatami.server.pieces import cut
 from tatami.server.protocol import Protocol
@@ -27,6 +28,7 @@ from tatami.server.ray_engine import engine, require_ray
 from tatami.server.report import RunReport
 from tatami.server.run_settings import RunSettings
 from tatami.server.saving import Saved
+from tatami.server.shard import COUNT, PARAMETERS
 from tatami.server.state import Coordinator
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ def run_training(
     }
     saved, snapshots = (None, None)
     if resumes and folder is not None:
-        saved, snapshots = _stored(folder, facts, protocol, len(first))
+        saved, snapshots = _stored(folder, facts, protocol=protocol, first=first, optimizer=settings.optimizer)
     if folder is not None:
         settings.write(folder)
 
@@ -144,14 +146,25 @@ def _samples(dataset: Data) -> int:
     return size
 
 
-def _stored(folder: Path, facts: dict[str, Any], protocol: Protocol, size: int) -> tuple[Saved, tuple[dict[str, Any], ...]]:
+def _stored(
+    folder: Path, facts: dict[str, Any], *, protocol: Protocol, first: Vector, optimizer: AbstractOptimizer
+) -> tuple[Saved, tuple[dict[str, Any], ...]]:
     stored = checkpoints.read(folder)
     for name, value in facts.items():
         if stored.terms.get(name) != value:
             raise InputError(f"{folder} is of another run: its {name} is {stored.terms.get(name)!r}, here it is {value!r}")
     for problem in stored.problems:
         warnings.warn(f"{problem}; version {stored.saved.version} is used", stacklevel=4)
-    stretches = cut(size, shards=protocol.shards)
+    held = {name for snapshot in stored.snapshots for name in snapshot}
+    needed = {PARAMETERS, COUNT, *optimizer.slots}
+    found = sum(len(snapshot[PARAMETERS]) for snapshot in stored.snapshots)
+    kind = stored.snapshots[0][PARAMETERS].dtype
+    if (found, kind) != (len(first), first.dtype) or held != needed:
+        raise CheckpointError(
+            f"{folder} is of another run: it holds {found} parameters of {kind} with {', '.join(sorted(held))}; "
+            f"here are {len(first)} of {first.dtype} with {', '.join(sorted(needed))}"
+        )
+    stretches = cut(len(first), shards=protocol.shards)
     return stored.saved, tuple(checkpoints.recut(stored.snapshots, stretches=stretches))
 
 

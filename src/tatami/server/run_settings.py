@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -14,6 +13,7 @@ from tatami.server.consistency import ASP, BSP, SSP, AbstractConsistency, Backup
 from tatami.server.optimizers import SGD, AbstractOptimizer, Adam
 from tatami.server.protocol import DEFAULT_RESTARTS, Protocol
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
+from tatami.server.seal import seal, unseal
 
 RUN_FILE = "run.json"
 HEARTBEAT_S = 2.0
@@ -81,7 +81,7 @@ class RunSettings:
     def write(self, directory: Path) -> None:
         """Keep them in `directory`. Raises OSError as any file does."""
         values = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
-        write_text(directory / RUN_FILE, json.dumps(values, indent=1) + "\n", force=True)
+        write_text(directory / RUN_FILE, seal(values), force=True)
 
     @classmethod
     def read(cls, directory: Path) -> RunSettings:
@@ -92,7 +92,7 @@ class RunSettings:
         """
         path = directory / RUN_FILE
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = unseal(path.read_text(encoding="utf-8"))
             return cls(**{name: _thing(value) for name, value in values.items()})
         except FileNotFoundError:
             raise CheckpointError(f"{directory} holds no run: there is no {RUN_FILE} in it") from None
