@@ -18,7 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from tatami.bench.evaluation import (
+from paper.lab import run_job
+from paper.pictures import draw_breakdown, draw_courses, draw_efficiency, draw_model, draw_rivals
+from paper.setting import (
     BATCHES,
     DYNAMIC,
     FAST_ETHERNET,
@@ -28,16 +30,14 @@ from tatami.bench.evaluation import (
     RIVALS,
     SIZES,
     Condition,
-    Job,
-    Step,
+    EvaluationJob,
+    SpeedChange,
     grids,
 )
-from tatami.bench.evaluation_lab import run_job
+from paper.tables import breakdown_table, course_table, efficiency_table, model_table, rivals_table
 from tatami.bench.interleaved import machine
 from tatami.errors import LabError
 from tatami.report import Table, blank, save
-from tatami.report.evaluation import breakdown_table, course_table, efficiency_table, model_table, rivals_table
-from tatami.report.evaluation_pictures import draw_breakdown, draw_courses, draw_efficiency, draw_model, draw_rivals
 
 RESULTS = Path(__file__).parent / "results"
 RECORDS = "evaluation.jsonl"
@@ -49,11 +49,11 @@ RETILED = ("drpm", "drpm-speeds", "drpm-timed")
 COURSES = (*DYNAMIC, "srpm")
 
 
-def jobs(options: argparse.Namespace) -> Iterator[Job]:
+def jobs(options: argparse.Namespace) -> Iterator[EvaluationJob]:
     """What is to be measured, a lab for each."""
     for net in (NETS[name] for name in options.net):
         small = net == ORIGINAL
-        base = Job(
+        base = EvaluationJob(
             part="efficiency",
             condition="A",
             num=8,
@@ -76,7 +76,7 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
                 part="courses",
                 contestants=COURSES,
                 course=options.course,
-                step=Step(after_iteration=options.course // 2, host="h4", speed=0.4),
+                step=SpeedChange(after_iteration=options.course // 2, host="h4", speed=0.4),
             )
         if "rivals" in options.part:
             for bandwidth in (GIGABIT, FAST_ETHERNET):

@@ -26,10 +26,11 @@ from os import SEEK_END
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from elsewhere import of_ranks, python_path
+from rehearsal.calibrated import calibrated
+from rehearsal.server import ServerJob, server_job_from_dict, setup_of
+from rehearsal.setting import RankJob
 from tatami.bench.interleaved import machine
-from tatami.bench.simulated import Job
-from tatami.bench.simulated_calibrated import calibrated
-from tatami.bench.simulated_server import ServerJob, server_job_from_dict, setup_of
 from tatami.errors import LabError
 from tatami.lab import Lab
 from tatami.sim.allreduce import Case, replay
@@ -45,25 +46,21 @@ RESULTS = Path(__file__).parent / "results"
 BANDWIDTHS = ("1 Gbit/s", "100 Mbit/s")
 ASKED = {"median": 0.15, "largest": 0.35}
 PARTS = ("ranks", "server")
-_RANK = "tatami.bench.simulated_rank"
-_SERVER_HOST = "tatami.bench.simulated_server_host"
-_PRELOAD = ("torch._dynamo", "torch.distributed", "numpy", "tatami.tiled")
-_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
-"""As in the evaluation: or tiles alone, which are larger, would get their memory anew in every iteration."""
+_RANK = "rehearsal.rank"
+_SERVER_HOST = "rehearsal.server_host"
 _TAIL_BYTES = 2000
 _ITERATIONS = 4
 """Of which the last counts: ranks begin the first together, and the others one after the other."""
 
 
-def measure(job: Job, *, timeout_s: float = 900.0) -> dict[str, Any]:
+def measure(job: RankJob, *, timeout_s: float = 900.0) -> dict[str, Any]:
     """What the ranks of one lab find."""
     with tempfile.TemporaryDirectory(prefix="tatami-simulated-") as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="latency is not emulated")  # it is probed
         description, found = Path(folder) / "job.json", Path(folder) / "found.json"
         description.write_text(json.dumps(job.to_dict()), encoding="utf-8")
         with Lab(job.cluster) as lab:
-            environment = {"TATAMI_LAB_PRELOAD": ",".join(_PRELOAD), **_KEEP_MEMORY}
-            code = lab.run(["-m", _RANK, str(description), str(found)], environment=environment, timeout_s=timeout_s)
+            code = lab.run(["-m", _RANK, str(description), str(found)], environment=of_ranks(), timeout_s=timeout_s)
         if code != 0:
             raise LabError(f"the ranks ended with exit code {code}; what they said is above")
         return {"part": "ranks", "job": job.to_dict(), "machine": machine(), **json.loads(found.read_text(encoding="utf-8"))}
@@ -78,7 +75,7 @@ def measure_server(job: ServerJob, *, timeout_s: float = 600.0) -> dict[str, Any
         with Lab(job.cluster) as lab, (Path(folder) / "ray.log").open("a+b") as log:
             head = lab.plan.hosts[0]
             python = [sys.executable, "-m", _SERVER_HOST]
-            open_ = {"RAY_AUTH_MODE": "disabled"}  # nobody else reaches the network of a lab
+            open_ = {**python_path(), "RAY_AUTH_MODE": "disabled"}  # nobody else reaches the network of a lab
             for host in lab.plan.hosts:
                 words = [*python, "node", head.address, host.address, folder]
                 lab.spawn(host.name, words, limited=False, environment=open_, stdout=log)
@@ -179,7 +176,7 @@ def main() -> None:
         found = [lab for lab in found if lab["part"] not in options.part]
         try:
             if "ranks" in options.part:
-                found += [measure(Job(bandwidth_bytes_per_s=rate)) for rate in rates]
+                found += [measure(RankJob(bandwidth_bytes_per_s=rate)) for rate in rates]
             if "server" in options.part:
                 found += [measure_server(ServerJob(bandwidth_bytes_per_s=rate)) for rate in rates]
         except LabError as error:

@@ -10,20 +10,17 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tatami.bench.evaluation import Job
+from elsewhere import of_ranks
+from paper.setting import EvaluationJob
 from tatami.errors import LabError
 from tatami.lab import Lab
 
-_RANK = "tatami.bench.evaluation_rank"
-_PRELOAD = ("torch._dynamo", "torch.distributed", "numpy", "tatami.tiled", "tatami.bench.evaluation_measuring")
-"""What ranks would otherwise load under their quotas: half a minute on a tenth of a core."""
-_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
-"""The C library gives blocks over 32 MiB back at once and gets them anew, page by page, in every iteration. Only serial runs
-have such blocks: they would take half as long again as the same work in tiles, and every gamma would be too good."""
+_RANK = "paper.rank"
+_PRELOAD = ("paper.measuring",)
 _POLL_S = 0.01
 
 
-def run_job(job: Job, *, cores: float | None = None, timeout_s: float = 900.0) -> list[dict[str, Any]]:
+def run_job(job: EvaluationJob, *, cores: float | None = None, timeout_s: float = 900.0) -> list[dict[str, Any]]:
     """The records of one job, each with the lab's scale and the wall time of the whole job.
 
     Args:
@@ -42,7 +39,7 @@ def run_job(job: Job, *, cores: float | None = None, timeout_s: float = 900.0) -
             start_s = time.monotonic()
             running = lab.start(
                 ["-m", _RANK, str(description), str(records)],
-                environment={"TATAMI_LAB_PRELOAD": ",".join(_PRELOAD), "GLOO_SOCKET_IFNAME": "eth0", **_KEEP_MEMORY},
+                environment={**of_ranks(preload=_PRELOAD), "GLOO_SOCKET_IFNAME": "eth0"},
             )
             try:
                 while (code := running.poll()) is None:
@@ -72,5 +69,5 @@ def _serve(lab: Lab, ask: Path) -> None:
         ask.unlink()
 
 
-def _describe(job: Job) -> str:
+def _describe(job: EvaluationJob) -> str:
     return f"the job of part {job.part!r} ({job.net}, condition {job.condition}, N = {job.num})"

@@ -69,7 +69,7 @@ letter, and with other settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class SpeedChange:
     """One host's speed changes in mid-run."""
 
     after_iteration: int
@@ -78,7 +78,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class EvaluationJob:
     """What the ranks of one lab measure, one contestant's block of iterations after the other's, in the same processes.
 
     Attributes:
@@ -106,7 +106,7 @@ class Job:
     settle: int = 41
     serial_s: float = 8.0
     course: int = 0
-    step: Step | None = None
+    step: SpeedChange | None = None
     seed: int = field(default=0)
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,10 +125,12 @@ class Job:
         )
 
 
-def job_from_dict(values: Mapping[str, Any]) -> Job:
-    """What `Job.to_dict` wrote."""
+def job_from_dict(values: Mapping[str, Any]) -> EvaluationJob:
+    """What `EvaluationJob.to_dict` wrote."""
     step = values["step"]
-    return Job(**{**values, "contestants": tuple(values["contestants"]), "step": None if step is None else Step(**step)})
+    return EvaluationJob(
+        **{**values, "contestants": tuple(values["contestants"]), "step": None if step is None else SpeedChange(**step)}
+    )
 
 
 def grids(num: int) -> tuple[str, ...]:

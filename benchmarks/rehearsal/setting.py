@@ -19,7 +19,7 @@ _LATENCY_S = 50e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RankJob:
     """What the ranks of one lab measure.
 
     Attributes:
@@ -52,10 +52,10 @@ class Job:
         return asdict(self)
 
 
-def job_from_dict(values: Mapping[str, Any]) -> Job:
-    """What `Job.to_dict` wrote."""
+def job_from_dict(values: Mapping[str, Any]) -> RankJob:
+    """What `RankJob.to_dict` wrote."""
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return Job(**given)
+    return RankJob(**given)
 
 
 def tilings(cluster: Cluster) -> dict[str, Layout]:

@@ -1,4 +1,4 @@
-"""`python -m tatami.bench.simulated_server_host ...`: a host of a lab as a node of Ray, or as the driver of the runs.
+"""`python -m rehearsal.server_host ...`: a host of a lab as a node of Ray, or as the driver of the runs.
 
 node HEAD OWN FOLDER           a node at the address OWN; the head, where that is HEAD; FOLDER is for Ray's files
 run HEAD JOB.json FOUND.json   on the head: measures what the job asks for
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tatami.bench.simulated_server import FLOAT_BYTES, TINY, ServerJob, server_job_from_dict
+from rehearsal.server import FLOAT_BYTES, TINY, ServerJob, server_job_from_dict
 from tatami.bench.weight import Weight, no_loss
 from tatami.errors import LabError
 from tatami.server import Pool, train

@@ -1,4 +1,4 @@
-"""`python -m tatami.bench.simulated_rank JOB.json FOUND.json`: one rank of a lab, which probes it and then measures."""
+"""One rank of a lab, which probes it and then measures: `python -m rehearsal.rank JOB.json FOUND.json`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from paper.contestants import PaperTask, make_task
+from rehearsal.setting import RankJob, job_from_dict, tilings
 from tatami.bench.allreduce import ELEMENT_BYTES
-from tatami.bench.evaluation_contestants import Task, make_task
 from tatami.bench.interleaved import Contestant
 from tatami.bench.measuring import measured, times
-from tatami.bench.simulated import Job, job_from_dict, tilings
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster
 from tatami.comm.allreduce import AllReduce
@@ -38,15 +38,15 @@ _MESSAGES_BYTES = (8, 128 * 1024, 256 * 1024, 512 * 1024, 1024**2, 2 * 1024**2, 
 _VECTOR_BYTES = 4 * 1024**2
 
 
-class Measuring:
+class LabProbe:
     """One rank. Every method is collective."""
 
-    def __init__(self, job: Job, comm: AbstractCommunicator) -> None:
+    def __init__(self, job: RankJob, comm: AbstractCommunicator) -> None:
         self._job = job
         self._comm = comm
         self._clock = SystemClock()
         self._workload: Workload = net_workload(job.net, samples=job.samples)
-        self._task: Task = make_task(parse_net(job.net), samples=job.samples, workload=self._workload, seed=0)
+        self._task: PaperTask = make_task(parse_net(job.net), samples=job.samples, workload=self._workload, seed=0)
 
     def run(self) -> dict[str, Any]:
         """All that is found; of every rank, on every rank."""
@@ -188,7 +188,7 @@ def main() -> None:
     """From beginning to end."""
     job = job_from_dict(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     comm = init(timeout_s=_TIMEOUT_S)
-    found = Measuring(job, comm).run()
+    found = LabProbe(job, comm).run()
     if comm.rank == 0:
         Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
     comm.barrier()

@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tatami.bench.evaluation import RIVALS, Job, efficiency, method
-from tatami.bench.evaluation_breakdown import breakdown, mean_breakdown
-from tatami.bench.evaluation_contestants import AbstractContestant, Rival, Serial, Task, Tiled, make_task, start_rivals
+from paper.breakdown import breakdown, mean_breakdown
+from paper.contestants import AbstractContestant, PaperTask, Rival, Serial, Tiled, make_task, start_rivals
+from paper.setting import RIVALS, EvaluationJob, efficiency, method
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
@@ -35,13 +35,13 @@ _PROBE_S = 0.04
 class Measuring:
     """One rank of a job. Every method is collective."""
 
-    def __init__(self, job: Job, comm: AbstractCommunicator, *, records: Path) -> None:
+    def __init__(self, job: EvaluationJob, comm: AbstractCommunicator, *, records: Path) -> None:
         self._job = job
         self._comm = comm
         self._records = records
         self._clock = SystemClock()
         workload: Workload = net_workload(job.net, samples=job.samples)
-        self._task: Task = make_task(parse_net(job.net), samples=job.samples, workload=workload, seed=job.seed)
+        self._task: PaperTask = make_task(parse_net(job.net), samples=job.samples, workload=workload, seed=job.seed)
 
     def run(self) -> None:
         """Measure what the job asks for; rank 0 writes a record for each finding."""

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tatami.bench.evaluation import CONDITIONS, DYNAMIC, Job, Step, efficiency, grids, job_from_dict, layout_of, method
-from tatami.bench.evaluation_breakdown import Iteration, breakdown
+from paper.breakdown import RankIteration, breakdown
+from paper.setting import CONDITIONS, DYNAMIC, EvaluationJob, SpeedChange, efficiency, grids, job_from_dict, layout_of, method
 from tatami.cluster import Cluster
 from tatami.errors import InputError
 from tatami.tiled.phases import PhaseTimes
@@ -23,14 +23,14 @@ def test_gamma_is_1_where_work_is_shared_without_loss() -> None:
 
 
 def test_a_job_is_read_as_it_was_written() -> None:
-    job = Job(
+    job = EvaluationJob(
         part="courses",
         condition="B",
         num=5,
         net="203-80-26",
         samples=1024,
         contestants=("drpm", "srpm"),
-        step=Step(after_iteration=60, host="h2", speed=0.3),
+        step=SpeedChange(after_iteration=60, host="h2", speed=0.3),
     )
     assert job_from_dict(json.loads(json.dumps(job.to_dict()))) == job
     assert [processor.speed for processor in job.cluster.processors] == list(CONDITIONS["B"][:5])
@@ -79,6 +79,6 @@ def test_waiting_is_what_a_rank_has_beyond_the_last_of_its_group() -> None:
     assert third == {"compute_s": 8.5, "waiting_s": 0.0, "vertical_s": 0.0, "horizontal_s": 0.5, "overhead_s": 1.0}
 
 
-def _iteration(*, forward: float, vertical: float, horizontal: float, wall: float) -> Iteration:
+def _iteration(*, forward: float, vertical: float, horizontal: float, wall: float) -> RankIteration:
     times = PhaseTimes(forward_s=forward, vertical_s=vertical, backward_s=0.0, horizontal_s=horizontal, update_s=0.0)
-    return Iteration(wall_s=wall, times=times)
+    return RankIteration(wall_s=wall, times=times)

@@ -36,7 +36,7 @@ def calibrated(found: Mapping[str, Any], *, workload: Workload) -> Calibrated:
     """Constants from a probe.
 
     Args:
-        found: `cluster`, `tiles`, `messages` and `sums_bytes_per_s`, as `simulated_rank` writes them.
+        found: `cluster`, `tiles`, `messages` and `sums_bytes_per_s`, as `rank` writes them.
         workload: whose tiles were timed.
     """
     timings = [[TimedTile(units=units, samples=samples, seconds=s) for units, samples, s in tiles] for tiles in found["tiles"]]

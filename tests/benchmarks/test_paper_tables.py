@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tatami.report import blank
-from tatami.report.evaluation import (
+import evaluation
+from paper.pictures import draw_breakdown, draw_courses, draw_efficiency, draw_model, draw_rivals
+from paper.tables import (
     breakdown_table,
     course_table,
     efficiency_table,
@@ -17,7 +19,7 @@ from tatami.report.evaluation import (
     predicted,
     rivals_table,
 )
-from tatami.report.evaluation_pictures import draw_breakdown, draw_courses, draw_efficiency, draw_model, draw_rivals
+from tatami.report import blank
 
 NET = "203-800-26"
 
@@ -119,3 +121,8 @@ def test_pictures_hold_what_the_records_hold() -> None:
     legend = ax.get_legend()
     assert legend is not None
     assert {label.get_text() for label in legend.get_texts()} == {"even", "SRPM"}
+
+
+def test_the_committed_document_is_what_the_committed_records_give(tmp_path: Path) -> None:
+    evaluation.write_tables(evaluation.read(evaluation.RESULTS / evaluation.RECORDS), tmp_path / "evaluation.md")
+    assert (tmp_path / "evaluation.md").read_text() == (evaluation.RESULTS / "evaluation.md").read_text()

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
+from paper.tables import METHODS, PARTS, Record, measured, predicted
 from tatami.report.course import CoursePoint, draw_course
-from tatami.report.evaluation import METHODS, PARTS, Record, measured, predicted
 from tatami.units import format_bandwidth
 
 if TYPE_CHECKING:

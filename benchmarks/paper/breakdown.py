@@ -14,7 +14,7 @@ from tatami.tiled.phases import PhaseTimes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Iteration:
+class RankIteration:
     """One iteration of one rank: how long it was, and the part of it that the phases account for."""
 
     wall_s: float
@@ -43,7 +43,7 @@ class Breakdown:
         return asdict(self)
 
 
-def breakdown(iterations: Sequence[Sequence[Iteration]], *, columns: Mapping[int, int]) -> list[Breakdown]:
+def breakdown(iterations: Sequence[Sequence[RankIteration]], *, columns: Mapping[int, int]) -> list[Breakdown]:
     """The mean breakdown of every rank.
 
     Args:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 from math import fsum
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+import simulated
+from rehearsal.calibrated import Calibrated, calibrated
+from rehearsal.setting import NET, SAMPLES, RankJob, job_from_dict, tilings
 from simgrid_here import needs_simgrid
-from tatami.bench.simulated import NET, SAMPLES, Job, job_from_dict, tilings
-from tatami.bench.simulated_calibrated import Calibrated, calibrated
 from tatami.sim.processes import Runs
 from tatami.sim.tiling import Startup, TimedTile
 from tatami.sim.tiling.calibrate import flop_of
 from tatami.workload import net_workload
 
-JOB = Job(bandwidth_bytes_per_s=125e6)
+JOB = RankJob(bandwidth_bytes_per_s=125e6)
 RATES = (3e10, 2e10, 1e10, 0.5e10)
 STARTUP = Startup(sample_flop=4e4)
 WORKLOAD = net_workload(NET, samples=SAMPLES)
@@ -81,14 +80,8 @@ def test_constants_are_those_of_the_probe() -> None:
 
 @needs_simgrid
 def test_every_case_is_compared_and_the_errors_are_summed_up() -> None:
-    path = Path(__file__).parents[2] / "benchmarks" / "simulated.py"
-    spec = importlib.util.spec_from_file_location("simulated_benchmark", path)
-    assert spec is not None
-    assert spec.loader is not None
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
     with Runs(cores=1) as runs:
-        records = list(benchmark.compare(found(), runs))
+        records = list(simulated.compare(found(), runs))
     assert [each["what"] for each in records] == ["tiling"] * 11 + ["allreduce"]
     ring = records[-1]
     beyond_s = 1e-3  # of messages of 1 MiB
@@ -96,7 +89,7 @@ def test_every_case_is_compared_and_the_errors_are_summed_up() -> None:
     gap_s = 4e-4  # after the last message of the run before
     assert ring["simulated_s"] == pytest.approx(6 * (LATENCY_S + MIB / 125e6 + beyond_s) + adding_s + gap_s, rel=1e-3)
     assert ring["error"] == pytest.approx(ring["simulated_s"] / 0.1 - 1)
-    *_, all_together = benchmark.summary(records)
+    *_, all_together = simulated.summary(records)
     assert all_together["cases"] == 12
     assert all_together["got"]["largest"] == max(abs(each["error"]) for each in records)
     assert all_together["holds"] is False

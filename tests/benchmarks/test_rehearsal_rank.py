@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from tatami.bench import simulated_rank
-from tatami.bench.simulated import Job, tilings
-from tatami.bench.simulated_calibrated import calibrated
-from tatami.bench.simulated_rank import Measuring
+from rehearsal import rank
+from rehearsal.calibrated import calibrated
+from rehearsal.rank import LabProbe
+from rehearsal.setting import RankJob, tilings
 from tatami.comm.threads import run_threads
 from tatami.workload import net_workload
 
-JOB = Job(
+JOB = RankJob(
     bandwidth_bytes_per_s=125e6,
     speeds=(1.0, 1.0),
     net="8-32-4",
@@ -27,10 +27,10 @@ JOB = Job(
 
 @pytest.mark.timeout(120)
 def test_a_rank_finds_every_case_and_what_it_takes_to_simulate_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulated_rank, "_BLOCK_S", 0.01)
-    monkeypatch.setattr(simulated_rank, "_ROUNDS", 2)
-    monkeypatch.setattr(simulated_rank, "_MESSAGES_BYTES", (8, 128 * 1024))
-    found, same = run_threads(lambda comm: Measuring(JOB, comm).run(), size=2, timeout_s=60.0)
+    monkeypatch.setattr(rank, "_BLOCK_S", 0.01)
+    monkeypatch.setattr(rank, "_ROUNDS", 2)
+    monkeypatch.setattr(rank, "_MESSAGES_BYTES", (8, 128 * 1024))
+    found, same = run_threads(lambda comm: LabProbe(JOB, comm).run(), size=2, timeout_s=60.0)
     assert {(each["way"], each["size_bytes"]) for each in found["messages"]} == {
         (way, size) for way in ("shift", "exchange") for size in (8, 128 * 1024)
     }

@@ -18,8 +18,8 @@ import torch
 import torch.distributed
 from torch import nn
 
-from tatami.bench.evaluation import DDP_WEIGHTED, DYNAMIC, layout_of
-from tatami.bench.evaluation_breakdown import Iteration
+from paper.breakdown import RankIteration
+from paper.setting import DDP_WEIGHTED, DYNAMIC, layout_of
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
@@ -32,7 +32,7 @@ _LEARNING_RATE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class PaperTask:
     """What all contestants train: the same tensors on every rank.
 
     Attributes:
@@ -48,7 +48,7 @@ class Task:
     workload: Workload
 
 
-def make_task(sizes: Sequence[int], *, samples: int, workload: Workload, seed: int) -> Task:
+def make_task(sizes: Sequence[int], *, samples: int, workload: Workload, seed: int) -> PaperTask:
     """A network of these sizes with weights and samples from `seed`."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -57,7 +57,7 @@ def make_task(sizes: Sequence[int], *, samples: int, workload: Workload, seed: i
             layers += [nn.Linear(inputs, outputs, bias=False), nn.Sigmoid()]
         x = torch.rand(samples, sizes[0])
         y = torch.rand(samples, sizes[-1])
-        return Task(model=nn.Sequential(*layers), x=x, y=y, workload=workload)
+        return PaperTask(model=nn.Sequential(*layers), x=x, y=y, workload=workload)
 
 
 class AbstractContestant(ABC):
@@ -72,7 +72,7 @@ class AbstractContestant(ABC):
 class Serial(AbstractContestant):
     """The whole network on this rank alone: the T_serial of gamma."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: PaperTask) -> None:
         self._task = task
         self._model = copy.deepcopy(task.model)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=_LEARNING_RATE)
@@ -93,7 +93,7 @@ class Tiled(AbstractContestant):
         iterations: what this rank's stopwatch saw since `iterations` was last cleared.
     """
 
-    def __init__(self, name: str, task: Task, comm: AbstractCommunicator, *, cluster: Cluster) -> None:
+    def __init__(self, name: str, task: PaperTask, comm: AbstractCommunicator, *, cluster: Cluster) -> None:
         dynamic = DYNAMIC.get(name)
         layout = layout_of(name, cluster=cluster, workload=task.workload)
         speeds: Cluster | Literal["equal"] = cluster if dynamic is None or dynamic.speeds else "equal"
@@ -103,7 +103,7 @@ class Tiled(AbstractContestant):
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=_LEARNING_RATE)
         self._retiling = Retiling(self.model, self._optimizer, retiler=dynamic.retiler) if dynamic is not None else None
         self._clock = SystemClock()
-        self.iterations: list[Iteration] = []
+        self.iterations: list[RankIteration] = []
 
     @property
     def dynamic(self) -> bool:
@@ -133,7 +133,7 @@ class Tiled(AbstractContestant):
             if self._retiling is not None:
                 self._retiling.record(spent)
             now_s = self._clock.now_s()
-            self.iterations.append(Iteration(wall_s=now_s - start_s, times=spent))
+            self.iterations.append(RankIteration(wall_s=now_s - start_s, times=spent))
             start_s = now_s
 
 
@@ -141,7 +141,7 @@ class Tiled(AbstractContestant):
 class Rival(AbstractContestant):
     """torch's DistributedDataParallel over gloo; batches even, or in proportion to speeds and then correctly averaged."""
 
-    def __init__(self, name: str, task: Task, comm: AbstractCommunicator, *, cluster: Cluster) -> None:
+    def __init__(self, name: str, task: PaperTask, comm: AbstractCommunicator, *, cluster: Cluster) -> None:
         samples = task.workload.samples
         weights = [processor.speed if name == DDP_WEIGHTED else 1.0 for processor in cluster.processors]
         total = sum(weights)

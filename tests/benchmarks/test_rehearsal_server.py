@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from rehearsal.server import FLOAT_BYTES, ServerJob, server_job_from_dict, setup_of
 from simgrid_here import needs_simgrid
-from tatami.bench.simulated_server import FLOAT_BYTES, ServerJob, server_job_from_dict, setup_of
 from tatami.sim.processes import Runs
 from tatami.sim.server import simulate_server
 

@@ -1,4 +1,4 @@
-"""`python -m tatami.bench.evaluation_rank JOB.json RECORDS.jsonl`: one rank of a job of the evaluation."""
+"""One rank of a job of the evaluation: `python -m paper.rank JOB.json RECORDS.jsonl`, which `paper.lab` calls."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch.distributed
 
-from tatami.bench.evaluation import job_from_dict
-from tatami.bench.evaluation_measuring import Measuring
+from paper.measuring import Measuring
+from paper.setting import job_from_dict
 from tatami.comm.detect import init
 
 _TIMEOUT_S = 180.0

@@ -1,0 +1,1 @@
+"""The evaluation of Ozawa, Sugaya and Aso, measured in labs: `python benchmarks/evaluation.py` runs it."""

@@ -1,0 +1,1 @@
+"""The simulator held against what it simulates, in labs: `python benchmarks/simulated.py` runs it."""
