@@ -19,5 +19,6 @@ trainer.fit((train_data.x, train_data.y), batch_size=256, epochs=20)
 result = trainer.evaluate(
     (test_data.x, test_data.y), batch_size=512, metrics={"accuracy": lambda out, y: test_data.accuracy(out, y)["digit"]}
 )
+trainer.save("model.safetensors", force=True)  # without force a file that is there stays, and the weights go beside it
 if comm.rank == 0:
     print(f"loss {result['loss']:.4f}, accuracy {result['accuracy']:.1%}")

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An example that leaves nothing behind but what it overwrites runs as often as one likes."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert {path.name for path in tmp_path.iterdir()} <= {"model.safetensors"}
 
 
 def run(example: str, *, ranks: int, timeout_s: float = 110) -> str:
@@ -24,6 +35,15 @@ def test_ten_lines_learn_the_digits(ranks: int) -> None:
     accuracy = re.search(r"accuracy ([\d.]+)%", run("ten_lines.py", ranks=ranks))
     assert accuracy is not None
     assert float(accuracy[1]) > 95
+    assert load_file("model.safetensors")["0.weight"].shape == (200, 64)
+
+
+def test_ten_lines_run_twice_in_a_row() -> None:
+    """In this process, to be quick; what an earlier run has saved is overwritten."""
+    for _ in range(2):
+        Path("model.safetensors").write_bytes(b"of an earlier run")
+        runpy.run_path(str(EXAMPLES / "ten_lines.py"))
+        assert load_file("model.safetensors")["0.weight"].shape == (200, 64)
 
 
 def test_own_loop_checks_its_balance_every_20_iterations() -> None:

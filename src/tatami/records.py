@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from tatami.errors import MissingExtraError
-from tatami.outputs import check_output
+from tatami.outputs import check_folder, check_output
 
 
 class Records:
@@ -21,10 +21,15 @@ class Records:
 
     Raises:
         OutputExistsError: `path` exists and `force` is not given.
+        InputError: `path` or `tensorboard` is something else, or cannot be written.
         MissingExtraError: TensorBoard is wanted and not installed.
     """
 
     def __init__(self, path: Path | None = None, *, tensorboard: Path | None = None, force: bool = False) -> None:
+        if path is not None:
+            check_output(path, force=force)
+        if tensorboard is not None:
+            check_folder(tensorboard)
         self._file: TextIO | None = None
         self._board: Any = None
         if tensorboard is not None:
@@ -34,7 +39,6 @@ class Records:
                 raise MissingExtraError("tensorboard", extra="tensorboard") from error
             self._board = SummaryWriter(str(tensorboard))
         if path is not None:
-            check_output(path, force=force)
             path.parent.mkdir(parents=True, exist_ok=True)
             # Line by line, so that what happened before a crash is there after it.
             self._file = path.open("w", encoding="utf-8", buffering=1)

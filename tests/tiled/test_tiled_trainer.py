@@ -16,6 +16,7 @@ from torch import nn
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError, OutputExistsError
 from tatami.records import Records
+from tatami.retiling import Retiler
 from tatami.testing.worlds import World
 from tatami.tiled import History, Trainer, whole_state_dict
 from tiled_rig import assert_close, some_layouts, tiled
@@ -135,6 +136,44 @@ def test_map_style_data_of_which_each_rank_fetches_its_own(world: World, shuffle
     check(world, plain_fit(batch_size=10, epochs=2, loss=nn.MSELoss(), seed=5 if shuffle else None), fit)
 
 
+@pytest.mark.parametrize("retile", [None, Retiler(every=1)])
+def test_an_optimizer_may_be_given_ready_made(world: World, retile: Retiler | None) -> None:
+    def fit(model: Any) -> tuple[Trainer, History]:
+        trainer = Trainer(model, optimizer=SGD(model.parameters()), loss=nn.MSELoss(), seed=5, retile=retile)
+        return trainer, trainer.fit(inputs(), batch_size=11, epochs=2)
+
+    check(world, plain_fit(batch_size=11, epochs=2, loss=nn.MSELoss(), seed=5), fit)
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_optimizer_of_the_plain_network_is_refused(world: World) -> None:
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+        with pytest.raises(InputError, match=r"the optimizer has \d+ parameters that are not the tiled model's.*after model ="):
+            Trainer(model, optimizer=SGD(network().parameters()), loss=nn.MSELoss())
+
+    world(body)
+
+
+@pytest.mark.parametrize("seed", [2**64 - 1, 0])
+@pytest.mark.ranks(1, 2)
+def test_every_seed_shuffles(world: World, seed: int) -> None:
+    """The seed of an epoch is `seed + epoch`, which must not leave the numbers that torch takes."""
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=11)
+        history = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), seed=seed).fit(inputs(), batch_size=11, epochs=2)
+        assert len(history.losses) == 6
+        for wrong in (-1, 2**64):
+            with pytest.raises(InputError, match=rf"a seed must be a whole number from 0 to 2\*\*64 - 1, not {wrong}"):
+                Trainer(model, optimizer=SGD, loss=nn.MSELoss(), seed=wrong)
+
+    world(body)
+
+
 def test_it_stops_where_it_is_told(world: World) -> None:
     losses, _ = plain_fit(batch_size=SAMPLES, epochs=6, loss=nn.MSELoss(), seed=None)
     built = network()
@@ -153,6 +192,8 @@ def test_it_stops_where_it_is_told(world: World) -> None:
             ({}, "say when to stop"),
             ({"epochs": 0}, "epochs must be at least 1, not 0"),
             ({"iterations": -1}, "iterations must be at least 1, not -1"),
+            ({"stop_below": float("nan")}, "stop_below must be a finite number, not nan"),
+            ({"stop_below": float("inf")}, "stop_below must be a finite number, not inf"),
         ):
             with pytest.raises(InputError, match=match):
                 train(**stop)
@@ -262,6 +303,22 @@ def test_data_that_can_not_be(world: World) -> None:
         ):
             with pytest.raises(InputError, match=match):
                 trainer.fit(data, batch_size=batch_size, epochs=1)
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
+        for wrong, match in (
+            (loader, r"give the data set \(loader.dataset\) and batch_size in the place of a DataLoader"),
+            (
+                iter([]),
+                r"data must be a pair of tensors \(inputs, targets\), or a data set with len\(\) .* not a list_iterator",
+            ),
+            ((x.numpy(), y.numpy()), r"data must be a pair of tensors \(inputs, targets\), not \(ndarray, ndarray\)"),
+        ):
+            for use in (
+                lambda wrong: trainer.fit(wrong, batch_size=4, epochs=1),
+                lambda wrong: trainer.fit((x, y), batch_size=4, epochs=1, validation=wrong),
+                lambda wrong: trainer.evaluate(wrong, batch_size=4),
+            ):
+                with pytest.raises(InputError, match=match):
+                    use(wrong)
         with pytest.raises(InputError, match="the validation data set is empty"):
             trainer.fit((x, y), batch_size=4, epochs=1, validation=(x[:0], y[:0]))
         assert trainer.iteration == 0
@@ -305,6 +362,12 @@ def test_records_and_progress_are_those_of_rank_0(world: World, tmp_path_factory
             with pytest.raises(OutputExistsError, match=r"run\.jsonl exists already"):
                 Records(path)
             Records(path, force=True).close()
+            for options, match in (
+                ({"path": Path("/dev/full")}, "/dev/full is a device"),
+                ({"tensorboard": path}, r"run\.jsonl is a file, but a folder is needed"),
+            ):
+                with pytest.raises(InputError, match=match):
+                    Records(**options, force=True)
         else:
             assert progress.events == []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tatami.checkpoints import tensors
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import CheckpointError, NotFiniteError, OutputExistsError
 from tatami.retiling import Controller, Decision, DecisionKind, Retiler
@@ -69,13 +72,58 @@ def test_tiled_to_plain_to_any_other_tiling(world: World, folder: Path) -> None:
             whole = comm.bcast_object(whole_state_dict(again))
             assert all(torch.equal(whole[name], value) for name, value in built.state_dict().items())
             assert sorted(entry.name for entry in path.parent.iterdir()) == [f"{i}.safetensors" for i in range(index + 1)]
-            with pytest.raises(OutputExistsError, match=r"\.safetensors exists already"):
-                save_model(again, path)
             comm.barrier()
             save_model(again, path, force=True)
             assert whole_state_dict(model).keys() == (saved.keys() if comm.rank == 0 else set())
             assert model.tile is not None or all(rows.tensor.numel() == 0 for pair in model.pair_rows() for rows in pair)
 
+    world(body)
+
+
+@pytest.mark.parametrize("kind", ["file", "device", "folder", "no permission"])
+def test_weights_are_never_nowhere(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Beside the file that is kept, or in this folder: what was trained is somewhere, and the error says where."""
+    built = Network(0)
+
+    def body(comm: AbstractCommunicator) -> None:
+        place: Path = comm.bcast_object(folder)
+        (place / "here").mkdir(exist_ok=True)
+        if comm.size == 1 or comm.rank == 0:
+            os.chdir(place / "here")
+        path, error, said, found = {
+            "file": (place / "w.safetensors", OutputExistsError, "exists already", place / "w-1.safetensors"),
+            "device": (Path("/dev/full"), CheckpointError, "is a device", place / "here" / "full.safetensors"),
+            "folder": (place / "here", CheckpointError, "is a directory", place / "here" / "here.safetensors"),
+            "no permission": (Path("/proc/w.safetensors"), CheckpointError, "/proc", place / "here" / "w.safetensors"),
+        }[kind]
+        if comm.rank == 0 and kind == "file":
+            path.write_bytes(b"mine")
+        comm.barrier()
+        model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
+        with pytest.raises(error, match=said) as caught:
+            save_model(model, path, force=kind != "file")
+        assert str(caught.value).endswith(f"What was to be saved is in {found}")
+        assert not isinstance(caught.value, OutputExistsError) or path.read_bytes() == b"mine"
+        saved = load_file(found)
+        assert all(torch.equal(saved[name], value) for name, value in built.state_dict().items())
+
+    monkeypatch.chdir(Path())  # and back at the end
+    world(body)
+
+
+def test_where_nothing_can_be_written_all_ranks_hear_of_it(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = Network(0)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def body(comm: AbstractCommunicator) -> None:
+        place: Path = comm.bcast_object(folder)
+        model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
+        with pytest.raises(OSError, match=r"nothing could be saved, neither there nor .* No space left on device"):
+            save_model(model, place / "w.safetensors")
+
+    monkeypatch.setattr(tensors, "write_tensors", full)
     world(body)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from tatami.datasets.samples import Data, Samples
 from tatami.errors import InputError
@@ -24,6 +24,7 @@ class Batches:
     """
 
     def __init__(self, data: Data, *, batch_size: int, seed: int | None) -> None:
+        check_data(data)
         self._tensors = cast("tuple[torch.Tensor, torch.Tensor]", data) if _is_tensors(data) else None
         self._data = data
         self.num_samples = len(self._tensors[0]) if self._tensors is not None else len(data)
@@ -47,7 +48,7 @@ class Batches:
         """
         order = None
         if self._seed is not None:
-            order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(self._seed + number))
+            order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed((self._seed + number) % 2**64))
         for start in range(0, self.num_samples, self.batch_size):
             size = min(self.batch_size, self.num_samples - start)
             span = model.local_span(size)
@@ -68,5 +69,25 @@ class Batches:
         return x, y
 
 
-def _is_tensors(data: Data) -> bool:
+def check_data(data: object) -> None:
+    """
+    Raises:
+        InputError: neither two tensors nor a map-style data set.
+    """
+    if isinstance(data, DataLoader):
+        raise InputError(
+            "the Trainer cuts the batches itself, so that each rank reads its own part of them: give the data set "
+            "(loader.dataset) and batch_size in the place of a DataLoader"
+        )
+    if isinstance(data, IterableDataset) or not isinstance(data, Samples):
+        raise InputError(
+            f"data must be a pair of tensors (inputs, targets), or a data set with len() and [index], not a "
+            f"{type(data).__name__}: each rank reads its own samples of every batch"
+        )
+    if isinstance(data, tuple | list) and len(data) == 2 and not _is_tensors(data) and not isinstance(data[0], tuple | list):
+        kinds = ", ".join(type(part).__name__ for part in data)
+        raise InputError(f"data must be a pair of tensors (inputs, targets), not ({kinds}); see torch.as_tensor")
+
+
+def _is_tensors(data: object) -> bool:
     return isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, torch.Tensor) for part in data)

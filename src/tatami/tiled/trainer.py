@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -15,21 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tatami.checkpoints.tensors import write_tensors
 from tatami.clock import Clock, SystemClock
 from tatami.comm.base import AbstractRequest
 from tatami.datasets.samples import Data
 from tatami.errors import InputError, NotFiniteError
+from tatami.inputs import check_finite, check_seed
+from tatami.outputs import free_name
 from tatami.progress import NoProgress, Progress
 from tatami.records import Records
 from tatami.retiling import Retiler
-from tatami.tiled.batches import Batches
+from tatami.tiled.batches import Batches, check_data
 from tatami.tiled.model import Reduction, TiledModel
 from tatami.tiled.moving import check_optimizer
 from tatami.tiled.phases import IterationPhase
 from tatami.tiled.retiling import Check, Retiling
-from tatami.tiled.state import whole_state_dict
-from tatami.tiled.weights import load_model, save_model
+from tatami.tiled.weights import load_model, save_model, write_model
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,8 @@ class Trainer:
 
     Args:
         model: from `tatami.tile`.
-        optimizer: makes one from parameters: `functools.partial(torch.optim.SGD, lr=0.5)`. Must work element by element.
+        optimizer: makes one from parameters: `functools.partial(torch.optim.SGD, lr=0.5)`; or one of `model.parameters()`.
+            Must work element by element.
         loss: (output, target) -> scalar; its `reduction`, "mean" or "sum", is over the global batch.
         scheduler: makes a learning-rate scheduler from the optimizer; stepped after every epoch.
         retile: re-tile while training; None keeps the tiling.
@@ -78,7 +78,7 @@ class Trainer:
         self,
         model: TiledModel,
         *,
-        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | torch.optim.Optimizer,
         loss: Loss,
         scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
         retile: Retiler | None = None,
@@ -90,10 +90,12 @@ class Trainer:
         seed: int = 0,
         clock: Clock | None = None,
     ) -> None:
+        check_seed(seed)
         model.reduction = _reduction(loss, model.reduction)
         self.model = model
-        self.optimizer = optimizer(model.parameters())
+        self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(model.parameters())
         check_optimizer(self.optimizer)
+        _check_parameters(self.optimizer, model)
         self.loss = loss
         self._scheduler = scheduler(self.optimizer) if scheduler is not None else None
         self._retiling = Retiling(model, self.optimizer, retiler=retile) if retile is not None else None
@@ -139,9 +141,14 @@ class Trainer:
         """
         if epochs is None and iterations is None and stop_below is None:
             raise InputError("say when to stop: epochs, iterations or stop_below")
+        if stop_below is not None:
+            check_finite(stop_below, name="stop_below")
         for name, count in (("epochs", epochs), ("iterations", iterations)):
             if count is not None and count < 1:
                 raise InputError(f"{name} must be at least 1, not {count}")
+        for each in (data, validation):
+            if each is not None:
+                check_data(each)
         if validation is not None and _size(validation) == 0:
             raise InputError("the validation data set is empty")
         batches = Batches(data, batch_size=batch_size, seed=self._seed if shuffle and batch_size < _size(data) else None)
@@ -194,7 +201,11 @@ class Trainer:
         return {"loss": loss, **dict(zip(named, means[1:], strict=True))}
 
     def save(self, path: Path | str, *, force: bool = False) -> None:
-        """Write the ordinary state dict of the plain model as safetensors. Collective; see `tatami.tiled.weights`."""
+        """Write the ordinary state dict of the plain model as safetensors. Collective.
+
+        Where `path` exists and `force` is not given, that file is kept, the weights are written beside it under a free name,
+        and the error says where. See `tatami.tiled.save_model`.
+        """
         save_model(self.model, path, force=force)
 
     def load(self, path: Path | str) -> None:
@@ -270,12 +281,8 @@ class Trainer:
         if self._good and self._good_tilings is model.tilings:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._state().values()), list(self._good.values()))
-            free = _free_name(self._rescue_dir, f"last-good-{self._good_iteration:06d}") if model.comm.rank == 0 else None
-            path = model.comm.bcast_object(free)
-            state = whole_state_dict(model)
-            if model.comm.rank == 0:
-                write_tensors(path, state, force=False)
-            model.comm.barrier()  # an error that nobody catches ends all ranks: not before the file is there
+            path = free_name(self._rescue_dir / f"last-good-{self._good_iteration:06d}.safetensors")
+            path = write_model(model, path, force=False, strict=False)
             saved = f"the last good state, after iteration {self._good_iteration}, is in {path} and in the model"
         others = f" (and on ranks {sorted(bad)[1:]})" if len(bad) > 1 else ""
         raise NotFiniteError(
@@ -344,6 +351,21 @@ class Trainer:
         self._records.write("validation", iteration=self.iteration, values={"epoch": self.epoch, **values})
 
 
+def _check_parameters(optimizer: torch.optim.Optimizer, model: TiledModel) -> None:
+    """Refuse an optimizer of other parameters: it would change nothing of this model.
+
+    Raises:
+        InputError: it has parameters that are not the model's.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    num_other = sum(id(each) not in own for group in optimizer.param_groups for each in group["params"])
+    if num_other:
+        raise InputError(
+            f"the optimizer has {num_other} parameters that are not the tiled model's, which are new ones; make it from "
+            "model.parameters() after model = tatami.tile(...), or give what makes it: partial(torch.optim.SGD, lr=0.5)"
+        )
+
+
 def _reduction(loss: Loss, default: Reduction) -> Reduction:
     """What `loss` does with samples.
 
@@ -368,12 +390,6 @@ def _reduction(loss: Loss, default: Reduction) -> Reduction:
 def _setting(loss: Loss, name: str, default: Any = None) -> Any:
     """A setting of a loss: the attribute of a module, or a keyword that `functools.partial` has bound."""
     return loss.keywords.get(name, default) if isinstance(loss, functools.partial) else getattr(loss, name, default)
-
-
-def _free_name(folder: Path, stem: str) -> Path:
-    """A file that is not there yet: what an earlier run has rescued is not written over."""
-    names = (f"{stem}{f'-{number}' if number else ''}.safetensors" for number in itertools.count())
-    return next(path for path in (folder / name for name in names) if not path.exists())
 
 
 def _size(data: Data) -> int:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import nn
 
-from tatami.checkpoints.tensors import read_tensors, write_tensors
-from tatami.errors import CheckpointError, OutputExistsError
+from tatami.checkpoints.tensors import read_tensors, write_tensors_somewhere
+from tatami.errors import CheckpointError
 from tatami.tiled.model import TiledModel
 from tatami.tiled.state import load_whole_state_dict, mismatch, whole_state_dict
 
@@ -15,17 +15,32 @@ from tatami.tiled.state import load_whole_state_dict, mismatch, whole_state_dict
 def save_model(model: TiledModel, path: Path | str, *, force: bool = False) -> None:
     """Write the ordinary state dict of the plain model. Collective: rank 0 writes.
 
+    What was trained is not lost where `path` cannot be had: it is written elsewhere then, and the error says where. To hear of
+    it before training, call `tatami.outputs.check_output` there.
+
     Raises:
-        OutputExistsError: on every rank, if the file exists and `force` is not given.
+        OutputExistsError: on every rank, if the file exists and `force` is not given; the weights are beside it.
+        CheckpointError: on every rank, if it cannot be written; the weights are in this or the temporary folder.
+        OSError: on every rank, if there is no place for them there, either.
     """
-    path = Path(path)
-    exists = model.comm.bcast_object(path.exists() if model.comm.rank == 0 else None)
-    if exists and not force:
-        raise OutputExistsError(f"{path} exists already; choose another name, or overwrite it with force (--force)")
+    write_model(model, Path(path), force=force, strict=True)
+
+
+def write_model(model: TiledModel, path: Path, *, force: bool, strict: bool) -> Path:
+    """As `save_model`; returns the file. Without `strict`, one that is not `path` is no error."""
     state = whole_state_dict(model)
+    where = path
+    problem: Exception | None = None
     if model.comm.rank == 0:
-        write_tensors(path, state, force=True)
-    model.comm.barrier()
+        try:
+            where, problem = write_tensors_somewhere(path, state, force=force)
+        except OSError as error:
+            problem, strict = error, True
+    # All ranks wait until the file is there: an error that nothing catches ends them all.
+    where, problem, strict = model.comm.bcast_object((where, problem, strict))
+    if problem is not None and strict:
+        raise problem
+    return Path(where)
 
 
 def load_model(model: TiledModel, path: Path | str) -> None:
