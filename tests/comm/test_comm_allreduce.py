@@ -114,9 +114,9 @@ def test_after_close_there_is_nothing_to_run(world: World) -> None:
 @pytest.mark.ranks(3)
 def test_ranks_that_ask_for_different_things_are_named(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(InputError, match=r"rank 0 has sum of \(10,\) float32 by ring; rank 2 has sum of \(11,\) float32"):
+        with pytest.raises(InputError, match=r"rank 0 has size 10, rank 2 has size 11"):
             AllReduce(comm, size=11 if comm.rank == 2 else 10, algorithm="ring")
-        with pytest.raises(InputError, match=r"rank 0 has .*float32.*; rank 1 has .*float64"):
+        with pytest.raises(InputError, match=r"rank 0 has dtype torch.float32, rank 1 has dtype torch.float64"):
             AllReduce(comm, size=10, dtype=torch.float64 if comm.rank == 1 else torch.float32, algorithm="ring")
 
     world(body)
@@ -129,7 +129,7 @@ def test_debug_mode_compares_shapes_at_every_call(world: World, monkeypatch: pyt
     def body(comm: AbstractCommunicator) -> None:
         all_reduce(torch.ones(6), comm)
         all_reduce(torch.ones(2, 3), comm)
-        with pytest.raises(InputError, match=r"rank 0 has .*shape \(2, 3\); rank 1 has .*shape \(3, 2\)"):
+        with pytest.raises(InputError, match=r"rank 0 has shape \(2, 3\), rank 1 has shape \(3, 2\)"):
             all_reduce(torch.ones(2, 3) if comm.rank == 0 else torch.ones(3, 2), comm)
 
     world(body)

@@ -90,13 +90,40 @@ def test_more_ranks_than_samples_or_units(world: World) -> None:
 
 @pytest.mark.ranks(2, 3)
 def test_ranks_that_disagree(world: World) -> None:
-    refuses(world, PlanError, "same on all ranks", lambda comm: tile(mlp(), comm, batch_size=8 + comm.rank, speeds="equal"))
     refuses(
         world,
         PlanError,
-        "same on all ranks",
+        "rank 0 has batch_size 8, rank 1 has batch_size 9",
+        lambda comm: tile(mlp(), comm, batch_size=8 + comm.rank, speeds="equal"),
+    )
+    refuses(
+        world,
+        PlanError,
+        "rank 0 has speeds .*, rank 1 has speeds .*; all ranks must have the same",
         lambda comm: tile(mlp(), comm, batch_size=8, speeds=[1.0] * (comm.size - 1) + [2.0 + comm.rank]),
     )
+    refuses(
+        world,
+        InputError,
+        r"tatami.tile: rank 0 has 0.weight \(8, 4\) float32, rank 1 has 0.weight \(9, 4\) float32",
+        lambda comm: tile(
+            nn.Sequential(nn.Linear(4, 8 + comm.rank), nn.Tanh(), nn.Linear(8 + comm.rank, 2)),
+            comm,
+            batch_size=8,
+            speeds="equal",
+        ),
+    )
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_retiling_that_ranks_see_differently(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        model = laid(comm)
+        ranks = list(range(comm.size))
+        with pytest.raises(PlanError, match=r"a re-tiling: rank 0 has layout .*, rank 1 has layout"):
+            move(model, simple_layout(ranks if comm.rank == 0 else ranks[::-1]), optimizer=None)
+
+    world(body)
 
 
 @pytest.mark.ranks(1, 2)

@@ -40,8 +40,9 @@ from tatami.checkpoints.files import (
 )
 from tatami.checkpoints.replica_sets import parse_replica_sets, set_of
 from tatami.checkpoints.state_codec import State, decode, encode
+from tatami.comm.agreement import all_or_none, same_everywhere
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import CheckpointError, CommError, InputError
+from tatami.errors import CheckpointError, InputError
 from tatami.outputs import make_folder, write_bytes
 
 logger = logging.getLogger(__name__)
@@ -102,18 +103,14 @@ class MultiNodeCheckpoint:
         self._directory = Path(directory)
         self._copies, self._keep = copies, keep
         self._found: frozenset[int] = frozenset()
-        options = self._comm.allgather_object((replica_sets, copies, keep, self._directory))
-        for rank, (*theirs, _) in enumerate(options):
-            if theirs != list(options[0][:3]):
-                names = ("replica_sets", "copies", "keep")
-                name, other, first = next(each for each in zip(names, theirs, options[0], strict=False) if each[1] != each[2])
-                raise InputError(f"MultiNodeCheckpoint: rank {rank} has {name}={other!r}, rank 0 {first!r}; give all the same")
+        facts = {"replica_sets": replica_sets, "copies": copies, "keep": keep}
+        same_everywhere(self._comm, facts, where="MultiNodeCheckpoint")
         if not 0 <= copies < comm.size:
             raise InputError(f"copies={copies} for {comm.size} ranks; choose 0 to {comm.size - 1} other ranks to keep one")
         if keep < 1:
             raise InputError(f"keep must be at least 1, not {keep}")
         self._sets = parse_replica_sets(replica_sets, ranks=comm.size)
-        self._directories = [each[3] for each in options]
+        self._directories: list[Path] = self._comm.allgather_object(self._directory)
         self._comm.timeout_s = timeout_s
         self._together("checkpoints cannot be written", self._probe)
 
@@ -289,21 +286,8 @@ class MultiNodeCheckpoint:
 
     def _together(self, what: str, action: Callable[[], Result], *, step: int | None = None) -> Result:
         """Do it on all ranks; if it fails on one, all raise what happened there."""
-        result: Result | None = None
-        problem, cause = None, None
-        try:
-            result = action()
-        except CommError:
-            raise
-        except Exception as error:  # whatever it is, the other ranks wait to be told
-            problem = str(error) if isinstance(error, OSError | InputError) else f"{type(error).__name__}: {error}"
-            cause = error
-        problems = self._comm.allgather_object(problem)
-        if any(each is not None for each in problems):
-            head = f"the checkpoint of step {step} {what}" if step is not None else what
-            told = [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]
-            raise CheckpointError("\n  ".join([f"{head}:", *told])) from cause
-        return result  # type: ignore[return-value]
+        what = f"the checkpoint of step {step} {what}" if step is not None else what
+        return all_or_none(self._comm, action, what=what, error=CheckpointError)
 
     def _probe(self) -> None:
         make_folder(self._directory)

@@ -11,7 +11,7 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from types import TracebackType
 from typing import Self, TypeVar
@@ -19,6 +19,7 @@ from typing import Self, TypeVar
 import torch
 
 from tatami.collective import ALGORITHMS, Grid, Schedule, Sync, build
+from tatami.comm.agreement import same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.checked import DTYPES
 from tatami.comm.execute import Executor, Program
@@ -80,9 +81,6 @@ class Wish:
             raise InputError(f"all_reduce: {_name(self.dtype)} cannot travel as {_name(self.wire)}")
         if self.algorithm != AUTO and self.algorithm not in ALGORITHMS:
             raise InputError(f"there is no all-reduce {self.algorithm!r}; choose of: {AUTO}, {', '.join(ALGORITHMS)}")
-
-    def describe(self) -> str:
-        return f"{self.op.value} of ({self.size},) {_name(self.dtype)} by {self.algorithm}"
 
 
 class AllReduce:
@@ -264,18 +262,8 @@ def check_same(comm: AbstractCommunicator, wish: Wish, *, shape: tuple[int, ...]
     Raises:
         InputError: names the first rank that differs from rank 0, and what both ask for.
     """
-    if comm.size == 1:
-        return
-    given = comm.allgather_object((wish, shape))
-    for rank, other in enumerate(given):
-        if other != given[0]:
-            told = [
-                f"rank {each} has {asked.describe()}" + (f", shape {form}" if form is not None else "")
-                for each, (asked, form) in ((0, given[0]), (rank, other))
-            ]
-            raise InputError(
-                f"all_reduce on rank {comm.rank} of {comm.size}: {'; '.join(told)}. All ranks must ask for the same"
-            )
+    facts = {each.name: getattr(wish, each.name) for each in fields(wish)}
+    same_everywhere(comm, facts if shape is None else {"shape": shape, **facts}, where="all_reduce")
 
 
 _executors: weakref.WeakKeyDictionary[AbstractCommunicator, Executor] = weakref.WeakKeyDictionary()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tatami.cluster import Cluster, Processor
 from tatami.collective import ALGORITHMS, Fingerprint, TuningTable, build, price
+from tatami.comm.agreement import decided_on_root
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ScheduleError
 from tatami.outputs import write_text
@@ -66,12 +67,13 @@ def choose(comm: AbstractCommunicator, *, size: int, size_bytes: int, hosts: Seq
     if comm.size == 1 or size == 0:
         return "native" if not fixed_order else "ring"
     table = table_of(comm) if tuple(hosts) == comm.hosts else None
-    chosen: str | None = None
-    if comm.rank == 0:
+
+    def fastest() -> str:
         among = candidates(comm, hosts=hosts, fixed_order=fixed_order)
         chosen = table.choose(size_bytes, among=among) if table is not None else None
-        chosen = chosen or cheapest(among, size=size, size_bytes=size_bytes, hosts=hosts)
-    return str(comm.bcast_object(chosen))
+        return chosen or cheapest(among, size=size, size_bytes=size_bytes, hosts=hosts)
+
+    return decided_on_root(comm, fastest)
 
 
 def cheapest(among: Sequence[str], *, size: int, size_bytes: int, hosts: Sequence[str]) -> str:
@@ -106,7 +108,7 @@ def tuned_bucket_bytes(comm: AbstractCommunicator) -> int | None:
     Buckets of it are reduced as early as can be without wasting the links. The same on all ranks.
     """
     table = table_of(comm)
-    size_bytes = comm.bcast_object(table.efficient_bytes() if table is not None else None)
+    size_bytes = decided_on_root(comm, lambda: table.efficient_bytes() if table is not None else None)
     return None if size_bytes is None else min(max(size_bytes, LEAST_BUCKET_BYTES), LARGEST_BUCKET_BYTES)
 
 

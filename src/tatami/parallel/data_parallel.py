@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from tatami.comm.agreement import same_everywhere
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.reduction import FLOAT_DTYPES
 from tatami.comm.tuning import tuned_bucket_bytes
@@ -24,6 +25,7 @@ from tatami.errors import InputError, TrainingError
 from tatami.parallel.bucket_set import BucketSet
 from tatami.parallel.buckets import BUCKET_BYTES, lay_buckets
 from tatami.parallel.linear_gradients import LinearGradients
+from tatami.parallel.synchronizing import broadcast_model
 
 
 class DataParallel(nn.Module):
@@ -84,9 +86,15 @@ class DataParallel(nn.Module):
         private = comm.split(0)
         assert private is not None
         self._comm = private
-        _check_same(comm, module, options=(reduction, str(wire), double_buffering, algorithm, bucket_bytes))
-        for tensor in (*module.parameters(), *module.buffers()):
-            comm.bcast(tensor)
+        options = {
+            "reduction": reduction,
+            "wire": str(wire),
+            "double_buffering": double_buffering,
+            "algorithm": algorithm,
+            "bucket_bytes": bucket_bytes,
+        }
+        same_everywhere(comm, options, where="DataParallel")
+        broadcast_model(module, comm, where="DataParallel")
         self._reduction = reduction
         bucket_bytes = bucket_bytes or tuned_bucket_bytes(comm) or BUCKET_BYTES
         layouts = lay_buckets(self._parameters_here, bucket_bytes=bucket_bytes)
@@ -264,23 +272,3 @@ def _map_tensors(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
     if isinstance(output, dict):
         return type(output)((key, _map_tensors(each, change)) for key, each in output.items())
     return output
-
-
-def _check_same(comm: AbstractCommunicator, module: nn.Module, *, options: tuple[object, ...]) -> None:
-    """Whether all ranks have the same network. Collective.
-
-    Raises:
-        InputError: names the first rank that differs from rank 0, and in what.
-    """
-    mine = [f"options {options}"]
-    mine += [
-        f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}" for name, p in module.named_parameters()
-    ]
-    mine += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()]
-    given = comm.allgather_object(mine)
-    for rank, theirs in enumerate(given):
-        if theirs == given[0]:
-            continue
-        pairs = zip([*given[0], "nothing more"], [*theirs, "nothing more"], strict=False)
-        first, other = next((a, b) for a, b in pairs if a != b)
-        raise InputError(f"DataParallel: the networks differ: rank 0 has {first}, rank {rank} has {other}")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from tatami.comm.agreement import all_or_none
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import InputError, TrainingError
+from tatami.errors import InputError
 
 Batch = TypeVar("Batch")
 Local = TypeVar("Local")
@@ -16,6 +17,7 @@ Result = TypeVar("Result")
 
 BATCHES_A_ROUND = 8
 """How many results a rank gathers before it sends them."""
+FAILED = "the evaluation failed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ class MultiNodeEvaluator:
         Raises:
             TrainingError: on all ranks, if the evaluation of one failed; says which, and how.
         """
-        measured = together(self._evaluate, self._comm, what="the evaluation")
+        measured = all_or_none(self._comm, self._evaluate, what=FAILED)
         return weighted_means(measured, self._comm)
 
 
@@ -101,7 +103,7 @@ def gather_evaluation(
     mine = iter(batches)
     everything: list[list[Local]] = [[] for _ in range(comm.size)]
     while True:
-        part = together(lambda: [local(batch) for batch in islice(mine, BATCHES_A_ROUND)], comm, what="the evaluation")
+        part = all_or_none(comm, lambda: [local(batch) for batch in islice(mine, BATCHES_A_ROUND)], what=FAILED)
         gathered = comm.gather_object(part)
         for results, new in zip(everything, gathered or (), strict=False):
             results += new
@@ -109,25 +111,6 @@ def gather_evaluation(
             break
     longest = max(map(len, everything))
     in_turn = [results[index] for index in range(longest) for results in everything if index < len(results)]
-    result = together(lambda: aggregate(in_turn) if comm.rank == 0 else None, comm, what="aggregate")
+    result = all_or_none(comm, lambda: aggregate(in_turn) if comm.rank == 0 else None, what="aggregate failed")
     answer: Result = comm.bcast_object(result)
-    return answer
-
-
-def together(action: Callable[[], Result], comm: AbstractCommunicator, *, what: str) -> Result:
-    """Do it on all ranks; if it fails on one, all raise that.
-
-    Raises:
-        TrainingError: says on which rank, and how.
-    """
-    result: Any = None
-    problem, cause = None, None
-    try:
-        result = action()
-    except Exception as error:  # whatever it is, the other ranks wait to be told
-        problem, cause = f"{type(error).__name__}: {error}", error
-    for rank, each in enumerate(comm.allgather_object(problem)):
-        if each is not None:
-            raise TrainingError(f"{what} failed on rank {rank} of {comm.size}: {each}") from cause
-    answer: Result = result
     return answer

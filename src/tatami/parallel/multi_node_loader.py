@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from tatami.comm.agreement import decided_on_root
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.checked import DTYPES
 from tatami.errors import CommError, DataError
@@ -43,13 +44,7 @@ class MultiNodeLoader:
         private = comm.split(0)
         assert private is not None
         self._comm, self._root, self._loader = private, root, loader
-        problem = None
-        if comm.rank == root and not isinstance(loader, Iterable):
-            problem = f"MultiNodeLoader: rank {root} gave {loader!r}; it is the root, and draws the batches of all ranks"
-        problem = self._comm.bcast_object(problem, root=root)
-        if problem is not None:
-            raise DataError(problem)
-        self._length: int | None = self._comm.bcast_object(_length(loader) if comm.rank == root else None, root=root)
+        self._length = decided_on_root(self._comm, lambda: _length(loader, root), root=root)
         self.epoch = 0
 
     def __len__(self) -> int:
@@ -133,8 +128,10 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _length(loader: Any) -> int | None:
+def _length(loader: Any, root: int) -> int | None:
+    if not isinstance(loader, Iterable):
+        raise DataError(f"MultiNodeLoader: rank {root} gave {loader!r}; it is the root, and draws the batches of all ranks")
     try:
-        return len(loader)
+        return len(cast("Sized", loader))
     except TypeError:
         return None

@@ -175,7 +175,7 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
     def _add(self, parameters: Sequence[nn.Parameter]) -> None:
         known = sum(len(group.parameters) for group in self._groups)
         names = [self._names.get(id(each), f"parameter {number}") for number, each in enumerate(parameters, start=known)]
-        check_same_tensors(self._comm, names, parameters)
+        check_same_tensors(self._comm, dict(zip(names, parameters, strict=True)), where="MultiNodeOptimizer")
         for each in parameters:
             self._comm.bcast(each)
         self._groups.append(self._make(names, parameters))

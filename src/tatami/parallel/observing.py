@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tatami.comm.agreement import all_or_none
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
-from tatami.parallel.evaluating import together
 
 Aggregate = Callable[[Sequence[Sequence[float]]], float]
 """Of the values of each rank, in the order of the ranks; a rank's are in the order in which it observed them."""
@@ -72,4 +72,4 @@ def _aggregated(
     def all_names() -> dict[str, float]:
         return {name: aggregate([[values[name] for values in rank if name in values] for rank in told]) for name in names}
 
-    return together(all_names, comm, what="aggregate")
+    return all_or_none(comm, all_names, what="aggregate failed")

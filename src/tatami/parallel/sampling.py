@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.utils.data import Sampler
 
+from tatami.comm.agreement import same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.parallel.scattering import share_of
@@ -46,13 +47,10 @@ class SynchronizedSampler(Sampler[int]):
         """
         if share not in get_args(Share):
             raise InputError(f"there is no share {share!r}; choose of {', '.join(get_args(Share))}")
-        told = comm.allgather_object((len(data_source), share, shuffle, seed))
-        for rank, theirs in enumerate(told):
-            if theirs[:3] != told[0][:3]:
-                raise InputError(
-                    f"SynchronizedSampler: rank 0 has (length, share, shuffle) = {told[0][:3]}, rank {rank} has {theirs[:3]}"
-                )
-        self._num_samples, self._share, self._shuffle, self._seed = told[0]
+        facts = {"data_source of length": len(data_source), "share": share, "shuffle": shuffle}
+        same_everywhere(comm, facts, where="SynchronizedSampler")
+        self._num_samples, self._share, self._shuffle = len(data_source), share, shuffle
+        self._seed: int = comm.bcast_object(seed)
         self._rank, self._ranks = comm.rank, comm.size
         self.epoch = 0
         self._position = 0

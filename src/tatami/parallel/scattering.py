@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from tatami.comm.agreement import decided_on_root
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import DataError, InputError
 
@@ -74,9 +75,13 @@ def scatter_index(
     Raises:
         InputError: on all ranks, if `root` has no number of samples.
     """
-    total = comm.bcast_object(num_samples if comm.rank == root else None, root=root)
-    if total is None:
-        raise InputError(f"scatter_index: rank {root} gave no number of samples; it is the root")
+
+    def number() -> int:
+        if num_samples is None:
+            raise InputError(f"scatter_index: rank {root} gave no number of samples; it is the root")
+        return num_samples
+
+    total = decided_on_root(comm, number, root=root)
     return share_of(total, rank=comm.rank, ranks=comm.size, equal=force_equal_length)
 
 
@@ -107,9 +112,7 @@ def scatter_dataset(
         DataError: on all ranks: no data set of known length on `root`, or one that cannot be sent.
         CommTimeoutError, RankDiedError: a rank did not come.
     """
-    total = comm.bcast_object(_length(dataset) if comm.rank == root else None, root=root)
-    if isinstance(total, str):
-        raise DataError(f"scatter_dataset: rank {root} gave {total}; it is the root and needs a data set with len()")
+    total = decided_on_root(comm, lambda: _length(dataset, root), root=root)
     order: Sequence[int] = range(total)
     if shuffle:
         generator = torch.Generator().manual_seed(comm.bcast_object(seed, root=root))
@@ -131,9 +134,12 @@ def scatter_dataset(
             except Exception as error:  # whatever the data set raises, the other ranks wait to be told
                 problem = f"the {type(dataset).__name__} can not be sent to rank {rank}: {type(error).__name__}: {error}"
             comm.send_object(payload, rank)
-    problem = comm.bcast_object(problem, root=root)
-    if problem is not None:
-        raise DataError(f"scatter_dataset: {problem}. Give each rank the data set, and cut it with scatter_index")
+
+    def check() -> None:
+        if problem is not None:
+            raise DataError(f"scatter_dataset: {problem}. Give each rank the data set, and cut it with scatter_index")
+
+    decided_on_root(comm, check, root=root)
     return Portion(items, indices=mine, num_samples=total)
 
 
@@ -142,11 +148,12 @@ def create_empty_dataset(dataset: Any) -> list[tuple[()]]:
     return [()] * len(dataset)
 
 
-def _length(dataset: Any) -> int | str:
+def _length(dataset: Any, root: int) -> int:
     try:
         return len(dataset)
     except TypeError:
-        return f"a {type(dataset).__name__}" if dataset is not None else "None"
+        given = f"a {type(dataset).__name__}" if dataset is not None else "None"
+        raise DataError(f"scatter_dataset: rank {root} gave {given}; it is the root and needs a data set with len()") from None
 
 
 def _part(dataset: Any, indices: Sequence[int]) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from tatami.comm.agreement import problems_of, same_everywhere
 from tatami.comm.allreduce import AUTO, all_reduce
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, NotFiniteError
@@ -16,15 +17,20 @@ from tatami.errors import InputError, NotFiniteError
 _LAZY = (UninitializedParameter, UninitializedBuffer)
 
 
-def broadcast_model(model: nn.Module, comm: AbstractCommunicator, *, root: int = 0) -> None:
+def broadcast_model(model: nn.Module, comm: AbstractCommunicator, *, root: int = 0, where: str = "broadcast_model") -> None:
     """Parameters and buffers of `root` become everyone's. Collective.
+
+    Args:
+        model: the same network on all ranks.
+        comm: the ranks.
+        root: whose values count.
+        where: the operation that needs it, for messages.
 
     Raises:
         InputError: the networks differ in more than values (says where); a lazy layer that has no shape yet.
     """
-    named = [*model.named_parameters(), *model.named_buffers()]
-    check_same_tensors(comm, [name for name, _ in named], [tensor for _, tensor in named])
-    for _, tensor in named:
+    check_same_tensors(comm, {**dict(model.named_parameters()), **dict(model.named_buffers())}, where=where)
+    for tensor in (*model.parameters(), *model.buffers()):
         comm.bcast(tensor, root=root)
 
 
@@ -64,27 +70,21 @@ def average_buffers(model: nn.Module, comm: AbstractCommunicator) -> None:
             buffer.div_(comm.size)
 
 
-def check_same_tensors(comm: AbstractCommunicator, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+def check_same_tensors(comm: AbstractCommunicator, tensors: Mapping[str, torch.Tensor], *, where: str) -> None:
     """Whether all ranks have the same tensors, but for their values. Collective.
 
     Raises:
         InputError: names the first rank that differs from rank 0, and in what; a parameter that has no shape yet.
     """
-    mine = [
-        f"{name}, which has no shape yet"
-        if isinstance(tensor, UninitializedParameter | UninitializedBuffer)
-        else _described(name, tensor)
-        for name, tensor in zip(names, tensors, strict=True)
-    ]
-    given = comm.allgather_object(mine)
-    for rank, theirs in enumerate(given):
-        if theirs != given[0]:
-            pairs = zip([*given[0], "nothing more"], [*theirs, "nothing more"], strict=False)
-            first, other = next((one, two) for one, two in pairs if one != two)
-            raise InputError(f"the networks differ: rank 0 has {first}, rank {rank} has {other}")
-    for name, tensor in zip(names, tensors, strict=True):
+    same_everywhere(comm, tensor_facts(tensors), where=where)
+    for name, tensor in tensors.items():
         if isinstance(tensor, _LAZY):
             raise InputError(f"{name} belongs to a lazy layer and has no shape yet; run one forward pass on all ranks first")
+
+
+def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """What ranks compare of their parameters and buffers: shape, dtype, and whether a parameter is trained."""
+    return {name: _described(tensor) for name, tensor in tensors.items()}
 
 
 def check_finite(comm: AbstractCommunicator, names: Sequence[str], parameters: Sequence[nn.Parameter], *, step: int) -> None:
@@ -95,17 +95,17 @@ def check_finite(comm: AbstractCommunicator, names: Sequence[str], parameters: S
     """
     pairs = zip(names, parameters, strict=True)
     bad = next((name for name, each in pairs if each.grad is not None and not bool(each.grad.isfinite().all())), None)
-    for rank, name in enumerate(comm.allgather_object(bad)):
-        if name is not None:
-            raise NotFiniteError(
-                f"the gradient of {name} on rank {rank} of {comm.size} is not finite in step {step}: the weights would diverge "
-                "on all ranks. Look for bad samples there, lower the learning rate, or clip gradients",
-                rank=rank,
-                iteration=step,
-            )
+    for rank, name in problems_of(comm, bad).items():
+        raise NotFiniteError(
+            f"the gradient of {name} on rank {rank} of {comm.size} is not finite in step {step}: the weights would diverge "
+            "on all ranks. Look for bad samples there, lower the learning rate, or clip gradients",
+            rank=rank,
+            iteration=step,
+        )
 
 
-def _described(name: str, tensor: torch.Tensor) -> str:
+def _described(tensor: torch.Tensor) -> str:
     if isinstance(tensor, _LAZY):
-        return f"{name}, which has no shape yet"
-    return f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        return "without a shape"
+    frozen = " frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{frozen}"

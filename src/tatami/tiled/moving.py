@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tatami.errors import ModelError
+from tatami.comm.agreement import same_everywhere
+from tatami.errors import ModelError, PlanError
 from tatami.retiling.moves import Move, moves
 from tatami.tiled.model import TiledModel
 from tatami.tiled.rows import Rows
@@ -64,8 +65,9 @@ def move(
         companions: more tensors, each shaped like a parameter, that go where its rows go; for the same parameters on all ranks.
 
     Raises:
-        PlanError: the layout names processors that no rank runs on.
+        PlanError: the layout names processors that no rank runs on, or differs between ranks.
     """
+    same_everywhere(model.comm, {"layout": layout}, where="a re-tiling", error=PlanError)
     placement = model._place(layout)
     before, after = model.tilings, placement.tilings
     plans = [moves(old, new) for old, new in zip(before, after, strict=True)]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from tatami.comm.agreement import decided_on_root
 from tatami.errors import CheckpointError
 from tatami.tiled.model import TiledModel
 from tatami.tiled.rows import Rows
@@ -39,9 +40,7 @@ def load_whole_state_dict(model: TiledModel, state: Mapping[str, torch.Tensor] |
         CheckpointError: on every rank, and before anything is changed: tensors that are missing, unknown, or of another shape.
     """
     expected = whole_shapes(model)
-    problem = model.comm.bcast_object(mismatch(expected, state or {}) if model.comm.rank == root else None, root=root)
-    if problem is not None:
-        raise CheckpointError(problem)
+    decided_on_root(model.comm, lambda: check_state(expected, state or {}), root=root)
     sliced = _sliced(model)
     own = model.module.state_dict()
     with torch.no_grad():
@@ -103,8 +102,12 @@ def _gather(model: TiledModel, mine: Rows, *, pair: int, root: int) -> torch.Ten
     return whole.tensor
 
 
-def mismatch(expected: Mapping[str, torch.Size], state: Mapping[str, torch.Tensor]) -> str | None:
-    """What keeps `state` from being a network with these shapes: every tensor, with its shapes; None where nothing does."""
+def check_state(expected: Mapping[str, torch.Size], state: Mapping[str, torch.Tensor]) -> None:
+    """Whether `state` is that of a network with these shapes.
+
+    Raises:
+        CheckpointError: it is not: names every tensor that is missing, unknown, or of another shape.
+    """
     problems = [f"{name} is missing" for name in expected if name not in state]
     problems += [f"{name} {tuple(state[name].shape)} is not known here" for name in state if name not in expected]
     problems += [
@@ -112,6 +115,5 @@ def mismatch(expected: Mapping[str, torch.Size], state: Mapping[str, torch.Tenso
         for name, shape in expected.items()
         if name in state and state[name].shape != shape
     ]
-    if not problems:
-        return None
-    return "these weights are of another network:\n  " + "\n  ".join(problems)
+    if problems:
+        raise CheckpointError("these weights are of another network:\n  " + "\n  ".join(problems))

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import nn
 
 from tatami.clock import NO_PACE, Clock, Pace
 from tatami.cluster import Cluster
+from tatami.comm.agreement import decided_on_root, same_everywhere
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import InputError, PlanError, TatamiError
+from tatami.errors import InputError, PlanError
+from tatami.parallel.synchronizing import broadcast_model
 from tatami.tiled.describe import find_pairs, workload_of
 from tatami.tiled.measure import measure_speeds
 from tatami.tiled.model import REDUCTIONS, Reduction, TiledModel
 from tatami.tiled.phases import Phases
 from tatami.tiling import Layout, Plan, plan
 from tatami.tiling.cost import AbstractCost
-
-Decided = TypeVar("Decided")
 
 
 def tile(
@@ -58,31 +58,32 @@ def tile(
 
     Raises:
         ModelError: no pair to tile, or a layer that a tiled run could not compute exactly.
-        PlanError: speeds that cannot be, or more ranks than samples or units.
+        PlanError: speeds that cannot be, more ranks than samples or units, or settings that differ between ranks.
+        InputError: networks that differ between ranks in more than values.
     """
     if reduction not in REDUCTIONS:
         raise InputError(f"reduction must be 'mean' or 'sum', as the loss function's own, not {reduction!r}")
     cluster = _given(speeds, comm)
+    facts = {"batch_size": batch_size, "planner": planner, "reduction": reduction, "speeds": cluster, "layout": layout}
+    same_everywhere(comm, facts, where="tatami.tile", error=PlanError)
+    whole = copy.deepcopy(model)
+    broadcast_model(whole, comm, where="tatami.tile")
     comm.barrier()  # torch.fx patches nn.Module for the whole process while it traces, and ranks may be threads of one process
-    pairs = _of_rank_0(comm, lambda: find_pairs(model))
-    workload = workload_of(model, pairs, samples=batch_size)
-    same = (workload, planner, reduction, cluster, layout)
-    _same_everywhere(comm, same, "the model, the batch size, the planner, the reduction, the speeds and the layout")
-    model = copy.deepcopy(model)
-    _broadcast(model, comm)
+    pairs = decided_on_root(comm, lambda: find_pairs(whole))
+    workload = workload_of(whole, pairs, samples=batch_size)
     if cluster is None:
-        dtype = model.get_parameter(f"{pairs[0].first}.weight").dtype
+        dtype = whole.get_parameter(f"{pairs[0].first}.weight").dtype
         measured = measure_speeds(workload, comm, dtype=dtype, clock=clock, pace=pace)
         cluster = Cluster.from_speeds([speed.flop_per_s for speed in measured])
     if layout is None:
-        planned = _of_rank_0(comm, functools.partial(plan, planner, cluster=cluster, workload=workload, cost=cost))
+        planned = decided_on_root(comm, functools.partial(plan, planner, cluster=cluster, workload=workload, cost=cost))
         layout = planned.layout
         if comm.rank == 0 and not quiet:
             print(_told(planned), flush=True)
     generator = torch.Generator()
     generator.set_state(comm.bcast_object(torch.get_rng_state()))
     return TiledModel(
-        model,
+        whole,
         comm,
         pairs=pairs,
         layout=layout,
@@ -107,22 +108,6 @@ def _given(speeds: Cluster | Sequence[float] | str, comm: AbstractCommunicator) 
     return cluster
 
 
-def _of_rank_0(comm: AbstractCommunicator, decide: Callable[[], Decided]) -> Decided:
-    """What rank 0 decides, alone, for all ranks; what it refuses, all refuse, and what it warns of is said once."""
-    decided: Decided | None = None
-    refused: TatamiError | None = None
-    if comm.rank == 0:
-        try:
-            decided = decide()
-        except TatamiError as error:
-            refused = error
-    decided, refused = comm.bcast_object((decided, refused))
-    if refused is not None:
-        raise refused
-    assert decided is not None
-    return decided
-
-
 def _told(planned: Plan) -> str:
     """The tiling in one line, with the share of the processors' speed that it is predicted to use."""
     columns = " | ".join(" ".join(column.processors) for column in planned.layout.columns)
@@ -132,17 +117,3 @@ def _told(planned: Plan) -> str:
         f"tatami: {planned.planner} lays {planned.tiling.samples} samples x {planned.tiling.units} units as [{columns}], "
         f"samples {widths}; predicted efficiency {1 / (1 + planned.gap):.0%}{left_out}"
     )
-
-
-def _broadcast(model: nn.Module, comm: AbstractCommunicator) -> None:
-    """Parameters and buffers of rank 0 for everyone, so that all begin alike whatever their seeds."""
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            comm.bcast(tensor)
-
-
-def _same_everywhere(comm: AbstractCommunicator, value: object, what: str) -> None:
-    values = comm.allgather_object(value)
-    for rank, other in enumerate(values):
-        if other != values[0]:
-            raise PlanError(f"{what} must be the same on all ranks; rank 0 has {values[0]}, rank {rank} has {other}")

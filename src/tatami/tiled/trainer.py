@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tatami.clock import Clock, SystemClock
+from tatami.comm.agreement import problems_of
 from tatami.comm.base import AbstractRequest
 from tatami.datasets.samples import Data
 from tatami.errors import InputError, NotFiniteError
@@ -275,7 +276,7 @@ class Trainer:
         """The loss is not finite: save the last parameters whose loss was, and say where it happened."""
         model = self.model
         iteration = self.iteration + 1
-        bad = {rank: value for rank, value in enumerate(model.comm.allgather_object(local_loss)) if not math.isfinite(value)}
+        bad = problems_of(model.comm, None if math.isfinite(local_loss) else local_loss)
         rank, value = next(iter(bad.items()))
         saved = "there was no good state yet to save"
         if self._good and self._good_tilings is model.tilings:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from tatami.checkpoints.tensors import read_tensors, write_tensors_somewhere
+from tatami.comm.agreement import decided_on_root
 from tatami.errors import CheckpointError
 from tatami.tiled.model import TiledModel
-from tatami.tiled.state import load_whole_state_dict, mismatch, whole_state_dict
+from tatami.tiled.state import check_state, load_whole_state_dict, whole_state_dict
 
 
 def save_model(model: TiledModel, path: Path | str, *, force: bool = False) -> None:
@@ -29,18 +31,15 @@ def save_model(model: TiledModel, path: Path | str, *, force: bool = False) -> N
 def write_model(model: TiledModel, path: Path, *, force: bool, strict: bool) -> Path:
     """As `save_model`; returns the file. Without `strict`, one that is not `path` is no error."""
     state = whole_state_dict(model)
-    where = path
-    problem: Exception | None = None
-    if model.comm.rank == 0:
-        try:
-            where, problem = write_tensors_somewhere(path, state, force=force)
-        except OSError as error:
-            problem, strict = error, True
+
+    def write() -> Path:
+        where, problem = write_tensors_somewhere(path, state, force=force)
+        if problem is not None and strict:
+            raise problem
+        return where
+
     # All ranks wait until the file is there: an error that nothing catches ends them all.
-    where, problem, strict = model.comm.bcast_object((where, problem, strict))
-    if problem is not None and strict:
-        raise problem
-    return Path(where)
+    return decided_on_root(model.comm, write)
 
 
 def load_model(model: TiledModel, path: Path | str) -> None:
@@ -50,15 +49,8 @@ def load_model(model: TiledModel, path: Path | str) -> None:
         CheckpointError: on every rank, before anything is changed: no such file, damaged, or of another network (says which
             tensors, which shapes).
     """
-    state, problem = None, None
-    if model.comm.rank == 0:
-        try:
-            state = read_tensors(path)
-        except CheckpointError as error:
-            problem = str(error)
-    problem = model.comm.bcast_object(problem)
-    if problem is not None:
-        raise CheckpointError(problem)
+    state: dict[str, torch.Tensor] = {}
+    decided_on_root(model.comm, lambda: state.update(read_tensors(path)))
     try:
         load_whole_state_dict(model, state)
     except CheckpointError as error:
@@ -72,6 +64,8 @@ def check_weights(model: nn.Module, path: Path | str) -> None:
         CheckpointError: as `load_model`.
     """
     shapes = {name: value.shape for name, value in model.state_dict().items()}
-    problem = mismatch(shapes, read_tensors(path))
-    if problem is not None:
-        raise CheckpointError(f"{path}: {problem}")
+    state = read_tensors(path)
+    try:
+        check_state(shapes, state)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error

@@ -1,0 +1,120 @@
+"""Agreement between ranks: the same everywhere; decided on the root; all or none.
+
+What one rank alone finds wrong, all ranks must hear of, or the others wait for it until their timeouts. Each function here is
+collective, moves one small object for each rank, and raises on all ranks or on none.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
+from typing import TypeVar
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import CommError, InputError, TatamiError, TrainingError
+
+Result = TypeVar("Result")
+Problem = TypeVar("Problem")
+
+
+def same_everywhere(
+    comm: AbstractCommunicator, facts: Mapping[str, object], *, where: str, error: type[InputError] = InputError
+) -> None:
+    """Refuse facts that differ between ranks. Collective.
+
+    Args:
+        comm: the ranks.
+        facts: by name; their order counts as well. Two values are the same where `==` says so after they were pickled.
+        where: the operation that needs them, for the message.
+        error: what to raise.
+
+    Raises:
+        InputError: or `error`, on all ranks: names the first rank that differs from rank 0, and the first fact that does.
+    """
+    if comm.size == 1:
+        return
+    first, *others = comm.allgather_object(list(facts.items()))
+    for rank, theirs in enumerate(others, start=1):
+        if theirs != first:
+            one, other = next(pair for pair in zip_longest(first, theirs) if pair[0] != pair[1])
+            raise error(f"{where}: rank 0 has {_told(one)}, rank {rank} has {_told(other)}; all ranks must have the same")
+
+
+def decided_on_root(comm: AbstractCommunicator, decide: Callable[[], Result], *, root: int = 0) -> Result:
+    """What `decide` returns on `root`, on all ranks; it is not called on the others. Collective.
+
+    Raises:
+        TatamiError, OSError: on all ranks, what `decide` raised on `root`.
+        TrainingError: on the other ranks, where that was another error; says which. The root raises the error itself.
+    """
+    decided, refused = None, None
+    if comm.rank == root:
+        try:
+            decided = decide()
+        except CommError:
+            raise  # the ranks can no longer tell each other anything
+        except Exception as error:
+            refused = error
+    told, decision = comm.bcast_object((refused and _portable(refused, root), decided), root=root)
+    if refused is not None:
+        raise refused
+    if told is not None:
+        raise told
+    result: Result = decision
+    return result
+
+
+def all_or_none(
+    comm: AbstractCommunicator, action: Callable[[], Result], *, what: str, error: type[TatamiError] = TrainingError
+) -> Result:
+    """What `action` returns on this rank, if it succeeds on all ranks. Collective.
+
+    Args:
+        comm: the ranks.
+        action: what each rank does.
+        what: what has happened where it fails, as in "the file could not be written".
+        error: what to raise.
+
+    Raises:
+        TrainingError: or `error`, on all ranks: names every rank on which `action` failed, and why.
+        CommError: of `action`, on this rank alone: the ranks can no longer tell each other anything.
+    """
+    result: Result | None = None
+    problem, cause = None, None
+    try:
+        result = action()
+    except CommError:
+        raise
+    except Exception as raised:
+        problem, cause = _described(raised), raised
+    problems = problems_of(comm, problem)
+    if problems:
+        told = "\n  ".join(f"on rank {rank} of {comm.size}: {each}" for rank, each in problems.items())
+        raise error(f"{what} {told}") from cause
+    return result  # type: ignore[return-value]
+
+
+def problems_of(comm: AbstractCommunicator, problem: Problem | None) -> dict[int, Problem]:
+    """By rank, the problem of each rank that has one; the same on all ranks. Collective."""
+    return {rank: each for rank, each in enumerate(comm.allgather_object(problem)) if each is not None}
+
+
+def _told(fact: tuple[str, object] | None) -> str:
+    return "nothing more" if fact is None else f"{fact[0]} {fact[1]}"
+
+
+def _described(error: Exception) -> str:
+    """Errors of Tatami's and of the operating system say what they are; of others, the class says more than the text."""
+    return str(error) if isinstance(error, TatamiError | OSError) else f"{type(error).__name__}: {error}"
+
+
+def _portable(error: Exception, rank: int) -> Exception:
+    """`error` as other ranks can raise it."""
+    if isinstance(error, TatamiError | OSError):
+        try:
+            if type(pickle.loads(pickle.dumps(error))) is type(error):
+                return error
+        except TypeError:  # a constructor that needs more than the message
+            pass
+    return TrainingError(f"rank {rank}: {_described(error)}")
