@@ -1,4 +1,4 @@
-"""`all_reduce` and `AllReduce`: what they stage, keep, choose and refuse."""
+"""`tuned_allreduce` and `AllReduce`: what they stage, keep, choose and refuse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from tatami.collective import ALGORITHMS
 from tatami.comm import run_threads
-from tatami.comm.allreduce import CACHED, DEBUG_VARIABLE, AllReduce, all_reduce, release
+from tatami.comm.allreduce import CACHED, DEBUG_VARIABLE, AllReduce, release, tuned_allreduce
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import ThreadCommunicator
 from tatami.errors import ClosedError, CommTimeoutError, InputError, RankDiedError, ScheduleError
@@ -23,10 +23,10 @@ def test_tensors_of_any_strides_are_reduced_in_place(world: World) -> None:
         for _ in range(2):
             mine = tensor.clone(memory_format=torch.preserve_format)
             view = torch.zeros(4, 3)[::2].copy_(mine)
-            all_reduce(view, comm)
+            tuned_allreduce(view, comm)
             assert torch.equal(view, comm.size * tensor)
         scalar = torch.tensor(2.5, requires_grad=True)
-        all_reduce(scalar, comm, op="mean")
+        tuned_allreduce(scalar, comm, op="mean")
         assert scalar.item() == 2.5
 
     world(body)
@@ -37,7 +37,7 @@ def test_truths_are_reduced_by_or(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         for algorithm in ALGORITHMS:
             truths = torch.tensor([False, comm.rank == 0, comm.rank == 1, True])
-            all_reduce(truths, comm, algorithm=algorithm)
+            tuned_allreduce(truths, comm, algorithm=algorithm)
             assert truths.tolist() == [False, True, True, True], algorithm
 
     world(body)
@@ -48,7 +48,7 @@ def test_the_plan_of_a_size_is_kept_and_the_oldest_goes(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         for size in (*range(1, CACHED + 4), 1, 2):
             tensor = torch.ones(size)
-            all_reduce(tensor, comm, algorithm="ring")
+            tuned_allreduce(tensor, comm, algorithm="ring")
             assert tensor.tolist() == [2.0] * size
 
     world(body)
@@ -61,7 +61,7 @@ def test_what_is_kept_for_a_communicator_can_be_given_back(world: World) -> None
         assert part is not None
         for _ in range(2):
             tensor = torch.ones(3)
-            all_reduce(tensor, part)
+            tuned_allreduce(tensor, part)
             assert tensor.tolist() == [comm.size] * 3
             release(part)
         release(part)
@@ -127,10 +127,10 @@ def test_debug_mode_compares_shapes_at_every_call(world: World, monkeypatch: pyt
     monkeypatch.setenv(DEBUG_VARIABLE, "1")
 
     def body(comm: AbstractCommunicator) -> None:
-        all_reduce(torch.ones(6), comm)
-        all_reduce(torch.ones(2, 3), comm)
+        tuned_allreduce(torch.ones(6), comm)
+        tuned_allreduce(torch.ones(2, 3), comm)
         with pytest.raises(InputError, match=r"rank 0 has shape \(2, 3\), rank 1 has shape \(3, 2\)"):
-            all_reduce(torch.ones(2, 3) if comm.rank == 0 else torch.ones(3, 2), comm)
+            tuned_allreduce(torch.ones(2, 3) if comm.rank == 0 else torch.ones(3, 2), comm)
 
     world(body)
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_is_refused(world: World) -> None:
         with pytest.raises(InputError, match="no reduction 'product'; choose of 'sum', 'mean', 'max', 'min'"):
             AllReduce(comm, size=10, op="product")
         with pytest.raises(InputError, match="no sync 'wait'"):
-            all_reduce(torch.ones(3), comm, sync="wait")
+            tuned_allreduce(torch.ones(3), comm, sync="wait")
         with pytest.raises(InputError, match="mean of int64"):
             AllReduce(comm, size=10, dtype=torch.int64, op="mean")
         with pytest.raises(InputError, match="complex64"):

@@ -129,7 +129,7 @@ def _check(name: str, tensor: torch.Tensor, run: Callable[[], object], comm: Abs
 
 
 def _told(reduce: AllReduce) -> str:
-    return reduce.algorithm + (f"+{reduce.wish.across}" if reduce.algorithm == "hierarchical" else "")
+    return reduce.algorithm + (f"+{reduce.spec.across}" if reduce.algorithm == "hierarchical" else "")
 
 
 def _mpi(comm: AbstractCommunicator, tensor: torch.Tensor) -> Callable[[], object]:

@@ -1,6 +1,6 @@
 """Moving bytes between ranks: what a communicator is, its backends, and how ranks are found and started."""
 
-from tatami.comm.allreduce import AllReduce, all_reduce, release
+from tatami.comm.allreduce import AllReduce, release, tuned_allreduce
 from tatami.comm.base import AbstractCommunicator, AbstractRequest, Op
 from tatami.comm.detect import BACKENDS, init
 from tatami.comm.launch import run
@@ -19,9 +19,9 @@ __all__ = [
     "Recording",
     "Reduction",
     "WrappedCommunicator",
-    "all_reduce",
     "init",
     "release",
     "run",
     "run_threads",
+    "tuned_allreduce",
 ]

@@ -1,4 +1,4 @@
-"""All-reduce with a chosen algorithm: `AllReduce` where the same one is repeated, `all_reduce` for any tensor at any time.
+"""All-reduce with a chosen algorithm: `AllReduce` where the same one is repeated, `tuned_allreduce` for any tensor at any time.
 
 reduce = AllReduce(comm, size=25_000_000)          # windows, buffers and plan are made once
 reduce.buffer.copy_(gradient)                      # better: compute the gradient in the buffer
@@ -32,11 +32,11 @@ Choice = TypeVar("Choice", bound=Enum)
 AUTO = "auto"
 DEBUG_VARIABLE = "TATAMI_DEBUG"
 CACHED = 32
-"""How many plans `all_reduce` keeps for each communicator; the one that was not used for longest goes first."""
+"""How many plans `tuned_allreduce` keeps for each communicator; the one that was not used for longest goes first."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class AllReduceSpec:
     """What is to be reduced, and how: the same on all ranks.
 
     Attributes:
@@ -65,20 +65,20 @@ class Wish:
     def check(self) -> None:
         """
         Raises:
-            InputError: a size, dtype, operation or algorithm that cannot be.
+            InputError: a size, dtype, operation or algorithm that does not exist, or that do not fit each other.
         """
         if self.size < 0:
             raise InputError(f"an all-reduce is over 0 or more elements, not {self.size}")
         for dtype in (self.dtype, self.wire or self.dtype):
             if dtype not in DTYPES:
                 names = ", ".join(_name(each) for each in DTYPES)
-                raise InputError(f"all_reduce: {dtype} is not reduced between ranks; convert it to one of: {names}")
+                raise InputError(f"all-reduce: {dtype} is not reduced between ranks; convert it to one of: {names}")
         if self.op is Reduction.MEAN and self.dtype not in FLOAT_DTYPES:
             raise InputError(
-                f"all_reduce: the mean of {_name(self.dtype)} is no {_name(self.dtype)}; take the sum, or convert to float"
+                f"all-reduce: the mean of {_name(self.dtype)} is no {_name(self.dtype)}; take the sum, or convert to float"
             )
         if self.wire is not None and (self.wire not in FLOAT_DTYPES) != (self.dtype not in FLOAT_DTYPES):
-            raise InputError(f"all_reduce: {_name(self.dtype)} cannot travel as {_name(self.wire)}")
+            raise InputError(f"all-reduce: {_name(self.dtype)} cannot travel as {_name(self.wire)}")
         if self.algorithm != AUTO and self.algorithm not in ALGORITHMS:
             raise InputError(f"there is no all-reduce {self.algorithm!r}; choose of: {AUTO}, {', '.join(ALGORITHMS)}")
 
@@ -107,13 +107,13 @@ class AllReduce:
         wire: torch.dtype | None = None,
         hosts: Sequence[str] | None = None,
     ) -> None:
-        """For the arguments see `Wish`; `hosts` groups ranks otherwise than by their hosts, for tries on one machine.
+        """For the arguments see `AllReduceSpec`; `hosts` groups ranks otherwise than by their hosts, for tries on one machine.
 
         Raises:
             InputError: what cannot be; ranks that ask for different things, with both of them; a backend without windows.
             ScheduleError: M x N is not the number of ranks; no fixed order to be had; ranks of `shared` on several hosts.
         """
-        wish = Wish(
+        spec = AllReduceSpec(
             size=size,
             dtype=dtype,
             op=_one_of(Reduction, op),
@@ -124,54 +124,54 @@ class AllReduce:
             fixed_order=fixed_order,
             wire=wire,
         )
-        self._make(comm, wish, hosts=hosts)
+        self._make(comm, spec, hosts=hosts)
 
     @classmethod
-    def of(cls, comm: AbstractCommunicator, wish: Wish, *, hosts: Sequence[str] | None = None) -> Self:
-        """From a `Wish`."""
+    def of(cls, comm: AbstractCommunicator, spec: AllReduceSpec, *, hosts: Sequence[str] | None = None) -> Self:
+        """From a `AllReduceSpec`."""
         made = cls.__new__(cls)
-        made._make(comm, wish, hosts=hosts)
+        made._make(comm, spec, hosts=hosts)
         return made
 
-    def _make(self, comm: AbstractCommunicator, wish: Wish, *, hosts: Sequence[str] | None) -> None:
+    def _make(self, comm: AbstractCommunicator, spec: AllReduceSpec, *, hosts: Sequence[str] | None) -> None:
         problem: Exception | None = None
         try:
-            wish.check()
+            spec.check()
         except InputError as error:
             problem = error
-        check_same(comm, wish)
+        check_same(comm, spec)
         if problem is not None:
             raise problem
-        wire = wish.wire or (torch.float32 if wish.dtype in HALF_DTYPES else wish.dtype)
+        wire = spec.wire or (torch.float32 if spec.dtype in HALF_DTYPES else spec.dtype)
         places = tuple(hosts) if hosts is not None else comm.hosts
-        self.wish = self._chosen(comm, wish, hosts=places) if wish.algorithm == AUTO else wish
+        self.spec = self._chosen(comm, spec, hosts=places) if spec.algorithm == AUTO else spec
         self.schedule: Schedule = build(
-            self.wish.algorithm,
+            self.spec.algorithm,
             ranks=comm.size,
-            size=wish.size,
+            size=spec.size,
             hosts=places,
-            grid=self.wish.grid,
-            across=self.wish.across,
-            sync=self.wish.sync,
-            fixed_order=wish.fixed_order,
+            grid=self.spec.grid,
+            across=self.spec.across,
+            sync=self.spec.sync,
+            fixed_order=spec.fixed_order,
         )
         # Loads and stores sum halves in float32 block by block, so they need no second vector.
-        if wish.wire is None and self.schedule.phases and self.wish.algorithm == "shared":
-            wire = wish.dtype
-        self._program: Program | None = executor_of(comm).prepare(self.schedule, dtype=wire, reduction=wish.op)
+        if spec.wire is None and self.schedule.phases and self.spec.algorithm == "shared":
+            wire = spec.dtype
+        self._program: Program | None = executor_of(comm).prepare(self.schedule, dtype=wire, reduction=spec.op)
         vector = self._program.vector
-        if wire == wish.dtype:
+        if wire == spec.dtype:
             self.buffer, self.run = vector, self._program.run
             return
-        self.buffer = torch.zeros(wish.size, dtype=wish.dtype)
+        self.buffer = torch.zeros(spec.size, dtype=spec.dtype)
         self.run = self._staged
 
     @staticmethod
-    def _chosen(comm: AbstractCommunicator, wish: Wish, *, hosts: tuple[str, ...]) -> Wish:
-        size_bytes = wish.size * (wish.wire or wish.dtype).itemsize
-        name = choose(comm, size=wish.size, size_bytes=size_bytes, hosts=hosts, fixed_order=wish.fixed_order)
+    def _chosen(comm: AbstractCommunicator, spec: AllReduceSpec, *, hosts: tuple[str, ...]) -> AllReduceSpec:
+        size_bytes = spec.size * (spec.wire or spec.dtype).itemsize
+        name = choose(comm, size=spec.size, size_bytes=size_bytes, hosts=hosts, fixed_order=spec.fixed_order)
         algorithm, across = split_name(name)
-        return replace(wish, algorithm=algorithm, across=across)
+        return replace(spec, algorithm=algorithm, across=across)
 
     run: Callable[[], None]
     """Reduce the buffers of all ranks into everyone's buffer.
@@ -206,7 +206,7 @@ class AllReduce:
         self.buffer.copy_(self._program.vector)
 
 
-def all_reduce(
+def tuned_allreduce(
     tensor: torch.Tensor,
     comm: AbstractCommunicator,
     *,
@@ -229,8 +229,8 @@ def all_reduce(
         CommTimeoutError, RankDiedError: a rank did not come.
     """
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        raise InputError(f"all_reduce moves dense CPU tensors; this one is {tensor.layout} on {tensor.device}")
-    wish = Wish(
+        raise InputError(f"tuned_allreduce moves dense CPU tensors; this one is {tensor.layout} on {tensor.device}")
+    spec = AllReduceSpec(
         size=tensor.numel(),
         dtype=tensor.dtype,
         op=_one_of(Reduction, op),
@@ -243,31 +243,31 @@ def all_reduce(
     )
     plans = _plans.setdefault(comm, OrderedDict())
     if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
-        check_same(comm, wish, shape=tuple(tensor.shape))
-    plan = plans.get(wish)
+        check_same(comm, spec, shape=tuple(tensor.shape))
+    plan = plans.get(spec)
     if plan is None:
-        plan = plans[wish] = AllReduce.of(comm, wish)
+        plan = plans[spec] = AllReduce.of(comm, spec)
         if len(plans) > CACHED:
             plans.popitem(last=False)[1].close()
-    plans.move_to_end(wish)
+    plans.move_to_end(spec)
     values = tensor.detach()
     plan.buffer.view(values.shape).copy_(values)
     plan.run()
     values.copy_(plan.buffer.view(values.shape))
 
 
-def check_same(comm: AbstractCommunicator, wish: Wish, *, shape: tuple[int, ...] | None = None) -> None:
+def check_same(comm: AbstractCommunicator, spec: AllReduceSpec, *, shape: tuple[int, ...] | None = None) -> None:
     """Whether all ranks ask for the same. Collective.
 
     Raises:
         InputError: names the first rank that differs from rank 0, and what both ask for.
     """
-    facts = {each.name: getattr(wish, each.name) for each in fields(wish)}
-    same_everywhere(comm, facts if shape is None else {"shape": shape, **facts}, where="all_reduce")
+    facts = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    same_everywhere(comm, facts if shape is None else {"shape": shape, **facts}, where="all-reduce")
 
 
 _executors: weakref.WeakKeyDictionary[AbstractCommunicator, Executor] = weakref.WeakKeyDictionary()
-_plans: weakref.WeakKeyDictionary[AbstractCommunicator, OrderedDict[Wish, AllReduce]] = weakref.WeakKeyDictionary()
+_plans: weakref.WeakKeyDictionary[AbstractCommunicator, OrderedDict[AllReduceSpec, AllReduce]] = weakref.WeakKeyDictionary()
 
 
 def executor_of(comm: AbstractCommunicator) -> Executor:
@@ -278,7 +278,7 @@ def executor_of(comm: AbstractCommunicator) -> Executor:
 
 
 def release(comm: AbstractCommunicator) -> None:
-    """Give back what `all_reduce` keeps for `comm`, and its executor. Collective.
+    """Give back what `tuned_allreduce` keeps for `comm`, and its executor. Collective.
 
     For a communicator that is to be closed while the job goes on. `AllReduce` objects made on it must be closed before.
     """
@@ -294,7 +294,7 @@ def _one_of(kind: type[Choice], value: Choice | str) -> Choice:
         return kind(value)
     except ValueError as error:
         choices = ", ".join(repr(each.value) for each in kind)
-        raise InputError(f"all_reduce: there is no {kind.__name__.lower()} {value!r}; choose of {choices}") from error
+        raise InputError(f"all-reduce: there is no {kind.__name__.lower()} {value!r}; choose of {choices}") from error
 
 
 def _closed() -> None:

@@ -15,7 +15,7 @@ from tatami.functions.message import MessageKind
 from tatami.functions.replay import replayed
 from tatami.functions.structure import Structure, flatten, unflatten
 
-MAX_TAG = 2**32 - 1
+MAX_MESSAGE_TAG = 2**32 - 1
 _POINT_TO_POINT = int(MessageKind.POINT_TO_POINT)
 
 
@@ -103,10 +103,10 @@ def _point_to_point(
 
 
 def _check_peer(operation: str, comm: AbstractCommunicator, peer: int, tag: int) -> None:
-    if 0 <= peer < comm.size and peer != comm.rank and 0 <= tag <= MAX_TAG:
+    if 0 <= peer < comm.size and peer != comm.rank and 0 <= tag <= MAX_MESSAGE_TAG:
         return
     if not 0 <= peer < comm.size:
         raise InputError(f"{operation}: there is no rank {peer}; this communicator has ranks 0 to {comm.size - 1}")
     if peer == comm.rank:
         raise InputError(f"{operation}: rank {peer} is this rank, which would wait for itself for ever; use the tensor itself")
-    raise InputError(f"{operation}: tag {tag} is not between 0 and {MAX_TAG}")
+    raise InputError(f"{operation}: tag {tag} is not between 0 and {MAX_MESSAGE_TAG}")

@@ -13,7 +13,7 @@ from torch import nn
 from tatami import functions
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
-from tatami.functions.point_to_point import MAX_TAG
+from tatami.functions.point_to_point import MAX_MESSAGE_TAG
 from tatami.parallel.spanning import AbstractSpanning, check_rank, connected, one_each
 
 Ranks = int | Sequence[int] | None
@@ -132,8 +132,8 @@ class MultiNodeChainList(AbstractSpanning):
             check_rank(what, self.comm, rank)
         paired = one_each(tags_what, tags, number=len(listed))
         for tag in paired:
-            if not 0 <= tag <= MAX_TAG:
-                raise InputError(f"{tags_what}: tag {tag} is not between 0 and {MAX_TAG}")
+            if not 0 <= tag <= MAX_MESSAGE_TAG:
+                raise InputError(f"{tags_what}: tag {tag} is not between 0 and {MAX_MESSAGE_TAG}")
         return tuple(zip(listed, paired, strict=True))
 
     def _take(self, rank: int, tag: int, own: deque[Any]) -> Any:

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from tatami import functions
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import CommError, InputError
-from tatami.functions.point_to_point import MAX_TAG
+from tatami.functions.point_to_point import MAX_MESSAGE_TAG
 from tatami.parallel.spanning import AbstractSpanning, check_rank, connected
 
 State = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -49,8 +49,8 @@ class MultiNodeNStepRNN(AbstractSpanning):
                     raise InputError(
                         f"{what}={rank} is this rank, which would wait for itself for ever; pass states as torch does"
                     )
-        if not 0 <= tag <= MAX_TAG:
-            raise InputError(f"tag {tag} is not between 0 and {MAX_TAG}")
+        if not 0 <= tag <= MAX_MESSAGE_TAG:
+            raise InputError(f"tag {tag} is not between 0 and {MAX_MESSAGE_TAG}")
         self.comm = comm
         self.rnn = rnn
         self.rank_in = rank_in

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from tatami.comm.agreement import problems_of, same_everywhere
-from tatami.comm.allreduce import AUTO, all_reduce
+from tatami.comm.allreduce import AUTO, tuned_allreduce
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, NotFiniteError
 
@@ -52,7 +52,7 @@ def average_gradients(model: nn.Module, comm: AbstractCommunicator, *, algorithm
         has = torch.tensor([each.grad is not None for each in same], dtype=same[0].dtype)
         flat = [torch.zeros(each.numel(), dtype=each.dtype) if each.grad is None else each.grad.flatten() for each in same]
         vector = torch.cat([*flat, has])
-        all_reduce(vector, comm, algorithm=algorithm)
+        tuned_allreduce(vector, comm, algorithm=algorithm)
         *sums, counts = torch.split(vector, [*(each.numel() for each in same), len(same)])
         for each, values, count in zip(same, sums, counts.tolist(), strict=True):
             if count:

@@ -21,7 +21,7 @@ from tatami.tiled.pair import TiledFirst, TiledSecond
 from tatami.tiled.phases import IterationPhase, Phases
 from tatami.tiled.placement import Placement, largest, place
 from tatami.tiled.rows import Rows
-from tatami.tiled.vertical import Column
+from tatami.tiled.vertical import ColumnComm
 from tatami.tiling import Layout, Span, Tile, Tiling, largest_remainder, spans
 from tatami.workload import Workload
 
@@ -80,7 +80,7 @@ class TiledModel(nn.Module):
         self.generator = generator
         self.pair_names = tuple(pairs)
         self.workload: Workload = workload_of(module, self.pair_names, samples=batch_size)
-        self._column = Column(phases)
+        self._column = ColumnComm(phases)
         self._batch = (0, Span(0, 0))
         self._sample_spans: dict[int, Span] = {}
         self._adopt(self._place(layout))

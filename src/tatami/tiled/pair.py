@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tatami.tiled.vertical import Column, copy_to_column, sum_over_column
+from tatami.tiled.vertical import ColumnComm, copy_to_column, sum_over_column
 from tatami.tiling import Span
 
 
@@ -23,7 +23,7 @@ class TiledFirst(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, linear: nn.Linear, *, units: Span, column: Column) -> None:
+    def __init__(self, linear: nn.Linear, *, units: Span, column: ColumnComm) -> None:
         super().__init__()
         self.column = column
         self.weight = _cut(linear.weight, units, axis=0)
@@ -47,7 +47,7 @@ class TiledSecond(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, linear: nn.Linear, *, units: Span, column: Column) -> None:
+    def __init__(self, linear: nn.Linear, *, units: Span, column: ColumnComm) -> None:
         super().__init__()
         self.column = column
         self.weight = _cut(linear.weight, units, axis=1)

@@ -20,7 +20,7 @@ from tatami.tiled.phases import IterationPhase, Phases
 _DIRECT = (torch.float32, torch.float64)
 
 
-class Column:
+class ColumnComm:
     """What the tiled layers of a rank know about their column: how to sum over it, and the stopwatch.
 
     Attributes:
@@ -55,7 +55,7 @@ class Column:
 class _SumOverColumn(torch.autograd.Function):
     # With a `setup_context`, torch would look up the signature of `forward` in every call: some 0.1 ms of a core.
     @staticmethod
-    def forward(ctx: Any, partial: torch.Tensor, column: Column) -> torch.Tensor:
+    def forward(ctx: Any, partial: torch.Tensor, column: ColumnComm) -> torch.Tensor:
         # The partial product is ours alone (fresh from a matrix product that does not keep it): sum it where it lies.
         ctx.mark_dirty(partial)
         ctx.set_materialize_grads(False)
@@ -69,7 +69,7 @@ class _SumOverColumn(torch.autograd.Function):
 
 class _CopyToColumn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, column: Column) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, column: ColumnComm) -> torch.Tensor:
         ctx.column = column
         ctx.set_materialize_grads(False)
         return x.view_as(x)
@@ -84,7 +84,7 @@ class _CopyToColumn(torch.autograd.Function):
         return whole, None
 
 
-def sum_over_column(partial: torch.Tensor, column: Column) -> torch.Tensor:
+def sum_over_column(partial: torch.Tensor, column: ColumnComm) -> torch.Tensor:
     """The sum over the column of everyone's partial product (samples_here, ..., outputs), in place."""
     if column.comm is None:
         return partial
@@ -92,7 +92,7 @@ def sum_over_column(partial: torch.Tensor, column: Column) -> torch.Tensor:
     return summed
 
 
-def copy_to_column(x: torch.Tensor, column: Column) -> torch.Tensor:
+def copy_to_column(x: torch.Tensor, column: ColumnComm) -> torch.Tensor:
     """`x` (samples_here, ..., inputs), the same on all ranks of the column, whose gradient is summed over the column."""
     if column.comm is None or not x.requires_grad:
         return x
