@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from tatami.comm.base import AbstractCommunicator
+from tatami.errors import ClosedError
 from tatami.testing.worlds import World
+from tatami.tiled import move, whole_state_dict
 from tatami.tiled.horizontal import HorizontalExchange
 from tatami.tiled.rows import Rows
 from tatami.tiling import Layout, Tiling
-from tiled_rig import simple_layout, tiled
+from tiled_rig import assert_close, gradients, simple_layout, some_layouts, tiled, whole_gradients
 
 
 def count(comm: AbstractCommunicator, operation: str, into: list[Any]) -> None:
@@ -49,7 +51,7 @@ def test_one_vertical_exchange_a_pair_and_direction(world: World, input_gradient
         sums: list[Any] = []
         sends: list[Any] = []
         count(column, "allreduce", sums)
-        count(comm, "isend", sends)
+        count(model.comm, "isend", sends)
         with torch.no_grad():
             model(model.local(torch.rand(6, 4)))
         evaluated = len(sums)
@@ -76,8 +78,8 @@ def test_at_most_one_horizontal_message_to_each_neighbour_and_phase(world: World
         model = tiled(built, comm, layout=layout, batch_size=6)
         sends: list[tuple[int, int]] = []
         sums: list[Any] = []
-        count(comm, "isend", sends)
-        count(comm, "allreduce", sums)
+        count(model.comm, "isend", sends)
+        count(model.comm, "allreduce", sums)
         torch.autograd.backward(model(model.local(torch.rand(6, 4))).sum())
         assert max(Counter(sends).values(), default=0) <= 1
         assert sums == []  # the small replicated gradients ride along
@@ -142,3 +144,49 @@ def test_half_precision_is_summed_in_single(world: World) -> None:
         assert torch.equal(replicated, expected.expand(4))
 
     world(body)
+
+
+def test_all_tags_of_the_users_communicator_are_the_users(world: World) -> None:
+    """Messages of the user's that are under way while the model trains, moves its rows and gathers its weights."""
+    plain = two_pairs().double()
+    x = torch.rand(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.autograd.backward(plain(x).square().mean())
+    expected = gradients(plain)
+    built = two_pairs().double()
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=6)
+        others = [rank for rank in range(comm.size) if rank != comm.rank]
+        given = [(rank, tag, torch.tensor([100.0 * comm.rank + tag])) for rank in others for tag in range(16)]
+        requests = [comm.isend(tensor, rank, tag=tag) for rank, tag, tensor in given]
+        torch.autograd.backward(model(model.local(x)).square().mean())
+        assert_close(whole_gradients(model), expected, what="gradients")
+        move(model, some_layouts(comm.size)[0], optimizer=None)
+        assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="weights")
+        for rank in others:
+            for tag in reversed(range(16)):
+                room = torch.empty(1)
+                comm.recv(room, rank, tag=tag)
+                assert room.item() == 100.0 * rank + tag
+        for request in requests:
+            request.wait()
+
+    world(body)
+
+
+def test_a_closed_model_sends_nothing_and_leaves_the_users_communicator_alone(world: World) -> None:
+    built = two_pairs()
+
+    def body(comm: AbstractCommunicator) -> int:
+        model = tiled(built, comm, layout=simple_layout(list(range(comm.size))), batch_size=6)
+        x = torch.rand(6, 4, generator=torch.Generator().manual_seed(0))
+        model.close()
+        model.close()
+        if comm.size > 1:
+            with pytest.raises(ClosedError):
+                model(model.local(x))
+        with pytest.raises(ClosedError):
+            whole_state_dict(model) if comm.size > 1 else model.comm.barrier()
+        return sum(comm.allgather_object(comm.rank))
+
+    assert world(body) == [sum(range(world.size))] * world.size

@@ -178,9 +178,10 @@ def test_a_retiling_that_fails_leaves_model_and_optimizer_as_they_were(world: Wo
         plain_steps.step()
 
     def body(comm: AbstractCommunicator) -> None:
-        link = Breakable(comm)
         ranks = list(range(comm.size))
-        model = tiled(built, link, layout=simple_layout(ranks), batch_size=SAMPLES)
+        model = tiled(built, Breakable(comm), layout=simple_layout(ranks), batch_size=SAMPLES)
+        link = model.comm
+        assert isinstance(link, Breakable)
         optimizer = ADAM(model.parameters())
         for step in range(3):
             here_x, here_y = model.local(x, y)

@@ -118,6 +118,7 @@ class MpiCommunicator(CheckedCommunicator):
         self._rank: int = comm.Get_rank()
         self._size: int = comm.Get_size()
         self._hosts = hosts
+        self._parts: list[MpiCommunicator] = []
         self._types = {
             torch.float64: mpi.DOUBLE,
             torch.float32: mpi.FLOAT,
@@ -165,12 +166,15 @@ class MpiCommunicator(CheckedCommunicator):
         hosts = tuple(self.hosts[member] for member in members)
         made = MpiCommunicator(part, mpi=self.mpi, hosts=hosts, timeout_s=self.timeout_s, clock=self.clock)
         made.policy = self.policy
+        self._parts = [*(each for each in self._parts if not each._closed), made]
         return made
 
     def close(self) -> None:
-        """MPI has only some two thousand communicators to give: close those made by `split` on all their ranks."""
+        """Also closes the parts made by `split` that are still open. MPI has some two thousand communicators to give."""
         if not self._closed:
             self._closed = True
+            for each in self._parts:
+                each.close()
             self._comm.Free()
 
     @property

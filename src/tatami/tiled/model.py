@@ -46,7 +46,7 @@ class TiledModel(nn.Module):
 
     Attributes:
         module: the network; its tiled layers hold this rank's units, all others are whole on every rank.
-        comm: all ranks.
+        comm: all ranks, on a communicator that only this model sends on.
         cluster: what the ranks run on.
         speeds_known: whether the speeds in `cluster` were measured or given, not assumed.
         names: the processor of every rank.
@@ -179,6 +179,15 @@ class TiledModel(nn.Module):
                 if parameter.grad is not None:
                     parameter.grad.mul_(scale)
         return norm
+
+    def close(self) -> None:
+        """Give the model's communicators back; the weights stay. Collective. Passes that need other ranks raise `ClosedError`.
+
+        For programs that make models again and again: MPI has some two thousand communicators, of which a model has two.
+        """
+        if self._column.comm is not None:
+            self._column.comm.close()
+        self.comm.close()
 
     def __reduce_ex__(self, protocol: Any) -> Never:
         """Called by `copy.deepcopy`, `pickle` and `torch.save`."""

@@ -45,7 +45,7 @@ def tile(
 
     Args:
         model: any module with at least one such pair; it is not changed.
-        comm: from `tatami.init()`.
+        comm: from `tatami.init()`. The model sends on a communicator of its own, which `TiledModel.close` gives back.
         batch_size: the global batch that the plan is made for; other batches (the last of an epoch) are cut alike.
         speeds: the ranks' speeds: a `Cluster` (which also tells of links), one number for each rank (only ratios count),
             "measure" (time the model's own work on every rank), or "equal".
@@ -82,9 +82,12 @@ def tile(
             print(_told(planned), flush=True)
     generator = torch.Generator()
     generator.set_state(comm.bcast_object(torch.get_rng_state()))
+    # Its messages have tags, which are the user's on the user's communicator.
+    private = comm.split(0, key=comm.rank)
+    assert private is not None
     return TiledModel(
         whole,
-        comm,
+        private,
         pairs=pairs,
         layout=layout,
         cluster=cluster,
