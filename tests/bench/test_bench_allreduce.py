@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tatami.bench.allreduce import AllReduceBenchmark, bench_allreduce, tune
-from tatami.bench.put import bench_put, crossover_bytes
+from tatami.bench.put import bench_put, seconds_by_way
 from tatami.collective import ALGORITHMS
+from tatami.collective.gathering import crossover_bytes
 from tatami.comm import run_threads
 from tatami.comm.allreduce import AllReduce
 from tatami.comm.base import AbstractCommunicator
@@ -62,10 +63,10 @@ def test_where_put_and_all_gather_cross() -> None:
             for size, seconds in zip((1024, 2048, 4096), times, strict=True)
         ]
 
-    assert crossover_bytes(records((2.0, 0.5, 0.4)), way="put-pscw") == 2048
-    assert crossover_bytes(records((0.5, 2.0, 0.4)), way="put-pscw") == 4096
-    assert crossover_bytes(records((0.5, 0.5, 0.4)), way="put-pscw") == 1024
-    assert crossover_bytes(records((0.5, 0.5, 1.4)), way="put-pscw") is None
+    assert crossover_bytes(seconds_by_way(records((2.0, 0.5, 0.4))), way="put-pscw") == 2048
+    assert crossover_bytes(seconds_by_way(records((0.5, 2.0, 0.4))), way="put-pscw") == 4096
+    assert crossover_bytes(seconds_by_way(records((0.5, 0.5, 0.4))), way="put-pscw") == 1024
+    assert crossover_bytes(seconds_by_way(records((0.5, 0.5, 1.4))), way="put-pscw") is None
 
 
 def test_what_cannot_be_measured_is_refused() -> None:

@@ -12,6 +12,7 @@ from sim_rig import call, started
 
 from simgrid_here import needs_simgrid
 from tatami.collective import AbstractPattern, Explicit, Phase, RankGroup, Role, Schedule, Step, Sync, Via, build, simulate
+from tatami.collective.gathering import crossover_bytes, gather_schedule
 from tatami.errors import InputError, ScheduleError
 from tatami.sim.allreduce import (
     NATIVES,
@@ -21,9 +22,7 @@ from tatami.sim.allreduce import (
     Replayed,
     Software,
     WholeDoubling,
-    crossover_bytes,
     expand,
-    gather_schedule,
     grids_of,
     replay,
 )

@@ -94,8 +94,9 @@ def bench_put(
     as_json: AsJson = False,
 ) -> None:
     """Time the gathering of a message by one-sided puts, under each synchronisation, and by all-gather: where do they cross?"""
-    from tatami.bench.put import PUTS, crossover_bytes
     from tatami.bench.put import bench_put as measure
+    from tatami.bench.put import seconds_by_way
+    from tatami.collective.gathering import PUTS, crossover_bytes
 
     benchmark = _benchmark(sizes, rounds=rounds, seconds=seconds, algorithms=None)
 
@@ -104,7 +105,7 @@ def bench_put(
         _report(f"gathering, {comm.size} ranks", records, comm, plot=plot, force=force, as_json=as_json)
         if comm.rank == 0 and not as_json:
             for way in PUTS:
-                crossed = crossover_bytes(records, way=way)
+                crossed = crossover_bytes(seconds_by_way(records), way=way)
                 where = "nowhere here" if crossed is None else f"from {format_size(crossed, digits=3)} on"
                 show(f"{way} beats all-gather: {where}")
 

@@ -26,9 +26,7 @@ class DirectReduceScatter(AbstractPattern):
     via: Via
     ordered: bool = False
 
-    @property
-    def role(self) -> Role:
-        return Role.REDUCE_SCATTER
+    role = Role.REDUCE_SCATTER
 
     @property
     def title(self) -> str:
@@ -52,9 +50,7 @@ class DirectAllGather(AbstractPattern):
 
     via: Via
 
-    @property
-    def role(self) -> Role:
-        return Role.ALL_GATHER
+    role = Role.ALL_GATHER
 
     @property
     def title(self) -> str:
@@ -78,13 +74,8 @@ class SharedAllReduce(AbstractPattern):
     Nobody else touches part i of any vector, so nothing need be waited for between the sum and the stores.
     """
 
-    @property
-    def role(self) -> Role:
-        return Role.ALL_REDUCE
-
-    @property
-    def title(self) -> str:
-        return "all-reduce in a shared window"
+    role = Role.ALL_REDUCE
+    title = "all-reduce in a shared window"
 
     def num_rounds(self, members: int) -> int:  # noqa: ARG002 - any number of members takes one round
         return 1

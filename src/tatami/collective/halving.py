@@ -23,9 +23,7 @@ class Doubling(AbstractPattern):
 
     via: Via = Via.MESSAGE
 
-    @property
-    def role(self) -> Role:
-        return Role.ALL_GATHER
+    role = Role.ALL_GATHER
 
     @property
     def title(self) -> str:
@@ -47,13 +45,8 @@ class Halving(AbstractPattern):
 
     via: Via = Via.MESSAGE
 
-    @property
-    def role(self) -> Role:
-        return Role.REDUCE_SCATTER
-
-    @property
-    def title(self) -> str:
-        return "reduce-scatter by halving"
+    role = Role.REDUCE_SCATTER
+    title = "reduce-scatter by halving"
 
     def num_rounds(self, members: int) -> int:
         return num_doublings(members)

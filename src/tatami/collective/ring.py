@@ -21,13 +21,8 @@ class RingReduceScatter(AbstractPattern):
 
     via: Via = Via.MESSAGE
 
-    @property
-    def role(self) -> Role:
-        return Role.REDUCE_SCATTER
-
-    @property
-    def title(self) -> str:
-        return "reduce-scatter by ring"
+    role = Role.REDUCE_SCATTER
+    title = "reduce-scatter by ring"
 
     def num_rounds(self, members: int) -> int:
         return members - 1
@@ -46,13 +41,8 @@ class RingAllGather(AbstractPattern):
 
     via: Via = Via.MESSAGE
 
-    @property
-    def role(self) -> Role:
-        return Role.ALL_GATHER
-
-    @property
-    def title(self) -> str:
-        return "all-gather by ring"
+    role = Role.ALL_GATHER
+    title = "all-gather by ring"
 
     def num_rounds(self, members: int) -> int:
         return members - 1

@@ -1,7 +1,6 @@
 """All-reduces on simulated machines: schedules replayed transfer by transfer, over sizes and grids."""
 
 from tatami.sim.allreduce.cases import Case, grids_of
-from tatami.sim.allreduce.gathering import WAYS, crossover_bytes, gather_schedule
 from tatami.sim.allreduce.job import AllReduceJob, Replayed, replay
 from tatami.sim.allreduce.natives import NATIVES, NativeRule, expand
 from tatami.sim.allreduce.replay import Replay
@@ -10,7 +9,6 @@ from tatami.sim.allreduce.whole import WholeDoubling
 
 __all__ = [
     "NATIVES",
-    "WAYS",
     "AllReduceJob",
     "Case",
     "NativeRule",
@@ -19,9 +17,7 @@ __all__ = [
     "Replayed",
     "Software",
     "WholeDoubling",
-    "crossover_bytes",
     "expand",
-    "gather_schedule",
     "grids_of",
     "replay",
 ]

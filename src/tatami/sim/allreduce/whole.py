@@ -22,13 +22,8 @@ class WholeDoubling(AbstractPattern):
 
     via: Via = Via.MESSAGE
 
-    @property
-    def role(self) -> Role:
-        return Role.ALL_REDUCE
-
-    @property
-    def title(self) -> str:
-        return "all-reduce by doubling of the whole"
+    role = Role.ALL_REDUCE
+    title = "all-reduce by doubling of the whole"
 
     def num_rounds(self, members: int) -> int:
         doublings = members.bit_length() - 1

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from tatami.sim.server.lives import life_s
+from tatami.sim.server.result import Period
 from tatami.sim.server.setup import ServerSetup
-from tatami.sim.server.skip import Period
 from tatami.sim.stage import Going, Stage
 
 

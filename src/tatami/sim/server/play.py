@@ -13,9 +13,9 @@ from tatami.server.recovery import Remedy
 from tatami.server.saving import Saved
 from tatami.server.state import Coordinator
 from tatami.sim.server.fates import Fates
-from tatami.sim.server.result import SimulatedFailure
+from tatami.sim.server.result import Period, SimulatedFailure
 from tatami.sim.server.setup import ServerSetup
-from tatami.sim.server.skip import Period, Skipping
+from tatami.sim.server.skip import Skipping
 from tatami.sim.server.storage import SimulatedStorage
 from tatami.sim.server.tasks import SimulatedTask, TaskPart
 from tatami.sim.stage import Stage

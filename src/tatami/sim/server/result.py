@@ -9,6 +9,26 @@ Kind = Literal["worker", "server", "link"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Period:
+    """What repeats: so many rounds, with the checkpoint after them, as a simulation of it has shown.
+
+    Attributes:
+        rounds: in it.
+        duration_s: from the opening of its first round to that of the next period's.
+        bytes_moved: in it.
+    """
+
+    rounds: int
+    duration_s: float
+    bytes_moved: float
+
+    @property
+    def round_s(self) -> float:
+        """Of one round, its part of the checkpoint with it."""
+        return self.duration_s / self.rounds
+
+
+@dataclass(frozen=True, kw_only=True)
 class SimulatedFailure:
     """Something that broke, at a time after the start; `number` is that of the worker, server, or worker whose link it is."""
 

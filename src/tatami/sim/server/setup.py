@@ -9,9 +9,9 @@ from typing import Literal
 from tatami.errors import InputError
 from tatami.server.consistency import BSP, AbstractConsistency
 from tatami.server.recovery import AbstractRecovery, FromServers
+from tatami.server.recovery.checkpoint import YEAR_S
 from tatami.sim.platforms import AbstractPlatform, preset
 
-YEAR_S = 365 * 24 * 3600.0
 _MOST_FLOWS = 2000
 
 

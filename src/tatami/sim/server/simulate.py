@@ -10,9 +10,9 @@ from tatami.server.recovery import Checkpoint, FromServers
 from tatami.sim.platforms import AbstractPlatform
 from tatami.sim.processes import Runs
 from tatami.sim.server.play import ServerPlay
-from tatami.sim.server.result import ServerRun, SimulatedFailure
+from tatami.sim.server.result import Period, ServerRun, SimulatedFailure
 from tatami.sim.server.setup import ServerSetup
-from tatami.sim.server.skip import Period, rounds_of_period
+from tatami.sim.server.skip import rounds_of_period
 from tatami.sim.stage import Stage, play
 
 

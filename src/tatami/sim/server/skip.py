@@ -2,34 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from tatami.server.recovery import Checkpoint
+from tatami.sim.server.fates import Fates
+from tatami.sim.server.result import Period
 from tatami.sim.server.setup import ServerSetup
-
-if TYPE_CHECKING:
-    from tatami.sim.server.fates import Fates
-
-
-@dataclass(frozen=True, kw_only=True)
-class Period:
-    """What repeats: so many rounds, with the checkpoint after them, as a simulation of it has shown.
-
-    Attributes:
-        rounds: in it.
-        duration_s: from the opening of its first round to that of the next period's.
-        bytes_moved: in it.
-    """
-
-    rounds: int
-    duration_s: float
-    bytes_moved: float
-
-    @property
-    def round_s(self) -> float:
-        """Of one round, its part of the checkpoint with it."""
-        return self.duration_s / self.rounds
 
 
 class Skipping:

@@ -1,17 +1,23 @@
-"""The last phase of the torus alone: a message gathered by puts, and by all-gather (Tamura, Hanawa, Fig. 11)."""
+"""The last phase of the torus alone: a message gathered by puts, by loads, and by all-gather (Tamura, Hanawa, Fig. 11)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tatami.collective import AbstractPattern, Native, Phase, RankGroup, Role, Schedule, Sync, Via
+from tatami.collective.direct import DirectAllGather
 from tatami.collective.halving import Doubling
+from tatami.collective.pattern import AbstractPattern, Native
+from tatami.collective.schedule import Phase, Schedule
+from tatami.collective.step import RankGroup, Role, Sync, Via
 from tatami.errors import InputError
 
-ALL_GATHER = "allgather"
-_PUTS = {f"put-{sync.value}": sync for sync in Sync if sync.one_sided}
-WAYS = (ALL_GATHER, *_PUTS)
-"""As `tatami bench put-vs-allgather` calls them."""
+ALL_GATHER, SHARED = "allgather", "shared"
+PUTS = {f"put-{sync.value}": sync for sync in Sync if sync.one_sided}
+_WAYS: Mapping[str, tuple[AbstractPattern | Native, Sync]] = {
+    ALL_GATHER: (Native(role=Role.ALL_GATHER), Sync.ARRIVAL),
+    **{way: (Doubling(via=Via.PUT), sync) for way, sync in PUTS.items()},
+    SHARED: (DirectAllGather(via=Via.LOAD), Sync.BARRIER),
+}
 
 
 def gather_schedule(way: str, *, ranks: int, size: int) -> Schedule:
@@ -19,20 +25,25 @@ def gather_schedule(way: str, *, ranks: int, size: int) -> Schedule:
 
     No all-reduce: it ends with what each rank had in its part, everywhere.
 
+    Args:
+        way: `allgather`; `put-fence`, `put-pscw` or `put-lock` (recursive doubling); `shared` (loads), for ranks of one host.
+        ranks: how many there are.
+        size: elements of the gathered message.
+
     Raises:
         InputError: an unknown way, or fewer than 2 ranks.
     """
-    if way not in WAYS:
-        raise InputError(f"there is no way {way!r} to gather; choose of: {', '.join(WAYS)}")
+    if way not in _WAYS:
+        raise InputError(f"there is no way {way!r} to gather; choose of: {', '.join(_WAYS)}")
     if ranks < 2:
         raise InputError(f"put and all-gather are between ranks: at least 2, not {ranks}")
-    what: AbstractPattern | Native = Native(role=Role.ALL_GATHER) if way == ALL_GATHER else Doubling(via=Via.PUT)
+    what, sync = _WAYS[way]
     group = RankGroup(ranks=tuple(range(ranks)), start=0, stop=size)
     return Schedule(
         algorithm=way,
         ranks=ranks,
         size=size,
-        phases=(Phase(groups=(group,), what=what, sync=_PUTS.get(way, Sync.ARRIVAL)),),
+        phases=(Phase(groups=(group,), what=what, sync=sync),),
         order="nothing is summed",
         fixed_order=True,
     )
@@ -43,7 +54,7 @@ def crossover_bytes(seconds: Mapping[tuple[str, int], float], *, way: str) -> in
 
     Args:
         seconds: by way and size in bytes.
-        way: one of the puts.
+        way: one of `PUTS`.
     """
     crossed = None
     for size_bytes in sorted({size_bytes for _, size_bytes in seconds}, reverse=True):
