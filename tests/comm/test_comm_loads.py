@@ -9,8 +9,8 @@ import torch
 
 from tatami.collective import build
 from tatami.comm import loads
-from tatami.comm.base import Op
 from tatami.comm.loads import loads_and_stores
+from tatami.comm.reduction import Op
 
 RANKS = 3
 

@@ -289,6 +289,26 @@ def test_objects(world: World) -> None:
     world(body)
 
 
+def test_messages_on_a_duplicate_do_not_meet_those_of_the_original(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        other = comm.duplicate()
+        assert type(other) is type(comm)
+        assert (other.rank, other.size, other.hosts) == (comm.rank, comm.size, comm.hosts)
+        if comm.size > 1:
+            before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+            here, there = torch.zeros(1), torch.zeros(1)
+            # The receives are posted in the order opposite to that of the sends: a tag alone would mix them up.
+            requests = [other.irecv(there, before), comm.irecv(here, before)]
+            requests += [comm.isend(torch.tensor([1.0]), after), other.isend(torch.tensor([2.0]), after)]
+            for request in requests:
+                request.wait()
+            assert (here.item(), there.item()) == (1.0, 2.0)
+        other.close()
+        comm.barrier()  # the original is still open
+
+    world(body)
+
+
 @UP_TO_SIX
 def test_split_orders_by_key_and_leaves_out_ranks_without_a_color(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:

@@ -9,8 +9,9 @@ import torch
 
 from tatami.clock import SystemClock
 from tatami.collective import Sync
-from tatami.comm.base import AbstractCommunicator, Op
+from tatami.comm.base import AbstractCommunicator
 from tatami.comm.meeting import CounterBarrier, notices
+from tatami.comm.reduction import Op
 from tatami.comm.wait import wait_policy
 from tatami.comm.watchdog import Watchdog
 from tatami.comm.window import AbstractWindow

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tatami.checkpoints.choice import Candidate, Source, pick
 from tatami.checkpoints.files import ManifestEntry, read_member, step_folder
 from tatami.comm.base import AbstractCommunicator
+from tatami.comm.objects import bytes_of, tensor_of
 from tatami.errors import CheckpointError
 
 
@@ -48,16 +48,6 @@ def fetch(
         problems += [said for said in dict.fromkeys(wrong.values()) if said not in problems]
 
 
-def as_tensor(data: bytes) -> torch.Tensor:
-    """(bytes,) of uint8, as ranks send it."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def as_bytes(tensor: torch.Tensor) -> bytes:
-    array: Any = tensor.numpy()
-    return bytes(array.tobytes())
-
-
 def _read(folder: Path, files: Mapping[str, ManifestEntry], read: dict[str, bytes]) -> dict[str, str]:
     """Read and verify files of members; returns what is wrong, by file."""
     wrong = {}
@@ -86,10 +76,10 @@ def _exchange(
         if source.rank == rank:
             continue
         if source.rank == comm.rank:
-            requests.append(comm.isend(as_tensor(read[source.file]), rank))
+            requests.append(comm.isend(tensor_of(read[source.file]), rank))
         if rank == comm.rank:
             came[name] = torch.empty(members[name].size_bytes, dtype=torch.uint8)
             requests.append(comm.irecv(came[name], source.rank))
     for request in requests:
         request.wait()
-    return [as_bytes(came[name]) if name in came else read[picked[comm.rank, name].file] for name in needs[comm.rank]]
+    return [bytes_of(came[name]) if name in came else read[picked[comm.rank, name].file] for name in needs[comm.rank]]

@@ -26,7 +26,7 @@ from typing import TypeVar
 import torch
 
 from tatami.checkpoints.choice import Candidate, candidates
-from tatami.checkpoints.fetch import as_bytes, as_tensor, fetch
+from tatami.checkpoints.fetch import fetch
 from tatami.checkpoints.files import (
     MANIFEST,
     Manifest,
@@ -42,6 +42,7 @@ from tatami.checkpoints.replica_sets import parse_replica_sets, set_of
 from tatami.checkpoints.state_codec import State, decode, encode
 from tatami.comm.agreement import all_or_none, same_everywhere
 from tatami.comm.base import AbstractCommunicator
+from tatami.comm.objects import bytes_of, tensor_of
 from tatami.errors import CheckpointError, InputError
 from tatami.outputs import make_folder, write_bytes
 
@@ -97,9 +98,7 @@ class MultiNodeCheckpoint:
         keep: int = 2,
         timeout_s: float = DISK_TIMEOUT_S,
     ) -> None:
-        private = comm.split(0)
-        assert private is not None
-        self._comm = private
+        self._comm = comm.duplicate()
         self._directory = Path(directory)
         self._copies, self._keep = copies, keep
         self._found: frozenset[int] = frozenset()
@@ -239,13 +238,13 @@ class MultiNodeCheckpoint:
         copies = [
             (each[0], (each[0] + distance) % self._comm.size) for each in self._sets for distance in range(1, self._copies + 1)
         ]
-        requests = [self._comm.isend(as_tensor(data), keeper) for owner, keeper in copies if owner == me]
+        requests = [self._comm.isend(tensor_of(data), keeper) for owner, keeper in copies if owner == me]
         for owner, keeper in copies:
             if keeper == me:
                 member = by_name[_member_name(owner)]
                 copy = torch.empty(member.size_bytes, dtype=torch.uint8)
                 self._comm.recv(copy, owner)
-                put(file_name(member.name, kept_by=me), as_bytes(copy))
+                put(file_name(member.name, kept_by=me), bytes_of(copy))
         for request in requests:
             request.wait()
         if problem is not None:

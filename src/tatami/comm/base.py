@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from tatami.collective import Sync
+from tatami.comm.reduction import Op
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow, refuse_windows
 
 DEFAULT_TIMEOUT_S = 60.0
-
-
-class Op(Enum):
-    """How values of different ranks become one."""
-
-    SUM = "sum"
-    MAX = "max"
-    MIN = "min"
 
 
 class AbstractRequest(ABC):
@@ -88,6 +80,12 @@ class AbstractCommunicator(ABC):
     @abstractmethod
     def split(self, color: int | None, *, key: int = 0) -> AbstractCommunicator | None:
         """One communicator for each color, ranks ordered by (key, rank); None for ranks whose color is None. Collective."""
+
+    def duplicate(self) -> Self:
+        """The same ranks in the same order on another communicator, whose messages never meet those of this one. Collective."""
+        other = self.split(0, key=self.rank)
+        assert isinstance(other, type(self)), f"{type(self).__name__}.split made a {type(other).__name__}"
+        return other
 
     @abstractmethod
     def close(self) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tatami.comm.base import AbstractRequest, Op, parts
+from tatami.comm.base import AbstractRequest, parts
 from tatami.comm.objects import ObjectMessages
+from tatami.comm.reduction import HALF_DTYPES, Op
 from tatami.errors import ClosedError, InputError
 
 DTYPES = (
@@ -25,7 +26,6 @@ DTYPES = (
     torch.uint8,
     torch.bool,
 )
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 MAX_TAG = 32767 - 1
 """MPI guarantees tags up to 32767; the last one is for the backends' own messages."""
 
@@ -71,11 +71,33 @@ class CheckedCommunicator(ObjectMessages):
         ClosedError: from every operation after `close`.
     """
 
-    def __init__(self, *, timeout_s: float) -> None:
+    def __init__(self, *, rank: int, hosts: tuple[str, ...], timeout_s: float) -> None:
+        """`hosts` are those of all ranks."""
         if not timeout_s > 0:
             raise InputError(f"timeout_s must be more than 0 seconds, not {timeout_s}")
         self.timeout_s = timeout_s
         self._closed = False
+        self._rank = rank
+        self._hosts = hosts
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return len(self._hosts)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return self._hosts
+
+    def _split_ranks(self, color: int | None, key: int) -> list[int] | None:
+        """For `split`: the ranks of this color by (key, rank); None where the color is None. Collective."""
+        asked = self.allgather_object((color, key))
+        if color is None:
+            return None
+        return sorted((rank for rank in range(self.size) if asked[rank][0] == color), key=lambda rank: (asked[rank][1], rank))
 
     # -- what a backend supplies ------------------------------------------------------------------------------------
 
@@ -334,6 +356,11 @@ class CheckedCommunicator(ObjectMessages):
     def _readable(self, operation: str, tensor: torch.Tensor) -> torch.Tensor:
         self._check_tensor(operation, tensor)
         return tensor.detach().contiguous()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor: (bytes,) of uint8."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _writable(out: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from tatami.collective import Native, Phase, RankGroup, Role, Schedule, Step, Sync
-from tatami.comm.base import AbstractCommunicator, Op
+from tatami.comm.base import AbstractCommunicator
 from tatami.comm.epochs import EPOCHS, AbstractEpochs
 from tatami.comm.groups import GroupCommunicators
 from tatami.comm.loads import loads_and_stores
-from tatami.comm.reduction import HALF_DTYPES, Reduction, combine, divide
+from tatami.comm.reduction import HALF_DTYPES, Op, Reduction, combine, divide
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow
 from tatami.errors import InputError, ScheduleError
 
@@ -28,10 +28,8 @@ class Executor:
 
     def __init__(self, comm: AbstractCommunicator) -> None:
         """Collective."""
-        private = comm.split(0)
-        assert private is not None
-        self.comm = private
-        self.groups = GroupCommunicators(private)
+        self.comm = comm.duplicate()
+        self.groups = GroupCommunicators(self.comm)
 
     def prepare(self, schedule: Schedule, *, dtype: torch.dtype, reduction: Reduction) -> Program:
         """Make the windows and buffers of a schedule and unroll it for this rank. Collective.

@@ -17,9 +17,10 @@ import torch
 
 from tatami.clock import Clock, SystemClock
 from tatami.collective import Sync
-from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest, Op
-from tatami.comm.checked import MAX_TAG, CheckedCommunicator
-from tatami.comm.mpi_window import MpiSharedWindow, MpiWindow
+from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest
+from tatami.comm.checked import MAX_TAG
+from tatami.comm.mpi_window import AbstractMpiCommunicator, MpiSharedWindow, MpiWindow
+from tatami.comm.reduction import Op, combine
 from tatami.comm.session import abandoned, load_mpi, stop_all_ranks
 from tatami.comm.wait import Waiting, wait_policy, wait_until
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow, check_window
@@ -104,20 +105,17 @@ class MpiRequest(AbstractRequest):
         )
 
 
-class MpiCommunicator(CheckedCommunicator):
+class MpiCommunicator(AbstractMpiCommunicator):
     """One rank of an MPI job, or of a part of it made by `split`."""
 
     def __init__(
         self, comm: Any, *, mpi: ModuleType, hosts: tuple[str, ...], timeout_s: float, clock: Clock | None = None
     ) -> None:
         """Takes over `comm`, an mpi4py communicator on which nobody else sends; `hosts` are those of its ranks."""
-        super().__init__(timeout_s=timeout_s)
+        super().__init__(rank=comm.Get_rank(), hosts=hosts, timeout_s=timeout_s)
         self.mpi = mpi
         self.clock = clock or SystemClock()
         self._comm = comm
-        self._rank: int = comm.Get_rank()
-        self._size: int = comm.Get_size()
-        self._hosts = hosts
         self._parts: list[MpiCommunicator] = []
         self._types = {
             torch.float64: mpi.DOUBLE,
@@ -142,18 +140,6 @@ class MpiCommunicator(CheckedCommunicator):
         unknown = cls(comm, mpi=mpi, hosts=(socket.gethostname(),) * comm.Get_size(), timeout_s=timeout_s)
         hosts = unknown.allgather_object(socket.gethostname())
         return cls(comm, mpi=mpi, hosts=tuple(hosts), timeout_s=timeout_s)
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        return self._hosts
 
     def split(self, color: int | None, *, key: int = 0) -> MpiCommunicator | None:
         self._check_open("split")
@@ -189,23 +175,13 @@ class MpiCommunicator(CheckedCommunicator):
         self, size: int, dtype: torch.dtype, *, sync: Sync = Sync.PSCW, memory: torch.Tensor | None = None
     ) -> AbstractWindow:
         check_window(size, sync)
-        return MpiWindow(self._own(), size=size, dtype=dtype, sync=sync, memory=memory)
+        return MpiWindow(self.duplicate(), size=size, dtype=dtype, sync=sync, memory=memory)
 
     def shared_window(self, size: int, dtype: torch.dtype) -> AbstractSharedWindow:
         check_window(size, Sync.PSCW)
-        return MpiSharedWindow(self._own(), size=size, dtype=dtype)
-
-    def _own(self) -> MpiCommunicator:
-        own = self.split(0)
-        assert own is not None
-        return own
+        return MpiSharedWindow(self.duplicate(), size=size, dtype=dtype)
 
     def wait_for(self, done: Callable[[], bool], *, operation: str, missing: tuple[int, ...]) -> None:
-        """Wait politely for what `missing` must do.
-
-        Raises:
-            CommTimeoutError: names them.
-        """
         waited_s = wait_until(done, policy=self.policy, timeout_s=self.timeout_s, clock=self.clock)
         if waited_s is not None:
             raise Waiting(operation=operation, rank=self.rank, size=self.size, missing=missing).timeout(waited_s)
@@ -216,11 +192,11 @@ class MpiCommunicator(CheckedCommunicator):
     # -- point to point -----------------------------------------------------------------------------------------------
 
     def _start_send(self, tensor: torch.Tensor, dest: int, tag: int) -> AbstractRequest:
-        request = self._comm.Isend(self.as_bytes(tensor), dest, tag)
+        request = self._comm.Isend(self.as_buffer(tensor), dest, tag)
         return MpiRequest(self, [request], operation="send", keep=(tensor,), peer=dest, tag=tag)
 
     def _start_recv(self, out: torch.Tensor, source: int, tag: int) -> AbstractRequest:
-        request = self._comm.Irecv(self.as_bytes(out), source, tag)
+        request = self._comm.Irecv(self.as_buffer(out), source, tag)
         return MpiRequest(self, [request], operation="recv", keep=(out,), peer=source, tag=tag, room_bytes=out.nbytes)
 
     # -- collectives --------------------------------------------------------------------------------------------------
@@ -229,22 +205,22 @@ class MpiCommunicator(CheckedCommunicator):
         return self._collective("barrier", self._comm.Ibarrier())
 
     def _start_bcast(self, tensor: torch.Tensor, root: int) -> AbstractRequest:
-        return self._collective("bcast", self._comm.Ibcast(self.as_bytes(tensor), root), tensor)
+        return self._collective("bcast", self._comm.Ibcast(self.as_buffer(tensor), root), tensor)
 
     def _start_gather(
         self, tensor: torch.Tensor, out: torch.Tensor | None, root: int, counts: tuple[int, ...]
     ) -> AbstractRequest:
         target = None if out is None else self._byte_parts(out, counts)
-        return self._collective("gather", self._comm.Igatherv(self.as_bytes(tensor), target, root), tensor, out)
+        return self._collective("gather", self._comm.Igatherv(self.as_buffer(tensor), target, root), tensor, out)
 
     def _start_scatter(
         self, tensor: torch.Tensor | None, out: torch.Tensor, root: int, counts: tuple[int, ...]
     ) -> AbstractRequest:
         source = None if tensor is None else self._byte_parts(tensor, counts)
-        return self._collective("scatter", self._comm.Iscatterv(source, self.as_bytes(out), root), tensor, out)
+        return self._collective("scatter", self._comm.Iscatterv(source, self.as_buffer(out), root), tensor, out)
 
     def _start_allgather(self, tensor: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...]) -> AbstractRequest:
-        request = self._comm.Iallgatherv(self.as_bytes(tensor), self._byte_parts(out, counts))
+        request = self._comm.Iallgatherv(self.as_buffer(tensor), self._byte_parts(out, counts))
         return self._collective("allgather", request, tensor, out)
 
     def _start_alltoall(
@@ -275,19 +251,12 @@ class MpiCommunicator(CheckedCommunicator):
         peer = 1 - self.rank
         theirs = torch.empty_like(tensor)
         requests = [
-            self._comm.Irecv(self.as_bytes(theirs), peer, _OWN_TAG),
-            self._comm.Isend(self.as_bytes(tensor), peer, _OWN_TAG),
+            self._comm.Irecv(self.as_buffer(theirs), peer, _OWN_TAG),
+            self._comm.Isend(self.as_buffer(tensor), peer, _OWN_TAG),
         ]
-
-        def combine() -> None:
-            if op is Op.SUM:
-                tensor.add_(theirs)
-            elif op is Op.MAX:
-                torch.maximum(tensor, theirs, out=tensor)
-            else:
-                torch.minimum(tensor, theirs, out=tensor)
-
-        return MpiRequest(self, requests, operation="allreduce", keep=(tensor, theirs), then=combine)
+        return MpiRequest(
+            self, requests, operation="allreduce", keep=(tensor, theirs), then=lambda: combine(tensor, theirs, op)
+        )
 
     def _collective(self, operation: str, request: Any, *keep: torch.Tensor | None) -> MpiRequest:
         return MpiRequest(self, [request], operation=operation, keep=keep)
@@ -299,22 +268,17 @@ class MpiCommunicator(CheckedCommunicator):
 
     @property
     def handle(self) -> Any:
-        """The mpi4py communicator, for what is made on it: windows."""
         return self._comm
 
     def mpi_op(self, op: Op) -> Any:
         return self._ops[op]
 
     def as_typed(self, tensor: torch.Tensor) -> list[Any]:
-        """
-        Raises:
-            InputError: MPI has no such type to compute with.
-        """
         if tensor.dtype not in self._types:
             raise InputError(f"MPI does not add up {tensor.dtype}; accumulate float32 instead")
         return self._typed(tensor)
 
-    def as_bytes(self, tensor: torch.Tensor) -> list[Any]:
+    def as_buffer(self, tensor: torch.Tensor) -> list[Any]:
         return [self._memory(tensor), tensor.nbytes, self.mpi.BYTE]
 
     def _typed(self, tensor: torch.Tensor) -> list[Any]:

@@ -7,31 +7,76 @@ MPI's are not: its 5.0 then never tells the target that the epoch is complete.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
 
 import torch
 
+from tatami.clock import Clock
 from tatami.collective import Sync
-from tatami.comm.base import Op
+from tatami.comm.checked import CheckedCommunicator
 from tatami.comm.meeting import CounterBarrier, notices, polls_before_yield
+from tatami.comm.reduction import Op
+from tatami.comm.wait import WaitPolicy
 from tatami.comm.watchdog import WATCHDOG
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow, check_access, check_epoch_call, check_window_open
 from tatami.errors import InputError
-
-if TYPE_CHECKING:
-    from tatami.comm.mpi import MpiCommunicator
 
 PAGE = 4096
 _POSTED = 0
 """The tag of notices that a rank has posted; on a communicator of the window's own."""
 
 
+class AbstractMpiCommunicator(CheckedCommunicator):
+    """What windows need of the MPI communicator that they are made on, beside its messages.
+
+    Attributes:
+        mpi: `mpi4py.MPI`.
+        clock: for waiting.
+        policy: how to wait.
+    """
+
+    mpi: ModuleType
+    clock: Clock
+    policy: WaitPolicy
+
+    @property
+    @abstractmethod
+    def handle(self) -> Any:
+        """The mpi4py communicator."""
+
+    @abstractmethod
+    def wait_for(self, done: Callable[[], bool], *, operation: str, missing: tuple[int, ...]) -> None:
+        """Wait politely for what `missing` must do.
+
+        Raises:
+            CommTimeoutError: names them.
+        """
+
+    @abstractmethod
+    def mpi_op(self, op: Op) -> Any:
+        """MPI's own operation."""
+
+    @abstractmethod
+    def as_buffer(self, tensor: torch.Tensor) -> list[Any]:
+        """A contiguous tensor as MPI takes it: memory, bytes, MPI's type of a byte."""
+
+    @abstractmethod
+    def as_typed(self, tensor: torch.Tensor) -> list[Any]:
+        """A contiguous tensor as MPI computes with it: memory, elements, MPI's type of an element.
+
+        Raises:
+            InputError: MPI has no such type to compute with.
+        """
+
+
 class MpiWindow(AbstractWindow):
     """Remote memory access among all ranks of `comm`, which the window takes over and closes."""
 
     def __init__(
-        self, comm: MpiCommunicator, *, size: int, dtype: torch.dtype, sync: Sync, memory: torch.Tensor | None
+        self, comm: AbstractMpiCommunicator, *, size: int, dtype: torch.dtype, sync: Sync, memory: torch.Tensor | None
     ) -> None:
         """`memory` (size,) is exposed where it lies; None: MPI allocates, which lets ranks of one host reach it directly."""
         self._comm = comm
@@ -59,11 +104,11 @@ class MpiWindow(AbstractWindow):
 
     def put(self, tensor: torch.Tensor, target: int, *, start: int) -> None:
         self._check("put", tensor, target, start)
-        self._win.Put(self._comm.as_bytes(tensor), target, (start * tensor.itemsize, tensor.nbytes, self._mpi.BYTE))
+        self._win.Put(self._comm.as_buffer(tensor), target, (start * tensor.itemsize, tensor.nbytes, self._mpi.BYTE))
 
     def get(self, out: torch.Tensor, source: int, *, start: int) -> None:
         self._check("get", out, source, start)
-        self._win.Get(self._comm.as_bytes(out), source, (start * out.itemsize, out.nbytes, self._mpi.BYTE))
+        self._win.Get(self._comm.as_buffer(out), source, (start * out.itemsize, out.nbytes, self._mpi.BYTE))
 
     def accumulate(self, tensor: torch.Tensor, target: int, *, start: int, op: Op) -> None:
         self._check("accumulate", tensor, target, start)
@@ -134,7 +179,7 @@ class MpiWindow(AbstractWindow):
 class MpiSharedWindow(AbstractSharedWindow):
     """Memory shared by all ranks of `comm`, which must be on one host; the window takes `comm` over and closes it."""
 
-    def __init__(self, comm: MpiCommunicator, *, size: int, dtype: torch.dtype) -> None:
+    def __init__(self, comm: AbstractMpiCommunicator, *, size: int, dtype: torch.dtype) -> None:
         if len(set(comm.hosts)) > 1:
             hosts = ", ".join(sorted(set(comm.hosts))[:4])
             raise InputError(f"a shared window needs ranks of one host, and these are on {hosts}; split by host first")

@@ -63,9 +63,19 @@ class ObjectMessages(AbstractCommunicator):
         return [_unpickled(part) for part in torch.split(everything, counts)]
 
 
+def tensor_of(data: bytes) -> torch.Tensor:
+    """(bytes,) of uint8, as ranks send it."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def bytes_of(payload: torch.Tensor) -> bytes:
+    """What `tensor_of` was given."""
+    return bytes(payload.numpy().tobytes())
+
+
 def _pickled(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    return tensor_of(pickle.dumps(value))
 
 
 def _unpickled(payload: torch.Tensor) -> Any:
-    return pickle.loads(payload.numpy().tobytes())
+    return pickle.loads(bytes_of(payload))

@@ -26,9 +26,9 @@ import torch
 from tatami.clock import Clock, SystemClock
 from tatami.collective import RankGroup, Via, build
 from tatami.comm.allreduce import AUTO, AllReduce
-from tatami.comm.base import AbstractCommunicator, AbstractRequest, Op
+from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.loads import loads_and_stores
-from tatami.comm.reduction import HALF_DTYPES, Reduction, divide
+from tatami.comm.reduction import HALF_DTYPES, Op, Reduction, divide
 from tatami.comm.wait import Waiting, wait_policy, wait_until
 from tatami.comm.window import AbstractSharedWindow
 
@@ -261,9 +261,7 @@ class MessageOverlap(AbstractOverlap):
     def __init__(
         self, comm: AbstractCommunicator, *, sizes: Sequence[int], dtype: torch.dtype, device: torch.device | None
     ) -> None:
-        private = comm.split(0)
-        assert private is not None
-        self._comm = private
+        self._comm = comm.duplicate()
         self.vectors = tuple(torch.zeros(size, dtype=dtype, device=device) for size in sizes)
         self._ready: set[int] = set()
         self._requests: list[AbstractRequest] = []

@@ -9,10 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from tatami.comm.base import Op
-
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 FLOAT_DTYPES = (torch.float64, torch.float32, *HALF_DTYPES)
+
+
+class Op(Enum):
+    """How values of different ranks become one."""
+
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
 
 
 class Reduction(Enum):

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
 
 import torch
 
 from tatami.collective import Sync
-from tatami.comm.base import Op
+from tatami.comm.base import AbstractCommunicator
 from tatami.comm.meeting import meet, notices
-from tatami.comm.reduction import combine
+from tatami.comm.reduction import Op, combine
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow, check_access, check_epoch_call, check_window_open
-
-if TYPE_CHECKING:
-    from tatami.comm.threads import ThreadCommunicator
 
 _POSTED, _COMPLETED, _MET = 0, 1, 2
 """Tags, on a communicator of the window's own."""
 
 
 class ThreadWindow(AbstractWindow):
-    """The tensors of all threads; takes `comm` over and closes it."""
+    """The tensors of all threads, by rank; takes `comm` over and closes it. `lock` is held while a tensor is added to."""
 
     def __init__(
-        self, comm: ThreadCommunicator, *, size: int, dtype: torch.dtype, sync: Sync, memory: torch.Tensor | None
+        self,
+        comm: AbstractCommunicator,
+        tensors: Sequence[torch.Tensor],
+        *,
+        sync: Sync,
+        lock: AbstractContextManager[object],
     ) -> None:
         self._comm = comm
         self.sync = sync
-        self.tensor = torch.zeros(size, dtype=dtype) if memory is None else memory
-        self._tensors = comm.exchange_tensors(self.tensor)
+        self.tensor = tensors[comm.rank]
+        self._tensors = tensors
+        self._lock = lock
         self._sources: tuple[int, ...] = ()
         self._targets: tuple[int, ...] = ()
         self._closed = False
@@ -42,7 +45,7 @@ class ThreadWindow(AbstractWindow):
 
     def accumulate(self, tensor: torch.Tensor, target: int, *, start: int, op: Op) -> None:
         room = self._room("accumulate", tensor, target, start)
-        with self._comm.world.changed:
+        with self._lock:
             combine(room, tensor, op)
 
     def fence(self) -> None:
@@ -85,12 +88,12 @@ class ThreadWindow(AbstractWindow):
 
 
 class ThreadSharedWindow(AbstractSharedWindow):
-    """The tensors of all threads; takes `comm` over and closes it."""
+    """The tensors of all threads, by rank; takes `comm` over and closes it."""
 
-    def __init__(self, comm: ThreadCommunicator, *, size: int, dtype: torch.dtype) -> None:
+    def __init__(self, comm: AbstractCommunicator, tensors: Sequence[torch.Tensor]) -> None:
         self._comm = comm
-        self.tensor = torch.zeros(size, dtype=dtype)
-        self._tensors = comm.exchange_tensors(self.tensor)
+        self.tensor = tensors[comm.rank]
+        self._tensors = tensors
         self._closed = False
 
     def of(self, rank: int) -> torch.Tensor:

@@ -20,8 +20,9 @@ import torch
 
 from tatami.clock import Clock, SystemClock
 from tatami.collective import Sync
-from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest, Op
-from tatami.comm.checked import CheckedCommunicator
+from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest
+from tatami.comm.checked import CheckedCommunicator, as_bytes
+from tatami.comm.reduction import Op, combine
 from tatami.comm.thread_window import ThreadSharedWindow, ThreadWindow
 from tatami.comm.wait import Waiting
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow, check_window
@@ -192,10 +193,9 @@ class ThreadCommunicator(CheckedCommunicator):
 
     def __init__(self, world: _World, *, members: tuple[int, ...], rank: int, group: Hashable, timeout_s: float) -> None:
         """`members` are ranks of the world; `rank` is an index into them; `group` names this communicator in the world."""
-        super().__init__(timeout_s=timeout_s)
+        super().__init__(rank=rank, hosts=(socket.gethostname(),) * len(members), timeout_s=timeout_s)
         self.world = world
         self._members = members
-        self._rank = rank
         self._group = group
         self._num_meetings = 0
         self._num_splits = 0
@@ -204,27 +204,12 @@ class ThreadCommunicator(CheckedCommunicator):
     def of_world(cls, world: _World, rank: int, *, timeout_s: float) -> ThreadCommunicator:
         return cls(world, members=tuple(range(world.size)), rank=rank, group=(), timeout_s=timeout_s)
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return len(self._members)
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        return (socket.gethostname(),) * self.size
-
     def split(self, color: int | None, *, key: int = 0) -> ThreadCommunicator | None:
         self._check_open("split")
         self._num_splits += 1
-        wishes = self.allgather_object((color, key))
-        if color is None:
+        ranks = self._split_ranks(color, key)
+        if ranks is None:
             return None
-        ranks = sorted(
-            (rank for rank in range(self.size) if wishes[rank][0] == color), key=lambda rank: (wishes[rank][1], rank)
-        )
         return ThreadCommunicator(
             self.world,
             members=tuple(self._members[rank] for rank in ranks),
@@ -248,13 +233,16 @@ class ThreadCommunicator(CheckedCommunicator):
         self, size: int, dtype: torch.dtype, *, sync: Sync = Sync.PSCW, memory: torch.Tensor | None = None
     ) -> AbstractWindow:
         check_window(size, sync)
-        return ThreadWindow(self._own(), size=size, dtype=dtype, sync=sync, memory=memory)
+        own = self.duplicate()
+        tensors = own._exchange_tensors(torch.zeros(size, dtype=dtype) if memory is None else memory)
+        return ThreadWindow(own, tensors, sync=sync, lock=self.world.changed)
 
     def shared_window(self, size: int, dtype: torch.dtype) -> AbstractSharedWindow:
         check_window(size, Sync.PSCW)
-        return ThreadSharedWindow(self._own(), size=size, dtype=dtype)
+        own = self.duplicate()
+        return ThreadSharedWindow(own, own._exchange_tensors(torch.zeros(size, dtype=dtype)))
 
-    def exchange_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def _exchange_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Everyone's `tensor`, itself, in the order of the ranks. Collective."""
         with self.world.changed:
             exchange = self.world.windows.setdefault((self._group, self._num_meetings), {})
@@ -264,11 +252,6 @@ class ThreadCommunicator(CheckedCommunicator):
         tensors = [exchange[rank] for rank in range(self.size)]
         self.world.windows.pop(key, None)
         return tensors
-
-    def _own(self) -> ThreadCommunicator:
-        own = self.split(0)
-        assert own is not None
-        return own
 
     def abort(self, reason: str) -> Never:
         """Raises `RankDiedError` here, and in all other ranks as soon as they wait."""
@@ -320,7 +303,7 @@ class ThreadCommunicator(CheckedCommunicator):
         send, recv = box.sends.popleft(), box.recvs.popleft()
         sent_bytes, room_bytes = send.tensor.nbytes, recv.tensor.nbytes
         if sent_bytes == room_bytes:
-            _as_bytes(recv.tensor).copy_(_as_bytes(send.tensor))
+            as_bytes(recv.tensor).copy_(as_bytes(send.tensor))
         else:
             recv.problem = wrong_size(sent_bytes, room_bytes)
         send.done = recv.done = True
@@ -444,7 +427,7 @@ class ThreadCommunicator(CheckedCommunicator):
         if out.nbytes != part.nbytes:
             problem = wrong_size(part.nbytes, out.nbytes)
             raise CommError(f"{operation} on rank {self.rank} of {self.size}: from rank {source}: {problem}")
-        _as_bytes(out).copy_(_as_bytes(part))
+        as_bytes(out).copy_(as_bytes(part))
 
     def _put_all(self, operation: str, out: torch.Tensor, given: list[torch.Tensor], counts: tuple[int, ...]) -> None:
         for source, (room, part) in enumerate(zip(torch.split(out.view(-1), list(counts)), given, strict=True)):
@@ -456,20 +439,11 @@ def wrong_size(sent_bytes: int, room_bytes: int) -> str:
     return f"{sent_bytes} bytes came where {room_bytes} were expected; shapes and dtypes must agree on both sides"
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
 def _reduced(given: list[torch.Tensor], op: Op) -> torch.Tensor:
     """In the order of the ranks, so that every rank computes the same bits."""
     if any(part.shape != given[0].shape for part in given):
         raise CommError(f"ranks reduce tensors of different sizes: {[part.numel() for part in given]} elements")
     result = given[0].clone()
     for part in given[1:]:
-        if op is Op.SUM:
-            result += part
-        elif op is Op.MAX:
-            torch.maximum(result, part, out=result)
-        else:
-            torch.minimum(result, part, out=result)
+        combine(result, part, op)
     return result

@@ -29,9 +29,9 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from tatami.clock import SystemClock
-from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest, Op
-from tatami.comm.checked import CheckedCommunicator, Done, Then
-from tatami.comm.reduction import combine
+from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest
+from tatami.comm.checked import CheckedCommunicator, Done, Then, as_bytes
+from tatami.comm.reduction import Op, combine
 from tatami.comm.threads import single_communicator, wrong_size
 from tatami.comm.wait import Waiting, wait_policy, wait_until
 from tatami.errors import CommError, InputError, RankDiedError
@@ -148,13 +148,12 @@ class TorchdistCommunicator(CheckedCommunicator):
             InputError: this torch was built without gloo.
             CommError: not all ranks came.
         """
-        super().__init__(timeout_s=timeout_s)
+        # Who shares this host is not known yet: as if all did, a wait is polite in any case.
+        super().__init__(rank=rank, hosts=hosts or (socket.gethostname(),) * size, timeout_s=timeout_s)
         if not (dist.is_available() and dist.is_gloo_available()):
             raise InputError("this build of torch has no gloo; start the ranks with mpiexec or tatami run")
         self.clock = SystemClock()
         self._store = store
-        self._rank = rank
-        self._size = size
         self._name = name
         self._num_splits = 0
         self._num_sent: Counter[int] = Counter()
@@ -165,9 +164,7 @@ class TorchdistCommunicator(CheckedCommunicator):
             self._gloo: Any = dist.ProcessGroupGloo(c10d.PrefixStore(f"{name}/gloo", store), rank, size, _NEVER)
         except RuntimeError as error:
             raise CommError(f"rank {rank} of {size} could not reach all others through gloo: {_said(error)}") from error
-        # Who shares this host is not known yet: as if all did, a wait is polite in any case.
         _open.add(self)
-        self._hosts = hosts or (socket.gethostname(),) * size
         cores = len(os.sched_getaffinity(0))
         self.policy = wait_policy(ranks_on_host=self.local_size, cores=cores)
         if hosts is None:
@@ -205,27 +202,12 @@ class TorchdistCommunicator(CheckedCommunicator):
             store, rank=dist.get_rank(group), size=dist.get_world_size(group), name=name, hosts=None, timeout_s=timeout_s
         )
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        return self._hosts
-
     def split(self, color: int | None, *, key: int = 0) -> TorchdistCommunicator | None:
         self._check_open("split")
         self._num_splits += 1
-        wishes = self.allgather_object((color, key))
-        if color is None:
+        ranks = self._split_ranks(color, key)
+        if ranks is None:
             return None
-        ranks = sorted(
-            (rank for rank in range(self.size) if wishes[rank][0] == color), key=lambda rank: (wishes[rank][1], rank)
-        )
         return TorchdistCommunicator(
             self._store,
             rank=ranks.index(self.rank),
@@ -263,7 +245,7 @@ class TorchdistCommunicator(CheckedCommunicator):
     def _start_send(self, tensor: torch.Tensor, dest: int, tag: int) -> AbstractRequest:
         if dest == self.rank:
             return self._alone.isend(tensor, 0, tag=tag)
-        payload = _as_bytes(tensor.cpu())
+        payload = as_bytes(tensor.cpu())
         self._num_sent[dest] += 1
         payload_tag = _FIRST_PAYLOAD_TAG + self._num_sent[dest] % _NUM_PAYLOAD_TAGS
         header = torch.tensor([payload.numel(), payload_tag])
@@ -289,13 +271,13 @@ class TorchdistCommunicator(CheckedCommunicator):
             told.wait()
             size_bytes, payload_tag = header.tolist()
             fits = size_bytes == out.nbytes
-            room = _as_bytes(out) if fits and out.device.type == "cpu" else torch.empty(size_bytes, dtype=torch.uint8)
+            room = as_bytes(out) if fits and out.device.type == "cpu" else torch.empty(size_bytes, dtype=torch.uint8)
             if size_bytes:
                 gloo.recv([room], source, payload_tag).wait()
             if not fits:
                 raise CommError(f"{waiting.describe()}: {wrong_size(size_bytes, out.nbytes)}")
             if out.device.type != "cpu":
-                _as_bytes(out).copy_(room)
+                as_bytes(out).copy_(room)
 
         return MessageRequest(self, waiting, move)
 
@@ -361,7 +343,7 @@ class TorchdistCommunicator(CheckedCommunicator):
         self, operation: str, tensor: torch.Tensor, out: torch.Tensor, sends: tuple[int, ...], recvs: tuple[int, ...]
     ) -> AbstractRequest:
         """An all-to-all of elements, as bytes."""
-        given, room = _as_bytes(tensor), _as_bytes(out)
+        given, room = as_bytes(tensor), as_bytes(out)
         recv_bytes, send_bytes = [count * out.itemsize for count in recvs], [count * out.itemsize for count in sends]
         work = self._group(out).alltoall_base(room, given, recv_bytes, send_bytes, dist.AllToAllOptions())
         return self._works(operation, [work], given, room)
@@ -369,7 +351,7 @@ class TorchdistCommunicator(CheckedCommunicator):
     def _bcast_work(self, tensor: torch.Tensor, root: int) -> Any:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        return self._group(tensor).broadcast([_as_bytes(tensor)], options)
+        return self._group(tensor).broadcast([as_bytes(tensor)], options)
 
     def _works(self, operation: str, works: list[Any], *keep: torch.Tensor) -> WorkRequest:
         return WorkRequest(self, works, self._gloo, operation, *keep)
@@ -399,10 +381,6 @@ _num_adopted: Counter[str] = Counter()
 _OPS: dict[Op, Any] = (
     {Op.SUM: dist.ReduceOp.SUM, Op.MAX: dist.ReduceOp.MAX, Op.MIN: dist.ReduceOp.MIN} if dist.is_available() else {}
 )
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _said(error: RuntimeError) -> str:

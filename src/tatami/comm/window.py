@@ -23,15 +23,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from tatami.collective import Sync
+from tatami.comm.reduction import Op
 from tatami.errors import ClosedError, InputError
-
-if TYPE_CHECKING:
-    from tatami.comm.base import Op
 
 EPOCH_CALLS = {
     "fence": Sync.FENCE,

@@ -9,7 +9,8 @@ from typing import Any, Self
 import torch
 
 from tatami.collective import Sync
-from tatami.comm.base import AbstractCommunicator, AbstractRequest, Op
+from tatami.comm.base import AbstractCommunicator, AbstractRequest
+from tatami.comm.reduction import Op
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow
 
 

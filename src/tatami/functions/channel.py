@@ -15,6 +15,7 @@ import torch
 
 from tatami.clock import Clock, SystemClock
 from tatami.comm.base import AbstractCommunicator
+from tatami.comm.checked import as_bytes
 from tatami.comm.wait import WaitPolicy, wait_until
 from tatami.errors import CommError, CommTimeoutError
 from tatami.functions.memory import Memory
@@ -23,7 +24,6 @@ from tatami.functions.message import (
     Head,
     Label,
     MessageKind,
-    as_bytes,
     following,
     read_head,
     read_label,

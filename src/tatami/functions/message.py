@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from tatami.comm.checked import as_bytes
 from tatami.functions.memory import Memory
 from tatami.functions.structure import Packed, unpacked
 from tatami.functions.wire import Chunk
@@ -176,11 +177,6 @@ def read_tensors(chunk: Chunk, label: Label, memory: Memory) -> list[torch.Tenso
             _copy(tensor.data_ptr(), chunk.address + place, size)
         tensors.append(tensor)
     return tensors
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor."""
-    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def movable(tensor: torch.Tensor, memory: Memory) -> torch.Tensor:

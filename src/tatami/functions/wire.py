@@ -116,7 +116,7 @@ class MpiWire(AbstractWire):
         self.errors = (comm.mpi.Exception,)
 
     def _spec(self, tensor: torch.Tensor) -> Any:
-        return self._comm.as_bytes(tensor)
+        return self._comm.as_buffer(tensor)
 
     def send(self, chunk: Chunk, peer: int, size_bytes: int) -> Test:
         handle = self._comm.handle

@@ -73,8 +73,7 @@ class World:
 
 def _run_on_processes(body: Body[Result], *, kind: str, timeout_s: float) -> list[Result]:
     everyone = _everyone(kind)
-    comm = everyone.split(0)
-    assert comm is not None
+    comm = everyone.duplicate()
     comm.timeout_s = timeout_s
     result, failure = None, None
     try:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tatami.comm.agreement import same_everywhere
+from tatami.comm.checked import as_bytes
 from tatami.errors import ModelError, PlanError
 from tatami.retiling.moves import Move, moves
 from tatami.tiled.model import TiledModel
@@ -147,7 +148,7 @@ def _exchange(
                 views = [rows.cut(_shift(each.units, had)) for rows in bundles[index]]
                 outgoing.setdefault(rank_of[each.dest], []).extend(views)
     buffers = {peer: torch.empty(sum(map(_bytes, views)), dtype=torch.uint8) for peer, views in incoming.items()}
-    packed = {peer: torch.cat([_as_bytes(view) for view in views]) for peer, views in outgoing.items()}
+    packed = {peer: torch.cat([as_bytes(view.contiguous()) for view in views]) for peer, views in outgoing.items()}
     requests = [model.comm.irecv(buffer, peer, tag=_TAG) for peer, buffer in buffers.items()]
     requests += [model.comm.isend(buffer, peer, tag=_TAG) for peer, buffer in packed.items()]
     for request in requests:
@@ -181,10 +182,6 @@ def _empty(rows: Rows, units: int) -> torch.Tensor:
     shape = list(rows.tensor.shape)
     shape[rows.axis] = units
     return torch.empty(shape, dtype=rows.tensor.dtype)
-
-
-def _as_bytes(view: torch.Tensor) -> torch.Tensor:
-    return view.contiguous().view(-1).view(torch.uint8)
 
 
 def _bytes(view: torch.Tensor) -> int:
