@@ -62,20 +62,31 @@ class Run:
     @property
     def imbalance(self) -> float:
         """Slowest over fastest compute time, free of noise."""
-        times = [self._compute_s(tile.processor, tile.area) for tile in self.controller.tiling.tiles]
+        times = [self._compute_s(name, work) for name, work in self._works().items()]
         return max(times) / min(times)
 
-    def _compute_s(self, name: str, area: int) -> float:
-        return area / self.speeds[name] / 1000 + 3 * self.overhead_s
+    def _works(self) -> dict[str, float]:
+        """Of every processor: samples x units where there is one block."""
+        workload = self.controller.workload
+        tilings = self.controller.layout.cut_blocks(workload)
+        return {
+            tile.processor: workload.tile_work(
+                [tiling.by_processor[tile.processor].units.size for tiling in tilings], samples=tile.samples.size
+            )
+            for tile in self.controller.tiling.tiles
+        }
+
+    def _compute_s(self, name: str, work: float) -> float:
+        return work / self.speeds[name] / 1000 + 3 * self.overhead_s
 
     def _measure(self) -> list[Timing]:
-        tiling = self.controller.tiling
+        works = self._works()
         result = []
-        for column in tiling.columns:
+        for column in self.controller.tiling.columns:
             compute_s = {}
             for tile in column:
                 jitter = max(0.1, self.random.gauss(1.0, self.noise))
-                compute_s[tile.processor] = self._compute_s(tile.processor, tile.area) * jitter
+                compute_s[tile.processor] = self._compute_s(tile.processor, works[tile.processor]) * jitter
             ready_s = FORWARD * max(compute_s.values()) + (self.comm_s if len(column) > 1 else 0.0)
             for tile in column:
                 own_s = compute_s[tile.processor]
@@ -86,7 +97,7 @@ class Run:
                         t1_s=ready_s + BACKWARD * own_s,
                         t2_s=BACKWARD * own_s,
                         compute_s=own_s,
-                        work=float(tile.area),
+                        work=works[tile.processor],
                     )
                 )
         return result

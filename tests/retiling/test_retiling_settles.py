@@ -10,7 +10,7 @@ from retiling_rig import run, start
 from tatami.cluster import Cluster
 from tatami.retiling import DecisionKind, Retiler
 from tatami.tiling import Column, Layout
-from tatami.workload import Workload
+from tatami.workload import Block, Workload
 
 BALANCED = 1.25
 FINE = Workload.mlp(203, 400, 26, samples=1024)
@@ -27,6 +27,30 @@ def test_from_no_knowledge_it_settles_by_the_third_check(rule: str, noise: float
     assert first.kind is DecisionKind.WHOLE
     assert trial.imbalance < BALANCED
     assert [decision.kind for decision in trial.checks(8)] == [DecisionKind.KEEP] * 8
+
+
+def test_a_network_without_blocks_gets_its_samples_by_speed() -> None:
+    workload = Workload(samples=700, replicated_parameters=100, replicated_flop_per_sample=1000)
+    trial = run([1, 1, 0.5, 0.25], workload=workload)
+    assert trial.imbalance == 4.0
+    trial.checks(3)
+    assert trial.imbalance < 1.05
+    assert not any(decision.remaps for decision in trial.checks(8))
+    sizes = [trial.controller.tiling.by_processor[f"p{rank}"].samples.size for rank in range(4)]
+    assert sizes == pytest.approx([254.5, 254.5, 127.3, 63.6], abs=1)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_blocks_that_do_not_divide_do_not_keep_it_busy(noise: float) -> None:
+    """Six heads over four unequal ranks are never quite even."""
+    heads = Block(units=6, unit_parameters=900, forward_elements=64, backward_elements=64, flop_per_unit=3e5)
+    hidden = Block(units=768, unit_parameters=128, forward_elements=64, backward_elements=64, flop_per_unit=5e3)
+    workload = Workload(samples=64, blocks=(heads, hidden) * 4, replicated_flop_per_sample=10**5)
+    trial = run([1, 0.9, 0.5, 0.25], workload=workload, noise=noise)
+    before = trial.imbalance
+    trial.checks(4)
+    assert trial.imbalance < before / 2
+    assert not any(decision.remaps for decision in trial.checks(8))
 
 
 @pytest.mark.parametrize("slow", ["p0", "p1", "p2", "p3"])

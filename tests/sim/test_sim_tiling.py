@@ -20,7 +20,7 @@ from tatami.sim.tiling.changes import Speeds
 from tatami.testing.worlds import World
 from tatami.tiled import IterationPhase, TiledModel, Trainer, tile
 from tatami.tiling import AlphaBetaCost, Column, Layout, plan
-from tatami.workload import Workload, linear_pair, net_workload
+from tatami.workload import Block, Workload, linear_pair, net_workload
 
 NETTALK = Workload.mlp(203, 80, 26, samples=1024)
 LINK = Link(bandwidth_bytes_per_s=1e8, latency_s=1e-4)
@@ -77,7 +77,7 @@ def test_the_work_of_a_tile_is_that_of_table_1(workload: Workload) -> None:
     tilings = grid(1, 2).cut_blocks(workload)
     for name in ("p0", "p1"):
         tiles = [tiling.by_processor[name] for tiling in tilings]
-        work = work_of(tiles, workload=workload)
+        work = work_of(tiles, samples=workload.samples, workload=workload)
         height = tiles[0].units.size / workload.blocks[0].units
         assert work.total_flop == pytest.approx(workload.flop(width=1.0, height=height), rel=1e-12)
         assert min(work.forward_flop, work.backward_flop, work.update_flop) > 0
@@ -131,7 +131,7 @@ def test_calibration_finds_speeds_and_startups() -> None:
         layout = Layout(columns=(Column(width=1.0, processors=("p",), heights=(1.0,)),))
         workload = Workload.mlp(203, units, 26, samples=samples)
         (tiling,) = layout.cut_blocks(workload)
-        return work_of(tiling.tiles, workload=workload, startup=startup).total_flop / flop_per_s
+        return work_of(tiling.tiles, samples=samples, workload=workload, startup=startup).total_flop / flop_per_s
 
     for wanted in (startup, Startup(), Startup(sample_flop=3e4)):
         timings = [
@@ -155,6 +155,33 @@ def test_a_grid_of_two_by_three_takes_its_closed_form() -> None:
     cost = AlphaBetaCost(flop_per_s=100 * MFLOP).price(grid(2, 3), cluster=cluster_of(speeds), workload=workload)
     assert found.total_s == pytest.approx(cost.total, rel=1e-6)
     assert found.compute_s[0] == pytest.approx((cost.compute, cost.compute))
+
+
+@needs_simgrid
+def test_every_sum_over_a_column_is_a_meeting() -> None:
+    """The one head is p0's, and p1 waits for it; both then take as long for the hidden units."""
+    head = Block(units=1, unit_parameters=10, forward_elements=4, backward_elements=4, flop_per_unit=3e6)
+    hidden = Block(units=800, unit_parameters=10, forward_elements=4, backward_elements=4, flop_per_unit=3e3)
+    workload = Workload(samples=80, blocks=(head, hidden) * 2)
+    layout = Layout(columns=(Column(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),))
+    found = rehearsed(job([1.0, 1.0], workload=workload, layout=layout, vertical="ring"))
+    cost = AlphaBetaCost(flop_per_s=100 * MFLOP).price(layout, cluster=cluster_of([1.0, 1.0]), workload=workload)
+    assert cost.compute == pytest.approx(2 * 80 * (3e6 + 400 * 3e3) / 1e8)
+    # The updates, of two operations for each weight, wait for no sum: p0's are all that count of them.
+    assert found.total_s == pytest.approx(cost.total, rel=1e-3)
+    assert found.compute_s[0] == pytest.approx((cost.compute, 2 * 80 * 400 * 3e3 / 1e8))
+    assert found.bytes_moved == 8 * 2 * 80 * 4 * 4, "eight sums over a ring of two"
+
+
+@needs_simgrid
+def test_a_network_without_blocks_sums_all_its_gradients() -> None:
+    workload = Workload(samples=64, replicated_parameters=250_000, replicated_flop_per_sample=10**6)
+    layout = grid(2, 1)
+    found = rehearsed(job([1.0, 1.0], workload=workload, layout=layout))
+    cost = AlphaBetaCost(flop_per_s=100 * MFLOP).price(layout, cluster=cluster_of([1.0, 1.0]), workload=workload)
+    assert cost.compute == pytest.approx(0.32)
+    assert found.total_s == pytest.approx(cost.total, rel=1e-6)
+    assert found.bytes_moved == 2 * 10**6
 
 
 @needs_simgrid
@@ -246,7 +273,7 @@ class Machine:
         model = self.model
         if model is not None and model.phases.current is IterationPhase.BACKWARD and model.tile is not None:
             tiles = [tiling.by_processor[model.name] for tiling in model.tilings]
-            self.sleep(work_of(tiles, workload=model.workload).total_flop / self.flop_per_s)
+            self.sleep(work_of(tiles, samples=tiles[0].samples.size, workload=model.workload).total_flop / self.flop_per_s)
 
 
 @needs_simgrid

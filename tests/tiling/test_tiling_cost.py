@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -22,7 +23,7 @@ from tatami.tiling import (
     volume_bytes,
 )
 from tatami.tiling.links import SlowestLink
-from tatami.workload import Workload, linear_pair
+from tatami.workload import Block, Workload, linear_pair
 
 LOCAL = Link(bandwidth_bytes_per_s=1e9, latency_s=1e-6)
 SLOW = Link(bandwidth_bytes_per_s=1e6, latency_s=1e-3)
@@ -71,6 +72,57 @@ def test_replicated_layers_are_summed_across_columns_too() -> None:
     plain = AlphaBetaCost().price(GRID, cluster=four(*"aabb"), workload=WORKLOAD)
     more = AlphaBetaCost().price(GRID, cluster=four(*"aabb"), workload=workload)
     assert more.horizontal - plain.horizontal == pytest.approx(2 * (1e-3 + 1000 / 1e6))
+
+
+def test_the_slowest_of_every_block_counts() -> None:
+    """Six heads over 4, 2 and 1 are 3, 2 and 1 whole ones, in 1 where an even sharing would take 6/7."""
+    heads = Block(units=6, unit_parameters=1, forward_elements=1, flop_per_unit=10.0)
+    hidden = Block(units=700, unit_parameters=1, forward_elements=1, flop_per_unit=1.0, flop_per_sample=3.0)
+    workload = Workload(samples=100, blocks=(heads, hidden, heads), replicated_flop_per_sample=41, sample_flop=0.0)
+    layout = Layout(columns=(Column(width=1.0, processors=("p0", "p1", "p2"), heights=(4 / 7, 2 / 7, 1 / 7)),))
+    cluster = Cluster.from_speeds([4.0, 2.0, 1.0])
+    shared = 41 / (2 * 60 + 700)  # of what is repeated, for each flop of a block
+    attention = max(2 * 30 / 4, 2 * 20 / 2, 2 * 10 / 1) + 120 * shared / 1
+    mlp = 100 + 3 + 700 * shared
+    cost = AlphaBetaCost(flop_per_s=1.0).price(layout, cluster=cluster, workload=workload)
+    assert cost.compute == pytest.approx(100 * (attention + mlp))
+
+
+def test_a_rank_without_units_of_a_block_does_not_pay_for_it() -> None:
+    heads = Block(units=1, unit_parameters=1, forward_elements=1, flop_per_unit=10.0, flop_per_sample=5.0)
+    hidden = Block(units=80, unit_parameters=1, forward_elements=1, flop_per_unit=1.0)
+    layout = Layout(columns=(Column(width=1.0, processors=("p0", "p1"), heights=(0.9, 0.1)),))
+    workload = Workload(samples=1, blocks=(heads, hidden))
+    cost = AlphaBetaCost(flop_per_s=1.0).price(layout, cluster=Cluster.from_speeds([9.0, 1.0]), workload=workload)
+    assert cost.compute == pytest.approx(15 / 9 + 8)
+
+
+def test_gradients_of_coarse_blocks_are_priced_where_they_lie() -> None:
+    """Two columns; of the two heads the first column gives one each to p0 and p1, though p0 is three quarters of it."""
+    heads = Block(units=2, unit_parameters=1000, forward_elements=1, flop_per_unit=1.0)
+    hidden = Block(units=800, unit_parameters=1, forward_elements=1, flop_per_unit=1.0)
+    layout = Layout(
+        columns=(
+            Column(width=0.5, processors=("p0", "p1"), heights=(0.6, 0.4)),
+            Column(width=0.5, processors=("p2", "p3"), heights=(0.6, 0.4)),
+        )
+    )
+    cluster = Cluster(
+        processors=tuple(Processor(name=f"p{i}", speed=1.0) for i in range(4)),
+        local=Link(bandwidth_bytes_per_s=1.0, latency_s=0.0),
+    )
+    cost = AlphaBetaCost().price(layout, cluster=cluster, workload=Workload(samples=100, blocks=(heads, hidden)))
+    assert cost.horizontal == pytest.approx(4 * (1000 + 480))
+
+
+def test_identical_blocks_are_priced_once_and_as_many() -> None:
+    mlp = linear_pair(30, 40, 10, name="h.0.mlp")
+    same = [replace(mlp, name=f"h.{index}.mlp") for index in range(5)]
+    workload = Workload(samples=100, blocks=tuple(same))
+    assert [count for _, count in workload.kinds] == [5]
+    one, five = (AlphaBetaCost().price(GRID, cluster=four(*"aabb"), workload=each) for each in (WORKLOAD, workload))
+    assert five.compute == pytest.approx(5 * one.compute)
+    assert five.vertical == pytest.approx(5 * one.vertical)
 
 
 def test_measured_speeds_are_flop_per_second() -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tatami.errors import PlanError
-from tatami.tiling import GRAIN, Column, Group, Layout, Span, Tile, Tiling, largest_remainder, spans
-from tatami.workload import Workload
+from tatami.tiling import FEW, GRAIN, Column, Group, Layout, Span, Tile, Tiling, largest_remainder, spans, whole_shares
+from tatami.workload import Block, Workload
 
 LAYOUT = Layout(
     columns=(
@@ -52,6 +52,30 @@ def test_largest_remainder_sums_up_and_is_less_than_one_off(shares: list[float],
     assert sum(sizes) == total
     for size, share in zip(sizes, shares, strict=True):
         assert abs(size - total * share / sum(shares)) < 1 + 1e-6
+
+
+def test_few_units_are_shared_so_that_the_slowest_is_best() -> None:
+    assert whole_shares([1.0, 0.5, 0.25], total=6) == (3, 2, 1)
+    assert whole_shares([1.0, 1.0, 1.0, 1.0, 0.3], total=5) == (2, 1, 1, 1, 0), "the largest remainder gives one to each"
+    assert whole_shares([1.0, 0.01], total=6) == (6, 0)
+    assert whole_shares([1.0] * 8, total=6) == (1, 1, 1, 1, 1, 1, 0, 0)
+    assert whole_shares([0.0, 1.0, 3.0], total=3) == (0, 1, 2)
+    assert whole_shares([1.0, 1.0, 1.0, 1.0, 0.3], total=40) == largest_remainder([1.0, 1.0, 1.0, 1.0, 0.3], total=40)
+
+
+@given(
+    shares=st.lists(st.floats(0.01, 9.0) | st.sampled_from([0.25, 0.5, 1.0]), min_size=1, max_size=4), total=st.integers(0, 12)
+)
+def test_no_other_sharing_of_few_units_is_faster(shares: list[float], total: int) -> None:
+    def slowest(sizes: tuple[int, ...]) -> float:
+        return max(size / share for size, share in zip(sizes, shares, strict=True))
+
+    sizes = whole_shares(shares, total=total)
+    assert sum(sizes) == total
+    assert sizes == whole_shares(list(shares), total=total)
+    every = (sizes for sizes in product(range(total + 1), repeat=len(shares)) if sum(sizes) == total)
+    if total < FEW * len(shares):
+        assert slowest(sizes) <= min(map(slowest, every)) * (1 + 1e-8)
 
 
 @pytest.mark.parametrize("shares", [[], [0.0, 0.0], [1.0, -1.0], [float("nan")], [float("inf"), 1.0]])
@@ -167,6 +191,28 @@ def test_who_comes_out_empty() -> None:
     )
     assert layout.empty(Workload.mlp(3, 10, 2, samples=10)) == {"a", "b"}
     assert layout.empty(Workload.mlp(3, 1000, 2, samples=1000)) == frozenset()
+
+
+def test_only_who_has_no_unit_of_any_block_is_empty() -> None:
+    column = Column(width=1.0, processors=("a", "b", "c"), heights=(0.6, 0.39, 0.01))
+    layout = Layout(columns=(column,))
+    heads = Block(units=4, unit_parameters=8, forward_elements=4, flop_per_unit=100.0)
+    units = Block(units=300, unit_parameters=2, forward_elements=4, flop_per_unit=1.0)
+    assert layout.empty(Workload(samples=9, blocks=(heads,))) == {"c"}
+    assert layout.empty(Workload(samples=9, blocks=(heads, units, heads))) == frozenset()
+    assert layout.empty(Workload(samples=9)) == {"b", "c"}, "without blocks a column has work for one"
+    first, second, third = layout.cut_blocks(Workload(samples=9, blocks=(heads, units, heads)))
+    assert (first.by_processor["c"].units.size, second.by_processor["c"].units.size) == (0, 3)
+    assert first is third, "cut once for all blocks of as many units"
+
+
+def test_without_blocks_there_is_one_unit() -> None:
+    layout = Layout(columns=tuple(Column(width=0.5, processors=(name,), heights=(1.0,)) for name in "ab"))
+    workload = Workload(samples=10, replicated_parameters=7)
+    assert layout.cut_blocks(workload) == ()
+    tiling = layout.cut(samples=workload.samples, units=workload.units)
+    assert [(tile.samples.size, tile.units.size) for tile in tiling.tiles] == [(5, 1), (5, 1)]
+    assert layout.empty(workload) == frozenset()
 
 
 def test_units_of_large_tiles_are_cut_at_multiples_of_eight() -> None:

@@ -46,12 +46,18 @@ def play(messages: tuple[Message, ...], tilings: tuple[Tiling, ...]) -> dict[tup
 
 
 @pytest.mark.parametrize("method", METHODS)
-@given(layout=layouts(), units=st.lists(st.integers(1, 40), min_size=1, max_size=3))
+@given(layout=layouts(), units=st.lists(st.integers(1, 3) | st.integers(1, 40), min_size=1, max_size=3))
 def test_every_owner_ends_with_the_sum_of_every_column_once(method: Method, layout: Layout, units: list[int]) -> None:
     tilings = tuple(layout.cut(samples=64, units=count) for count in units)
     messages = horizontal_messages(tilings, method=method)
     # In base 1000 every digit counts how often a column's part came in.
     expected = sum(1000**column for column in range(len(layout.columns)))
+    for block, tiling in enumerate(tilings):
+        for column in tiling.columns:
+            # Also where a tile has no unit of a block that others of its column have.
+            owned = [unit for tile in column for unit in range(tile.units.start, tile.units.stop)]
+            assert owned == list(range(units[block]))
+        assert all(tiling.by_processor[name].units.size for group in tiling.groups for name in group.owners)
     assert set(play(messages, tilings).values()) == {expected}
     edges = [(message.phase, message.source, message.dest) for message in messages]
     assert len(set(edges)) == len(edges)
@@ -84,6 +90,22 @@ def test_two_columns_direct() -> None:
         Message(phase=0, source="a", dest="d", spans=((0, Span(2, 4)), (1, Span(1, 2)))),
         Message(phase=0, source="b", dest="d", spans=((0, Span(4, 8)), (1, Span(2, 4)))),
     )
+
+
+def test_a_tile_without_units_of_a_block_is_sent_nothing_of_it() -> None:
+    layout = Layout(
+        columns=(
+            Column(width=0.5, processors=("a", "b", "c"), heights=(0.5, 0.1, 0.4)),
+            Column(width=0.5, processors=("d", "e"), heights=(0.1, 0.9)),
+        )
+    )
+    tilings = (layout.cut(samples=4, units=2), layout.cut(samples=4, units=20))
+    assert [tile.units for tile in tilings[0].tiles] == [Span(0, 1), Span(1, 1), Span(1, 2), Span(0, 0), Span(0, 2)]
+    messages = horizontal_messages(tilings, method="direct")
+    spans = {(message.source, message.dest): message.spans for message in messages}
+    assert spans["b", "e"] == spans["e", "b"] == ((1, Span(10, 12)),)
+    assert spans["a", "d"] == spans["d", "a"] == ((1, Span(0, 2)),)
+    assert spans["a", "e"] == spans["e", "a"] == ((0, Span(0, 1)), (1, Span(2, 10)))
 
 
 def test_one_column_needs_no_message() -> None:

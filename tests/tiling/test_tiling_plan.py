@@ -25,7 +25,7 @@ from tatami.tiling import (
     compare,
     plan,
 )
-from tatami.workload import Workload, linear_pair
+from tatami.workload import Block, Workload, linear_pair
 
 PAPER = Workload.mlp(203, 80, 26, samples=1024)
 EXAMPLE = Cluster.from_speeds([3.0, 1.0, 2.5, 1.5, 3.5, 2.0])
@@ -107,8 +107,9 @@ def test_every_planner_covers_the_floor_and_nobody_is_empty(name: str, speeds: l
     assert bool(caught) == bool(result.left_out)
     for tiling in result.tilings():
         assert sum(tile.area for tile in tiling.tiles) == tiling.samples * tiling.units
-        assert all(tile.area > 0 for tile in tiling.tiles)
         assert {tile.processor for tile in tiling.tiles} | set(result.left_out) == {f"p{i}" for i in range(len(speeds))}
+    with_work = {tile.processor for tiling in result.tilings() for tile in tiling.tiles if tile.area}
+    assert with_work == set(result.layout.processors)
     assert result == plan(name, cluster=cluster, workload=workload) if not result.left_out else True
 
 
@@ -127,12 +128,72 @@ def test_the_slowest_go_first() -> None:
         assert plan("weighted", cluster=cluster, workload=PAPER).left_out == ("p2", "p1")
 
 
-def test_the_narrowest_block_counts_too() -> None:
+def test_a_column_may_be_deeper_than_a_block_has_units() -> None:
     blocks = (linear_pair(9, 100, 2), linear_pair(2, 2, 9, input_gradient=True))
     workload = Workload(samples=4, blocks=blocks)
     result = plan("srpm", cluster=Cluster.from_speeds([1.0] * 4), workload=workload)
-    assert max(len(column.processors) for column in result.layout.columns) <= 2
+    assert [len(column.processors) for column in result.layout.columns] == [4]
     assert result.left_out == ()
+    wide, narrow = result.tilings()
+    assert [tile.units.size for tile in wide.tiles] == [25] * 4
+    assert [tile.units.size for tile in narrow.tiles] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("name", list(PLANNERS))
+def test_more_processors_than_units_are_laid_in_columns(name: str) -> None:
+    result = plan(name, cluster=Cluster.from_speeds([1.0, 0.5] * 50), workload=PAPER)
+    assert result.left_out == ()
+    assert sum(tile.area for tile in result.tiling.tiles) == 1024 * 80
+    assert min(tile.area for tile in result.tiling.tiles) > 0
+
+
+@pytest.mark.parametrize("name", list(PLANNERS))
+@given(
+    speeds=st.lists(st.floats(0.1, 10.0), min_size=1, max_size=7),
+    samples=st.integers(7, 40),
+    heads=st.integers(1, 6),
+    hidden=st.integers(1, 60),
+)
+@settings(max_examples=20, deadline=None)
+@pytest.mark.filterwarnings("ignore:.*leaves out")
+def test_coarse_blocks_are_covered_and_no_plan_beats_the_bounds(
+    name: str, speeds: list[float], samples: int, heads: int, hidden: int
+) -> None:
+    attention = Block(units=heads, unit_parameters=90, forward_elements=40, backward_elements=40, flop_per_unit=3e5)
+    mlp = Block(units=hidden, unit_parameters=20, forward_elements=40, flop_per_unit=5e3, flop_per_sample=2e3)
+    workload = Workload(
+        samples=samples, blocks=(attention, mlp) * 3, replicated_parameters=100, replicated_flop_per_sample=10_000
+    )
+    result = plan(name, cluster=Cluster.from_speeds(speeds), workload=workload)
+    assert result.gap >= -1e-9
+    tilings = result.tilings()
+    assert [tiling.units for tiling in tilings] == [heads, hidden] * 3
+    for tiling in tilings:
+        assert sum(tile.area for tile in tiling.tiles) == samples * tiling.units
+    with_work = {tile.processor for tiling in tilings for tile in tiling.tiles if tile.area}
+    assert with_work == set(result.layout.processors)
+    assert with_work | set(result.left_out) == {f"p{index}" for index in range(len(speeds))}
+
+
+@pytest.mark.parametrize("name", list(PLANNERS))
+def test_a_network_without_blocks_is_laid_in_columns_of_one(name: str) -> None:
+    workload = Workload(samples=90, replicated_parameters=1000, replicated_flop_per_sample=5000)
+    result = plan(name, cluster=Cluster.from_speeds([1.0, 2.0, 3.0]), workload=workload)
+    assert sorted(column.processors for column in result.layout.columns) == [("p0",), ("p1",), ("p2",)]
+    assert result.tilings() == ()
+    if name in ("srpm", "weighted", "timed"):
+        sizes = {tile.processor: tile.samples.size for tile in result.tiling.tiles}
+        assert sizes == {"p0": 15, "p1": 30, "p2": 45}
+        assert result.predicted.compute == pytest.approx(15 * 5000 / 1e9)
+    assert result.t_comm == 2 * 1000 * 2
+    assert (result.volume_bytes, result.predicted.vertical) == (0, 0)
+    assert 0 <= result.gap < 2
+
+
+def test_a_network_without_blocks_on_one_processor() -> None:
+    workload = Workload(samples=90, replicated_parameters=1000, replicated_flop_per_sample=5000)
+    for result in compare(cluster=Cluster.from_speeds([1.0]), workload=workload):
+        assert result.predicted_s == result.bound_s == pytest.approx(90 * 5000 / 1e9)
 
 
 def test_speeds_by_name_and_by_rank() -> None:
@@ -160,12 +221,10 @@ def test_speeds_that_are_missing_or_too_many_are_refused() -> None:
         Cluster.from_speeds([])
 
 
-def test_more_processors_than_samples_or_units_are_refused() -> None:
+def test_more_processors_than_samples_are_refused() -> None:
     cluster = Cluster.from_speeds([1.0] * 9)
     with pytest.raises(PlanError, match="9 processors are more than the 8 samples"):
         plan("weighted", cluster=cluster, workload=PAPER.with_samples(8))
-    with pytest.raises(PlanError, match="9 processors are more than the 8 units"):
-        plan("even", cluster=cluster, workload=Workload.mlp(203, 8, 26, samples=1024))
 
 
 class ForgetfulPlanner(AbstractPlanner):

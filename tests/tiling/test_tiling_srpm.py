@@ -93,8 +93,8 @@ def plan_t_comm(speeds: list[float], workload: Workload) -> float:
     return 2 * workload.vertical_elements * deepest + 2 * workload.horizontal_elements * (len(table.sizes) - 1)
 
 
-def test_no_column_is_deeper_than_the_narrowest_block() -> None:
-    blocks = (linear_pair(50, 100, 3), linear_pair(3, 3, 50))
+def test_no_column_is_deeper_than_the_units_of_the_finest_block() -> None:
+    blocks = (linear_pair(50, 3, 3), linear_pair(3, 2, 50))
     table = srpm_table(Cluster.from_speeds([1.0] * 8), workload=Workload(samples=64, blocks=blocks))
     assert max(table.sizes) <= 3
     assert table.t(1, 3) == pytest.approx(0.75)

@@ -66,8 +66,13 @@ def test_only_elementwise_activations_lie_inside_a_block() -> None:
     assert workload.replicated_flop_per_sample == 4 * 16
 
 
+def test_a_network_of_layers_that_do_not_split_has_no_blocks() -> None:
+    workload = network_workload((Dense(inputs=4, outputs=4), SOFTMAX, Dense(inputs=4, outputs=2)), samples=5)
+    assert (workload.blocks, workload.units) == ((), 1)
+    assert workload.replicated_parameters == 20 + 10
+    assert workload.replicated_flop_per_sample == 4 * 16 + 6 * 8
+
+
 def test_networks_that_cannot_be_are_refused() -> None:
     with pytest.raises(PlanError, match="layer 0 has 4 outputs, but layer 1 takes 5 inputs"):
         network_workload((Dense(inputs=4, outputs=4), Dense(inputs=5, outputs=2)), samples=5)
-    with pytest.raises(PlanError, match="2 linear layers and none pair up"):
-        network_workload((Dense(inputs=4, outputs=4), SOFTMAX, Dense(inputs=4, outputs=2)), samples=5)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tatami.tiling import Column, Layout, Tiling
+from tatami.tiling import Column, Layout
+from tatami.workload import Workload
 
 
 def recut(layout: Layout, *, speeds: Mapping[str, float], units: int) -> Layout:
@@ -14,7 +15,7 @@ def recut(layout: Layout, *, speeds: Mapping[str, float], units: int) -> Layout:
     Args:
         layout: the layout in force.
         speeds: of every processor in it, > 0.
-        units: nobody gets less than one of these.
+        units: no processor gets less than one of these.
     """
     return Layout(
         columns=tuple(
@@ -30,21 +31,32 @@ def recut(layout: Layout, *, speeds: Mapping[str, float], units: int) -> Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Compute times of a tiling at the estimated speeds.
+    """Compute times of a layout at the estimated speeds.
 
     Attributes:
-        ratio: the shortest over the longest.
-        slowest_s: the longest (in seconds where speeds are in samples x units per second; only ratios are used).
+        ratio: the shortest over the longest of all processors.
+        slowest: of the column that takes longest, in which the slowest of each block counts; only ratios of it mean anything.
     """
 
     ratio: float
-    slowest_s: float
+    slowest: float
 
 
-def forecast(tiling: Tiling, *, speeds: Mapping[str, float]) -> Forecast:
-    """Area over speed of every tile that is not empty."""
-    times = [tile.area / speeds[tile.processor] for tile in tiling.tiles if tile.area]
-    return Forecast(ratio=min(times) / max(times), slowest_s=max(times))
+def forecast(layout: Layout, *, workload: Workload, speeds: Mapping[str, float]) -> Forecast:
+    """Work over speed, block by block, in whole samples and units."""
+    slowest, of_each = 0.0, []
+    for column, samples in zip(layout.columns, layout.sample_sizes(workload.samples), strict=True):
+        spent = dict.fromkeys(column.processors, 0.0)
+        together = 0.0
+        for section in workload.sections:
+            sizes = zip(column.processors, column.unit_sizes(section.units), strict=True)
+            times = [samples * section.work(size) / speeds[name] for name, size in sizes]
+            together += max(times)
+            for name, time in zip(column.processors, times, strict=True):
+                spent[name] += time
+        slowest = max(slowest, together)
+        of_each += [time for time in spent.values() if time]
+    return Forecast(ratio=min(of_each) / max(of_each), slowest=slowest)
 
 
 def _heights(speeds: Sequence[float], *, least: float) -> tuple[float, ...]:

@@ -142,7 +142,7 @@ class Controller:
     def _decide(self, verdict: Verdict, iteration: int) -> Decision:
         old = self.tiling
         new = old if verdict.kind is DecisionKind.KEEP else verdict.layout.cut(samples=old.samples, units=old.units)
-        predicted = forecast(new, speeds=verdict.speeds).ratio
+        predicted = forecast(verdict.layout, workload=self.workload, speeds=verdict.speeds).ratio
         moved = 0 if verdict.kind is DecisionKind.KEEP else sum(move.units.size for move in moves(old, new))
         return Decision(
             kind=verdict.kind,

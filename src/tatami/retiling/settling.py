@@ -86,14 +86,14 @@ def _choose(
     situation: Situation, speeds: Mapping[str, float], *, whole_only: bool, bar: float
 ) -> tuple[DecisionKind, Layout, float]:
     """The columns where they suffice, otherwise what is expected to be faster; with its gain."""
-    now_s = situation.forecast(situation.layout, speeds).slowest_s
+    now = situation.forecast(situation.layout, speeds).slowest
     columns = situation.columns(speeds)
     lines = situation.forecast(columns, speeds)
-    lines_gain = 1 - lines.slowest_s / now_s
+    lines_gain = 1 - lines.slowest / now
     if not whole_only and lines.ratio >= situation.retiler.t_line and lines_gain >= bar:
         return DecisionKind.COLUMNS, columns, lines_gain
     whole = situation.whole(speeds)
-    whole_gain = 1 - situation.forecast(whole, speeds).slowest_s / now_s
+    whole_gain = 1 - situation.forecast(whole, speeds).slowest / now
     if whole_gain >= lines_gain:
         return DecisionKind.WHOLE, whole, whole_gain
     return DecisionKind.COLUMNS, columns, lines_gain

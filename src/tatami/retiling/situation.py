@@ -55,22 +55,21 @@ class Situation:
         return balance(points(window, signal))
 
     def speeds(self, signal: Signal, *, window: Window) -> dict[str, float]:
-        """Samples x units per second of every processor of the cluster."""
+        """`Workload.tile_work` per second of every processor of the cluster."""
         return estimate(points(window, signal), last=self.last[signal], given=self.cluster.speeds)
 
     def whole(self, speeds: Mapping[str, float]) -> Layout:
         """The planner's layout at `speeds`. Costs in seconds want flop/s."""
-        flop = self.workload.flop_per_area / (self.workload.samples * self.workload.units)
-        measured = {name: speed * flop for name, speed in speeds.items()}
+        measured = {name: speed * self.workload.work_flop for name, speed in speeds.items()}
         return plan(self.retiler.planner, cluster=self.cluster, workload=self.workload, speeds=measured, cost=self.cost).layout
 
     def columns(self, speeds: Mapping[str, float]) -> Layout:
         """The layout in force with its cuts moved to `speeds`."""
-        return recut(self.layout, speeds=speeds, units=self.workload.narrowest)
+        return recut(self.layout, speeds=speeds, units=self.workload.units)
 
     def forecast(self, layout: Layout, speeds: Mapping[str, float]) -> Forecast:
         """Compute times of `layout` at `speeds`."""
-        return forecast(layout.cut(samples=self.workload.samples, units=self.workload.units), speeds=speeds)
+        return forecast(layout, workload=self.workload, speeds=speeds)
 
 
 def points(window: Window, signal: Signal) -> dict[str, tuple[Point, ...]]:

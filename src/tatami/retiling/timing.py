@@ -18,7 +18,7 @@ class Timing:
         t1_s: compute 1 (forward) + comm 1 (vertical) + compute 2 (backward). Contains the wait for the slowest of the column.
         t2_s: compute 2 (backward).
         compute_s: all local compute of the iteration, every wait excluded.
-        work: what was computed, in a unit that all processors share: samples x units of the tile, or flop.
+        work: what was computed, in a unit that all processors share: `Workload.tile_work`, samples x units for one block.
     """
 
     processor: str

@@ -22,7 +22,7 @@ from tatami.tiled.phases import IterationPhase, Phases
 from tatami.tiled.placement import Placement, largest, place
 from tatami.tiled.rows import Rows
 from tatami.tiled.vertical import ColumnComm
-from tatami.tiling import Layout, Span, Tile, Tiling, largest_remainder, spans
+from tatami.tiling import Layout, Span, Tile, Tiling, spans
 from tatami.workload import Workload
 
 Reduction = Literal["mean", "sum"]
@@ -219,9 +219,12 @@ class TiledModel(nn.Module):
         return self.tile is not None and self.tiling.columns[self.tile.column][0].processor == self.name
 
     @property
-    def local_work(self) -> int:
-        """Samples x units that this rank computes of the last batch."""
-        return self._batch[1].size * (self.tile.units.size if self.tile is not None else 0)
+    def local_work(self) -> float:
+        """`Workload.tile_work` of what this rank computes of the last batch: samples x units where there is one pair."""
+        if self.tile is None:
+            return 0.0
+        units = [tiling.by_processor[self.name].units.size for tiling in self.tilings]
+        return self.workload.tile_work(units, samples=self._batch[1].size)
 
     def pair_rows(self) -> list[list[Rows]]:
         """For each pair, this rank's parameters that have a row for every unit, with their unit axis."""
@@ -283,8 +286,7 @@ class TiledModel(nn.Module):
             return Span(0, 0)
         if samples == self.tiling.samples:
             return self.tile.samples
-        widths = largest_remainder([column.width for column in self.layout.columns], total=samples)
-        return spans(widths)[self.tile.column]
+        return spans(self.layout.sample_sizes(samples))[self.tile.column]
 
     def _check_batch(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> None:
         """Whether the input is what `local` gave this rank. Without gradients, any samples that the column shares will do."""

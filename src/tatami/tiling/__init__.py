@@ -12,7 +12,7 @@ from tatami.tiling.merge import SMALL_GROUP, SrpmMergedPlanner, remove_small_gro
 from tatami.tiling.paper import PaperCost
 from tatami.tiling.plan import PLANNERS, Plan, check_sizes, compare, find_planner, plan
 from tatami.tiling.planner import AbstractPlanner
-from tatami.tiling.span import Span, largest_remainder, spans
+from tatami.tiling.span import FEW, Span, largest_remainder, spans, whole_shares
 from tatami.tiling.speeds import with_speeds
 from tatami.tiling.srpm import SrpmPlanner, SrpmTable, srpm_table
 from tatami.tiling.tile import Tile
@@ -21,6 +21,7 @@ from tatami.tiling.timed import TimedPlanner
 from tatami.tiling.weighted import WeightedPlanner
 
 __all__ = [
+    "FEW",
     "GRAIN",
     "PLANNERS",
     "SMALL_GROUP",
@@ -58,5 +59,6 @@ __all__ = [
     "time_bound_s",
     "volume_bounds",
     "volume_bytes",
+    "whole_shares",
     "with_speeds",
 ]

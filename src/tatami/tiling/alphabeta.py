@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import final
 
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
+from tatami.tiling.compute import compute_time
 from tatami.tiling.cost import AbstractCost, Cost
 from tatami.tiling.layout import Layout
 from tatami.tiling.links import LinkGroup, SlowestLink
+from tatami.tiling.span import FEW
 from tatami.workload import Workload
 
 FLOP_PER_S = 1e9
@@ -25,7 +29,8 @@ MEASURED_FROM = 1e6
 class AlphaBetaCost(AbstractCost):
     """Seconds of one iteration: a message costs its link's latency (alpha) and its bytes (beta).
 
-    compute: the flop of a tile over the speed of its processor; the slowest counts.
+    compute: the flop of a tile over the speed of its processor, of few samples or units in whole ones. Every sum over
+        a column is a meeting: the slowest rank of each block counts.
     vertical: an all-reduce of k members in 2 (k - 1) steps of 1/k of the bytes, for each exchange of the column; the column
         that takes longest counts.
     horizontal: every group of units is summed by its C owners: 2 (C - 1) / C of its bytes at its owners' slowest link, and
@@ -48,8 +53,11 @@ class AlphaBetaCost(AbstractCost):
     def price(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> Cost:
         links = SlowestLink(cluster)
         return Cost(
-            compute=self._compute_s(layout, cluster=cluster, workload=workload),
-            vertical=max(_vertical_s(column.processors, column.width, workload, links) for column in layout.columns),
+            compute=compute_time(layout, speeds=cluster.speeds, workload=workload) / self.scale(cluster),
+            vertical=max(
+                _vertical_s(column.processors, width, workload, links)
+                for column, width in zip(layout.columns, layout.sample_shares(workload.samples), strict=True)
+            ),
             horizontal=_horizontal_s(layout, workload, links),
             unit="s",
         )
@@ -60,20 +68,10 @@ class AlphaBetaCost(AbstractCost):
             return self.flop_per_s
         return 1.0 if min(processor.speed for processor in cluster.processors) >= MEASURED_FROM else FLOP_PER_S
 
-    def _compute_s(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> float:
-        per_area, per_width = workload.flop_per_area, workload.flop_per_width
-        by_name = cluster.by_name
-        longest = max(
-            column.width * (per_area * height + per_width) / by_name[name].speed
-            for column in layout.columns
-            for name, height in zip(column.processors, column.heights, strict=True)
-        )
-        return longest / self.scale(cluster)
-
 
 def _vertical_s(names: tuple[str, ...], width: float, workload: Workload, links: SlowestLink) -> float:
     members = len(names)
-    if members == 1:
+    if members == 1 or not workload.blocks:
         return 0.0
     link = links.among(names)
     chunk_bytes = width * workload.vertical_bytes / members
@@ -81,14 +79,43 @@ def _vertical_s(names: tuple[str, ...], width: float, workload: Workload, links:
 
 
 def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> float:
-    """The longest of all processors: bytes of the groups it owns, a latency for each message, and the replicated layers."""
+    """The longest of all processors: bytes of the units it owns, a latency for each message, and the replicated layers."""
     num_columns = len(layout.columns)
     if num_columns == 1:
         return 0.0
-    cuts = [column.cuts for column in layout.columns]
+    longest = 0.0
+    if workload.blocks:
+        # Blocks of many units are cut at the same heights, those of few each in its own way; the finest of all come last.
+        elements: Counter[tuple[bool, int]] = Counter()
+        deepest = max(len(column.processors) for column in layout.columns)
+        for block, count in workload.kinds:
+            fine = block.units >= FEW * deepest
+            elements[fine, 0 if fine else block.units] += count * block.parameters
+        spent_s = [0.0] * len(layout.processors)
+        for (fine, units), each in sorted(elements.items()):
+            cuts = [column.cuts if fine else _cuts(column.unit_sizes(units)) for column in layout.columns]
+            owned, latencies_s = _owned(layout, cuts, links)
+            share = 2 * (num_columns - 1) / num_columns * (each * workload.element_bytes)
+            spent_s = [spent + share * own_s for spent, own_s in zip(spent_s, owned, strict=True)]
+        # One message carries all blocks, so the messages of the finest count.
+        phases = 1 if num_columns == 2 else 2
+        longest = max(spent + phases * latency_s for spent, latency_s in zip(spent_s, latencies_s, strict=True))
+    if workload.replicated_bytes:
+        link = links.among(layout.processors)
+        longest += 2 * (num_columns - 1) * link.transfer_s(workload.replicated_bytes / num_columns)
+    return longest
+
+
+def _cuts(sizes: Sequence[int]) -> tuple[float, ...]:
+    total = sum(sizes)
+    return (0.0, *(cut / total for cut in accumulate(sizes)))
+
+
+def _owned(layout: Layout, cuts: Sequence[tuple[float, ...]], links: SlowestLink) -> tuple[list[float], list[float]]:
+    """Of each processor: its height over the bandwidth among its units' owners, and the latencies of its messages."""
     inner = sorted((cut, index, below) for index, column in enumerate(cuts) for below, cut in enumerate(column[1:-1], start=1))
     crossings = [cut for cut, _, _ in inner]
-    edges = [*sorted({0.0, *crossings}), 1.0]
+    edges = [*sorted({0.0, *(cut for cut in crossings if cut < 1.0)}), 1.0]
     group_s = [0.0]
     latencies = []
     owners = LinkGroup(links, [column.processors[0] for column in layout.columns])
@@ -102,18 +129,13 @@ def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> flo
         group_s.append((stop - start) / link.bandwidth_bytes_per_s)
         latencies.append(link.latency_s)
     elapsed = list(accumulate(group_s))
-    share = 2 * (num_columns - 1) / num_columns * workload.horizontal_bytes
-    phases = 1 if num_columns == 2 else 2
     position = {edge: index for index, edge in enumerate(edges)}
-    longest = 0.0
+    owned, waits_s = [], []
     for column in cuts:
         for top, bottom in pairwise(column):
             first, last = position[top], position[bottom]
             # One neighbour in every other column, and one more for each of their cuts inside this tile.
-            neighbours = num_columns - 1 + bisect_left(crossings, bottom) - bisect_right(crossings, top)
-            latency_s = max(latencies[first:last], default=0.0)
-            longest = max(longest, share * (elapsed[last] - elapsed[first]) + phases * neighbours * latency_s)
-    if workload.replicated_bytes:
-        link = links.among(layout.processors)
-        longest += 2 * (num_columns - 1) * link.transfer_s(workload.replicated_bytes / num_columns)
-    return longest
+            neighbours = len(cuts) - 1 + bisect_left(crossings, bottom) - bisect_right(crossings, top) if first < last else 0
+            owned.append(elapsed[last] - elapsed[first])
+            waits_s.append(neighbours * max(latencies[first:last], default=0.0))
+    return owned, waits_s

@@ -9,7 +9,7 @@ from math import fsum, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from tatami.cluster import Cluster
+from tatami.cluster import Cluster, Link
 from tatami.tiling.alphabeta import AlphaBetaCost
 from tatami.tiling.layout import Layout
 from tatami.tiling.links import fastest
@@ -42,7 +42,8 @@ def volume_bounds(areas: Sequence[float], *, alpha_bytes: float, beta_bytes: flo
         beta_bytes: l s, bytes for each unit of width (`Workload.vertical_bytes`).
     """
     a = np.asarray(areas, dtype=np.float64)
-    width = np.clip(np.sqrt(alpha_bytes * a / beta_bytes), a, 1.0)
+    # Where nothing is summed over columns or across them, the widest or the narrowest tile there is sends least.
+    width = np.clip(np.sqrt(alpha_bytes * a / beta_bytes), a, 1.0) if beta_bytes else np.ones_like(a)
     lb1 = 2 * sqrt(alpha_bytes * beta_bytes) * fsum(np.sqrt(a))
     lb2 = fsum(alpha_bytes * a / width + beta_bytes * width)
     return VolumeBounds(lb1=lb1, lb2=lb2, lb3=max(0.0, 2 * lb2 - 2 * (alpha_bytes + beta_bytes)))
@@ -65,29 +66,74 @@ def time_bound_s(cluster: Cluster, *, workload: Workload, cost: AlphaBetaCost) -
     bound is the least T with sum A_i(T) >= 1, by bisection.
     """
     speeds = np.array([processor.speed for processor in cluster.processors]) * cost.scale(cluster)
-    alone_s = (workload.flop_per_area + workload.flop_per_width) / float(speeds.max())
+    floor = _Floor.of(workload)
+    alone_s = (floor.area_flop + floor.width_flop) / float(speeds.max())
     if cluster.size == 1:
         return alone_s
-    low, high = workload.flop_per_area / fsum(speeds), alone_s
+    if not floor.area_flop:
+        # Every sample has its column: all that is done is done side by side, and its gradients are summed.
+        return min(alone_s, floor.width_flop / fsum(speeds) + _across_s(fastest(cluster), workload=workload))
+    low, high = floor.area_flop / fsum(speeds), alone_s
     low = min(low, high)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if fsum(_largest_area(middle, speeds, cluster=cluster, workload=workload)) >= 1:
+        if fsum(_largest_area(middle, speeds, floor=floor, link=fastest(cluster), workload=workload)) >= 1:
             high = middle
         else:
             low = middle
     return low
 
 
-def _largest_area(time_s: float, speeds: NDArray[np.float64], *, cluster: Cluster, workload: Workload) -> NDArray[np.float64]:
-    link = fastest(cluster)
-    area_s, width_s = workload.flop_per_area / speeds, workload.flop_per_width / speeds
-    vertical_s = workload.vertical_bytes / link.bandwidth_bytes_per_s
-    horizontal_s = workload.horizontal_bytes / link.bandwidth_bytes_per_s
-    vertical_latency_s = 2 * workload.vertical_exchanges * link.latency_s
-    across_s = link.latency_s
+@dataclass(frozen=True, kw_only=True)
+class _Floor:
+    """What a tile of width w, with the share h of all flop of its column, costs at least: area_flop w h + width_flop w.
+
+    Attributes:
+        horizontal_bytes: for h = 1, of the gradients that a tile of several blocks at least has to exchange for its h.
+    """
+
+    area_flop: float
+    width_flop: float
+    horizontal_bytes: float
+
+    @classmethod
+    def of(cls, workload: Workload) -> _Floor:
+        if len(workload.kinds) < 2:
+            return cls(
+                area_flop=workload.flop_per_area,
+                width_flop=workload.flop_per_width,
+                horizontal_bytes=workload.horizontal_bytes,
+            )
+        # A rank without units of a block does not pay what the block costs beside them, so this counts in proportion; and its
+        # share may be of the block that has fewest weights for its flop.
+        flop = [count * block.flop(units=block.units, samples=workload.samples) for block, count in workload.kinds]
+        elements = [count * block.parameters for block, count in workload.kinds]
+        repeated = workload.samples * (workload.replicated_flop_per_sample + workload.sample_flop)
+        return cls(
+            area_flop=fsum(flop),
+            width_flop=repeated,
+            horizontal_bytes=workload.element_bytes
+            * fsum(flop)
+            * min(own / each for own, each in zip(elements, flop, strict=True) if each),
+        )
+
+
+def _across_s(link: Link, *, workload: Workload) -> float:
+    """What a tile of one of several columns pays at least beside the gradients of its units."""
+    across_s = link.latency_s if workload.blocks else 0.0
     if workload.replicated_bytes:
         across_s += 2 * link.latency_s + workload.replicated_bytes / link.bandwidth_bytes_per_s
+    return across_s
+
+
+def _largest_area(
+    time_s: float, speeds: NDArray[np.float64], *, floor: _Floor, link: Link, workload: Workload
+) -> NDArray[np.float64]:
+    area_s, width_s = floor.area_flop / speeds, floor.width_flop / speeds
+    vertical_s = workload.vertical_bytes / link.bandwidth_bytes_per_s
+    horizontal_s = floor.horizontal_bytes / link.bandwidth_bytes_per_s
+    vertical_latency_s = 2 * workload.vertical_exchanges * link.latency_s
+    across_s = _across_s(link, workload=workload)
     whole = np.where(time_s >= area_s + width_s, 1.0, 0.0)
     full_width = (time_s - width_s - vertical_s - vertical_latency_s) / area_s
     full_height = (time_s - horizontal_s - across_s) / (area_s + width_s)

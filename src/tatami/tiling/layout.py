@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
 from tatami.errors import PlanError
-from tatami.tiling.span import Span, largest_remainder, spans
+from tatami.tiling.span import FEW, Span, spans, whole_shares
 from tatami.tiling.tile import Tile
 from tatami.tiling.tiling import Tiling
 from tatami.workload import Workload
@@ -35,6 +35,7 @@ class Column:
     width: float
     processors: tuple[str, ...]
     heights: tuple[float, ...]
+    _sizes: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.processors) != len(self.heights) or not self.processors:
@@ -50,13 +51,26 @@ class Column:
         """Where the column is cut, from 0 to 1; rounded, so that cuts meant to be level are, whatever was added up first."""
         return (0.0, *(round(cut, 12) for cut in accumulate(self.heights[:-1])), 1.0)
 
+    def unit_sizes(self, units: int) -> tuple[int, ...]:
+        """How many of a block's `units` each processor has: `whole_shares`; large tiles are cut at multiples of `GRAIN`."""
+        sizes = self._sizes.get(units)
+        if sizes is None:
+            sizes = whole_shares(self.heights, total=units)
+            if min(sizes) >= _LEAST_UNITS:
+                cuts = [GRAIN * round(cut * units / GRAIN) for cut in self.cuts[:-1]]
+                sizes = tuple(stop - start for start, stop in pairwise([*cuts, units]))
+            self._sizes[units] = sizes
+        return sizes
+
+    def unit_shares(self, units: int) -> tuple[float, ...]:
+        """Each processor's fraction of a block's `units` as planners price it: in whole ones where they are `FEW`."""
+        if units >= FEW * len(self.processors):
+            return self.heights
+        return tuple(size / units for size in self.unit_sizes(units))
+
     def unit_spans(self, units: int) -> tuple[Span, ...]:
-        """Each processor's units, by largest remainder; of large tiles the cuts are at multiples of `GRAIN`."""
-        sizes = largest_remainder(self.heights, total=units)
-        if min(sizes) < _LEAST_UNITS:
-            return spans(sizes)
-        cuts = [GRAIN * round(cut * units / GRAIN) for cut in self.cuts[:-1]]
-        return tuple(Span(start, stop) for start, stop in pairwise([*cuts, units]))
+        """Each processor's units, from the top."""
+        return spans(self.unit_sizes(units))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +92,20 @@ class Layout:
         """All names, column by column, from top to bottom."""
         return tuple(name for column in self.columns for name in column.processors)
 
+    def sample_sizes(self, samples: int) -> tuple[int, ...]:
+        """How many of a batch's `samples` each column has: `whole_shares`."""
+        return whole_shares([column.width for column in self.columns], total=samples)
+
+    def sample_shares(self, samples: int) -> tuple[float, ...]:
+        """Each column's fraction of a batch's `samples` as planners price it: in whole ones where they are `FEW`."""
+        if samples >= FEW * len(self.columns):
+            return tuple(column.width for column in self.columns)
+        return tuple(size / samples for size in self.sample_sizes(samples))
+
     def cut(self, *, samples: int, units: int) -> Tiling:
-        """Whole samples by largest remainder, and `Column.unit_spans`. A tile may come out empty: planners see to it that none
-        does."""
+        """Whole samples and units. A tile may come out without any; planners see to it that every processor has work."""
         tiles = []
-        widths = spans(largest_remainder([column.width for column in self.columns], total=samples))
+        widths = spans(self.sample_sizes(samples))
         for index, (column, width) in enumerate(zip(self.columns, widths, strict=True)):
             for name, height in zip(column.processors, column.unit_spans(units), strict=True):
                 tiles.append(Tile(processor=name, column=index, samples=width, units=height))
@@ -90,21 +113,20 @@ class Layout:
 
     def cut_blocks(self, workload: Workload) -> tuple[Tiling, ...]:
         """One tiling for each block of the workload: the same columns and samples, each block's own units."""
-        return tuple(self.cut(samples=workload.samples, units=block.units) for block in workload.blocks)
+        units = {block.units for block in workload.blocks}
+        tilings = {each: self.cut(samples=workload.samples, units=each) for each in units}
+        return tuple(tilings[block.units] for block in workload.blocks)
 
     def empty(self, workload: Workload) -> frozenset[str]:
-        """The processors that would get no sample, or no unit of some block."""
-        widths = largest_remainder([column.width for column in self.columns], total=workload.samples)
-        units = {block.units for block in workload.blocks}
+        """The processors that would get no sample, or no unit of any block."""
         names: set[str] = set()
-        for column, width in zip(self.columns, widths, strict=True):
-            if width == 0:
-                names.update(column.processors)
-                continue
-            for total in units:
-                sizes = largest_remainder(column.heights, total=total)
-                if 0 in sizes:
-                    names.update(name for name, size in zip(column.processors, sizes, strict=True) if size == 0)
+        for column, width in zip(self.columns, self.sample_sizes(workload.samples), strict=True):
+            idle = set(column.processors)
+            for section in workload.sections if width else ():
+                idle.difference_update(
+                    name for name, size in zip(column.processors, column.unit_sizes(section.units), strict=True) if size
+                )
+            names |= idle
         return frozenset(names)
 
     def to_json(self) -> str:

@@ -100,7 +100,7 @@ def plan(
 ) -> Plan:
     """Lay out `workload` on `cluster`. Every rank gets the same answer from the same arguments, bit for bit.
 
-    A processor that would get no sample, or no unit of some block, is left out: the slowest of them first, and the rest is
+    A processor that would get no sample, or no unit of any block, is left out: the slowest of them first, and the rest is
     planned again. A warning names them.
 
     Args:
@@ -110,7 +110,7 @@ def plan(
             `AlphaBetaCost`, what predicts the time. `AlphaBetaCost()` where None.
 
     Raises:
-        PlanError: an unknown planner; speeds that cannot be; more processors than samples or than units.
+        PlanError: an unknown planner; speeds that cannot be; more processors than samples.
     """
     chosen = find_planner(planner) if isinstance(planner, str) else planner
     if speeds is not None:
@@ -121,7 +121,7 @@ def plan(
     if left_out:
         warnings.warn(
             f"{chosen.name} leaves out {', '.join(left_out)}: too slow for one of {workload.samples} samples and one of "
-            f"{workload.narrowest} units beside the others. Plan without them, or give more samples",
+            f"{workload.units} units beside the others. Plan without them, or give more samples",
             stacklevel=2,
         )
     time_cost = choose_by if isinstance(choose_by, AlphaBetaCost) else AlphaBetaCost()
@@ -168,23 +168,22 @@ def find_planner(name: str) -> AbstractPlanner:
 
 
 def check_sizes(cluster: Cluster, *, workload: Workload) -> None:
-    """Whether everybody can get a sample and a unit.
+    """Whether every processor can get a sample.
 
     Raises:
-        PlanError: more processors than samples, or than units.
+        PlanError: more processors than samples.
     """
-    for count, what in ((workload.samples, "samples"), (workload.units, "units")):
-        if cluster.size > count:
-            raise PlanError(
-                f"{cluster.size} processors are more than the {count} {what}: somebody would have nothing to do. "
-                f"Take fewer processors or more {what}"
-            )
+    if cluster.size > workload.samples:
+        raise PlanError(
+            f"{cluster.size} processors are more than the {workload.samples} samples: some would have nothing to do. "
+            "Take fewer processors or more samples"
+        )
 
 
 def _fit(
     planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost
 ) -> tuple[Layout, tuple[str, ...]]:
-    """The layout in which nobody is empty, and who had to be left out for it."""
+    """The layout in which every processor has work, and who had to be left out for it."""
     left_out: list[str] = []
     while True:
         layout = planner.layout(cluster=cluster, workload=workload, cost=cost)

@@ -17,6 +17,7 @@ from tatami.tiling.cost import AbstractCost
 from tatami.tiling.layout import Column, Layout
 from tatami.tiling.paper import eq8_factors
 from tatami.tiling.planner import AbstractPlanner, ascending
+from tatami.tiling.weighted import data_parallel
 from tatami.workload import Workload
 
 Row = NDArray[np.float64]
@@ -30,6 +31,8 @@ class SrpmPlanner(AbstractPlanner):
 
     def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:  # noqa: ARG002 - Eq. 8 decides
         order = ascending(cluster)
+        if not workload.blocks:
+            return data_parallel(order)
         table = srpm_table(cluster, workload=workload)
         across = fsum(processor.speed for processor in order)
         columns = []
@@ -102,8 +105,8 @@ def srpm_table(
     t(C, q) = min over q' in [C - 1, q - 1] of max((p_q'+1 + ... + p_q) (q - q' - 1), t(C - 1, q'))
 
     The first term falls with q' and the second rises, so the minimum lies where they cross: a binary search for all q at
-    once, O(N log N) a row. Columns of more processors than the narrowest block has units, and more columns than samples,
-    are not considered: somebody would get nothing.
+    once, O(N log N) a row. Columns of more processors than there are units, and more columns than samples, are not
+    considered: a processor would have no work.
 
     Args:
         least_rows: fill so many rows even if they cannot hold the minimum; the table otherwise ends where the second term
@@ -111,13 +114,13 @@ def srpm_table(
         order: the order in which processors fill the columns; ascending where None.
 
     Raises:
-        PlanError: more processors than samples times the narrowest block's units.
+        PlanError: more processors than samples times units.
     """
     speeds = [processor.speed for processor in (ascending(cluster) if order is None else order)]
     total = fsum(speeds)
     abilities = tuple(speed / total for speed in speeds)
     vertical, horizontal = eq8_factors(workload)
-    depth = workload.narrowest
+    depth = workload.units
     sums = _sums(abilities)
     rows: list[Row] = []
     t_comm: list[float] = []
@@ -136,7 +139,7 @@ def srpm_table(
         best = min(best, t_comm[-1])
     if best == inf:
         raise PlanError(
-            f"{len(speeds)} processors are too many for {workload.samples} samples x {depth} units of the narrowest block: "
+            f"{len(speeds)} processors are too many for {workload.samples} samples x {depth} units: "
             "give each at least one of both"
         )
     return SrpmTable(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import fsum
 from typing import ClassVar, final
 
 from tatami.cluster import Cluster, Processor
+from tatami.tiling.compute import column_flop_time
 from tatami.tiling.cost import AbstractCost
 from tatami.tiling.even import EvenPlanner
 from tatami.tiling.grid import GridPlanner
 from tatami.tiling.gridrev import GridRevPlanner
 from tatami.tiling.layout import Column, Layout
 from tatami.tiling.planner import AbstractPlanner, ascending, cheapest
+from tatami.tiling.span import FEW
 from tatami.tiling.srpm import SrpmPlanner, srpm_table
 from tatami.tiling.weighted import WeightedPlanner
 from tatami.workload import Workload
@@ -45,10 +48,11 @@ class TimedPlanner(AbstractPlanner):
 
 
 def balanced(columns: Sequence[Sequence[Processor]], *, workload: Workload) -> Layout | None:
-    """Widths and heights with which every tile computes for the same time; None where somebody is too slow for any height.
+    """Widths and heights with which every tile computes for the same time; None where a processor is too slow for any height.
 
     A tile takes w (F h + G) / v: F flop for the whole area, G for the whole width whatever the height, v its speed. Equal
-    times T in a column of k processors of total speed S give w = T S / (F + k G), and the widths sum to 1.
+    times T in a column of k processors of total speed S give w = T S / (F + k G), and the widths sum to 1. Where units are few,
+    a column whose units do not divide well is narrower than that: widths are as whole units compute.
     """
     per_area, per_width = workload.flop_per_area, workload.flop_per_width
     speeds = [fsum(processor.speed for processor in column) for column in columns]
@@ -61,10 +65,19 @@ def balanced(columns: Sequence[Sequence[Processor]], *, workload: Workload) -> L
         if min(heights) <= 0:
             return None
         result.append(Column(width=rate / total, processors=tuple(processor.name for processor in column), heights=heights))
-    return Layout(columns=tuple(result))
+    layout = Layout(columns=tuple(result))
+    fewest = min(section.units for section in workload.sections)
+    if fewest >= FEW * max(len(column) for column in columns):
+        return layout
+    own = {processor.name: processor.speed for column in columns for processor in column}
+    rates = [1 / column_flop_time(column, speeds=own, workload=workload) for column in layout.columns]
+    total = fsum(rates)
+    return Layout(columns=tuple(replace(column, width=rate / total) for column, rate in zip(result, rates, strict=True)))
 
 
 def _partitions(cluster: Cluster, *, workload: Workload) -> Iterator[Layout]:
+    if not workload.blocks:
+        return
     orders = [ascending(cluster)]
     by_host = sorted(orders[0], key=lambda processor: processor.host)
     if by_host != orders[0]:

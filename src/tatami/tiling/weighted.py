@@ -1,11 +1,12 @@
-"""Weighted data parallel: everybody computes the whole network, on samples in proportion to its speed."""
+"""Weighted data parallelism: every processor computes the whole network, on samples in proportion to its speed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import fsum
 from typing import ClassVar, final
 
-from tatami.cluster import Cluster
+from tatami.cluster import Cluster, Processor
 from tatami.tiling.cost import AbstractCost
 from tatami.tiling.layout import Column, Layout
 from tatami.tiling.planner import AbstractPlanner
@@ -19,10 +20,14 @@ class WeightedPlanner(AbstractPlanner):
     name: ClassVar[str] = "weighted"
 
     def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:  # noqa: ARG002 - no choice
-        total = fsum(processor.speed for processor in cluster.processors)
-        return Layout(
-            columns=tuple(
-                Column(width=processor.speed / total, processors=(processor.name,), heights=(1.0,))
-                for processor in cluster.processors
-            )
+        return data_parallel(cluster.processors)
+
+
+def data_parallel(processors: Sequence[Processor]) -> Layout:
+    """A column for each of `processors`, in their order, as wide as it is fast."""
+    total = fsum(processor.speed for processor in processors)
+    return Layout(
+        columns=tuple(
+            Column(width=processor.speed / total, processors=(processor.name,), heights=(1.0,)) for processor in processors
         )
+    )

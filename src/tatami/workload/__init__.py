@@ -12,6 +12,7 @@ from tatami.workload.network import (
     parse_net,
     partners,
 )
+from tatami.workload.section import Section
 from tatami.workload.table1 import Counts, PairSizes, backward_counts, forward_counts, iteration_counts
 from tatami.workload.workload import Workload
 
@@ -22,6 +23,7 @@ __all__ = [
     "Dense",
     "Layer",
     "PairSizes",
+    "Section",
     "Workload",
     "backward_counts",
     "forward_counts",

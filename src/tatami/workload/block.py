@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tatami.errors import PlanError
 
@@ -31,9 +31,10 @@ class Block:
         backward_sums: the same backward; they do not count where `backward_elements` is 0.
         unit_activation_bytes: what is kept from forward to backward for one sample and one unit.
         sample_activation_bytes: the same for one sample, however few units.
-        name: the qualified name of the module it lies in; for words only.
-        kind: for words only.
-        unit: what one unit is, singular; for words only.
+        name: the qualified name of the module it lies in. Like the next two it is for words only: blocks that differ in nothing
+            else are equal, and are priced once.
+        kind: what sort of block it is.
+        unit: what one unit is, singular.
 
     Raises:
         PlanError: no unit, or an amount that is negative or not finite.
@@ -50,9 +51,9 @@ class Block:
     backward_sums: int = 1
     unit_activation_bytes: float = 0.0
     sample_activation_bytes: float = 0.0
-    name: str = ""
-    kind: str = "linear pair"
-    unit: str = "hidden unit"
+    name: str = field(default="", compare=False)
+    kind: str = field(default="linear pair", compare=False)
+    unit: str = field(default="hidden unit", compare=False)
 
     def __post_init__(self) -> None:
         what = f"block {self.name!r}" if self.name else f"a block ({self.kind})"
@@ -81,4 +82,4 @@ class Block:
 
     def flop(self, *, units: float, samples: float) -> float:
         """Flop of one iteration of a tile; both may be fractions of a whole, as planners use them."""
-        return samples * (self.flop_per_unit * units + self.flop_per_sample)
+        return samples * (self.flop_per_unit * units + (self.flop_per_sample if units else 0.0))

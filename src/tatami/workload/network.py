@@ -85,7 +85,7 @@ def network_workload(layers: Sequence[Layer], *, samples: int, element_bytes: in
     sample 2 flop per weight forward, 2 for the weight's gradient, and 2 for the input's where layers lie below.
 
     Raises:
-        PlanError: sizes that do not fit each other, or no two linear layers that pair up.
+        PlanError: sizes that do not fit each other.
     """
     dense = [(index, layer) for index, layer in enumerate(layers) if isinstance(layer, Dense)]
     for (before, one), (after, other) in pairwise(dense):
@@ -100,11 +100,6 @@ def network_workload(layers: Sequence[Layer], *, samples: int, element_bytes: in
         parameters += second.outputs if second.bias else 0
         blocks.append(
             linear_pair(first.inputs, first.outputs, second.outputs, unit_bias=first.bias, input_gradient=index != dense[0][0])
-        )
-    if not blocks:
-        raise PlanError(
-            f"this network has {len(dense)} linear layers and none pair up: tiling needs two in a row with only elementwise "
-            "activations between"
         )
     for index, layer in dense:
         if index not in tiled:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from tatami.errors import PlanError
 from tatami.workload.block import Block
 from tatami.workload.linear_pair import linear_pair
+from tatami.workload.section import Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +20,8 @@ class Workload:
 
     Attributes:
         samples: the global batch.
-        blocks: in the order of the forward pass; at least one.
+        blocks: in the order of the forward pass. Without any, columns have one processor each: data
+            parallelism.
         replicated_parameters: elements of the weights outside of blocks.
         replicated_flop_per_sample: what those layers cost each rank, forward and backward, for each of its samples.
         sample_flop: what else a rank spends on each of its samples, however few units it has: reading the inputs and filling
@@ -26,7 +31,7 @@ class Workload:
     """
 
     samples: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[Block, ...] = ()
     replicated_parameters: int = 0
     replicated_flop_per_sample: int = 0
     sample_flop: float = 0.0
@@ -37,30 +42,45 @@ class Workload:
             raise PlanError(f"a workload needs at least 1 sample, not {self.samples}")
         if not 0 <= self.sample_flop < math.inf:
             raise PlanError(f"sample_flop of a workload must be a finite number >= 0, not {self.sample_flop}")
-        if not self.blocks:
-            raise PlanError("a workload needs at least one block: only blocks are tiled")
 
     @classmethod
     def mlp(cls, inputs: int, units: int, outputs: int, *, samples: int, element_bytes: int = 4) -> Workload:
         """The three-layer perceptron n-m-l of the paper, without biases."""
         return cls(samples=samples, blocks=(linear_pair(inputs, units, outputs),), element_bytes=element_bytes)
 
-    @property
+    @cached_property
     def units(self) -> int:
-        """The units of the block that has most: the height at which tilings are drawn."""
-        return max(block.units for block in self.blocks)
+        """The units of the block that has most: the height at which tilings are drawn. 1 where there is no block."""
+        return max((block.units for block in self.blocks), default=1)
 
-    @property
-    def narrowest(self) -> int:
-        """The units of the block that has fewest: no tile may come out without one."""
-        return min(block.units for block in self.blocks)
+    @cached_property
+    def kinds(self) -> tuple[tuple[Block, int], ...]:
+        """The blocks that differ, and how many there are of each: what 96 alike layers cost is reckoned once."""
+        return tuple(Counter(self.blocks).items())
 
-    @property
+    @cached_property
+    def sections(self) -> tuple[Section, ...]:
+        """What a rank computes between sums over its column, one for each of `kinds`; one in all without blocks."""
+        repeated = self.replicated_flop_per_sample + self.sample_flop
+        shares = [count * block.flop_per_unit * block.units for block, count in self.kinds]
+        if not sum(shares):
+            return (Section(units=1, unit_flop=0.0, beside_flop=0.0, repeated_flop=repeated),)
+        return tuple(
+            Section(
+                units=block.units,
+                unit_flop=count * block.flop_per_unit,
+                beside_flop=count * block.flop_per_sample,
+                repeated_flop=repeated * (share / sum(shares)),
+            )
+            for (block, count), share in zip(self.kinds, shares, strict=True)
+        )
+
+    @cached_property
     def vertical_elements(self) -> int:
         """Elements that a column as wide as the batch sums in one iteration: l s of the paper (and n s backward)."""
         return self.samples * sum(block.summed_elements for block in self.blocks)
 
-    @property
+    @cached_property
     def horizontal_elements(self) -> int:
         """Gradient elements of all units, summed across columns in one iteration: (n + l) m of the paper."""
         return sum(block.parameters for block in self.blocks)
@@ -80,20 +100,21 @@ class Workload:
         """Gradients of the layers outside of blocks, summed across columns whatever the heights are."""
         return self.replicated_parameters * self.element_bytes
 
-    @property
+    @cached_property
     def vertical_exchanges(self) -> int:
         """Sums inside a column in one iteration, forward and backward."""
         return sum(block.sums for block in self.blocks)
 
-    @property
+    @cached_property
     def flop_per_area(self) -> float:
         """Flop that grow with the area of a tile: those of the whole floor."""
         return self.samples * sum(block.flop_per_unit * block.units for block in self.blocks)
 
-    @property
+    @cached_property
     def flop_per_width(self) -> float:
         """Flop that each rank of a column repeats for its samples, however few units it has."""
-        return self.flop(width=1.0, height=0.0)
+        beside = self.replicated_flop_per_sample + self.sample_flop
+        return self.samples * (sum(block.flop_per_sample for block in self.blocks) + beside)
 
     def flop(self, *, width: float, height: float) -> float:
         """Flop of one iteration of a tile: every block, the replicated layers, and what each sample costs beside.
@@ -105,6 +126,26 @@ class Workload:
         samples = width * self.samples
         tiled = sum(block.flop(units=height * block.units, samples=samples) for block in self.blocks)
         return tiled + samples * (self.replicated_flop_per_sample + self.sample_flop)
+
+    def tile_work(self, units: Sequence[int], *, samples: int) -> float:
+        """The work of a tile, in samples x units of the block that has most: by it abilities are estimated while training.
+
+        For the paper's perceptron that is the tile's area. Units of other blocks count by their flop, and so does what every
+        rank repeats.
+
+        Args:
+            units: how many the tile has of each block.
+            samples: how many go through it.
+        """
+        flop = sum(block.flop_per_unit * own for block, own in zip(self.blocks, units, strict=True))
+        flop += self.replicated_flop_per_sample + self.sample_flop
+        return samples * (flop / self.work_flop if self.blocks or flop else 1.0)
+
+    @cached_property
+    def work_flop(self) -> float:
+        """Flop of one unit of `tile_work`; without blocks that is a sample."""
+        units = sum(block.flop_per_unit * block.units for block in self.blocks) / self.units
+        return units or self.replicated_flop_per_sample + self.sample_flop or 1.0
 
     def with_samples(self, samples: int) -> Workload:
         return replace(self, samples=samples)

@@ -68,59 +68,82 @@ class Sum:
         return {rank: place for place, rank in enumerate(self.ranks)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Leg:
+    """What a rank computes, and the sum over its column that follows.
+
+    Attributes:
+        flop: of this processor.
+        backward: whether it is part of compute 2.
+        sums: one after the other, each with everyone of the column; none where the rank is alone.
+        place: the rank's own in those sums.
+    """
+
+    flop: float
+    backward: bool
+    sums: tuple[Sum, ...]
+    place: int
+
+
 class Floor:
     """One tiling, ready to be replayed.
 
     Attributes:
-        work: of each rank that has a tile.
-        areas: samples x units of each such rank, as the controller counts them.
-        vertical: of each rank, the sum in its column and its place there; None where it is alone.
-        exchanges: sums in a column in each iteration.
+        legs: of each rank that has a tile, forward block by block and backward the other way round: every sum over a column
+            is a meeting.
+        update_flop: compute 3 of each such rank.
+        works: of each such rank, as the controller counts them.
         horizontal: the messages across columns; None with one column.
         replicated: the sum of gradients outside of blocks, over all; None where there is nothing to be summed.
     """
 
     def __init__(
         self,
-        tilings: Sequence[Tiling],
+        tiling: Tiling,
         *,
+        tilings: Sequence[Tiling],
         workload: Workload,
         rank_of: Mapping[str, int],
         vertical: str,
         startup: Startup = NO_STARTUP,
     ) -> None:
-        first = tilings[0]
+        """Prepare a tiling.
+
+        Args:
+            tiling: the columns, and the samples of each.
+            tilings: the same for the units of each block of the workload; none where it has none.
+            workload: what is laid out.
+            rank_of: the rank of each processor.
+            vertical: the sum in a column.
+            startup: what each tile costs beyond its area.
+        """
         self.tilings = tuple(tilings)
-        self.names = {rank_of[tile.processor]: tile.processor for tile in first.tiles}
-        self.work: dict[int, Work] = {}
-        self.areas: dict[int, float] = {}
-        for rank, name in self.names.items():
-            self.work[rank] = work_of([tiling.by_processor[name] for tiling in tilings], workload=workload, startup=startup)
-            self.areas[rank] = float(first.by_processor[name].area)
-        self.exchanges = workload.vertical_exchanges
-        self.vertical: dict[int, tuple[Sum, int] | None] = {}
-        for column in first.columns:
-            ranks = tuple(rank_of[tile.processor] for tile in column)
-            elements = round(workload.vertical_elements * column[0].samples.size / first.samples / self.exchanges)
-            column_sum = Sum(
-                ranks=ranks,
-                schedule=_column_sum(vertical, ranks=len(ranks), size=elements, element_bytes=workload.element_bytes),
-            )
-            alone = len(ranks) == 1 or elements == 0
-            self.vertical |= {rank: None if alone else (column_sum, place) for place, rank in enumerate(ranks)}
-        self.horizontal = self._across(tilings, workload, rank_of)
+        self.names = {rank_of[tile.processor]: tile.processor for tile in tiling.tiles}
+        self.legs: dict[int, tuple[Leg, ...]] = {}
+        self.update_flop: dict[int, float] = {}
+        self.works: dict[int, float] = {}
+        for column in tiling.columns:
+            samples = column[0].samples.size
+            sums = _ColumnSums(vertical, ranks=[rank_of[tile.processor] for tile in column], samples=samples, workload=workload)
+            for place, name in enumerate(tile.processor for tile in column):
+                tiles = [each.by_processor[name] for each in tilings]
+                work = work_of(tiles, samples=samples, workload=workload, startup=startup)
+                self.legs[rank_of[name]] = sums.legs(work, place=place)
+                self.update_flop[rank_of[name]] = work.update_flop
+                self.works[rank_of[name]] = workload.tile_work([tile.units.size for tile in tiles], samples=samples)
+        self.horizontal = self._across(tiling, workload, rank_of) if tilings else None
         everybody = tuple(sorted(self.names))
         self.replicated = None
-        if len(first.columns) > 1 and workload.replicated_parameters:
+        if len(tiling.columns) > 1 and workload.replicated_parameters:
             schedule = build("halving_doubling", ranks=len(everybody), size=workload.replicated_parameters)
             self.replicated = Sum(ranks=everybody, schedule=schedule)
 
-    def _across(self, tilings: Sequence[Tiling], workload: Workload, rank_of: Mapping[str, int]) -> Sum | None:
-        num_columns = len(tilings[0].columns)
+    def _across(self, tiling: Tiling, workload: Workload, rank_of: Mapping[str, int]) -> Sum | None:
+        num_columns = len(tiling.columns)
         if num_columns == 1:
             return None
         # As `tatami.tiled.horizontal` chooses.
-        messages = horizontal_messages(tilings, method="direct" if num_columns == 2 else "reduce-scatter")
+        messages = horizontal_messages(self.tilings, method="direct" if num_columns == 2 else "reduce-scatter")
         everybody = tuple(sorted(self.names))
         place = {rank: index for index, rank in enumerate(everybody)}
         blocks = workload.blocks
@@ -140,6 +163,44 @@ class Floor:
             algorithm="horizontal", ranks=len(everybody), size=size, phases=(phase,), order="by column", fixed_order=True
         )
         return Sum(ranks=everybody, schedule=schedule)
+
+
+class _ColumnSums:
+    """The sums of one column: one schedule for each size, alike for all its blocks."""
+
+    def __init__(self, vertical: str, *, ranks: Sequence[int], samples: int, workload: Workload) -> None:
+        self._vertical = vertical
+        self._ranks = tuple(ranks)
+        self._element_bytes = workload.element_bytes
+        self._schedules: dict[int, Schedule] = {}
+        self._sums = [
+            (
+                self._of(block.forward_elements * samples, block.forward_sums),
+                self._of(block.backward_elements * samples, block.backward_sums),
+            )
+            for block in workload.blocks
+        ] or [((), ())]
+
+    def _of(self, elements: int, num_sums: int) -> tuple[Sum, ...]:
+        if len(self._ranks) == 1 or not elements or not num_sums:
+            return ()
+        size = round(elements / num_sums)
+        if size not in self._schedules:
+            self._schedules[size] = _column_sum(
+                self._vertical, ranks=len(self._ranks), size=size, element_bytes=self._element_bytes
+            )
+        return (Sum(ranks=self._ranks, schedule=self._schedules[size]),) * num_sums
+
+    def legs(self, work: Work, *, place: int) -> tuple[Leg, ...]:
+        """Those of one rank; what it computes without a sum between becomes one."""
+        there = [(flop, False, forward) for flop, (forward, _) in zip(work.forward, self._sums, strict=True)]
+        back = [(flop, True, backward) for flop, (_, backward) in zip(work.backward, self._sums, strict=True)]
+        result: list[Leg] = []
+        for flop, backward, sums in [*there, *reversed(back)]:
+            if result and not result[-1].sums and result[-1].backward == backward:
+                flop += result.pop().flop
+            result.append(Leg(flop=flop, backward=backward, sums=sums, place=place))
+        return tuple(result)
 
 
 def _column_sum(vertical: str, *, ranks: int, size: int, element_bytes: int) -> Schedule:

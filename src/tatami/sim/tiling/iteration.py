@@ -1,4 +1,7 @@
-"""One iteration on a stage: compute 1, vertical, compute 2, horizontal, compute 3, each processor at its own pace."""
+"""One iteration on a stage, each processor at its own pace.
+
+Forward and backward, block by block, with a sum over the column after each; then horizontal, and compute 3.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 from tatami.sim.allreduce import Replay, Software
 from tatami.sim.stage import Stage, Then
 from tatami.sim.tiling.changes import Speeds
-from tatami.sim.tiling.floor import Floor, Sum
+from tatami.sim.tiling.floor import Floor, Leg, Sum
 
 
 @dataclass(kw_only=True)
@@ -76,51 +79,52 @@ class Iteration:
             stage.at(at_s, lambda rank=rank: self._begin(rank))  # type: ignore[misc]
 
     def _begin(self, rank: int) -> None:
-        times = self._times[rank] = Times(began_s=self._stage.now_s)
-        work = self._floor.work[rank]
+        self._times[rank] = Times(began_s=self._stage.now_s)
+        self._leg(rank, 0, 0)
 
-        def forward_done(spent_s: float) -> None:
-            times.forward_s = spent_s
-            self._vertical(rank, 0, lambda: self._stretch(backward_flop, backward_done, rank))
+    def _leg(self, rank: int, number: int, sums_before: int) -> None:
+        """Compute, sum, and go on with the next; sums of a column are counted, since all its ranks come to them in turn."""
+        times, legs = self._times[rank], self._floor.legs[rank]
+        if number == len(legs):
+            times.vertical_s = self._stage.now_s - times.began_s - times.compute_s
+            self._across(rank)
+            return
+        leg = legs[number]
 
-        backward_flop = work.backward_flop
-        since_s = self._stage.now_s
+        def computed(spent_s: float) -> None:
+            if leg.backward:
+                times.backward_s += spent_s
+            else:
+                times.forward_s += spent_s
+            self._vertical(leg, 0, sums_before, lambda: self._leg(rank, number + 1, sums_before + len(leg.sums)))
 
-        def backward_done(spent_s: float) -> None:
-            times.backward_s = spent_s
-            times.vertical_s = self._stage.now_s - since_s - times.forward_s - spent_s
-            begun_s = self._stage.now_s
-            self._horizontal(rank, lambda: self._stretch(work.update_flop, update_done(begun_s), rank))
+        self._stretch(leg.flop, computed, rank)
 
-        def update_done(begun_s: float) -> Callable[[float], None]:
-            def ended(spent_s: float) -> None:
-                times.update_s = spent_s
-                times.horizontal_s = self._stage.now_s - begun_s - spent_s
-                self._end()
+    def _across(self, rank: int) -> None:
+        begun_s = self._stage.now_s
 
-            return ended
+        def updated(spent_s: float) -> None:
+            times = self._times[rank]
+            times.update_s = spent_s
+            times.horizontal_s = self._stage.now_s - begun_s - spent_s
+            self._end()
 
-        self._stretch(work.forward_flop, forward_done, rank)
+        self._horizontal(rank, lambda: self._stretch(self._floor.update_flop[rank], updated, rank))
 
     def _stretch(self, work_flop: float, then: Callable[[float], None], rank: int) -> None:
-        """Compute; a timer, since nobody shares a processor, and thousands of them are cheap."""
+        """Compute; a timer, since processors are not shared, and thousands of them are cheap."""
         begin_s = self._stage.now_s + self._ahead_s
         spent_s = self._speeds.finish_s(self._floor.names[rank], work_flop=work_flop, begin_s=begin_s) - begin_s
         self._stage.after(spent_s, lambda: then(spent_s))
 
-    def _vertical(self, rank: int, exchange: int, then: Then) -> None:
-        found = self._floor.vertical[rank]
-        if found is None or exchange == self._floor.exchanges:
+    def _vertical(self, leg: Leg, index: int, number: int, then: Then) -> None:
+        if index == len(leg.sums):
             then()
             return
-        column, place = found
-        self._sum(column, exchange, place, lambda: self._vertical(rank, exchange + 1, then))
+        self._sum(leg.sums[index], number, leg.place, lambda: self._vertical(leg, index + 1, number + 1, then))
 
     def _horizontal(self, rank: int, then: Then) -> None:
         across, replicated = self._floor.horizontal, self._floor.replicated
-        if across is None:
-            then()
-            return
 
         def rest() -> None:
             if replicated is None:
@@ -128,7 +132,10 @@ class Iteration:
             else:
                 self._sum(replicated, 0, replicated.place_of[rank], then)
 
-        self._sum(across, 0, across.place_of[rank], rest)
+        if across is None:
+            rest()
+        else:
+            self._sum(across, 0, across.place_of[rank], rest)
 
     def _sum(self, what: Sum, number: int, place: int, then: Then) -> None:
         """Take part in a sum as its member `place`."""

@@ -68,7 +68,7 @@ class TilingJob:
     def __post_init__(self) -> None:
         if (self.layout is None) == (self.tilings is None):
             raise PlanError("a tiled run is of a layout or of tilings, one of them")
-        if self.tilings is not None and (self.retiler is not None or len(self.tilings) != len(self.workload.blocks)):
+        if self.tilings is not None and (self.retiler or not self.tilings or len(self.tilings) != len(self.workload.blocks)):
             raise PlanError("tilings are one for each block of the workload, and are not laid anew: give a layout for that")
         if self.vertical not in (AUTO, DIRECT, *ALGORITHMS):
             raise PlanError(
@@ -82,7 +82,7 @@ class TilingJob:
             )
         if self.speeds is not None and len(self.speeds) != self.cluster.size:
             raise PlanError(f"{len(self.speeds)} true speeds are given for {self.cluster.size} processors")
-        placed = {tile.processor for tiling in self.first_tilings for tile in tiling.tiles}
+        placed = {tile.processor for tile in self.first_tiling.tiles}
         for name in [*sorted(placed), *(change.processor for change in self.changes)]:
             if name not in self.cluster.by_name:
                 raise PlanError(f"there is no processor {name!r} in the cluster, which has {', '.join(self._some_names)}")
@@ -94,6 +94,14 @@ class TilingJob:
             return self.tilings
         assert self.layout is not None
         return self.layout.cut_blocks(self.workload)
+
+    @property
+    def first_tiling(self) -> Tiling:
+        """The same for the block that has most units; of one unit where there is no block."""
+        if self.tilings is not None:
+            return max(self.tilings, key=lambda tiling: tiling.units)
+        assert self.layout is not None
+        return self.layout.cut(samples=self.workload.samples, units=self.workload.units)
 
     @property
     def true_flop_per_s(self) -> dict[str, float]:
@@ -143,6 +151,7 @@ def rehearse(job: TilingJob) -> TilingRun:
             cluster=job.cluster,
             workload=job.workload,
             layout=job.layout,
+            tiling=job.first_tiling,
             tilings=job.first_tilings,
             iterations=job.iterations,
             flop_per_s=job.true_flop_per_s,

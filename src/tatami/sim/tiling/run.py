@@ -37,6 +37,7 @@ class TilingPlay:
         cluster: Cluster,
         workload: Workload,
         layout: Layout | None,
+        tiling: Tiling,
         tilings: Sequence[Tiling],
         iterations: int,
         flop_per_s: dict[str, float],
@@ -70,7 +71,7 @@ class TilingPlay:
         self._ahead_s = 0.0
         self._skipped_bytes = 0.0
         self._bytes_before = 0.0
-        self.floor = self._laid(tilings)
+        self.floor = self._laid(tiling, tilings)
         self.iteration_s: list[float] = []
         self.compute_s: list[tuple[float, float]] = []
         self.decisions: list[Decision] = []
@@ -95,9 +96,14 @@ class TilingPlay:
         """Begin with all ranks at once."""
         self._next(dict.fromkeys(self.floor.names, 0.0))
 
-    def _laid(self, tilings: Sequence[Tiling]) -> Floor:
+    def _laid(self, tiling: Tiling, tilings: Sequence[Tiling]) -> Floor:
         return Floor(
-            tilings, workload=self._workload, rank_of=self._cluster.rank_of, vertical=self._vertical, startup=self._startup
+            tiling,
+            tilings=tilings,
+            workload=self._workload,
+            rank_of=self._cluster.rank_of,
+            vertical=self._vertical,
+            startup=self._startup,
         )
 
     def _next(self, leads_s: dict[int, float]) -> None:
@@ -151,7 +157,7 @@ class TilingPlay:
                     t1_s=each.t1_s,
                     t2_s=each.backward_s,
                     compute_s=each.compute_s,
-                    work=self.floor.areas[rank],
+                    work=self.floor.works[rank],
                 )
             )
             del window[: -self._controller.retiler.window]
@@ -189,7 +195,7 @@ class TilingPlay:
             return
         before = self.floor.tilings
         self._window.clear()
-        self.floor = self._laid(decision.layout.cut_blocks(self._workload))
+        self.floor = self._laid(decision.tiling, decision.layout.cut_blocks(self._workload))
         self._move(before, go_on)
 
     def _move(self, before: Sequence[Tiling], then: Then) -> None:

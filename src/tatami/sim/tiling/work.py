@@ -40,37 +40,57 @@ NO_STARTUP = Startup()
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Flop of one processor: compute 1, compute 2 and compute 3; together `Workload.flop` of its tile."""
+    """Flop of one processor: compute 1, compute 2 and compute 3; together what `Workload.flop` says of its tile.
 
-    forward_flop: float
-    backward_flop: float
+    Attributes:
+        forward: of each block, in the order of the forward pass: what lies before the block's sum over the column. One where
+            there is no block.
+        backward: the same backward, in the order of the forward pass.
+        update_flop: of all.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
     update_flop: float
+
+    @property
+    def forward_flop(self) -> float:
+        return math.fsum(self.forward)
+
+    @property
+    def backward_flop(self) -> float:
+        return math.fsum(self.backward)
 
     @property
     def total_flop(self) -> float:
         return self.forward_flop + self.backward_flop + self.update_flop
 
 
-def work_of(tiles: Sequence[Tile], *, workload: Workload, startup: Startup = NO_STARTUP) -> Work:
+def work_of(tiles: Sequence[Tile], *, samples: int, workload: Workload, startup: Startup = NO_STARTUP) -> Work:
     """The work of one processor.
 
-    The update, two operations for each weight it holds, is taken out of backward, which counts it in (as Table 1 does).
+    What every rank repeats is shared out among the blocks by their flop, as planners have it. The update, two operations for
+    each weight it holds, is taken out of backward, which counts it in (as Table 1 does).
 
     Args:
         tiles: its tile for each block of the workload.
+        samples: of its column.
         workload: what is laid out.
         startup: of each of its tiles.
     """
-    samples = tiles[0].samples.size
-    beside = len(tiles) * (startup.tile_flop + startup.sample_flop * samples)
-    beside += workload.replicated_flop_per_sample * samples
-    forward = beside * _FORWARD_SHARE
-    backward = beside - forward
-    update = 0.0
+    repeated = (workload.replicated_flop_per_sample + workload.sample_flop) * samples
+    if not tiles:
+        flop = repeated + startup.tile_flop + startup.sample_flop * samples
+        return Work(forward=(flop * _FORWARD_SHARE,), backward=(flop * (1 - _FORWARD_SHARE),), update_flop=0.0)
+    whole = sum(block.flop_per_unit * block.units for block in workload.blocks)
+    forward, backward, update = [], [], 0.0
     for block, tile in zip(workload.blocks, tiles, strict=True):
         units = tile.units.size
+        beside = startup.tile_flop + startup.sample_flop * samples if units else 0.0
+        beside += repeated * (block.flop_per_unit * block.units / whole if whole else 1 / len(tiles))
         flop = block.flop(units=units, samples=samples)
-        forward += flop * block.forward_fraction
-        backward += flop * (1 - block.forward_fraction)
-        update += 2.0 * block.unit_parameters * units if samples else 0.0
-    return Work(forward_flop=forward, backward_flop=backward - update, update_flop=update)
+        own_update = 2.0 * block.unit_parameters * units if samples else 0.0
+        forward.append(flop * block.forward_fraction + beside * _FORWARD_SHARE)
+        backward.append(flop * (1 - block.forward_fraction) + beside * (1 - _FORWARD_SHARE) - own_update)
+        update += own_update
+    return Work(forward=tuple(forward), backward=tuple(backward), update_flop=update)
