@@ -16,12 +16,20 @@ CLASS_NAME = re.compile(r"[A-Z]+[a-z]\w*")
 
 
 def twice_defined(source: Path) -> dict[str, list[str]]:
-    """Every public class name that is defined more than once below `source`, with all places."""
+    """Every public class name that has another meaning, too, below `source`: as a class or as an alias; with all places."""
     places: dict[str, list[str]] = defaultdict(list)
     for path in sorted(source.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(f"{path.relative_to(source)}:{node.lineno}")
+    for path in sorted(source.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = (
+                [target.id for target in node.targets if isinstance(target, ast.Name)] if isinstance(node, ast.Assign) else []
+            )
+            for name in names:
+                if name in places:
+                    places[name].append(f"{path.relative_to(source)}:{node.lineno}")
     return {name: where for name, where in places.items() if len(where) > 1}
 
 
@@ -62,8 +70,9 @@ def test_every_public_class_name_is_defined_once() -> None:
 
 def test_a_second_definition_is_told_with_both_places(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("class Job: ...\nclass _Private: ...\n")
-    (tmp_path / "two.py").write_text("\n\nclass Job: ...\nclass _Private: ...\n")
-    assert twice_defined(tmp_path) == {"Job": ["one.py:1", "two.py:3"]}
+    (tmp_path / "two.py").write_text("\n\nclass Job: ...\nclass _Private: ...\nclass Place: ...\n")
+    (tmp_path / "three.py").write_text("Place = tuple[int, int]\nKey = int\n")
+    assert twice_defined(tmp_path) == {"Job": ["one.py:1", "two.py:3"], "Place": ["two.py:5", "three.py:1"]}
 
 
 def test_the_glossary_is_alphabetical_and_has_every_word_once() -> None:

@@ -15,7 +15,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import CommError, InputError, TatamiError, TrainingError
 
 Result = TypeVar("Result")
-Problem = TypeVar("Problem")
+Trouble = TypeVar("Trouble")
 
 
 def same_everywhere(
@@ -95,7 +95,7 @@ def all_or_none(
     return result  # type: ignore[return-value]
 
 
-def problems_of(comm: AbstractCommunicator, problem: Problem | None) -> dict[int, Problem]:
+def problems_of(comm: AbstractCommunicator, problem: Trouble | None) -> dict[int, Trouble]:
     """By rank, the problem of each rank that has one; the same on all ranks. Collective."""
     return {rank: each for rank, each in enumerate(comm.allgather_object(problem)) if each is not None}
 

@@ -30,7 +30,7 @@ MAX_TAG = 32767 - 1
 """MPI guarantees tags up to 32767; the last one is for the backends' own messages."""
 
 
-class Done(AbstractRequest):
+class DoneRequest(AbstractRequest):
     """A transfer that was complete when it was asked for."""
 
     def test(self) -> bool:
@@ -40,7 +40,7 @@ class Done(AbstractRequest):
         return
 
 
-class Then(AbstractRequest):
+class ThenRequest(AbstractRequest):
     """A transfer, and what must be done once it is complete."""
 
     def __init__(self, request: AbstractRequest, action: Callable[[], object]) -> None:
@@ -162,7 +162,7 @@ class CheckedCommunicator(ObjectMessages):
         if out.is_contiguous():
             return self._start_recv(out.detach(), source, tag)
         staged = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        return Then(self._start_recv(staged, source, tag), lambda: out.detach().copy_(staged))
+        return ThenRequest(self._start_recv(staged, source, tag), lambda: out.detach().copy_(staged))
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -262,12 +262,12 @@ class CheckedCommunicator(ObjectMessages):
         self._check_open("allreduce")
         self._check_tensor("allreduce", tensor)
         if self.size == 1:
-            return Done()
+            return DoneRequest()
         form, op = _reducible(tensor, op)
         request = self._start_allreduce(form, op)
         if form.data_ptr() == tensor.data_ptr():
             return request
-        return Then(request, lambda: _bring_back(form, tensor))
+        return ThenRequest(request, lambda: _bring_back(form, tensor))
 
     def reduce_scatter(
         self, tensor: torch.Tensor, out: torch.Tensor, *, counts: Sequence[int] | None = None, op: Op = Op.SUM

@@ -20,7 +20,7 @@ from tatami.comm.reduction import HALF_DTYPES, Op, Reduction, combine, divide
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow
 from tatami.errors import InputError, ScheduleError
 
-Action = Callable[[], object]
+Operation = Callable[[], object]
 
 
 class Executor:
@@ -65,7 +65,7 @@ class Program:
     """
 
     vector: torch.Tensor
-    actions: tuple[Action, ...]
+    actions: tuple[Operation, ...]
     windows: tuple[AbstractWindow | AbstractSharedWindow, ...]
 
     def run(self) -> None:
@@ -124,7 +124,7 @@ class _Unrolling:
         self.scratch = torch.empty(self._scratch_size(), dtype=dtype)
 
     def program(self) -> Program:
-        actions: list[Action] = []
+        actions: list[Operation] = []
         average_before, parts = self.schedule.average_at(self.rank)
         mean = self.reduction is Reduction.MEAN
         for number, phase in enumerate(self.schedule.phases):
@@ -139,7 +139,7 @@ class _Unrolling:
             actions.extend(self._average(parts))
         return Program(vector=self.vector, actions=tuple(actions), windows=tuple(self.windows))
 
-    def _average(self, parts: Sequence[tuple[int, int]]) -> list[Action]:
+    def _average(self, parts: Sequence[tuple[int, int]]) -> list[Operation]:
         views = [self.vector[start:stop] for start, stop in parts]
         ranks = self.schedule.ranks
 
@@ -149,7 +149,7 @@ class _Unrolling:
 
         return [act]
 
-    def _phase(self, phase: Phase, *, divides: bool) -> list[Action]:
+    def _phase(self, phase: Phase, *, divides: bool) -> list[Operation]:
         if isinstance(phase.what, Native):
             return [self._native(phase.role, group) for group in phase.groups_of(self.rank)]
         if phase.sync.one_sided:
@@ -161,7 +161,7 @@ class _Unrolling:
 
     # -- messages -------------------------------------------------------------------------------------------------
 
-    def _messages(self, steps: list[Step]) -> Action:
+    def _messages(self, steps: list[Step]) -> Operation:
         """Post all, wait for all, then add in the order listed."""
         comm, op = self.comm, self.op
         receives: list[tuple[torch.Tensor, int]] = []
@@ -192,7 +192,7 @@ class _Unrolling:
 
     # -- natives --------------------------------------------------------------------------------------------------
 
-    def _native(self, role: Role, group: RankGroup) -> Action:
+    def _native(self, role: Role, group: RankGroup) -> Operation:
         comm, op = self.groups.of(group.ranks), self.op
         whole = self.vector[group.start : group.stop]
         if role is Role.ALL_REDUCE:
@@ -214,7 +214,7 @@ class _Unrolling:
 
     # -- puts -----------------------------------------------------------------------------------------------------
 
-    def _puts(self, phase: Phase) -> list[Action]:
+    def _puts(self, phase: Phase) -> list[Operation]:
         groups = phase.groups_of(self.rank)
         # Every rank makes the windows of its fenced groups, in the order of the phase.
         epochs = {group: self._epochs(phase.sync, group) for group in groups}
@@ -222,7 +222,7 @@ class _Unrolling:
             return []
         # Fences are of a group's own window; posts and locks are by peer, so one epoch serves all groups of a round.
         together = [list(groups)] if phase.sync is Sync.PSCW else [[group] for group in groups]
-        actions: list[Action] = [epochs[some[0]].enter for some in together]
+        actions: list[Operation] = [epochs[some[0]].enter for some in together]
         for number in range(phase.num_rounds):
             steps = list(phase.steps_of(self.rank, round=number))
             by_group = [[step for step in steps if _group_of(step, groups) in some] for some in together]
@@ -246,12 +246,12 @@ class _Unrolling:
             window = self.fenced[group.ranks]
         return EPOCHS[sync](window, self.comm, ranks=group.ranks)
 
-    def _put_round(self, epochs: AbstractEpochs, steps: list[Step]) -> tuple[Action, list[Action], Action]:
+    def _put_round(self, epochs: AbstractEpochs, steps: list[Step]) -> tuple[Operation, list[Operation], Operation]:
         window, op = epochs.window, self.op
         member = {rank: index for index, rank in enumerate(epochs.ranks)} if window in self.fenced.values() else None
         sources = sorted({step.source for step in steps if step.target == self.rank})
         targets = sorted({step.target for step in steps if step.source == self.rank})
-        acts: list[Action] = []
+        acts: list[Operation] = []
         for step in steps:
             if step.source != self.rank:
                 continue
@@ -283,12 +283,12 @@ class _Unrolling:
         self.windows.append(window)
         return window, ranks
 
-    def _local(self, phase: Phase, rounds: list[list[Step]], *, divides: bool) -> list[Action]:
+    def _local(self, phase: Phase, rounds: list[list[Step]], *, divides: bool) -> list[Operation]:
         if self.shared is None or self.rank not in phase.memberships:
             return []
         window, ranks = self.shared
         vectors = {rank: window.of(member) for member, rank in enumerate(ranks)}
-        actions: list[Action] = [window.barrier]
+        actions: list[Operation] = [window.barrier]
         for steps in rounds:
             mine = [step for step in steps if step.issuer == self.rank]
             divisor = self.schedule.ranks if divides else None
@@ -316,9 +316,9 @@ def _group_of(step: Step, groups: Sequence[RankGroup]) -> RankGroup:
     )
 
 
-def _bound_put(window: AbstractWindow, values: torch.Tensor, target: int, start: int) -> Action:
+def _bound_put(window: AbstractWindow, values: torch.Tensor, target: int, start: int) -> Operation:
     return lambda: window.put(values, target, start=start)
 
 
-def _bound_accumulate(window: AbstractWindow, values: torch.Tensor, target: int, start: int, op: Op) -> Action:
+def _bound_accumulate(window: AbstractWindow, values: torch.Tensor, target: int, start: int, op: Op) -> Operation:
     return lambda: window.accumulate(values, target, start=start, op=op)

@@ -30,7 +30,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from tatami.clock import SystemClock
 from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest
-from tatami.comm.checked import CheckedCommunicator, Done, Then, as_bytes
+from tatami.comm.checked import CheckedCommunicator, DoneRequest, ThenRequest, as_bytes
 from tatami.comm.reduction import Op, combine
 from tatami.comm.threads import single_communicator, wrong_size
 from tatami.comm.wait import Waiting, wait_policy, wait_until
@@ -318,12 +318,16 @@ class TorchdistCommunicator(CheckedCommunicator):
         mine = tensor if self.rank == root else tensor.clone()
         options = dist.ReduceOptions()
         options.rootRank, options.reduceOp = root, _OPS[op]
-        return self._works("reduce", [self._group(mine).reduce([mine], options)], mine) if mine.numel() else Done()
+        return self._works("reduce", [self._group(mine).reduce([mine], options)], mine) if mine.numel() else DoneRequest()
 
     def _start_allreduce(self, tensor: torch.Tensor, op: Op, *, operation: str = "allreduce") -> AbstractRequest:
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        return self._works(operation, [self._group(tensor).allreduce([tensor], options)], tensor) if tensor.numel() else Done()
+        return (
+            self._works(operation, [self._group(tensor).allreduce([tensor], options)], tensor)
+            if tensor.numel()
+            else DoneRequest()
+        )
 
     def _start_reduce_scatter(
         self, tensor: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...], op: Op
@@ -335,7 +339,7 @@ class TorchdistCommunicator(CheckedCommunicator):
                 combine(came[0], values, op)
             out.view(-1).copy_(came[0])
 
-        return Then(self._exchange("reduce_scatter", tensor, came, counts, (out.numel(),) * self.size), add_up)
+        return ThenRequest(self._exchange("reduce_scatter", tensor, came, counts, (out.numel(),) * self.size), add_up)
 
     # -- what they are made of ------------------------------------------------------------------------------------------
 

@@ -83,9 +83,7 @@ class DataParallel(nn.Module):
         self._frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
         if not named:
             raise InputError("no parameter of this network requires gradients; there is nothing to train")
-        private = comm.split(0)
-        assert private is not None
-        self._comm = private
+        self._comm = comm.duplicate()
         options = {
             "reduction": reduction,
             "wire": str(wire),

@@ -41,8 +41,7 @@ class MultiNodeLoader:
         Raises:
             DataError: on all ranks, if `root` has none.
         """
-        private = comm.split(0)
-        assert private is not None
+        private = comm.duplicate()
         self._comm, self._root, self._loader = private, root, loader
         self._length = decided_on_root(self._comm, lambda: _length(loader, root), root=root)
         self.epoch = 0

@@ -68,9 +68,7 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
             InputError: parameters that differ between ranks, and where; a lazy layer that has no shape yet.
         """
         self.optimizer = optimizer
-        private = comm.split(0)
-        assert private is not None
-        self._comm = private
+        self._comm = comm.duplicate()
         self._weighted = weighted
         self._num_steps = 0
         self._names = {} if model is None else {id(each): name for name, each in model.named_parameters()}

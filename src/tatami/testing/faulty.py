@@ -12,7 +12,7 @@ import torch
 
 from tatami.clock import Clock, SystemClock
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
-from tatami.comm.checked import Done
+from tatami.comm.checked import DoneRequest
 from tatami.comm.wrapper import WrappedCommunicator
 
 
@@ -77,4 +77,4 @@ class Faulty(WrappedCommunicator):
 
     def isend(self, tensor: torch.Tensor, dest: int, *, tag: int = 0) -> AbstractRequest:
         self._before("isend", peer=dest, tensor=tensor)
-        return Done() if self._drop_next else self.inner.isend(tensor, dest, tag=tag)
+        return DoneRequest() if self._drop_next else self.inner.isend(tensor, dest, tag=tag)

@@ -25,7 +25,7 @@ from tatami.tiled.vertical import ColumnComm
 from tatami.tiling import Layout, Span, Tile, Tiling, spans
 from tatami.workload import Workload
 
-Reduction = Literal["mean", "sum"]
+LossReduction = Literal["mean", "sum"]
 REDUCTIONS = ("mean", "sum")
 
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None))
@@ -66,7 +66,7 @@ class TiledModel(nn.Module):
         cluster: Cluster,
         speeds_known: bool,
         batch_size: int,
-        reduction: Reduction,
+        reduction: LossReduction,
         phases: Phases,
         generator: torch.Generator,
     ) -> None:
@@ -75,7 +75,7 @@ class TiledModel(nn.Module):
         self.cluster = cluster
         self.speeds_known = speeds_known
         self.names = tuple(processor.name for processor in cluster.processors)
-        self.reduction: Reduction = reduction
+        self.reduction: LossReduction = reduction
         self.phases = phases
         self.generator = generator
         self.pair_names = tuple(pairs)

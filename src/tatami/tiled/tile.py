@@ -18,7 +18,7 @@ from tatami.errors import InputError, PlanError
 from tatami.parallel.synchronizing import broadcast_model
 from tatami.tiled.describe import find_pairs, workload_of
 from tatami.tiled.measure import measure_speeds
-from tatami.tiled.model import REDUCTIONS, Reduction, TiledModel
+from tatami.tiled.model import REDUCTIONS, LossReduction, TiledModel
 from tatami.tiled.phases import Phases
 from tatami.tiling import Layout, Plan, plan
 from tatami.tiling.cost import AbstractCost
@@ -33,7 +33,7 @@ def tile(
     planner: str = "srpm",
     layout: Layout | None = None,
     cost: AbstractCost | None = None,
-    reduction: Reduction = "mean",
+    reduction: LossReduction = "mean",
     quiet: bool = False,
     clock: Clock | None = None,
     pace: Pace = NO_PACE,
@@ -83,8 +83,7 @@ def tile(
     generator = torch.Generator()
     generator.set_state(comm.bcast_object(torch.get_rng_state()))
     # Its messages have tags, which are the user's on the user's communicator.
-    private = comm.split(0, key=comm.rank)
-    assert private is not None
+    private = comm.duplicate()
     return TiledModel(
         whole,
         private,

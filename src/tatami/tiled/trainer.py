@@ -25,7 +25,7 @@ from tatami.progress import NoProgress, Progress
 from tatami.records import Records
 from tatami.retiling import Retiler
 from tatami.tiled.batches import Batches, check_data
-from tatami.tiled.model import Reduction, TiledModel
+from tatami.tiled.model import LossReduction, TiledModel
 from tatami.tiled.moving import check_optimizer
 from tatami.tiled.phases import IterationPhase
 from tatami.tiled.retiling import Check, Retiling
@@ -367,7 +367,7 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: TiledModel) -> No
         )
 
 
-def _reduction(loss: Loss, default: Reduction) -> Reduction:
+def _reduction(loss: Loss, default: LossReduction) -> LossReduction:
     """What `loss` does with samples.
 
     Raises:

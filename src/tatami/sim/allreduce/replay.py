@@ -24,9 +24,9 @@ from tatami.sim.allreduce.software import Software
 from tatami.sim.stage import Stage, Then
 
 _EMPTY_BYTES = 1
-Place = tuple[int, int]
+PhaseRound = tuple[int, int]
 """Phase and round."""
-Key = tuple[Place, int, int]
+Key = tuple[PhaseRound, int, int]
 """Phase and round, source, target."""
 
 
@@ -66,7 +66,7 @@ class Replay:
         self._element_bytes = element_bytes
         self._software = software
         self._done = done
-        self._place: dict[int, Place] = {}
+        self._place: dict[int, PhaseRound] = {}
         self._part: dict[int, RankTransfers] = {}
         self._waits: dict[int, int] = {}
         self._ready: dict[Key, int] = defaultdict(int)
@@ -146,7 +146,7 @@ class Replay:
             self._access(rank, part, 0)
         self._one_less(rank)  # the round itself: so that it does not end while it is being started
 
-    def _post(self, rank: int, place: Place, part: RankTransfers, sync: Sync) -> None:
+    def _post(self, rank: int, place: PhaseRound, part: RankTransfers, sync: Sync) -> None:
         cost_s = self._software.put_s if sync.one_sided else self._software.message_s
         now_s, gap_s = self.now_s, self._software.gap_s
         begin_s = max(0.0, self._next_s.get(rank, now_s) - now_s) if gap_s else 0.0
