@@ -16,7 +16,7 @@ from tatami.functions.exchange import Exchange, Outgoing
 from tatami.functions.location import user_location
 from tatami.functions.message import MessageKind
 from tatami.functions.replay import replayed
-from tatami.functions.structure import Packed, Structure, flatten, mapped, unflatten
+from tatami.functions.structure import Packed, Structure, flatten, unflatten, with_tensors
 
 
 def bcast(x: Structure, comm: AbstractCommunicator, *, root: int = 0, delegate: torch.Tensor | None = None) -> Structure:
@@ -167,7 +167,7 @@ def collective(
     came = iter(exchange.record(inputs, delegate=delegate))
     result = {each.peer: unflatten(each.content.spec, came) for each in exchange.received}
     if comm.rank in sources:
-        own = mapped(parts[comm.rank], torch.clone)
+        own = with_tensors(parts[comm.rank], torch.clone)
         # A sum touches the chain by the parts of the others; a loss made of this rank's own part alone would not.
         result[comm.rank] = own if same_shapes or exchange.chain() is None else _connected(own, exchange.delegate())
     return result, exchange.delegate()
@@ -175,7 +175,7 @@ def collective(
 
 def _connected(own: Structure, delegate: torch.Tensor) -> Structure:
     """`own`, so that a loss that needs nothing else brings backward to the collective."""
-    return mapped(own, lambda tensor: pseudo_connect(delegate, tensor)[0] if tensor.requires_grad else tensor)
+    return with_tensors(own, lambda tensor: pseudo_connect(delegate, tensor)[0] if tensor.requires_grad else tensor)
 
 
 def one_for_each(operation: str, comm: AbstractCommunicator, xs: Sequence[Structure] | None) -> Sequence[Structure]:

@@ -9,7 +9,7 @@ from weakref import ReferenceType, WeakKeyDictionary
 import torch
 
 from tatami.errors import CommError
-from tatami.functions.structure import Structure, mapped
+from tatami.functions.structure import Structure, with_tensors
 
 Result = TypeVar("Result")
 
@@ -48,14 +48,14 @@ def replayed(name: str, run: Callable[[], Result]) -> Result:
         repeated: Result = _repeat(_tapes[region], graph_task)
         return repeated
     result = run()
-    _tapes.setdefault(region, _Tape()).results.append(mapped(result, _detached))
+    _tapes.setdefault(region, _Tape()).results.append(with_tensors(result, _detached))
     return result
 
 
 def _repeat(tape: _Tape, graph_task: int) -> Any:
     number = tape.num_repeated.get(graph_task, 0)
     tape.num_repeated[graph_task] = number + 1
-    return mapped(tape.results[number], _detached)
+    return with_tensors(tape.results[number], _detached)
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:

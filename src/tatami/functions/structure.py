@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -128,15 +129,23 @@ def unflatten(spec: Spec, tensors: Iterator[torch.Tensor]) -> Structure:
     return None
 
 
-def mapped(value: Structure, change: Callable[[torch.Tensor], torch.Tensor]) -> Structure:
-    """`value` with each tensor changed."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with every leaf changed: what lies in its tuples (named ones, too), lists and dicts, at any depth."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(item, change) for item in value))
     if isinstance(value, tuple | list):
         return type(value)([mapped(item, change) for item in value])
     if isinstance(value, dict):
-        return {key: mapped(item, change) for key, item in value.items()}
-    return value
+        made = copy.copy(value)  # what else it holds, as the default of a defaultdict, stays
+        for key, item in value.items():
+            made[key] = mapped(item, change)
+        return made
+    return change(value)
+
+
+def with_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """`value` with every tensor changed, and with its other leaves as they are."""
+    return mapped(value, lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
 
 @lru_cache(maxsize=4096)

@@ -22,6 +22,7 @@ from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.reduction import FLOAT_DTYPES
 from tatami.comm.tuning import tuned_bucket_bytes
 from tatami.errors import InputError, TrainingError
+from tatami.functions.structure import with_tensors
 from tatami.parallel.bucket_set import BucketSet
 from tatami.parallel.buckets import BUCKET_BYTES, lay_buckets
 from tatami.parallel.linear_gradients import LinearGradients
@@ -142,7 +143,7 @@ class DataParallel(nn.Module):
 
         with LinearGradients(self._place):
             output = self.module(*args, **kwargs)
-        output = _map_tensors(output, watch)
+        output = with_tensors(output, watch)
         if not entrances:
             raise InputError(
                 f"the output of {type(self.module).__name__}, {type(output).__name__}, holds no tensor that needs gradients; "
@@ -257,16 +258,3 @@ def num_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         if isinstance(value, torch.Tensor) and value.ndim > 0:
             return value.shape[0]
     raise InputError("none of the arguments is a tensor (batch, ...), so the number of samples is not known; pass one directly")
-
-
-def _map_tensors(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`output` with its tensors changed, also inside of tuples, lists and dicts."""
-    if isinstance(output, torch.Tensor):
-        return change(output)
-    if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)(*(_map_tensors(each, change) for each in output))
-    if isinstance(output, tuple | list):
-        return type(output)(_map_tensors(each, change) for each in output)
-    if isinstance(output, dict):
-        return type(output)((key, _map_tensors(each, change)) for key, each in output.items())
-    return output

@@ -12,6 +12,7 @@ from tatami.comm.agreement import decided_on_root
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.checked import DTYPES
 from tatami.errors import CommError, DataError
+from tatami.functions.structure import mapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,26 +106,18 @@ class MultiNodeLoader:
 
 def _taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
     """`value` with each tensor that ranks can send replaced by its slot."""
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype in DTYPES:
-        tensors.append(value.detach().contiguous())
-        return _Slot(tuple(value.shape), value.dtype)
-    return _mapped(value, lambda each: _taken_apart(each, tensors))
+
+    def take(leaf: Any) -> Any:
+        if not (isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.dtype in DTYPES):
+            return leaf
+        tensors.append(leaf.detach().contiguous())
+        return _Slot(shape=tuple(leaf.shape), dtype=leaf.dtype)
+
+    return mapped(value, take)
 
 
 def _put_together(value: Any, arrive: Callable[[_Slot], torch.Tensor]) -> Any:
-    if isinstance(value, _Slot):
-        return arrive(value)
-    return _mapped(value, lambda each: _put_together(each, arrive))
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(change, value))
-    if type(value) in (tuple, list):
-        return type(value)(map(change, value))
-    if type(value) is dict:
-        return {key: change(each) for key, each in value.items()}
-    return value
+    return mapped(value, lambda leaf: arrive(leaf) if isinstance(leaf, _Slot) else leaf)
 
 
 def _length(loader: Any, root: int) -> int | None:
