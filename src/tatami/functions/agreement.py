@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tatami.comm.agreement import debugging
 from tatami.comm.base import AbstractCommunicator
 from tatami.functions.channel import channel_of
 from tatami.functions.exchange import Exchange, Outgoing
 from tatami.functions.message import MessageKind
 from tatami.functions.structure import Packed, describe, packed
 
-DEBUG_VARIABLE = "TATAMI_DEBUG"
-
-_debugging = os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
+_debugging = debugging()
 
 
 @contextmanager
