@@ -40,7 +40,7 @@ def agree(
     if not _debugging or comm.size == 1:
         return
     channel = channel_of(comm)
-    number = channel.peer_reports.begin_collective(name, location)
+    number = channel.peer_reports.begin_collective(name, root, location)
     peers = [rank for rank in range(comm.size) if rank != comm.rank]
     mine = packed(_intention(pattern, same_shapes=same_shapes))
     outgoing = [Outgoing(peer, number, mine, ()) for peer in peers]
