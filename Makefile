@@ -29,6 +29,7 @@ export MPLCONFIGDIR := $(XDG_CACHE_HOME)/matplotlib
 export UCX_LOG_LEVEL := error
 
 CHAOS_RUNS := 200
+LAUNCH_CHAOS_RUNS := 100
 CHAOS_SEED := 0
 
 .PHONY: help setup demo test simgrid chaos lab-setup lab-test check format bench clean
@@ -59,10 +60,12 @@ test: setup $(OPENMPI)/installed $(SIMGRID)/tried  ## all tests; those that were
 	set -o pipefail; $(OPENMPI_RUN) -n 2 $(BIN)/python -m pytest -m mpi --world=mpi $(OPENMPI_TESTS) 2>&1 | tee -a $(TEST_LOG)
 	@echo "== skipped:"; grep '^SKIPPED' $(TEST_LOG) | sort -u | grep . || echo "nothing"
 
-chaos: setup  ## 200 training runs whose workers, servers and nodes are killed at random, and 100,000 rehearsed ones
+chaos: setup  ## runs that are killed at random: 200 of servers, 100 of `tatami run`, and 100,000 rehearsed ones
 	TATAMI_STATE_CHAOS_RUNS=100000 TATAMI_CHAOS_SEED=$(CHAOS_SEED) $(BIN)/python -m pytest tests/server/test_server_state_chaos.py
 	TATAMI_CHAOS_RUNS=$(CHAOS_RUNS) TATAMI_CHAOS_SEED=$(CHAOS_SEED) TATAMI_CHAOS_HEARTBEAT_S=3 $(BIN)/python -m pytest \
 	    tests/server/test_server_chaos.py
+	TATAMI_LAUNCH_CHAOS_RUNS=$(LAUNCH_CHAOS_RUNS) TATAMI_CHAOS_SEED=$(CHAOS_SEED) $(BIN)/python -m pytest \
+	    tests/comm/test_comm_launch_chaos.py
 
 # Labs need root and the programs ip and tc. Nothing else here installs anything outside of .venv.
 lab-setup:  ## what the lab needs of a Debian or Ubuntu machine, where this may install it

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tatami.bench.gloo import store_of_one_host
 from tatami.bench.interleaved import Contestant
 from tatami.bench.measuring import measured, message_record, times
 from tatami.collective import ALGORITHMS, SizeTimings, TuningTable
@@ -147,17 +148,16 @@ def _gloo_run(group: Any, tensor: torch.Tensor) -> Callable[[], object]:
 def _gloo(comm: AbstractCommunicator) -> Any:
     """A gloo group over the ranks of `comm`, beside whatever torch.distributed is used for otherwise."""
     distributed: Any = torch.distributed  # its stubs leave out what is not for everybody
-    host = socket.gethostname() if len(set(comm.hosts)) > 1 else "127.0.0.1"
     timeout = timedelta(seconds=comm.timeout_s)
-    store = None
-    if comm.rank == 0:
-        store = distributed.TCPStore(host, 0, comm.size, is_master=True, wait_for_workers=False, timeout=timeout)
-    place = comm.bcast_object((host, store.port) if store is not None else None)
-    if store is None:
-        store = distributed.TCPStore(*place, comm.size, is_master=False, timeout=timeout)
-    if host == "127.0.0.1":
-        device = distributed.ProcessGroupGloo.create_device(hostname=host)
+    if len(set(comm.hosts)) == 1:
+        store = store_of_one_host(comm)
+        device = distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")
     else:
+        store, host = None, socket.gethostname()
+        if comm.rank == 0:
+            store = distributed.TCPStore(host, 0, comm.size, is_master=True, wait_for_workers=False, timeout=timeout)
+        place = comm.bcast_object((host, store.port) if store is not None else None)
+        store = store or distributed.TCPStore(*place, comm.size, is_master=False, timeout=timeout)
         device = distributed.ProcessGroupGloo.create_default_device()
     options = distributed.ProcessGroupGloo._Options()
     options._devices = [device]

@@ -18,8 +18,8 @@ import torch
 import torch.distributed
 from torch import nn
 
+from tatami.bench.gloo import start_gloo
 from tatami.bench.interleaved import interleaved, machine
-from tatami.bench.train import start_gloo
 from tatami.comm.base import AbstractCommunicator
 from tatami.parallel.data_parallel import DataParallel
 from tatami.workload import parse_net

@@ -6,8 +6,6 @@ All contestants train the same network from the same weights on the same global 
 from __future__ import annotations
 
 import copy
-import os
-import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -17,6 +15,7 @@ import torch
 import torch.distributed
 from torch import nn
 
+from tatami.bench.gloo import start_gloo
 from tatami.bench.interleaved import interleaved, machine
 from tatami.comm.base import AbstractCommunicator
 from tatami.tiled import Trainer, tile
@@ -135,14 +134,6 @@ def _ddp(model: nn.Module, comm: AbstractCommunicator, x: torch.Tensor, y: torch
     own = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
     here_x, here_y = x.chunk(comm.size)[comm.rank].clone(), y.chunk(comm.size)[comm.rank].clone()
     return _steps(own, own, here_x, here_y)
-
-
-def start_gloo(comm: AbstractCommunicator) -> None:
-    """A gloo process group over the ranks of `comm`, on the loopback interface."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = comm.bcast_object(probe.getsockname()[1])
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=comm.rank, world_size=comm.size)
 
 
 def _repeats(run: Callable[[int], None], seconds: float, comm: AbstractCommunicator) -> int:

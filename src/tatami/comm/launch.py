@@ -1,4 +1,7 @@
-"""Starting ranks: finds the mpiexec that came with the MPI library, calls it, and says plainly which rank ended it."""
+"""Starting ranks: by this program where they are MPICH's and on this machine, and otherwise by the mpiexec of the MPI library.
+
+Either way it is said plainly which rank ended the job, and how.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tatami.comm.guard import LAST_WORDS
+from tatami.comm.guard import LAST_WORDS, WATCHED
 from tatami.comm.leftovers import without_leftovers
+from tatami.comm.local import LocalJob
+from tatami.comm.mpiexec import run_mpiexec, show
+from tatami.comm.signals import stop_requests
 from tatami.errors import InputError, MissingExtraError
 
-_RULE = re.compile(rb"^(?:={83}\n|={1,83}\Z)", re.MULTILINE)
-"""The line above the banner, or the beginning of one that has not come whole."""
-_BANNER = b"=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES"
 _GUARD = Path(__file__).with_name("guard.py")
-_STOP_PATIENCE_S = 10.0
+_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+ON_LOOPBACK = {
+    "UCX_NET_DEVICES": _LOOPBACK,
+    "FI_TCP_IFACE": _LOOPBACK,
+    "GLOO_SOCKET_IFNAME": _LOOPBACK,
+    "NCCL_SOCKET_IFNAME": _LOOPBACK,
+}
+"""For ranks of one machine, which would listen on its first network card: MPICH's two network modules, gloo and NCCL."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """An mpiexec; `family` is `mpich` (and what else uses Hydra) or `openmpi`."""
+    """An mpiexec; `family` is `mpich` (Hydra of MPICH and its kin), `openmpi`, or `other` (what takes Hydra's options)."""
 
     program: Path
     family: str
@@ -35,7 +45,8 @@ class Launcher:
 def run(command: Sequence[str], *, ranks: int, hosts: Sequence[str] | None = None) -> int:
     """Run `command` (a program and its arguments) on `ranks` ranks, and return the exit code of the job.
 
-    When a rank fails, the others are stopped, and standard error says which one it was and how it ended.
+    When a rank fails, the others are stopped, and standard error says which one it was and how it ended. Ctrl-C, SIGTERM and
+    SIGHUP end all ranks: they are asked to first, and have some seconds to save their work.
 
     Args:
         hosts: machines to start on, each `name` or `name:ranks`; None for this machine alone, over its loopback.
@@ -43,22 +54,33 @@ def run(command: Sequence[str], *, ranks: int, hosts: Sequence[str] | None = Non
     Raises:
         InputError: fewer than 1 rank, no command, or hosts that are no names.
         MissingExtraError: no mpiexec is found.
+        CommError: this machine does not let so many processes be started.
     """
-    arguments = launch_command(find_launcher(), rank_command(command), ranks=ranks, hosts=hosts)
-    with tempfile.TemporaryDirectory(prefix="tatami-run-") as last_words, without_leftovers():
-        environ = {"UCX_LOG_LEVEL": "error", **os.environ, LAST_WORDS: last_words}
-        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, env=environ)
-        try:
-            _relay(process)
-            code = process.wait()
-        except KeyboardInterrupt:
-            _stop(process)
-            return 128 + signal.SIGINT
-        finally:
-            _show_last_words(Path(last_words))
-    if code != 0:
-        print(f"tatami run: the job of {ranks} ranks ended with exit code {code}", file=sys.stderr, flush=True)
-    return code if code >= 0 else 128 - code
+    launcher = find_launcher()
+    check_ranks(ranks, hosts=hosts)
+    here = hosts is None and launcher.family == "mpich"
+    words = rank_command(command, guarded=not here)
+    environ = {"UCX_LOG_LEVEL": "error", **(ON_LOOPBACK if hosts is None else {}), **os.environ}
+    with (
+        stop_requests() as stop,
+        tempfile.TemporaryDirectory(prefix="tatami-run-") as folder,
+        without_leftovers(),
+    ):
+        environ[LAST_WORDS] = folder
+        if here:
+            environ[WATCHED] = "1"
+            job = LocalJob(words, ranks=ranks, environ=environ, show=show, said=lambda pid: any(Path(folder).glob(f"*-{pid}")))
+            code = job.run(stop)
+        else:
+            environ.pop(WATCHED, None)
+            code = run_mpiexec(launch_command(launcher, words, ranks=ranks, hosts=hosts), environ=environ, stop=stop)
+        _show_last_words(Path(folder))
+        if stop.number is not None:
+            code = 128 + stop.number
+            print(f"tatami run: ended by {signal.Signals(stop.number).name}; all {ranks} ranks are stopped", file=sys.stderr)
+        elif code != 0:
+            print(f"tatami run: the job of {ranks} ranks ended with exit code {code}", file=sys.stderr, flush=True)
+    return code
 
 
 def find_launcher() -> Launcher:
@@ -72,18 +94,23 @@ def find_launcher() -> Launcher:
     if found is None:
         raise MissingExtraError("a launcher of MPI ranks (mpiexec)", extra="mpi")
     version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
-    return Launcher(program=Path(found), family="openmpi" if re.search(r"Open MPI|OpenRTE|PRRTE|prte", version) else "mpich")
+    families = {"openmpi": r"Open MPI|OpenRTE|PRRTE|prte", "mpich": r"HYDRA build details"}
+    family = next((name for name, words in families.items() if re.search(words, version)), "other")
+    return Launcher(program=Path(found), family=family)
 
 
-def rank_command(words: Sequence[str]) -> list[str]:
-    """What each rank runs, under its guard: `script.py ...` and `-m module ...` through the runner, anything else as it is.
+def rank_command(words: Sequence[str], *, guarded: bool = True) -> list[str]:
+    """What each rank runs: `script.py ...` and `-m module ...` through the runner, anything else as it is.
+
+    Args:
+        guarded: under a guard, for launchers that do not say which rank was the first to end.
 
     Raises:
         InputError: there is nothing to run, or the script is not there.
     """
     if not words:
         raise InputError("nothing to run: give a Python script and its arguments, as in `tatami run -n 4 script.py`")
-    guard = [sys.executable, "-I", str(_GUARD)]
+    guard = [sys.executable, "-I", str(_GUARD)] if guarded else []
     if words[0] == "-m" or words[0].endswith(".py"):
         if words[0] != "-m" and not Path(words[0]).is_file():
             raise InputError(f"there is no script {words[0]!r} in {os.getcwd()}")
@@ -95,8 +122,8 @@ def rank_command(words: Sequence[str]) -> list[str]:
     return [*guard, *words]
 
 
-def launch_command(launcher: Launcher, command: Sequence[str], *, ranks: int, hosts: Sequence[str] | None) -> list[str]:
-    """The whole command line, with the flags that this launcher needs.
+def check_ranks(ranks: int, *, hosts: Sequence[str] | None) -> None:
+    """Refuse what cannot be started.
 
     Raises:
         InputError: fewer than 1 rank, or hosts that are no names.
@@ -105,62 +132,25 @@ def launch_command(launcher: Launcher, command: Sequence[str], *, ranks: int, ho
         raise InputError(f"cannot start {ranks} ranks; give at least 1")
     if hosts is not None and (not hosts or not all(re.fullmatch(r"\w[\w.-]*(:[1-9]\d*)?", host) for host in hosts)):
         raise InputError(f"hosts {list(hosts)!r}: give names, each with its number of ranks if you like, as in node1:4,node2:4")
+
+
+def launch_command(launcher: Launcher, command: Sequence[str], *, ranks: int, hosts: Sequence[str] | None) -> list[str]:
+    """The whole command line, with the flags that this launcher needs.
+
+    Raises:
+        InputError: as `check_ranks`.
+    """
+    check_ranks(ranks, hosts=hosts)
     flags = ["-n", str(ranks)]
     if launcher.family == "openmpi":
         # Ranks choose their own number of threads (TATAMI_THREADS), so they must not be bound to one core each.
         flags += ["--oversubscribe", "--bind-to", "none"]
         flags += ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        flags += ["--host", ",".join(hosts)] if hosts is not None else []
+        # On one machine no rank needs TCP, for which each would listen on all interfaces.
+        flags += ["--host", ",".join(hosts)] if hosts is not None else ["--mca", "btl", "^tcp"]
     else:
-        flags += ["-hosts", ",".join(hosts)] if hosts is not None else ["-launcher", "fork", "-iface", "lo"]
+        flags += ["-hosts", ",".join(hosts)] if hosts is not None else ["-launcher", "fork", "-iface", _LOOPBACK]
     return [str(launcher.program), *flags, *command]
-
-
-class _BannerFilter:
-    """Passes on what ranks print, and keeps the banner that Hydra puts under it when a rank dies."""
-
-    def __init__(self) -> None:
-        self._held = b""
-        self.banner = b""
-
-    def feed(self, data: bytes) -> bytes:
-        """What of the output so far can be shown."""
-        self._held += data
-        if self.banner:
-            self.banner += self.rest()
-            return b""
-        for rule in _RULE.finditer(self._held):
-            after = self._held[rule.end() :]
-            if _BANNER.startswith(after[: len(_BANNER)]):
-                shown, self._held = self._held[: rule.start()], self._held[rule.start() :]
-                if after.startswith(_BANNER):
-                    self.banner = self.rest()
-                return shown
-        return self.rest()
-
-    def rest(self) -> bytes:
-        """What is still held back."""
-        shown, self._held = self._held, b""
-        return shown
-
-
-def _relay(process: subprocess.Popen[bytes]) -> None:
-    """Show the output of the ranks as it comes, without the launcher's own banner."""
-    assert process.stdout is not None
-    banner_filter = _BannerFilter()
-    sys.stdout.flush()
-    while data := os.read(process.stdout.fileno(), 1 << 16):
-        _show(banner_filter.feed(data))
-    _show(banner_filter.rest())
-
-
-def _show(data: bytes) -> None:
-    """Onto standard output, which may be a file, a terminal, or a test's stand-in without bytes."""
-    if hasattr(sys.stdout, "buffer"):
-        sys.stdout.buffer.write(data)
-    else:
-        sys.stdout.write(data.decode(errors="replace"))
-    sys.stdout.flush()
 
 
 def _show_last_words(directory: Path) -> None:
@@ -169,12 +159,3 @@ def _show_last_words(directory: Path) -> None:
         if path.suffix != ".part":
             sys.stderr.write(path.read_text(encoding="utf-8"))
     sys.stderr.flush()
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """The launcher has got the interrupt from the terminal too: give it time to stop its ranks, then make it."""
-    try:
-        process.wait(timeout=_STOP_PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

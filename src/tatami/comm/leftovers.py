@@ -1,4 +1,4 @@
-"""What MPICH leaves behind where ranks end before their time: files in shared memory, which is memory that nobody else has."""
+"""What MPICH leaves behind where ranks end before their time: files in shared memory, which take memory from all others."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def without_leftovers() -> Iterator[None]:
 
 
 def remove_leftovers(*, since_s: float) -> None:
-    """Remove this user's files of MPICH that are younger than `since_s` (seconds since the epoch) and that nobody has mapped.
+    """Remove this user's files of MPICH that are younger than `since_s` (seconds since the epoch) and mapped by no process.
 
     A job's ranks have each of its files mapped from its beginning to their end, so other jobs of this user lose nothing.
     """
     found = [path for path in SHARED_MEMORY.glob(_NAMES) if _is_ours(path, since_s=since_s - _CLOCK_S)]
     if found:
-        mapped = _mapped()
+        in_use = mapped()
         for path in found:
-            if str(path) not in mapped:
+            if str(path) not in in_use:
                 path.unlink(missing_ok=True)
 
 
@@ -46,11 +46,11 @@ def _is_ours(path: Path, *, since_s: float) -> bool:
     return status.st_uid == os.geteuid() and status.st_mtime >= since_s
 
 
-def _mapped() -> set[str]:
-    """The files that processes have mapped, of those processes that this user may look at: his own are among them."""
+def mapped() -> set[str]:
+    """The files of MPICH that processes of this user have mapped."""
     found = set()
     for maps in _PROCESSES.glob("[0-9]*/maps"):
-        with suppress(OSError):  # it has ended, or is somebody else's
+        with suppress(OSError):  # it has ended, or is another user's
             found |= {
                 line.split(maxsplit=5)[5] for line in maps.read_text(errors="replace").splitlines() if "mpich_shm_" in line
             }

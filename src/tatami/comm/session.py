@@ -43,6 +43,7 @@ def load_mpi() -> ModuleType:
     if not MPI.Is_initialized():
         # Any thread may wait or fail; the lock this needs inside MPI costs less than 0.1 us an operation.
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        guard.mark(b"+")
         add_exception_hook()
         atexit.register(_say_goodbye, MPI)
     return MPI
@@ -72,7 +73,7 @@ def stop_all_ranks(message: str, *, exit_code: int = 1) -> Never:
     sys.stdout.flush()
     guard.say_last(message)
     mpi = _running_mpi()
-    if mpi is not None:
+    if mpi is not None and guard.WATCHED not in os.environ:  # Abort has a line of its own to print
         mpi.COMM_WORLD.Abort(exit_code)
     os._exit(exit_code)
 
@@ -107,6 +108,7 @@ def _say_goodbye(mpi: ModuleType) -> None:
     request = mpi.COMM_WORLD.Ibarrier()
     wait_until(request.Test, policy=_GOODBYE_POLICY, timeout_s=float("inf"), clock=SystemClock())
     mpi.Finalize()
+    guard.mark(b"-")
 
 
 def _running_mpi() -> ModuleType | None:

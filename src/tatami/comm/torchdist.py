@@ -187,7 +187,8 @@ class TorchdistCommunicator(CheckedCommunicator):
                 "group; start the ranks with torchrun, or call torch.distributed.init_process_group first"
             )
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(name, "lo")
         store, rank, size = next(iter(cast(Any, c10d).rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
         return cls(store, rank=rank, size=size, name="tatami", hosts=None, timeout_s=timeout_s)
 

@@ -9,7 +9,7 @@ they spin, in 0.8 ms when they sleep at once. Sleeps grow with the time waited, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tatami.clock import Clock
@@ -93,7 +93,7 @@ class Waiting:
     def timeout(self, waited_s: float) -> CommTimeoutError:
         """The error of a wait that ended after `waited_s` seconds without its message."""
         if self.peer is None:
-            who = f"{_ranks(self.missing)} did not join" if self.missing else "not every rank joined in or went on"
+            who = f"{format_ranks(self.missing)} did not join" if self.missing else "not every rank joined in or went on"
             question = "Do all ranks call the same collectives in the same order, and are they alive?"
         else:
             who = f"rank {self.peer} did not take it" if self.operation == "send" else f"nothing came from rank {self.peer}"
@@ -104,5 +104,6 @@ class Waiting:
         )
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
+    """`rank 5`, or `ranks 5, 7`."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -39,8 +39,7 @@ class Memory:
         # The tensor made from this array is the only one to keep it, for as long as its storage is used.
         lent = memory.numpy()
         weakref.finalize(lent, _give_back, weakref.ref(self), memory).atexit = False
-        # Not a view of it: torch refuses to change views that a function of autograd returned in place.
-        return torch.empty(0, dtype=dtype).set_(torch.from_numpy(lent).untyped_storage()).resize_(shape)
+        return torch.from_numpy(lent).view(dtype).view(shape)
 
     def take_back(self, memory: torch.Tensor) -> None:
         """Nobody has what lay in `memory`."""

@@ -17,6 +17,7 @@ from typing import IO, Self, final
 
 from tatami.cluster import Cluster, Link, check_speeds
 from tatami.comm.leftovers import without_leftovers
+from tatami.comm.signals import ending_as_exception, undisturbed
 from tatami.errors import InputError, LabError
 from tatami.lab.events import LabEvent
 from tatami.lab.groups import FREE, AbstractGroups, find_groups
@@ -24,7 +25,6 @@ from tatami.lab.job import FIRST, JOB_VARIABLE, LabJob, environment_of, mpi_comm
 from tatami.lab.needs import require_lab
 from tatami.lab.network import Network, kernel_delays
 from tatami.lab.plan import LARGEST_SHARE, NATIVE_LATENCY_S, SWITCH, Host, LabPlan, plan_lab, switch_address
-from tatami.lab.signals import ending_as_exception, undisturbed
 from tatami.lab.state import LabState, new_state, take_away
 from tatami.units import format_duration, parse_bandwidth
 
@@ -42,15 +42,12 @@ class Lab:
 
     Raises:
         ClusterError: host names that cannot be.
-        InputError: `cores` is not a number > 0, or more than there are.
+        InputError: `cores` is not a number > 0.
         LabError: (on entering) this machine cannot be a lab; says what is missing and what works instead.
     """
 
     def __init__(self, cluster: Cluster, *, cores: float | None = None) -> None:
-        available = len(os.sched_getaffinity(0))
-        if cores is not None and cores > available:
-            raise InputError(f"a lab may use at most the {available} cores that this process has, not {cores:g}")
-        self.plan: LabPlan = plan_lab(cluster, cores=float(available) if cores is None else cores)
+        self.plan: LabPlan = plan_lab(cluster, cores=float(len(os.sched_getaffinity(0))) if cores is None else cores)
         self._speeds = [processor.speed for processor in cluster.processors]
         self._dead: set[str] = set()
         self._cut: set[str] = set()

@@ -83,9 +83,10 @@ def tile(
     generator = torch.Generator()
     generator.set_state(comm.bcast_object(torch.get_rng_state()))
     # Its messages have tags, which are the user's on the user's communicator.
+    private = comm.duplicate()
     return TiledModel(
         whole,
-        comm.duplicate(),
+        private,
         pairs=pairs,
         layout=layout,
         cluster=cluster,

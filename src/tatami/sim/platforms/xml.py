@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from tatami.errors import ClusterError, SimulationError
-from tatami.inputs import check_input
 from tatami.sim.engine import simgrid
 from tatami.sim.platforms.base import TCP, AbstractPlatform, Fabric, PlatformPart
 from tatami.sim.processes import Runs
@@ -61,7 +60,8 @@ def read_xml(path: Path | str) -> XmlPlatform:
         MissingExtraError: SimGrid is not installed.
     """
     file = Path(path).absolute()
-    check_input(file, what="the platform file", error=ClusterError)
+    if not file.is_file():
+        raise ClusterError(f"cannot read the platform file {path}: there is no such file")
     try:
         with Runs(cores=1) as runs:
             contents = runs.call(_look, str(file))
