@@ -359,7 +359,7 @@ def test_a_disk_that_fills_up_is_said_and_the_run_goes_on(
 
     def fill(runtime: Runtime) -> None:
         if runtime.version == 2:
-            monkeypatch.setattr(checkpoints, "save_file", full)
+            monkeypatch.setattr(checkpoints, "write_bytes", full)
 
     with pytest.warns(UserWarning, match=r"no checkpoint was written at version 2: .*No space left"):
         parameters, _ = run(directory=tmp_path, save_every=1, on_round=fill, spares=0)
@@ -372,7 +372,7 @@ def test_a_disk_that_is_full_from_the_start_stops_a_run_that_needs_it(tmp_path: 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "save_file", full)
+    monkeypatch.setattr(checkpoints, "write_bytes", full)
     with pytest.raises(CheckpointError, match=r"the first checkpoint failed: .*No space left"):
         run(recovery=Checkpoint(), directory=tmp_path, spares=0)
 
