@@ -41,12 +41,19 @@ class InputError(TatamiError, ValueError):
     """Input refused at the boundary, before anything is started or written."""
 
 
+MOST_PROBLEMS = 30
+"""That one error shows."""
+
+
 class ClusterError(InputError):
     """A cluster description with one or more faults; `problems` holds one line for each, led by its path."""
 
     def __init__(self, message: str, *, problems: Sequence[str] = ()) -> None:
         self.problems = tuple(problems)
-        super().__init__("\n  ".join([message, *self.problems]))
+        rest = len(self.problems) - MOST_PROBLEMS
+        super().__init__(
+            "\n  ".join([message, *self.problems[:MOST_PROBLEMS], *([f"... and {rest} more"] if rest > 0 else [])])
+        )
 
 
 class PlanError(InputError):

@@ -13,7 +13,7 @@ from tatami.errors import InputError, shortened
 from tatami.outputs import kind_of
 from tatami.units import format_size
 
-LARGEST_TEXT_BYTES = 16 << 20
+LARGEST_TEXT_BYTES = 8 << 20
 """Of a description: 60,000 links take 5 MB."""
 LARGEST_SEED = 2**64 - 1
 
@@ -45,7 +45,7 @@ def check_input(path: Path | str, *, what: str, error: type[InputError] = InputE
 
 
 def read_text(path: Path | str, *, what: str, error: type[InputError] = InputError, encoding: str = "utf-8") -> str:
-    """The text of a file of at most 16 MiB. See `check_input`.
+    """The text of a file of at most 8 MiB. See `check_input`.
 
     Raises:
         InputError: as `check_input`; or it cannot be read, or is no text.
@@ -64,8 +64,8 @@ def read_toml(path: Path | str, *, what: str, error: type[InputError] = InputErr
     text = read_text(path, what=what, error=error)
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as problem:
-        raise error(f"{path} is not TOML: {problem}") from None
+    except ValueError as problem:  # also of numbers with thousands of digits
+        raise error(f"{path} is not TOML: {shortened(str(problem))}") from None
     except RecursionError:
         raise error(f"{path} is not TOML that can be read: its values are nested too deeply") from None
 

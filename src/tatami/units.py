@@ -15,9 +15,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from tatami.errors import InputError
+from tatami.errors import InputError, shortened
 
+LARGEST_SIZE_BYTES = 2**63 - 1
+LARGEST_BANDWIDTH_BYTES_PER_S = 1e18
+LARGEST_DURATION_S = 1e12
+LARGEST_SPEED = 1e24
+"""More is a slip of the pen, and sums and products of it would no longer be numbers."""
 _LARGEST = sys.float_info.max
+_LONGEST_TEXT = 100
 _SI = {
     "": Fraction(1),
     "k": Fraction(10**3),
@@ -50,22 +56,27 @@ class _Quantity:
     printed: tuple[str, ...]
     examples: str
 
-    def parse(self, value: object) -> float:
-        return float(self.exact(value))
+    def parse(self, value: object, *, largest: float) -> float:
+        return float(self.at_most(largest, self.exact(value), seen=value))
+
+    def at_most(self, largest: float, number: Fraction, *, seen: object) -> Fraction:
+        if number > largest:
+            raise InputError(f"must be at most {self.format(largest, digits=4)}, not {_shown(seen)}")
+        return number
 
     def exact(self, value: object) -> Fraction:
         if isinstance(value, str):
             number = self._number(value)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             if not -_LARGEST <= value <= _LARGEST:  # nan too: it compares false
-                raise InputError(f"must be a finite number, not {value}")
+                raise InputError(f"must be a finite number, not {_shown(value)}")
             number = Fraction(value)
         else:
-            raise InputError(f"must be {self.name}, not {value!r}; {self._forms()}")
+            raise InputError(f"must be {self.name}, not {_shown(value)}; {self._forms()}")
         if number > _LARGEST:
-            raise InputError(f"must be a finite number, not {value!r}")
+            raise InputError(f"must be a finite number, not {_shown(value)}")
         if number < 0:
-            raise InputError(f"must be >= 0, not {value}")
+            raise InputError(f"must be >= 0, not {shortened(str(value))}")
         return number
 
     def format(self, value: float, *, digits: int | None) -> str:
@@ -80,12 +91,12 @@ class _Quantity:
                     return f"{text} {symbol}"
             return f"{_rounded(float(scaled[self.printed[-1]]), digits=digits)} {self.printed[-1]}"
         texts = [f"{_shortest(count)} {symbol}" for symbol, count in scaled.items() if count <= _LARGEST]
-        return min((text for text in texts if self.parse(text) == value), key=len)
+        return min((text for text in texts if float(self.exact(text)) == value), key=len)
 
     def _number(self, text: str) -> Fraction:
-        match = _NUMBER_THEN_UNIT.fullmatch(text)
+        match = _NUMBER_THEN_UNIT.fullmatch(text) if len(text) <= _LONGEST_TEXT else None
         if match is None:
-            raise InputError(f"{text!r} is not {self.name}; {self._forms()}")
+            raise InputError(f"{_shown(text)} is not {self.name}; {self._forms()}")
         unit = (match["unit"] or self.si).replace("\u00b5", "u").replace("\u03bc", "u")  # the micro sign and the Greek letter
         if unit not in self.units:
             otherwise_cased = [symbol for symbol in self.units if symbol.lower() == unit.lower()]
@@ -155,9 +166,9 @@ def parse_size(value: object) -> int:
     """Bytes of "24 GiB", "64 MB", "512 kbit" or a plain number; a part of a byte is rounded up.
 
     Raises:
-        InputError: not a size, negative, or not finite; shows the accepted forms.
+        InputError: not a size, negative, not finite, or more than 8 EiB; shows the accepted forms.
     """
-    return math.ceil(_SIZE.exact(value))
+    return math.ceil(_SIZE.at_most(LARGEST_SIZE_BYTES, _SIZE.exact(value), seen=value))
 
 
 def format_size(size_bytes: int, *, digits: int | None = None) -> str:
@@ -169,9 +180,9 @@ def parse_bandwidth(value: object) -> float:
     """Bytes per second of "1 Gbit/s", "125 MB/s", "10 Gbps" or a plain number.
 
     Raises:
-        InputError: not a bandwidth, negative, or not finite; shows the accepted forms.
+        InputError: not a bandwidth, negative, not finite, or more than 1e18 bytes/s; shows the accepted forms.
     """
-    return _BANDWIDTH.parse(value)
+    return _BANDWIDTH.parse(value, largest=LARGEST_BANDWIDTH_BYTES_PER_S)
 
 
 def format_bandwidth(bandwidth_bytes_per_s: float, *, digits: int | None = None) -> str:
@@ -183,9 +194,9 @@ def parse_duration(value: object) -> float:
     """Seconds of "50 us", "20 s", "30d", "3y" (years of 365 days) or a plain number.
 
     Raises:
-        InputError: not a duration, negative, or not finite; shows the accepted forms.
+        InputError: not a duration, negative, not finite, or more than 1e12 s; shows the accepted forms.
     """
-    return _DURATION.parse(value)
+    return _DURATION.parse(value, largest=LARGEST_DURATION_S)
 
 
 def format_duration(duration_s: float, *, digits: int | None = None) -> str:
@@ -197,9 +208,9 @@ def parse_speed(value: object) -> float:
     """Flop/s of "10 Gflop/s", or a plain number: a relative speed stays what it is.
 
     Raises:
-        InputError: not a speed, negative, or not finite; shows the accepted forms.
+        InputError: not a speed, negative, not finite, or more than 1e24 flop/s; shows the accepted forms.
     """
-    return _SPEED.parse(value)
+    return _SPEED.parse(value, largest=LARGEST_SPEED)
 
 
 def format_speed(speed_flop_per_s: float, *, digits: int | None = None) -> str:
@@ -209,11 +220,19 @@ def format_speed(speed_flop_per_s: float, *, digits: int | None = None) -> str:
 
 def _exact_size(size_bytes: int) -> str:
     """In the largest unit that divides it."""
-    size_bytes = parse_size(size_bytes)
+    size_bytes = math.ceil(_SIZE.exact(size_bytes))
     for prefix, scale in sorted((_SI | _BINARY).items(), key=lambda item: -item[1]):
         if size_bytes and size_bytes % scale == 0:
             return f"{size_bytes // scale} {prefix}B"
     return "0 B"
+
+
+def _shown(value: object) -> str:
+    """As an error repeats it; digits of a number beyond what Python prints are not worth the trouble."""
+    try:
+        return shortened(repr(value))
+    except ValueError:
+        return "a number of thousands of digits"
 
 
 def _rounded(value: float, *, digits: int) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
+import typer
+from typer.models import OptionInfo
 from typer.testing import CliRunner
 
 from tatami.cli.app import app
+from tatami.cli.numbers import finite
 from tatami.comm import launch
 from tatami.errors import TatamiError
 
@@ -63,7 +69,6 @@ def refused(*arguments: str) -> str:
             "there is no planner 'best'; choose one of even, grid, grid-rev, srpm",
         ),
         (["plan", "--speeds", "1,1,1", "--samples", "2"], "3 processors are more than the 2 samples"),
-        (["plan", "--speeds", "1,1,1", "--net", "9-2-9"], "3 processors are more than the 2 units"),
         (["plan", "--speeds", "1,1", "--net", "9-2"], "network '9-2' has no hidden layer"),
         (["plan", "--speeds", "1,1", "--plot", "mats.gif"], "a picture is written as .png, .pdf, .svg, not as '.gif'"),
         (["plan", "nowhere.toml"], "cannot read the cluster file nowhere.toml"),
@@ -79,11 +84,55 @@ def refused(*arguments: str) -> str:
         (["train", "--data", "nettalk"], "nettalk needs its corpus file"),
         (["train", "--net", "63-80-10"], "digits has 64 and 10; write it as 64-...-10"),
         (["train", "-n", "4", "--batch-size", "3"], "4 processors are more than the 3 samples"),
-        (["train", "-n", "9", "--net", "64-8-10"], "9 processors are more than the 8 units"),
         (["train", "--emulate"], "--emulate slows the ranks to given speeds, but there are none"),
         (["train", "--speeds", "1,1", "--method", "drpm"], "--method drpm starts from no knowledge of the speeds"),
         (["train", "--speeds", "1,1", "--cluster", "c.toml"], "both say how fast the ranks are; give one of them"),
         (["train", "--load", "nowhere.safetensors"], "cannot read the weights nowhere.safetensors: No such file or directory"),
+        (["train", "--load", "/dev/zero"], "cannot read the weights /dev/zero: it is a device; give a regular file"),
+        (["train", "--data", "nettalk", "--nettalk", "/dev/zero"], "cannot read the NETtalk file /dev/zero: it is a device"),
+        (["train", "--net", "64-999999999-10"], "the weights of --net 64-999999999-10 take 279 GiB, and this machine has"),
+        (["train", "--net", "-".join(["64", *["2"] * 2000, "10"])], "has 2002 sizes; at most 1000"),
+        (["train", "--net", "64-" + "9" * 5000 + "-10"], "must be whole numbers >= 1 of at most 9 digits, joined by '-'"),
+        (
+            ["train", "--backend", "threads", "--hosts", "a,b", "-n", "2"],
+            "--hosts a,b starts ranks on other machines, but backend",
+        ),
+        (
+            ["train", "--backend", "single", "--hosts", "a"],
+            "--hosts a starts ranks on other machines, but backend 'single' runs",
+        ),
+        (["probe", "--backend", "threads", "-n", "300"], "300 ranks are too many threads for one process; at most 256"),
+        (
+            ["train", "--emulate", "--speeds", "1,1e-9"],
+            "the speeds to emulate differ by a factor of 1e+09; a rank cannot be slowed",
+        ),
+        (["train", "--save", "/dev/full", "--force"], "/dev/full is a device, and only a regular file can be replaced"),
+        (["train", "--log", "/proc/there.jsonl"], "/proc/there.jsonl cannot be written"),
+        (["train", "--plot", "/proc/there.png"], "/proc/there.png cannot be written"),
+        (["train", "--tensorboard", "/dev/null"], "/dev/null is a device, but a folder is needed; choose another name"),
+        (["probe", "-o", "/proc/there.toml"], "/proc/there.toml cannot be written"),
+        (["probe", "-o", "n" * 10_000_000], "nnn cannot be written: File name too long"),
+        (["plan", "--speeds", "1,1", "--plot", "nowhere/there.png"], "there is no folder nowhere. Make it first"),
+        (["demo", "--out", "/dev/null"], "/dev/null is a device, but a folder is needed"),
+        (["plan", "--speeds", "1e308,1e308"], "speeds[1]: must be from 1e-12 to 1e+24, not 1e+308"),
+        (["plan", "--speeds", "1,1", "--samples", "1" + "0" * 30], "a workload has at most 1,000,000,000,000 samples"),
+        (["plan", "/dev/zero"], "cannot read the cluster file /dev/zero: it is a device; give a regular file"),
+        (["simulate", "platform", "/dev/zero"], "cannot read the platform file /dev/zero: it is a device"),
+        (["simulate", "platform", "--preset", "oakforest-like", "--latency", "1e308"], "--latency: must be at most 31,710 y"),
+        (
+            ["simulate", "platform", "--preset", "oakforest-like", "--latency", "1 w"],
+            "the latency of a link must be at most 1 d",
+        ),
+        (
+            ["simulate", "platform", "--preset", "oakforest-like", "--nodes", "1000000000"],
+            "a fat tree has 1 to 200,000 nodes, not",
+        ),
+        (
+            ["simulate", "allreduce", "--preset", "oakforest-like", "--sizes", "1e30 GB"],
+            "--sizes: must be at most 8,192 PiB, not",
+        ),
+        (["bench", "allreduce", "--sizes", "1e30 GB"], "--sizes: must be at most 8,192 PiB, not '1e30 GB'"),
+        (["server", "report", "/dev/zero"], "cannot read the report /dev/zero: it is a device"),
         (["train", "--plot", "course.gif"], "a picture is written as .png, .pdf, .svg"),
         (["demo", "--speeds", "1,0"], "speeds[1]: must be > 0, not 0"),
         (["bench", "train", "--net", "9-2"], "network '9-2' has no hidden layer"),
@@ -94,6 +143,56 @@ def test_is_refused_with_its_own_message(arguments: list[str], said: str) -> Non
     message = refused(*arguments)
     assert message.startswith("error: ")
     assert said in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "--stop-below", "nan"], "Invalid value for '--stop-below': must be a finite number, not nan"),
+        (["train", "--stop-below", "inf"], "Invalid value for '--stop-below': must be a finite number, not inf"),
+        (["train", "--lr", "inf"], "Invalid value for '--lr': must be a finite number, not inf"),
+        (["train", "--seed", "-1"], "Invalid value for '--seed': Input should be greater than or equal to 0"),
+        (
+            ["train", "--seed", str(2**64)],
+            "Invalid value for '--seed': Input should be less than or equal to 18446744073709551615",
+        ),
+        (["train", "-n", "100000"], "Invalid value for '-n' / '--ranks': Input should be less than or equal to 4096"),
+        (["simulate", "server", "--task", "nan"], "Invalid value for '--task': must be a finite number, not nan"),
+        (["lab", "check", "c.toml", "--cores", "nan"], "Invalid value for '--cores': must be a finite number, not nan"),
+    ],
+)
+def test_an_option_that_is_no_such_number_is_named(arguments: list[str], said: str) -> None:
+    assert said in " ".join(refused(*arguments).replace("│", " ").split())
+
+
+def test_every_option_with_a_point_refuses_what_is_not_finite() -> None:
+    """So that no new one is forgotten."""
+    checked: set[str] = set()
+    unchecked: set[str] = set()
+    for name, callback in commands(app):
+        for option, hint in get_type_hints(callback, include_extras=True).items():
+            kinds = get_args(hint)
+            if kinds and float in (kinds[0], *get_args(kinds[0])):
+                is_checked = any(isinstance(each, OptionInfo) and each.callback is finite for each in kinds[1:])
+                (checked if is_checked else unchecked).add(f"{name} {option}")
+    assert unchecked == set()
+    assert {"train lr", "train stop_below", "simulate server task", "lab run cores", "bench functions seconds"} <= checked
+
+
+def commands(group: typer.Typer, *, prefix: str = "") -> Iterator[tuple[str, Callable[..., object]]]:
+    for command in group.registered_commands:
+        assert command.callback is not None
+        yield f"{prefix}{command.name or command.callback.__name__}", command.callback
+    for inner in group.registered_groups:
+        assert inner.typer_instance is not None
+        yield from commands(inner.typer_instance, prefix=f"{inner.name} ")
+
+
+def test_a_lab_uses_no_more_cores_than_there_are() -> None:
+    Path("c.toml").write_text('[[processors]]\nname = "p"\nspeed = 1.0\nhost = "h"\n')
+    available = len(os.sched_getaffinity(0))
+    message = refused("lab", "check", "c.toml", "--cores", "1e9")
+    assert f"a lab may use at most the {available} cores that this process has, not 1e+09" in message
 
 
 def test_all_faults_of_a_cluster_file_are_told_at_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     processors = tuple(
         Processor(
             name=name,
-            speed=draw(st.floats(1e-300, 1e300)),
+            speed=draw(st.floats(1e-12, 1e24)),
             host=draw(st.sampled_from(hosts)),
             memory_bytes=draw(st.none() | st.integers(1, 2**50)),
             spread=draw(st.none() | st.floats(0, 10)),
@@ -132,9 +133,9 @@ def test_all_faults_at_once_each_with_its_path() -> None:
         "processors[1].memory: '24 GB/s' is not a size in bytes: unknown unit 'GB/s' (did you mean GB",
         "processors[1].sped: unknown key; did you mean speed?",
         "processors[1].name: 'a' is taken already, by processors[0]",
-        "processors[2].name: must be a text that is not empty, not ''",
+        "processors[2].name: must be a text of 1 to 255 characters, not ''",
         "processors[2].speed: must be a finite number > 0, not nan",
-        "processors[2].count: must be a whole number >= 1, not 0",
+        "processors[2].count: must be a whole number from 1 to 200,000, not 0",
         "processors[2].spread: must be a number >= 0, relative to the speed",
         "local: must be a table, not 5",
         "links[0].bandwidth: must be > 0, not 0",
@@ -159,7 +160,45 @@ def test_all_faults_at_once_each_with_its_path() -> None:
         ('[[processors]]\nname = "a"\nspeed = true', "processors[0].speed: must be a number > 0"),
         ('[[processors]]\nname = "a"\nspeed = 0', "processors[0].speed: must be > 0, not 0"),
         (f'[[processors]]\nname = "a"\nspeed = 1{"0" * 400}', "processors[0].speed: must be a finite number > 0, not inf"),
-        ("[[processors]]\nname = 4\nspeed = 1", "processors[0].name: must be a text that is not empty, not 4"),
+        ("[[processors]]\nname = 4\nspeed = 1", "processors[0].name: must be a text of 1 to 255 characters, not 4"),
+        ('[[processors]]\nname = "a"\nspeed = 1e308', "processors[0].speed: must be from 1e-12 to 1e+24, not 1e+308"),
+        (
+            '[[processors]]\nname = "a"\nspeed = "1e200 flop/s"',
+            "processors[0].speed: must be at most 1,000,000,000 Pflop/s, not",
+        ),
+        ('[[processors]]\nname = "a"\nspeed = "1e-20"', "processors[0].speed: must be from 1e-12 to 1e+24, not 1e-20"),
+        (
+            '[[processors]]\nname = "a"\nspeed = 1\ncount = 1000000000',
+            "processors[0].count: must be a whole number from 1 to 200,000, not 1000000000",
+        ),
+        (
+            '[[processors]]\nname = "a"\nspeed = 1\ncount = 150000\n[[processors]]\nname = "b"\nspeed = 1\ncount = 150000',
+            "processors: 300,000 are too many; at most 200,000",
+        ),
+        (
+            f'[[processors]]\nname = "{"n" * 300}"\nspeed = 1',
+            "processors[0].name: must be a text of 1 to 255 characters, not 'nnn",
+        ),
+        (
+            '[[processors]]\nname = "a"\nspeed = 1\nmemory = "1e30 GB"',
+            "processors[0].memory: must be at most 8,192 PiB, not '1e30 GB'",
+        ),
+        (
+            '[[processors]]\nname = "a"\nspeed = 1\n[local]\nbandwidth = 1e308\nlatency = 0',
+            "local.bandwidth: must be at most 8,000,000 Tbit/s, not 1e+308",
+        ),
+        (
+            '[[processors]]\nname = "a"\nspeed = 1\n[local]\nbandwidth = 1\nlatency = 1e308',
+            "local.latency: must be at most 31,710 y, not 1e+308",
+        ),
+        (
+            '[[processors]]\nname = "a"\nspeed = 1\n[network]\nbandwidth = "1 Gbit/s"\nlatency = "1 w"',
+            "network: the latency of a link must be at most 1 d, not 604800 s",
+        ),
+        (
+            '[[processors]]\nname = "a"\nspeed = 1\n[network]\nbandwidth = 1e-9\nlatency = 0',
+            "network: the bandwidth of a link must be from 0.001 to 1e+18 bytes/s, not 1e-09",
+        ),
         (
             '[[processors]]\nname = "a"\ncount = 2\nspeed = 1\n[[processors]]\nname = "a1"\nspeed = 1',
             "processors[1].name: 'a1' is taken already, by processors[0]",
@@ -176,13 +215,39 @@ def test_one_fault(text: str, problem: str) -> None:
     assert only.startswith(problem)
 
 
+def test_of_very_many_faults_the_first_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    links = "".join(f'[[links]]\nhosts = ["x{i}", "y{i}"]\nbandwidth = 1\nlatency = 0\n' for i in range(1000))
+    path.write_text('[[processors]]\nname = "a"\nspeed = 1\nhost = "h"\n' + links)
+    with pytest.raises(ClusterError) as caught:
+        read_cluster(path)
+    assert len(caught.value.problems) == 2000
+    *_, last_told, end = str(caught.value).splitlines()
+    assert len(str(caught.value).splitlines()) == 32
+    assert last_told == "  links[14].hosts[1]: no processor is on 'y14'; known are h"
+    assert end == "  ... and 1970 more"
+
+
 def test_a_file_that_is_no_toml(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     with pytest.raises(ClusterError, match=r"cannot read the cluster file .*cluster.toml: No such file"):
         read_cluster(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ClusterError, match=r"is not text in UTF-8 \(byte 0\)"):
+    with pytest.raises(ClusterError, match=r"it is not text in UTF-8 \(byte 0\)"):
         read_cluster(path)
+    path.write_text("a = " + 5000 * "[" + 5000 * "]")
+    with pytest.raises(ClusterError, match=r"cluster\.toml is not TOML that can be read: its values are nested too deeply"):
+        read_cluster(path)
+    path.write_text("a = " + 5000 * "1")
+    with pytest.raises(ClusterError, match=r"cluster\.toml is not TOML: Exceeds the limit"):
+        read_cluster(path)
+    path.write_bytes(b"n" * (8 * 2**20 + 1))
+    with pytest.raises(ClusterError, match="it has 8 MiB, and no such file has more than 8 MiB"):
+        read_cluster(path)
+    os.mkfifo(tmp_path / "fifo.toml")
+    for special, kind in ((Path("/dev/zero"), "device"), (tmp_path, "directory"), (tmp_path / "fifo.toml", "FIFO")):
+        with pytest.raises(ClusterError, match=f"cannot read the cluster file {special}: it is a {kind}; give a regular file"):
+            read_cluster(special)
     path.write_text("[local\n")
     with pytest.raises(ClusterError, match=r"cluster.toml is not TOML: .*line 1"):
         read_cluster(path)

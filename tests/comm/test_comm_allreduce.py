@@ -9,7 +9,8 @@ import torch
 
 from tatami.collective import ALGORITHMS
 from tatami.comm import run_threads
-from tatami.comm.allreduce import CACHED, DEBUG_VARIABLE, AllReduce, release, tuned_allreduce
+from tatami.comm.agreement import DEBUG_VARIABLE
+from tatami.comm.allreduce import CACHED, AllReduce, release, tuned_allreduce
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import ThreadCommunicator
 from tatami.errors import ClosedError, CommTimeoutError, InputError, RankDiedError, ScheduleError

@@ -90,7 +90,7 @@ def test_backward_forgotten(world: World) -> None:
             else:
                 functions.recv(comm, source=0).sum().backward()
 
-    assert "rank 1 has run backward since their last message and rank 0 has not" in errors_of(world, body)[1]
+    assert "rank 1 has begun another forward pass since their last message and rank 0 has not" in errors_of(world, body)[1]
 
 
 @pytest.mark.ranks(2, 3)

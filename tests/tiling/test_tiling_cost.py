@@ -142,7 +142,7 @@ def test_latencies_are_counted_as_the_messages_that_are_sent(heights: tuple[tupl
     )
     cluster = Cluster(
         processors=tuple(Processor(name=name, speed=1.0) for name in layout.processors),
-        local=Link(bandwidth_bytes_per_s=1e30, latency_s=1.0),
+        local=Link(bandwidth_bytes_per_s=1e18, latency_s=1.0),
     )
     messages = horizontal_messages([layout.cut(samples=30, units=30)], method="reduce-scatter")
     most = max(sum(message.source == name for message in messages) for name in layout.processors)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tatami.cli.numbers import MOST_RANKS, finite
 from tatami.cli.terminal import show, show_json, tell
 from tatami.report import Table
 from tatami.units import format_duration
@@ -37,7 +38,9 @@ def bench_train(
     *,
     ranks: Annotated[
         list[int] | None,
-        typer.Option("-n", "--ranks", min=1, metavar="N", help="How many; may be given again. Default: 1, then 2."),
+        typer.Option(
+            "-n", "--ranks", min=1, max=MOST_RANKS, metavar="N", help="How many; may be given again. Default: 1, then 2."
+        ),
     ] = None,
     net: Annotated[
         list[str] | None,
@@ -45,7 +48,9 @@ def bench_train(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="The global batch.")] = 4096,
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Timings to take the median of.")] = 7,
-    seconds: Annotated[float, typer.Option(min=0.001, metavar="S", help="About how long one timing takes.")] = 0.5,
+    seconds: Annotated[
+        float, typer.Option(callback=finite, min=0.001, metavar="S", help="About how long one timing takes.")
+    ] = 0.5,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each measurement.")] = False,
 ) -> None:
     """Time steps of training: one rank against the plain torch loop, several against DistributedDataParallel over gloo.

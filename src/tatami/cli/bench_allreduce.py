@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tatami.cli.numbers import MOST_RANKS, finite, given_sizes
 from tatami.cli.terminal import show, show_json, tell
 from tatami.errors import InputError
 from tatami.report import Table, blank, check_path, draw_bandwidth, save
-from tatami.units import format_duration, format_size, parse_size
+from tatami.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from tatami.bench.allreduce import AllReduceBenchmark
@@ -33,13 +34,15 @@ PUT_EPILOG = """
 tatami bench put-vs-allgather -n 4 --plot put.png
 """
 
-Ranks = Annotated[int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="How many.", show_default="2")]
+Ranks = Annotated[
+    int | None, typer.Option("-n", "--ranks", min=1, max=MOST_RANKS, metavar="N", help="How many.", show_default="2")
+]
 Hosts = Annotated[str | None, typer.Option(metavar="A:4,B:4", help="Machines to start on; this one if left out.")]
 Sizes = Annotated[
     str | None, typer.Option(metavar="A,B,...", help="Sizes of the message. Default: 1 KiB to 256 MiB, each 4 times the last.")
 ]
 Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Timings to take the median of.")]
-Seconds = Annotated[float, typer.Option(min=0.0001, metavar="S", help="About how long one timing takes.")]
+Seconds = Annotated[float, typer.Option(callback=finite, min=0.0001, metavar="S", help="About how long one timing takes.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the bandwidths (.png, .pdf, .svg).")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the picture.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON line for each measurement, as it comes.")]
@@ -66,10 +69,15 @@ def bench_allreduce(
     """
     from tatami.bench.allreduce import bench_allreduce as measure
     from tatami.bench.allreduce import tune as keep
+    from tatami.comm.tuning import cache_directory
+    from tatami.outputs import check_folder
 
     benchmark = _benchmark(sizes, rounds=rounds, seconds=seconds, algorithms=algorithms)
     if tune and algorithms is not None:
         raise InputError("--tune measures all algorithms, so that the best is among them; leave --algorithms out")
+
+    if tune:
+        check_folder(cache_directory())
 
     def body(comm: AbstractCommunicator) -> None:
         records = _taken(measure(benchmark, comm), comm, as_json=as_json)
@@ -116,7 +124,7 @@ def _benchmark(sizes: str | None, *, rounds: int, seconds: float, algorithms: st
     from tatami.bench.allreduce import SIZES_BYTES, AllReduceBenchmark
 
     benchmark = AllReduceBenchmark(
-        sizes_bytes=SIZES_BYTES if sizes is None else tuple(parse_size(size.strip()) for size in sizes.split(",")),
+        sizes_bytes=SIZES_BYTES if sizes is None else given_sizes("--sizes", sizes),
         algorithms=() if algorithms is None else tuple(name.strip() for name in algorithms.split(",")),
         rounds=rounds,
         seconds=seconds,

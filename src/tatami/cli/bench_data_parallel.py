@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tatami.cli.numbers import MOST_RANKS
 from tatami.cli.terminal import show, show_json, tell
 from tatami.report import Table
 from tatami.units import format_duration
@@ -27,7 +28,9 @@ tatami bench dataparallel -n 4 --net 1M --net 1000-4000-10 --json
 
 def bench_data_parallel(
     *,
-    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="How many.", show_default="2")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("-n", "--ranks", min=1, max=MOST_RANKS, metavar="N", help="How many.", show_default="2")
+    ] = None,
     hosts: Annotated[str | None, typer.Option(metavar="A:4,B:4", help="Machines to start on; this one if left out.")] = None,
     net: Annotated[
         list[str] | None,

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tatami.cli.numbers import finite, given_sizes
 from tatami.cli.terminal import show, show_json
 from tatami.report import Table
-from tatami.units import format_duration, format_size, parse_size
+from tatami.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from tatami.comm import AbstractCommunicator
@@ -30,7 +31,9 @@ def bench_functions(
         str | None, typer.Option(metavar="A,B,...", help="Sizes of the message. Default: 8 B to 4 MiB.", show_default=False)
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Timings to take the median of.")] = 7,
-    seconds: Annotated[float, typer.Option(min=0.0001, metavar="S", help="About how long one timing takes.")] = 0.05,
+    seconds: Annotated[
+        float, typer.Option(callback=finite, min=0.0001, metavar="S", help="About how long one timing takes.")
+    ] = 0.05,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each measurement, as it comes.")] = False,
 ) -> None:
     """Time send and recv, forward and backward, between 2 ranks, against as many bare messages of mpi4py and of gloo.
@@ -42,7 +45,7 @@ def bench_functions(
     from tatami.cli.ranks import on_ranks
 
     benchmark = FunctionsBenchmark(
-        sizes_bytes=SIZES_BYTES if sizes is None else tuple(parse_size(size.strip()) for size in sizes.split(",")),
+        sizes_bytes=SIZES_BYTES if sizes is None else given_sizes("--sizes", sizes),
         rounds=rounds,
         seconds=seconds,
     )

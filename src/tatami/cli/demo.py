@@ -23,6 +23,7 @@ tatami demo --speeds 1,0.3 --iterations 60
 
 Ranks are slowed by sleeping after each stretch of compute, so one machine plays several. What you see trains for real.
 """
+_PICTURES = ("tiling.png", "course.png")
 METHODS = ("even", "srpm", "drpm")
 TOLERANCE = 1e-3
 """Relative, on the final loss: three tilings add up float32 numbers in three orders, over a hundred updates."""
@@ -43,6 +44,11 @@ def demo(
     """
     from tatami.cli.job import TrainJob, prepare
     from tatami.cli.ranks import on_ranks
+    from tatami.outputs import check_folder, check_output
+
+    check_folder(out)
+    for name in _PICTURES:
+        check_output(out / name, force=True)
 
     runs = {
         method: prepare(
@@ -162,6 +168,7 @@ def _draw(runs: dict[str, Prepared], outcomes: dict[str, TrainingOutcome], out: 
     tiling = outcomes["drpm"].tiling
     draw_tiling(ax, tiling, speeds=machines.speeds)
     ax.set_title(f"as DRPM left it: {tiling.samples} samples x {tiling.units} units")
-    save(figure, out / "tiling.png", force=True)
-    plot_course(list(outcomes.items()), out / "course.png", every=10, force=True)
-    return [out / "tiling.png", out / "course.png"]
+    tiling_picture, course_picture = (out / name for name in _PICTURES)
+    save(figure, tiling_picture, force=True)
+    plot_course(list(outcomes.items()), course_picture, every=10, force=True)
+    return [tiling_picture, course_picture]

@@ -26,19 +26,26 @@ class Commands(TyperGroup):
         with shown_warnings():
             try:
                 return super().invoke(ctx)
-            except TatamiError as error:
+            except BrokenPipeError:
+                raise  # `tatami ... | head`: click ends quietly
+            except (TatamiError, OSError, MemoryError) as error:
                 code = BAD_INPUT if isinstance(error, InputError | MissingExtraError) else FAILED
                 rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), None)
                 if rank is not None:
                     _end_all_ranks(error, rank=rank, exit_code=code)
-                tell(f"error: {error}", style="red")
+                tell(f"error: {_said(error)}", style="red")
                 raise typer.Exit(code) from None
 
 
-def _end_all_ranks(error: TatamiError, *, rank: str, exit_code: int) -> Never:
+def _said(error: BaseException) -> str:
+    """A full disk or the like is no fault of ours, so that it needs no traceback."""
+    return "there is not enough memory for this" if isinstance(error, MemoryError) else str(error)
+
+
+def _end_all_ranks(error: BaseException, *, rank: str, exit_code: int) -> Never:
     """Say it once and end the job: a rank that only left would leave the others waiting for it."""
     from tatami.comm.session import stop_all_ranks
 
     if rank != "0" and not isinstance(error, CommError):
         time.sleep(_GRACE_S)
-    stop_all_ranks(f"error: {error}", exit_code=exit_code)
+    stop_all_ranks(f"error: {_said(error)}", exit_code=exit_code)

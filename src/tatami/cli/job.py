@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,13 +17,14 @@ from torch import nn
 from tatami.cluster import Cluster, parse_speeds, read_cluster
 from tatami.datasets import NAMES, Dataset, load
 from tatami.datasets.digits import with_shifts
-from tatami.errors import InputError, MissingExtraError
-from tatami.outputs import check_output
+from tatami.errors import InputError, MissingExtraError, shortened
+from tatami.outputs import check_folder, check_output
 from tatami.report import blank, check_path
 from tatami.retiling import Retiler
 from tatami.testing.slowdown import Emulation, emulated_factors
 from tatami.tiled import check_weights
 from tatami.tiling import PLANNERS, plan
+from tatami.units import format_size
 from tatami.workload import net_workload, parse_net
 
 DRPM = "drpm"
@@ -141,7 +143,7 @@ def prepare(job: TrainJob) -> Prepared:
     sizes = parse_net(net)
     if (sizes[0], sizes[-1]) != (train.inputs, train.outputs):
         raise InputError(
-            f"--net {net} has {sizes[0]} inputs and {sizes[-1]} outputs, but {job.data} has {train.inputs} and "
+            f"--net {shortened(net)} has {sizes[0]} inputs and {sizes[-1]} outputs, but {job.data} has {train.inputs} and "
             f"{train.outputs}; write it as {train.inputs}-...-{train.outputs}"
         )
     batch_size = min(job.batch_size or train.samples, train.samples)
@@ -152,6 +154,7 @@ def prepare(job: TrainJob) -> Prepared:
             cluster=machines or Cluster.from_speeds([1.0] * ranks),
             workload=net_workload(net, samples=batch_size),
         )
+    _check_memory(net, sizes)
     model = _model(sizes, seed=job.seed, scores=loss == "cross-entropy")
     if job.load is not None:
         check_weights(model, job.load)
@@ -178,7 +181,7 @@ def check_outputs(job: TrainJob) -> None:
 
     Raises:
         OutputExistsError: a file exists and `force` was not given.
-        InputError: a kind of picture that is not written, or a folder that is not there.
+        InputError: something cannot be written, or is no regular file; a kind of picture that is not written.
         MissingExtraError: matplotlib or TensorBoard is needed and not installed.
     """
     for path in (job.save, job.log):
@@ -187,13 +190,15 @@ def check_outputs(job: TrainJob) -> None:
     if job.plot is not None:
         check_path(job.plot, force=job.force)
         blank()
-    if job.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
-        raise MissingExtraError("tensorboard", extra="tensorboard")
+    if job.tensorboard is not None:
+        check_folder(job.tensorboard)
+        if importlib.util.find_spec("tensorboard") is None:
+            raise MissingExtraError("tensorboard", extra="tensorboard")
 
 
 def _check_choice(what: str, value: str, choices: Iterable[str]) -> None:
     if value not in choices:
-        raise InputError(f"there is no {what} {value!r}; choose one of: {', '.join(choices)}")
+        raise InputError(f"there is no {what} {shortened(value)!r}; choose one of: {', '.join(choices)}")
 
 
 def _machines(job: TrainJob) -> Cluster | None:
@@ -233,6 +238,16 @@ def _emulation(job: TrainJob, machines: Cluster | None) -> Emulation | None:
         return None
     assert machines is not None
     return emulated_factors([processor.speed for processor in machines.processors])
+
+
+def _check_memory(net: str, sizes: tuple[int, ...]) -> None:
+    weights_bytes = 4 * sum((inputs + 1) * outputs for inputs, outputs in pairwise(sizes))
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if weights_bytes > memory_bytes:
+        raise InputError(
+            f"the weights of --net {shortened(net)} take {format_size(weights_bytes, digits=3)}, and this machine has "
+            f"{format_size(memory_bytes, digits=3)} of memory; take fewer hidden units"
+        )
 
 
 def _model(sizes: tuple[int, ...], *, seed: int, scores: bool) -> nn.Module:

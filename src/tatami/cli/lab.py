@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from tatami.cli.group import FAILED
+from tatami.cli.numbers import finite
 from tatami.cli.terminal import environment_of_ranks, show, show_json, tell
 from tatami.cluster import read_cluster
 from tatami.report import Table
@@ -47,7 +48,9 @@ lab = typer.Typer(
 )
 
 _CLUSTER = typer.Argument(metavar="CLUSTER.TOML", help="Hosts, their speeds, and the links between them.")
-_CORES = typer.Option(help="How many cores of this machine to use, as 1.5; all if left out.", show_default=False)
+_CORES = typer.Option(
+    callback=finite, help="How many cores of this machine to use, as 1.5; all if left out.", show_default=False
+)
 
 
 class _WithEvents(TyperCommand):

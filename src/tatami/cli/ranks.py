@@ -14,15 +14,17 @@ from tatami.cli.terminal import environment_of_ranks, is_terminal, tell
 from tatami.clock import SystemClock
 from tatami.comm import BACKENDS, AbstractCommunicator, init, launch, run_threads
 from tatami.comm.detect import detect_backend
-from tatami.errors import InputError
+from tatami.errors import InputError, shortened
 from tatami.progress import Progress
 from tatami.report.bar import BarProgress, progress_for
+
+MOST_THREADS = 256
 
 Result = TypeVar("Result")
 
 
 def is_rank() -> bool:
-    """Whether mpiexec, srun or torchrun started this process as one of several ranks, be it through `start_ranks`."""
+    """Whether mpiexec, srun or torchrun or `on_ranks` started this process as one of several ranks."""
     return detect_backend(os.environ) != "single"
 
 
@@ -43,15 +45,21 @@ def on_ranks(body: Callable[[AbstractCommunicator], Result], *, ranks: int, back
     MPI launcher; then this process ends when they do, with their exit code.
 
     Raises:
-        InputError: an unknown backend, or a number of ranks that is not the number that was started.
+        InputError: an unknown backend, hosts for ranks of this process, or a number of ranks that is not the number that was
+            started.
     """
     check_backend(backend)
+    if hosts is not None and (is_rank() or backend in ("threads", "single")):
+        where = f"backend {backend!r} runs" if backend in ("threads", "single") else "these ranks were started"
+        raise InputError(f"--hosts {shortened(hosts)} starts ranks on other machines, but {where} here; leave one of them out")
     if is_rank():
         comm = init(backend=backend)
         if comm.size != ranks:
             raise InputError(f"{comm.size} ranks were started, but -n {ranks} was asked for; leave -n out or make them agree")
         return body(comm)
     if backend == "threads":
+        if ranks > MOST_THREADS:
+            raise InputError(f"{ranks} ranks are too many threads for one process; at most {MOST_THREADS}")
         return run_threads(body, size=ranks)[0]
     if backend == "single" and ranks > 1:
         raise InputError(f"backend 'single' is one rank, but -n {ranks} was asked for; choose mpi or threads")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tatami.cli.numbers import MOST_RANKS
 from tatami.cli.terminal import show_json
 
 EPILOG = """
@@ -25,7 +26,7 @@ In the script, [bold]comm = tatami.init()[/] finds the ranks.
 def run(
     command: Annotated[list[str], typer.Argument(metavar="SCRIPT.PY [ARGS]...", help="What every rank runs.")],
     *,
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="How many ranks.")] = 2,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, max=MOST_RANKS, help="How many ranks.")] = 2,
     hosts: Annotated[
         str | None, typer.Option(help="Machines to start on, as node1:4,node2:4; this one if left out.", show_default=False)
     ] = None,

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tatami.cli.numbers import finite
 from tatami.cli.server_live import RunDisplay
 from tatami.cli.terminal import show, show_json
 from tatami.errors import InputError
+from tatami.inputs import LARGEST_SEED
 from tatami.report import blank, check_path, save
 from tatami.report.tables import Table
 from tatami.units import format_duration
@@ -91,20 +93,22 @@ def train(
         Path | None, typer.Option(metavar="CLUSTER.TOML", help="Speeds of the workers, for unequal shares.", show_default=False)
     ] = None,
     optimizer: Annotated[Optimizer, typer.Option(help="Runs on the servers.")] = Optimizer.SGD,
-    lr: Annotated[float | None, typer.Option(help="Learning rate; 0.1 for SGD, 0.001 for Adam.", show_default=False)] = None,
-    momentum: Annotated[float, typer.Option(help="Of SGD.")] = 0.0,
-    clip_norm: Annotated[float | None, typer.Option(help="The longest gradient.", show_default=False)] = None,
+    lr: Annotated[
+        float | None, typer.Option(callback=finite, help="Learning rate; 0.1 for SGD, 0.001 for Adam.", show_default=False)
+    ] = None,
+    momentum: Annotated[float, typer.Option(callback=finite, help="Of SGD.")] = 0.0,
+    clip_norm: Annotated[float | None, typer.Option(callback=finite, help="The longest gradient.", show_default=False)] = None,
     recovery: Annotated[Recovery, typer.Option(help="What is done about a dead worker.")] = Recovery.FROM_SERVERS,
     every: Annotated[str, typer.Option(metavar="N|daly", help="Rounds between checkpoints, for --recovery checkpoint.")] = "1",
     consistency: Annotated[Consistency, typer.Option(help="How far workers may drift apart.")] = Consistency.BSP,
     staleness: Annotated[int, typer.Option(min=0, help="Rounds ahead of the slowest, for ssp.")] = 1,
     backups: Annotated[int, typer.Option(min=1, help="Updates of a round that are not waited for, for backup.")] = 1,
-    heartbeat: Annotated[float, typer.Option(help="Seconds of silence after which a process is dead.")] = 2.0,
+    heartbeat: Annotated[float, typer.Option(callback=finite, help="Seconds of silence after which a process is dead.")] = 2.0,
     directory: Annotated[Path | None, typer.Option(help="Where checkpoints go.", show_default=False)] = None,
     save_every: Annotated[
         int | None, typer.Option(min=1, help="Rounds between checkpoints to resume from.", show_default=False)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the first parameters and of the batches.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the first parameters and of the batches.")] = 0,
     address: Address = None,
     report: ReportFile = None,
     log: Log = None,

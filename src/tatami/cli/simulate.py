@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tatami.cli.numbers import given
 from tatami.cli.simulate_server import SERVER_EPILOG, simulate_server
 from tatami.cli.terminal import show, show_json
 from tatami.errors import InputError
@@ -24,6 +25,8 @@ tatami simulate platform cluster.toml
 
 The simulator runs on SimGrid; where it is missing, the command says how to install it.
 """
+
+_MOST_ROWS = 500
 
 simulate = typer.Typer(
     no_args_is_help=True,
@@ -52,7 +55,9 @@ def platform(
     if (preset is None) == (file is None):
         raise InputError(f"which platform? Give a FILE, or --preset with one of {', '.join(sorted(PRESETS))}")
     if preset is not None:
-        machines = named(preset, nodes=nodes, latency_s=None if latency is None else parse_duration(latency))
+        machines = named(
+            preset, nodes=nodes, latency_s=None if latency is None else given("--latency", parse_duration, latency)
+        )
     else:
         assert file is not None
         machines = read_platform(file)
@@ -79,6 +84,8 @@ def platform(
         )
         for part in machines.parts
     ]
+    if len(rows) > _MOST_ROWS:
+        rows = [*rows[:_MOST_ROWS], (f"... and {len(rows) - _MOST_ROWS:,} more lines; --json has all", "", "", "", "")]
     headers = ("", "how many", "speed", "bandwidth", "latency")
     title = f"{machines.name}: {len(machines.hosts):,} hosts, transfers as {machines.fabric.name}"
     show(Table(title=title, headers=headers, rows=tuple(rows), numbers=frozenset({1, 2, 3, 4})))

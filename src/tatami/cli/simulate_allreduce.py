@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tatami.cli.numbers import given, given_sizes
 from tatami.cli.simulate_options import Cores, PlatformFile, Sweep, SweepOption, chosen_platform, parse_sweep, started_runs
 from tatami.cli.terminal import show, show_json
 from tatami.collective import ALGORITHMS, Grid, Sync
 from tatami.errors import InputError
 from tatami.report import Table, blank, check_path, save
 from tatami.report.bar import progress_for
-from tatami.units import format_duration, format_size, parse_bandwidth, parse_duration, parse_size
+from tatami.units import format_duration, format_size, parse_bandwidth, parse_duration
 
 if TYPE_CHECKING:
     from tatami.sim.allreduce import Case, Replayed, Software
@@ -75,31 +76,31 @@ def simulate_allreduce(
         check_path(plot, force=force)
     swept = parse_sweep(sweep, known=_SWEPT)
     software = Software(
-        message_s=parse_duration(message),
-        put_s=parse_duration(put),
-        sum_bytes_per_s=float("inf") if sum_ is None else parse_bandwidth(sum_),
+        message_s=given("--message", parse_duration, message),
+        put_s=given("--put", parse_duration, put),
+        sum_bytes_per_s=float("inf") if sum_ is None else given("--sum", parse_bandwidth, sum_),
     )
     names = [name.strip() for name in algorithms.split(",")]
     if unknown := [name for name in names if name not in ALGORITHMS]:
         raise InputError(f"there is no all-reduce {unknown[0]!r}; choose of: {', '.join(ALGORITHMS)}")
     cases: list[tuple[str | None, AbstractPlatform, Case]] = []
     for value in swept.values:
-        given = {} if value is None else {swept.name: _parsed(swept, value)}
-        delay_s = given.get("latency", None if latency is None else parse_duration(latency))
-        machines = chosen_platform(preset, platform, nodes=given.get("nodes", nodes), latency_s=delay_s)
+        swept_to = {} if value is None else {swept.name: _parsed(swept, value)}
+        delay_s = swept_to.get("latency", None if latency is None else given("--latency", parse_duration, latency))
+        machines = chosen_platform(preset, platform, nodes=swept_to.get("nodes", nodes), latency_s=delay_s)
         num_ranks = len(machines.hosts) if ranks is None else ranks
-        for size in sizes.split(","):
+        for size_bytes in given_sizes("--sizes", sizes):
             for name in names:
                 for grid in _grids(grids, ranks=num_ranks) if name.startswith(_GRIDDED) else [None]:
                     case = Case(
                         algorithm=name,
                         ranks=num_ranks,
-                        size_bytes=parse_size(size.strip()),
+                        size_bytes=size_bytes,
                         grid=grid,
                         across=across,
-                        sync=given.get("sync", sync),
-                        native=given.get("native", native),
-                        software=_swept_software(software, given),
+                        sync=swept_to.get("sync", sync),
+                        native=swept_to.get("native", native),
+                        software=_swept_software(software, swept_to),
                     )
                     cases.append((value, machines, case))
     jobs = [case.job(machines) for _, machines, case in cases]
@@ -145,12 +146,12 @@ def _parsed(swept: Sweep, value: str) -> Any:
         raise InputError(f"--sweep {swept.name}={value}: {error}") from None
 
 
-def _swept_software(software: Software, given: dict[str, Any]) -> Software:
+def _swept_software(software: Software, swept_to: dict[str, Any]) -> Software:
     return replace(
         software,
-        message_s=given.get("message", software.message_s),
-        put_s=given.get("put", software.put_s),
-        sum_bytes_per_s=given.get("sum", software.sum_bytes_per_s),
+        message_s=swept_to.get("message", software.message_s),
+        put_s=swept_to.get("put", software.put_s),
+        sum_bytes_per_s=swept_to.get("sum", software.sum_bytes_per_s),
     )
 
 

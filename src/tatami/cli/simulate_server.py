@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tatami.cli.numbers import finite, given
 from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep, started_runs
 from tatami.cli.terminal import show, show_json
 from tatami.errors import InputError
+from tatami.inputs import LARGEST_SEED
 from tatami.report import Table, blank, check_path, save
 from tatami.report.bar import progress_for
 from tatami.units import parse_duration, parse_size
@@ -76,11 +78,13 @@ def simulate_server(
     ] = 0,
     runs: Annotated[int, typer.Option(min=1, help="Of each recovery, each with a seed of its own.")] = 10,
     rounds: Annotated[int, typer.Option(min=1, help="Of each run.")] = 200,
-    seed: Annotated[int, typer.Option(help="Of the first run.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the first run.")] = 0,
     resume: Annotated[
         Resume | None, typer.Option(help="A spare does the rest of a task, or all.", show_default="restart; preset: continue")
     ] = None,
-    task: Annotated[float, typer.Option(help="Work of one worker in a round, in the unit of the platform's speeds.")] = 100.0,
+    task: Annotated[
+        float, typer.Option(callback=finite, help="Work of one worker in a round, in the unit of the platform's speeds.")
+    ] = 100.0,
     model: Annotated[str, typer.Option(help="What a worker pulls, and pushes, in a round.")] = "1 GB",
     mtbf: Annotated[str, typer.Option(help="Mean time to a worker's death.")] = "3y",
     server_mtbf: Annotated[str | None, typer.Option(help="... to a server's.", show_default="never")] = None,
@@ -105,23 +109,25 @@ def simulate_server(
     swept = parse_sweep(sweep, known=_SWEPT)
     settings = {
         "task_flop": task,
-        "model_bytes": parse_size(model),
-        "mtbf_s": parse_duration(mtbf),
-        "server_mtbf_s": None if server_mtbf is None else parse_duration(server_mtbf),
-        "link_mtbf_s": None if link_mtbf is None else parse_duration(link_mtbf),
-        "detection_s": parse_duration(detection),
-        "spawn_s": parse_duration(spawn),
+        "model_bytes": given("--model", parse_size, model),
+        "mtbf_s": given("--mtbf", parse_duration, mtbf),
+        "server_mtbf_s": None if server_mtbf is None else given("--server-mtbf", parse_duration, server_mtbf),
+        "link_mtbf_s": None if link_mtbf is None else given("--link-mtbf", parse_duration, link_mtbf),
+        "detection_s": given("--detection", parse_duration, detection),
+        "spawn_s": given("--spawn", parse_duration, spawn),
         "spares": spares,
         "replicas": replicas,
         **({} if resume is None else {"resume": resume.value}),
     }
     cases: list[tuple[str | None, ServerSetup]] = []
     for value in swept.values:
-        given = {} if value is None else {swept.name: _parsed(swept.name, value)}
-        base = _machines(preset, platform, workers=given.get("workers", workers), servers=servers, rounds=rounds)
-        base = replace(base, **settings | {_SWEPT[name][0]: each for name, each in given.items() if name in _FIELDS})
-        base = _with_store(base, given.get("store", store), waits=checkpoint_waits, size_bytes=parse_size(checkpoint))
-        policies = [_policy(name.strip(), every=given.get("every", every)) for name in recovery.split(",")]
+        swept_to = {} if value is None else {swept.name: _parsed(swept.name, value)}
+        base = _machines(preset, platform, workers=swept_to.get("workers", workers), servers=servers, rounds=rounds)
+        base = replace(base, **settings | {_SWEPT[name][0]: each for name, each in swept_to.items() if name in _FIELDS})
+        base = _with_store(
+            base, swept_to.get("store", store), waits=checkpoint_waits, size_bytes=given("--checkpoint", parse_size, checkpoint)
+        )
+        policies = [_policy(name.strip(), every=swept_to.get("every", every)) for name in recovery.split(",")]
         cases += [(value, replace(base, recovery=policy)) for policy in policies]
     progress = progress_for()
     progress.start("simulating", total=len(cases) * runs, unit="runs")

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tatami.cli.numbers import MOST_RANKS, finite
 from tatami.cli.terminal import show_json
+from tatami.inputs import LARGEST_SEED
 
 if TYPE_CHECKING:
     from tatami.cli.job import Prepared
@@ -47,6 +49,7 @@ def train(
     test_fraction: Annotated[
         float | None,
         typer.Option(
+            callback=finite,
             min=0.0,
             max=0.9,
             metavar="SHARE",
@@ -66,6 +69,7 @@ def train(
             "-n",
             "--ranks",
             min=1,
+            max=MOST_RANKS,
             metavar="N",
             help="How many. Default: one for each speed, else 1.",
             rich_help_panel=_RANKS,
@@ -121,10 +125,11 @@ def train(
     optimizer: Annotated[str, typer.Option(metavar="NAME", help="adam, adamw or sgd.", rich_help_panel=_TRAINING)] = "adam",
     lr: Annotated[
         float | None,
-        typer.Option(min=0.0, metavar="RATE", help="Default: 0.01, sgd 0.5.", rich_help_panel=_TRAINING),
+        typer.Option(callback=finite, min=0.0, metavar="RATE", help="Default: 0.01, sgd 0.5.", rich_help_panel=_TRAINING),
     ] = None,
     momentum: Annotated[
-        float | None, typer.Option(min=0.0, metavar="SHARE", help="Of sgd. Default: 0.", rich_help_panel=_TRAINING)
+        float | None,
+        typer.Option(callback=finite, min=0.0, metavar="SHARE", help="Of sgd. Default: 0.", rich_help_panel=_TRAINING),
     ] = None,
     loss: Annotated[
         str | None,
@@ -145,9 +150,11 @@ def train(
     ] = None,
     stop_below: Annotated[
         float | None,
-        typer.Option(metavar="LOSS", help="End when an iteration's loss is below.", rich_help_panel=_TRAINING),
+        typer.Option(callback=finite, metavar="LOSS", help="End when an iteration's loss is below.", rich_help_panel=_TRAINING),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of weights, draws and order.", rich_help_panel=_TRAINING)] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Of weights, draws and order.", rich_help_panel=_TRAINING)
+    ] = 0,
     load: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Start from these weights (.safetensors).", rich_help_panel=_TRAINING),

@@ -9,6 +9,12 @@ from functools import cached_property
 
 from tatami.cluster.speeds import speed_problem
 from tatami.errors import ClusterError
+from tatami.units import LARGEST_BANDWIDTH_BYTES_PER_S, format_duration
+
+SMALLEST_BANDWIDTH_BYTES_PER_S = 1e-3
+LARGEST_LATENCY_S = 86400.0
+MOST_PROCESSORS = 200_000
+"""Of a cluster: twice what the rehearsal has been tried with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +44,29 @@ class Link:
     latency_s: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.bandwidth_bytes_per_s) and self.bandwidth_bytes_per_s > 0):
-            raise ClusterError(f"the bandwidth of a link must be a finite number > 0 bytes/s, not {self.bandwidth_bytes_per_s}")
-        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
-            raise ClusterError(f"the latency of a link must be a finite number >= 0 s, not {self.latency_s}")
+        if problems := link_problems(bandwidth_bytes_per_s=self.bandwidth_bytes_per_s, latency_s=self.latency_s):
+            raise ClusterError("; ".join(problems.values()))
 
     def transfer_s(self, size_bytes: float) -> float:
         """Seconds for one message of `size_bytes`."""
         return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+
+
+def link_problems(*, bandwidth_bytes_per_s: float, latency_s: float) -> dict[str, str]:
+    """What is wrong with the `bandwidth` and the `latency` of a link; empty where nothing is."""
+    problems = {}
+    if not (math.isfinite(bandwidth_bytes_per_s) and bandwidth_bytes_per_s > 0):
+        problems["bandwidth"] = f"the bandwidth of a link must be a finite number > 0 bytes/s, not {bandwidth_bytes_per_s:g}"
+    elif not SMALLEST_BANDWIDTH_BYTES_PER_S <= bandwidth_bytes_per_s <= LARGEST_BANDWIDTH_BYTES_PER_S:
+        problems["bandwidth"] = (
+            f"the bandwidth of a link must be from {SMALLEST_BANDWIDTH_BYTES_PER_S:g} to {LARGEST_BANDWIDTH_BYTES_PER_S:g} "
+            f"bytes/s, not {bandwidth_bytes_per_s:g}"
+        )
+    if not (math.isfinite(latency_s) and latency_s >= 0):
+        problems["latency"] = f"the latency of a link must be a finite number >= 0 s, not {latency_s:g}"
+    elif latency_s > LARGEST_LATENCY_S:
+        problems["latency"] = f"the latency of a link must be at most {format_duration(LARGEST_LATENCY_S)}, not {latency_s:g} s"
+    return problems
 
 
 LOCAL_LINK = Link(bandwidth_bytes_per_s=5e9, latency_s=5e-6)
@@ -74,6 +95,8 @@ class Cluster:
         problems = []
         if not self.processors:
             problems.append("processors: there is none")
+        if len(self.processors) > MOST_PROCESSORS:
+            problems.append(f"processors: {len(self.processors):,} are too many; at most {MOST_PROCESSORS:,}")
         names: set[str] = set()
         for index, processor in enumerate(self.processors):
             if problem := speed_problem(processor.speed):
@@ -85,7 +108,7 @@ class Cluster:
             if first > second:
                 problems.append(f"links[{first!r}, {second!r}]: the hosts must be in sorted order")
         if problems:
-            raise ClusterError("this cluster cannot be:", problems=problems)
+            raise ClusterError("this cluster is invalid:", problems=problems)
 
     @classmethod
     def from_speeds(cls, speeds: Sequence[float], *, host: str = "localhost") -> Cluster:
@@ -108,6 +131,15 @@ class Cluster:
     @property
     def speeds(self) -> dict[str, float]:
         return {processor.name: processor.speed for processor in self.processors}
+
+    @cached_property
+    def linked_hosts(self) -> dict[str, list[str]]:
+        """By each host the others that it has a link of its own to, and that come after it: `links` has their pair."""
+        after: dict[str, list[str]] = {}
+        for first, second in self.links:
+            if first != second:
+                after.setdefault(first, []).append(second)
+        return after
 
     def link(self, one: str, other: str) -> Link:
         """The link between the processors named `one` and `other`."""

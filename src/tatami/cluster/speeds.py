@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tatami.errors import ClusterError, InputError
-from tatami.units import parse_speed
+from tatami.errors import ClusterError, InputError, shortened
+from tatami.units import LARGEST_SPEED, parse_speed
+
+SMALLEST_SPEED = 1e-12
 
 
 def parse_speeds(text: str, *, expected: int | None = None) -> tuple[float, ...]:
@@ -29,7 +31,9 @@ def parse_speeds(text: str, *, expected: int | None = None) -> tuple[float, ...]
             problems.append(f"speeds[{index}]: {error}")
     problems += _wrong_number(len(parts), expected=expected)
     if problems:
-        raise ClusterError(f"--speeds {text!r} cannot be used; write numbers > 0, as in '1,1.5,2':", problems=problems)
+        raise ClusterError(
+            f"--speeds {shortened(text)!r} cannot be used; write numbers > 0, as in '1,1.5,2':", problems=problems
+        )
     return tuple(values)
 
 
@@ -49,7 +53,11 @@ def speed_problem(speed: float) -> str | None:
     """Why `speed` cannot be one; None where it can."""
     if not math.isfinite(speed):
         return f"must be a finite number > 0, not {speed:g}"
-    return None if speed > 0 else f"must be > 0, not {speed:g}"
+    if not speed > 0:
+        return f"must be > 0, not {speed:g}"
+    if not SMALLEST_SPEED <= speed <= LARGEST_SPEED:
+        return f"must be from {SMALLEST_SPEED:g} to {LARGEST_SPEED:g}, not {speed:g}"
+    return None
 
 
 def _speed(text: str) -> float:

@@ -13,11 +13,13 @@ from typing import Any, NewType, TypeVar
 import cattrs
 from cattrs.gen import make_dict_structure_fn
 
-from tatami.cluster.cluster import Link, Processor
+from tatami.cluster.cluster import MOST_PROCESSORS, Link, Processor, link_problems
 from tatami.cluster.speeds import speed_problem
-from tatami.errors import InputError
+from tatami.errors import InputError, shortened
 from tatami.units import parse_bandwidth, parse_duration, parse_size, parse_speed
 
+_LONGEST_NAME = 255
+_MOST_COMPARED = 1000
 _Number = TypeVar("_Number", int, float)
 _Name = NewType("_Name", str)
 _Speed = NewType("_Speed", float)
@@ -32,6 +34,10 @@ _Latency = NewType("_Latency", float)
 class LinkTable:
     bandwidth: _Bandwidth
     latency: _Latency
+
+    def __post_init__(self) -> None:
+        if problems := link_problems(bandwidth_bytes_per_s=self.bandwidth, latency_s=self.latency):
+            raise InputError("; ".join(problems.values()))
 
     def link(self) -> Link:
         return Link(bandwidth_bytes_per_s=self.bandwidth, latency_s=self.latency)
@@ -110,7 +116,7 @@ def _table_hook(kind: type, converter: cattrs.Converter) -> Any:
 
     def hook(value: object, _: Any) -> Any:
         if not isinstance(value, dict):
-            raise InputError(f"must be a table, not {value!r}")
+            raise InputError(f"must be a table, not {_shown(value)}")
         return structure(value, kind)
 
     return hook
@@ -121,7 +127,9 @@ def _register_list(converter: cattrs.Converter, kind: Any, *, size: int | None) 
 
     def hook(value: object, _: Any) -> Any:
         if size is not None and not (isinstance(value, list) and len(value) == size):
-            raise InputError(f"must be a list of {size} host names (the same twice for a host's own local link), not {value!r}")
+            raise InputError(
+                f"must be a list of {size} host names (the same twice for a host's own local link), not {_shown(value)}"
+            )
         if not isinstance(value, list):
             raise InputError("must be a list of tables: head each with double brackets")
         if not value:
@@ -155,23 +163,21 @@ def _problems(error: BaseException, *, path: str) -> Iterable[str]:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error about `name`: the nearest of the `known`, or all of them."""
     listed = sorted(known)
-    near = difflib.get_close_matches(name, listed, n=1, cutoff=0.4)
-    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(listed)}"
+    near = difflib.get_close_matches(name, listed, n=1, cutoff=0.4) if len(listed) <= _MOST_COMPARED else []
+    return f"; did you mean {near[0]}?" if near else f"; known are {shortened(', '.join(listed))}"
 
 
 def _name(value: object) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise InputError(f"must be a text that is not empty, not {value!r}")
+    if not isinstance(value, str) or not value.strip() or len(value) > _LONGEST_NAME:
+        raise InputError(f"must be a text of 1 to {_LONGEST_NAME} characters, not {_shown(value)}")
     return value
 
 
 def _speed(value: object) -> float:
-    if isinstance(value, str):
-        return _positive(value, parse_speed(value))
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise InputError(f"must be a number > 0, or a text such as '10 Gflop/s', not {value!r}")
+    if not isinstance(value, int | float | str) or isinstance(value, bool):
+        raise InputError(f"must be a number > 0, or a text such as '10 Gflop/s', not {_shown(value)}")
     try:
-        speed = float(value)
+        speed = parse_speed(value) if isinstance(value, str) else float(value)
     except OverflowError:  # an integer of more than 308 digits
         speed = math.inf
     if problem := speed_problem(speed):
@@ -181,17 +187,21 @@ def _speed(value: object) -> float:
 
 def _spread(value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-        raise InputError(f"must be a number >= 0, relative to the speed, as 0.02, not {value!r}")
+        raise InputError(f"must be a number >= 0, relative to the speed, as 0.02, not {_shown(value)}")
     return float(value)
 
 
 def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"must be a whole number >= 1, not {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_PROCESSORS:
+        raise InputError(f"must be a whole number from 1 to {MOST_PROCESSORS:,}, not {_shown(value)}")
     return value
+
+
+def _shown(value: object) -> str:
+    return shortened(repr(value))
 
 
 def _positive(seen: object, value: _Number) -> _Number:
     if value <= 0:
-        raise InputError(f"must be > 0, not {seen}")
+        raise InputError(f"must be > 0, not {shortened(str(seen))}")
     return value

@@ -25,14 +25,14 @@ latency = "20 us"
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tatami.cluster.cluster import LOCAL_LINK, NETWORK_LINK, Cluster, Link
+from tatami.cluster.cluster import LOCAL_LINK, MOST_PROCESSORS, NETWORK_LINK, Cluster, Link
 from tatami.cluster.tables import nearest, numbered, structure
-from tatami.errors import ClusterError
+from tatami.errors import MOST_PROBLEMS, ClusterError, shortened
+from tatami.inputs import read_toml
 from tatami.outputs import write_text
 from tatami.units import format_bandwidth, format_duration, format_size
 
@@ -44,16 +44,13 @@ def read_cluster(path: Path | str) -> Cluster:
         ClusterError: the file cannot be read, or is no TOML, or describes no cluster: `problems` holds every fault, each
             with its path, such as `processors[2].speed: must be > 0, not -1`.
     """
-    try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ClusterError(f"cannot read the cluster file {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ClusterError(f"{path} is not text in UTF-8 (byte {error.start}), so it is no TOML file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ClusterError(f"{path} is not TOML: {error}") from None
+    tables = read_toml(path, what="the cluster file", error=ClusterError)
     file, problems = structure(tables)
-    problems += _clashes(tables)
+    num_processors = sum(table.count or 1 for table in file.processors) if file is not None else 0
+    if num_processors > MOST_PROCESSORS:
+        problems.append(f"processors: {num_processors:,} are too many; at most {MOST_PROCESSORS:,}")
+    else:
+        problems += _clashes(tables)
     if problems or file is None:
         raise ClusterError(f"{path} cannot be used as a cluster:", problems=problems)
     return Cluster(
@@ -113,15 +110,19 @@ def _clashes(tables: Mapping[str, Any]) -> list[str]:
     problems = []
     taken: dict[str, int] = {}
     hosts: set[str] = set()
+    room = MOST_PROCESSORS
     for index, table in enumerate(_listed(tables.get("processors"))):
         count, host = table.get("count"), table.get("host", "localhost")
-        count = count if isinstance(count, int) and count > 0 and not isinstance(count, bool) else None
+        count = count if isinstance(count, int) and 0 < count <= room and not isinstance(count, bool) else None
+        room -= count or 0
         if isinstance(host, str):
             hosts.update(numbered(host, count=count, append=False))
         if isinstance(name := table.get("name"), str):
             for each in numbered(name, count=count, append=True):
                 if each in taken:
-                    problems.append(f"processors[{index}].name: {each!r} is taken already, by processors[{taken[each]}]")
+                    problems.append(
+                        f"processors[{index}].name: {shortened(each)!r} is taken already, by processors[{taken[each]}]"
+                    )
                 taken.setdefault(each, index)
     pairs: dict[tuple[str, str], int] = {}
     for index, table in enumerate(_listed(tables.get("links"))):
@@ -130,7 +131,8 @@ def _clashes(tables: Mapping[str, Any]) -> list[str]:
             continue
         for position, name in enumerate(names):
             if name not in hosts:
-                problems.append(f"links[{index}].hosts[{position}]: no processor is on {name!r}{nearest(name, hosts)}")
+                near = nearest(name, hosts) if len(problems) < MOST_PROBLEMS else ""  # more are not shown
+                problems.append(f"links[{index}].hosts[{position}]: no processor is on {shortened(name)!r}{near}")
         if _pair(names) in pairs:
             problems.append(f"links[{index}].hosts: this pair is taken already, by links[{pairs[_pair(names)]}]")
         pairs.setdefault(_pair(names), index)

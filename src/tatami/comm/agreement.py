@@ -6,6 +6,7 @@ collective, moves one small object for each rank, and raises on all ranks or on 
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Mapping
 from itertools import zip_longest
@@ -16,6 +17,13 @@ from tatami.errors import CommError, InputError, TatamiError, TrainingError
 
 Result = TypeVar("Result")
 Trouble = TypeVar("Trouble")
+
+DEBUG_VARIABLE = "TATAMI_DEBUG"
+
+
+def debugging() -> bool:
+    """Whether `TATAMI_DEBUG` asks for what costs too much to be compared in every run: every call, every number."""
+    return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
 
 
 def same_everywhere(

@@ -7,7 +7,6 @@ reduce.run()                                       # the buffer holds the sum of
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from typing import Self, TypeVar
 import torch
 
 from tatami.collective import ALGORITHMS, Grid, Schedule, Sync, build
-from tatami.comm.agreement import same_everywhere
+from tatami.comm.agreement import debugging, same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.checked import DTYPES
 from tatami.comm.execute import Executor, Program
@@ -30,7 +29,6 @@ from tatami.errors import ClosedError, InputError
 Choice = TypeVar("Choice", bound=Enum)
 
 AUTO = "auto"
-DEBUG_VARIABLE = "TATAMI_DEBUG"
 CACHED = 32
 """How many plans `tuned_allreduce` keeps for each communicator; the one that was not used for longest goes first."""
 
@@ -242,7 +240,7 @@ def tuned_allreduce(
         wire=wire,
     )
     plans = _plans.setdefault(comm, OrderedDict())
-    if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+    if debugging():
         check_same(comm, spec, shape=tuple(tensor.shape))
     plan = plans.get(spec)
     if plan is None:

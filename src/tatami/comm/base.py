@@ -91,6 +91,11 @@ class AbstractCommunicator(ABC):
     def close(self) -> None:
         """Give up what the communicator holds. Later operations raise `ClosedError`."""
 
+    @property
+    @abstractmethod
+    def is_closed(self) -> bool:
+        """Whether `close` was called on this rank."""
+
     # -- point to point -------------------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dest: int, *, tag: int = 0) -> None:

@@ -142,6 +142,10 @@ class CheckedCommunicator(ObjectMessages):
         self, tensor: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...], op: Op
     ) -> AbstractRequest: ...
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
     # -- point to point -----------------------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dest: int, *, tag: int = 0) -> None:

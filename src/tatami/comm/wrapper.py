@@ -78,6 +78,10 @@ class WrappedCommunicator(AbstractCommunicator):
     def close(self) -> None:
         self.inner.close()
 
+    @property
+    def is_closed(self) -> bool:
+        return self.inner.is_closed
+
     def abort(self, reason: str) -> None:
         self.inner.abort(reason)
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tatami.errors import DataError, InputError
+from tatami.inputs import check_seed
 
 Accuracy = Callable[[torch.Tensor, torch.Tensor], dict[str, float]]
 """Shares of right answers by name, from outputs `(samples, outputs)` and their targets; the first one is the headline."""
@@ -75,8 +76,9 @@ def drawn(samples: int, *, total: int, seed: int, name: str) -> np.ndarray[tuple
     """The indices of `samples` of `total`, none twice: the head of the permutation that belongs to `seed`.
 
     Raises:
-        InputError: there are not that many.
+        InputError: there are not that many, or `seed` is none.
     """
+    check_seed(seed)
     if not 0 < samples <= total:
         raise InputError(f"{name}: cannot draw {samples} samples, there are {total}; ask for 1 to {total}")
     return np.random.default_rng(seed).permutation(total)[:samples].astype(np.int64)

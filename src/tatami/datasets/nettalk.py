@@ -21,6 +21,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from tatami.datasets.dataset import Dataset, drawn
 from tatami.datasets.phonemes import CODES, FEATURES, PHONEMES, STRESSES, nearest
 from tatami.errors import DataError
+from tatami.inputs import read_text
 
 WINDOW = 7
 BOUNDARY = "_"
@@ -49,10 +50,7 @@ def read_words(path: Path | str) -> tuple[Word, ...]:
     Raises:
         DataError: the file cannot be read, is empty, or has a line that is not a word; names file, line and word.
     """
-    try:
-        text = Path(path).read_text(encoding="latin-1")
-    except OSError as error:
-        raise DataError(f"cannot read the NETtalk file {path}: {error.strerror}") from None
+    text = read_text(path, what="the NETtalk file", error=DataError, encoding="latin-1")
     lines = text.rstrip("\n").split("\n")
     if lines == [""]:
         raise DataError(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tatami.comm.agreement import debugging
 from tatami.comm.base import AbstractCommunicator
 from tatami.functions.channel import channel_of
 from tatami.functions.exchange import Exchange, Outgoing
 from tatami.functions.message import MessageKind
 from tatami.functions.structure import Packed, describe, packed
 
-DEBUG_VARIABLE = "TATAMI_DEBUG"
-
-_debugging = os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
+_debugging = debugging()
 
 
 @contextmanager
@@ -42,7 +40,7 @@ def agree(
     if not _debugging or comm.size == 1:
         return
     channel = channel_of(comm)
-    number = channel.peer_reports.begin_collective(name, location)
+    number = channel.peer_reports.begin_collective(name, root, location)
     peers = [rank for rank in range(comm.size) if rank != comm.rank]
     mine = packed(_intention(pattern, same_shapes=same_shapes))
     outgoing = [Outgoing(peer, number, mine, ()) for peer in peers]

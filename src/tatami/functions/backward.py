@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from tatami.comm.base import AbstractCommunicator
-from tatami.functions.chain import Chain, chains_of, open_chains
+from tatami.functions.chain import Chain, all_here, chains_of, retained_last, to_visit
+from tatami.functions.joining import touched
 
 _SEED = torch.zeros(())
 """The gradient of a token: backward begins there, and nothing flows."""
@@ -27,6 +28,10 @@ def backward(
 
     A rank without a loss calls `backward()`, and has done its part. A rank with one may as well call `loss.backward()`.
 
+    In the block of a `Pass` it runs through that pass alone. Elsewhere it runs through what belongs to no `Pass`, and through
+    each `Pass` that `loss` needs; without a loss through all that are in flight. Where nothing was communicated since a
+    backward that retained the graph, it runs through the same passes again.
+
     Args:
         loss: a scalar, or a delegate, or any tensor, whose elements are summed; None on a rank without a loss.
         comm: only what was communicated on this communicator; None for all communicators that this thread used.
@@ -36,11 +41,12 @@ def backward(
     Raises:
         CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
     """
-    roots = [chain.last for chain in _chains(comm)]
+    outputs = () if loss is None or not loss.requires_grad else (loss,)
+    roots = [chain.last for chain in _chains(comm, outputs)]
     grads = [_SEED] * len(roots)
-    if loss is not None and loss.requires_grad:
-        roots.insert(0, loss)
-        grads.insert(0, _ones(loss))
+    for output in outputs:
+        roots.insert(0, output)
+        grads.insert(0, _ones(output))
     if roots:
         keep_graph = create_graph if retain_graph is None else retain_graph
         # `torch.autograd.backward` ends in this too. On the way it looks for shapes that are symbols and for other things that
@@ -76,7 +82,7 @@ def grad(
     """
     given = _as_list(outputs)
     seeds = _as_list(grad_outputs) or [_ones(output) for output in given]
-    chains = _chains(comm)
+    chains = _chains(comm, given)
     wanted = _as_list(inputs)
     roots = [*given, *(chain.last for chain in chains)]
     if not roots:
@@ -106,8 +112,12 @@ def _as_list(tensors: torch.Tensor | Sequence[torch.Tensor] | None) -> list[torc
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _chains(comm: AbstractCommunicator | None) -> list[Chain]:
-    if comm is None:
-        return open_chains()
-    chain = chains_of(comm).open
-    return [] if chain is None else [chain]
+def _chains(comm: AbstractCommunicator | None, outputs: Sequence[torch.Tensor]) -> list[Chain]:
+    """The chains whose ends must be roots of backward, beside `outputs`."""
+    everything = all_here() if comm is None else [chains_of(comm)]
+    wanted, possible = to_visit(everything)
+    if not outputs:
+        return wanted + possible or retained_last(everything)
+    for chains in everything:
+        possible += chains.retained
+    return [*wanted, *touched(outputs, possible)] if possible else wanted

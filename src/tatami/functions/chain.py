@@ -1,20 +1,29 @@
 """The token: it chains the operations of a forward pass, so that backward visits them all, whatever reaches the loss.
 
-Each operation takes the token of the one before it as an input and returns a new one. Whoever runs backward from the last token
-runs all operations, and torch runs those that are ready in the reverse of the order in which they were called.
+Each operation takes the token of the one before it as an input and returns a new one. Backward from the last token comes to all
+operations, and torch runs those that are ready in the reverse of the order in which they were called.
+
+Operations that are called outside of every `Pass` belong to one chain, which ends when backward has visited it. Each `Pass` has
+another chain on each communicator, so that several may be in flight.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from weakref import ReferenceType, ref
 
 import torch
 
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import CommError
+from tatami.errors import ClosedError, CommError
 
 NO_GRAPH_TASK = -1
+MOST_OPERATIONS = 10_000
+"""So many operations of a communicator may wait for a backward pass: each keeps some 10 kB of graph and of messages."""
+
+_OVER = torch.zeros(())
+"""In the place of the tokens of a chain that is over, which would keep its graph."""
 
 
 class Chain:
@@ -22,18 +31,28 @@ class Chain:
 
     Attributes:
         number: how many there were before it on this communicator.
+        owner: the `Pass` that it belongs to; None for no pass.
         first: the first token; requires a gradient, gets none.
         last: the token that the next operation takes.
         location: the line of user code of the last operation.
+        num_operations: how many there are.
+        retained_in: the graph task in which backward last visited all of it and torch was told to retain the graph.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, owner: object) -> None:
         self.number = number
+        self.owner = owner
         self.first = torch.zeros((), requires_grad=True)
         self.last = self.first
         self.location = b""
         self.num_operations = 0
+        self.retained_in = NO_GRAPH_TASK
         self._graph_task = NO_GRAPH_TASK
+
+    @property
+    def is_over(self) -> bool:
+        """Whether backward has visited all of it, and may not do so again."""
+        return self.last is _OVER
 
     def add(self, token: torch.Tensor, location: bytes) -> int:
         """The next operation; returns its index."""
@@ -42,54 +61,122 @@ class Chain:
         self.num_operations += 1
         return self.num_operations - 1
 
+    def end(self) -> None:
+        """Backward will not visit it any more: its graph is given up."""
+        self.first = self.last = _OVER
+
     def is_last(self, index: int) -> bool:
         """Whether backward from operation `index` comes to all operations."""
         return index == self.num_operations - 1
 
-    def visit(self, index: int, *, name: str, location: bytes) -> None:
+    def visit(self, index: int, *, name: str, location: bytes, comm: AbstractCommunicator) -> None:
         """Backward has come to operation `index`.
 
         Raises:
-            CommError: it did not begin at the end of the chain, so that the gradients of later operations would be lost.
+            ClosedError: the communicator was closed.
+            CommError: the pass is over; or backward did not begin at the end of the chain, so that the gradients of later
+                operations would be lost.
         """
         graph_task: int = torch._C._current_graph_task_id()
-        if graph_task != self._graph_task:
-            if not self.is_last(index):
-                raise CommError(
-                    f"backward of {name} at {location.decode()} begins, but the result here does not depend on what was "
-                    f"communicated later, up to {self.location.decode()}, whose gradients would be lost and whose peers would "
-                    "wait; use tatami.functions.backward(loss) or tatami.functions.grad(outputs, inputs)"
-                )
-            self._graph_task = graph_task
+        if graph_task == self._graph_task:
+            return
+        if index != self.num_operations - 1 or self.last is _OVER or comm.is_closed:
+            raise self._refusal(f"backward of {name} at {location.decode()}", comm)
+        self._graph_task = graph_task
+
+    def _refusal(self, where: str, comm: AbstractCommunicator) -> CommError:
+        if comm.is_closed:
+            return ClosedError(f"{where}: this communicator was closed, and the other ranks can no longer be told the gradient")
+        if self.is_over:
+            return CommError(
+                f"{where} comes to a pass that is over: an earlier backward visited all {self.num_operations} operations of it "
+                "and sent zeros for what did not reach its loss. Run one backward over the sum of all losses of the pass; or "
+                "put each forward pass that is in flight into another `with tatami.functions.Pass():`; or say "
+                "retain_graph=True in the earlier backward, on all ranks"
+            )
+        return CommError(
+            f"{where} begins, but the result here does not depend on what was "
+            f"communicated later, up to {self.location.decode()}, whose gradients would be lost and whose peers would "
+            "wait; use tatami.functions.backward(loss) or tatami.functions.grad(outputs, inputs)"
+        )
 
 
 class Chains:
-    """The open chain of a communicator on this rank."""
+    """The chains of a communicator on this rank.
 
-    def __init__(self) -> None:
+    Attributes:
+        in_flight: those that backward has not visited to the end; by the `Pass` that they belong to, None for no pass.
+        retained: those that it has visited, and may visit again.
+        num_operations: of the chains in flight.
+    """
+
+    def __init__(self, comm: AbstractCommunicator) -> None:
+        self._comm = ref(comm)
         self._num_chains = 0
-        self.open: Chain | None = None
-        self.retained: Chain | None = None
-        """The last chain that was closed, where torch was told to retain its graph: it may be visited again."""
+        self.in_flight: dict[object, Chain] = {}
+        self.retained: list[Chain] = []
+        self.num_operations = 0
 
     @property
     def number(self) -> int:
-        """Of the open chain, or of the one to be opened."""
-        return self._num_chains if self.open is None else self.open.number
+        """Of the chain that the next operation belongs to, which may not have begun."""
+        chain = self.in_flight.get(_here.entered)
+        return self._num_chains if chain is None else chain.number
+
+    def is_open(self) -> bool:
+        """Whether the communicator is; what was abandoned on one that was closed is given up."""
+        comm = self._comm()
+        if comm is not None and not comm.is_closed:
+            return True
+        for chain in (*self.in_flight.values(), *self.retained):
+            chain.end()
+        self.in_flight.clear()
+        self.retained.clear()
+        return False
 
     def current(self) -> Chain:
-        """The open chain, opened if there is none."""
-        if self.open is None:
-            self.open = Chain(self._num_chains)
+        """The chain that the next operation belongs to, begun if there is none."""
+        entered = _here.entered
+        chain = self.in_flight.get(entered)
+        if chain is None:
+            chain = self.in_flight[entered] = Chain(self._num_chains, entered)
             self._num_chains += 1
-            _add_here(self)
-        return self.open
+            known = _here.chains.get(id(self))
+            if known is None or known() is not self:
+                _here.chains = {key: each for key, each in _here.chains.items() if each() is not None} | {id(self): ref(self)}
+        return chain
+
+    def add(self, chain: Chain, token: torch.Tensor, location: bytes) -> int:
+        """The next operation of `chain`; returns its index."""
+        self.num_operations += 1
+        return chain.add(token, location)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further operation may wait for a backward pass."""
+        return self.num_operations >= MOST_OPERATIONS
 
     def close(self, chain: Chain) -> None:
         """Backward has visited all of `chain`: what is called next belongs to another pass."""
-        self.retained = chain if torch._C._autograd._get_current_graph_task_keep_graph() else None
-        if self.open is chain:
-            self.open = None
+        if self.in_flight.get(chain.owner) is chain:
+            del self.in_flight[chain.owner]
+            self.num_operations -= chain.num_operations
+        task = _here.last_closed_in = torch._C._current_graph_task_id()
+        if self.retained:
+            self._release(chain, task)
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            chain.retained_in = task
+            self.retained.append(chain)
+        else:
+            chain.end()
+
+    def _release(self, chain: Chain, task: int) -> None:
+        """`chain` was visited: passes that were retained together are run again together, others are older and given up."""
+        again = (task,) if chain.retained_in == NO_GRAPH_TASK else (task, chain.retained_in)
+        for each in self.retained:
+            if each.retained_in not in again:
+                each.end()
+        self.retained = [each for each in self.retained if each is not chain and not each.is_over]
 
 
 def chains_of(comm: AbstractCommunicator) -> Chains:
@@ -97,37 +184,61 @@ def chains_of(comm: AbstractCommunicator) -> Chains:
     state = comm.__dict__
     chains: Chains | None = state.get("_functions_chains")
     if chains is None:
-        chains = state["_functions_chains"] = Chains()
+        chains = state["_functions_chains"] = Chains(comm)
     return chains
 
 
 class _Here(threading.local):
-    """The chains of this thread, ranks being threads or not. A list of references: a WeakSet takes longer than all the rest."""
+    """What this thread has in flight, ranks being threads or not.
+
+    Attributes:
+        chains: by their ids; a WeakSet takes longer than all the rest.
+        entered: the `Pass` whose block is being run.
+        last_closed_in: the graph task in which a chain was last visited to the end.
+    """
 
     def __init__(self) -> None:
-        self.chains: list[ReferenceType[Chains]] = []
+        self.chains: dict[int, ReferenceType[Chains]] = {}
+        self.entered: object = None
+        self.last_closed_in = NO_GRAPH_TASK
 
 
 _here = _Here()
 
 
-def _add_here(chains: Chains) -> None:
-    alive = [each for each in _here.chains if each() is not None]
-    if ref(chains) not in alive:
-        alive.append(ref(chains))
-    _here.chains = alive
+def enter(owner: object) -> object:
+    """What is called next in this thread belongs to `owner`; returns what it belonged to so far."""
+    before, _here.entered = _here.entered, owner
+    return before
 
 
-def open_chains() -> list[Chain]:
-    """The open chains of all communicators that this thread uses."""
-    return [chains.open for each in _here.chains if (chains := each()) is not None and chains.open is not None]
+def all_here() -> list[Chains]:
+    """Those of all communicators that this thread uses, but for those that were closed."""
+    return [chains for each in _here.chains.values() if (chains := each()) is not None and chains.is_open()]
+
+
+def to_visit(everything: Iterable[Chains]) -> tuple[list[Chain], list[Chain]]:
+    """What backward must visit, and what it visits where it begins there.
+
+    Inside of the block of a `Pass`, the chains of the pass must be visited, and no others may. Elsewhere those of no pass must.
+    """
+    entered = _here.entered
+    wanted: list[Chain] = []
+    possible: list[Chain] = []
+    for chains in everything:
+        for chain in chains.in_flight.values():
+            if chain.owner is entered:
+                wanted.append(chain)
+            elif entered is None:
+                possible.append(chain)
+    return wanted, possible
+
+
+def retained_last(everything: Iterable[Chains]) -> list[Chain]:
+    """What the last backward of this thread visited, if it may be visited again."""
+    return [each for chains in everything for each in chains.retained if each.retained_in == _here.last_closed_in]
 
 
 def chains_here() -> list[Chain]:
-    """All chains of this thread that backward may visit: the open ones, and those that were and whose graph is retained."""
-    found = []
-    for each in _here.chains:
-        chains = each()
-        if chains is not None:
-            found += [chain for chain in (chains.open, chains.retained) if chain is not None]
-    return found
+    """All chains of this thread that backward may visit: those in flight, and those that were and whose graph is retained."""
+    return [chain for chains in all_here() for chain in (*chains.in_flight.values(), *chains.retained)]

@@ -1,13 +1,12 @@
-"""Messages of a rank with its peers: sent without waiting, taken by their identity in any order, and never waited for for ever.
+"""Messages of a rank with its peers: sent without waiting, taken by their identity in any order, and each wait has an end.
 
 Between two ranks there is one ordered stream. A receiver takes the next message of the stream, whichever it is, and keeps it
-until somebody asks for it; so nobody waits because messages come in another order than they are asked for.
+until it is asked for; so messages may come in another order than they are asked for.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Never
 
@@ -18,10 +17,11 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.comm.checked import as_bytes
 from tatami.comm.wait import WaitPolicy, wait_until
 from tatami.errors import CommError, CommTimeoutError
+from tatami.functions.chain import chains_of
+from tatami.functions.inbox import Inbox, Key, ReceivedMessage
 from tatami.functions.memory import Memory
 from tatami.functions.message import (
     REPORT,
-    Head,
     Label,
     MessageKind,
     following,
@@ -41,28 +41,9 @@ POLITE = WaitPolicy(spin_s=0.0, first_sleep_s=20e-6, longest_sleep_s=200e-6)
 """For communicators that do not say how to wait: threads must let each other have the interpreter."""
 REPORT_AFTER_S = 1.0
 """A wait this long, or of a quarter of the timeout, is reported to all ranks."""
-Key = tuple[int, int, int]
-"""Kind, tag, number: what a message is asked for by. The tag of a collective or an answer is 0."""
 
 Describe = Callable[[int, float], str]
 """In words: this rank waits for that peer, since so many seconds."""
-
-
-class ReceivedMessage:
-    """What came."""
-
-    __slots__ = ("head", "label", "peer", "tensors")
-
-    def __init__(self, peer: int, head: Head, label: Label, tensors: list[torch.Tensor]) -> None:
-        self.peer = peer
-        self.head = head
-        self.label = label
-        self.tensors = tensors
-
-    @property
-    def key(self) -> Key:
-        head = self.head
-        return head.kind, head.tag if head.kind == MessageKind.POINT_TO_POINT else 0, head.number
 
 
 class Channel:
@@ -76,12 +57,14 @@ class Channel:
         self.failure: str | None = None
         self.takes_cuda = _takes_cuda(comm)
         self.memory = Memory()
+        self.chains = chains_of(comm)
         self._wire = wire_of(comm)
         self.chunk_bytes = self._wire.chunk_bytes
         self._peers = [rank for rank in range(comm.size) if rank != comm.rank]
         self._num_sent = [0] * comm.size
         self._numbers: dict[tuple[str, int, int], int] = {}
-        self._kept: list[dict[Key, deque[ReceivedMessage]]] = [{} for _ in range(comm.size)]
+        self._inbox = Inbox(rank=comm.rank, size=comm.size)
+        self._kept = self._inbox.by_peer
         self._posted: dict[int, tuple[Test, Chunk]] = {}
         self._free: list[Chunk] = []
         self._outbox = Outbox(self._free, rank=comm.rank, policy=self.policy, clock=self.clock)
@@ -108,7 +91,13 @@ class Channel:
         tensors: Sequence[torch.Tensor],
         name: str = "",
     ) -> int:
-        """Send, without waiting for the receiver; returns the serial of the message. `tensors` are contiguous."""
+        """Send, without waiting for the receiver; returns the serial of the message. `tensors` are contiguous.
+
+        Raises:
+            CommTimeoutError: as many are under way as may be, and none of them was received in time.
+        """
+        if self._outbox.is_full and kind < REPORT:
+            self._wait_for_room(peer, name)
         serial = self._num_sent[peer]
         self._num_sent[peer] = serial + 1
         chunk = self._free.pop() if self._free else self._wire.new_chunk()
@@ -123,6 +112,25 @@ class Channel:
             unsent = Unsent(tests, chunk, kept, [tensor._version for tensor in kept], name)
             self._outbox.add_large(unsent, size_bytes=sum(each.nbytes for each in follow))
         return serial
+
+    def _wait_for_room(self, peer: int, name: str) -> None:
+        def has_room() -> bool:
+            self._outbox.clear()
+            if not self._outbox.is_full:
+                return True
+            # The peers may wait for room as well, or have told of a failure.
+            for other in self._peers:
+                if not self._inbox.is_full:
+                    self._progress(other)
+            return False
+
+        waited_s = wait_until(has_room, policy=self.policy, timeout_s=self.comm.timeout_s, clock=self.clock)
+        if waited_s is not None:
+            self.fail(
+                f"{name} on rank {self.comm.rank} to rank {peer}: {self._outbox.num_unsent} messages of this rank are under "
+                f"way, and the oldest was not received for {waited_s:.3g} s; no more are sent. Is every send received?",
+                timeout=True,
+            )
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
@@ -161,14 +169,12 @@ class Channel:
                 if message.key == key:
                     return message
                 self._keep(message)
-        queue = kept[key]
-        message = queue.popleft()
-        if not queue:
-            del kept[key]
-        return message
+        return self._inbox.pop(peer, key)
 
     def _keep(self, message: ReceivedMessage) -> None:
-        self._kept[message.peer].setdefault(message.key, deque()).append(message)
+        problem = self._inbox.put(message)
+        if problem is not None:
+            self.fail(problem)
 
     def _take_in(self, peer: int, chunk: Chunk) -> ReceivedMessage | None:
         """What lies in the `chunk` that was posted, with what follows it; None where it was a report."""

@@ -16,7 +16,9 @@ from tatami.functions.exchange import Exchange, Outgoing
 from tatami.functions.location import user_location
 from tatami.functions.message import MessageKind
 from tatami.functions.replay import replayed
-from tatami.functions.structure import Packed, Structure, flatten, unflatten, with_tensors
+from tatami.functions.structure import Packed, Structure, flatten, packed, unflatten, with_tensors
+
+_NOTHING = packed(None)
 
 
 def bcast(x: Structure, comm: AbstractCommunicator, *, root: int = 0, delegate: torch.Tensor | None = None) -> Structure:
@@ -31,8 +33,8 @@ def bcast(x: Structure, comm: AbstractCommunicator, *, root: int = 0, delegate: 
     def run() -> Structure:
         if comm.rank == root:
             to_all = dict.fromkeys(range(comm.size), x)
-            return collective("bcast", comm, to_all, sources=(root,), root=root, delegate=delegate)[0][root]
-        return collective("bcast", comm, {}, sources=(root,), root=root, delegate=delegate)[0][root]
+            return collective("bcast", comm, to_all, sources=(root,), root=root, parts_of_root=True, delegate=delegate)[0][root]
+        return collective("bcast", comm, {}, sources=(root,), root=root, parts_of_root=True, delegate=delegate)[0][root]
 
     return replayed("bcast", run)
 
@@ -70,7 +72,7 @@ def scatter(
 
     def run() -> Structure:
         parts = dict(enumerate(one_for_each("scatter", comm, xs))) if comm.rank == root else {}
-        return collective("scatter", comm, parts, sources=(root,), root=root, delegate=delegate)[0][root]
+        return collective("scatter", comm, parts, sources=(root,), root=root, parts_of_root=True, delegate=delegate)[0][root]
 
     return replayed("scatter", run)
 
@@ -119,6 +121,7 @@ def collective(
     root: int = 0,
     pattern: Structure = None,
     same_shapes: bool = False,
+    parts_of_root: bool = False,
     delegate: torch.Tensor | None = None,
 ) -> tuple[dict[int, Structure], torch.Tensor]:
     """Give `parts` to ranks and get one from each of `sources`, this rank among both or not.
@@ -131,6 +134,8 @@ def collective(
         root: of collectives that have one.
         pattern: what every part that comes must look like; None for anything.
         same_shapes: whether their shapes and dtypes must agree with it too.
+        parts_of_root: only the root gives parts. The others tell it that they are there, so that it finds out if they
+            name another root: two ranks that each took themselves for the root would else never hear of each other.
         delegate: to be visited by backward afterwards.
 
     Returns:
@@ -147,9 +152,13 @@ def collective(
             inputs += tensors
     expected = None if pattern is None else flatten(pattern, operation=name, cuda=channel.takes_cuda)[1]
     agree(name, comm, root=root, pattern=expected, same_shapes=same_shapes, location=location)
-    number = channel.peer_reports.begin_collective(name, location)
+    number = channel.peer_reports.begin_collective(name, root, location)
     outgoing = [Outgoing(peer, number, flat[id(x)][1], flat[id(x)][0]) for peer, x in parts.items() if peer != comm.rank]
     others = [(peer, number) for peer in sources if peer != comm.rank]
+    if parts_of_root and comm.rank != root:
+        outgoing.append(Outgoing(root, number, _NOTHING, ()))
+    elif parts_of_root:
+        others = [(peer, number) for peer in range(comm.size) if peer != root]
     exchange = Exchange(
         comm,
         name,
@@ -165,17 +174,17 @@ def collective(
         comm.barrier()  # nothing moves, but a closed communicator must say so
     exchange.move(inputs)
     came = iter(exchange.record(inputs, delegate=delegate))
-    result = {each.peer: unflatten(each.content.spec, came) for each in exchange.received}
+    result = {each.peer: unflatten(each.content.spec, came) for each in exchange.received if each.peer in sources}
     if comm.rank in sources:
-        own = with_tensors(parts[comm.rank], torch.clone)
         # A sum touches the chain by the parts of the others; a loss made of this rank's own part alone would not.
-        result[comm.rank] = own if same_shapes or exchange.chain() is None else _connected(own, exchange.delegate())
+        delegate_here = None if same_shapes or exchange.chain is None else exchange.delegate()
+        result[comm.rank] = with_tensors(parts[comm.rank], lambda tensor: _own(tensor, delegate_here))
     return result, exchange.delegate()
 
 
-def _connected(own: Structure, delegate: torch.Tensor) -> Structure:
-    """`own`, so that a loss that needs nothing else brings backward to the collective."""
-    return with_tensors(own, lambda tensor: pseudo_connect(delegate, tensor)[0] if tensor.requires_grad else tensor)
+def _own(tensor: torch.Tensor, delegate: torch.Tensor | None) -> torch.Tensor:
+    """A copy of this rank's own part, so that a loss that needs nothing else brings backward to the collective."""
+    return pseudo_connect(delegate, tensor)[0] if tensor.requires_grad else tensor.clone()
 
 
 def one_for_each(operation: str, comm: AbstractCommunicator, xs: Sequence[Structure] | None) -> Sequence[Structure]:

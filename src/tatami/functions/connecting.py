@@ -12,7 +12,8 @@ from tatami.comm.base import AbstractCommunicator
 class _PseudoConnect(torch.autograd.Function):
     @staticmethod
     def forward(delegate: torch.Tensor, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ARG004
-        return tuple(x.view_as(x) for x in xs)
+        # Copies: torch refuses to change a view that a function returned in place, as nn.ReLU(inplace=True) does.
+        return tuple(x.clone() for x in xs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -27,16 +28,16 @@ class _PseudoConnect(torch.autograd.Function):
 
 
 def pseudo_connect(delegate: torch.Tensor | None, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`xs` as they are, so that backward through any of them also comes to the operation that returned `delegate`.
+    """Copies of `xs`, such that backward through any of them also comes to the operation that returned `delegate`.
 
-    Nobody needs it whose ranks end a pass with `loss.backward()` or `tatami.functions.backward()`.
+    Ranks that end a pass with `loss.backward()` or `tatami.functions.backward()` do not need it.
 
     Args:
         delegate: what `send`, or `gather` and `reduce` away from the root, returned; of any shape; None for nothing.
         xs: tensors.
     """
     if delegate is None:
-        return tuple(x.view_as(x) for x in xs)
+        return tuple(x.clone() for x in xs)
     connected: tuple[torch.Tensor, ...] = _PseudoConnect.apply(delegate, *xs)  # type: ignore[no-untyped-call]
     return connected
 

@@ -8,14 +8,14 @@ itself be differentiated.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-from weakref import ReferenceType, ref
+from typing import NamedTuple, Never
 
 import torch
 
 from tatami.comm.base import AbstractCommunicator
-from tatami.functions.chain import Chain, chains_of
-from tatami.functions.channel import Channel, Key, ReceivedMessage, channel_of
+from tatami.functions.chain import Chain
+from tatami.functions.channel import Channel, channel_of
+from tatami.functions.inbox import Key, ReceivedMessage
 from tatami.functions.joining import install
 from tatami.functions.message import MessageKind, label_of, movable
 from tatami.functions.node import apply
@@ -65,6 +65,7 @@ class Exchange:
         same_shapes: whether shapes and dtypes must agree with the pattern too.
         arrived: the tensors that came, until they are recorded.
         received: what is needed to answer what came.
+        chain: that it is on, once it is recorded.
         index: on its chain.
         _asked: messages that want an answer, with their serials.
         _is_asked: whether something that came wants one.
@@ -72,11 +73,12 @@ class Exchange:
 
     __slots__ = (
         "_asked",
-        "_chain",
+        "_chains",
         "_channel",
         "_is_asked",
         "_num_inputs",
         "arrived",
+        "chain",
         "comm",
         "index",
         "kind",
@@ -114,9 +116,10 @@ class Exchange:
         self.same_shapes = same_shapes
         self.arrived: list[torch.Tensor] = []
         self.received: list[_Received] = []
+        self.chain: Chain | None = None
         self.index = 0
-        self._channel = channel_of(comm)
-        self._chain: ReferenceType[Chain] | None = None
+        self._channel = channel = channel_of(comm)
+        self._chains = channel.chains
         self._num_inputs = 0
         self._asked: list[tuple[Outgoing, int]] = []
         self._is_asked = False
@@ -131,6 +134,8 @@ class Exchange:
             CommError: this or another rank found out that the ranks disagree.
             RankDiedError: a rank that is needed has ended.
         """
+        if self._chains.is_full and self.kind != _ANSWER and torch.is_grad_enabled():
+            self._refuse_more()
         for out in self.outgoing:
             content = out.content
             serial = self._channel.send(
@@ -138,7 +143,7 @@ class Exchange:
                 kind=self.kind,
                 operation=_INDEX_OF[self.name],
                 tag=self.tag,
-                chain=chains_of(self.comm).number,
+                chain=self._chains.number,
                 number=out.number,
                 label=label_of(self.location, content, self._channel.chunk_bytes),
                 tensors=[movable(tensors[index], self._channel.memory) for index in out.tensors],
@@ -151,6 +156,14 @@ class Exchange:
                 self._channel.post(peer)
         for peer, number in self.sources:
             self._take(peer, number)
+
+    def _refuse_more(self) -> Never:
+        self._channel.fail(
+            f"{self.name} on rank {self.comm.rank} at {self.location.decode()}: {self._chains.num_operations} operations on "
+            "this communicator wait for a backward pass, and no more may. Run backward after each forward pass (a rank without "
+            "a loss calls tatami.functions.backward()), communicate under torch.no_grad() where no gradient is needed, or send "
+            "fewer, larger messages"
+        )
 
     def _take(self, peer: int, number: int) -> None:
         kind = self.kind
@@ -199,7 +212,7 @@ class Exchange:
             message.peer,
             message.head,
             their_location=message.label.location,
-            chain=chains_of(self.comm).number,
+            chain=self._chains.number,
             name=self.name,
             location=self.location,
         )
@@ -208,33 +221,34 @@ class Exchange:
 
     # -- recording ----------------------------------------------------------------------------------------------------
 
-    def record(self, tensors: Sequence[torch.Tensor], *, delegate: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Put the exchange on the chain, if a gradient is wanted of anything; returns what arrived, as autograd knows it."""
+    def record(
+        self, tensors: Sequence[torch.Tensor], *, delegate: torch.Tensor | None = None, onto: Chain | None = None
+    ) -> list[torch.Tensor]:
+        """Put the exchange on a chain, if a gradient is wanted of anything; returns what arrived, as autograd knows it.
+
+        The chain is `onto`, as long as that is in flight, else the current one.
+        """
         is_wanted = self._asked or self._is_asked or (delegate is not None and delegate.requires_grad)
         if not (is_wanted and torch.is_grad_enabled()):
             return self.arrived
-        chains = chains_of(self.comm)
-        if chains.open is None:
+        chains = self._chains
+        if not chains.in_flight:
             install()
-        chain = chains.current()
-        self._chain = ref(chain)
+        # The answers of a backward pass whose graph is wanted are part of the pass that they belong to.
+        chain = onto if onto is not None and onto in chains.in_flight.values() else chains.current()
+        self.chain = chain
         self._num_inputs = len(tensors)
         token: torch.Tensor
         outputs: list[torch.Tensor]
         token, *outputs = apply(self, chain.last, delegate, *tensors)
         # The outputs know this exchange through their graph; to know them here too would keep both for ever.
         self.arrived = []
-        self.index = chain.add(token, self.location)
+        self.index = chains.add(chain, token, self.location)
         return outputs
 
     def delegate(self) -> torch.Tensor:
         """A scalar zero through which backward comes to this exchange, and to all before it."""
-        chain = self.chain()
-        return torch.zeros(()) if chain is None else chain.last
-
-    def chain(self) -> Chain | None:
-        """The chain it is on, while somebody may still visit it."""
-        return None if self._chain is None else self._chain()
+        return torch.zeros(()) if self.chain is None else self.chain.last
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -244,18 +258,18 @@ class Exchange:
         Raises:
             CommError: backward did not begin at the end of the chain; and all that `move` raises.
         """
-        chain = self.chain()
-        if chain is not None:
-            chain.visit(self.index, name=self.name, location=self.location)
+        chain = self.chain
+        assert chain is not None
+        chain.visit(self.index, name=self.name, location=self.location, comm=self.comm)
         outgoing, present = self._answers(grads)
         sources = [(out.peer, serial) for out, serial in self._asked]
         answers = Exchange(
             self.comm, self.name, kind=_ANSWER, tag=0, outgoing=outgoing, sources=sources, location=self.location
         )
         answers.move(present)
-        result = self._sums(answers.record(present), answers.received)
-        if chain is not None and self.index == 0 and not torch.is_grad_enabled():
-            chains_of(self.comm).close(chain)
+        result = self._sums(answers.record(present, onto=chain), answers.received)
+        if self.index == 0 and not torch.is_grad_enabled():
+            self._chains.close(chain)
         return result
 
     def _answers(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[Outgoing], list[torch.Tensor]]:

@@ -53,14 +53,14 @@ def _backward(
     known = chains_here()
     if known and grad_variables is None and torch._C._current_graph_task_id() == NO_GRAPH_TASK:
         roots = _as_list(tensors)
-        touched = _touched(roots, known)
-        unfinished = [chain for chain, from_its_end in touched.items() if not from_its_end]
+        met = touched(roots, known)
+        unfinished = [chain for chain, from_its_end in met.items() if not from_its_end]
         if unfinished:
             given = [None] * len(roots) if grad_tensors is None else _as_list(grad_tensors)
             tensors = [*roots, *(chain.last for chain in unfinished)]
             grad_tensors = [*given, *(None for _ in unfinished)]
-        if touched and inputs is not None:
-            inputs = [*_as_list(inputs), *(chain.first for chain in touched)]
+        if met and inputs is not None:
+            inputs = [*_as_list(inputs), *(chain.first for chain in met)]
     _plain_backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
 
 
@@ -68,21 +68,21 @@ def _as_list(tensors: torch.Tensor | Sequence[Any]) -> list[Any]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _touched(roots: Sequence[torch.Tensor], known: Sequence[Chain]) -> dict[Chain, bool]:
-    """The chains with an operation that one of `roots` was computed from, and whether their last one was met first."""
-    touched: dict[Chain, bool] = {}
+def touched(roots: Sequence[torch.Tensor], known: Sequence[Chain]) -> dict[Chain, bool]:
+    """Those of `known` with an operation that one of `roots` was computed from, and whether their last one was met first."""
+    found: dict[Chain, bool] = {}
     nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(nodes)
-    while nodes and len(touched) < len(known):
+    while nodes and len(found) < len(known):
         node = nodes.pop()
         exchange: Any = getattr(node, "exchange", None)
-        chain: Chain | None = None if exchange is None else exchange.chain()
+        chain: Chain | None = None if exchange is None else exchange.chain
         next_nodes = [edge[0] for edge in node.next_functions]
-        if chain is not None and chain in known and chain not in touched:
-            touched[chain] = chain.is_last(exchange.index)
+        if chain is not None and chain in known and chain not in found:
+            found[chain] = chain.is_last(exchange.index)
             next_nodes.append(chain.last.grad_fn)
         for each in next_nodes:
             if each is not None and each not in seen:
                 seen.add(each)
                 nodes.append(each)
-    return touched
+    return found

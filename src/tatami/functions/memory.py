@@ -39,7 +39,8 @@ class Memory:
         # The tensor made from this array is the only one to keep it, for as long as its storage is used.
         lent = memory.numpy()
         weakref.finalize(lent, _give_back, weakref.ref(self), memory).atexit = False
-        return torch.from_numpy(lent).view(dtype).view(shape)
+        # Not a view of it: torch refuses to change views that a function of autograd returned in place.
+        return torch.empty(0, dtype=dtype).set_(torch.from_numpy(lent).untyped_storage()).resize_(shape)
 
     def take_back(self, memory: torch.Tensor) -> None:
         """Nobody has what lay in `memory`."""

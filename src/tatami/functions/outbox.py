@@ -16,6 +16,10 @@ from tatami.functions.wire import Chunk, Test, wait_closely
 LINGER_S = 1e-3
 """How long a sender helps a large message on its way, and 1 s more for each GB: MPI moves it while both sides are inside."""
 MANY_UNSENT = 32
+MOST_UNSENT = 10_000
+"""So many may be under way, before the sender waits for the receivers."""
+MOST_FREE = 64
+"""So many chunks are kept for the next messages."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +51,16 @@ class Outbox:
         self._clock = clock
         self._unsent: deque[Unsent] = deque()
 
+    @property
+    def num_unsent(self) -> int:
+        """Messages that are not known to have left."""
+        return len(self._unsent)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more may be added."""
+        return len(self._unsent) >= MOST_UNSENT
+
     def add(self, unsent: Unsent) -> None:
         """A message that lies in its chunk alone."""
         self._unsent.append(unsent)
@@ -71,7 +85,8 @@ class Outbox:
         """
         while self._unsent and all(test() for test in self._unsent[0].tests):
             done = self._unsent.popleft()
-            self._free.append(done.chunk)
+            if len(self._free) < MOST_FREE:
+                self._free.append(done.chunk)
             if done.tensors and done.versions != [tensor._version for tensor in done.tensors]:
                 raise InputError(
                     f"{done.operation}: the tensor was changed in place before it had left rank {self._rank}; send a "

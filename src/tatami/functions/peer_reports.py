@@ -21,7 +21,34 @@ OPERATIONS = (
     "reduce_scatter",
 )
 HISTORY = 1024
-"""So many collectives are remembered with their lines, to name the one that a message that nobody took belongs to."""
+"""So many collectives are remembered with their lines, to name the one that an untaken message belongs to; so many passes."""
+
+
+class _Pairs:
+    """Which pass of a peer corresponds to which one of this rank: those that have exchanged a message."""
+
+    def __init__(self) -> None:
+        self._last = (-1, -1)
+        self._theirs_of: dict[int, int] = {}
+        self._mine_of: dict[int, int] = {}
+
+    def knows_mine(self, mine: int) -> bool:
+        """Whether pass `mine` of this rank has got a message from the peer."""
+        return mine in self._theirs_of
+
+    def agree(self, mine: int, theirs: int) -> bool:
+        """Whether the two correspond, or may from now on."""
+        pair = mine, theirs
+        if pair == self._last:
+            return True
+        if self._theirs_of.get(mine, theirs) != theirs or self._mine_of.get(theirs, mine) != mine:
+            return False
+        self._last = pair
+        self._theirs_of[mine], self._mine_of[theirs] = theirs, mine
+        if len(self._theirs_of) > HISTORY:
+            for known in (self._theirs_of, self._mine_of):
+                del known[next(iter(known))]
+        return True
 
 
 class PeerReports:
@@ -35,13 +62,13 @@ class PeerReports:
         self.rank = rank
         self.size = size
         self.reports: dict[int, str] = {}
-        self._history: deque[tuple[str, bytes]] = deque(maxlen=HISTORY)
+        self._history: deque[tuple[str, int, bytes]] = deque(maxlen=HISTORY)
         self._num_collectives = 0
-        self._passes: dict[int, tuple[int, int]] = {}
+        self._passes = [_Pairs() for _ in range(size)]
 
-    def begin_collective(self, name: str, location: bytes) -> int:
+    def begin_collective(self, name: str, root: int, location: bytes) -> int:
         """Note a collective; returns its number."""
-        self._history.append((name, location))
+        self._history.append((name, root, location))
         self._num_collectives += 1
         return self._num_collectives - 1
 
@@ -50,11 +77,13 @@ class PeerReports:
         behind = self._num_collectives - head.number
         if behind < 1 or behind > len(self._history):
             return None
-        name, location = self._history[-behind]
+        name, root, location = self._history[-behind]
         theirs = OPERATIONS[head.operation]
-        if theirs == name:
-            return None
-        return self.disagreement(peer, theirs, their_location, name, location)
+        if theirs != name:
+            return self.disagreement(peer, theirs, their_location, name, location)
+        if head.tag != root:
+            return self._different_roots(peer, head.tag, their_location, name, root, location)
+        return None
 
     def disagreement(self, peer: int, theirs: str, their_location: bytes, name: str, location: bytes) -> str:
         """Two ranks in different collectives."""
@@ -80,32 +109,39 @@ class PeerReports:
         operation = OPERATIONS[head.operation]
         if operation != name:
             return self.disagreement(peer, operation, their_location, name, location)
-        agree = mine is None or mine.wire == theirs.wire
-        if head.tag == root and agree:
-            return None
-        where = f"rank {peer} at {their_location.decode()} and rank {self.rank} at {location.decode()}"
         if head.tag != root:
-            return f"{name}: {where} name different roots: {head.tag} and {root}"
-        assert mine is not None
+            return self._different_roots(peer, head.tag, their_location, name, root, location)
+        if mine is None or mine.wire == theirs.wire:
+            return None
+        where = self._sides(peer, their_location, location)
         if skeleton(mine.spec, shapes=same_shapes) == skeleton(theirs.spec, shapes=same_shapes):
             return None
         what = "shapes, dtypes or structures" if same_shapes else "structures"
         return f"{name}: {where} give different {what}: {describe(theirs.spec)} and {describe(mine.spec)}"
 
+    def _sides(self, peer: int, their_location: bytes, location: bytes) -> str:
+        return f"rank {peer} at {their_location.decode()} and rank {self.rank} at {location.decode()}"
+
+    def _different_roots(self, peer: int, their_root: int, their_location: bytes, name: str, root: int, location: bytes) -> str:
+        return (
+            f"{name}: {self._sides(peer, their_location, location)} name different roots: {their_root} and {root}; all ranks "
+            "must name the same root"
+        )
+
     def pass_problem(
         self, peer: int, head: Head, *, their_location: bytes, chain: int, name: str, location: bytes
     ) -> str | None:
         """Why a message of a peer's forward pass `head.chain` must not be taken in this rank's forward pass `chain`."""
-        mine, theirs = self._passes.get(peer, (-1, -1))
-        if (mine == chain) == (theirs == head.chain):
-            self._passes[peer] = (chain, head.chain)
+        pairs = self._passes[peer]
+        if pairs.agree(chain, head.chain):
             return None
         edge = f"{name} on rank {self.rank} at {location.decode()} gets what rank {peer} sent at {their_location.decode()}"
-        late, early = (self.rank, peer) if mine == chain else (peer, self.rank)
+        late, early = (self.rank, peer) if pairs.knows_mine(chain) else (peer, self.rank)
         return (
-            f"{edge}, but rank {early} has run backward since their last message and rank {late} has not: either a message was "
-            f"sent that was not received before backward, or rank {late} did not run backward. A rank without a loss calls "
-            "tatami.functions.backward()"
+            f"{edge}, but rank {early} has begun another forward pass since their last message and rank {late} has not. Either "
+            f"a message was sent that was not received before backward; or rank {late} did not run backward (a rank without a "
+            "loss calls tatami.functions.backward()); or the two do not have the same several passes in flight "
+            "(tatami.functions.Pass)"
         )
 
     def diagnosis(self, own: str, waited_s: float) -> str:

@@ -42,12 +42,15 @@ class Lab:
 
     Raises:
         ClusterError: host names that cannot be.
-        InputError: `cores` is not a number > 0.
+        InputError: `cores` is not a number > 0, or more than there are.
         LabError: (on entering) this machine cannot be a lab; says what is missing and what works instead.
     """
 
     def __init__(self, cluster: Cluster, *, cores: float | None = None) -> None:
-        self.plan: LabPlan = plan_lab(cluster, cores=float(len(os.sched_getaffinity(0))) if cores is None else cores)
+        available = len(os.sched_getaffinity(0))
+        if cores is not None and cores > available:
+            raise InputError(f"a lab may use at most the {available} cores that this process has, not {cores:g}")
+        self.plan: LabPlan = plan_lab(cluster, cores=float(available) if cores is None else cores)
         self._speeds = [processor.speed for processor in cluster.processors]
         self._dead: set[str] = set()
         self._cut: set[str] = set()

@@ -12,7 +12,6 @@ knows by itself how many samples each rank had.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, overload
@@ -20,7 +19,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from tatami.comm.allreduce import DEBUG_VARIABLE
+from tatami.comm.agreement import debugging
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.parallel.bucket_set import BucketSet
@@ -188,7 +187,7 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
 
     def _average(self, weight: float) -> None:
         self._num_steps += 1
-        if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+        if debugging():
             names = [name for group in self._groups for name in group.names]
             check_finite(self._comm, names, [each for group in self._groups for each in group.parameters], step=self._num_steps)
         for group in self._groups:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tatami.errors import CheckpointError, InputError
+from tatami.inputs import check_seed
 from tatami.outputs import write_text
 from tatami.server.consistency import ASP, BSP, SSP, AbstractConsistency, Backup
 from tatami.server.optimizers import SGD, AbstractOptimizer, Adam
@@ -50,6 +51,7 @@ class RunSettings:
     script: str | None = None
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         if self.batch_size < 1:
             raise InputError(f"batch_size must be at least 1 sample, not {self.batch_size}")
         if self.clip_norm is not None and not self.clip_norm > 0:

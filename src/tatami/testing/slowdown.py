@@ -13,6 +13,7 @@ from tatami.clock import Clock, SystemClock
 from tatami.cluster import check_speeds
 from tatami.errors import InputError
 
+MOST_TIMES_SLOWER = 10_000
 FULLEST = 0.7
 """Emulated ranks keep their cores busy for at most this share of the time, so that they seldom wait for a core."""
 
@@ -51,7 +52,7 @@ class Slowdown:
     @factor.setter
     def factor(self, factor: float) -> None:
         if not (math.isfinite(factor) and factor >= 1):
-            raise InputError(f"a slowdown's factor must be a finite number >= 1, not {factor}: a rank can not be made faster")
+            raise InputError(f"a slowdown's factor must be a finite number >= 1, not {factor}: a rank cannot be made faster")
         self._factor = float(factor)
 
     def begin(self) -> None:
@@ -98,13 +99,18 @@ def emulated_factors(speeds: Sequence[float], *, cores: int | None = None) -> Em
 
     Raises:
         ClusterError: speeds that are not finite numbers > 0.
-        InputError: less than one core.
+        InputError: less than one core, or speeds that differ by a factor of more than 10,000.
     """
     check_speeds(speeds)
     available = len(os.sched_getaffinity(0)) if cores is None else cores
     if available < 1:
         raise InputError(f"cores must be at least 1, not {available}")
     fastest = max(speeds)
+    if fastest > MOST_TIMES_SLOWER * min(speeds):
+        raise InputError(
+            f"the speeds to emulate differ by a factor of {fastest / min(speeds):.3g}; a rank cannot be slowed to less than a "
+            f"{MOST_TIMES_SLOWER:,}th of the fastest, or an iteration would last for hours"
+        )
     busy_cores = math.fsum(speed / fastest for speed in speeds)
     # A rank for each core never waits for one.
     scale = 1.0 if len(speeds) <= available else max(1.0, busy_cores / (FULLEST * available))

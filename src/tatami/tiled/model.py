@@ -13,14 +13,18 @@ from torch.utils import _pytree as pytree
 
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import InputError, ModelError
+from tatami.errors import InputError, ModelError, TrainingError
 from tatami.tiled.describe import PairNames, workload_of
 from tatami.tiled.dropout import WholeDropout
 from tatami.tiled.horizontal import HorizontalSum
+from tatami.tiled.norms import WholeNorms
+from tatami.tiled.optimizers import watch_optimizers
 from tatami.tiled.pair import TiledFirst, TiledSecond
 from tatami.tiled.phases import IterationPhase, Phases
 from tatami.tiled.placement import Placement, largest, place
+from tatami.tiled.registry import register
 from tatami.tiled.rows import Rows
+from tatami.tiled.torch_norms import watch_norms
 from tatami.tiled.vertical import ColumnComm
 from tatami.tiling import Layout, Span, Tile, Tiling, spans
 from tatami.workload import Workload
@@ -54,6 +58,7 @@ class TiledModel(nn.Module):
         tilings: the layout, cut for each pair.
         phases: where the time goes.
         reduction: what the loss does with the samples: "mean" or "sum".
+        norms: of whole gradients and weights. What is computed from one `.grad` by hand, its norm too, is over the units here.
     """
 
     def __init__(
@@ -93,7 +98,11 @@ class TiledModel(nn.Module):
             if parameter is not None
         ]
         self._unique = list(self.module.parameters())
+        self.norms = WholeNorms(comm, holders=self._ranks_of_first_column, phases=phases)
+        register(self)
+        watch_optimizers()
         if comm.size > 1:
+            watch_norms()
             for owner in {owner for owner, _, _ in self._slots}:
                 owner.register_forward_pre_hook(_refuse_leaves)
 
@@ -158,26 +167,34 @@ class TiledModel(nn.Module):
                 leaves[i] = tensor
         return pytree.tree_unflatten(leaves, structure)
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm as it was. Collective.
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> float:
+        """Scale all gradients so that their global norm is at most `max_norm`; returns the norm as it was. Collective.
 
-        Every unit and every replicated parameter counts once, however many ranks hold it.
+        Every unit and every replicated parameter counts once, however many ranks hold it. `torch.nn.utils.clip_grad_norm_` on
+        the model's parameters does the same; this sums in double precision.
+
+        Args:
+            max_norm: the largest norm that is left as it is.
+            norm_type: which p-norm; `math.inf` for the largest element.
+            error_if_nonfinite: raise where the norm is NaN or infinite.
+
+        Raises:
+            TrainingError: on all ranks, with `error_if_nonfinite`; the gradients are as they were.
         """
-        squares = torch.zeros((), dtype=torch.float64)
-        tiled = {id(rows.tensor) for pair in self.pair_rows() for rows in pair}
-        column = self.tile.column if self.tile is not None else None
-        for parameter in self._unique:
-            counts = column == 0 if id(parameter) in tiled else self.comm.rank == 0
-            if parameter.grad is not None and counts:
-                squares += parameter.grad.double().square().sum()
-        with self.phases.during(IterationPhase.HORIZONTAL):
-            self.comm.allreduce(squares)
-        norm = math.sqrt(squares.item())
-        scale = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
-        if scale < 1.0:
-            for parameter in self._unique:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale)
+        trained = [parameter for parameter in self._unique if parameter.grad is not None]
+        tiled = {id(parameter) for parameter in self.tiled_parameters()}
+        grads = [parameter.grad for parameter in trained if parameter.grad is not None]
+        norms = self.norms.of(grads, norm_type, tiled=[id(parameter) in tiled for parameter in trained])
+        norm = torch.linalg.vector_norm(norms, norm_type).item() if trained else 0.0
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise TrainingError(
+                f"the norm of order {norm_type:g} of the gradients is {norm}, so they cannot be clipped. Look for bad samples, "
+                "or lower the learning rate"
+            )
+        scale = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_, also where it is NaN
+        if not scale >= 1.0:
+            for grad in grads:
+                grad.mul_(scale)
         return norm
 
     def close(self) -> None:
@@ -239,6 +256,10 @@ class TiledModel(nn.Module):
             result.append(rows)
         return result
 
+    def tiled_parameters(self) -> list[nn.Parameter]:
+        """The parameters of which this rank holds some units."""
+        return [rows.tensor for pair in self.pair_rows() for rows in pair if isinstance(rows.tensor, nn.Parameter)]
+
     # -- inside -----------------------------------------------------------------------------------------------------------
 
     def _adopt(self, placement: Placement) -> None:
@@ -253,6 +274,9 @@ class TiledModel(nn.Module):
     def _place(self, layout: Layout) -> Placement:
         """See `place`; the model stays as it is. Collective."""
         return place(layout, self.comm, names=self.names, workload=self.workload)
+
+    def _ranks_of_first_column(self) -> list[int]:
+        return [self.names.index(tile.processor) for tile in self.tiling.columns[0]]
 
     def _tile(self, whole: nn.Module) -> None:
         """Put tiled layers in the place of the pairs, and dropout that draws for the whole batch in the place of dropout."""

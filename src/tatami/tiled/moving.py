@@ -14,14 +14,13 @@ from torch import nn
 
 from tatami.comm.agreement import same_everywhere
 from tatami.comm.checked import as_bytes
-from tatami.errors import ModelError, PlanError
+from tatami.errors import PlanError
 from tatami.retiling.moves import Move, moves
 from tatami.tiled.model import TiledModel
 from tatami.tiled.rows import Rows
 from tatami.tiling import Layout, Span, Tiling
 
 _TAG = 11
-_NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,20 +29,6 @@ class Moved:
 
     num_units: int
     sent_bytes: int
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that looks at a whole weight at once, of which a rank holds only a part.
-
-    Raises:
-        ModelError: the optimizer does not work element by element.
-    """
-    name = type(optimizer).__name__
-    if name in _NOT_ELEMENTWISE:
-        raise ModelError(
-            f"{name} does not work element by element: it would see this rank's tile as the whole weight. "
-            "Use SGD, Adam, AdamW, RMSprop, Adagrad or another optimizer that does"
-        )
 
 
 def move(

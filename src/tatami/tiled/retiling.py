@@ -14,7 +14,8 @@ from torch import nn
 
 from tatami.retiling import Controller, Decision, Retiler, Timing
 from tatami.tiled.model import TiledModel
-from tatami.tiled.moving import Moved, check_optimizer, move
+from tatami.tiled.moving import Moved, move
+from tatami.tiled.optimizers import check_optimizer
 from tatami.tiled.phases import PhaseTimes
 
 logger = logging.getLogger(__name__)

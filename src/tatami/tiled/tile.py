@@ -83,10 +83,9 @@ def tile(
     generator = torch.Generator()
     generator.set_state(comm.bcast_object(torch.get_rng_state()))
     # Its messages have tags, which are the user's on the user's communicator.
-    private = comm.duplicate()
     return TiledModel(
         whole,
-        private,
+        comm.duplicate(),
         pairs=pairs,
         layout=layout,
         cluster=cluster,

@@ -26,7 +26,7 @@ from tatami.records import Records
 from tatami.retiling import Retiler
 from tatami.tiled.batches import Batches, check_data
 from tatami.tiled.model import LossReduction, TiledModel
-from tatami.tiled.moving import check_optimizer
+from tatami.tiled.optimizers import check_optimizer
 from tatami.tiled.phases import IterationPhase
 from tatami.tiled.retiling import Check, Retiling
 from tatami.tiled.weights import load_model, save_model, write_model

@@ -70,14 +70,15 @@ def time_bound_s(cluster: Cluster, *, workload: Workload, cost: AlphaBetaCost) -
     alone_s = (floor.area_flop + floor.width_flop) / float(speeds.max())
     if cluster.size == 1:
         return alone_s
+    link = fastest(cluster)
     if not floor.area_flop:
         # Every sample has its column: all that is done is done side by side, and its gradients are summed.
-        return min(alone_s, floor.width_flop / fsum(speeds) + _across_s(fastest(cluster), workload=workload))
+        return min(alone_s, floor.width_flop / fsum(speeds) + _across_s(link, workload=workload))
     low, high = floor.area_flop / fsum(speeds), alone_s
     low = min(low, high)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if fsum(_largest_area(middle, speeds, floor=floor, link=fastest(cluster), workload=workload)) >= 1:
+        if fsum(_largest_area(middle, speeds, floor=floor, link=link, workload=workload)) >= 1:
             high = middle
         else:
             low = middle

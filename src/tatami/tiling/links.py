@@ -15,10 +15,6 @@ class SlowestLink:
         self.cluster = cluster
         self.host = {processor.name: processor.host for processor in cluster.processors}
         self.local_and_network = slowest((cluster.local, cluster.network))
-        self.partners: dict[str, list[str]] = {}
-        for first, second in cluster.links:
-            if first != second:
-                self.partners.setdefault(first, []).append(second)
 
     def among(self, names: Iterable[str]) -> Link:
         """The slowest link between any two of `names`, of which there are at least two."""
@@ -57,7 +53,7 @@ class LinkGroup:
         if len(found) < len(crowded):
             found.append(cluster.local)
         between = [
-            cluster.links[host, other] for host in members for other in self._links.partners.get(host, ()) if other in members
+            cluster.links[host, other] for host in members for other in cluster.linked_hosts.get(host, ()) if other in members
         ]
         if len(between) < len(members) * (len(members) - 1) // 2:
             found.append(cluster.network)

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tatami.errors import PlanError
+from tatami.errors import PlanError, shortened
 from tatami.workload.block import Block
 from tatami.workload.linear_pair import linear_pair
 from tatami.workload.workload import Workload
+
+_MOST_DIGITS, _MOST_SIZES = 9, 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +42,19 @@ def parse_net(text: str) -> tuple[int, ...]:
     """The sizes of a network written "203-80-26": inputs, hidden layers, outputs.
 
     Raises:
-        PlanError: not at least three whole numbers >= 1, joined by "-".
+        PlanError: not at least three whole numbers from 1 to 10**9, joined by "-"; or more than 1,000 of them.
     """
-    words = text.strip().split("-")
-    if any(not word.strip().isascii() or not word.strip().isdigit() or int(word) < 1 for word in words):
-        raise PlanError(f"network {text!r} must be whole numbers >= 1 joined by '-': inputs-hidden-outputs, such as 203-80-26")
+    words = [word.strip() for word in text.split("-")]
+    shown = shortened(text)
+    if any(not (word.isascii() and word.isdigit()) or len(word) > _MOST_DIGITS or int(word) < 1 for word in words):
+        raise PlanError(
+            f"network {shown!r} must be whole numbers >= 1 of at most {_MOST_DIGITS} digits, joined by '-': "
+            "inputs-hidden-outputs, such as 203-80-26"
+        )
+    if len(words) > _MOST_SIZES:
+        raise PlanError(f"network {shown!r} has {len(words)} sizes; at most {_MOST_SIZES}")
     if len(words) < 3:
-        raise PlanError(f"network {text!r} has no hidden layer; write at least inputs-hidden-outputs, such as 203-80-26")
+        raise PlanError(f"network {shown!r} has no hidden layer; write at least inputs-hidden-outputs, such as 203-80-26")
     return tuple(int(word) for word in words)
 
 

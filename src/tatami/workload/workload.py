@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tatami.errors import PlanError
+from tatami.errors import PlanError, shortened
 from tatami.workload.block import Block
 from tatami.workload.linear_pair import linear_pair
 from tatami.workload.section import Section
+
+MOST_SAMPLES = 10**12
+"""Of a batch: far below what a float counts exactly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,8 @@ class Workload:
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise PlanError(f"a workload needs at least 1 sample, not {self.samples}")
+        if self.samples > MOST_SAMPLES:
+            raise PlanError(f"a workload has at most {MOST_SAMPLES:,} samples, not {shortened(str(self.samples))}")
         if not 0 <= self.sample_flop < math.inf:
             raise PlanError(f"sample_flop of a workload must be a finite number >= 0, not {self.sample_flop}")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tatami.cluster.cluster import link_problems
 from tatami.errors import ClusterError
 
 
@@ -60,10 +60,8 @@ class Wire:
     fat: bool = False
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.bandwidth_bytes_per_s) and self.bandwidth_bytes_per_s > 0):
-            raise ClusterError(f"the bandwidth of a link must be a finite number > 0 bytes/s, not {self.bandwidth_bytes_per_s}")
-        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
-            raise ClusterError(f"the latency of a link must be a finite number >= 0 s, not {self.latency_s}")
+        if problems := link_problems(bandwidth_bytes_per_s=self.bandwidth_bytes_per_s, latency_s=self.latency_s):
+            raise ClusterError("; ".join(problems.values()))
 
     def make(self, zone: Any, name: str, *, grid: Any) -> Any:
         """The link in SimGrid, as a route from below upwards takes it."""

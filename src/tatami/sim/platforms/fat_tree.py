@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
+from tatami.cluster.cluster import MOST_PROCESSORS
+from tatami.cluster.speeds import speed_problem
 from tatami.errors import ClusterError
 from tatami.sim.platforms.base import RDMA, AbstractPlatform, Fabric, PlatformPart, Wire
 
@@ -32,10 +34,10 @@ class FatTree(AbstractPlatform):
     fabric: Fabric = field(default=RDMA)
 
     def __post_init__(self) -> None:
-        if self.nodes < 1:
-            raise ClusterError(f"a fat tree has at least 1 node, not {self.nodes}")
-        if not self.speed_flop_per_s > 0:
-            raise ClusterError(f"the speed of a node must be > 0, not {self.speed_flop_per_s}")
+        if not 1 <= self.nodes <= MOST_PROCESSORS:
+            raise ClusterError(f"a fat tree has 1 to {MOST_PROCESSORS:,} nodes, not {self.nodes}")
+        if problem := speed_problem(self.speed_flop_per_s):
+            raise ClusterError(f"the speed of a node {problem}")
 
     @cached_property
     def hosts(self) -> Sequence[str]:

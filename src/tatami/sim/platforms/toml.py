@@ -19,13 +19,13 @@ link = { bandwidth = "125 MB/s", latency = "50 us", duplex = false }
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tatami.cluster import read_cluster
-from tatami.errors import ClusterError, InputError
+from tatami.errors import ClusterError, InputError, shortened
+from tatami.inputs import read_toml
 from tatami.sim.platforms.base import RDMA, TCP, AbstractPlatform, Wire
 from tatami.sim.platforms.flat import ClusterPlatform
 from tatami.sim.platforms.tree import MachineGroup, Tree
@@ -36,6 +36,7 @@ T = TypeVar("T")
 _FABRICS = {"tcp": TCP, "rdma": RDMA}
 _TOP_KEYS = ("name", "fabric", "backbone", "groups")
 _GROUP_KEYS = ("name", "count", "speed", "cores", "link", "backbone", "groups")
+_DEEPEST = 20
 _WIRE_KEYS = ("bandwidth", "latency", "duplex", "fat")
 
 
@@ -49,12 +50,7 @@ def read_platform(path: Path | str) -> AbstractPlatform:
     file = Path(path)
     if file.suffix == ".xml":
         return read_xml(file)
-    try:
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ClusterError(f"cannot read the platform file {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ClusterError(f"{path} is not TOML: {error}") from None
+    tables = read_toml(file, what="the platform file", error=ClusterError)
     if "groups" not in tables:
         return ClusterPlatform(cluster=read_cluster(file), name=file.stem)
     reading = _Reading()
@@ -74,7 +70,7 @@ class _Reading:
         self._refuse_unknown(tables, _TOP_KEYS, path="")
         fabric = tables.get("fabric", "tcp")
         if fabric not in _FABRICS:
-            self.problems.append(f"fabric: must be one of {', '.join(_FABRICS)}, not {fabric!r}")
+            self.problems.append(f"fabric: must be one of {', '.join(_FABRICS)}, not {shortened(repr(fabric))}")
         backbone = self._wire(tables.get("backbone"), path="backbone")
         groups = self._groups(tables["groups"], path="groups")
         if self.problems:
@@ -86,18 +82,21 @@ class _Reading:
         if not isinstance(value, list) or not value:
             self.problems.append(f"{path}: must be a list of tables: head each with double brackets")
             return ()
+        if path.count(".") >= _DEEPEST:
+            self.problems.append(f"{shortened(path)}: groups are nested more than {_DEEPEST} deep")
+            return ()
         groups = [self._group(table, path=f"{path}[{index}]") for index, table in enumerate(value)]
         return tuple(group for group in groups if group is not None)
 
     def _group(self, table: object, *, path: str) -> MachineGroup | None:
         if not isinstance(table, dict):
-            self.problems.append(f"{path}: must be a table, not {table!r}")
+            self.problems.append(f"{path}: must be a table, not {shortened(repr(table))}")
             return None
         before = len(self.problems)
         self._refuse_unknown(table, _GROUP_KEYS, path=path)
         name = table.get("name")
         if not isinstance(name, str) or not name.strip():
-            self.problems.append(f"{path}.name: must be a text that is not empty, not {name!r}")
+            self.problems.append(f"{path}.name: must be a text that is not empty, not {shortened(repr(name))}")
         count = self._count(table.get("count", 1), path=f"{path}.count")
         cores = self._count(table.get("cores", 1), path=f"{path}.cores")
         speed = self._positive(table.get("speed", 1.0), parse_speed, path=f"{path}.speed")
@@ -125,7 +124,9 @@ class _Reading:
         if value is None:
             return None
         if not isinstance(value, dict):
-            self.problems.append(f'{path}: must be a table, as {{ bandwidth = "1 Gbit/s", latency = "50 us" }}, not {value!r}')
+            self.problems.append(
+                f'{path}: must be a table, as {{ bandwidth = "1 Gbit/s", latency = "50 us" }}, not {shortened(repr(value))}'
+            )
             return None
         self._refuse_unknown(value, _WIRE_KEYS, path=path)
         missing = [key for key in ("bandwidth", "latency") if key not in value]
@@ -143,14 +144,14 @@ class _Reading:
 
     def _count(self, value: object, *, path: str) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.problems.append(f"{path}: must be a whole number >= 1, not {value!r}")
+            self.problems.append(f"{path}: must be a whole number >= 1, not {shortened(repr(value))}")
             return 1
         return value
 
     def _positive(self, value: object, parse: Any, *, path: str) -> float:
         number = self._parsed(value, parse, path=path)
         if number == 0:
-            self.problems.append(f"{path}: must be > 0, not {value!r}")
+            self.problems.append(f"{path}: must be > 0, not {shortened(repr(value))}")
         return number
 
     def _parsed(self, value: object, parse: Any, *, path: str) -> float:

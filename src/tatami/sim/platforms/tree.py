@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from tatami.cluster.cluster import MOST_PROCESSORS
+from tatami.cluster.speeds import speed_problem
 from tatami.errors import ClusterError
 from tatami.sim.engine import simgrid
 from tatami.sim.platforms.base import TCP, AbstractPlatform, Fabric, PlatformPart, Wire
+
+_MOST_CORES = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +42,15 @@ class MachineGroup:
         problems = []
         if self.count < 1:
             problems.append(f"{self.name}.count: must be >= 1, not {self.count}")
-        if not (math.isfinite(self.speed_flop_per_s) and self.speed_flop_per_s > 0):
-            problems.append(f"{self.name}.speed: must be a finite number > 0, not {self.speed_flop_per_s}")
-        if self.cores < 1:
-            problems.append(f"{self.name}.cores: must be >= 1, not {self.cores}")
+        if problem := speed_problem(self.speed_flop_per_s):
+            problems.append(f"{self.name}.speed: {problem}")
+        if not 1 <= self.cores <= _MOST_CORES:
+            problems.append(f"{self.name}.cores: must be from 1 to {_MOST_CORES:,}, not {self.cores}")
         if self.backbone is not None and not self.groups:
             problems.append(f"{self.name}.backbone: a machine has none; it is of what holds groups")
-        problems += _taken_twice(self.groups, path=f"{self.name}.")
+        problems += _too_many((self,)) or _taken_twice(self.groups, path=f"{self.name}.")
         if problems:
-            raise ClusterError("this platform cannot be:", problems=problems)
+            raise ClusterError("this platform is invalid:", problems=problems)
 
     @property
     def names(self) -> list[str]:
@@ -75,10 +78,10 @@ class Tree(AbstractPlatform):
 
     def __post_init__(self) -> None:
         problems = [] if self.groups else ["groups: there is none"]
-        problems += _taken_twice(self.groups, path="")
+        problems += _too_many(self.groups) or _taken_twice(self.groups, path="")
         problems += _wire_problems(self.groups, backbone=self.backbone, above=0, path="")
         if problems:
-            raise ClusterError(f"the platform {self.name} cannot be:", problems=problems)
+            raise ClusterError(f"the platform {self.name} is invalid:", problems=problems)
 
     @cached_property
     def hosts(self) -> Sequence[str]:
@@ -162,6 +165,12 @@ def _parts(groups: Sequence[MachineGroup], *, copies: int, depth: int) -> Iterat
 
 def _wire_part(what: str, wire: Wire, *, count: int) -> PlatformPart:
     return PlatformPart(what=what, count=count, bandwidth_bytes_per_s=wire.bandwidth_bytes_per_s, latency_s=wire.latency_s)
+
+
+def _too_many(groups: Sequence[MachineGroup]) -> list[str]:
+    """Asked before any name of a machine is made."""
+    num_hosts = sum(group.num_hosts for group in groups)
+    return [f"{num_hosts:,} machines are too many; at most {MOST_PROCESSORS:,}"] if num_hosts > MOST_PROCESSORS else []
 
 
 def _taken_twice(groups: Sequence[MachineGroup], *, path: str) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tatami.errors import ClusterError, SimulationError
+from tatami.inputs import check_input
 from tatami.sim.engine import simgrid
 from tatami.sim.platforms.base import TCP, AbstractPlatform, Fabric, PlatformPart
 from tatami.sim.processes import Runs
@@ -60,8 +61,7 @@ def read_xml(path: Path | str) -> XmlPlatform:
         MissingExtraError: SimGrid is not installed.
     """
     file = Path(path).absolute()
-    if not file.is_file():
-        raise ClusterError(f"cannot read the platform file {path}: there is no such file")
+    check_input(file, what="the platform file", error=ClusterError)
     try:
         with Runs(cores=1) as runs:
             contents = runs.call(_look, str(file))

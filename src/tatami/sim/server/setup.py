@@ -117,9 +117,9 @@ class ServerSetup:
             "model_bytes": self.model_bytes,
             "checkpoints.size_bytes": self.checkpoints.size_bytes,
             "checkpoints.bandwidth_bytes_per_s": self.checkpoints.bandwidth_bytes_per_s,
-            "mtbf_s": math.nan if self.mtbf_s is None else self.mtbf_s,
-            "server_mtbf_s": math.nan if self.server_mtbf_s is None else self.server_mtbf_s,
-            "link_mtbf_s": math.nan if self.link_mtbf_s is None else self.link_mtbf_s,
+            "mtbf_s": self.mtbf_s,
+            "server_mtbf_s": self.server_mtbf_s,
+            "link_mtbf_s": self.link_mtbf_s,
         }
         at_least_0 = {
             "detection_s": self.detection_s,
@@ -128,7 +128,7 @@ class ServerSetup:
             "link_repair_s": self.link_repair_s,
         }
         for name, value in positive.items():
-            if value <= 0 or math.isinf(value):
+            if value is not None and not 0 < value < math.inf:
                 raise InputError(f"{name} must be a finite number > 0, not {value}")
         for name, value in at_least_0.items():
             if not 0 <= value < math.inf:

@@ -1,0 +1,417 @@
+"""Several passes in flight on one communicator, passes that are over, retained and abandoned ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tatami import functions
+from tatami.comm import AbstractCommunicator
+from tatami.errors import ClosedError, CommError, CommTimeoutError
+from tatami.functions import chain as chain_module
+from tatami.functions import inbox as inbox_module
+from tatami.functions import outbox as outbox_module
+from tatami.parallel import MultiNodeChainList
+from tatami.testing.worlds import World
+
+NUM_MICRO_BATCHES = 4
+
+
+def scalar(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
+
+
+def grad_of(x: torch.Tensor) -> float:
+    assert x.grad is not None
+    return x.grad.item()
+
+
+# -- passes that are over --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("end", [torch.Tensor.backward, functions.backward])
+def test_a_second_loss_of_a_pass_that_is_over_is_refused(world: World, end: Callable[[torch.Tensor], None]) -> None:
+    def body(comm: AbstractCommunicator) -> list[float]:
+        if comm.rank == 0:
+            x = torch.ones(2, requires_grad=True)
+            for factor in (1, 2, 3):
+                functions.send(factor * x, comm, dest=1)
+            functions.backward()
+            assert x.grad is not None
+            return x.grad.tolist()
+        losses = [functions.recv(comm, source=0).sum() for _ in range(3)]
+        end(losses[0])
+        for loss in losses[1:]:
+            with pytest.raises(CommError, match=r"recv at .*functions_passes.py:\d+ comes to a pass that is over"):
+                end(loss)
+        return []
+
+    assert world(body)[0] == [1.0, 1.0]
+
+
+@pytest.mark.ranks(2)
+def test_one_backward_over_all_losses_gives_the_whole_gradient(world: World) -> None:
+    """What the error of the test above says to do."""
+
+    def body(comm: AbstractCommunicator) -> list[float]:
+        if comm.rank == 0:
+            x = torch.ones(2, requires_grad=True)
+            for factor in (1, 2, 3):
+                functions.send(factor * x, comm, dest=1)
+            functions.backward()
+            assert x.grad is not None
+            return x.grad.tolist()
+        losses = [functions.recv(comm, source=0).sum() for _ in range(3)]
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+        return []
+
+    assert world(body)[0] == [6.0, 6.0]
+
+
+@pytest.mark.ranks(2)
+def test_each_side_may_run_the_same_backward_twice_if_it_is_retained(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> float:
+        if comm.rank == 0:
+            x = scalar(1)
+            functions.send(x, comm, dest=1)
+            functions.backward(retain_graph=True)
+            functions.backward()
+            functions.backward()  # nothing is left
+            return grad_of(x)
+        y = functions.recv(comm, source=0)
+        functions.backward(2 * y, retain_graph=True)
+        functions.backward(3 * y)
+        with pytest.raises(CommError, match="comes to a pass that is over"):
+            functions.backward(4 * y)
+        return 0.0
+
+    assert world(body)[0] == 5
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_that_has_nothing_to_do_with_a_retained_pass_leaves_it_alone(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> tuple[float, float]:
+        x, w = scalar(1), scalar(3)
+        y = functions.allreduce(x, comm)
+        functions.backward(2 * y, retain_graph=True)
+        functions.backward(w**2)
+        functions.backward(3 * y)
+        return grad_of(x), grad_of(w)
+
+    assert world(body) == [(10.0, 6.0)] * 2
+
+
+@pytest.mark.ranks(2)
+def test_a_retained_pass_is_not_run_again_with_the_next_one(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> tuple[float, float] | None:
+        if comm.rank == 0:
+            x, z = scalar(1), scalar(1)
+            functions.send(x, comm, dest=1)
+            functions.backward(retain_graph=True)
+            functions.send(z, comm, dest=1)
+            functions.backward()
+            return grad_of(x), grad_of(z)
+        functions.recv(comm, source=0).backward(retain_graph=True)
+        (7 * functions.recv(comm, source=0)).backward()
+        return None
+
+    assert world(body)[0] == (1, 7)
+
+
+# -- several passes in flight ------------------------------------------------------------------------------------------------
+
+
+def pipeline(comm: AbstractCommunicator, schedule: Callable[[int, int], list[tuple[str, int]]]) -> list[float]:
+    """A network of one weight for each rank, with the loss on the last; returns this rank's gradient after each backward."""
+    weight = scalar(comm.rank + 2)
+    passes: dict[int, functions.Pass] = {}
+    losses: dict[int, torch.Tensor] = {}
+    grads = []
+    last = comm.size - 1
+    for what, number in schedule(comm.rank, comm.size):
+        if what == "forward":
+            with functions.Pass() as passes[number]:
+                x = torch.tensor(float(number + 1), dtype=torch.float64)
+                h = weight * (x if comm.rank == 0 else functions.recv(comm, source=comm.rank - 1))
+                if comm.rank < last:
+                    functions.send(h, comm, dest=comm.rank + 1)
+                else:
+                    losses[number] = (number + 1) * h**2
+        elif comm.rank < last:
+            passes[number].backward()
+            grads.append(grad_of(weight))
+        else:
+            losses[number].backward()  # type: ignore[no-untyped-call]
+            grads.append(grad_of(weight))
+    return grads
+
+
+def all_forward_first(rank: int, size: int) -> list[tuple[str, int]]:  # noqa: ARG001
+    numbers = range(NUM_MICRO_BATCHES)
+    return [("forward", number) for number in numbers] + [("backward", number) for number in numbers]
+
+
+def last_pass_first(rank: int, size: int) -> list[tuple[str, int]]:  # noqa: ARG001
+    numbers = range(NUM_MICRO_BATCHES)
+    return [("forward", number) for number in numbers] + [("backward", number) for number in reversed(numbers)]
+
+
+def one_forward_one_backward(rank: int, size: int) -> list[tuple[str, int]]:
+    ahead = min(size - 1 - rank, NUM_MICRO_BATCHES)
+    steps = [("forward", number) for number in range(ahead)]
+    for number in range(NUM_MICRO_BATCHES):
+        if number + ahead < NUM_MICRO_BATCHES:
+            steps.append(("forward", number + ahead))
+        steps.append(("backward", number))
+    return steps
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("schedule", [all_forward_first, last_pass_first, one_forward_one_backward])
+def test_micro_batches_in_flight(world: World, schedule: Callable[[int, int], list[tuple[str, int]]]) -> None:
+    """The loss of number m is (m + 1) (x_m w_0 w_1 ...)^2, x_m = m + 1; its gradient of w is twice it, over w."""
+    product = torch.arange(2.0, world.size + 2, dtype=torch.float64).prod().item()
+    order = [number for what, number in schedule(0, world.size) if what == "backward"]
+    losses = [(number + 1) * ((number + 1) * product) ** 2 for number in order]
+    for rank, grads in enumerate(world(lambda comm: pipeline(comm, schedule))):
+        expected = [sum(2 * loss / (rank + 2) for loss in losses[: done + 1]) for done in range(NUM_MICRO_BATCHES)]
+        assert grads == pytest.approx(expected)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_without_a_loss_ends_all_passes_in_flight_by_one_backward(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> list[float]:
+        if comm.rank == 0:
+            x = torch.ones(2, requires_grad=True)
+            for factor in (1, 2, 3):
+                with functions.Pass():
+                    functions.send(factor * x, comm, dest=1)
+            functions.backward()
+            assert x.grad is not None
+            return x.grad.tolist()
+        losses = []
+        for _ in range(3):
+            with functions.Pass():
+                losses.append(functions.recv(comm, source=0).sum())
+        for loss in losses:
+            loss.backward()
+        return []
+
+    assert world(body)[0] == [6.0, 6.0]
+
+
+@pytest.mark.ranks(2)
+def test_functions_backward_of_a_loss_runs_the_pass_that_it_belongs_to(world: World) -> None:
+    """What another pass has received and not used so far is still there afterwards."""
+
+    def body(comm: AbstractCommunicator) -> list[float]:
+        passes = [functions.Pass(), functions.Pass()]
+        xs = [scalar(1), scalar(2)]
+        ys = []
+        for one, x in zip(passes, xs, strict=True):
+            with one:
+                ys.append(functions.sendrecv(x, comm, dest=1 - comm.rank, source=1 - comm.rank))
+                functions.send(x, comm, dest=1 - comm.rank)
+                functions.recv(comm, source=1 - comm.rank)
+        functions.backward(10 * ys[1])
+        before = [x.grad is None for x in xs]
+        with passes[0]:
+            functions.backward(100 * ys[0])
+        assert before == [True, False]
+        return [grad_of(x) for x in xs]
+
+    assert world(body) == [[100.0, 10.0]] * 2
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_spans_communicators_and_may_be_entered_again(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> list[float]:
+        other = comm.split(0)
+        assert other is not None
+        xs = [scalar(1), scalar(2)]
+        passes = [functions.Pass(), functions.Pass()]
+        totals = []
+        for one, x in zip(passes, xs, strict=True):
+            with one:
+                totals.append(functions.allreduce(x, comm))
+        for number, one in enumerate(passes):
+            with one:
+                totals[number] = functions.allreduce(totals[number], other)
+        for one, total in zip(passes, totals, strict=True):
+            one.backward(3 * total)
+        other.close()
+        return [grad_of(x) for x in xs]
+
+    assert world(body) == [[12.0, 12.0]] * 2
+
+
+@pytest.mark.ranks(2)
+def test_a_chain_list_in_micro_batches(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> list[float]:
+        model = MultiNodeChainList(comm)
+        layer = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        nn.init.constant_(layer.weight, 2.0)
+        if comm.rank == 0:
+            model.add_link(layer, rank_out=1)
+        else:
+            model.add_link(layer, rank_in=0)
+        passes, outputs = [functions.Pass() for _ in range(3)], []
+        for number, one in enumerate(passes):
+            with one:
+                outputs.append(model(torch.full((1, 1), number + 1.0, dtype=torch.float64)))
+        for one, output in zip(passes, outputs, strict=True):
+            one.backward(output.sum() if comm.rank == 1 else None)
+        assert layer.weight.grad is not None
+        return layer.weight.grad.flatten().tolist()
+
+    assert world(body) == [[2.0 * 6]] * 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.threads_only
+def test_passes_must_correspond(world: World) -> None:
+    """A message of one pass is received in another one than the message before it."""
+
+    def body(comm: AbstractCommunicator) -> str:
+        if comm.rank == 0:
+            for _ in range(2):
+                with functions.Pass():
+                    functions.send(scalar(1), comm, dest=1)
+            with pytest.raises(CommError) as told:
+                functions.backward()
+        else:
+            with functions.Pass():
+                functions.recv(comm, source=0)
+                with pytest.raises(CommError) as told:
+                    functions.recv(comm, source=0)
+        return str(told.value)
+
+    first, second = world(body)
+    assert "several passes in flight" in second
+    assert first == f"rank 1 found: {second}"
+
+
+@pytest.mark.ranks(2)
+def test_the_gradient_of_a_pass_among_others(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> list[float]:
+        passes, xs, ys = [functions.Pass(), functions.Pass()], [scalar(2), scalar(3)], []
+        for one, x in zip(passes, xs, strict=True):
+            with one:
+                ys.append(functions.allreduce(x**2, comm))
+        found = []
+        for one, x, y in zip(passes, xs, ys, strict=True):
+            with one:
+                found.append(functions.grad(y, x)[0].item())
+        return found
+
+    assert world(body) == [[8.0, 12.0]] * 2
+
+
+# -- abandoned passes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_forward_pass_abandoned_on_a_closed_communicator_is_forgotten(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> float:
+        other = comm.split(0)
+        assert other is not None
+        abandoned = functions.allreduce(scalar(1), other)
+        other.close()
+        x = scalar(2)
+        functions.allreduce(x, comm).backward()
+        functions.allreduce(x, comm)
+        functions.backward()
+        functions.backward(functions.allreduce(x, comm))
+        with pytest.raises(ClosedError, match=r"backward of allreduce at .*: this communicator was closed"):
+            abandoned.backward()
+        return grad_of(x)
+
+    assert world(body) == [2.0 * world.size] * world.size
+
+
+# -- bounds ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.threads_only
+def test_operations_that_no_backward_visits_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain_module, "MOST_OPERATIONS", 5)
+
+    def body(comm: AbstractCommunicator) -> str:
+        with pytest.raises(CommError) as told:  # noqa: PT012 -- which of them raises is counted below
+            for number in range(20):
+                if comm.rank == 0:
+                    functions.send(scalar(1), comm, dest=1)
+                else:
+                    functions.recv(comm, source=0)
+                sent = number + 1
+        assert sent == 5
+        return str(told.value)
+
+    for text in world(body):
+        assert "5 operations on this communicator wait for a backward pass" in text
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.threads_only
+def test_messages_that_are_not_received_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "MOST_UNSENT", 5)
+
+    def body(comm: AbstractCommunicator) -> str:
+        other = comm.split(0)
+        assert other is not None
+        other.timeout_s, sent, problem = 0.2, 0, ""
+        if comm.rank == 0:
+            with pytest.raises(CommTimeoutError) as told:  # noqa: PT012 -- which of them raises is counted below
+                for number in range(20):
+                    functions.send(torch.ones(1), other, dest=1)
+                    sent = number + 1
+            problem = str(told.value)
+            assert sent == 5
+        comm.barrier()
+        return problem
+
+    problem = world(body)[0]
+    assert "send on rank 0 to rank 1: 5 messages of this rank are under way, and the oldest was not received for 0.2" in problem
+
+
+@pytest.mark.ranks(2)
+def test_ranks_may_send_more_than_is_taken_at_once_before_they_receive(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "MOST_UNSENT", 5)
+    monkeypatch.setattr(inbox_module, "MOST_KEPT", 5)
+
+    def body(comm: AbstractCommunicator) -> list[float]:
+        with torch.no_grad():
+            for number in range(9):
+                functions.send(torch.tensor(float(number)), comm, dest=1 - comm.rank)
+            return [functions.recv(comm, source=1 - comm.rank).item() for _ in range(9)]
+
+    assert world(body) == [[float(number) for number in range(9)]] * 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.threads_only
+@pytest.mark.parametrize(("limit", "value"), [("MOST_KEPT", 5), ("MOST_KEPT_BYTES", 40)])
+def test_messages_that_are_not_asked_for_are_bounded(
+    world: World, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    monkeypatch.setattr(inbox_module, limit, value)
+
+    def body(comm: AbstractCommunicator) -> str:
+        with pytest.raises(CommError) as told:  # noqa: PT012 -- both ends of the same exchange
+            if comm.rank == 0:
+                for _ in range(20):
+                    functions.send(torch.ones(2), comm, dest=1)
+                functions.recv(comm, source=1)
+            else:
+                functions.recv(comm, source=0, tag=1)
+        comm.barrier()
+        return str(told.value)
+
+    first, second = world(body)
+    assert "rank 1 keeps 6 messages of 48 B that have come and that it has not asked for, the last one from rank 0" in second
+    assert first == f"rank 1 found: {second}"

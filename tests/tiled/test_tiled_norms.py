@@ -1,0 +1,228 @@
+"""Norms of gradients and weights: torch's own functions see the units of all ranks, and clip as on one machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import CommError, ModelError, TrainingError
+from tatami.testing.worlds import World
+from tatami.tiled import TiledModel, move, torch_norms
+from tiled_rig import assert_close, gradients, simple_layout, some_layouts, tiled, whole_gradients
+
+SAMPLES = 7
+NORM_TYPES = [1.0, 2.0, 3.5, math.inf, -math.inf, 0.0]
+Use = Callable[[Any], Any]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)]
+    return nn.Sequential(*layers, nn.Linear(3, 3)).double()
+
+
+def layers_of(model: nn.Module) -> nn.Sequential:
+    layers = model.module if isinstance(model, TiledModel) else model
+    assert isinstance(layers, nn.Sequential)
+    return layers
+
+
+def backward(model: Any, local: Callable[[torch.Tensor], torch.Tensor], *, times: float = 1.0) -> None:
+    x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.autograd.backward(times * model(local(x)).square().mean())
+
+
+def as_on_one_machine(world: World, use: Use, *, retile: bool = False) -> None:
+    """`use(model)` after a backward pass returns the same number, and leaves the same gradients, as on the plain model."""
+    plain = network()
+    backward(plain, lambda x: x)
+    expected = use(plain)
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> None:
+        for layout in some_layouts(comm.size):
+            model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
+            if retile:
+                move(model, some_layouts(comm.size)[-1], optimizer=None)
+            backward(model, model.local)
+            found = use(model)
+            assert float(found) == pytest.approx(float(expected), rel=1e-12, abs=0), f"{layout}"
+            assert_close(whole_gradients(model), gradients(plain), what=f"gradients on {layout}")
+
+    world(body)
+
+
+@pytest.mark.parametrize(
+    ("norm_type", "foreach"),
+    [
+        (1.0, None),
+        (2.0, None),
+        (2.0, False),
+        (2.0, True),
+        (3.5, None),
+        (math.inf, False),
+        (math.inf, True),
+        (-math.inf, True),
+        (0.0, None),
+    ],
+)
+def test_clip_grad_norm_of_torch(world: World, norm_type: float, foreach: bool | None) -> None:
+    def clip(model: nn.Module) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=norm_type, foreach=foreach)
+
+    as_on_one_machine(world, clip)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_clip_grad_norm_of_the_model(world: World, norm_type: float) -> None:
+    def clip(model: Any) -> float:
+        if isinstance(model, TiledModel):
+            return model.clip_grad_norm_(0.01, norm_type)
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type).item()
+
+    as_on_one_machine(world, clip)
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+def test_clipping_after_a_retiling(world: World, max_norm: float) -> None:
+    as_on_one_machine(world, lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), retile=True)
+
+
+def test_clip_grad_norm_of_some_parameters(world: World) -> None:
+    def clip(model: nn.Module) -> torch.Tensor:
+        layers = layers_of(model)
+        last = torch.nn.utils.clip_grad_norm_(layers[-1].parameters(), 0.01)
+        return last + torch.nn.utils.clip_grad_norm_(layers[2].parameters(), 0.01)
+
+    as_on_one_machine(world, clip)
+
+
+def test_clip_grad_norm_of_one_tensor(world: World) -> None:
+    def clip(model: nn.Module) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(next(layers_of(model)[0].parameters()), 0.01)
+
+    as_on_one_machine(world, clip)
+
+
+def test_clip_grad_value(world: World) -> None:
+    def clip(model: nn.Module) -> float:
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        return 1.0
+
+    as_on_one_machine(world, clip)
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.utils, "get_total_norm"), reason="this torch has no get_total_norm")
+@pytest.mark.parametrize("what", ["gradients", "weights"])
+@pytest.mark.parametrize(("norm_type", "foreach"), [(1.0, True), (2.0, None), (math.inf, True)])
+def test_get_total_norm(world: World, what: str, norm_type: float, foreach: bool | None) -> None:
+    def norm(model: nn.Module) -> torch.Tensor:
+        tensors = [each.grad if what == "gradients" else each.detach() for each in model.parameters()]
+        given = list(model.parameters()) if what == "weights" else tensors
+        return torch.nn.utils.get_total_norm([each for each in given if each is not None], norm_type, foreach=foreach)
+
+    as_on_one_machine(world, norm)
+
+
+@pytest.mark.parametrize("way", ["torch", "model"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_norms_that_are_not_finite(world: World, way: str, bad: float) -> None:
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> None:
+        def clip(*, strict: bool) -> float:
+            if way == "model":
+                return model.clip_grad_norm_(0.01, error_if_nonfinite=strict)
+            return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, error_if_nonfinite=strict).item()
+
+        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+        backward(model, model.local)
+        first = model.tiled_parameters()[0].grad
+        assert first is not None
+        if comm.rank == 0:
+            first[0, 0] = bad
+        before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        with pytest.raises(TrainingError if way == "model" else RuntimeError, match=r"cannot be clipped"):
+            clip(strict=True)
+        for parameter, was in zip(model.parameters(), before, strict=True):
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad.nan_to_num(), was.nan_to_num())
+        assert not math.isfinite(clip(strict=False))
+        comm.barrier()
+
+    world(body)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_clipping_is_one_exchange_and_none_without_tiles(world: World) -> None:
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+        backward(model, model.local)
+        calls = []
+        original = model.comm.allreduce
+
+        def noting(*args: Any, **kwargs: Any) -> None:
+            calls.append(args)
+            original(*args, **kwargs)
+
+        model.comm.allreduce = noting  # type: ignore[method-assign]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=False)
+        assert len(calls) == 1
+        model.clip_grad_norm_(0.01)
+        assert len(calls) == 2
+        torch.nn.utils.clip_grad_norm_(nn.Linear(2, 2).parameters(), 0.01)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        assert len(calls) == 2
+
+    world(body)
+
+
+@pytest.mark.ranks(2)
+def test_a_norm_that_one_rank_alone_asks_for_ends_with_an_error(world: World) -> None:
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+        backward(model, model.local)
+        model.comm.timeout_s = 0.2
+        if comm.rank == 0:
+            with pytest.raises(CommError):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        comm.barrier()
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, torch.optim.Adafactor])
+def test_optimizers_that_look_at_whole_weights_are_refused_in_loops_written_by_hand(world: World, optimizer: Any) -> None:
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, comm, layout=simple_layout(list(range(comm.size))), batch_size=SAMPLES)
+        backward(model, model.local)
+        before = [parameter.clone() for parameter in model.parameters()]
+        with pytest.raises(ModelError, match=f"{optimizer.__name__} does not work element by element"):
+            optimizer(model.parameters(), lr=0.1).step(lambda: torch.tensor(1.0))
+        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+        optimizer([nn.Parameter(torch.ones(2, 2))], lr=0.1).step(lambda: torch.tensor(1.0))
+
+    world(body)
+
+
+def test_a_torch_that_clips_in_another_way_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(parameters: Any, max_norm: float) -> torch.Tensor:  # noqa: ARG001
+        return torch.tensor(1.0)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", other)
+    monkeypatch.delattr(torch.nn.utils.clip_grad, torch_norms._SORT)
+    with pytest.warns(UserWarning, match=r"torch 2.* in a way that is not known here.*Call model.clip_grad_norm_ instead"):
+        torch_norms.watch_norms()
