@@ -10,7 +10,8 @@ from tatami.tiled import Retiling
 data = load("digits")
 comm = tatami.init()
 network = nn.Sequential(nn.Linear(64, 200), nn.Tanh(), nn.Dropout(0.1), nn.Linear(200, 10))
-model = tatami.tile(network, comm, batch_size=len(data.x), speeds="equal")  # nothing is known of the ranks
+# "equal": nothing is known of the ranks; "mean": what the loss below does with the samples
+model = tatami.tile(network, comm, batch_size=len(data.x), speeds="equal", reduction="mean")
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 loss_function = nn.CrossEntropyLoss()
 retiling = Retiling(model, optimizer, retiler=tatami.Retiler(every=20))

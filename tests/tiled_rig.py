@@ -194,17 +194,17 @@ def simple_layout(*columns: Sequence[int], widths: Sequence[float] | None = None
 
 
 def tiled(
-    model: nn.Module, comm: AbstractCommunicator, *, layout: Layout, batch_size: int, reduction: str = "mean"
+    model: nn.Module, comm: AbstractCommunicator, *, layout: Layout, batch_size: int, reduction: str | None = "mean"
 ) -> TiledModel:
     """`tatami.tile` as the tests call it."""
-    assert reduction in ("mean", "sum")
+    assert reduction in ("mean", "sum", None)
     return tile(
         model,
         comm,
         batch_size=batch_size,
         speeds="equal",
         layout=layout,
-        reduction="mean" if reduction == "mean" else "sum",
+        reduction="mean" if reduction == "mean" else "sum" if reduction == "sum" else None,
     )
 
 

@@ -97,7 +97,8 @@ class Tiled(AbstractContestant):
         dynamic = DYNAMIC.get(name)
         layout = layout_of(name, cluster=cluster, workload=task.workload)
         speeds: Cluster | Literal["equal"] = cluster if dynamic is None or dynamic.speeds else "equal"
-        self.model = tile(task.model, comm, batch_size=task.workload.samples, speeds=speeds, layout=layout, quiet=True)
+        samples = task.workload.samples
+        self.model = tile(task.model, comm, batch_size=samples, speeds=speeds, layout=layout, reduction="mean", quiet=True)
         self._task = task
         self._loss = nn.MSELoss()
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=_LEARNING_RATE)

@@ -162,7 +162,10 @@ class LabProbe:
         return {"tiles": list(timed), "tilings": found}
 
     def _iterations(self, layout: Layout, cluster: Cluster) -> Callable[[], None]:
-        model = tile(self._task.model, self._comm, batch_size=self._job.samples, speeds=cluster, layout=layout, quiet=True)
+        samples = self._job.samples
+        model = tile(
+            self._task.model, self._comm, batch_size=samples, speeds=cluster, layout=layout, reduction="mean", quiet=True
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x, y = model.local(self._task.x, self._task.y)
         loss = nn.MSELoss()

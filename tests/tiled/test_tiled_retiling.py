@@ -57,7 +57,17 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def laid(built: nn.Module, comm: AbstractCommunicator, machine: Machine, *, planner: str = "srpm") -> TiledModel:
-    model = tile(built, comm, batch_size=SAMPLES, speeds="equal", planner=planner, quiet=True, clock=machine, pace=machine)
+    model = tile(
+        built,
+        comm,
+        batch_size=SAMPLES,
+        speeds="equal",
+        planner=planner,
+        reduction="mean",
+        quiet=True,
+        clock=machine,
+        pace=machine,
+    )
     machine.model = model
     return model
 

@@ -109,7 +109,8 @@ def test_a_step_passes_through_the_phases(world: World) -> None:
         seen = []
         for layout in some_layouts(2)[:2] if comm.size == 2 else some_layouts(3)[:2]:
             clock = FakeClock()
-            model = tile(built, comm, batch_size=6, speeds="equal", layout=layout, clock=clock, pace=Paced(clock, 1.0))
+            pace = Paced(clock, 1.0)
+            model = tile(built, comm, batch_size=6, speeds="equal", layout=layout, reduction="mean", clock=clock, pace=pace)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for _ in range(2):
                 optimizer.zero_grad()

@@ -114,7 +114,9 @@ def _plain(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[int]
 def _tatami_loop(
     model: nn.Module, comm: AbstractCommunicator, benchmark: TrainBenchmark, x: torch.Tensor, y: torch.Tensor
 ) -> Callable[[int], None]:
-    tiled = tile(model, comm, batch_size=benchmark.batch_size, speeds="equal", planner=benchmark.planner, quiet=True)
+    tiled = tile(
+        model, comm, batch_size=benchmark.batch_size, speeds="equal", planner=benchmark.planner, reduction="mean", quiet=True
+    )
     return _steps(tiled, tiled, x, y, local=tiled.local)
 
 

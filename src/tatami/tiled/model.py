@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Never
+from typing import Any, Never
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from tatami.errors import InputError, ModelError, TrainingError
 from tatami.tiled.describe import PairNames, workload_of
 from tatami.tiled.dropout import WholeDropout
 from tatami.tiled.horizontal import HorizontalSum
+from tatami.tiled.losses import LossReduction, check_reduction
 from tatami.tiled.norms import WholeNorms
 from tatami.tiled.optimizers import watch_optimizers
 from tatami.tiled.pair import TiledFirst, TiledSecond
@@ -28,9 +29,6 @@ from tatami.tiled.torch_norms import watch_norms
 from tatami.tiled.vertical import ColumnComm
 from tatami.tiling import Layout, Span, Tile, Tiling, spans
 from tatami.workload import Workload
-
-LossReduction = Literal["mean", "sum"]
-REDUCTIONS = ("mean", "sum")
 
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None))
 
@@ -57,7 +55,7 @@ class TiledModel(nn.Module):
         layout: who lies where, in fractions.
         tilings: the layout, cut for each pair.
         phases: where the time goes.
-        reduction: what the loss does with the samples: "mean" or "sum".
+        reduction: what the loss does with the samples: "mean" or "sum"; None: not known, and then there is no backward pass.
         norms: of whole gradients and weights. What is computed from one `.grad` by hand, its norm too, is over the units here.
     """
 
@@ -71,7 +69,7 @@ class TiledModel(nn.Module):
         cluster: Cluster,
         speeds_known: bool,
         batch_size: int,
-        reduction: LossReduction,
+        reduction: LossReduction | None,
         phases: Phases,
         generator: torch.Generator,
     ) -> None:
@@ -80,7 +78,7 @@ class TiledModel(nn.Module):
         self.cluster = cluster
         self.speeds_known = speeds_known
         self.names = tuple(processor.name for processor in cluster.processors)
-        self.reduction: LossReduction = reduction
+        self._reduction = reduction
         self.phases = phases
         self.generator = generator
         self.pair_names = tuple(pairs)
@@ -145,11 +143,12 @@ class TiledModel(nn.Module):
         if not torch.is_grad_enabled():
             return self.module(*inputs, **named_inputs)
         self.phases.enter(IterationPhase.FORWARD)
-        if self.comm.size == 1:
-            return self.module(*inputs, **named_inputs)
-        output = self._forward_with_sums(inputs, named_inputs)
+        alone = self.comm.size == 1
+        output = self.module(*inputs, **named_inputs) if alone else self._forward_with_sums(inputs, named_inputs)
+        if alone and self._reduction is not None:
+            return output
         samples, mine = self._batch
-        scale = mine.size / samples if self.reduction == "mean" else 1.0
+        scale = mine.size / samples if self._reduction == "mean" else {"sum": 1.0}.get(self._reduction or "")
         leaves, structure = pytree.tree_flatten(output)
         places = []
         for i, leaf in enumerate(leaves):
@@ -166,6 +165,16 @@ class TiledModel(nn.Module):
             for i, tensor in zip(places, marked, strict=True):
                 leaves[i] = tensor
         return pytree.tree_unflatten(leaves, structure)
+
+    @property
+    def reduction(self) -> LossReduction | None:
+        """What the loss does with the samples; to be set before a forward pass. The Trainer reads it from its loss."""
+        return self._reduction
+
+    @reduction.setter
+    def reduction(self, reduction: LossReduction) -> None:
+        check_reduction(reduction)
+        self._reduction = reduction
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> float:
         """Scale all gradients so that their global norm is at most `max_norm`; returns the norm as it was. Collective.
@@ -396,7 +405,7 @@ class _BackwardBegins(torch.autograd.Function):
 
     # With a `setup_context`, torch would look up the signature of `forward` in every call: some 0.1 ms of a core.
     @staticmethod
-    def forward(ctx: Any, phases: Phases, scale: float, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, phases: Phases, scale: float | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.phases, ctx.scale = phases, scale
         ctx.set_materialize_grads(False)
         # Views would forbid what plain outputs allow: to be changed in place.
@@ -404,6 +413,12 @@ class _BackwardBegins(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if ctx.scale is None:
+            raise InputError(
+                "this model does not know whether the loss takes the mean or the sum over the samples of a batch, on which its "
+                "gradient depends. Give tatami.tile reduction='mean' or reduction='sum'; torch's losses take the mean unless "
+                "they are told otherwise"
+            )
         ctx.phases.enter(IterationPhase.BACKWARD)
         return None, None, *(grad if grad is None or ctx.scale == 1.0 else grad * ctx.scale for grad in grads)
 

@@ -14,11 +14,12 @@ from tatami.clock import NO_PACE, Clock, Pace
 from tatami.cluster import Cluster
 from tatami.comm.agreement import decided_on_root, same_everywhere
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import InputError, PlanError
+from tatami.errors import PlanError
 from tatami.parallel.synchronizing import broadcast_model
 from tatami.tiled.describe import find_pairs, workload_of
+from tatami.tiled.losses import LossReduction, check_reduction
 from tatami.tiled.measure import measure_speeds
-from tatami.tiled.model import REDUCTIONS, LossReduction, TiledModel
+from tatami.tiled.model import TiledModel
 from tatami.tiled.phases import Phases
 from tatami.tiling import Layout, Plan, plan
 from tatami.tiling.cost import AbstractCost
@@ -33,7 +34,7 @@ def tile(
     planner: str = "srpm",
     layout: Layout | None = None,
     cost: AbstractCost | None = None,
-    reduction: LossReduction = "mean",
+    reduction: LossReduction | None = None,
     quiet: bool = False,
     clock: Clock | None = None,
     pace: Pace = NO_PACE,
@@ -52,7 +53,8 @@ def tile(
         planner: one of `tatami.tiling.PLANNERS`.
         layout: lie like this instead of planning; processors are named p0, p1, ... by rank, or as the cluster names them.
         cost: what the planner minimises; None for the planner's own choice.
-        reduction: what the loss function does with samples, "mean" or "sum": its own `reduction`.
+        reduction: what the loss function does with samples, "mean" or "sum": its own `reduction`. Not needed for a `Trainer`,
+            which reads it from the loss; a loop written by hand cannot go backward without.
         quiet: do not print the tiling (rank 0 does otherwise).
         clock, pace: for tests (see `tatami.clock`).
 
@@ -61,8 +63,8 @@ def tile(
         PlanError: speeds that cannot be, more ranks than samples or units, or settings that differ between ranks.
         InputError: networks that differ between ranks in more than values.
     """
-    if reduction not in REDUCTIONS:
-        raise InputError(f"reduction must be 'mean' or 'sum', as the loss function's own, not {reduction!r}")
+    if reduction is not None:
+        check_reduction(reduction)
     cluster = _given(speeds, comm)
     facts = {"batch_size": batch_size, "planner": planner, "reduction": reduction, "speeds": cluster, "layout": layout}
     same_everywhere(comm, facts, where="tatami.tile", error=PlanError)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tatami.clock import Clock, SystemClock
@@ -25,7 +23,8 @@ from tatami.progress import NoProgress, Progress
 from tatami.records import Records
 from tatami.retiling import Retiler
 from tatami.tiled.batches import Batches, check_data
-from tatami.tiled.model import LossReduction, TiledModel
+from tatami.tiled.losses import Loss, LossReduction, reduction_of, setting_of
+from tatami.tiled.model import TiledModel
 from tatami.tiled.optimizers import check_optimizer
 from tatami.tiled.phases import IterationPhase
 from tatami.tiled.retiling import Check, Retiling
@@ -33,7 +32,6 @@ from tatami.tiled.weights import load_model, save_model, write_model
 
 logger = logging.getLogger(__name__)
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Metric = Callable[[torch.Tensor, torch.Tensor], float]
 
 
@@ -64,6 +62,7 @@ class Trainer:
         optimizer: makes one from parameters: `functools.partial(torch.optim.SGD, lr=0.5)`; or one of `model.parameters()`.
             Must work element by element.
         loss: (output, target) -> scalar; its `reduction`, "mean" or "sum", is over the global batch.
+        reduction: of a loss that does not tell, such as a lambda; None: its own, or that of `tatami.tile`.
         scheduler: makes a learning-rate scheduler from the optimizer; stepped after every epoch.
         retile: re-tile while training; None keeps the tiling.
         clip_norm: clip gradients by their global 2-norm.
@@ -81,6 +80,7 @@ class Trainer:
         *,
         optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | torch.optim.Optimizer,
         loss: Loss,
+        reduction: LossReduction | None = None,
         scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
         retile: Retiler | None = None,
         clip_norm: float | None = None,
@@ -92,12 +92,13 @@ class Trainer:
         clock: Clock | None = None,
     ) -> None:
         check_seed(seed)
-        model.reduction = _reduction(loss, model.reduction)
+        model.reduction = reduction_of(loss, given=reduction, otherwise=model.reduction)
         self.model = model
         self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(model.parameters())
         check_optimizer(self.optimizer)
         _check_parameters(self.optimizer, model)
         self.loss = loss
+        self._ignored_target = setting_of(loss, "ignore_index")
         self._scheduler = scheduler(self.optimizer) if scheduler is not None else None
         self._retiling = Retiling(model, self.optimizer, retiler=retile) if retile is not None else None
         self._clip_norm = clip_norm
@@ -317,7 +318,7 @@ class Trainer:
 
     def _check_targets(self, y: torch.Tensor) -> None:
         """Refuse targets that a mean leaves out: it divides by what is left, of which a rank knows only its part."""
-        ignored = _setting(self.loss, "ignore_index")
+        ignored = self._ignored_target
         if ignored is None or self.model.reduction != "mean" or y.is_floating_point():
             return
         if bool((y == ignored).any()):
@@ -365,32 +366,6 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: TiledModel) -> No
             f"the optimizer has {num_other} parameters that are not the tiled model's, which are new ones; make it from "
             "model.parameters() after model = tatami.tile(...), or give what makes it: partial(torch.optim.SGD, lr=0.5)"
         )
-
-
-def _reduction(loss: Loss, default: LossReduction) -> LossReduction:
-    """What `loss` does with samples.
-
-    Raises:
-        InputError: a mean that is not over samples, so that the means of parts do not make up the mean of the whole.
-    """
-    reduction = _setting(loss, "reduction", default)
-    if reduction not in ("mean", "sum"):
-        raise InputError(f"the loss must reduce to one number by 'mean' or 'sum', not by {reduction!r}")
-    weighs_classes = (nn.NLLLoss, nn.CrossEntropyLoss, F.nll_loss, F.cross_entropy)
-    function = loss.func if isinstance(loss, functools.partial) else loss
-    divides = function in weighs_classes or isinstance(function, weighs_classes[:2])
-    name = getattr(function, "__name__", type(function).__name__)
-    if reduction == "mean" and divides and _setting(loss, "weight") is not None:
-        raise InputError(
-            f"{name} with class weights divides by the weights of the samples "
-            "that a rank sees, so the ranks' means do not make up the global one. Use reduction='sum'"
-        )
-    return "mean" if reduction == "mean" else "sum"
-
-
-def _setting(loss: Loss, name: str, default: Any = None) -> Any:
-    """A setting of a loss: the attribute of a module, or a keyword that `functools.partial` has bound."""
-    return loss.keywords.get(name, default) if isinstance(loss, functools.partial) else getattr(loss, name, default)
 
 
 def _size(data: Data) -> int:

@@ -1,0 +1,152 @@
+"""A loss whose reduction is not known is refused before a gradient could be wrong; one that tells is taken at its word."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError
+from tatami.testing.worlds import World
+from tatami.tiled import Trainer, whole_state_dict
+from tatami.tiled.losses import reduction_of, setting_of
+from tiled_rig import assert_close, gradients, some_layouts, tiled, whole_gradients
+
+SAMPLES = 7
+SGD = functools.partial(torch.optim.SGD, lr=0.01)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randn(SAMPLES, 3, generator=generator, dtype=torch.float64)
+
+
+def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().sum()
+
+
+def tells_sum(output: torch.Tensor, target: torch.Tensor, reduction: str = "sum") -> torch.Tensor:
+    return F.mse_loss(output, target, reduction=reduction)
+
+
+class OwnLoss(nn.Module):
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return summed(output, target)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (nn.MSELoss(), "mean"),
+        (nn.MSELoss(reduction="sum"), "sum"),
+        (F.mse_loss, "mean"),
+        (F.cross_entropy, "mean"),
+        (functools.partial(F.cross_entropy, reduction="sum"), "sum"),
+        (functools.partial(functools.partial(F.mse_loss, reduction="sum")), "sum"),
+        (functools.partial(F.mse_loss), "mean"),
+        (functools.partial(nn.L1Loss(reduction="sum")), "sum"),
+        (tells_sum, "sum"),
+        (functools.partial(tells_sum, reduction="mean"), "mean"),
+    ],
+)
+def test_losses_that_tell(loss: Any, expected: str) -> None:
+    assert reduction_of(loss, given=None, otherwise=None) == expected
+    assert reduction_of(loss, given=None, otherwise="sum" if expected == "mean" else "mean") == expected
+    with pytest.raises(InputError, match=f"reduces by '{expected}', but the Trainer was given"):
+        reduction_of(loss, given="sum" if expected == "mean" else "mean", otherwise=None)
+
+
+@pytest.mark.parametrize("loss", [summed, lambda x, y: (x - y).square().sum(), OwnLoss(), functools.partial(summed)])
+def test_losses_that_do_not_tell(loss: Any) -> None:
+    name = re.escape(getattr(getattr(loss, "func", loss), "__name__", "OwnLoss"))
+    with pytest.raises(InputError, match=rf"the loss {name} does not tell whether.*Give the Trainer reduction='mean' or"):
+        reduction_of(loss, given=None, otherwise=None)
+    assert reduction_of(loss, given="sum", otherwise="mean") == "sum"
+    assert reduction_of(loss, given=None, otherwise="mean") == "mean"
+
+
+@pytest.mark.parametrize(
+    ("loss", "given", "match"),
+    [
+        (functools.partial(F.mse_loss, size_average=False), None, "torch's old size_average; give reduction="),
+        (functools.partial(F.mse_loss, reduce=False), None, "torch's old reduce; give reduction="),
+        (nn.MSELoss(reduction="none"), None, "'mean' or 'sum', not by 'none'"),
+        (summed, "total", "reduction must be 'mean' or 'sum', as the loss function's own, not 'total'"),
+    ],
+)
+def test_losses_that_can_not_be(loss: Any, given: Any, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        reduction_of(loss, given=given, otherwise="mean")
+
+
+def test_the_targets_that_a_functional_loss_leaves_out_are_known() -> None:
+    assert setting_of(F.cross_entropy, "ignore_index") == -100
+    assert setting_of(functools.partial(F.cross_entropy, ignore_index=3), "ignore_index") == 3
+    assert setting_of(F.mse_loss, "ignore_index") is None
+
+
+def after_one_step(loss: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+    plain, (x, y) = network(), batch()
+    optimizer = SGD(plain.parameters())
+    torch.autograd.backward(loss(plain(x), y))
+    optimizer.step()
+    return plain.state_dict()
+
+
+@pytest.mark.parametrize("told", ["nothing", "trainer", "tile"])
+def test_a_lambda_in_the_trainer(world: World, told: str) -> None:
+    expected = after_one_step(summed)
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> None:
+        for layout in some_layouts(comm.size):
+            model = tiled(built, comm, layout=layout, batch_size=SAMPLES, reduction="sum" if told == "tile" else None)
+            make = functools.partial(Trainer, model, optimizer=SGD, loss=lambda output, target: summed(output, target))
+            if told == "nothing":
+                with pytest.raises(InputError, match="the loss <lambda> does not tell"):
+                    make()
+                continue
+            make(reduction="sum" if told == "trainer" else None).fit(batch(), batch_size=SAMPLES, iterations=1)
+            assert model.reduction == "sum"
+            assert_close(comm.bcast_object(whole_state_dict(model)), expected, what=f"parameters on {layout}")
+
+    world(body)
+
+
+@pytest.mark.parametrize("told", [None, "sum", "mean"])
+def test_a_loop_written_by_hand_goes_backward_only_where_it_is_known(world: World, told: str | None) -> None:
+    plain, (x, y) = network(), batch()
+    torch.autograd.backward(F.mse_loss(plain(x), y, reduction=told or "mean"))
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> None:
+        for layout in some_layouts(comm.size):
+            model = tiled(built, comm, layout=layout, batch_size=SAMPLES, reduction=told)
+            here_x, here_y = model.local(x, y)
+            if told is None:
+                with torch.no_grad():
+                    model(here_x)
+                loss = F.mse_loss(model(here_x), here_y)
+                with pytest.raises(InputError, match=r"does not know whether the loss.*Give tatami.tile reduction='mean' or"):
+                    torch.autograd.backward(loss)
+                assert all(parameter.grad is None for parameter in model.parameters())
+                model.reduction = "mean"
+            torch.autograd.backward(F.mse_loss(model(here_x), here_y, reduction=told or "mean"))
+            assert_close(whole_gradients(model), gradients(plain), what=f"gradients on {layout}")
+            with pytest.raises(InputError, match="reduction must be 'mean' or 'sum'"):
+                model.reduction = "none"  # type: ignore[assignment]
+
+    world(body)
