@@ -48,20 +48,21 @@ class Dynamic:
     speeds: bool = False
 
 
+_DRPM = Retiler(planner="srpm")
 DYNAMIC: Mapping[str, Dynamic] = MappingProxyType(
     {
-        "drpm": Dynamic(retiler=Retiler()),
-        "drpm-speeds": Dynamic(retiler=Retiler(), speeds=True),
+        "drpm": Dynamic(retiler=_DRPM),
+        "drpm-speeds": Dynamic(retiler=_DRPM, speeds=True),
         "drpm-timed": Dynamic(retiler=Retiler(planner="timed")),
         "drpm-timed-speeds": Dynamic(retiler=Retiler(planner="timed"), speeds=True),
         "published": Dynamic(retiler=Retiler.published()),
         "published-speeds": Dynamic(retiler=Retiler.published(), speeds=True),
-        "T 0.4, 0.9": Dynamic(retiler=Retiler(t_line=0.9)),
-        "T 0.3, 0.8": Dynamic(retiler=Retiler(t_whole=0.3)),
-        "L 3": Dynamic(retiler=Retiler(window=3)),
-        "L 8": Dynamic(retiler=Retiler(window=8)),
-        "R 10": Dynamic(retiler=Retiler(every=10)),
-        "R 30": Dynamic(retiler=Retiler(every=30)),
+        "T 0.4, 0.9": Dynamic(retiler=replace(_DRPM, t_line=0.9)),
+        "T 0.3, 0.8": Dynamic(retiler=replace(_DRPM, t_whole=0.3)),
+        "L 3": Dynamic(retiler=replace(_DRPM, window=3)),
+        "L 8": Dynamic(retiler=replace(_DRPM, window=8)),
+        "R 10": Dynamic(retiler=replace(_DRPM, every=10)),
+        "R 30": Dynamic(retiler=replace(_DRPM, every=30)),
     }
 )
 """DRPM as it is by default (thresholds 0.4 and 0.8, L = 6, R = 20), with the planner that predicts times, as published to the

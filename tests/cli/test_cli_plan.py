@@ -54,6 +54,12 @@ def test_json_is_exactly_a_list_with_a_record_for_each_planner() -> None:
         assert record["gap"] >= -1e-9
 
 
+def test_more_processors_than_units_are_laid_in_data_parallel_columns() -> None:
+    for record in records("--speeds", ",".join(["1"] * 100), "--samples", "1000"):
+        assert record["left_out"] == []
+        assert sum(record["samples"]) == 1000  # type: ignore[call-overload]
+
+
 def test_planner_restricts_and_may_be_given_again() -> None:
     answer = records("--speeds", SPEEDS, "--planner", "weighted", "--planner", "even")
     assert [record["planner"] for record in answer] == ["weighted", "even"]

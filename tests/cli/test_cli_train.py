@@ -29,7 +29,7 @@ def trained(*arguments: str) -> dict[str, Any]:
 
 def test_digits_are_learnt_with_the_defaults() -> None:
     record = trained()
-    assert (record["data"], record["net"], record["ranks"], record["method"]) == ("digits", "64-80-10", 1, "srpm")
+    assert (record["data"], record["net"], record["ranks"], record["method"]) == ("digits", "64-80-10", 1, "timed")
     assert record["iterations"] == 200
     assert record["accuracy"]["digit"] > 0.95
     assert record["samples_per_s"] == pytest.approx(1438 / record["iteration_s"])
@@ -37,7 +37,7 @@ def test_digits_are_learnt_with_the_defaults() -> None:
 
 def test_every_method_ends_with_the_loss_of_one_rank() -> None:
     alone = trained("--iterations", "30")
-    for method in ("even", "grid-rev", "srpm", "weighted"):
+    for method in ("even", "grid-rev", "srpm", "weighted", "timed"):
         record = trained("--iterations", "30", "-n", "3", "--speeds", "1,2,3", "--method", method, *THREADS)
         assert record["loss"] == pytest.approx(alone["loss"], rel=1e-4)
         assert record["accuracy"] == pytest.approx(alone["accuracy"], abs=0.01)
@@ -100,7 +100,7 @@ def test_the_report_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("COLUMNS", "80")
     result = CliRunner().invoke(app, ["train", "--iterations", "2", "-n", "2", *THREADS])
     assert result.exit_code == 0
-    for what in ("loss", "accuracy", "samples/s", "iteration", "digits 64-80-10, 2 ranks, srpm", "│"):
+    for what in ("loss", "accuracy", "samples/s", "iteration", "digits 64-80-10, 2 ranks, timed", "│"):
         assert what in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
 

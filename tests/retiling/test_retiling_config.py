@@ -13,8 +13,8 @@ from tatami.retiling import Retiler, Timing
 def test_the_defaults_are_the_published_ones() -> None:
     retiler = Retiler()
     assert (retiler.every, retiler.window, retiler.t_whole, retiler.t_line) == (20, 6, 0.4, 0.8)
-    assert (retiler.planner, retiler.rule) == ("srpm", "settling")
-    assert Retiler.published() == Retiler(rule="published")
+    assert (retiler.planner, retiler.rule) == ("timed", "settling")
+    assert Retiler.published() == Retiler(rule="published", planner="srpm")
     assert [iteration for iteration in range(1, 61) if retiler.due(iteration)] == [20, 40, 60]
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tatami.cluster import Cluster, Processor
 from tatami.errors import ClusterError, PlanError
 from tatami.tiling import (
+    DEFAULT_PLANNER,
     PLANNERS,
     AbstractCost,
     AbstractPlanner,
@@ -26,6 +27,8 @@ from tatami.tiling import (
     plan,
 )
 from tatami.workload import Block, Workload, linear_pair
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is predicted to take")
 
 PAPER = Workload.mlp(203, 80, 26, samples=1024)
 EXAMPLE = Cluster.from_speeds([3.0, 1.0, 2.5, 1.5, 3.5, 2.0])
@@ -80,6 +83,34 @@ def test_the_best_number_of_columns_is_that_of_the_given_cost() -> None:
     assert by_paper.predicted.unit == "s"
 
 
+REPEATING = Workload(
+    samples=1000, blocks=(linear_pair(64, 64, 64),), replicated_parameters=10**6, replicated_flop_per_sample=10**6
+)
+"""Like a network of which most is repeated by every rank of a column."""
+
+
+def test_the_default_is_the_planner_of_least_predicted_time() -> None:
+    result = plan(cluster=EXAMPLE, workload=REPEATING)
+    assert result.planner == DEFAULT_PLANNER == "timed"
+    assert result == plan("timed", cluster=EXAMPLE, workload=REPEATING)
+    assert result.predicted_s == min(each.predicted_s for each in compare(cluster=EXAMPLE, workload=REPEATING))
+
+
+def test_it_is_told_where_equal_shares_are_predicted_to_be_faster() -> None:
+    cluster = Cluster.from_speeds([1.0, 1.0, 0.9, 0.8])
+    srpm, even, timed = compare(["srpm", "even", "timed"], cluster=cluster, workload=REPEATING)
+    assert len(srpm.layout.columns) == 1
+    assert srpm.predicted_s > 2 * even.predicted_s
+    with pytest.warns(UserWarning, match=r"srpm is predicted to take 1\.\d+ s an iteration, and even \d+ ms; planner='timed'"):
+        assert plan("srpm", cluster=cluster, workload=REPEATING) == srpm
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan("timed", cluster=cluster, workload=REPEATING)
+        plan("even", cluster=cluster, workload=REPEATING)
+        compare(cluster=cluster, workload=REPEATING)
+    assert timed.predicted_s <= even.predicted_s
+
+
 def test_all_planners_side_by_side() -> None:
     plans = compare(cluster=EXAMPLE, workload=PAPER)
     assert (
@@ -104,7 +135,7 @@ def test_every_planner_covers_the_floor_and_nobody_is_empty(name: str, speeds: l
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = plan(name, cluster=cluster, workload=workload)
-    assert bool(caught) == bool(result.left_out)
+    assert any("leaves out" in str(each.message) for each in caught) == bool(result.left_out)
     for tiling in result.tilings():
         assert sum(tile.area for tile in tiling.tiles) == tiling.samples * tiling.units
         assert {tile.processor for tile in tiling.tiles} | set(result.left_out) == {f"p{i}" for i in range(len(speeds))}

@@ -120,13 +120,14 @@ def test_every_row_gives_a_partition_that_reaches_it(speeds: list[float], worklo
 
 @pytest.mark.parametrize(("size", "limit_s"), [(100, 0.02), (1_000, 0.5), (10_000, 10.0)])
 def test_planning_takes_no_longer_than_promised(size: int, limit_s: float) -> None:
+    """In seconds of one core, which other processes do not lengthen."""
     chance = random.Random(0)
     cluster = Cluster.from_speeds([chance.uniform(0.1, 1.0) for _ in range(size)])
     workload = Workload.mlp(203, 30 * size, 26, samples=30 * size)
     elapsed = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         result = plan("srpm", cluster=cluster, workload=workload)
-        elapsed.append(time.perf_counter() - start)
+        elapsed.append(time.process_time() - start)
     assert len(result.tiling.tiles) == size
     assert min(elapsed) < limit_s

@@ -19,6 +19,7 @@ from tatami.bench.gloo import start_gloo
 from tatami.bench.interleaved import interleaved, machine
 from tatami.comm.base import AbstractCommunicator
 from tatami.tiled import Trainer, tile
+from tatami.tiling import DEFAULT_PLANNER
 from tatami.workload import parse_net
 
 
@@ -38,7 +39,7 @@ class TrainBenchmark:
     batch_size: int
     rounds: int = 7
     seconds: float = 0.5
-    planner: str = "srpm"
+    planner: str = DEFAULT_PLANNER
 
 
 def bench_train(benchmark: TrainBenchmark, comm: AbstractCommunicator) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from tatami.report import blank, check_path
 from tatami.retiling import Retiler
 from tatami.testing.slowdown import Emulation, emulated_factors
 from tatami.tiled import check_weights
-from tatami.tiling import PLANNERS, plan
 from tatami.units import format_size
+from tatami.tiling import DEFAULT_PLANNER, PLANNERS, SrpmPlanner, plan
 from tatami.workload import net_workload, parse_net
 
 DRPM = "drpm"
@@ -64,7 +64,7 @@ class TrainJob:
     speeds: str | None = None
     cluster: Path | None = None
     emulate: bool = False
-    method: str = "srpm"
+    method: str = DEFAULT_PLANNER
     retile: bool = False
     retile_every: int = 20
     optimizer: str = "adam"
@@ -172,8 +172,14 @@ def prepare(job: TrainJob) -> Prepared:
         loss=_loss(loss),
         loss_name=loss,
         iterations=_iterations(job),
-        retiler=Retiler(every=job.retile_every) if job.retile or job.method == DRPM else None,
+        retiler=_retiler(job),
     )
+
+
+def _retiler(job: TrainJob) -> Retiler | None:
+    """DRPM is by its name SRPM done dynamically; any other method is re-tiled by what is predicted to be fastest."""
+    planner = SrpmPlanner.name if job.method in (DRPM, SrpmPlanner.name) else DEFAULT_PLANNER
+    return Retiler(every=job.retile_every, planner=planner) if job.retile or job.method == DRPM else None
 
 
 def check_outputs(job: TrainJob) -> None:
@@ -217,7 +223,7 @@ def _machines(job: TrainJob) -> Cluster | None:
     if job.method == DRPM and not job.emulate:
         raise InputError(
             "--method drpm starts from no knowledge of the speeds, so --speeds and --cluster tell it nothing. To start from "
-            "them and re-tile while training: --method srpm --retile. To try DRPM on ranks slowed to them: add --emulate"
+            "them and re-tile while training: --retile. To try DRPM on ranks slowed to them: add --emulate"
         )
     return machines
 

@@ -16,7 +16,7 @@ from tatami.errors import InputError
 from tatami.report import Table, blank, check_path, save
 from tatami.report.bar import progress_for
 from tatami.retiling import Retiler
-from tatami.tiling import plan
+from tatami.tiling import DEFAULT_PLANNER, plan
 from tatami.units import format_duration, parse_duration
 from tatami.workload import net_workload
 
@@ -43,7 +43,7 @@ def simulate_tiling(
     speeds: Annotated[str | None, typer.Option(help="Relative speeds, in place of a file.")] = None,
     net: Annotated[str, typer.Option(help="Sizes of the layers: inputs-hidden-...-outputs.")] = "203-80-26",
     samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch.")] = 1024,
-    planner: Annotated[str, typer.Option(metavar="A,B,...", help="Who lays the tiles.")] = "srpm",
+    planner: Annotated[str, typer.Option(metavar="A,B,...", help="Who lays the tiles.")] = DEFAULT_PLANNER,
     iterations: Annotated[int, typer.Option(min=1, help="How many.")] = 20,
     slow: Annotated[
         list[str] | None,

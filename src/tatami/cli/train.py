@@ -10,6 +10,7 @@ import typer
 from tatami.cli.numbers import MOST_RANKS, finite
 from tatami.cli.terminal import show_json
 from tatami.inputs import LARGEST_SEED
+from tatami.tiling import DEFAULT_PLANNER
 
 if TYPE_CHECKING:
     from tatami.cli.job import Prepared
@@ -99,11 +100,11 @@ def train(
         str,
         typer.Option(
             metavar="NAME",
-            help="How the mats are laid: even, grid, grid-rev, srpm, srpm-merged, weighted, timed; or drpm, which starts "
-            "evenly and learns the speeds while training.",
+            help="How the work is laid out: timed (the least predicted time), even, grid, grid-rev, srpm, srpm-merged, "
+            "weighted; or drpm, which starts evenly and learns the speeds while training.",
             rich_help_panel=_RANKS,
         ),
-    ] = "srpm",
+    ] = DEFAULT_PLANNER,
     retile: Annotated[
         bool,
         typer.Option("--retile", help="With any method: re-tile while training as ranks change.", rich_help_panel=_RANKS),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tatami.errors import PlanError
-from tatami.tiling import AbstractPlanner, find_planner
+from tatami.tiling import DEFAULT_PLANNER, AbstractPlanner, SrpmPlanner, find_planner
 
 Rule = Literal["settling", "published"]
 RULES: tuple[Rule, ...] = ("settling", "published")
@@ -22,7 +22,8 @@ class Retiler:
         window: L; abilities are estimated from a processor's last so many iterations.
         t_whole: below this ratio of shortest to longest time the whole is re-mapped.
         t_line: below this one, and not below `t_whole`, the columns are.
-        planner: what lays out the whole anew; a name in `tatami.tiling.PLANNERS`, or a planner of your own.
+        planner: what lays out the whole again; a name in `tatami.tiling.PLANNERS`, or a planner of your own. The paper's is
+            "srpm"; the default is the one of least predicted time.
         known_speeds: whether the run starts with speeds. Where it does not, its first check re-maps the whole. None: as the
             model was tiled.
         rule: "settling" (see `tatami.retiling.settling`) or "published" (see `tatami.retiling.published`).
@@ -38,7 +39,7 @@ class Retiler:
     window: int = 6
     t_whole: float = 0.4
     t_line: float = 0.8
-    planner: str | AbstractPlanner = "srpm"
+    planner: str | AbstractPlanner = DEFAULT_PLANNER
     known_speeds: bool | None = None
     rule: Rule = "settling"
     min_gain: float = 0.05
@@ -64,7 +65,7 @@ class Retiler:
     @classmethod
     def published(cls, *, known_speeds: bool | None = None) -> Retiler:
         """The rule and the settings of the paper, to the letter."""
-        return cls(rule="published", known_speeds=known_speeds)
+        return cls(rule="published", planner=SrpmPlanner.name, known_speeds=known_speeds)
 
     def due(self, iteration: int) -> bool:
         """Whether a check follows after this iteration (counted from 1)."""

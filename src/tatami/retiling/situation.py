@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tatami.cluster import Cluster
@@ -11,7 +11,7 @@ from tatami.retiling.ability import Balance, Point, balance, estimate
 from tatami.retiling.columns import Forecast, forecast, recut
 from tatami.retiling.retiler import Retiler
 from tatami.retiling.timing import Timing
-from tatami.tiling import AbstractCost, Layout, plan
+from tatami.tiling import AbstractCost, AlphaBetaCost, Layout, compare
 from tatami.workload import Workload
 
 Signal = Literal["t1_s", "t2_s", "compute_s"]
@@ -59,9 +59,14 @@ class Situation:
         return estimate(points(window, signal), last=self.last[signal], given=self.cluster.speeds)
 
     def whole(self, speeds: Mapping[str, float]) -> Layout:
-        """The planner's layout at `speeds`. Costs in seconds want flop/s."""
+        """The planner's layout at `speeds`. Costs in seconds want flop/s, which these are, however slow."""
+        cost = AlphaBetaCost() if self.cost is None else self.cost
+        if isinstance(cost, AlphaBetaCost):
+            cost = replace(cost, flop_per_s=1.0)
         measured = {name: speed * self.workload.work_flop for name, speed in speeds.items()}
-        return plan(self.retiler.planner, cluster=self.cluster, workload=self.workload, speeds=measured, cost=self.cost).layout
+        # Unlike `plan`, this does not warn at every check of every rank that another planner would be faster.
+        (best,) = compare([self.retiler.planner], cluster=self.cluster, workload=self.workload, speeds=measured, cost=cost)
+        return best.layout
 
     def columns(self, speeds: Mapping[str, float]) -> Layout:
         """The layout in force with its cuts moved to `speeds`."""

@@ -21,7 +21,7 @@ from tatami.tiled.losses import LossReduction, check_reduction
 from tatami.tiled.measure import measure_speeds
 from tatami.tiled.model import TiledModel
 from tatami.tiled.phases import Phases
-from tatami.tiling import Layout, Plan, plan
+from tatami.tiling import DEFAULT_PLANNER, Layout, Plan, plan
 from tatami.tiling.cost import AbstractCost
 
 
@@ -31,7 +31,7 @@ def tile(
     *,
     batch_size: int,
     speeds: Cluster | Sequence[float] | Literal["equal", "measure"] = "measure",
-    planner: str = "srpm",
+    planner: str = DEFAULT_PLANNER,
     layout: Layout | None = None,
     cost: AbstractCost | None = None,
     reduction: LossReduction | None = None,
@@ -50,7 +50,8 @@ def tile(
         batch_size: the global batch that the plan is made for; other batches (the last of an epoch) are cut alike.
         speeds: the ranks' speeds: a `Cluster` (which also tells of links), one number for each rank (only ratios count),
             "measure" (time the model's own work on every rank), or "equal".
-        planner: one of `tatami.tiling.PLANNERS`.
+        planner: one of `tatami.tiling.PLANNERS`; by default the one of least predicted time. It warns where equal shares are
+            predicted to be faster than what another one says.
         layout: lie like this instead of planning; processors are named p0, p1, ... by rank, or as the cluster names them.
         cost: what the planner minimises; None for the planner's own choice.
         reduction: what the loss function does with samples, "mean" or "sum": its own `reduction`. Not needed for a `Trainer`,

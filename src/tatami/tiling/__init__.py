@@ -10,7 +10,7 @@ from tatami.tiling.horizontal import Message, horizontal_messages
 from tatami.tiling.layout import GRAIN, Column, Layout
 from tatami.tiling.merge import SMALL_GROUP, SrpmMergedPlanner, remove_small_groups
 from tatami.tiling.paper import PaperCost
-from tatami.tiling.plan import PLANNERS, Plan, check_sizes, compare, find_planner, plan
+from tatami.tiling.plan import DEFAULT_PLANNER, PLANNERS, Plan, check_sizes, compare, find_planner, plan
 from tatami.tiling.planner import AbstractPlanner
 from tatami.tiling.span import FEW, Span, largest_remainder, spans, whole_shares
 from tatami.tiling.speeds import with_speeds
@@ -21,6 +21,7 @@ from tatami.tiling.timed import TimedPlanner
 from tatami.tiling.weighted import WeightedPlanner
 
 __all__ = [
+    "DEFAULT_PLANNER",
     "FEW",
     "GRAIN",
     "PLANNERS",
