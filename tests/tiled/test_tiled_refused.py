@@ -72,20 +72,32 @@ def test_unknown_planners_and_reductions(world: World) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_more_ranks_than_samples_or_units(world: World) -> None:
-    narrow = nn.Sequential(nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 2))
+def test_more_ranks_than_samples(world: World) -> None:
     refuses(
         world,
         PlanError,
         "3 processors are more than the 2 samples",
         lambda comm: tile(mlp(), comm, batch_size=2, speeds="equal"),
     )
-    refuses(
-        world,
-        PlanError,
-        "3 processors are more than the 2 units",
-        lambda comm: tile(narrow, comm, batch_size=9, speeds="equal"),
-    )
+
+
+@pytest.mark.ranks(3)
+def test_more_ranks_than_units_have_columns_of_their_own(world: World) -> None:
+    narrow = nn.Sequential(nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 2))
+
+    def body(comm: AbstractCommunicator) -> int:
+        model = tile(narrow, comm, batch_size=9, speeds="equal", quiet=True)
+        x = torch.arange(36.0).view(9, 4) / 36
+        loss = model(model.local(x)).square().mean()
+        loss.backward()
+        whole = narrow(x).square().mean()
+        wanted = torch.autograd.grad(whole, list(narrow.parameters()))
+        if len(model.tiling.columns[model.tile.column]) == 1:  # type: ignore[union-attr]
+            for got, want in zip(model.parameters(), wanted, strict=True):
+                torch.testing.assert_close(got.grad, want)
+        return len(model.tiling.tiles)
+
+    assert world(body) == [3] * 3
 
 
 @pytest.mark.ranks(2, 3)

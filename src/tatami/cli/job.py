@@ -23,8 +23,8 @@ from tatami.report import blank, check_path
 from tatami.retiling import Retiler
 from tatami.testing.slowdown import Emulation, emulated_factors
 from tatami.tiled import check_weights
-from tatami.units import format_size
 from tatami.tiling import DEFAULT_PLANNER, PLANNERS, SrpmPlanner, plan
+from tatami.units import format_size
 from tatami.workload import net_workload, parse_net
 
 DRPM = "drpm"
