@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any, Literal, get_args
 
 import torch
 from torch.utils.data import Sampler
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tatami.comm.agreement import same_everywhere
 from tatami.comm.base import AbstractCommunicator
@@ -17,10 +19,9 @@ Share = Literal["all", "equal", "exact"]
 
 
 class SynchronizedSampler(Sampler[int]):
-    """Indices of samples; a new epoch begins with each iteration that was carried to its end. Sends nothing while it runs.
+    """Indices of samples; an iteration that was broken off goes on with the next one. Sends nothing while it runs.
 
-    Attributes:
-        epoch: that the next index is of.
+    A DataLoader with workers draws ahead of the loop: `ResumableLoader` knows where the loop is.
     """
 
     def __init__(
@@ -52,33 +53,72 @@ class SynchronizedSampler(Sampler[int]):
         self._num_samples, self._share, self._shuffle = len(data_source), share, shuffle
         self._seed: int = comm.bcast_object(seed)
         self._rank, self._ranks = comm.rank, comm.size
-        self.epoch = 0
+        self._epoch = 0
         self._position = 0
+        self._drawn_ahead = False
+
+    @property
+    def epoch(self) -> int:
+        """That the next index is of."""
+        return self._epoch + self._is_drawn
 
     def __len__(self) -> int:
         """Indices of a whole epoch on this rank."""
         return self._num_samples if self._share == "all" else len(self._span())
 
     def __iter__(self) -> Iterator[int]:
+        """
+        Raises:
+            InputError: a DataLoader with workers had drawn ahead when the iteration before this one was broken off.
+        """
+        if self._drawn_ahead and not self._is_drawn:
+            raise InputError(
+                f"SynchronizedSampler on rank {self._rank}: an iteration was broken off of which workers had drawn "
+                f"{self._position} of {len(self)} samples, and what the loop has not got of them would be left out. Iterate "
+                "over ResumableLoader(loader), or say where to go on by load_state_dict"
+            )
+        self._epoch, self._position = self.epoch, 0 if self._is_drawn else self._position
+        self._drawn_ahead = _is_drawn_by_workers()
         indices = self._indices()
+        if not indices:
+            self._epoch += 1
         while self._position < len(indices):
             self._position += 1
             yield indices[self._position - 1]
-        self.epoch += 1
-        self._position = 0
 
     def state_dict(self, *, position: int | None = None) -> dict[str, Any]:
         """Where it is.
 
         Args:
-            position: samples of this epoch that are used up; None: those that were drawn. Workers of a DataLoader draw ahead,
-                so with them it must be given.
+            position: samples of this epoch that are used up; None: those that were drawn.
+
+        Raises:
+            InputError: workers of a DataLoader draw ahead, so that `position` must be given; it is out of range.
         """
-        return {"epoch": self.epoch, "position": self._position if position is None else position, "seed": self._seed}
+        if position is None:
+            if self._drawn_ahead:
+                raise InputError(
+                    f"SynchronizedSampler on rank {self._rank}: a DataLoader with workers draws samples ahead of the loop, so "
+                    "that the sampler does not know where the loop is. Iterate over ResumableLoader(loader) and save its "
+                    "state_dict(), or give position=, the samples of this rank that are used up in this epoch"
+                )
+            position = self._position
+        if not 0 <= position <= len(self):
+            raise InputError(
+                f"SynchronizedSampler: position={position} is not between 0 and {len(self)}, the samples of an epoch"
+            )
+        is_over = 0 < position == len(self)
+        return {"epoch": self._epoch + is_over, "position": 0 if is_over else position, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there: the rest of that epoch is what the next iteration yields."""
-        self.epoch, self._position, self._seed = state["epoch"], state["position"], state["seed"]
+        self._epoch, self._position, self._seed = state["epoch"], state["position"], state["seed"]
+        self._drawn_ahead = False
+
+    @property
+    def _is_drawn(self) -> bool:
+        """Whether all indices of the epoch were."""
+        return 0 < self._position == len(self)
 
     def _span(self) -> range:
         return share_of(self._num_samples, rank=self._rank, ranks=self._ranks, equal=self._share == "equal")
@@ -86,6 +126,16 @@ class SynchronizedSampler(Sampler[int]):
     def _indices(self) -> Sequence[int]:
         order: Sequence[int] = range(self._num_samples)
         if self._shuffle:
-            generator = torch.Generator().manual_seed(self._seed + self.epoch)
+            generator = torch.Generator().manual_seed(self._seed + self._epoch)
             order = torch.randperm(self._num_samples, generator=generator).tolist()
         return order if self._share == "all" else [order[index] for index in self._span()]
+
+
+def _is_drawn_by_workers() -> bool:
+    """Whether a DataLoader with workers asks for the next index. It does not say so: it is among the callers."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if isinstance(frame.f_locals.get("self"), _MultiProcessingDataLoaderIter):
+            return True
+    return False
