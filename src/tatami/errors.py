@@ -121,9 +121,9 @@ class TrainingError(TatamiError, RuntimeError):
 
 
 class NotFiniteError(TrainingError, ArithmeticError):
-    """A loss became NaN or infinite; `rank` and `iteration` say where it was first seen."""
+    """A loss or gradient became NaN or infinite; `rank` and `iteration` (None: not counted) say where it was first seen."""
 
-    def __init__(self, message: str, *, rank: int, iteration: int) -> None:
+    def __init__(self, message: str, *, rank: int, iteration: int | None) -> None:
         self.rank = rank
         self.iteration = iteration
         super().__init__(message)

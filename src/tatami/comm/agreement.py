@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -21,9 +22,29 @@ Trouble = TypeVar("Trouble")
 DEBUG_VARIABLE = "TATAMI_DEBUG"
 
 
+_asked: bool | None = None
+"""By `debug`; None where it was not called."""
+
+
 def debugging() -> bool:
-    """Whether `TATAMI_DEBUG` asks for what costs too much to be compared in every run: every call, every number."""
-    return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
+    """Whether `debug` or `TATAMI_DEBUG` asks for what costs too much to be looked at in every run: every call, every number."""
+    return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0") if _asked is None else _asked
+
+
+@contextmanager
+def debug(enabled: bool = True) -> Iterator[None]:
+    """Debug mode, in all threads of this process; all ranks must enter it alike.
+
+    Collectives of `tatami.functions` compare operation, root, shapes and dtypes of all ranks before data move, and so does
+    `tatami.comm.all_reduce`. Gradients that are to be averaged over the ranks are looked through for NaN and infinities.
+    It costs a small message to each rank for each collective. `TATAMI_DEBUG=1` does it for a whole run.
+    """
+    global _asked
+    before, _asked = _asked, enabled
+    try:
+        yield
+    finally:
+        _asked = before
 
 
 def same_everywhere(

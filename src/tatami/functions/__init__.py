@@ -1,6 +1,6 @@
 """Communication that gradients flow through: write `send` and `recv` inside of `forward`, and train one network on all."""
 
-from tatami.functions.agreement import debug
+from tatami.comm.agreement import debug
 from tatami.functions.backward import backward, grad
 from tatami.functions.collectives import allgather, alltoall, bcast, gather, scatter
 from tatami.functions.connecting import pseudo_connect, share

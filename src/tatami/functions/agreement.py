@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from tatami.comm.agreement import debugging
 from tatami.comm.base import AbstractCommunicator
 from tatami.functions.channel import channel_of
 from tatami.functions.exchange import Exchange, Outgoing
 from tatami.functions.message import MessageKind
 from tatami.functions.structure import Packed, describe, packed
-
-_debugging = debugging()
-
-
-@contextmanager
-def debug(enabled: bool = True) -> Iterator[None]:
-    """Compare operation, root, shapes and dtypes of all ranks before a collective moves data; all ranks must do so alike.
-
-    `TATAMI_DEBUG=1` does it for a whole run. Costs one more small message to each rank for each collective.
-    """
-    global _debugging
-    before, _debugging = _debugging, enabled
-    try:
-        yield
-    finally:
-        _debugging = before
 
 
 def agree(
@@ -37,7 +18,7 @@ def agree(
     Raises:
         CommError: two ranks are about to do different things; names both.
     """
-    if not _debugging or comm.size == 1:
+    if comm.size == 1 or not debugging():
         return
     channel = channel_of(comm)
     number = channel.peer_reports.begin_collective(name, root, location)

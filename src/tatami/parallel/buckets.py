@@ -13,8 +13,21 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tatami.comm.reduction import FLOAT_DTYPES
+from tatami.errors import InputError
+
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
+
+
+def check_wire(wire: torch.dtype | None) -> None:
+    """Whether gradients can travel as `wire`.
+
+    Raises:
+        InputError: it is no floating dtype, so that gradients would be cut off to whole numbers.
+    """
+    if wire is not None and wire not in FLOAT_DTYPES:
+        raise InputError(f"wire={wire} is no floating dtype; choose torch.bfloat16 or torch.float16, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)

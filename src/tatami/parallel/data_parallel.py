@@ -17,16 +17,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tatami.comm.agreement import same_everywhere
+from tatami.comm.agreement import debugging, same_everywhere
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
-from tatami.comm.reduction import FLOAT_DTYPES
 from tatami.comm.tuning import tuned_bucket_bytes
 from tatami.errors import InputError, TrainingError
 from tatami.functions.structure import with_tensors
 from tatami.parallel.bucket_set import BucketSet
-from tatami.parallel.buckets import BUCKET_BYTES, lay_buckets
+from tatami.parallel.buckets import BUCKET_BYTES, check_wire, lay_buckets
 from tatami.parallel.linear_gradients import LinearGradients
-from tatami.parallel.synchronizing import broadcast_model
+from tatami.parallel.synchronizing import broadcast_model, is_finite, refuse_not_finite
 
 
 class DataParallel(nn.Module):
@@ -72,8 +71,7 @@ class DataParallel(nn.Module):
             InputError: modules or options that differ between ranks, and where; nothing to train; a `wire` that is no float.
         """
         super().__init__()
-        if wire is not None and wire not in FLOAT_DTYPES:
-            raise InputError(f"wire={wire} is no floating dtype; choose torch.bfloat16 or torch.float16, or leave it out")
+        check_wire(wire)
         if bucket_bytes is not None and bucket_bytes < 1:
             raise InputError(f"bucket_bytes must be at least 1, not {bucket_bytes}")
         self.module = module
@@ -104,6 +102,8 @@ class DataParallel(nn.Module):
         self._num_backwards = 0
         self._synchronizes = True
         self._in_backward = False
+        self._debugging = False
+        self._not_finite: str | None = None
         for index, parameter in enumerate(self._parameters_here):
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))  # type: ignore[no-untyped-call]
 
@@ -199,6 +199,8 @@ class DataParallel(nn.Module):
         assert isinstance(parameter, nn.Parameter)
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise InputError(f"the gradient of {self._names[index]} is {parameter.grad.layout}; ranks sum dense gradients only")
+        if self._debugging and self._not_finite is None and parameter.grad is not None and not is_finite(parameter.grad):
+            self._not_finite = self._names[index]
         if not self._current.store(index, parameter, parameters=self._parameters_here):
             raise TrainingError(
                 f"the gradient of {self._names[index]} came twice in one backward pass, the first time not whole; "
@@ -209,6 +211,7 @@ class DataParallel(nn.Module):
         if self._in_backward or not self._synchronizes:
             return
         self._in_backward = True
+        self._debugging, self._not_finite = debugging(), None
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._leave_backward)
 
@@ -226,6 +229,8 @@ class DataParallel(nn.Module):
             before.wait()
             before.deliver(self._parameters_here)
         self._in_backward = False
+        if self._debugging:
+            refuse_not_finite(self._comm, self._not_finite, step=self._num_backwards)
 
     @property
     def _current(self) -> BucketSet:

@@ -23,7 +23,7 @@ from tatami.comm.agreement import debugging
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.parallel.bucket_set import BucketSet
-from tatami.parallel.buckets import BUCKET_BYTES, lay_buckets
+from tatami.parallel.buckets import BUCKET_BYTES, check_wire, lay_buckets
 from tatami.parallel.synchronizing import broadcast_model, check_finite, check_same_tensors
 
 
@@ -64,8 +64,10 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
             bucket_bytes: of the vectors that are reduced as one.
 
         Raises:
-            InputError: parameters that differ between ranks, and where; a lazy layer that has no shape yet.
+            InputError: parameters that differ between ranks, and where; a lazy layer that has no shape yet; a `wire` that is no
+                float.
         """
+        check_wire(wire)
         self.optimizer = optimizer
         self._comm = comm.duplicate()
         self._weighted = weighted
@@ -96,7 +98,7 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
 
         Raises:
             InputError: samples not given, or given in vain; a closure together with double buffering; a sparse gradient.
-            NotFiniteError: with `TATAMI_DEBUG=1`, a gradient that is NaN or infinite; says where.
+            NotFiniteError: in debug mode (see `tatami.functions.debug`), a gradient that is NaN or infinite; says where.
             CommTimeoutError, RankDiedError: a rank did not come.
         """
         if self._weighted != (num_samples is not None):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from tatami.comm.agreement import problems_of, same_everywhere
+from tatami.comm.agreement import debugging, problems_of, same_everywhere
 from tatami.comm.allreduce import AUTO, tuned_allreduce
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, NotFiniteError
@@ -41,9 +41,14 @@ def average_gradients(model: nn.Module, comm: AbstractCommunicator, *, algorithm
     different numbers of samples, `DataParallel` and `MultiNodeOptimizer` weigh them.
 
     Raises:
-        InputError: a gradient that is not dense.
+        InputError: a gradient that is not dense; a lazy layer that has no shape yet.
+        NotFiniteError: in debug mode (see `tatami.functions.debug`), a gradient that is NaN or infinite; says where.
     """
-    parameters = sorted(model.parameters(), key=lambda each: str(each.dtype))
+    named = dict(model.named_parameters())
+    _refuse_lazy(named, where="average_gradients")
+    if debugging():
+        check_finite(comm, list(named), list(named.values()))
+    parameters = sorted(named.values(), key=lambda each: str(each.dtype))
     for _, group in groupby(parameters, key=lambda each: each.dtype):
         same = list(group)
         for each in same:
@@ -77,9 +82,7 @@ def check_same_tensors(comm: AbstractCommunicator, tensors: Mapping[str, torch.T
         InputError: names the first rank that differs from rank 0, and in what; a parameter that has no shape yet.
     """
     same_everywhere(comm, tensor_facts(tensors), where=where)
-    for name, tensor in tensors.items():
-        if isinstance(tensor, _LAZY):
-            raise InputError(f"{name} belongs to a lazy layer and has no shape yet; run one forward pass on all ranks first")
+    _refuse_lazy(tensors, where=where)
 
 
 def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -87,21 +90,46 @@ def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return {name: _described(tensor) for name, tensor in tensors.items()}
 
 
-def check_finite(comm: AbstractCommunicator, names: Sequence[str], parameters: Sequence[nn.Parameter], *, step: int) -> None:
+def check_finite(
+    comm: AbstractCommunicator, names: Sequence[str], parameters: Sequence[nn.Parameter], *, step: int | None = None
+) -> None:
     """Whether every rank's gradients are finite, asked before they are averaged. Collective.
 
     Raises:
         NotFiniteError: on all ranks; names the first rank and parameter.
     """
     pairs = zip(names, parameters, strict=True)
-    bad = next((name for name, each in pairs if each.grad is not None and not bool(each.grad.isfinite().all())), None)
-    for rank, name in problems_of(comm, bad).items():
+    bad = next((name for name, each in pairs if each.grad is not None and not is_finite(each.grad)), None)
+    refuse_not_finite(comm, bad, step=step)
+
+
+def is_finite(gradient: torch.Tensor) -> bool:
+    """Whether all of its values are."""
+    return bool(gradient.isfinite().all())
+
+
+def refuse_not_finite(comm: AbstractCommunicator, name: str | None, *, step: int | None) -> None:
+    """Raise where a rank has a gradient that is not finite, that of parameter `name`. Collective.
+
+    Raises:
+        NotFiniteError: on all ranks; names the first rank and its parameter.
+    """
+    for rank, bad in problems_of(comm, name).items():
+        when = "" if step is None else f" in step {step}"
         raise NotFiniteError(
-            f"the gradient of {name} on rank {rank} of {comm.size} is not finite in step {step}: the weights would diverge "
-            "on all ranks. Look for bad samples there, lower the learning rate, or clip gradients",
+            f"the gradient of {bad} on rank {rank} of {comm.size} is not finite{when}: the weights would diverge on all "
+            "ranks. Look for bad samples there, lower the learning rate, or clip gradients",
             rank=rank,
             iteration=step,
         )
+
+
+def _refuse_lazy(tensors: Mapping[str, torch.Tensor], *, where: str) -> None:
+    for name, tensor in tensors.items():
+        if isinstance(tensor, _LAZY):
+            raise InputError(
+                f"{where}: {name} belongs to a lazy layer and has no shape yet; run one forward pass on all ranks first"
+            )
 
 
 def _described(tensor: torch.Tensor) -> str:
