@@ -340,6 +340,9 @@ def test_sets_may_have_other_numbers_of_replicas(folder: Path) -> None:
         ([[0, 2, 4, 6, 8, 10, 12, 14]], 16, (tuple(range(0, 16, 2)), tuple(range(1, 16, 2)))),
         ([], 8, (tuple(range(8)),)),
         ([[3, 2], [1]], 4, ((0,), (1,), (2, 3))),
+        ([0], 4, ((0,), (1, 2, 3))),
+        ([0, 1], 4, ((0,), (1,), (2, 3))),
+        ([1, (3, 2)], 4, ((0,), (1,), (2, 3))),
     ],
 )
 def test_replica_sets(sets: Any, ranks: int, expected: Any) -> None:
@@ -348,7 +351,14 @@ def test_replica_sets(sets: Any, ranks: int, expected: Any) -> None:
 
 @pytest.mark.parametrize(
     ("sets", "message"),
-    [([[0, 4]], "no rank 4"), ([[0, 1], [1]], "rank 1 is named twice"), ([[]], "without ranks"), ([[-1]], "no rank -1")],
+    [
+        ([[0, 4]], "no rank 4"),
+        ([[0, 1], [1]], "rank 1 is named twice"),
+        ([[]], "without ranks"),
+        ([[-1]], "no rank -1"),
+        ([5], "no rank 5"),
+        ([1, 1], "rank 1 is named twice"),
+    ],
 )
 def test_replica_sets_that_can_not_be(sets: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):

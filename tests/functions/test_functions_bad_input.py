@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from tatami import functions
 from tatami.comm import AbstractCommunicator
 from tatami.comm.threads import single_communicator
 from tatami.errors import ClosedError, InputError
+from tatami.functions import calling
 from tatami.testing.worlds import World
 
 X = torch.ones(2)
@@ -100,3 +103,21 @@ def test_backward_of_nothing_does_nothing() -> None:
     functions.backward(comm=single_communicator())
     assert functions.grad(None, ()) == ()
     functions.backward(torch.ones(()))
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", sorted(calling.CALLS))
+def test_the_order_of_chainermns_arguments_is_told(world: World, name: str) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        function: Any = getattr(functions, name)
+        x = torch.ones(2) if name not in {"scatter", "alltoall", "reduce_scatter"} else [torch.ones(2)] * comm.size
+        kind = type(x).__name__
+        with pytest.raises(InputError, match=rf"{name} got a {kind} as the second argument; call {name}\(xs?, comm"):
+            function(comm, x)
+        with pytest.raises(InputError, match=rf"{name} got 3 arguments without names; .*ChainerMN's order \(comm, xs?"):
+            function(comm, x, 0)
+        with pytest.raises(InputError, match=rf"{name} got 3 arguments without names"):
+            function(x, comm, 0)
+        function(x, comm)
+
+    world(body)

@@ -135,6 +135,24 @@ def test_a_portion_ends_where_it_ends(world: World) -> None:
     world(body)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_slices_of_a_portion_are_lists_of_its_items(world: World, kind: str) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        part = scatter_dataset(KINDS[kind](4 * comm.size), comm)
+        items = [index * index for index in part.indices]
+
+        def values(items: list[Any]) -> list[int]:
+            return [int(each[0]) if isinstance(each, tuple) else int(each) for each in items]
+
+        for piece in (slice(None), slice(1, 3), slice(None, None, -1), slice(-2, None), slice(2, 99), slice(3, 1)):
+            assert values(part[piece]) == items[piece]
+        assert values(part[[2, 0, -1]]) == values(part[np.array([2, 0, -1])]) == [items[2], items[0], items[-1]]
+        with pytest.raises(IndexError, match="there is no item 4"):
+            part[[1, 4]]
+
+    world(body)
+
+
 @pytest.mark.parametrize("length", [0, 1, 10, 49])
 @pytest.mark.parametrize("kind", ["list", "array", "tensor"])
 def test_an_empty_data_set_is_as_long(kind: str, length: int) -> None:

@@ -93,7 +93,7 @@ class MultiNodeCheckpoint:
         directory: Path | str,
         comm: AbstractCommunicator,
         *,
-        replica_sets: Sequence[Sequence[int]] | None = None,
+        replica_sets: Sequence[int | Sequence[int]] | None = None,
         copies: int = 0,
         keep: int = 2,
         timeout_s: float = DISK_TIMEOUT_S,

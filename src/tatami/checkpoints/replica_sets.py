@@ -10,12 +10,12 @@ ReplicaSets = tuple[tuple[int, ...], ...]
 """Every rank in exactly one set; ranks ascend in each, and so do the first ranks of the sets."""
 
 
-def parse_replica_sets(sets: Sequence[Sequence[int]] | None, *, ranks: int) -> ReplicaSets:
+def parse_replica_sets(sets: Sequence[int | Sequence[int]] | None, *, ranks: int) -> ReplicaSets:
     """The sets in order, completed.
 
     Args:
-        sets: ranks that hold the same state; those in none of them form one more set. `[]`: all ranks hold the same.
-            None: each rank holds its own.
+        sets: ranks that hold the same state, or a single rank; those in none of them form one more set. `[]`: all ranks hold
+            the same. None: each rank holds its own.
         ranks: how many there are.
 
     Raises:
@@ -25,9 +25,10 @@ def parse_replica_sets(sets: Sequence[Sequence[int]] | None, *, ranks: int) -> R
         return tuple((rank,) for rank in range(ranks))
     seen: set[int] = set()
     parsed = []
-    for each in sets:
+    for given in sets:
+        each = (given,) if isinstance(given, int) else tuple(given)
         if not each:
-            raise InputError(f"replica_sets {list(map(list, sets))}: a set without ranks; leave it out")
+            raise InputError(f"replica_sets {list(sets)}: a set without ranks; leave it out")
         for rank in each:
             if not 0 <= rank < ranks:
                 raise InputError(f"replica_sets: there is no rank {rank}; there are ranks 0 to {ranks - 1}")

@@ -303,7 +303,12 @@ class CheckedCommunicator(ObjectMessages):
         self._check_open(operation)
         self._check_rank(operation, peer)
         if not 0 <= tag <= MAX_TAG:
-            raise InputError(f"{operation}: tag {tag} is not between 0 and {MAX_TAG}")
+            why = (
+                ""
+                if operation != "recv"
+                else "; a receiver names the rank and the tag of what it receives, so there is no status"
+            )
+            raise InputError(f"{operation}: tag {tag} is not between 0 and {MAX_TAG}{why}")
 
     def _check_other(self, operation: str, peer: int) -> None:
         if peer == self.rank:

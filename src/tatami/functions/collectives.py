@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.functions.agreement import agree
+from tatami.functions.calling import check_order
 from tatami.functions.channel import channel_of
 from tatami.functions.connecting import pseudo_connect
 from tatami.functions.exchange import Exchange, Outgoing
@@ -21,13 +22,16 @@ from tatami.functions.structure import Packed, Structure, flatten, packed, unfla
 _NOTHING = packed(None)
 
 
-def bcast(x: Structure, comm: AbstractCommunicator, *, root: int = 0, delegate: torch.Tensor | None = None) -> Structure:
+def bcast(
+    x: Structure, comm: AbstractCommunicator, *extra: Never, root: int = 0, delegate: torch.Tensor | None = None
+) -> Structure:
     """`x` of `root`, on every rank; the `x` of others is not looked at. Backward sums the gradients of all ranks on `root`.
 
     Raises:
         InputError: a rank that is not there, something that is no tensor.
         CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
     """
+    check_order("bcast", comm, extra)
     check_root("bcast", comm, root)
 
     def run() -> Structure:
@@ -39,7 +43,7 @@ def bcast(x: Structure, comm: AbstractCommunicator, *, root: int = 0, delegate: 
     return replayed("bcast", run)
 
 
-def gather(x: Structure, comm: AbstractCommunicator, *, root: int = 0) -> Any:
+def gather(x: Structure, comm: AbstractCommunicator, *extra: Never, root: int = 0) -> Any:
     """Everyone's `x`, a tuple in the order of the ranks, on `root`. Backward scatters the gradients.
 
     Returns:
@@ -49,6 +53,7 @@ def gather(x: Structure, comm: AbstractCommunicator, *, root: int = 0) -> Any:
         InputError: a rank that is not there, something that is no tensor.
         CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
     """
+    check_order("gather", comm, extra)
     check_root("gather", comm, root)
 
     def run() -> Any:
@@ -60,7 +65,11 @@ def gather(x: Structure, comm: AbstractCommunicator, *, root: int = 0) -> Any:
 
 
 def scatter(
-    xs: Sequence[Structure] | None, comm: AbstractCommunicator, *, root: int = 0, delegate: torch.Tensor | None = None
+    xs: Sequence[Structure] | None,
+    comm: AbstractCommunicator,
+    *extra: Never,
+    root: int = 0,
+    delegate: torch.Tensor | None = None,
 ) -> Structure:
     """Part `rank` of the sequence `xs` of `root`; the `xs` of other ranks is not looked at. Backward gathers the gradients.
 
@@ -68,6 +77,7 @@ def scatter(
         InputError: a rank that is not there, not one part for each rank, something that is no tensor.
         CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
     """
+    check_order("scatter", comm, extra)
     check_root("scatter", comm, root)
 
     def run() -> Structure:
@@ -77,7 +87,7 @@ def scatter(
     return replayed("scatter", run)
 
 
-def allgather(x: Structure, comm: AbstractCommunicator) -> tuple[Structure, ...]:
+def allgather(x: Structure, comm: AbstractCommunicator, *extra: Never) -> tuple[Structure, ...]:
     """Everyone's `x`, in the order of the ranks, on every rank. Backward sums the gradients that all ranks have of `x`.
 
     A loss that every rank computes alike from it counts once for each rank: see `tatami.functions.share`.
@@ -86,6 +96,7 @@ def allgather(x: Structure, comm: AbstractCommunicator) -> tuple[Structure, ...]
         InputError: something that is no tensor.
         CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
     """
+    check_order("allgather", comm, extra)
 
     def run() -> tuple[Structure, ...]:
         everyone = range(comm.size)
@@ -95,13 +106,14 @@ def allgather(x: Structure, comm: AbstractCommunicator) -> tuple[Structure, ...]
     return replayed("allgather", run)
 
 
-def alltoall(xs: Sequence[Structure], comm: AbstractCommunicator) -> tuple[Structure, ...]:
+def alltoall(xs: Sequence[Structure], comm: AbstractCommunicator, *extra: Never) -> tuple[Structure, ...]:
     """Part `rank` of everyone's sequence `xs`, in the order of the ranks. Backward brings each gradient back to its owner.
 
     Raises:
         InputError: not one part for each rank, something that is no tensor.
         CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
     """
+    check_order("alltoall", comm, extra)
 
     def run() -> tuple[Structure, ...]:
         parts = one_for_each("alltoall", comm, xs)

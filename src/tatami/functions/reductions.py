@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 
 from tatami.comm.base import AbstractCommunicator
+from tatami.functions.calling import check_order
 from tatami.functions.channel import channel_of
 from tatami.functions.collectives import check_root, collective, one_for_each
 from tatami.functions.replay import replayed
@@ -17,7 +18,7 @@ SMALL_BYTES = 16 * 1024
 """Up to here everyone sends everything to everyone in one step; above, each rank sums a part and gives it to all, in two."""
 
 
-def allreduce(x: Structure, comm: AbstractCommunicator) -> Structure:
+def allreduce(x: Structure, comm: AbstractCommunicator, *extra: Never) -> Structure:
     """The sum over all ranks of `x`, the same bits on every rank. Backward sums the gradients of all ranks.
 
     A loss that every rank computes alike from it counts once for each rank: see `tatami.functions.share`.
@@ -26,6 +27,7 @@ def allreduce(x: Structure, comm: AbstractCommunicator) -> Structure:
         InputError: something that is no tensor.
         CommError: shapes or dtypes differ, or ranks disagree otherwise; CommTimeoutError, RankDiedError, ClosedError.
     """
+    check_order("allreduce", comm, extra)
 
     def run() -> Structure:
         tensors, content = flatten(x, operation="allreduce", cuda=channel_of(comm).takes_cuda)
@@ -42,7 +44,7 @@ def allreduce(x: Structure, comm: AbstractCommunicator) -> Structure:
     return replayed("allreduce", run)
 
 
-def reduce(x: Structure, comm: AbstractCommunicator, *, root: int = 0) -> Any:
+def reduce(x: Structure, comm: AbstractCommunicator, *extra: Never, root: int = 0) -> Any:
     """The sum over all ranks of `x`, on `root`. Backward gives the gradient of `root` to all ranks.
 
     Returns:
@@ -52,6 +54,7 @@ def reduce(x: Structure, comm: AbstractCommunicator, *, root: int = 0) -> Any:
         InputError: a rank that is not there, something that is no tensor.
         CommError: shapes or dtypes differ, or ranks disagree otherwise; CommTimeoutError, RankDiedError, ClosedError.
     """
+    check_order("reduce", comm, extra)
     check_root("reduce", comm, root)
 
     def run() -> Any:
@@ -62,13 +65,14 @@ def reduce(x: Structure, comm: AbstractCommunicator, *, root: int = 0) -> Any:
     return replayed("reduce", run)
 
 
-def reduce_scatter(xs: Sequence[Structure], comm: AbstractCommunicator) -> Structure:
+def reduce_scatter(xs: Sequence[Structure], comm: AbstractCommunicator, *extra: Never) -> Structure:
     """The sum over all ranks of part `rank` of their sequences `xs`. Backward gathers the gradients of all parts on all ranks.
 
     Raises:
         InputError: not one part for each rank, something that is no tensor.
         CommError: shapes or dtypes differ, or ranks disagree otherwise; CommTimeoutError, RankDiedError, ClosedError.
     """
+    check_order("reduce_scatter", comm, extra)
 
     def run() -> Structure:
         return _summed("reduce_scatter", comm, dict(enumerate(one_for_each("reduce_scatter", comm, xs))))

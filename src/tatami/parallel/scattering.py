@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 import torch
@@ -37,7 +37,18 @@ class Portion(Dataset[Item], Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         return (self[index] for index in range(len(self)))
 
-    def __getitem__(self, index: int) -> Item:
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice | Sequence[int] | np.ndarray) -> list[Item]: ...
+
+    def __getitem__(self, index: int | slice | Sequence[int] | np.ndarray) -> Item | list[Item]:
+        """An item; a list of them for a slice, or for a list or array of indices, as in ChainerMN."""
+        if isinstance(index, slice):
+            index = range(*index.indices(len(self)))
+        if isinstance(index, Sequence | np.ndarray):
+            return [self[int(each)] for each in index]
         if not -len(self) <= index < len(self):
             raise IndexError(f"there is no item {index} in this rank's part of {len(self)} items")
         item: Item = self._items[index % len(self)]
