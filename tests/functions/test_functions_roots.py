@@ -10,7 +10,7 @@ import torch
 
 from tatami import functions
 from tatami.comm import AbstractCommunicator
-from tatami.errors import CommError, CommTimeoutError
+from tatami.errors import CommError, CommTimeoutError, InputError
 from tatami.testing.worlds import World
 
 pytestmark = pytest.mark.threads_only
@@ -74,3 +74,32 @@ def test_the_same_root_is_no_problem(world: World, name: str) -> None:
             return [CALLS[name](comm, root)[0].item() for root in range(comm.size) for _ in range(2)]
 
     assert world(body) == [[float(root) for root in range(world.size) for _ in range(2)]] * world.size
+
+
+OF_COMMUNICATORS: dict[str, Callable[[AbstractCommunicator, int], object]] = {
+    "bcast": lambda comm, root: comm.bcast(torch.full((2,), float(comm.rank)), root=root),
+    "bcast_object": lambda comm, root: comm.bcast_object(comm.rank, root=root),
+    "gather": lambda comm, root: comm.gather(torch.ones(1), torch.ones(comm.size), root=root),
+    "scatter": lambda comm, root: comm.scatter(torch.ones(comm.size), torch.ones(1), root=root),
+    "reduce": lambda comm, root: comm.reduce(torch.ones(1), root=root),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", OF_COMMUNICATORS)
+def test_debug_mode_compares_the_roots_of_a_communicators_collectives(world: World, name: str) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        OF_COMMUNICATORS[name](comm, comm.size - 1)
+        with pytest.raises(InputError, match=r": rank 0 has root 0, rank 1 has root 1; all ranks must have the same"):
+            OF_COMMUNICATORS[name](comm, comm.rank)
+
+    with functions.debug():
+        world(body)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", OF_COMMUNICATORS)
+def test_threads_compare_roots_always(world: World, name: str) -> None:
+    operation = name.removesuffix("_object")
+    with pytest.raises(CommError, match=rf"calls {operation} with root \d where another rank calls {operation} with root \d"):
+        world(lambda comm: OF_COMMUNICATORS[name](comm, comm.rank))

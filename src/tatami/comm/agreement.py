@@ -36,8 +36,9 @@ def debug(enabled: bool = True) -> Iterator[None]:
     """Debug mode, in all threads of this process; all ranks must enter it alike.
 
     Collectives of `tatami.functions` compare operation, root, shapes and dtypes of all ranks before data move, and so does
-    `tatami.comm.all_reduce`. Gradients that are to be averaged over the ranks are looked through for NaN and infinities.
-    It costs a small message to each rank for each collective. `TATAMI_DEBUG=1` does it for a whole run.
+    `tatami.comm.all_reduce`; those of a communicator compare their roots. Gradients that are to be averaged over the ranks are
+    looked through for NaN and infinities. It costs a small message to each rank for each collective. `TATAMI_DEBUG=1` does it
+    for a whole run.
     """
     global _asked
     before, _asked = _asked, enabled

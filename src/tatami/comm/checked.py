@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tatami.comm.agreement import debugging, same_everywhere
 from tatami.comm.base import AbstractRequest, parts
 from tatami.comm.objects import ObjectMessages
 from tatami.comm.reduction import HALF_DTYPES, Op
@@ -298,6 +299,8 @@ class CheckedCommunicator(ObjectMessages):
     def _check_root(self, operation: str, root: int) -> None:
         self._check_open(operation)
         self._check_rank(operation, root)
+        if debugging():
+            same_everywhere(self, {"root": root}, where=operation)
 
     def _check_peer(self, operation: str, peer: int, tag: int) -> None:
         self._check_open(operation)

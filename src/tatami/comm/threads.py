@@ -107,7 +107,7 @@ class _Mailbox:
 class _Meeting:
     """One collective: what each rank brought (copied, so that ranks may go on), and how many have taken their result."""
 
-    operation: str
+    call: str
     brought: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     num_left: int = 0
 
@@ -321,18 +321,24 @@ class ThreadCommunicator(CheckedCommunicator):
     # -- collectives: everyone brings a copy, and takes its own result from all copies -----------------------------------
 
     def _meet(
-        self, operation: str, brought: tuple[torch.Tensor | None, tuple[int, ...]], take: Callable[[list[Any]], object]
+        self,
+        operation: str,
+        brought: tuple[torch.Tensor | None, tuple[int, ...]],
+        take: Callable[[list[Any]], object],
+        *,
+        root: int | None = None,
     ) -> AbstractRequest:
         world = self.world
         self._num_meetings += 1
         key = (self._group, self._num_meetings)
+        call = operation if root is None else f"{operation} with root {root}"
         tensor, counts = brought
         copied = None if tensor is None else tensor.flatten().clone()
         with world.changed:
-            meeting = world.meetings.setdefault(key, _Meeting(operation=operation))
-            if meeting.operation != operation:
+            meeting = world.meetings.setdefault(key, _Meeting(call=call))
+            if meeting.call != call:
                 raise CommError(
-                    f"rank {self.rank} of {self.size} calls {operation} where another rank calls {meeting.operation}; "
+                    f"rank {self.rank} of {self.size} calls {call} where another rank calls {meeting.call}; "
                     "all ranks must call the same collectives in the same order"
                 )
             meeting.brought[self.rank] = (copied, counts)
@@ -362,7 +368,7 @@ class ThreadCommunicator(CheckedCommunicator):
             if self.rank != root:
                 self._put("bcast", tensor, brought[root][0], source=root)
 
-        return self._meet("bcast", (tensor if self.rank == root else None, ()), take)
+        return self._meet("bcast", (tensor if self.rank == root else None, ()), take, root=root)
 
     def _start_gather(
         self, tensor: torch.Tensor, out: torch.Tensor | None, root: int, counts: tuple[int, ...]
@@ -372,7 +378,7 @@ class ThreadCommunicator(CheckedCommunicator):
                 assert out is not None
                 self._put_all("gather", out, [part for part, _ in brought], counts)
 
-        return self._meet("gather", (tensor, ()), take)
+        return self._meet("gather", (tensor, ()), take, root=root)
 
     def _start_scatter(
         self, tensor: torch.Tensor | None, out: torch.Tensor, root: int, counts: tuple[int, ...]
@@ -381,7 +387,7 @@ class ThreadCommunicator(CheckedCommunicator):
             whole, sizes = brought[root]
             self._put("scatter", out, torch.split(whole, list(sizes))[self.rank], source=root)
 
-        return self._meet("scatter", (tensor, counts), take)
+        return self._meet("scatter", (tensor, counts), take, root=root)
 
     def _start_allgather(self, tensor: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...]) -> AbstractRequest:
         return self._meet(
@@ -403,7 +409,7 @@ class ThreadCommunicator(CheckedCommunicator):
             if self.rank == root:
                 self._put("reduce", tensor, _reduced([part for part, _ in brought], op), source=root)
 
-        return self._meet("reduce", (tensor, ()), take)
+        return self._meet("reduce", (tensor, ()), take, root=root)
 
     def _start_allreduce(self, tensor: torch.Tensor, op: Op) -> AbstractRequest:
         return self._meet(
