@@ -9,8 +9,10 @@ import json
 import logging
 import os
 import random
+import secrets
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,15 @@ import ray
 import ray.cluster_utils
 
 from tatami.records import Records
+from tatami.server.crew import Crew
+from tatami.server.folder import run_folder
 from tatami.server.optimizers import SGD
 from tatami.server.pool import Pool
-from tatami.server.ray_engine import on_loopback, require_ray
+from tatami.server.ray_engine import require_ray
+from tatami.server.ray_start import CONFIG, LOOPBACK, conditions, read_token, shut_down
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
 from tatami.server.report import RunReport
+from tatami.server.runtime import Runtime
 from tatami.server.training import train
 from tatami.testing.chaos import Blow, Storm, Target, draw_blows
 from tatami.testing.crash import Death
@@ -55,29 +61,37 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 class Nodes:
     """Three of Ray's nodes on this machine: the head, and two that may be killed."""
 
-    def __init__(self) -> None:
-        arguments: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "node_ip_address": "127.0.0.1"}
-        self._arguments = arguments
-        head = arguments | {"include_dashboard": False}
-        with on_loopback(require_ray()):
+    def __init__(self, folder: Path) -> None:
+        self._arguments: dict[str, Any] = {
+            "num_cpus": 1,
+            "object_store_memory": 100 * 2**20,
+            "node_ip_address": LOOPBACK,
+        }
+        self._folder, self._token = folder, secrets.token_hex(32)
+        head = self._arguments | {"include_dashboard": False, "_system_config": dict(CONFIG)}
+        with self._started():
+            read_token(ray)
             make: Any = ray.cluster_utils.Cluster
             self.cluster: Any = make(initialize_head=True, head_node_args=head)
             self.head = self.cluster.head_node.node_id
-            self.complete()
             ray.init(address=self.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        self.complete()
+
+    def _started(self) -> AbstractContextManager[None]:
+        """As a run starts Ray: with patience, too."""
+        return conditions(require_ray(), folder=self._folder, token=self._token)
 
     def complete(self) -> None:
-        with on_loopback(ray):
+        """Start nodes in place of those that are gone; each is up when this returns."""
+        with self._started():
             while len(self.cluster.list_all_nodes()) < 3:
                 self.cluster.add_node(wait=False, **self._arguments)
 
     def await_all(self) -> None:
-        """Return when Ray knows all three."""
+        """Return when Ray knows all three; ends by the test's own timeout where it never does."""
         wanted = {each.node_id for each in self.cluster.list_all_nodes()}
-        deadline_s = time.monotonic() + 60.0
         list_nodes: Any = ray.nodes
         while not wanted <= {each["NodeID"] for each in list_nodes() if each["Alive"]}:
-            assert time.monotonic() < deadline_s, "Ray's nodes do not come up"
             time.sleep(0.1)
 
     def kill(self, node: str) -> None:
@@ -85,16 +99,17 @@ class Nodes:
             if each.node_id == node:
                 self.cluster.remove_node(each, allow_graceful=False)
 
-    def close(self) -> None:
-        ray.shutdown()
-        self.cluster.shutdown()
-
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    found = Nodes()
-    yield found
-    found.close()
+    with run_folder() as folder, pytest.MonkeyPatch.context() as patch:
+        (folder / "ray").mkdir()
+        patch.setenv("RAY_TMPDIR", str(folder))
+        found = Nodes(folder)
+        yield found
+        ray.shutdown()
+        found.cluster.shutdown()
+        shut_down(ray, folder=folder)
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +187,40 @@ def test_whatever_is_hit_every_round_is_applied_and_not_a_bit_is_lost(
         assert recovery.name == Ignore.name or torch.equal(parameters, undisturbed), f"seed {seed}: {storm.dealt}"
         blows_dealt += len(storm.dealt)
     assert blows_dealt >= RUNS, "most blows must hit somebody"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_handlers_that_take_longer_than_a_heartbeat_make_no_sound_process_late(
+    pool: Pool, undisturbed: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers hang; to end a process takes so long that all others seem silent meanwhile, and so do some rounds."""
+    heartbeat_s = HEARTBEAT_S / 2
+    kill = Crew.kill
+
+    def kill_slowly(crew: Crew, number: int) -> None:
+        kill(crew, number)
+        time.sleep(1.25 * heartbeat_s)
+
+    monkeypatch.setattr(Crew, "kill", kill_slowly)
+    for seed in range(FIRST_SEED, FIRST_SEED + 1 + RUNS // 20):
+        chance = random.Random(f"slow {seed}")
+        blows = [
+            Blow(version=2, target=Target.WORKER, death=Death.STOP, delay_s=chance.choice((0.0, 0.05)), pick=pick)
+            for pick in (0.0, 0.5)
+        ]
+        storm = Storm(blows, saved=False)
+
+        def on_round(runtime: Runtime, storm: Storm = storm, slow: int = chance.randrange(3, ROUNDS)) -> None:
+            storm(runtime)
+            if runtime.version == slow:
+                time.sleep(1.25 * heartbeat_s)
+
+        try:
+            outcome = run(pool, tmp_path / f"seed-{seed}", spares=2, on_round=on_round, heartbeat_s=heartbeat_s)
+        finally:
+            storm.finish()
+        assert {failure.who for failure in outcome[1].failures} == {whom for _, whom in storm.dealt} == {"worker 0", "worker 1"}
+        assert torch.equal(check(FromServers(), outcome), undisturbed)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

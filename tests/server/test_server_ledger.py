@@ -17,7 +17,7 @@ from tatami.server.worker_process import TaskOutcome
 
 def _run(path: Path) -> Ledger:
     """From version 7: three rounds, worker 1 missing in the second, where it died; each is told twice, and counted once."""
-    ledger = Ledger(recovery="ignore", start=7, records=Records(path))
+    ledger = Ledger(recovery="ignore", start=7, sinks=[Records(path)])
     ledger.began()
     for round_, at_s in ((7, 1.0), (8, 4.0), (9, 5.0)):
         present = (0,) if round_ == 8 else (0, 1)

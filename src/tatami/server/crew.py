@@ -20,8 +20,10 @@ from tatami.server.nodes import Nodes
 from tatami.server.placement import choose_node
 from tatami.server.pool import Pool
 from tatami.server.processes import Identity, is_running, kill, machine
+from tatami.server.silence import Listening, Sign
 
-BOOT_TIMEOUT_S = 120.0
+BOOT_TIMEOUT_S = 300.0
+"""For one process to start, build the model and have the data; each has its own."""
 _END_S = 2.0
 """Processes that do not end within it, as they hang, are killed."""
 _ASK_S = 1.0
@@ -32,12 +34,18 @@ _PULSE_S = 0.25
 
 @dataclass(kw_only=True)
 class Member:
-    """A process of the run: its actor, and when it last gave a sign of life."""
+    """A process of the run.
+
+    Attributes:
+        seen_s: when it last gave a sign of life, since the start of the run.
+        heard_s: the same on the clock that goes only while this process listens.
+    """
 
     actor: Any
+    seen_s: float
+    heard_s: float
     node: str = ""
     identity: Identity | None = None
-    seen_s: float = 0.0
 
     @property
     def is_ready(self) -> bool:
@@ -57,6 +65,7 @@ class Crew:
         calls: where the signs of life are waited for.
         nodes: where members are started.
         now_s: seconds since the start of the run.
+        listening: by which silence is counted.
         heartbeat_s: a member that is silent for longer is told of as late.
         pool: of processes that outlive runs.
         on_up: told of a member that is ready.
@@ -70,6 +79,7 @@ class Crew:
         calls: Calls,
         nodes: Nodes,
         now_s: Callable[[], float],
+        listening: Listening,
         heartbeat_s: float,
         pool: Pool | None,
         on_up: Callable[[int, Member], None],
@@ -80,6 +90,7 @@ class Crew:
         self._calls = calls
         self._nodes = nodes
         self._now_s = now_s
+        self._listening = listening
         self._heartbeat_s = heartbeat_s
         self._pool = pool
         self._on_up = on_up
@@ -100,7 +111,8 @@ class Crew:
         actor = None if self._pool is None else self._pool.take(self._process.__name__, node=node)
         if actor is None:
             actor = _actor(self._process, node=node)
-        member = self.members[number] = Member(actor=actor, node=node or "", seen_s=self._now_s())
+        member = Member(actor=actor, node=node or "", seen_s=self._now_s(), heard_s=self._listening.now_s)
+        self.members[number] = member
         self._calls.add(employ(actor), done=partial(self._up, number, member), failed=partial(self._dead, number, member))
 
     def get(self, number: int) -> Any:
@@ -108,15 +120,23 @@ class Crew:
         member = self.members.get(number)
         return None if member is None else member.actor
 
-    def look_for_silence(self) -> None:
-        """Tell of members that are silent for too long, and of those that start on a node that is gone: Ray says so late."""
+    def signs(self) -> dict[int, Sign]:
+        """The last sign of life of each, and how long it may be silent: for its heartbeat, or until it is up."""
+        return {
+            number: Sign(heard_s=member.heard_s, limit_s=self._heartbeat_s if member.is_ready else BOOT_TIMEOUT_S)
+            for number, member in self.members.items()
+        }
+
+    def late(self, number: int) -> None:
+        """A member has been silent for too long."""
+        member = self.members[number]
+        self._nodes.note_death(member.node)
+        self._on_gone(number, member, True)
+
+    def look_for_lost_starts(self) -> None:
+        """Tell of members that start on a node that is gone: Ray says so late."""
         for number, member in self._starting_nowhere():
             self._dead(number, member, None)
-        for number, member in list(self.members.items()):
-            limit_s = self._heartbeat_s if member.is_ready else BOOT_TIMEOUT_S
-            if self._now_s() - member.seen_s > limit_s and self.members.get(number) is member:
-                self._nodes.note_death(member.node)
-                self._on_gone(number, member, True)
 
     def _starting_nowhere(self) -> list[tuple[int, Member]]:
         starting = [(number, member) for number, member in self.members.items() if not member.is_ready and member.node]
@@ -129,13 +149,20 @@ class Crew:
     def restart_clocks(self) -> None:
         """The run begins now: nobody has been silent before."""
         for member in self.members.values():
-            member.seen_s = self._now_s()
+            self._heard(member)
 
     def kill(self, number: int) -> None:
         """End a member at once, wherever it is."""
         member = self.members.pop(number, None)
         if member is not None:
             _kill(member)
+
+    def abandon(self) -> None:
+        """End those on this machine, without Ray: there is none that could."""
+        members, self.members = list(self.members.values()), {}
+        for member in members:
+            if member.identity is not None and member.identity.machine == machine():
+                kill(member.pid)
 
     def end(self) -> None:
         """Keep for the next run who is free, and end the others."""
@@ -165,7 +192,8 @@ class Crew:
     def _up(self, number: int, member: Member, identity: Identity) -> None:
         if self.members.get(number) is not member:
             return
-        member.identity, member.node, member.seen_s = identity, identity.node, self._now_s()
+        member.identity, member.node = identity, identity.node
+        self._heard(member)
         self._watch(number, member)
         self._on_up(number, member)
 
@@ -174,8 +202,11 @@ class Crew:
         pulse = member.actor.watch.options(concurrency_group="pulse").remote(min(_PULSE_S, self._heartbeat_s / 4))
         self._calls.add(pulse, done=partial(self._alive, number, member), failed=partial(self._dead, number, member))
 
+    def _heard(self, member: Member) -> None:
+        member.seen_s, member.heard_s = self._now_s(), self._listening.now_s
+
     def _alive(self, number: int, member: Member, _: Any) -> None:
-        member.seen_s = self._now_s()
+        self._heard(member)
         if self.members.get(number) is member:
             self._watch(number, member)
 

@@ -18,7 +18,7 @@ _OWNER = "owner.json"
 
 @contextmanager
 def run_folder(*, parent: Path | None = None) -> Iterator[Path]:
-    """An empty folder, until the end.
+    """A folder of this user alone, until the end.
 
     Args:
         parent: /tmp if None, and not `tempfile.gettempdir()`: the paths of Ray's sockets must stay under 108 characters.
@@ -35,9 +35,11 @@ def run_folder(*, parent: Path | None = None) -> Iterator[Path]:
 
 
 def remove_stale(parent: Path) -> None:
-    """Remove the folders of processes of this machine that have ended; of others nobody here knows whether they have."""
+    """Remove this user's folders of processes of this machine that have ended; of other machines that is not known here."""
     for owner in parent.glob(f"{_PREFIX}*/{_OWNER}"):
         with suppress(OSError, ValueError, KeyError, TypeError):
+            if owner.parent.lstat().st_uid != os.getuid():
+                continue
             known = json.loads(owner.read_text(encoding="utf-8"))
             if known["machine"] == machine() and not is_running(int(known["pid"])):
                 shutil.rmtree(owner.parent, ignore_errors=True)

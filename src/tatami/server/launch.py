@@ -25,11 +25,13 @@ from tatami.server.phases import PhaseHook
 from tatami.server.pieces import cut
 from tatami.server.protocol import Protocol
 from tatami.server.ray_engine import engine, require_ray
+from tatami.server.ray_watch import RayWatch, ray_processes
 from tatami.server.report import RunReport
 from tatami.server.run_settings import RunSettings
 from tatami.server.saving import Saved
 from tatami.server.shard import COUNT, PARAMETERS
 from tatami.server.state import Coordinator
+from tatami.server.witness import Witness
 
 if TYPE_CHECKING:
     from tatami.server.pool import Pool
@@ -112,8 +114,14 @@ def run_training(
         heartbeat_s=settings.heartbeat_s,
         facts=facts,
         snapshots=snapshots,
+        report=surroundings.report,
     )
-    with engine(address=surroundings.address):
+    start = 0 if saved is None else saved.version
+    with (
+        Witness(recovery=settings.recovery.name, start=start, report=surroundings.report, directory=folder) as witness,
+        engine(address=surroundings.address),
+        RayWatch(ray_processes(ray), clock=SystemClock(), tell=witness.fault) as watch,
+    ):
         runtime = Runtime(
             Coordinator(protocol, resumed=saved),
             spec=worker_spec,
@@ -121,6 +129,8 @@ def run_training(
             data=spec.dataset,
             terms=terms,
             clock=surroundings.clock or SystemClock(),
+            watch=watch,
+            witness=witness,
             pool=surroundings.pool,
             records=surroundings.records,
             on_round=surroundings.on_round,

@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from typing import Any, Protocol
 
-from tatami.records import Records
 from tatami.server.actions import Contribution
 from tatami.server.report import Failure, RunReport, with_costs
 from tatami.server.worker_process import TaskOutcome
+
+
+class Sink(Protocol):
+    """Is told of every entry, as `tatami.records.Records` is."""
+
+    def write(self, event: str, *, iteration: int, values: dict[str, Any]) -> None: ...
 
 
 class Ledger:
@@ -18,18 +24,18 @@ class Ledger:
     Args:
         recovery: name of the policy.
         start: the version that the run begins with.
-        records: where every entry is written as well.
+        sinks: where every entry is written as well.
 
     Attributes:
         failures: in the order in which they were noticed.
     """
 
-    def __init__(self, *, recovery: str, start: int, records: Records) -> None:
+    def __init__(self, *, recovery: str, start: int, sinks: Sequence[Sink] = ()) -> None:
         self._reached_s: list[float] = []
         self.failures: list[Failure] = []
         self._recovery = recovery
         self._start = start
-        self._records = records
+        self._sinks = tuple(sinks)
         self._outcomes: dict[tuple[int, int], TaskOutcome] = {}
         self._losses: dict[int, float] = {}
         self._sizes: dict[int, tuple[int, int]] = {}
@@ -57,20 +63,24 @@ class Ledger:
         self._reached_s.append(at_s)
         updates, samples = self._sizes[version]
         values = {"at_s": at_s, "loss": self._losses[version], "updates": updates, "samples": samples}
-        self._records.write("round", iteration=version, values=values)
+        self._write("round", iteration=version, values=values)
         return True
 
     def failed(self, failure: Failure) -> None:
         """A process is gone."""
         self.failures.append(failure)
         names = ("who", "process", "how", "at_s", "silent_s")
-        self._records.write("failure", iteration=failure.round, values={name: getattr(failure, name) for name in names})
+        self._write("failure", iteration=failure.round, values={name: getattr(failure, name) for name in names})
 
     def warn(self, message: str, *, version: int) -> None:
         """Tell the user, and go on."""
         self._warnings.append(message)
-        self._records.write("warning", iteration=version, values={"message": message})
+        self._write("warning", iteration=version, values={"message": message})
         warnings.warn(message, stacklevel=2)
+
+    def _write(self, event: str, *, iteration: int, values: dict[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.write(event, iteration=iteration, values=values)
 
     def last_not_finite(self) -> tuple[int, int]:
         """(worker, round) of the latest loss that is not a finite number; there is one."""

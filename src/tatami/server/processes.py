@@ -43,6 +43,21 @@ def machine() -> str:
     return f"{os.uname().nodename}/{boot}/{space}"
 
 
+def started_with(name: str, value: str) -> list[int]:
+    """The processes of this user that had this variable in their environment when they were started."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # of another user, or gone
+            if f"{name}={value}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+    return [pid for pid in found if is_running(pid)]
+
+
+def children(pid: int) -> list[int]:
+    """The processes whose parent is `pid`."""
+    return [int(process.name) for process in Path("/proc").glob("[0-9]*") if _status(int(process.name))[1:2] == [str(pid)]]
+
+
 def kill(pid: int) -> None:
     """End it, even where it is stopped and hears nothing else."""
     with suppress(ProcessLookupError):
@@ -50,14 +65,26 @@ def kill(pid: int) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether it runs or is stopped; 0 is nobody."""
+    """Whether it runs or is stopped; 0 is no process."""
     if not pid:
         return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # One that has ended stays in the table until its parent has taken note.
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
+    except PermissionError:
+        pass  # of another user
+    return _status(pid)[:1] not in ([], ["Z"])  # one that has ended stays in the table until its parent has taken note
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether it was stopped by a signal, and waits to be continued."""
+    return _status(pid)[:1] in (["T"], ["t"])
+
+
+def _status(pid: int) -> list[str]:
+    """State, parent and more, as the kernel lists them; [] where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -16,20 +16,24 @@ from tatami.errors import CheckpointError, ModelError, NotFiniteError, TrainingE
 from tatami.records import Records
 from tatami.server import actions as act
 from tatami.server import events as ev
+from tatami.server.aftermath import aftermath
 from tatami.server.calls import Calls
 from tatami.server.crew import BOOT_TIMEOUT_S, Crew, Member
-from tatami.server.ledger import Ledger
+from tatami.server.ledger import Ledger, Sink
 from tatami.server.nodes import Nodes
 from tatami.server.optimizers import AbstractOptimizer, Vector
 from tatami.server.pieces import cut
 from tatami.server.placement import partners
 from tatami.server.pool import Pool
-from tatami.server.ray_engine import MESSAGE_BYTES
+from tatami.server.ray_start import MESSAGE_BYTES
+from tatami.server.ray_watch import RayWatch
 from tatami.server.report import Failure, RunReport, RunStatus
 from tatami.server.server_process import ServerProcess
+from tatami.server.silence import Listening, look
 from tatami.server.state import Coordinator
 from tatami.server.steps import RunPhase
 from tatami.server.storage import Published, Storage
+from tatami.server.witness import Witness
 from tatami.server.worker_process import TaskOutcome, WorkerProcess, WorkerSpec, packed
 
 _TICK_S = 0.05
@@ -45,6 +49,7 @@ class Terms:
         first: all parameters at the start, (elements,).
         snapshots: of each shard, where the run goes on from a checkpoint.
         facts: kept in each checkpoint, to tell whether it is of this run.
+        report: the file that will say what happened.
     """
 
     first: Vector
@@ -56,6 +61,7 @@ class Terms:
     heartbeat_s: float
     facts: Mapping[str, Any]
     snapshots: tuple[dict[str, Vector], ...] | None = None
+    report: Path | str | None = None
 
 
 class Runtime:
@@ -70,6 +76,8 @@ class Runtime:
         data: Any,
         terms: Terms,
         clock: Clock,
+        watch: RayWatch,
+        witness: Witness,
         pool: Pool | None = None,
         records: Records | None = None,
         on_round: Callable[[Runtime], None] | None = None,
@@ -78,13 +86,14 @@ class Runtime:
         self.protocol = spec.protocol
         self._terms = terms
         self._clock = clock
-        self._ledger = Ledger(
-            recovery=spec.protocol.recovery.name, start=coordinator.version, records=Records() if records is None else records
-        )
+        self._watch = watch
+        self._witness = witness
+        sinks: list[Sink] = [witness] if records is None else [witness, records]
+        self._ledger = Ledger(recovery=spec.protocol.recovery.name, start=coordinator.version, sinks=sinks)
         self._on_round = on_round
         self._pickled_spec, self._data = ray.put(pickled_spec), ray.put(packed(data))
         self._began_s = self._zero_s = clock.now_s()
-        self._looked_s = 0.0
+        self._listening = Listening(self._began_s, longest_step_s=2 * _TICK_S)
         self._calls = Calls()
         self._nodes = Nodes(now_s=clock.now_s)
         self._starts_left = _START_AGAIN
@@ -94,6 +103,7 @@ class Runtime:
                 calls=self._calls,
                 nodes=self._nodes,
                 now_s=self._now_s,
+                listening=self._listening,
                 heartbeat_s=terms.heartbeat_s,
                 pool=pool,
                 on_up=up,
@@ -114,6 +124,7 @@ class Runtime:
             facts=terms.facts,
             now_s=self._now_s,
             tell=self._tell,
+            at_the_disk=watch.elsewhere,
             warn=self._warn,
         )
         self._met: dict[int, dict[int, Any]] = {}
@@ -184,8 +195,11 @@ class Runtime:
         finally:
             self._calls.clear()
             self._published.clear()
-            self._workers.end()
-            self._servers.end()
+            for crew in (self._workers, self._servers):
+                if self._watch.fault is None:
+                    crew.end()
+                else:
+                    crew.abandon()
         if isinstance(self._end, act.Stop):
             raise self._error(self._end)
         assert self._storage.result is not None
@@ -196,17 +210,14 @@ class Runtime:
             self._start_server(server)
         for process in range(self.protocol.workers):
             self._start_worker(process)
-        limit_s = self._now_s() + BOOT_TIMEOUT_S
-        crews = (self._workers, self._servers)
         while not self._is_all_up():
-            if self._now_s() > limit_s:
-                raise TrainingError(f"the processes were not up after {BOOT_TIMEOUT_S:.0f} s; does Ray have room for them?")
             self._wait()
         if self.protocol.replicas > 1:
             self._see_whether_apart()
         self._zero_s = self._clock.now_s()
         self._ledger.began()
-        for crew in crews:
+        self._witness.begun(workers=self.protocol.workers, startup_s=self._zero_s - self._began_s)
+        for crew in (self._workers, self._servers):
             crew.restart_clocks()
         self._tell(ev.Started(at_s=0.0))
 
@@ -218,13 +229,20 @@ class Runtime:
         )
 
     def _wait(self) -> None:
-        self._calls.wait(timeout_s=_TICK_S, is_over=lambda: self._end is not None)
-        # If this process itself was away, in `on_round` or without a core, signs of life still wait to be taken note of.
-        was_here = self._now_s() - self._looked_s < self._terms.heartbeat_s / 4
-        self._looked_s = self._now_s()
-        for crew in (self._workers, self._servers):
-            if was_here and self._end is None:
-                crew.look_for_silence()
+        if self._watch.fault is not None:
+            raise self._stopped(self._watch.fault)
+        crews = (self._workers, self._servers)
+        if self._read(timeout_s=_TICK_S):
+            self._listening.advance(self._clock.now_s())
+            look(crews, now_s=self._listening.now_s, read=self._read)
+        for crew in crews:
+            if self._end is None:
+                crew.look_for_lost_starts()
+
+    def _read(self, *, timeout_s: float = 0.0) -> bool:
+        """Take note of what has ended, signs of life among it; whether the run goes on."""
+        self._calls.wait(timeout_s=timeout_s, is_over=lambda: self._end is not None)
+        return self._end is None
 
     def _tell(self, event: ev.Event) -> None:
         before = self.coordinator.version
@@ -232,7 +250,8 @@ class Runtime:
             self._carry_out(action)
         version = self.coordinator.version
         if version > before and self._ledger.reached(version, at_s=self._now_s()) and self._on_round is not None:
-            self._on_round(self)
+            with self._watch.elsewhere():
+                self._on_round(self)
 
     def _now_s(self) -> float:
         return self._clock.now_s() - self._zero_s
@@ -341,7 +360,7 @@ class Runtime:
 
     def _worker_gone(self, process: int, member: Member, late: bool) -> None:
         if self.coordinator.phase is RunPhase.STARTING:
-            self._begin_again(self._workers, process, start=self._start_worker)
+            self._begin_again(self._workers, process, start=self._start_worker, late=late)
             return
         holder = next((worker for worker, held_by in self._holders().items() if held_by == process), None)
         self._note_failure(f"spare {process}" if holder is None else f"worker {holder}", process, member, late=late)
@@ -385,15 +404,21 @@ class Runtime:
         for published in self._published.values():
             published.pop(server, None)
         if self.coordinator.phase is RunPhase.STARTING:
-            self._begin_again(self._servers, server, start=self._start_server)
+            self._begin_again(self._servers, server, start=self._start_server, late=late)
             return
         self._note_failure(f"server {server}", server, member, late=late)
         event = ev.ServerLate if late else ev.ServerDied
         self._tell(event(at_s=self._now_s(), server=server))
 
-    def _begin_again(self, crew: Crew, number: int, *, start: Callable[[int], None]) -> None:
+    def _begin_again(self, crew: Crew, number: int, *, start: Callable[[int], None], late: bool) -> None:
         """Nothing has been done yet that could be lost: what ends now is started once more, where its node is not at fault."""
+        is_slow = late and not crew.members[number].is_ready
         crew.kill(number)
+        if is_slow and len(self._nodes.alive()) < 2:
+            raise TrainingError(
+                f"process {number} of {self.protocol.workers} workers and {self.protocol.servers} servers was not up "
+                f"{BOOT_TIMEOUT_S:.0f} s after it was started; is the machine that busy, or does model_fn take so long?"
+            )
         if not self._starts_left:
             raise TrainingError(
                 f"{_START_AGAIN + 1} processes ended before the first round; is there enough memory, and do the nodes hold?"
@@ -430,11 +455,12 @@ class Runtime:
                 )
 
     def _error(self, stop: act.Stop) -> Exception:
-        saved = f" The state of version {self.version} is saved in {self._terms.directory}." if stop.saved else ""
-        message = f"the run stopped after {self.version} rounds: {stop.reason}.{saved}"
+        stopped = self._stopped(stop.reason)
         if stop.cause is act.Cause.NOT_FINITE:
             worker, round_ = self._ledger.last_not_finite()
-            return NotFiniteError(message, rank=worker, iteration=round_)
-        if stop.cause is act.Cause.CHECKPOINT:
-            return CheckpointError(message)
-        return TrainingError(message)
+            return NotFiniteError(str(stopped), rank=worker, iteration=round_)
+        return CheckpointError(str(stopped)) if stop.cause is act.Cause.CHECKPOINT else stopped
+
+    def _stopped(self, reason: str) -> TrainingError:
+        left = aftermath(report=self._terms.report, directory=self._terms.directory)
+        return TrainingError(f"the run stopped after {self.version} rounds: {reason}.{left}")

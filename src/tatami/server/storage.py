@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ class Storage:
 
     Where a server goes away meanwhile, an order comes to nothing, and the coordinator gives another: it hears of the death.
 
+    Args:
+        at_the_disk: a block around what may take as long as the disk does.
+
     Attributes:
         result: all parameters `(elements,)`, once they are fetched.
     """
@@ -43,6 +47,7 @@ class Storage:
         facts: Mapping[str, Any],
         now_s: Callable[[], float],
         tell: Callable[[ev.Event], None],
+        at_the_disk: Callable[[], AbstractContextManager[None]],
         warn: Callable[[str], None],
     ) -> None:
         self.result: Vector | None = None
@@ -54,6 +59,7 @@ class Storage:
         self._facts = facts
         self._now_s = now_s
         self._tell = tell
+        self._at_the_disk = at_the_disk
         self._warn = warn
 
     def write(self, order: act.WriteCheckpoint) -> None:
@@ -64,7 +70,8 @@ class Storage:
                 return
             saved = Saved(version=order.version, clocks=order.clocks)
             try:
-                checkpoints.write(self._directory, snapshots, saved=saved, terms=self._facts)
+                with self._at_the_disk():
+                    checkpoints.write(self._directory, snapshots, saved=saved, terms=self._facts)
             except OSError as error:
                 self._tell(ev.CheckpointFailed(at_s=at_s(), ticket=order.ticket, reason=str(error)))
             else:
@@ -83,7 +90,8 @@ class Storage:
 
     def read(self, order: act.ReadCheckpoint) -> None:
         assert self._directory is not None  # the first checkpoint was written there
-        stored = checkpoints.read(self._directory, up_to=order.version)
+        with self._at_the_disk():
+            stored = checkpoints.read(self._directory, up_to=order.version)
         for problem in stored.problems:
             self._warn(f"{problem}; version {stored.saved.version} is used")
         saved, shards = stored.saved, range(self._protocol.shards)

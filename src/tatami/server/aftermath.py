@@ -1,0 +1,23 @@
+"""What a run leaves that ended before its last round, and how to go on with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def aftermath(*, report: Path | str | None, directory: Path | str | None) -> str:
+    """Sentences, each with a space before it, for the end of an error; "" where the run leaves nothing.
+
+    Args:
+        report: the file that says what happened.
+        directory: of checkpoints.
+    """
+    from tatami.server import checkpoints  # brings numpy, which not everybody needs who may have to say this
+
+    said = "" if report is None else f" What happened is in {report}."
+    if directory is not None and (saved := checkpoints.versions(Path(directory))):
+        said += (
+            f" The state of version {saved[-1]} is saved in {directory}: "
+            f"`tatami server resume {directory}` or tatami.server.resume({str(directory)!r}, ...) goes on from there."
+        )
+    return said

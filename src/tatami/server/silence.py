@@ -1,0 +1,67 @@
+"""Who has been silent for too long: decided for all at one moment, and of nobody while this process did not listen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sign:
+    """The last sign of life of a process: when it was heard, and for how long the process may be silent after it."""
+
+    heard_s: float
+    limit_s: float
+
+
+def silent(signs: Mapping[int, Sign], *, now_s: float) -> tuple[int, ...]:
+    """Those that have been silent for longer than they may, by number."""
+    return tuple(number for number, sign in sorted(signs.items()) if now_s - sign.heard_s > sign.limit_s)
+
+
+class Listening:
+    """A clock that goes only while this process listens to signs of life.
+
+    While a handler runs for long, or this process is stopped or without a core, signs of life wait to be read. Nobody is to be
+    judged by that time: of each step of another clock no more than `longest_step_s` counts.
+
+    Attributes:
+        now_s: what this clock shows; 0 at first.
+    """
+
+    def __init__(self, clock_s: float, *, longest_step_s: float) -> None:
+        self.now_s = 0.0
+        self._clock_s = clock_s
+        self._longest_step_s = longest_step_s
+
+    def advance(self, clock_s: float) -> None:
+        """The other clock shows `clock_s` now."""
+        self.now_s += min(max(0.0, clock_s - self._clock_s), self._longest_step_s)
+        self._clock_s = clock_s
+
+
+class Watched(Protocol):
+    """Processes that give signs of life."""
+
+    def signs(self) -> Mapping[int, Sign]:
+        """The last of each, by number."""
+
+    def late(self, number: int) -> None:
+        """This one has been silent for too long; what is done about it may take long."""
+
+
+def look(groups: Sequence[Watched], *, now_s: float, read: Callable[[], bool]) -> None:
+    """Tell of those that are silent at `now_s`, and have not been heard of before it is their turn.
+
+    Args:
+        groups: of processes.
+        now_s: one moment for all, from before anything is done about any of them.
+        read: reads the signs of life that wait; whether to go on.
+    """
+    found = [(group, number) for group in groups for number in silent(group.signs(), now_s=now_s)]
+    for group, number in found:
+        if not read():
+            return
+        if number in silent(group.signs(), now_s=now_s):
+            group.late(number)
