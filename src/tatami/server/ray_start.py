@@ -9,7 +9,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ def shut_down(ray: Any, *, folder: Path, agents: tuple[int, ...] = ()) -> None:
 @contextmanager
 def _within(limit_s: float, folder: Path) -> Iterator[None]:
     """Whatever waits for Ray ends when there is none: its processes are killed where the block takes longer."""
-    timer = threading.Timer(limit_s, lambda: [kill(process) for process in started_with(_MARK, str(folder))])
+    timer = threading.Timer(limit_s, lambda: _kill_all(started_with(_MARK, str(folder))))
     timer.daemon = True
     timer.start()
     try:
@@ -119,9 +119,13 @@ def end(folder: Path, *, agents: tuple[int, ...] = (), limit_s: float = _END_S) 
 
     if _wait_for(lambda: not left(), limit_s=limit_s):
         return
-    for process in left():
-        kill(process)
+    _kill_all(left())
     _wait_for(lambda: not left(), limit_s=_END_S)
+
+
+def _kill_all(processes: Iterable[int]) -> None:
+    for process in processes:
+        kill(process)
 
 
 @contextmanager
