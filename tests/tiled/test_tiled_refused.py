@@ -86,7 +86,7 @@ def test_more_ranks_than_units_have_columns_of_their_own(world: World) -> None:
     narrow = nn.Sequential(nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 2))
 
     def body(comm: AbstractCommunicator) -> int:
-        model = tile(narrow, comm, batch_size=9, speeds="equal", quiet=True)
+        model = tile(narrow, comm, batch_size=9, speeds="equal", reduction="mean", quiet=True)
         x = torch.arange(36.0).view(9, 4) / 36
         loss = model(model.local(x)).square().mean()
         loss.backward()

@@ -8,9 +8,12 @@ from typing import cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from tatami.comm.agreement import debugging, same_everywhere
+from tatami.comm.base import AbstractCommunicator
 from tatami.datasets.samples import Data, Samples
 from tatami.errors import InputError
 from tatami.tiled.model import TiledModel
+from tatami.tiled.same_batch import compare, numbers_of
 from tatami.tiling import Span
 
 
@@ -36,6 +39,16 @@ class Batches:
             raise InputError(f"batch_size must be at least 1, not {batch_size}")
         self.batch_size = min(batch_size, self.num_samples)
         self._seed = seed
+
+    def compare(self, comm: AbstractCommunicator) -> None:
+        """Whether all ranks have the same data, cut alike: of tensors some numbers are looked at. Collective.
+
+        Raises:
+            InputError: they have not; names the ranks.
+        """
+        same_everywhere(comm, {"batch_size": self.batch_size, "seed": self._seed}, where="the batches of the Trainer")
+        numbers = numbers_of(self.num_samples, self._tensors or (), whole=debugging())
+        compare(numbers, comm, columns=(), everywhere=True, what="data")
 
     def __len__(self) -> int:
         """Batches of an epoch."""

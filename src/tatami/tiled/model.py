@@ -25,6 +25,7 @@ from tatami.tiled.phases import IterationPhase, Phases
 from tatami.tiled.placement import Placement, largest, place
 from tatami.tiled.registry import register
 from tatami.tiled.rows import Rows
+from tatami.tiled.same_batch import BatchWatch, different_sizes
 from tatami.tiled.torch_norms import watch_norms
 from tatami.tiled.vertical import ColumnComm
 from tatami.tiling import Layout, Span, Tile, Tiling, spans
@@ -85,6 +86,7 @@ class TiledModel(nn.Module):
         self.workload: Workload = workload_of(module, self.pair_names, samples=batch_size)
         self._column = ColumnComm(phases)
         self._batch = (0, Span(0, 0))
+        self._watch = BatchWatch(comm, columns=self._columns)
         self._sample_spans: dict[int, Span] = {}
         self._adopt(self._place(layout))
         self._tile(module)
@@ -96,7 +98,7 @@ class TiledModel(nn.Module):
             if parameter is not None
         ]
         self._unique = list(self.module.parameters())
-        self.norms = WholeNorms(comm, holders=self._ranks_of_first_column, phases=phases)
+        self.norms = WholeNorms(comm, holders=lambda: self._columns()[0], phases=phases)
         register(self)
         watch_optimizers()
         if comm.size > 1:
@@ -120,7 +122,10 @@ class TiledModel(nn.Module):
         sizes = {tensor.shape[0] for tensor in tensors}
         if len(sizes) != 1:
             raise InputError(f"the tensors of a batch must have the same number of samples, not {sorted(sizes)}")
-        span = self.local_span(sizes.pop())
+        samples = sizes.pop()
+        span = self.local_span(samples)
+        if self.comm.size > 1:
+            self._watch.announce(samples, tensors)
         parts = tuple(tensor[span.slice()] for tensor in tensors)
         return parts[0] if len(parts) == 1 else parts
 
@@ -130,18 +135,26 @@ class TiledModel(nn.Module):
         if span is None:
             span = self._sample_spans[samples] = self._span_of(samples)
         self._batch = (samples, span)
+        if self.comm.size > 1:
+            self._watch.announce(samples, ())
         return span
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """The network on this rank's samples: (samples_here, ...) to (samples_here, ...), in tensors, tuples, lists or dicts.
 
         Raises:
-            InputError: the input has another number of samples than `local` gave this rank.
+            InputError: the input has another number of samples than `local` gave this rank; or, now and then and on all ranks,
+                the ranks were given different batches.
             ModelError: the network returns objects in which its tensors can not be found.
         """
         self._check_batch(inputs, named_inputs)
         if not torch.is_grad_enabled():
             return self.module(*inputs, **named_inputs)
+        if self.comm.size > 1:
+            if self._watch.is_due:
+                with self.phases.during(IterationPhase.HORIZONTAL):
+                    self._watch.compare()
+            self._watch.end_pass()
         self.phases.enter(IterationPhase.FORWARD)
         alone = self.comm.size == 1
         output = self.module(*inputs, **named_inputs) if alone else self._forward_with_sums(inputs, named_inputs)
@@ -284,8 +297,9 @@ class TiledModel(nn.Module):
         """See `place`; the model stays as it is. Collective."""
         return place(layout, self.comm, names=self.names, workload=self.workload)
 
-    def _ranks_of_first_column(self) -> list[int]:
-        return [self.names.index(tile.processor) for tile in self.tiling.columns[0]]
+    def _columns(self) -> list[list[int]]:
+        """The ranks of each column."""
+        return [[self.names.index(tile.processor) for tile in column] for column in self.tiling.columns]
 
     def _tile(self, whole: nn.Module) -> None:
         """Put tiled layers in the place of the pairs, and dropout that draws for the whole batch in the place of dropout."""
@@ -353,7 +367,7 @@ class TiledModel(nn.Module):
         trained = tuple(parameter for parameter in self._unique if parameter.requires_grad)
         if not trained:
             return self.module(*inputs, **named_inputs)
-        exchange = functools.partial(self._sum_gradients, trained, self.tilings)
+        exchange = functools.partial(self._sum_gradients, trained, self.tilings, self._batch[0])
         stand_ins = HorizontalSum.apply(exchange, *trained)  # type: ignore[no-untyped-call]
         by_parameter = {id(p): s for p, s in zip(trained, stand_ins, strict=True)}
         for owner, name, parameter in self._slots:
@@ -366,7 +380,11 @@ class TiledModel(nn.Module):
                 owner._parameters[name] = parameter
 
     def _sum_gradients(
-        self, trained: Sequence[nn.Parameter], tilings: tuple[Tiling, ...], grads: tuple[torch.Tensor | None, ...]
+        self,
+        trained: Sequence[nn.Parameter],
+        tilings: tuple[Tiling, ...],
+        samples: int,
+        grads: tuple[torch.Tensor | None, ...],
     ) -> tuple[torch.Tensor | None, ...]:
         """Called by autograd when every parameter's gradient from this rank's samples is there; None for those without part."""
         if tilings is not self.tilings:
@@ -381,7 +399,11 @@ class TiledModel(nn.Module):
             }
             # A parameter without part in the loss has no gradient, which to an optimizer is not the same as one of 0. Where
             # the forward pass depends on the samples, it has part if it had on any rank.
-            used = torch.tensor([float(grad is not None) for grad in grads])
+            # Behind them, the number of samples of every column's batch, which each column fills in for itself.
+            sizes = [0.0] * len(self.tiling.columns)
+            if self.tile is not None:
+                sizes[self.tile.column] = float(samples)
+            told = torch.tensor([*(float(grad is not None) for grad in grads), *sizes])
             tiled = set()
             pairs = []
             for rows_of_pair in self.pair_rows():
@@ -390,9 +412,13 @@ class TiledModel(nn.Module):
                     [Rows(by_parameter[id(rows.tensor)], rows.axis) for rows in rows_of_pair if id(rows.tensor) in by_parameter]
                 )
             replicated = {key: grad for key, grad in by_parameter.items() if key not in tiled}
-            *sums, used = self._exchange.sum_(pairs, [*replicated.values(), used])
+            *sums, told = self._exchange.sum_(pairs, [*replicated.values(), told])
+            numbers = told.tolist()
+            used, sizes = numbers[: len(grads)], numbers[len(grads) :]
+            if len(set(sizes)) > 1:
+                raise different_sizes(sizes, columns=self._columns())
             by_parameter.update(zip(replicated, sums, strict=True))
-            grads = tuple(by_parameter[id(p)] if part else None for p, part in zip(trained, used.tolist(), strict=True))
+            grads = tuple(by_parameter[id(p)] if part else None for p, part in zip(trained, used, strict=True))
         self.phases.enter(IterationPhase.UPDATE)
         return grads
 

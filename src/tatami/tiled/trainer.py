@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tatami.clock import Clock, SystemClock
-from tatami.comm.agreement import problems_of
+from tatami.comm.agreement import problems_of, same_everywhere
 from tatami.comm.base import AbstractRequest
 from tatami.datasets.samples import Data
 from tatami.errors import InputError, NotFiniteError
@@ -140,6 +140,7 @@ class Trainer:
 
         Raises:
             NotFiniteError: the loss became NaN or infinite; the last good state is saved before.
+            InputError: on all ranks, before anything is trained, where they were given different data; names the ranks.
         """
         if epochs is None and iterations is None and stop_below is None:
             raise InputError("say when to stop: epochs, iterations or stop_below")
@@ -154,6 +155,9 @@ class Trainer:
         if validation is not None and _size(validation) == 0:
             raise InputError("the validation data set is empty")
         batches = Batches(data, batch_size=batch_size, seed=self._seed if shuffle and batch_size < _size(data) else None)
+        batches.compare(self.model.comm)
+        facts = {"epochs": epochs, "iterations": iterations, "stop_below": stop_below, "validation": validation is not None}
+        same_everywhere(self.model.comm, facts, where="Trainer.fit")
         total = _total_samples(batches, epochs=epochs, iterations=iterations)
         history = History()
         last_epoch = None if epochs is None else self.epoch + epochs
@@ -184,6 +188,7 @@ class Trainer:
         model = self.model
         sums = torch.zeros(1 + len(named), dtype=torch.float64)
         batches = Batches(data, batch_size=batch_size, seed=None)
+        batches.compare(model.comm)
         was_training = model.training
         model.eval()
         with torch.no_grad():

@@ -1,0 +1,187 @@
+"""Whether all ranks train on the same global batch. Each cuts its own samples out of it, so nothing else would notice.
+
+Three looks, by what they cost:
+
+- the number of samples in every step: it rides on the messages between columns, which travel anyway;
+- some numbers of the batch, of ranks that compute the same samples, in the 1st, 2nd, 4th, 8th ... and every 64th pass: a
+  `DataLoader` with a seed of its own differs from the first pass on, and one small message in 64 passes is not felt;
+- with `TATAMI_DEBUG=1`, all numbers of the batch, of all ranks, in every pass.
+
+Ranks of different columns may hold different noise: a `DataLoader` that draws augmentations on every rank gives each its own,
+and no sample is computed in two columns. Debug mode refuses that, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tatami.comm.agreement import debugging
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError
+
+EVERY = 64
+_NUMBERS = 16
+"""So many numbers of a tensor are looked at, spread over it."""
+_TOLERANCE = 1e-3
+"""Relative; machines that are not alike round differently."""
+_SUM_TOLERANCE = 1e-6
+_REMEDY = (
+    "Every rank must be given the same global batches: the same data, in the same order, from the same seed. Or draw them on "
+    "one rank (tatami.parallel.MultiNodeLoader)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorNumbers:
+    """What is compared of one tensor of a batch.
+
+    Attributes:
+        form: shape and dtype.
+        numbers: some of its elements, or sums over all.
+        slack: how far two ranks' numbers may differ, for each.
+    """
+
+    form: str
+    numbers: tuple[float, ...]
+    slack: tuple[float, ...]
+
+    def differs(self, other: TensorNumbers) -> bool:
+        if self.form != other.form:
+            return True
+        pairs = zip(self.numbers, other.numbers, self.slack, strict=True)
+        return any(not (abs(one - two) <= slack or str(one) == str(two)) for one, two, slack in pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchNumbers:
+    """What is compared of one global batch; without `tensors`, only the number of samples is known."""
+
+    samples: int
+    tensors: tuple[TensorNumbers, ...] = ()
+
+
+def numbers_of(samples: int, tensors: Sequence[torch.Tensor], *, whole: bool) -> BatchNumbers:
+    """What to compare of a batch of `tensors` (samples, ...); of all of their elements where `whole`."""
+    return BatchNumbers(samples=samples, tensors=tuple(_sums_of(each) if whole else _some_of(each) for each in tensors))
+
+
+def compare(
+    mine: BatchNumbers, comm: AbstractCommunicator, *, columns: Sequence[Sequence[int]], everywhere: bool, what: str
+) -> None:
+    """Compare with the other ranks. Collective.
+
+    Args:
+        mine: of this rank.
+        comm: all ranks.
+        columns: the ranks of each column.
+        everywhere: compare the numbers of all ranks, not only of those of one column.
+        what: was given: "batches", or "data".
+
+    Raises:
+        InputError: on all ranks; names those that have another number of samples than rank 0, or other samples than the first
+            rank of their column.
+    """
+    if comm.size == 1:
+        return
+    told: list[BatchNumbers] = comm.allgather_object(mine)
+    sizes = {rank: each.samples for rank, each in enumerate(told)}
+    if len(set(sizes.values())) > 1:
+        raise _other_sizes(sizes, what=what)
+    groups = [range(comm.size)] if everywhere else columns
+    strange = {
+        rank: members[0]
+        for members in groups
+        for rank in members
+        if told[rank].tensors and told[members[0]].tensors and _differ(told[rank].tensors, told[members[0]].tensors)
+    }
+    if strange:
+        lines = [f"rank {rank} has other samples than rank {first}" for rank, first in sorted(strange.items())]
+        raise InputError(f"the ranks were given different {what}: {'; '.join(lines)}. {_REMEDY}")
+
+
+def different_sizes(sizes: Sequence[float], *, columns: Sequence[Sequence[int]]) -> InputError:
+    """What to raise where the batches of the columns have different `sizes`, which are the same on all ranks."""
+    return _other_sizes({rank: int(size) for size, ranks in zip(sizes, columns, strict=True) for rank in ranks}, what="batches")
+
+
+class BatchWatch:
+    """Looks whether the ranks pass the same batches to `TiledModel.local`.
+
+    Args:
+        comm: all ranks.
+        columns: gives the ranks of each column.
+    """
+
+    def __init__(self, comm: AbstractCommunicator, *, columns: Callable[[], Sequence[Sequence[int]]]) -> None:
+        self._comm = comm
+        self._columns = columns
+        self._whole = debugging()
+        self._num_passes = 0
+        self._last = BatchNumbers(samples=0)
+        self.is_due = True
+        """Whether the ranks compare in the next pass; the same on all ranks, which pass equally often."""
+
+    def announce(self, samples: int, tensors: Sequence[torch.Tensor]) -> None:
+        """The batch that the next pass is over. Sends nothing."""
+        if self.is_due:
+            self._last = numbers_of(samples, tensors, whole=self._whole)
+
+    def compare(self) -> None:
+        """Compare the batch of the pass that begins. Collective.
+
+        Raises:
+            InputError: as the function `compare`.
+        """
+        compare(self._last, self._comm, columns=self._columns(), everywhere=self._whole, what="batches")
+
+    def end_pass(self) -> None:
+        """The pass is under way; what is announced from now on is of the next one."""
+        self._num_passes += 1
+        number = self._num_passes + 1
+        self.is_due = self._whole or number % EVERY == 0 or number & (number - 1) == 0
+
+
+def _differ(one: tuple[TensorNumbers, ...], two: tuple[TensorNumbers, ...]) -> bool:
+    return len(one) != len(two) or any(a.differs(b) for a, b in zip(one, two, strict=True))
+
+
+def _other_sizes(sizes: dict[int, int], *, what: str) -> InputError:
+    first = sizes[min(sizes)]
+    others = [f"rank {rank} has {size}" for rank, size in sorted(sizes.items()) if size != first]
+    return InputError(
+        f"the ranks were given different {what}: {', '.join(others)} samples, rank {min(sizes)} has {first}. {_REMEDY}"
+    )
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+def _some_of(tensor: torch.Tensor) -> TensorNumbers:
+    """Elements of samples spread over the batch, at another place in each."""
+    samples = tensor.detach()[:: max(1, -(-tensor.shape[0] // _NUMBERS))]
+    rows = samples.reshape(len(samples), -1) if tensor.numel() else samples.reshape(0, 1)
+    places = (torch.arange(len(rows)) * 7919) % max(1, rows.shape[1])
+    found = tuple(_real(rows[torch.arange(len(rows)), places]).reshape(-1).tolist())
+    tolerance = 0.0 if _is_exact(tensor) else _TOLERANCE
+    return TensorNumbers(form=_form(tensor), numbers=found, slack=tuple(tolerance * abs(number) for number in found))
+
+
+def _sums_of(tensor: torch.Tensor) -> TensorNumbers:
+    """The sum of all elements, and one in which each counts by its place."""
+    flat = _real(tensor.detach()).reshape(-1)
+    weighed = flat @ torch.linspace(1.0, 2.0, flat.numel(), dtype=torch.float64)
+    slack = _SUM_TOLERANCE * float(flat.abs().sum()) if not _is_exact(tensor) else 1e-9 * float(flat.abs().sum())
+    return TensorNumbers(form=_form(tensor), numbers=(float(flat.sum()), float(weighed)), slack=(slack, slack))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.to("cpu", torch.float64)
+
+
+def _is_exact(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
