@@ -91,10 +91,19 @@ def test_a_rank_that_dies_is_named_to_those_who_wait_for_its_message(tmp_path: P
             comm.recv(torch.zeros(3), 1, tag=4)
         except RankDiedError as error:
             print(error.rank, error)
+        for start in (lambda: comm.irecv(torch.zeros(3), 1), lambda: comm.isend(torch.zeros(3), 1)):
+            try:
+                start().wait()
+            except RankDiedError as error:
+                print(error.rank, error)
         """,
         ranks=2,
     )
-    assert ended.stdout.startswith("1 recv from rank 1 (tag 4) on rank 0 of 2: rank 1 has ended"), ended.stderr
+    lines = ended.stdout.splitlines()
+    assert len(lines) == 3, ended.stderr
+    assert lines[0].startswith("1 recv from rank 1 (tag 4) on rank 0 of 2: rank 1 has ended")
+    assert lines[1].startswith("1 recv from rank 1 (tag 0) on rank 0 of 2: rank 1 has ended")
+    assert lines[2].startswith("1 send to rank 1 (tag 0) on rank 0 of 2: rank 1 has ended")
 
 
 def test_a_collective_that_times_out_is_told_and_the_rank_still_ends(tmp_path: Path) -> None:

@@ -243,6 +243,7 @@ def test_a_pass_spans_communicators_and_may_be_entered_again(world: World) -> No
                 totals[number] = functions.allreduce(totals[number], other)
         for one, total in zip(passes, totals, strict=True):
             one.backward(3 * total)
+        comm.barrier()
         other.close()
         return [grad_of(x) for x in xs]
 
@@ -320,6 +321,7 @@ def test_a_forward_pass_abandoned_on_a_closed_communicator_is_forgotten(world: W
         other = comm.split(0)
         assert other is not None
         abandoned = functions.allreduce(scalar(1), other)
+        comm.barrier()  # both have what was sent
         other.close()
         x = scalar(2)
         functions.allreduce(x, comm).backward()

@@ -19,8 +19,8 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Never, cast
 
@@ -88,6 +88,20 @@ class WorkRequest(AbstractRequest):
             raise CommError(f"{self._waiting.describe()}: a rank has ended, or the link to it broke: {_said(error)}") from error
 
 
+@contextmanager
+def _over_its_link(waiting: Waiting) -> Iterator[None]:
+    """What gloo raises where the link to the peer broke becomes an error that names it."""
+    try:
+        yield
+    except CommError:
+        raise
+    except RuntimeError as error:
+        assert waiting.peer is not None
+        raise RankDiedError(
+            f"{waiting.describe()}: rank {waiting.peer} has ended, or the link to it broke: {_said(error)}", rank=waiting.peer
+        ) from error
+
+
 class MessageRequest(AbstractRequest):
     """A message, moved by `move` in a thread of its own."""
 
@@ -114,16 +128,10 @@ class MessageRequest(AbstractRequest):
 
     def _run(self) -> None:
         try:
-            self._move()
+            with _over_its_link(self._waiting):
+                self._move()
         except CommError as error:
             self._error = error
-        except RuntimeError as error:
-            waiting = self._waiting
-            assert waiting.peer is not None
-            self._error = RankDiedError(
-                f"{waiting.describe()}: rank {waiting.peer} has ended, or the link to it broke: {_said(error)}",
-                rank=waiting.peer,
-            )
         self._done.set()
 
 
@@ -246,19 +254,21 @@ class TorchdistCommunicator(CheckedCommunicator):
     def _start_send(self, tensor: torch.Tensor, dest: int, tag: int) -> AbstractRequest:
         if dest == self.rank:
             return self._alone.isend(tensor, 0, tag=tag)
+        waiting = Waiting(operation="send", rank=self.rank, size=self.size, peer=dest, tag=tag)
         payload = as_bytes(tensor.cpu())
         self._num_sent[dest] += 1
         payload_tag = _FIRST_PAYLOAD_TAG + self._num_sent[dest] % _NUM_PAYLOAD_TAGS
         header = torch.tensor([payload.numel(), payload_tag])
-        works = [self._gloo.send([header], dest, tag)]
-        if payload.numel():
-            works.append(self._gloo.send([payload], dest, payload_tag))
+        with _over_its_link(waiting):
+            works = [self._gloo.send([header], dest, tag)]
+            if payload.numel():
+                works.append(self._gloo.send([payload], dest, payload_tag))
 
         def move() -> None:
             for work in works:
                 work.wait()
 
-        return MessageRequest(self, Waiting(operation="send", rank=self.rank, size=self.size, peer=dest, tag=tag), move)
+        return MessageRequest(self, waiting, move)
 
     def _start_recv(self, out: torch.Tensor, source: int, tag: int) -> AbstractRequest:
         if source == self.rank:
@@ -266,7 +276,8 @@ class TorchdistCommunicator(CheckedCommunicator):
         waiting = Waiting(operation="recv", rank=self.rank, size=self.size, peer=source, tag=tag)
         gloo = self._gloo
         header = torch.empty(_HEADER_ELEMENTS, dtype=torch.int64)
-        told = gloo.recv([header], source, tag)
+        with _over_its_link(waiting):
+            told = gloo.recv([header], source, tag)
 
         def move() -> None:
             told.wait()
