@@ -51,6 +51,12 @@ def test_own_loop_checks_its_balance_every_20_iterations() -> None:
     assert checks == [("1", "20"), ("2", "40"), ("3", "60"), ("4", "80"), ("5", "100")]
 
 
+def test_a_gpt_learns_the_language_reference() -> None:
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", run("nanogpt.py", ranks=2), flags=re.MULTILINE)]
+    assert len(losses) == 3
+    assert losses[-1] < 3.2  # log(100 letters) is 4.6
+
+
 @pytest.mark.parametrize("launcher", ["tatami run", "torchrun"])
 def test_data_parallel_learns_the_digits_however_it_is_started(launcher: str) -> None:
     if launcher == "torchrun":

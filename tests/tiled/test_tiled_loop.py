@@ -354,7 +354,7 @@ def test_a_rank_left_out_and_brought_back_has_its_optimizer_state(world: World) 
             steps.step()
             if seed == 3 and comm.rank == 0:
                 assert model.tile is None
-                assert [rows.tensor.numel() for rows in model.pair_rows()[0]] == [0, 0, 0]
+                assert [rows.tensor.numel() for rows in model.block_rows()[0]] == [0, 0, 0]
         assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="parameters")
 
     world(body)

@@ -18,9 +18,11 @@ from tatami.errors import ClosedError
 from tatami.testing.worlds import World
 from tatami.tiled import move, whole_state_dict
 from tatami.tiled.horizontal import HorizontalExchange
-from tatami.tiled.rows import Rows
+from tatami.tiled.rows import ONE_EACH, Rows, UnitRuns
 from tatami.tiling import Layout, Tiling
 from tiled_rig import assert_close, gradients, simple_layout, some_layouts, tiled, whole_gradients
+
+SECOND = UnitRuns(axis=1, runs=ONE_EACH.runs)
 
 
 def count(comm: AbstractCommunicator, operation: str, into: list[Any]) -> None:
@@ -110,7 +112,7 @@ def test_sums_of_whole_numbers_are_exact_however_large_the_replicated_part(world
             units = torch.arange(tile.units.start, tile.units.stop, dtype=torch.float32)
             # The gradient of unit u is u + 1 in column 0 and 10 u in column 1.
             own = units + 1 if tile.column == 0 else 10 * units
-            pairs.append([Rows(own[:, None].repeat(1, 3), 0), Rows(own[None, :].repeat(2, 1), 1)])
+            pairs.append([Rows(own[:, None].repeat(1, 3), ONE_EACH), Rows(own[None, :].repeat(2, 1), SECOND)])
         column = tilings[0].by_processor[names[comm.rank]].column
         given = [torch.full((elements,), 2.0 + column, dtype=torch.float64), torch.full((1, 2), 1.0 + column)]
         before = [tensor.clone() for tensor in given]
@@ -135,7 +137,7 @@ def test_half_precision_is_summed_in_single(world: World) -> None:
 
     def body(comm: AbstractCommunicator) -> None:
         value = 1.0 if comm.rank == 0 else 2**-8
-        rows = Rows(torch.full((2, 3), value, dtype=torch.bfloat16), 0)
+        rows = Rows(torch.full((2, 3), value, dtype=torch.bfloat16), ONE_EACH)
         exchange = HorizontalExchange(comm, tilings=tilings, names=names)
         (replicated,) = exchange.sum_([[rows]], [torch.full((4,), value, dtype=torch.bfloat16)])
         expected = torch.tensor(1.0 + (comm.size - 1) * 2**-8).to(torch.bfloat16)

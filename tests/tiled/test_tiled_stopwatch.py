@@ -11,7 +11,7 @@ from torch import nn
 from tatami.comm.base import AbstractCommunicator
 from tatami.testing.worlds import World
 from tatami.tiled import IterationPhase, Phases, PhaseTimes, measure_speed, measure_speeds, tile
-from tatami.tiled.rows import Rows, blocks, pack
+from tatami.tiled.rows import Rows, UnitRuns, blocks, pack
 from tatami.tiling import Span
 from tatami.workload import Workload
 from tiled_rig import simple_layout, some_layouts
@@ -182,22 +182,35 @@ def test_all_ranks_know_all_speeds_and_tile_uses_them(world: World) -> None:
 
 
 @given(
-    sizes=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4), st.integers(0, 1)), min_size=1, max_size=4), data=st.data()
+    sizes=st.lists(
+        st.tuples(st.integers(0, 5), st.integers(1, 4), st.integers(0, 1), st.lists(st.integers(1, 3), min_size=1, max_size=3)),
+        min_size=1,
+        max_size=4,
+    ),
+    data=st.data(),
 )
-def test_rows_are_packed_and_found_again(sizes: list[tuple[int, int, int]], data: st.DataObject) -> None:
+def test_rows_are_packed_and_found_again(sizes: list[tuple[int, int, int, list[int]]], data: st.DataObject) -> None:
     parts = []
-    for units, others, axis in sizes:
-        shape = (units, others) if axis == 0 else (others, units)
-        rows = Rows(torch.arange(units * others, dtype=torch.float32).view(shape), axis)
-        assert rows.per_unit == others
+    for units, others, axis, inners in sizes:
+        length = units * sum(inners)
+        shape = (length, others) if axis == 0 else (others, length)
+        # The runs of a whole tensor of seven units, of which this one holds `units`.
+        starts = [7 * sum(inners[:index]) for index in range(len(inners))]
+        runs = UnitRuns(axis=axis, runs=tuple(zip(starts, inners, strict=True)))
+        rows = Rows(torch.arange(length * others, dtype=torch.float32).view(shape), runs)
+        assert (rows.per_unit, rows.units) == (others * sum(inners), units)
         start = data.draw(st.integers(0, units))
         parts.append((rows, Span(start, data.draw(st.integers(start, units)))))
     total = sum(span.size * rows.per_unit for rows, span in parts)
     buffer = torch.full((total + 1,), -1.0)
     assert pack(buffer, parts) == total
     assert buffer[-1] == -1
-    for rows, span, block in blocks(buffer, parts):
-        assert torch.equal(block, rows.tensor.narrow(rows.axis, span.start, span.size))
+    for rows, span, pieces in blocks(buffer, parts):
+        before = 0
+        for (_, inner), piece in zip(rows.runs.runs, pieces, strict=True):
+            start = before * rows.units + span.start * inner
+            assert torch.equal(piece, rows.tensor.narrow(rows.runs.axis, start, span.size * inner))
+            before += inner
 
 
 def test_layouts_of_the_rig_cover_all_kinds() -> None:

@@ -75,7 +75,7 @@ def test_tiled_to_plain_to_any_other_tiling(world: World, folder: Path) -> None:
             comm.barrier()
             save_model(again, path, force=True)
             assert whole_state_dict(model).keys() == (saved.keys() if comm.rank == 0 else set())
-            assert model.tile is not None or all(rows.tensor.numel() == 0 for pair in model.pair_rows() for rows in pair)
+            assert model.tile is not None or all(rows.tensor.numel() == 0 for block in model.block_rows() for rows in block)
 
     world(body)
 

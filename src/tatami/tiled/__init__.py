@@ -2,7 +2,7 @@
 
 from tatami.datasets.samples import Data, Samples
 from tatami.tiled.batches import Batches
-from tatami.tiled.describe import PairNames, describe, find_pairs
+from tatami.tiled.blocks import Blocks, TiledBlock, find_blocks, workload_of
 from tatami.tiled.measure import Speed, measure_sample_flop, measure_speed, measure_speeds
 from tatami.tiled.model import TiledModel
 from tatami.tiled.moving import Moved, move
@@ -15,22 +15,22 @@ from tatami.tiled.weights import check_weights, load_model, save_model
 
 __all__ = [
     "Batches",
+    "Blocks",
     "Check",
     "Data",
     "History",
     "IterationPhase",
     "Moved",
-    "PairNames",
     "PhaseTimes",
     "Phases",
     "Retiling",
     "Samples",
     "Speed",
+    "TiledBlock",
     "TiledModel",
     "Trainer",
     "check_weights",
-    "describe",
-    "find_pairs",
+    "find_blocks",
     "load_model",
     "load_whole_state_dict",
     "measure_sample_flop",
@@ -40,4 +40,5 @@ __all__ = [
     "save_model",
     "tile",
     "whole_state_dict",
+    "workload_of",
 ]

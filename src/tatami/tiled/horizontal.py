@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tatami.comm.base import AbstractCommunicator
-from tatami.tiled.rows import Rows, blocks, pack
+from tatami.tiled.rows import Rows, blocks, flat_rows, pack
 from tatami.tiling import Span, Tiling
 from tatami.tiling.horizontal import Message, horizontal_messages
 
@@ -46,7 +46,7 @@ class _Room:
     """
 
     buffer: torch.Tensor
-    pieces: tuple[tuple[int, int, Span, torch.Tensor], ...]
+    pieces: tuple[tuple[int, int, Span, tuple[torch.Tensor, ...]], ...]
     riders: torch.Tensor
 
 
@@ -99,7 +99,7 @@ class HorizontalExchange:
         must be contiguous. Gradients of replicated parameters may be other layers' gradients too, and stay as they are.
         """
         wire = _wire_dtype([rows.tensor for pair in pairs for rows in pair] + list(replicated))
-        there = [[Rows(rows.tensor.to(wire), rows.axis) for rows in pair] for pair in pairs]
+        there = [[Rows(rows.tensor.to(wire), rows.runs) for rows in pair] for pair in pairs]
         riders = [tensor.to(wire, copy=True, memory_format=torch.contiguous_format) for tensor in replicated]
         num_riders = sum(tensor.numel() for tensor in riders)
         ride = num_riders <= _RIDE_ALONG_ELEMENTS
@@ -113,15 +113,17 @@ class HorizontalExchange:
         own = torch.cat([rider.view(-1) for rider in riders]) if ride and riders else torch.empty(0, dtype=wire)
         heard: dict[int, torch.Tensor] = {}
         for transfer, room in self._exchange(0, there, own):
-            for pair, index, span, block in room.pieces:
-                there[pair][index].cut(span).add_(block)
+            for pair, index, span, pieces in room.pieces:
+                for view, piece in zip(there[pair][index].cut(span), pieces, strict=True):
+                    view.add_(piece)
             if transfer.carries_replicated and ride:
                 heard[transfer.column] = room.riders
         if ride and riders:
             _sum_in_order(riders, own, heard, mine=self._column, num_columns=self._num_columns)
         for _, room in self._exchange(1, there, own):
-            for pair, index, span, block in room.pieces:
-                there[pair][index].cut(span).copy_(block)
+            for pair, index, span, pieces in room.pieces:
+                for view, piece in zip(there[pair][index].cut(span), pieces, strict=True):
+                    view.copy_(piece)
 
         for given, sums in zip(pairs, there, strict=True):
             for rows, total in zip(given, sums, strict=True):
@@ -141,8 +143,9 @@ class HorizontalExchange:
             room = self._room(True, phase, transfer, pairs, riders)
             if room not in filled:
                 filled.add(room)
-                for pair, index, span, block in room.pieces:
-                    block.copy_(pairs[pair][index].cut(span))
+                for pair, index, span, pieces in room.pieces:
+                    for piece, view in zip(pieces, pairs[pair][index].cut(span), strict=True):
+                        piece.copy_(view)
                 if transfer.carries_replicated:
                     room.riders.copy_(riders)
             sends.append(self._comm.isend(room.buffer, transfer.peer, tag=_TAG + phase))
@@ -171,12 +174,12 @@ class HorizontalExchange:
     def _all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
         """Sum large replicated gradients over all ranks, one rank speaking for each column."""
         flat = torch.zeros(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype)
-        whole = [(Rows(tensor.view(-1), 0), Span(0, tensor.numel())) for tensor in tensors]
+        whole = [(flat_rows(tensor), Span(0, tensor.numel())) for tensor in tensors]
         if self._speaks_for_column:
             pack(flat, whole)
         self._comm.allreduce(flat)
-        for rows, span, block in blocks(flat, whole):
-            rows.cut(span).copy_(block)
+        for rows, span, pieces in blocks(flat, whole):
+            rows.cut(span)[0].copy_(pieces[0])
 
 
 class HorizontalSum(torch.autograd.Function):
@@ -240,8 +243,8 @@ def _sum_in_order(
     total = contributions[0].clone()
     for contribution in contributions[1:]:
         total += contribution
-    for rows, span, block in blocks(total, [(Rows(tensor.view(-1), 0), Span(0, tensor.numel())) for tensor in tensors]):
-        rows.cut(span).copy_(block)
+    for rows, span, pieces in blocks(total, [(flat_rows(tensor), Span(0, tensor.numel())) for tensor in tensors]):
+        rows.cut(span)[0].copy_(pieces[0])
 
 
 __all__ = ["HorizontalExchange", "HorizontalSum"]

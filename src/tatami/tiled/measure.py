@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils import _pytree as pytree
 
 from tatami.clock import NO_PACE, Clock, Pace, SystemClock
 from tatami.comm.base import AbstractCommunicator
+from tatami.tiled.following.capturing import Sample, unchanged
 from tatami.tiling import GRAIN
 from tatami.workload import Block, Workload
 
@@ -78,6 +81,36 @@ def measure_speeds(
     return list(comm.allgather_object(mine))
 
 
+def measure_network_speeds(
+    model: nn.Module,
+    sample: Sample,
+    comm: AbstractCommunicator,
+    *,
+    flop_per_sample: float,
+    repeats: int = 5,
+    repeat_s: float = REPEAT_S,
+    clock: Clock | None = None,
+    pace: Pace = NO_PACE,
+) -> list[Speed]:
+    """Every rank's speed at the network itself, forward and backward over a sample batch, on all ranks at once. Collective.
+
+    Args:
+        model: the whole network; running statistics and random state are put back.
+        sample: its inputs.
+        comm: the ranks.
+        flop_per_sample: what the workload counts for one sample of the whole network.
+        repeats, repeat_s, clock, pace: as `measure_speed`.
+    """
+    clock = clock or SystemClock()
+    flop = flop_per_sample * sample.samples
+    comm.barrier()
+    with unchanged(model):
+        passes = [_NetworkPass(model, sample)]
+        counted = [flop / _time_s(passes, repeat_s=repeat_s, clock=clock, pace=pace) for _ in range(repeats + 1)][1:]
+    median = statistics.median(counted)
+    return list(comm.allgather_object(Speed(flop_per_s=median, spread=(max(counted) - min(counted)) / median)))
+
+
 def measure_sample_flop(
     workload: Workload,
     comm: AbstractCommunicator,
@@ -122,7 +155,7 @@ def _flop(workload: Workload) -> float:
     return replace(workload, replicated_flop_per_sample=0).flop(width=1.0, height=1.0)
 
 
-def _time_s(passes: Sequence[_Pass], *, repeat_s: float, clock: Clock, pace: Pace) -> float:
+def _time_s(passes: Sequence[_Pass | _NetworkPass], *, repeat_s: float, clock: Clock, pace: Pace) -> float:
     """Seconds of all `passes`, repeated for `repeat_s` at least."""
     start_s = clock.now_s()
     rounds, spent_s = 0, 0.0
@@ -155,3 +188,20 @@ class _Pass:
         first, second = self._weights
         output = F.linear(torch.sigmoid(F.linear(self._x, first)), second)
         torch.autograd.grad(output.sum(), [*self._weights, *([self._x] if self._x.requires_grad else [])])
+
+
+class _NetworkPass:
+    """Forward and backward through a network as the user wrote it."""
+
+    def __init__(self, model: nn.Module, sample: Sample) -> None:
+        self._model = model
+        self._sample = sample
+        self._weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def run(self) -> None:
+        with torch.enable_grad():
+            result = self._model(*self._sample.args, **self._sample.kwargs)
+            leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            if leaves and self._weights:
+                total = torch.stack([leaf.double().sum() for leaf in leaves]).sum()
+                torch.autograd.grad(total, self._weights, allow_unused=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Never
 
 import torch
@@ -14,8 +14,10 @@ from torch.utils import _pytree as pytree
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError, TrainingError
-from tatami.tiled.describe import PairNames, workload_of
-from tatami.tiled.dropout import WholeDropout
+from tatami.tiled.blocks import Blocks, workload_of
+from tatami.tiled.context import ModuleContext, RankContext
+from tatami.tiled.exactness import BATCH_NORMS
+from tatami.tiled.following.running import LocalForward
 from tatami.tiled.horizontal import HorizontalSum
 from tatami.tiled.losses import LossReduction, check_reduction
 from tatami.tiled.norms import WholeNorms
@@ -24,10 +26,12 @@ from tatami.tiled.pair import TiledFirst, TiledSecond
 from tatami.tiled.phases import IterationPhase, Phases
 from tatami.tiled.placement import Placement, largest, place
 from tatami.tiled.registry import register
-from tatami.tiled.rows import Rows
+from tatami.tiled.rows import ONE_EACH, Rows, UnitRuns, cut_units
 from tatami.tiled.same_batch import BatchWatch, different_sizes
 from tatami.tiled.torch_norms import watch_norms
 from tatami.tiled.vertical import ColumnComm
+from tatami.tiled.whole_batch import UnitFactor
+from tatami.tiled.whole_layers import WholeBatchNorm, WholeDropout
 from tatami.tiling import Layout, Span, Tile, Tiling, spans
 from tatami.workload import Workload
 
@@ -54,7 +58,7 @@ class TiledModel(nn.Module):
         speeds_known: whether the speeds in `cluster` were measured or given, not assumed.
         names: the processor of every rank.
         layout: who lies where, in fractions.
-        tilings: the layout, cut for each pair.
+        tilings: the layout, cut for each block; one in all where the network has none.
         phases: where the time goes.
         reduction: what the loss does with the samples: "mean" or "sum"; None: not known, and then there is no backward pass.
         norms: of whole gradients and weights. What is computed from one `.grad` by hand, its norm too, is over the units here.
@@ -65,7 +69,7 @@ class TiledModel(nn.Module):
         module: nn.Module,
         comm: AbstractCommunicator,
         *,
-        pairs: Sequence[PairNames],
+        found: Blocks,
         layout: Layout,
         cluster: Cluster,
         speeds_known: bool,
@@ -82,15 +86,17 @@ class TiledModel(nn.Module):
         self._reduction = reduction
         self.phases = phases
         self.generator = generator
-        self.pair_names = tuple(pairs)
-        self.workload: Workload = workload_of(module, self.pair_names, samples=batch_size)
+        self.found: Blocks = found
+        self.workload: Workload = workload_of(module, found, samples=batch_size)
         self._column = ColumnComm(phases)
-        self._batch = (0, Span(0, 0))
+        self._rank: RankContext = RankContext(column=self._column, comm=comm if comm.size > 1 else None, generator=generator)
+        self._widths: dict[int, tuple[int, ...]] = {}
         self._watch = BatchWatch(comm, columns=self._columns)
-        self._sample_spans: dict[int, Span] = {}
         self._adopt(self._place(layout))
         self._tile(module)
         self.module = module
+        rows = [[Rows(_tensor(module, name), runs) for name, runs in block.cuts.items()] for block in found.blocks]
+        self._rows = rows or [[]]
         self._slots = [
             (owner, name, parameter)
             for owner in self.module.modules()
@@ -131,13 +137,14 @@ class TiledModel(nn.Module):
 
     def local_span(self, samples: int) -> Span:
         """Which samples of a global batch of `samples` are this rank's; announces that the next forward pass is over them."""
-        span = self._sample_spans.get(samples)
-        if span is None:
-            span = self._sample_spans[samples] = self._span_of(samples)
-        self._batch = (samples, span)
+        widths = self._widths.get(samples)
+        if widths is None:
+            widths = self._widths[samples] = self._widths_of(samples)
+        index = self._rank.index
+        self._announce(samples, Span(0, 0) if index is None else spans(widths)[index], widths)
         if self.comm.size > 1:
             self._watch.announce(samples, ())
-        return span
+        return self._rank.mine
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """The network on this rank's samples: (samples_here, ...) to (samples_here, ...), in tensors, tuples, lists or dicts.
@@ -160,7 +167,7 @@ class TiledModel(nn.Module):
         output = self.module(*inputs, **named_inputs) if alone else self._forward_with_sums(inputs, named_inputs)
         if alone and self._reduction is not None:
             return output
-        samples, mine = self._batch
+        samples, mine = self._rank.samples, self._rank.mine
         scale = mine.size / samples if self._reduction == "mean" else {"sum": 1.0}.get(self._reduction or "")
         leaves, structure = pytree.tree_flatten(output)
         places = []
@@ -262,25 +269,16 @@ class TiledModel(nn.Module):
         """`Workload.tile_work` of what this rank computes of the last batch: samples x units where there is one pair."""
         if self.tile is None:
             return 0.0
-        units = [tiling.by_processor[self.name].units.size for tiling in self.tilings]
-        return self.workload.tile_work(units, samples=self._batch[1].size)
+        units = [tiling.by_processor[self.name].units.size for tiling in self.tilings[: len(self.found.blocks)]]
+        return self.workload.tile_work(units, samples=self._rank.mine.size)
 
-    def pair_rows(self) -> list[list[Rows]]:
-        """For each pair, this rank's parameters that have a row for every unit, with their unit axis."""
-        result = []
-        for names in self.pair_names:
-            first, second = self.module.get_submodule(names.first), self.module.get_submodule(names.second)
-            assert isinstance(first, TiledFirst)
-            assert isinstance(second, TiledSecond)
-            rows = [Rows(first.weight, 0), Rows(second.weight, 1)]
-            if first.bias is not None:
-                rows.insert(1, Rows(first.bias, 0))
-            result.append(rows)
-        return result
+    def block_rows(self) -> list[list[Rows]]:
+        """For each block, the tensors of this rank that hold its units: parameters, and buffers such as running statistics."""
+        return self._rows
 
     def tiled_parameters(self) -> list[nn.Parameter]:
         """The parameters of which this rank holds some units."""
-        return [rows.tensor for pair in self.pair_rows() for rows in pair if isinstance(rows.tensor, nn.Parameter)]
+        return [rows.tensor for block in self.block_rows() for rows in block if isinstance(rows.tensor, nn.Parameter)]
 
     # -- inside -----------------------------------------------------------------------------------------------------------
 
@@ -288,8 +286,10 @@ class TiledModel(nn.Module):
         """Lie like this from now on. For `tatami.tiled.move`, which calls it when the rows have come; sends nothing."""
         self.layout = placement.layout
         self.tilings = placement.tilings
-        self._sample_spans.clear()
-        self._batch = (0, Span(0, 0))
+        self._widths.clear()
+        self._announce(0, Span(0, 0), ())
+        self._rank.index = self.tile.column if self.tile is not None else None
+        self._rank.speaks = self.speaks_for_column
         self._column.meet(placement.column)
         self._exchange = placement.exchange
 
@@ -301,39 +301,64 @@ class TiledModel(nn.Module):
         """The ranks of each column."""
         return [[self.names.index(tile.processor) for tile in column] for column in self.tiling.columns]
 
+    def _announce(self, samples: int, mine: Span, widths: tuple[int, ...]) -> None:
+        self._rank.samples, self._rank.mine, self._rank.widths = samples, mine, widths
+
     def _tile(self, whole: nn.Module) -> None:
-        """Put tiled layers in the place of the pairs, and dropout that draws for the whole batch in the place of dropout."""
-        for index, (names, tiling) in enumerate(zip(self.pair_names, self.tilings, strict=True)):
-            tile = tiling.by_processor.get(self.name)
-            units = tile.units if tile is not None else Span(0, 0)
+        """Cut the tensors of the blocks, and put what runs with them in the place of what the plain model has."""
+        for index, block in enumerate(self.found.blocks):
+            span, _ = self._units(index)
+            for name, runs in block.cuts.items():
+                _cut(whole, name, runs, span)
+        for index, names in enumerate(self.found.pairs):
             first, second = whole.get_submodule(names.first), whole.get_submodule(names.second)
             assert isinstance(first, nn.Linear)
             assert isinstance(second, nn.Linear)
-            _replace(whole, names.first, TiledFirst(first, units=units, column=self._column))
-            _replace(whole, names.second, TiledSecond(second, units=units, column=self._column))
+            _replace(whole, names.first, TiledFirst(first, column=self._column))
+            _replace(whole, names.second, TiledSecond(second, column=self._column))
+            units = UnitFactor(block=0, total=self.tilings[index].units, runs=ONE_EACH.runs)
+            context = self._context([index])
             for name in names.dropouts:
                 layer = whole.get_submodule(name)
                 assert isinstance(layer, nn.Dropout)
-                _replace(whole, name, self._dropout(layer, pair=index))
+                _replace(whole, name, WholeDropout(layer.p, context=context, units=units))
+        for name, followed in self.found.followed.items():
+            module, blocks = whole.get_submodule(name), self.found.of_followed(name)
+            units_here = tuple(functools.partial(self._units, index) for index in blocks)
+            # An attribute of the instance is found before the class's method; the module keeps its names, hooks and parameters.
+            module.__dict__["forward"] = LocalForward(
+                module,
+                name=name,
+                followed=followed,
+                context=self._context(blocks),
+                units=units_here,
+                plainly=self.found.runs_plainly(whole, name),
+            )
+        context = self._context(())
         # A layer may be there under several names.
         for name, layer in list(whole.named_modules(remove_duplicate=False)):
             if isinstance(layer, nn.Dropout):
-                _replace(whole, name, self._dropout(layer, pair=None))
+                _replace(whole, name, WholeDropout(layer.p, context=context))
+            elif isinstance(layer, BATCH_NORMS) and self.comm.size > 1:
+                _replace(whole, name, WholeBatchNorm(layer, context=context))
 
-    def _dropout(self, layer: nn.Dropout, *, pair: int | None) -> WholeDropout:
-        def units() -> tuple[int, Span]:
-            tiling = self.tilings[pair or 0]
-            tile = tiling.by_processor.get(self.name)
-            return tiling.units, Span(0, 0) if tile is None else tile.units
+    def _context(self, blocks: Iterable[int]) -> ModuleContext:
+        return ModuleContext(rank=self._rank, units=tuple(functools.partial(self._span, index) for index in blocks))
 
-        return WholeDropout(layer.p, generator=self.generator, batch=lambda: self._batch, units=None if pair is None else units)
+    def _span(self, block: int) -> Span:
+        return self._units(block)[0]
 
-    def _span_of(self, samples: int) -> Span:
-        if self.tile is None:
-            return Span(0, 0)
+    def _units(self, block: int) -> tuple[Span, int]:
+        """The units of a block that are here, and how many it has."""
+        tiling = self.tilings[block]
+        tile = tiling.by_processor.get(self.name)
+        return Span(0, 0) if tile is None else tile.units, tiling.units
+
+    def _widths_of(self, samples: int) -> tuple[int, ...]:
+        """The samples of every column."""
         if samples == self.tiling.samples:
-            return self.tile.samples
-        return spans(self.layout.sample_sizes(samples))[self.tile.column]
+            return tuple(column[0].samples.size for column in self.tiling.columns)
+        return self.layout.sample_sizes(samples)
 
     def _check_batch(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> None:
         """Whether the input is what `local` gave this rank. Without gradients, any samples that the column shares will do."""
@@ -341,9 +366,9 @@ class TiledModel(nn.Module):
         given = next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
         if self.comm.size == 1:
             if given is not None:
-                self._batch = (given, Span(0, given))
+                self._announce(given, Span(0, given), (given,))
             return
-        samples, mine = self._batch
+        samples, mine = self._rank.samples, self._rank.mine
         if not torch.is_grad_enabled():
             if given and self.tile is None:
                 raise InputError(
@@ -367,7 +392,7 @@ class TiledModel(nn.Module):
         trained = tuple(parameter for parameter in self._unique if parameter.requires_grad)
         if not trained:
             return self.module(*inputs, **named_inputs)
-        exchange = functools.partial(self._sum_gradients, trained, self.tilings, self._batch[0])
+        exchange = functools.partial(self._sum_gradients, trained, self.tilings, self._rank.samples)
         stand_ins = HorizontalSum.apply(exchange, *trained)  # type: ignore[no-untyped-call]
         by_parameter = {id(p): s for p, s in zip(trained, stand_ins, strict=True)}
         for owner, name, parameter in self._slots:
@@ -406,10 +431,14 @@ class TiledModel(nn.Module):
             told = torch.tensor([*(float(grad is not None) for grad in grads), *sizes])
             tiled = set()
             pairs = []
-            for rows_of_pair in self.pair_rows():
-                tiled |= {id(rows.tensor) for rows in rows_of_pair}
+            for rows_of_block in self.block_rows():
+                tiled |= {id(rows.tensor) for rows in rows_of_block}
                 pairs.append(
-                    [Rows(by_parameter[id(rows.tensor)], rows.axis) for rows in rows_of_pair if id(rows.tensor) in by_parameter]
+                    [
+                        Rows(by_parameter[id(rows.tensor)], rows.runs)
+                        for rows in rows_of_block
+                        if id(rows.tensor) in by_parameter
+                    ]
                 )
             replicated = {key: grad for key, grad in by_parameter.items() if key not in tiled}
             *sums, told = self._exchange.sum_(pairs, [*replicated.values(), told])
@@ -462,3 +491,23 @@ def _refuse_leaves(owner: nn.Module, inputs: Any) -> None:  # noqa: ARG001 -- a 
 def _replace(root: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(root.get_submodule(parent), child, module)
+
+
+def _tensor(root: nn.Module, name: str) -> torch.Tensor:
+    path, _, leaf = name.rpartition(".")
+    owner = root.get_submodule(path)
+    tensor = owner._parameters[leaf] if leaf in owner._parameters else owner._buffers[leaf]
+    assert tensor is not None
+    return tensor
+
+
+def _cut(root: nn.Module, name: str, runs: UnitRuns, span: Span) -> None:
+    """Leave of a tensor of `root` the units of `span`."""
+    path, _, leaf = name.rpartition(".")
+    owner = root.get_submodule(path)
+    whole = _tensor(root, name)
+    cut = cut_units(whole.detach(), runs, span).clone(memory_format=torch.contiguous_format)
+    if isinstance(whole, nn.Parameter):
+        owner._parameters[leaf] = nn.Parameter(cut, whole.requires_grad)
+    else:
+        owner._buffers[leaf] = cut

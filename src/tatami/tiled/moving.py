@@ -58,9 +58,9 @@ def move(
     before, after = model.tilings, placement.tilings
     plans = [moves(old, new) for old, new in zip(before, after, strict=True)]
     with torch.no_grad():
-        bundles = [_bundle(rows, optimizer, companions or {}) for rows in model.pair_rows()]
+        bundles = [_bundle(rows, optimizer, companions or {}) for rows in model.block_rows()]
         laid = [
-            [Rows(_empty(rows, _units(tiling, model.name).size), rows.axis) for rows in bundle]
+            [Rows(_empty(rows, _units(tiling, model.name).size), rows.runs) for rows in bundle]
             for bundle, tiling in zip(bundles, after, strict=True)
         ]
         _keep(bundles, laid, before, after, model.name)
@@ -76,19 +76,21 @@ def move(
 
 
 def _bundle(
-    rows_of_pair: Sequence[Rows], optimizer: torch.optim.Optimizer | None, companions: Mapping[nn.Parameter, torch.Tensor]
+    rows_of_block: Sequence[Rows], optimizer: torch.optim.Optimizer | None, companions: Mapping[nn.Parameter, torch.Tensor]
 ) -> list[Rows]:
-    """A pair's parameters, and all that there is of the same shape for each, in the same order on every rank."""
+    """A block's tensors, and all that there is of the same shape for each parameter, in the same order on every rank."""
     bundle = []
-    for rows in rows_of_pair:
+    for rows in rows_of_block:
         parameter = rows.tensor
-        assert isinstance(parameter, nn.Parameter)
+        if not isinstance(parameter, nn.Parameter):
+            bundle.append(rows)
+            continue
         state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
         elementwise = [
             state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor) and state[key].shape == parameter.shape
         ]
         beside = [tensor for tensor in (parameter.grad, companions.get(parameter)) if tensor is not None]
-        bundle += [Rows(tensor, rows.axis) for tensor in (parameter, *beside, *elementwise)]
+        bundle += [Rows(tensor, rows.runs) for tensor in (parameter, *beside, *elementwise)]
     return bundle
 
 
@@ -108,7 +110,8 @@ def _keep(
         had, has = _units(old, name), _units(new, name)
         kept = had & has
         for source, target in zip(old_rows, new_rows, strict=True):
-            target.cut(_shift(kept, has)).copy_(source.cut(_shift(kept, had)))
+            for view, kept_view in zip(target.cut(_shift(kept, has)), source.cut(_shift(kept, had)), strict=True):
+                view.copy_(kept_view)
 
 
 def _exchange(
@@ -127,10 +130,10 @@ def _exchange(
         had, has = _units(before[index], model.name), _units(after[index], model.name)
         for each in plan:
             if each.dest == model.name:
-                views = [rows.cut(_shift(each.units, has)) for rows in laid[index]]
+                views = [view for rows in laid[index] for view in rows.cut(_shift(each.units, has))]
                 incoming.setdefault(rank_of[each.source], []).extend(views)
             if each.source == model.name:
-                views = [rows.cut(_shift(each.units, had)) for rows in bundles[index]]
+                views = [view for rows in bundles[index] for view in rows.cut(_shift(each.units, had))]
                 outgoing.setdefault(rank_of[each.dest], []).extend(views)
     buffers = {peer: torch.empty(sum(map(_bytes, views)), dtype=torch.uint8) for peer, views in incoming.items()}
     packed = {peer: torch.cat([as_bytes(view.contiguous()) for view in views]) for peer, views in outgoing.items()}
@@ -165,7 +168,7 @@ def _shift(span: Span, origin: Span) -> Span:
 
 def _empty(rows: Rows, units: int) -> torch.Tensor:
     shape = list(rows.tensor.shape)
-    shape[rows.axis] = units
+    shape[rows.runs.axis] = units * rows.runs.per_unit
     return torch.empty(shape, dtype=rows.tensor.dtype)
 
 

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from tatami.tiled.vertical import ColumnComm, copy_to_column, sum_over_column
-from tatami.tiling import Span
 
 
 class TiledFirst(nn.Module):
-    """The first Linear of a pair: uneven rows of its weight.
+    """The first Linear of a pair, whose weight was cut: uneven rows of it.
 
     Attributes:
         weight: (units_here, inputs) of (units, inputs).
@@ -23,11 +22,11 @@ class TiledFirst(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, linear: nn.Linear, *, units: Span, column: ColumnComm) -> None:
+    def __init__(self, linear: nn.Linear, *, column: ColumnComm) -> None:
         super().__init__()
         self.column = column
-        self.weight = _cut(linear.weight, units, axis=0)
-        self.bias = None if linear.bias is None else _cut(linear.bias, units, axis=0)
+        self.weight = linear.weight
+        self.bias = linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(samples_here, ..., inputs) to (samples_here, ..., units_here)."""
@@ -38,7 +37,7 @@ class TiledFirst(nn.Module):
 
 
 class TiledSecond(nn.Module):
-    """The second Linear of a pair: uneven columns of its weight; its output is summed over the column of ranks.
+    """The second Linear of a pair, whose weight was cut: uneven columns of it. Its output is summed over the column of ranks.
 
     Attributes:
         weight: (outputs, units_here) of (outputs, units).
@@ -47,11 +46,11 @@ class TiledSecond(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, linear: nn.Linear, *, units: Span, column: ColumnComm) -> None:
+    def __init__(self, linear: nn.Linear, *, column: ColumnComm) -> None:
         super().__init__()
         self.column = column
-        self.weight = _cut(linear.weight, units, axis=1)
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone(), linear.bias.requires_grad)
+        self.weight = linear.weight
+        self.bias = linear.bias
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(samples_here, ..., units_here) to (samples_here, ..., outputs), the whole sum on every rank of the column."""
@@ -62,8 +61,3 @@ class TiledSecond(nn.Module):
 
     def extra_repr(self) -> str:
         return f"units_here={self.weight.shape[1]}, outputs={self.weight.shape[0]}"
-
-
-def _cut(parameter: torch.Tensor, units: Span, *, axis: int) -> nn.Parameter:
-    cut = parameter.detach().narrow(axis, units.start, units.size)
-    return nn.Parameter(cut.clone(memory_format=torch.contiguous_format), parameter.requires_grad)

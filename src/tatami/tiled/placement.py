@@ -1,4 +1,4 @@
-"""Where the ranks of a tiled model lie: the layout, cut for each pair, and what the ranks then talk through."""
+"""Where the ranks of a tiled model lie: the layout, cut for each block, and what the ranks then talk through."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Placement:
 
     Attributes:
         layout: in fractions.
-        tilings: the layout, cut for each pair.
+        tilings: the layout, cut for each block; one in all where there is no block.
         column: the ranks of this rank's column; None where it is alone in it, or has no tile.
         exchange: sums over the columns; None where all ranks are in one column.
     """
@@ -36,7 +36,7 @@ def place(layout: Layout, comm: AbstractCommunicator, *, names: Sequence[str], w
         layout: to lie like.
         comm: all ranks.
         names: the processor of every rank.
-        workload: the pairs that are cut.
+        workload: the blocks that are cut.
 
     Raises:
         PlanError: the layout names processors that no rank runs on.
@@ -44,7 +44,8 @@ def place(layout: Layout, comm: AbstractCommunicator, *, names: Sequence[str], w
     unknown = [name for name in layout.processors if name not in names]
     if unknown:
         raise PlanError(f"the layout names processors that no rank runs on: {unknown}; the ranks run on {list(names)}")
-    tilings = layout.cut_blocks(workload)
+    # A network without blocks is a floor of one unit, which owns nothing: columns of samples are left.
+    tilings = layout.cut_blocks(workload) or (layout.cut(samples=workload.samples, units=1),)
     tiling, me = largest(tilings), names[comm.rank]
     tile = tiling.by_processor.get(me)
     color = tile.column if tile is not None else None
@@ -60,5 +61,5 @@ def place(layout: Layout, comm: AbstractCommunicator, *, names: Sequence[str], w
 
 
 def largest(tilings: Sequence[Tiling]) -> Tiling:
-    """The tiling of the pair that has most units."""
+    """The tiling of the block that has most units."""
     return max(tilings, key=lambda tiling: tiling.units)

@@ -1,56 +1,108 @@
-"""The tensors of a pair that have a row for every unit, and cutting ranges of units out of them.
+"""The tensors of a block that have something for every unit, and cutting ranges of units out of them.
 
-`first.weight` (units_here, inputs) and `first.bias` (units_here,) have their units on axis 0, `second.weight`
-(outputs, units_here) on axis 1. The same holds for their gradients and for an optimizer's element-wise state.
+A unit owns the same number of consecutive elements in each of the runs that make up an axis: a hidden unit one row of a weight
+(one run), a head its rows in the three parts of a packed projection (three runs). What holds for a parameter holds for its
+gradient and for an optimizer's element-wise state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from tatami.tiling import Span
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnitRuns:
+    """Where the units of a block lie in one whole tensor.
+
+    Unit u is, on axis `axis`, the range from start + u * inner to start + (u + 1) * inner of every run (start, inner). The
+    runs cover the axis, in the order of their starts.
+    """
+
+    axis: int
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def plain(self) -> bool:
+        """Whether the axis is the units and nothing else."""
+        return self.runs == ((0, 1),)
+
+    @property
+    def per_unit(self) -> int:
+        """Positions on the axis that belong to one unit."""
+        return sum(inner for _, inner in self.runs)
+
+    def here(self, units: int) -> tuple[tuple[int, int], ...]:
+        """The runs of a tensor that holds `units` units: the same, closed up."""
+        starts = accumulate((inner * units for _, inner in self.runs), initial=0)
+        return tuple((start, inner) for start, (_, inner) in zip(starts, self.runs, strict=False))
+
+
+ONE_EACH = UnitRuns(axis=0, runs=((0, 1),))
+"""Every position on the first axis is a unit."""
+
+
+def cut_units(whole: torch.Tensor, runs: UnitRuns, span: Span) -> torch.Tensor:
+    """The units `span` of a whole tensor, closed up: what a rank that has these units holds."""
+    parts = [whole.narrow(runs.axis, start + span.start * inner, span.size * inner) for start, inner in runs.runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, runs.axis)
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A tensor and the axis on which its units lie."""
+    """A tensor that holds some units of a block, and where on it they lie."""
 
     tensor: torch.Tensor
-    axis: int
+    runs: UnitRuns
 
     @property
     def per_unit(self) -> int:
         """Elements that belong to one unit."""
-        return self.tensor.numel() // self.tensor.shape[self.axis] if self.tensor.shape[self.axis] else self._rest()
+        shape = self.tensor.shape
+        return self.runs.per_unit * math.prod(shape[: self.runs.axis]) * math.prod(shape[self.runs.axis + 1 :])
 
-    def _rest(self) -> int:
-        size = 1
-        for axis, length in enumerate(self.tensor.shape):
-            size *= length if axis != self.axis else 1
-        return size
+    @property
+    def units(self) -> int:
+        """How many units are here."""
+        return self.tensor.shape[self.runs.axis] // self.runs.per_unit
 
-    def cut(self, span: Span) -> torch.Tensor:
-        """The view of the units `span`, counted from the first unit of this tensor."""
-        return self.tensor.narrow(self.axis, span.start, span.size)
+    def cut(self, span: Span) -> tuple[torch.Tensor, ...]:
+        """The views of the units `span`, counted from the first unit of this tensor: one for each run."""
+        if self.runs.plain:
+            return (self.tensor.narrow(self.runs.axis, span.start, span.size),)
+        return tuple(
+            self.tensor.narrow(self.runs.axis, start + span.start * inner, span.size * inner)
+            for start, inner in self.runs.here(self.units)
+        )
+
+
+def flat_rows(tensor: torch.Tensor) -> Rows:
+    """A tensor as a row of elements, each a unit."""
+    return Rows(tensor.view(-1), ONE_EACH)
 
 
 def pack(buffer: torch.Tensor, parts: Iterable[tuple[Rows, Span]]) -> int:
     """Copy the parts into the flat `buffer`, one after the other; returns how many elements were filled."""
     position = 0
     for rows, span in parts:
-        view = rows.cut(span)
-        buffer[position : position + view.numel()].view(view.shape).copy_(view)
-        position += view.numel()
+        for view in rows.cut(span):
+            buffer[position : position + view.numel()].view(view.shape).copy_(view)
+            position += view.numel()
     return position
 
 
-def blocks(buffer: torch.Tensor, parts: Iterable[tuple[Rows, Span]]) -> Iterable[tuple[Rows, Span, torch.Tensor]]:
-    """The inverse view of `pack`: for each part, the piece of the flat `buffer` that holds it, in its shape."""
+def blocks(buffer: torch.Tensor, parts: Iterable[tuple[Rows, Span]]) -> Iterator[tuple[Rows, Span, tuple[torch.Tensor, ...]]]:
+    """The inverse view of `pack`: for each part, the pieces of the flat `buffer` that hold it, shaped like `Rows.cut`'s."""
     position = 0
     for rows, span in parts:
-        shape = rows.cut(span).shape
-        yield rows, span, buffer[position : position + shape.numel()].view(shape)
-        position += shape.numel()
+        pieces = []
+        for view in rows.cut(span):
+            pieces.append(buffer[position : position + view.numel()].view(view.shape))
+            position += view.numel()
+        yield rows, span, tuple(pieces)

@@ -9,7 +9,7 @@ import torch
 from tatami.comm.agreement import decided_on_root
 from tatami.errors import CheckpointError
 from tatami.tiled.model import TiledModel
-from tatami.tiled.rows import Rows
+from tatami.tiled.rows import Rows, UnitRuns, cut_units
 from tatami.tiling import Span
 
 _TAG = 9
@@ -26,8 +26,8 @@ def whole_state_dict(model: TiledModel, *, root: int = 0) -> dict[str, torch.Ten
         if name not in sliced:
             whole[name] = value.detach().clone()
             continue
-        pair, axis = sliced[name]
-        gathered = _gather(model, Rows(value.detach(), axis), pair=pair, root=root)
+        block, runs = sliced[name]
+        gathered = _gather(model, Rows(value.detach(), runs), block=block, root=root)
         if gathered is not None:
             whole[name] = gathered
     return whole if model.comm.rank == root else {}
@@ -51,9 +51,9 @@ def load_whole_state_dict(model: TiledModel, state: Mapping[str, torch.Tensor] |
                 whole.copy_(state[name])
             model.comm.bcast(whole, root=root)
             if name in sliced:
-                pair, axis = sliced[name]
-                tile = model.tilings[pair].by_processor.get(model.name)
-                whole = Rows(whole, axis).cut(tile.units if tile is not None else Span(0, 0))
+                block, runs = sliced[name]
+                tile = model.tilings[block].by_processor.get(model.name)
+                whole = cut_units(whole, runs, tile.units if tile is not None else Span(0, 0))
             own[name].copy_(whole)
 
 
@@ -64,41 +64,38 @@ def whole_shapes(model: TiledModel) -> dict[str, torch.Size]:
     for name, value in model.module.state_dict().items():
         shape = list(value.shape)
         if name in sliced:
-            pair, axis = sliced[name]
-            shape[axis] = model.tilings[pair].units
+            block, runs = sliced[name]
+            shape[runs.axis] = model.tilings[block].units * runs.per_unit
         shapes[name] = torch.Size(shape)
     return shapes
 
 
-def _sliced(model: TiledModel) -> dict[str, tuple[int, int]]:
-    """The tensors of which this rank holds only some units: name -> (pair, unit axis)."""
-    names = {}
-    for index, pair in enumerate(model.pair_names):
-        names[f"{pair.first}.weight"] = (index, 0)
-        names[f"{pair.first}.bias"] = (index, 0)
-        names[f"{pair.second}.weight"] = (index, 1)
-    return {name: place for name, place in names.items() if name in model.module.state_dict()}
+def _sliced(model: TiledModel) -> dict[str, tuple[int, UnitRuns]]:
+    """The tensors of which this rank holds only some units: name -> (block, where the units lie)."""
+    return {name: (index, runs) for index, block in enumerate(model.found.blocks) for name, runs in block.cuts.items()}
 
 
-def _gather(model: TiledModel, mine: Rows, *, pair: int, root: int) -> torch.Tensor | None:
+def _gather(model: TiledModel, mine: Rows, *, block: int, root: int) -> torch.Tensor | None:
     """All units of one tensor on `root`, from the ranks of the first column."""
-    comm, tiling = model.comm, model.tilings[pair]
+    comm, tiling = model.comm, model.tilings[block]
     holders = {model.names.index(tile.processor): tile.units for tile in tiling.columns[0]}
     if comm.rank != root:
         if comm.rank in holders and holders[comm.rank].size:
             comm.send(mine.tensor.contiguous(), root, tag=_TAG)
         return None
     shape = list(mine.tensor.shape)
-    shape[mine.axis] = tiling.units
-    whole = Rows(torch.empty(shape, dtype=mine.tensor.dtype), mine.axis)
+    shape[mine.runs.axis] = tiling.units * mine.runs.per_unit
+    whole = Rows(torch.empty(shape, dtype=mine.tensor.dtype), mine.runs)
     for rank, units in holders.items():
-        part = whole.cut(units)
-        if rank == root:
-            part.copy_(mine.tensor)
-        elif units.size:
-            received = torch.empty(part.shape, dtype=part.dtype)
-            comm.recv(received, rank, tag=_TAG)
-            part.copy_(received)
+        if not units.size:
+            continue
+        held = mine.tensor
+        if rank != root:
+            shape[mine.runs.axis] = units.size * mine.runs.per_unit
+            held = torch.empty(shape, dtype=mine.tensor.dtype)
+            comm.recv(held, rank, tag=_TAG)
+        for part, piece in zip(whole.cut(units), Rows(held, mine.runs).cut(Span(0, units.size)), strict=True):
+            part.copy_(piece)
     return whole.tensor
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,13 +16,15 @@ from tatami.comm.agreement import decided_on_root, same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import PlanError
 from tatami.parallel.synchronizing import broadcast_model
-from tatami.tiled.describe import find_pairs, workload_of
+from tatami.tiled.blocks import find_blocks, workload_of
+from tatami.tiled.following.capturing import Sample
 from tatami.tiled.losses import LossReduction, check_reduction
-from tatami.tiled.measure import measure_speeds
+from tatami.tiled.measure import measure_network_speeds, measure_speeds
 from tatami.tiled.model import TiledModel
 from tatami.tiled.phases import Phases
 from tatami.tiling import DEFAULT_PLANNER, Layout, Plan, plan
 from tatami.tiling.cost import AbstractCost
+from tatami.workload import Workload
 
 
 def tile(
@@ -30,6 +32,7 @@ def tile(
     comm: AbstractCommunicator,
     *,
     batch_size: int,
+    sample: Any = None,
     speeds: Cluster | Sequence[float] | Literal["equal", "measure"] = "measure",
     planner: str = DEFAULT_PLANNER,
     layout: Layout | None = None,
@@ -48,6 +51,8 @@ def tile(
         model: any module with at least one such pair; it is not changed.
         comm: from `tatami.init()`. The model sends on a communicator of its own, which `TiledModel.close` gives back.
         batch_size: the global batch that the plan is made for; other batches (the last of an epoch) are cut alike.
+        sample: inputs of the network for at least two samples: a tensor, a tuple of arguments, or a mapping of named ones.
+            With it attention, gated and convolution pairs are found as well; without it only pairs of linear layers.
         speeds: the ranks' speeds: a `Cluster` (which also tells of links), one number for each rank (only ratios count),
             "measure" (time the model's own work on every rank), or "equal".
         planner: one of `tatami.tiling.PLANNERS`; by default the one of least predicted time. It warns where equal shares are
@@ -72,11 +77,18 @@ def tile(
     whole = copy.deepcopy(model)
     broadcast_model(whole, comm, where="tatami.tile")
     comm.barrier()  # torch.fx patches nn.Module for the whole process while it traces, and ranks may be threads of one process
-    pairs = decided_on_root(comm, lambda: find_pairs(whole))
-    workload = workload_of(whole, pairs, samples=batch_size)
+    found = find_blocks(whole, sample=sample)
+    same_everywhere(comm, {"blocks": found.blocks}, where="tatami.tile", error=PlanError)
+    workload = workload_of(whole, found, samples=batch_size)
     if cluster is None:
-        dtype = whole.get_parameter(f"{pairs[0].first}.weight").dtype
-        measured = measure_speeds(workload, comm, dtype=dtype, clock=clock, pace=pace)
+        if sample is not None:
+            flop = workload.flop(width=1.0, height=1.0) / workload.samples
+            given = Sample.of(sample)
+            measured = measure_network_speeds(whole, given, comm, flop_per_sample=max(flop, 1.0), clock=clock, pace=pace)
+        else:
+            # A network without blocks and without a sample cannot be run here; a perceptron stands for it.
+            timed = workload if workload.blocks else Workload.mlp(256, 256, 256, samples=256)
+            measured = measure_speeds(timed, comm, dtype=next(whole.parameters()).dtype, clock=clock, pace=pace)
         cluster = Cluster.from_speeds([speed.flop_per_s for speed in measured])
     if layout is None:
         planned = decided_on_root(comm, functools.partial(plan, planner, cluster=cluster, workload=workload, cost=cost))
@@ -89,7 +101,7 @@ def tile(
     return TiledModel(
         whole,
         comm.duplicate(),
-        pairs=pairs,
+        found=found,
         layout=layout,
         cluster=cluster,
         speeds_known=not isinstance(speeds, str) or speeds != "equal",

@@ -32,6 +32,11 @@ class ColumnComm:
         self.phases = phases
         self._direct: ColumnSum | None = None
 
+    @classmethod
+    def alone(cls) -> ColumnComm:
+        """A column of one rank, which sums nothing."""
+        return cls(Phases())
+
     def meet(self, comm: AbstractCommunicator | None) -> None:
         """From now on the column is the ranks of `comm`; takes it over, and closes the one before."""
         if self.comm is not None:

@@ -1,4 +1,4 @@
-"""Find what can be tiled in an `nn.Module`, its linear-activation-linear pairs, and refuse by name what can not be exact.
+"""Find the linear-activation-linear pairs of an `nn.Module` without running it.
 
 `torch.fx` follows the data through the forward pass, so that functional activations and any nesting of modules are understood.
 A model that fx can not follow is still searched for pairs inside its `nn.Sequential` containers.
@@ -7,7 +7,6 @@ A model that fx can not follow is still searched for pairs inside its `nn.Sequen
 from __future__ import annotations
 
 import operator
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from tatami.errors import ModelError
-from tatami.workload import Workload, linear_pair
+from tatami.tiled.rows import ONE_EACH, UnitRuns
+from tatami.workload import Block, linear_pair
 
 _ELEMENTWISE_MODULES = (
     nn.Sigmoid, nn.Tanh, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish,
@@ -31,15 +30,6 @@ _ELEMENTWISE_FUNCTIONS = {
 }  # fmt: skip
 _ELEMENTWISE_METHODS = {"sigmoid", "tanh", "relu", "exp", "sin", "cos", "abs", "square", "erf", "clamp", "float", "double"}
 _SCALAR_ARITHMETIC = {operator.mul, operator.truediv, operator.add, operator.sub, operator.neg, operator.pow}
-_RANDOM_FUNCTIONS = {
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu,
-    F.gumbel_softmax, torch.dropout, torch.bernoulli, torch.rand_like, torch.randn_like, torch.rand, torch.randn,
-}  # fmt: skip
-_RANDOM_MODULES = (
-    nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU,
-    nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
-)  # fmt: skip
-_BATCH_MODULES = (nn.modules.batchnorm._BatchNorm,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,74 +41,42 @@ class PairNames:
     dropouts: tuple[str, ...] = ()
 
 
-_TRACING = threading.Lock()
-"""torch.fx patches `nn.Module` for the whole process while it traces, and ranks may be threads of one process."""
-
-
 def find_pairs(model: nn.Module) -> tuple[PairNames, ...]:
-    """The linear-activation-linear pairs of `model`, in the order of its forward pass. No layer is in two pairs.
+    """The linear-activation-linear pairs of `model`, in the order of its forward pass. No layer is in two pairs."""
+    graph = traced(model)
+    return tuple(_disjoint(list(_sequential_chains(model) if graph is None else _graph_chains(model, graph))))
 
-    Raises:
-        ModelError: there is no pair; or the model holds a layer that a tiled run could not compute exactly (named).
-    """
-    _refuse_inexact_modules(model)
+
+def traced(model: nn.Module) -> fx.Graph | None:
+    """The forward pass as torch.fx sees it; None where it cannot follow it."""
     try:
-        with _TRACING:
-            graph = fx.Tracer().trace(model)
+        return fx.Tracer().trace(model)
     except Exception:
-        chains = list(_sequential_chains(model))
-    else:
-        _refuse_random_functions(graph)
-        chains = list(_graph_chains(model, graph))
-    pairs = tuple(_disjoint(chains))
-    if not pairs:
-        raise ModelError(
-            f"no Linear-activation-Linear pair was found in {type(model).__name__}. tatami.tile splits the units between two "
-            "linear layers with element-wise activations in between; data parallelism alone needs no tiling"
-        )
-    return pairs
+        return None
 
 
-def describe(model: nn.Module, *, samples: int) -> Workload:
-    """The workload of one iteration of `model` over a global batch of `samples`.
+def pair_cuts(model: nn.Module, names: PairNames) -> dict[str, UnitRuns]:
+    """The tensors of a pair, and where its units lie in them."""
+    first = model.get_submodule(names.first)
+    cuts = {f"{names.first}.weight": ONE_EACH}
+    if first.bias is not None:
+        cuts[f"{names.first}.bias"] = ONE_EACH
+    return {**cuts, f"{names.second}.weight": UnitRuns(axis=1, runs=ONE_EACH.runs)}
 
-    Raises:
-        ModelError: as `find_pairs`.
-    """
-    return workload_of(model, find_pairs(model), samples=samples)
 
-
-def workload_of(model: nn.Module, pairs: tuple[PairNames, ...], *, samples: int) -> Workload:
-    """The workload of `model` with the pairs that `find_pairs` found in it."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    tiled = set()
-    shapes = []
-    element_bytes = 4
-    for index, names in enumerate(pairs):
-        first, second = model.get_submodule(names.first), model.get_submodule(names.second)
-        assert isinstance(first, nn.Linear)
-        assert isinstance(second, nn.Linear)
-        tiled |= {f"{names.first}.weight", f"{names.first}.bias", f"{names.second}.weight"}
-        shapes.append(
-            linear_pair(
-                first.in_features,
-                first.out_features,
-                second.out_features,
-                unit_bias=first.bias is not None,
-                input_gradient=index > 0 or next(iter(trained), "") != f"{names.first}.weight",
-                name=names.first.rpartition(".")[0],
-            )
-        )
-        # Half precision is summed, and therefore travels, in float32.
-        element_bytes = max(element_bytes, first.weight.element_size())
-    replicated = [parameter for name, parameter in trained.items() if name not in tiled]
-    return Workload(
-        samples=samples,
-        blocks=tuple(shapes),
-        replicated_parameters=sum(parameter.numel() for parameter in replicated),
-        # 2 flop per weight forward, 4 backward: exact for linear layers, too few where weights are used more than once.
-        replicated_flop_per_sample=sum(6 * parameter.numel() for parameter in replicated if parameter.dim() > 1),
-        element_bytes=element_bytes,
+def pair_block(model: nn.Module, names: PairNames, *, is_first: bool) -> Block:
+    """The facts of a pair; `is_first` if no other pair lies below it."""
+    first, second = model.get_submodule(names.first), model.get_submodule(names.second)
+    assert isinstance(first, nn.Linear)
+    assert isinstance(second, nn.Linear)
+    lowest = next((name for name, parameter in model.named_parameters() if parameter.requires_grad), "")
+    return linear_pair(
+        first.in_features,
+        first.out_features,
+        second.out_features,
+        unit_bias=first.bias is not None,
+        input_gradient=not is_first or lowest != f"{names.first}.weight",
+        name=names.first.rpartition(".")[0],
     )
 
 
@@ -207,31 +165,3 @@ def _tied_modules(model: nn.Module) -> set[str]:
         for key in keys:
             owners.setdefault(key, set()).add(name)
     return {name for names in owners.values() if len(names) > 1 for name in names}
-
-
-def _refuse_inexact_modules(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        what = f"layer {name or '(the model itself)'} ({type(module).__name__})"
-        if isinstance(module, _RANDOM_MODULES) or (isinstance(module, nn.Dropout) and type(module) is not nn.Dropout):
-            raise ModelError(f"{what} draws random numbers that a tiled run can not draw alike; use torch.nn.Dropout")
-        if isinstance(module, _BATCH_MODULES):
-            raise ModelError(
-                f"{what} takes its statistics over the batch, of which a rank sees only a part: the result would not be "
-                "that of one machine. Use torch.nn.LayerNorm"
-            )
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ModelError(f"{what} has sparse gradients, which are not summed over ranks. Set sparse=False")
-        dropout = getattr(module, "dropout", 0.0)
-        if isinstance(dropout, float) and dropout > 0.0:
-            raise ModelError(f"{what} has dropout={dropout} inside, which a tiled run could not draw alike. Set it to 0")
-
-
-def _refuse_random_functions(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        random_method = node.op == "call_method" and str(node.target).rstrip("_") in ("bernoulli", "normal", "uniform")
-        if random_method or (node.op == "call_function" and node.target in _RANDOM_FUNCTIONS):
-            target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-            raise ModelError(
-                f"the forward pass calls {target} (node {node.name}), whose random numbers a tiled run could not draw alike. "
-                "Use a torch.nn.Dropout layer"
-            )

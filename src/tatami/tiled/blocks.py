@@ -1,0 +1,155 @@
+"""What of a network is tiled: its blocks, with the tensors that they cut, and the workload that they make."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from tatami.tiled.exactness import BATCH_NORMS, refuse_inexact
+from tatami.tiled.following.capturing import Captured, Sample, capture
+from tatami.tiled.following.following import Followed, follow_modules
+from tatami.tiled.linear_pairs import PairNames, find_pairs, pair_block, pair_cuts
+from tatami.tiled.rows import UnitRuns
+from tatami.workload import Block, Workload
+
+_FOLLOWING = threading.Lock()
+"""torch.fx and torch.export patch torch for the whole process while they follow a module, and ranks may be its threads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiledBlock:
+    """A block of a network.
+
+    Attributes:
+        facts: what planners know of it.
+        cuts: by the names of the network's tensors: where its units lie in them.
+    """
+
+    facts: Block
+    cuts: Mapping[str, UnitRuns]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """All blocks of a network. No tensor is in two.
+
+    Attributes:
+        blocks: first those of `pairs`, then those of `followed`.
+        pairs: pairs of linear layers, found without a sample batch.
+        followed: modules that run a program of their own, by name.
+        reasons: of modules that could not be followed, by name: why.
+        captured: what was seen on the sample batch; None where there was none.
+    """
+
+    blocks: tuple[TiledBlock, ...]
+    pairs: tuple[PairNames, ...] = ()
+    followed: Mapping[str, Followed] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    captured: Captured | None = None
+
+    def runs_plainly(self, model: nn.Module, name: str) -> bool:
+        """Whether a followed module that has all its units here may run as the user wrote it.
+
+        It may not where it calls functions that look at the whole batch; layers that do so are replaced.
+        """
+        assert self.captured is not None
+        for inner, module in model.get_submodule(name).named_modules(prefix=name):
+            if inner in self.captured.draws and type(module) is not nn.Dropout:
+                return False
+            if inner in self.captured.normalizes and type(module) not in BATCH_NORMS:
+                return False
+        return True
+
+    def of_followed(self, name: str) -> range:
+        """Which of `blocks` are those of a followed module, in its own order."""
+        start = len(self.pairs)
+        for other, each in self.followed.items():
+            if other == name:
+                return range(start, start + len(each.blocks))
+            start += len(each.blocks)
+        raise KeyError(name)
+
+
+def find_blocks(model: nn.Module, *, sample: Any = None) -> Blocks:
+    """What of `model` can be tiled; the model is not changed.
+
+    Without a sample batch these are pairs of linear layers with element-wise operations between them. With one, every module
+    is followed over it: attention, gated and convolution pairs, whatever is a sum over units. What was found is tested on the
+    sample.
+
+    Args:
+        model: any network.
+        sample: inputs of the network: a tensor (samples, ...), a tuple of arguments, or a mapping of named ones.
+
+    Raises:
+        ModelError: a layer that a tiled run could not compute exactly (named).
+        InputError: a sample batch without tensors, or of fewer than two samples.
+    """
+    with _FOLLOWING:
+        return _find_blocks(model, sample)
+
+
+def _find_blocks(model: nn.Module, sample: Any) -> Blocks:
+    pairs = find_pairs(model)
+    followed: dict[str, Followed] = {}
+    reasons: dict[str, str] = {}
+    captured = None
+    cuts = {name for pair in pairs for name in pair_cuts(model, pair)}
+    if sample is not None:
+        captured = capture(model, Sample.of(sample))
+        followed, reasons = follow_modules(model, captured, taken=cuts | _shared(model))
+    refuse_inexact(model, followed=followed, captured=captured)
+    blocks = [
+        TiledBlock(facts=pair_block(model, pair, is_first=index == 0), cuts=pair_cuts(model, pair))
+        for index, pair in enumerate(pairs)
+    ]
+    for name, each in followed.items():
+        prefix = f"{name}." if name else ""
+        for block in each.blocks:
+            cuts_of_block = {prefix + tensor: runs for tensor, runs in block.cuts.items()}
+            blocks.append(TiledBlock(facts=replace(block.facts, name=name), cuts=cuts_of_block))
+    return Blocks(blocks=tuple(blocks), pairs=pairs, followed=followed, reasons=reasons, captured=captured)
+
+
+def _shared(model: nn.Module) -> set[str]:
+    """Tensors that the network has under several names: each use needs them whole."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        names.setdefault(id(tensor), []).append(name)
+    return {name for each in names.values() if len(each) > 1 for name in each}
+
+
+def workload_of(model: nn.Module, found: Blocks, *, samples: int) -> Workload:
+    """The workload of `model` with the blocks that `find_blocks` found in it.
+
+    Args:
+        model: the network, whole.
+        found: its blocks.
+        samples: the global batch.
+    """
+    tiled = {name for block in found.blocks for name in block.cuts}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    replicated = [parameter for name, parameter in trained.items() if name not in tiled]
+    return Workload(
+        samples=samples,
+        blocks=tuple(block.facts for block in found.blocks),
+        replicated_parameters=sum(parameter.numel() for parameter in replicated),
+        replicated_flop_per_sample=_replicated_flop(found, replicated),
+        # Half precision is summed, and therefore travels, in float32.
+        element_bytes=max((4, *(parameter.element_size() for parameter in trained.values()))),
+    )
+
+
+def _replicated_flop(found: Blocks, replicated: Sequence[nn.Parameter]) -> int:
+    """Of what every rank of a column repeats, for each of its samples."""
+    if found.captured is None:
+        # 2 flop per weight forward, 4 backward: exact for linear layers, too few where weights are used more than once.
+        return sum(6 * parameter.numel() for parameter in replicated if parameter.dim() > 1)
+    forward = sum(
+        block.facts.forward_fraction * block.facts.flop(units=block.facts.units, samples=1.0) for block in found.blocks
+    )
+    return round(3 * max(0.0, found.captured.forward_flop - forward))

@@ -1,0 +1,88 @@
+"""What a part of the network asks when a rank runs it: which column, which samples, which units are here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.tiled.vertical import ColumnComm, copy_to_column, sum_over_column
+from tatami.tiling import Span
+
+
+@dataclass(kw_only=True)
+class RankContext:
+    """What all parts of a tiled model share; the model changes it with every batch and every re-tiling.
+
+    Attributes:
+        column: the ranks that share this rank's samples.
+        comm: all ranks of the model; None where the rank is alone.
+        generator: of random layers, in the same state on every rank.
+        samples: of the global batch.
+        mine: those of this rank.
+        widths: samples of the global batch, column by column.
+        index: the number of this rank's column; None where it has no tile.
+        speaks: whether this rank is the one that counts what all ranks of its column have.
+    """
+
+    column: ColumnComm
+    comm: AbstractCommunicator | None
+    generator: torch.Generator
+    samples: int = 0
+    mine: Span = field(default_factory=lambda: Span(0, 0))
+    widths: tuple[int, ...] = ()
+    index: int | None = None
+    speaks: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleContext:
+    """What one module of the network asks.
+
+    Attributes:
+        rank: what all modules share.
+        units: for each block of the module, the units that are here.
+    """
+
+    rank: RankContext
+    units: Sequence[Callable[[], Span]] = ()
+
+
+def enter(context: ModuleContext, x: torch.Tensor) -> torch.Tensor:
+    """`x`, whole on all ranks of the column, for a block that is split among them: its gradient is summed over the column."""
+    return copy_to_column(x, context.rank.column)
+
+
+def leave(context: ModuleContext, partial: torch.Tensor) -> torch.Tensor:
+    """The sum over the column of what the units here give; summed where it lies."""
+    return sum_over_column(partial, context.rank.column)
+
+
+def add_bias(whole: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """A bias, added once to the sum over the column; under autocast their dtypes differ."""
+    return whole + bias.to(whole.dtype)
+
+
+def on_channels(context: ModuleContext, operation: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """A convolution or a pooling of (samples, channels, ...), where a rank may have no channel.
+
+    torch refuses that, or returns another shape; so a channel of zeros takes part, and is left away from the result.
+    """
+    del context
+    weight = args[0] if args and isinstance(args[0], torch.Tensor) else None
+    channels = x.shape[1] if weight is None else weight.shape[0]
+    if channels and x.shape[1]:
+        return operation(x, *args)
+    if not x.shape[1]:
+        x = torch.cat((x, x.new_zeros(x.shape[0], 1, *x.shape[2:])), 1)
+    if weight is None:
+        return operation(x, *args)[:, :0]
+    zeros = weight.new_zeros(max(channels, 1), x.shape[1], *weight.shape[2:])
+    weight = torch.cat((weight, zeros), 1) if channels and not weight.shape[1] else zeros
+    stride_padding_dilation = args[2:5]
+    result = operation(x, weight, None, *stride_padding_dilation)[:, :channels]
+    nothing: torch.Tensor = 0 * args[0].sum()  # so that the weight of no channel has a gradient, of no element
+    return result + nothing

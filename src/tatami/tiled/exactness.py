@@ -1,0 +1,83 @@
+"""What a tiled run could not compute as one machine does, refused by name before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tatami.errors import ModelError
+from tatami.tiled.following.capturing import Captured
+from tatami.tiled.linear_pairs import traced
+
+_RANDOM_FUNCTIONS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu,
+    F.gumbel_softmax, torch.dropout, torch.bernoulli, torch.rand_like, torch.randn_like, torch.rand, torch.randn,
+}  # fmt: skip
+_RANDOM_MODULES = (
+    nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU,
+    nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
+)  # fmt: skip
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""Those that are given the statistics of the global batch."""
+
+
+def refuse_inexact(model: nn.Module, *, followed: Collection[str], captured: Captured | None) -> None:
+    """Refuse layers whose result would depend on the tiling.
+
+    Args:
+        model: the network.
+        followed: modules that run a program of their own, in which random numbers are drawn for the whole batch.
+        captured: what was seen on a sample batch; None where there was none.
+
+    Raises:
+        ModelError: names the layer, and what to use in its place.
+    """
+    if captured is not None and captured.mixes:
+        raise ModelError(
+            f"what {type(model).__name__} gives for a sample depends on the other samples of the batch, of which a rank "
+            "sees only a part. Only batch normalization (torch.nn.BatchNorm1d to 3d) may look at the whole batch"
+        )
+    for name, module in model.named_modules():
+        what = f"layer {name or '(the model itself)'} ({type(module).__name__})"
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and type(module) not in BATCH_NORMS:
+            raise ModelError(
+                f"{what} takes its statistics over the batch in a way of its own; use one of torch.nn.BatchNorm1d to 3d"
+            )
+        if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+            raise ModelError(f"{what} keeps running statistics of this rank's samples alone. Set track_running_stats=False")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ModelError(f"{what} has sparse gradients, which are not summed over ranks. Set sparse=False")
+        if any(name == other or name.startswith(f"{other}.") or not other for other in followed):
+            continue
+        if captured is not None and name in captured.normalizes and type(module) not in BATCH_NORMS:
+            raise ModelError(f"{what} calls torch's batch_norm on this rank's samples alone. Use torch.nn.BatchNorm1d to 3d")
+        draws = name in captured.draws and type(module) is not nn.Dropout if captured is not None else _may_draw(module)
+        if draws:
+            raise ModelError(
+                f"{what} draws random numbers in training, which a tiled run could not draw as one machine does. "
+                "Use torch.nn.Dropout, or set its probability to 0"
+            )
+    if captured is None:
+        _refuse_random_functions(model)
+
+
+def _may_draw(module: nn.Module) -> bool:
+    if isinstance(module, _RANDOM_MODULES) or (isinstance(module, nn.Dropout) and type(module) is not nn.Dropout):
+        return True
+    dropout = getattr(module, "dropout", 0.0)
+    return isinstance(dropout, float) and dropout > 0.0
+
+
+def _refuse_random_functions(model: nn.Module) -> None:
+    graph = traced(model)
+    for node in graph.nodes if graph is not None else ():
+        random_method = node.op == "call_method" and str(node.target).rstrip("_") in ("bernoulli", "normal", "uniform")
+        if random_method or (node.op == "call_function" and node.target in _RANDOM_FUNCTIONS):
+            target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+            raise ModelError(
+                f"the forward pass calls {target} (node {node.name}), whose random numbers a tiled run could not draw as one "
+                "machine does. Use a torch.nn.Dropout layer"
+            )

@@ -1,0 +1,257 @@
+"""What every module of a network is called with, from one forward pass over a sample batch."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from tatami.errors import InputError
+from tatami.tiled.following.exporting import ModuleCall
+
+_FEWEST = 2
+"""torch.export takes a length of 1 for a constant."""
+_ALIKE = 1e-3
+"""Of the largest element: single precision in another order is off by 1e-6, a sample that sees others by much more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A batch of inputs, for following a network.
+
+    Attributes:
+        args, kwargs: of the network.
+        samples: in the batch.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    samples: int
+
+    @classmethod
+    def of(cls, batch: Any) -> Sample:
+        """From a tensor (samples, ...), a tuple or list of positional arguments, or a mapping of named ones.
+
+        Raises:
+            InputError: no tensor in it, or fewer than two samples.
+        """
+        if isinstance(batch, Mapping):
+            args, kwargs = (), dict(batch)
+        else:
+            args, kwargs = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
+        lengths = [
+            leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()
+        ]
+        if not lengths or lengths[0] < _FEWEST:
+            raise InputError(
+                f"a sample batch must have tensors of at least {_FEWEST} samples on their first axis; this one has "
+                f"{lengths[0] if lengths else 'no tensor'}"
+            )
+        return cls(args=args, kwargs=kwargs, samples=lengths[0])
+
+    def part(self, samples: int) -> Sample:
+        """The first `samples` of it."""
+
+        def cut(leaf: Any) -> Any:
+            shares = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == self.samples
+            return leaf[:samples] if shares else leaf
+
+        args, kwargs = pytree.tree_map(cut, (self.args, dict(self.kwargs)))
+        return Sample(args=args, kwargs=kwargs, samples=samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """What a forward pass showed.
+
+    Attributes:
+        calls: of each module that was called, by name: its first call; only those that are called in one way.
+        draws: the modules that drew random numbers themselves, not by way of others.
+        normalizes: the modules that took statistics of the batch by a function, not by way of a layer.
+        mixes: whether, in evaluation, the result for a sample depends on the other samples of the batch.
+        forward_flop: of one sample, in the whole network; matrix products, convolutions and attention.
+    """
+
+    calls: Mapping[str, ModuleCall]
+    draws: frozenset[str]
+    normalizes: frozenset[str]
+    mixes: bool
+    forward_flop: float
+
+
+def capture(model: nn.Module, sample: Sample) -> Captured:
+    """Run `model` forward, twice with different numbers of samples, and leave it as it was.
+
+    What differs between the two is the axis of samples, in the inputs of every module.
+    """
+    most = sample.part(min(sample.samples, 4))
+    watch = _Watch()
+    with FlopCounterMode(display=False) as flop:
+        first = _calls(model, most, watch)
+    second = _calls(model, most.part(most.samples - 1) if most.samples > _FEWEST else _repeated(most), _Watch())
+    calls = {}
+    for name, (args, kwargs) in first.items():
+        if name not in second:
+            continue
+        mine, structure = pytree.tree_flatten((args, kwargs))
+        other, other_structure = pytree.tree_flatten(second[name])
+        if structure == other_structure:
+            axes = tuple(_sample_axis(a, b) for a, b in zip(mine, other, strict=True))
+            calls[name] = ModuleCall(args=args, kwargs=kwargs, sample_axes=axes)
+    return Captured(
+        calls=calls,
+        draws=frozenset(watch.draws),
+        normalizes=frozenset(watch.normalizes),
+        mixes=_mixes_samples(model, most),
+        forward_flop=flop.get_total_flops() / most.samples,
+    )
+
+
+def _mixes_samples(model: nn.Module, sample: Sample) -> bool:
+    fewer = sample.part(sample.samples - 1)
+    with unchanged(model), torch.no_grad():
+        model.eval()
+        whole, part = (pytree.tree_leaves(model(*each.args, **each.kwargs)) for each in (sample, fewer))
+    for one, other in zip(whole, part, strict=False):
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or not one.dim():
+            continue
+        if one.shape[0] == sample.samples and one.shape[1:] == other.shape[1:] and one.is_floating_point():
+            scale = float(other.abs().nan_to_num(posinf=0.0).max()) if other.numel() else 0.0
+            if not torch.allclose(one[: fewer.samples], other, rtol=0.0, atol=_ALIKE * max(scale, 1e-30), equal_nan=True):
+                return True
+    return False
+
+
+class _Watch(TorchFunctionMode):
+    """Who looks beyond single samples: who draws random numbers, and who takes statistics of the batch.
+
+    Whenever a module begins or ends, what was drawn since then belongs to the one that ran.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: set[str] = set()
+        self.normalizes: set[str] = set()
+        self._running: list[str] = []
+        self._state = torch.get_rng_state()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.batch_norm, torch.nn.functional.batch_norm) and self._running:
+            self.normalizes.add(self._running[-1])
+        return func(*args, **(kwargs or {}))
+
+    def begin(self, name: str) -> None:
+        self._look()
+        self._running.append(name)
+
+    def end(self) -> None:
+        self._look()
+        self._running.pop()
+
+    def _look(self) -> None:
+        state = torch.get_rng_state()
+        if self._running and not torch.equal(state, self._state):
+            self.draws.add(self._running[-1])
+        self._state = state
+
+
+def _repeated(sample: Sample) -> Sample:
+    """Three samples of two."""
+
+    def repeat(leaf: Any) -> Any:
+        shares = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == sample.samples
+        return torch.cat([leaf, leaf[:1]]) if shares else leaf
+
+    args, kwargs = pytree.tree_map(repeat, (sample.args, dict(sample.kwargs)))
+    return Sample(args=args, kwargs=kwargs, samples=sample.samples + 1)
+
+
+def _sample_axis(one: Any, other: Any) -> int | None:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or one.dim() != other.dim():
+        return None
+    differ = [axis for axis in range(one.dim()) if one.shape[axis] != other.shape[axis]]
+    return differ[0] if len(differ) == 1 else None
+
+
+def _calls(model: nn.Module, sample: Sample, watch: _Watch) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The canonical arguments of every module's first call, without those that are called in several ways."""
+    found: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    several: set[str] = set()
+    with ExitStack() as stack:
+        stack.enter_context(unchanged(model))
+        for name, module in model.named_modules():
+
+            def remember(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                call = canonical(module, args, kwargs)
+                watch.begin(name)
+                if name not in found:
+                    found[name] = call
+                elif _kinds(found[name]) != _kinds(call):
+                    several.add(name)
+
+            def ended(*_: Any) -> None:
+                watch.end()
+
+            for handle in (module.register_forward_pre_hook(remember, with_kwargs=True), module.register_forward_hook(ended)):
+                stack.callback(handle.remove)
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(watch)
+        model(*sample.args, **sample.kwargs)
+    return {name: call for name, call in found.items() if name not in several}
+
+
+def canonical(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call in the one way in which calls are compared: every argument by its name, wherever it has one."""
+    try:
+        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    except (TypeError, ValueError):
+        return tuple(args), dict(kwargs)
+    kinds = {name: parameter.kind for name, parameter in bound.signature.parameters.items()}
+    if any(kinds[name] in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY) for name in bound.arguments):
+        return bound.args[1:], dict(bound.kwargs)
+    named: dict[str, Any] = {}
+    for name, value in list(bound.arguments.items())[1:]:
+        named |= dict(sorted(value.items())) if kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return (), named
+
+
+def _kinds(call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
+    leaves, structure = pytree.tree_flatten(call)
+    return [structure, *((leaf.dim(), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)]
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """What a forward pass in training changes (running statistics, random state) is put back."""
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    modes = {module: module.training for module in model.modules()}
+    with torch.random.fork_rng(devices=[]):
+        model.train()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    if name in buffers:
+                        buffer.copy_(buffers[name])
+
+
+def inputs_of(call: ModuleCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, cut loose from the pass that they come from."""
+
+    def loose(leaf: Any) -> Any:
+        return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+    args, kwargs = pytree.tree_map(loose, (call.args, copy.copy(dict(call.kwargs))))
+    return args, kwargs

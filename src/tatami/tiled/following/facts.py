@@ -1,0 +1,146 @@
+"""What a block costs, as plain facts for planners, read off the program over the sample batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from tatami.tiled.following.atoms import deep_leaves, extent
+from tatami.tiled.following.exporting import FollowedProgram, ModuleCall
+from tatami.tiled.following.operators import CONVOLUTIONS, Following, aten
+from tatami.tiled.following.units import UnitAxis
+from tatami.workload import Block
+
+
+def facts_of(
+    module: nn.Module, call: ModuleCall, program: FollowedProgram, following: Following, candidates: Sequence[UnitAxis]
+) -> list[Block]:
+    """The facts of each candidate, per sample of the call; names are left to the caller."""
+    samples = _num_samples(call)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    requires_grad = any(
+        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((call.args, dict(call.kwargs)))
+    )
+    return [_facts(candidate, program, following, parameters, samples, requires_grad) for candidate in candidates]
+
+
+def _facts(
+    candidate: UnitAxis,
+    program: FollowedProgram,
+    following: Following,
+    parameters: dict[str, nn.Parameter],
+    samples: int,
+    requires_grad: bool,
+) -> Block:
+    inside = [node for node in program.graph.graph.nodes if _has(following, node, candidate) or node in candidate.exits]
+    forward_flop = sum(_flop(node, following) for node in inside if node.op == "call_function")
+    entered = {
+        operand
+        for node in inside
+        if node.op == "call_function"
+        for operand in node.all_input_nodes
+        if not _has(following, operand, candidate) and _depends_on_inputs(operand, program)
+    }
+    trained = [program.tensors[at] for at in candidate.tensors if program.tensors[at] in parameters]
+    owned = sum(parameters[name].numel() for name in trained if parameters[name].requires_grad)
+    forward = sum(_numel(node) for node in candidate.exits)
+    backward = sum(_numel(node) for node in entered if _is_float(node)) if requires_grad else 0
+    results = [node for node in inside if _is_float(node) and node.op != "placeholder"]
+    activations = sum(_numel(node) * node.meta["val"].element_size() for node in results)
+    kind, unit = _words(candidate, following, inside)
+    # Backward is two products of the same size for each of forward; one where the weights are frozen or the input is data.
+    backward_products = (1 if owned else 0) + (1 if requires_grad else 0.5)
+    return Block(
+        units=candidate.units,
+        unit_parameters=owned // candidate.units,
+        forward_elements=forward // samples,
+        backward_elements=backward // samples,
+        flop_per_unit=forward_flop * (1 + backward_products) / samples / candidate.units,
+        forward_fraction=1 / (1 + backward_products),
+        forward_sums=len(candidate.exits),
+        backward_sums=sum(_is_float(node) for node in entered) if requires_grad else 0,
+        unit_activation_bytes=activations / samples / candidate.units,
+        kind=kind,
+        unit=unit,
+    )
+
+
+def _num_samples(call: ModuleCall) -> int:
+    leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
+    return next((leaf.shape[axis] for leaf, axis in zip(leaves, call.sample_axes, strict=True) if axis is not None), 1)
+
+
+def _has(following: Following, node: fx.Node, candidate: UnitAxis) -> bool:
+    axes = following.axes.get(node, ())
+    tensors = axes if isinstance(axes, tuple) else (axes,)
+    return any(candidate.atom in deep_leaves(axis) for tensor in tensors for axis in tensor or ())
+
+
+def _depends_on_inputs(node: fx.Node, program: FollowedProgram) -> bool:
+    outside = set([each for each in node.graph.nodes if each.op == "placeholder"][len(program.tensors) :])
+    seen, todo = set(), [node]
+    while todo:
+        here = todo.pop()
+        if here in outside:
+            return True
+        if here not in seen:
+            seen.add(here)
+            todo += here.all_input_nodes
+    return False
+
+
+def _hint(size: Any) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def _numel(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return math.prod(_hint(size) for size in value.shape) if isinstance(value, torch.Tensor) else 0
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _flop(node: fx.Node, following: Following) -> float:
+    """Of one node forward; an element-wise operation counts one for each element."""
+    if node in following.attentions:
+        q, k, v = (node.args[at].meta["val"].shape for at in range(3))  # type: ignore[union-attr]
+        queries = math.prod(_hint(size) for size in q[:-1])
+        return 2.0 * queries * _hint(k[-2]) * (_hint(q[-1]) + _hint(v[-1]))
+    if node in following.contracted and node.target is not aten.sum.dim_IntList:
+        return 2.0 * _numel(node) * _contracted(node, following)
+    if node.target in CONVOLUTIONS:
+        weight = node.args[1].meta["val"].shape  # type: ignore[union-attr]
+        return 2.0 * _numel(node) * math.prod(_hint(size) for size in weight[1:])
+    target = node.target
+    pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return float(_numel(node)) if pointwise or target in (aten.softmax.int, aten.batch_norm.default) else 0.0
+
+
+def _contracted(node: fx.Node, following: Following) -> int:
+    if node.target in CONVOLUTIONS:
+        weight = node.args[1].meta["val"].shape  # type: ignore[union-attr]
+        return math.prod(_hint(size) for size in weight[1:])
+    return _hint(extent(following.contracted[node]))
+
+
+def _words(candidate: UnitAxis, following: Following, inside: Sequence[fx.Node]) -> tuple[str, str]:
+    """The kind of a block and what its unit is, for people."""
+    if any(node in following.attentions or node.target is aten.softmax.int for node in inside):
+        shares = {runs.per_unit for runs in candidate.tensors.values()}
+        per_run = {inner for runs in candidate.tensors.values() for _, inner in runs.runs}
+        return "attention", "head" if len(per_run) == 1 else "group of heads" if len(shares) > 1 else "head"
+    if any(node.target in CONVOLUTIONS for node in inside):
+        return "convolution pair", "channel"
+    gated = any(
+        node.target in (aten.mul.Tensor, aten.mul_.Tensor) and len([one for one in node.all_input_nodes if one in inside]) > 1
+        for node in inside
+    )
+    return ("gated pair" if gated else "linear pair"), "hidden unit"

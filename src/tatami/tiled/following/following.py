@@ -1,0 +1,190 @@
+"""Finding the blocks of a network: its modules are followed one by one, from the smallest up, and what is found is tested.
+
+Around what was followed stays the user's own Python. Modules that are alike (the layers of a transformer) are followed once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tatami.tiled.following.believing import believe
+from tatami.tiled.following.capturing import Captured, inputs_of
+from tatami.tiled.following.exporting import FollowedProgram, ModuleCall, NotFollowedError, export
+from tatami.tiled.following.facts import facts_of
+from tatami.tiled.following.local import LocalProgram, localise
+from tatami.tiled.following.units import UnitAxis, find_units, follow
+from tatami.tiled.rows import UnitRuns
+from tatami.workload import Block
+
+_LAYERS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.LayerNorm)
+"""A single one of these is no block."""
+
+
+_ALIKE: OrderedDict[Any, Followed | str] = OrderedDict()
+_MOST_ALIKE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """A followed module in training or in evaluation."""
+
+    program: FollowedProgram
+    local: LocalProgram
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowedBlock:
+    """A block of a followed module.
+
+    Attributes:
+        cuts: the tensors that are cut, by their names in the module.
+        facts: what it costs.
+    """
+
+    cuts: Mapping[str, UnitRuns]
+    facts: Block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Followed:
+    """A module that runs with a part of its units; modules that are alike share all of it.
+
+    Attributes:
+        training, evaluation: its programs.
+        blocks: in the order of the programs' inputs.
+    """
+
+    training: Mode
+    evaluation: Mode
+    blocks: tuple[FollowedBlock, ...]
+
+    def mode(self, training: bool) -> Mode:
+        return self.training if training else self.evaluation
+
+
+def follow_modules(
+    model: nn.Module, captured: Captured, *, taken: Collection[str]
+) -> tuple[dict[str, Followed], dict[str, str]]:
+    """The modules of `model` that can be split, by name, and of others that have weights why they cannot.
+
+    Args:
+        model: the whole network; it is not changed.
+        captured: its calls.
+        taken: names of tensors that other blocks have already, or that must stay whole.
+    """
+    found: dict[str, Followed] = {}
+    reasons: dict[str, str] = {}
+    names = [name for name, _ in model.named_modules()]
+    for name in sorted(names, key=lambda name: -_depth(name)):
+        module = model.get_submodule(name)
+        if isinstance(module, _LAYERS) or name not in captured.calls:
+            continue
+        prefix = f"{name}." if name else ""
+        used = set(taken) | {inner for other, each in found.items() for inner in _cut_names(other, each)}
+        own = [parameter for parameter, value in module.named_parameters() if value.dim() > 1]
+        if sum(prefix + parameter not in used for parameter in own) < 2:
+            continue
+        inside = {other for other in found if other.startswith(prefix) or not prefix}
+        whole = frozenset(tensor.removeprefix(prefix) for tensor in taken if tensor.startswith(prefix))
+        call = captured.calls[name]
+        result = _remembered(module, call, whole)
+        if isinstance(result, str):
+            reasons[name] = result
+        elif result.blocks and _elements(model, {name: result}) > _elements(model, {other: found[other] for other in inside}):
+            for other in inside:
+                del found[other]
+            found[name] = result
+    return dict(sorted(found.items(), key=lambda item: names.index(item[0]))), reasons
+
+
+def _depth(name: str) -> int:
+    return name.count(".") + 1 if name else 0
+
+
+def _cut_names(name: str, followed: Followed) -> set[str]:
+    return {f"{name}.{tensor}" if name else tensor for block in followed.blocks for tensor in block.cuts}
+
+
+def _elements(model: nn.Module, found: Mapping[str, Followed]) -> int:
+    """Of all the weights that are split."""
+    names = {tensor for name, each in found.items() for tensor in _cut_names(name, each)}
+    return sum(parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False) if name in names)
+
+
+def _remembered(module: nn.Module, call: ModuleCall, whole: frozenset[str]) -> Followed | str:
+    """`_followed`, once for modules that are alike: the layers of a transformer, and the ranks of a world of threads."""
+    key = (_signature(module, call), whole)
+    if key not in _ALIKE:
+        _ALIKE[key] = _followed(module, call, whole)
+        while len(_ALIKE) > _MOST_ALIKE:
+            _ALIKE.popitem(last=False)
+    _ALIKE.move_to_end(key)
+    return _ALIKE[key]
+
+
+def _signature(module: nn.Module, call: ModuleCall) -> tuple[Any, ...]:
+    """Equal for modules that have the same program."""
+    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    shapes = tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
+    leaves, structure = pytree.tree_flatten((call.args, dict(call.kwargs)))
+    inputs = tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+    )
+    plain = tuple(
+        (name, repr(value))
+        for inner in module.modules()
+        for name, value in sorted(vars(inner).items())
+        if isinstance(value, (bool, int, float, str, type(None), torch.dtype)) and not name.startswith("_")
+    )
+    return type(module), repr(module), shapes, str(structure), inputs, call.sample_axes, plain
+
+
+def _followed(module: nn.Module, call: ModuleCall, whole: Collection[str]) -> Followed | str:
+    """The module, followed in both modes; or why it cannot be."""
+    args, kwargs = inputs_of(call)
+    inputs = replace(call, args=args, kwargs=kwargs)
+    was_training = {inner: inner.training for inner in module.modules()}
+    try:
+        modes, cuts = {}, {}
+        for training in (True, False):
+            module.train(training)
+            program = export(module, inputs)
+            following = follow(program)
+            candidates = find_units(program, following, taken=whole)
+            modes[training] = (program, following, candidates)
+            cuts[training] = [_cuts(program, candidate) for candidate in candidates]
+        # In evaluation a model may leave something away; what it splits must be the same.
+        common = [each for each in cuts[True] if each in cuts[False]]
+        kept = {training: _kept(modes[training][2], cuts[training], common) for training in (True, False)}
+        localised = {}
+        for training, (program, following, _) in modes.items():
+            module.train(training)
+            local = localise(program, following, kept[training])
+            believe(module, inputs, program, local, kept[training])
+            localised[training] = Mode(program=program, local=local)
+        program, following, _ = modes[True]
+        facts = facts_of(module, call, program, following, kept[True])
+    except NotFollowedError as error:
+        return str(error)
+    finally:
+        for inner, mode in was_training.items():
+            inner.training = mode
+    blocks = tuple(FollowedBlock(cuts=cut, facts=fact) for cut, fact in zip(common, facts, strict=True))
+    return Followed(training=localised[True], evaluation=localised[False], blocks=blocks)
+
+
+def _cuts(program: FollowedProgram, candidate: UnitAxis) -> dict[str, UnitRuns]:
+    return {program.tensors[index]: runs for index, runs in candidate.tensors.items()}
+
+
+def _kept(
+    candidates: Sequence[UnitAxis], cuts: Sequence[Mapping[str, UnitRuns]], common: Sequence[Mapping[str, UnitRuns]]
+) -> list[UnitAxis]:
+    return [candidates[cuts.index(each)] for each in common]

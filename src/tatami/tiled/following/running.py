@@ -1,0 +1,99 @@
+"""A followed module at work: its forward pass is its local program, over the tensors that the module holds just then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tatami.errors import ModelError
+from tatami.tiled.context import ModuleContext
+from tatami.tiled.following.capturing import canonical
+from tatami.tiled.following.exporting import FollowedProgram, same_leaves
+from tatami.tiled.following.following import Followed
+from tatami.tiling import Span
+
+
+class LocalForward:
+    """Stands in the place of a module's `forward`. Its tensors are cut to the units here.
+
+    Args:
+        module: whose forward it is.
+        name: the module's, for errors.
+        followed: its programs.
+        context: what they ask.
+        units: for each block, the units here and how many there are.
+        plainly: whether it may run as the user wrote it where all units are here.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        name: str,
+        followed: Followed,
+        context: ModuleContext,
+        units: tuple[Callable[[], tuple[Span, int]], ...],
+        plainly: bool,
+    ) -> None:
+        self._module = module
+        self._name = name
+        self._followed = followed
+        self._context = context
+        self._units = units
+        self._plain = module.forward
+        self._plainly = plainly
+        self._owners = {
+            training: [_owner(module, tensor) for tensor in followed.mode(training).program.tensors]
+            for training in (True, False)
+        }
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode = self._followed.mode(self._module.training)
+        units = [units() for units in self._units]
+        if self._plainly and all(here.size == total for here, total in units):
+            return self._plain(*args, **kwargs)
+        leaves, structure = pytree.tree_flatten(canonical(self._module, args, kwargs))
+        if structure != mode.program.in_spec:
+            raise ModelError(f"{self._what} is called with other arguments than it was for the sample batch; {_REMEDY}")
+        self._check(mode.program, leaves)
+        tensors = [owner[name] for owner, name in self._owners[self._module.training]]
+        results = mode.local.graph(self._context, mode.local.facts, *(here.size for here, _ in units), *tensors, *leaves)
+        return pytree.tree_unflatten(results, mode.program.out_spec)
+
+    @property
+    def _what(self) -> str:
+        return f"{self._name or 'the network'} ({type(self._module).__name__})"
+
+    def _check(self, program: FollowedProgram, leaves: list[Any]) -> None:
+        """Whether the call is one that the program was followed for."""
+        for index, (leaf, expected) in enumerate(zip(leaves, program.leaves, strict=True)):
+            if isinstance(expected, tuple) and isinstance(leaf, torch.Tensor):
+                fits = len(leaf.shape) == len(expected) and all(
+                    want is None or have == want for have, want in zip(leaf.shape, expected, strict=True)
+                )
+                if not fits:
+                    shape = ", ".join("any" if size is None else str(size) for size in expected)
+                    raise ModelError(
+                        f"input {index} of {self._what} has the shape {tuple(leaf.shape)}; the network was followed for "
+                        f"({shape}) and cannot be split otherwise; {_REMEDY}"
+                    )
+            elif isinstance(expected, tuple) != isinstance(leaf, torch.Tensor) or leaf != expected:
+                raise ModelError(
+                    f"input {index} of {self._what} is {leaf!r}; in the sample batch it was {expected!r}; {_REMEDY}"
+                )
+        if program.same != tuple(range(len(leaves))) and same_leaves(leaves) != program.same:
+            raise ModelError(f"the inputs of {self._what} were one tensor in the sample batch and are several now; {_REMEDY}")
+
+
+_REMEDY = "tile the network with a sample batch (sample=) that is like those it will get"
+
+
+def _owner(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Where the tensor lies: it is looked up in every call, because a forward pass in training puts others there."""
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    return (owner._parameters if leaf in owner._parameters else owner._buffers), leaf

@@ -1,0 +1,125 @@
+"""Which axes of a followed program are axes of units, and which tensors of the module they cut."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from tatami.tiled.following.atoms import Atom, deep_leaves, lies_on, places
+from tatami.tiled.following.exporting import FollowedProgram
+from tatami.tiled.following.operators import Following
+from tatami.tiled.rows import UnitRuns
+
+_MUCH_LARGER = 4
+"""An axis that begins first gives way to one whose tensors have more elements than so many times its own: the hidden units of
+a perceptron come before the few of a low-rank adapter on it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UnitAxis:
+    """An axis of units that was found in a program.
+
+    Attributes:
+        atom: the axis, as the following knows it.
+        units: its length.
+        tensors: by index among the program's own tensors: where the units lie.
+        exits: the nodes that sum over the units.
+    """
+
+    atom: Atom
+    units: int
+    tensors: dict[int, UnitRuns]
+    exits: tuple[fx.Node, ...]
+
+
+def follow(program: FollowedProgram) -> Following:
+    """The axes of all tensors of `program`."""
+    following = Following()
+    for node in program.graph.graph.nodes:
+        following.visit(node)
+    return following
+
+
+def find_units(program: FollowedProgram, following: Following, *, taken: Collection[str] = ()) -> list[UnitAxis]:
+    """Disjoint axes of units, in the order of the program; of two that share a tensor the one that begins first.
+
+    An axis is one of units if some tensor's rows produce it, some operation sums over it, and nothing mixes it or hands it to
+    the outside. Where several axes end in the same sum (a head and its part of a group), the one that most tensors share is it.
+
+    Args:
+        taken: names of tensors that belong to other blocks already.
+    """
+    nodes = list(program.graph.graph.nodes)
+    order = {node: index for index, node in enumerate(nodes)}
+    own = [node for node in nodes if node.op == "placeholder"][: len(program.tensors)]
+    outside = [node for node in nodes if node.op == "placeholder"][len(program.tensors) :]
+    outputs = next(node for node in nodes if node.op == "output").all_input_nodes
+    exits: dict[Atom, list[fx.Node]] = {}
+    with_weights = _sums_with_weights(program, following)
+    for node, axis in following.contracted.items():
+        for atom in deep_leaves(axis):
+            if node in with_weights:
+                exits.setdefault(atom, []).append(node)
+            else:
+                atom.mixed = True
+    found = []
+    for atom, ends in exits.items():
+        if atom.mixed or not isinstance(atom.size, int) or atom.size < 2 or atom.pieces is not None:
+            continue
+        if any(lies_on(_all_axes(following, node), atom) for node in (*outside, *outputs)):
+            continue
+        tensors = _tensors(following, own, atom)
+        if tensors is None or len(tensors) < 2 or any(program.tensors[index] in taken for index in tensors):
+            continue
+        found.append(UnitAxis(atom=atom, units=atom.size, tensors=tensors, exits=tuple(sorted(ends, key=order.__getitem__))))
+    found.sort(key=lambda each: (order[each.exits[0]], -len(each.tensors), -each.units))
+    sizes = [node.meta["val"].numel() for node in own]
+    chosen: list[UnitAxis] = []
+    used: set[int] = set()
+    for candidate in found:
+        rivals = [each for each in found if each.tensors.keys() & candidate.tensors.keys()]
+        most = max(sum(sizes[index] for index in each.tensors) for each in rivals)
+        if used & candidate.tensors.keys() or most > _MUCH_LARGER * sum(sizes[index] for index in candidate.tensors):
+            continue
+        used |= candidate.tensors.keys()
+        chosen.append(candidate)
+    return chosen
+
+
+def _sums_with_weights(program: FollowedProgram, following: Following) -> set[fx.Node]:
+    """The contractions in which one operand comes from the module's own tensors alone.
+
+    A sum over what two results share (queries times keys) could be split as well, but what would travel is its result.
+    """
+    nodes = list(program.graph.graph.nodes)
+    outside = set([node for node in nodes if node.op == "placeholder"][len(program.tensors) :])
+    for node in nodes:
+        if outside & set(node.all_input_nodes):
+            outside.add(node)
+    return {
+        node
+        for node in following.contracted
+        if len(node.all_input_nodes) > 1 and any(operand not in outside for operand in node.all_input_nodes[:3])
+    }
+
+
+def _tensors(following: Following, own: Sequence[fx.Node], atom: Atom) -> dict[int, UnitRuns] | None:
+    """Where the units lie in the module's own tensors; None where they are only a part of an axis, or on two axes."""
+    result: dict[int, UnitRuns] = {}
+    for index, node in enumerate(own):
+        for number, axis in enumerate(following.axes.get(node, ())):
+            runs = places(axis, atom)
+            if not runs:
+                continue
+            length = node.meta["val"].shape[number]
+            if index in result or sum(inner for _, inner in runs) * atom.size != length:
+                return None
+            result[index] = UnitRuns(axis=number, runs=tuple(sorted(runs)))
+    return result
+
+
+def _all_axes(following: Following, node: fx.Node) -> list[list[Atom]]:
+    axes = following.axes.get(node, ())
+    return [axis for tensor in (axes if isinstance(axes, tuple) else (axes,)) for axis in tensor or ()]

@@ -1,0 +1,370 @@
+"""Networks that people train, small: for tests that they can be tiled exactly as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCABULARY = 11
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A network and what it is trained on.
+
+    Attributes:
+        build: makes it; after `torch.manual_seed` the same one every time.
+        draw: inputs for so many samples, from a generator; each of their tensors has the samples first.
+        blocks: the kinds of blocks that are to be found, in order.
+    """
+
+    build: Callable[[], nn.Module]
+    draw: Callable[[int, torch.Generator], tuple[torch.Tensor, ...]]
+    blocks: tuple[str, ...]
+
+
+class CausalSelfAttention(nn.Module):
+    """nanoGPT's."""
+
+    def __init__(self, width: int, heads: int, *, flash: bool, dropout: float, tokens: int) -> None:
+        super().__init__()
+        assert width % heads == 0
+        self.c_attn = nn.Linear(width, 3 * width)
+        self.c_proj = nn.Linear(width, width)
+        self.attn_dropout = nn.Dropout(dropout)
+        self.resid_dropout = nn.Dropout(dropout)
+        self.n_head, self.n_embd, self.dropout, self.flash = heads, width, dropout, flash
+        self.register_buffer("bias", torch.tril(torch.ones(tokens, tokens)).view(1, 1, tokens, tokens))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, T, C = x.size()  # noqa: N806 - as in nanoGPT
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        if self.flash:
+            dropout = self.dropout if self.training else 0
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=dropout, is_causal=True)
+        else:
+            att = (q @ k.transpose(-2, -1)) * (1.0 / k.size(-1) ** 0.5)
+            att = att.masked_fill(self.get_buffer("bias")[:, :, :T, :T] == 0, float("-inf"))
+            att = self.attn_dropout(F.softmax(att, dim=-1))
+            y = att @ v
+        y = y.transpose(1, 2).contiguous().view(B, T, C)
+        result: torch.Tensor = self.resid_dropout(self.c_proj(y))
+        return result
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(width, 4 * width)
+        self.gelu = nn.GELU()
+        self.c_proj = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+        return result
+
+
+class GPTLayer(nn.Module):
+    def __init__(self, width: int, attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2, self.mlp = nn.LayerNorm(width), attention, nn.LayerNorm(width), mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x))
+        result: torch.Tensor = x + self.mlp(self.ln_2(x))
+        return result
+
+
+class GPT(nn.Module):
+    """nanoGPT, with its `assert`, which torch.fx cannot follow."""
+
+    def __init__(
+        self, *, width: int = 12, heads: int = 6, layers: int = 2, flash: bool = True, dropout: float = 0.0, tied: bool = True,
+        layer: Callable[[int], nn.Module] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.block_size = 8
+        self.wte = nn.Embedding(VOCABULARY, width)
+        self.wpe = nn.Embedding(self.block_size, width)
+
+        def ordinary(width: int) -> nn.Module:
+            attention = CausalSelfAttention(width, heads, flash=flash, dropout=dropout, tokens=self.block_size)
+            return GPTLayer(width, attention, MLP(width, dropout))
+
+        self.h = nn.ModuleList([(layer or ordinary)(width) for _ in range(layers)])
+        self.ln_f = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
+        if tied:
+            self.lm_head.weight = self.wte.weight
+
+    def forward(self, idx: torch.Tensor) -> torch.Tensor:
+        _, t = idx.size()
+        assert t <= self.block_size, f"Cannot forward sequence of length {t}"
+        x = self.wte(idx) + self.wpe(torch.arange(t))
+        for block in self.h:
+            x = block(x)
+        result: torch.Tensor = self.lm_head(self.ln_f(x))
+        return result
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return result
+
+
+class PackedGEGLU(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.up(x).chunk(2, dim=-1)
+        result: torch.Tensor = self.down(F.gelu(a) * b)
+        return result
+
+
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((-b, a), dim=-1)
+
+
+class GroupedAttention(nn.Module):
+    """Llama's: fewer keys than queries, rotary embeddings; and a norm of queries and keys, as later ones have."""
+
+    def __init__(self, width: int, heads: int, groups: int) -> None:
+        super().__init__()
+        self.heads, self.groups, self.size = heads, groups, width // heads
+        self.q_proj = nn.Linear(width, heads * self.size, bias=False)
+        self.k_proj = nn.Linear(width, groups * self.size, bias=False)
+        self.v_proj = nn.Linear(width, groups * self.size, bias=False)
+        self.o_proj = nn.Linear(heads * self.size, width, bias=False)
+        self.q_norm = nn.RMSNorm(self.size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, _ = x.shape
+        angle = torch.arange(t, dtype=x.dtype)[:, None] / torch.arange(1, self.size + 1, dtype=x.dtype)
+        q = self.q_norm(self.q_proj(x).view(b, t, -1, self.size)).transpose(1, 2)
+        k = self.k_proj(x).view(b, t, -1, self.size).transpose(1, 2)
+        v = self.v_proj(x).view(b, t, -1, self.size).transpose(1, 2)
+        q = q * angle.cos() + rotate_half(q) * angle.sin()
+        k = k * angle.cos() + rotate_half(k) * angle.sin()
+        repeats = self.heads // self.groups
+        k = k[:, :, None].expand(b, self.groups, repeats, t, self.size).reshape(b, self.heads, t, self.size)
+        v = v[:, :, None].expand(b, self.groups, repeats, t, self.size).reshape(b, self.heads, t, self.size)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: torch.Tensor = self.o_proj(y.transpose(1, 2).reshape(b, t, -1))
+        return result
+
+
+class LowRank(nn.Module):
+    """A linear layer that is frozen, with a trained low-rank addition."""
+
+    def __init__(self, linear: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = linear.requires_grad_(False)
+        self.a, self.b = nn.Linear(linear.in_features, rank, bias=False), nn.Linear(rank, linear.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base(x) + 2 * self.b(self.a(x))
+        return result
+
+
+def low_rank_gpt() -> nn.Module:
+    model = GPT(tied=False)
+    model.requires_grad_(False)
+    for layer in model.h:
+        assert isinstance(layer, GPTLayer)
+        assert isinstance(layer.mlp, MLP)
+        layer.mlp.c_fc = LowRank(layer.mlp.c_fc)  # type: ignore[assignment]
+        layer.mlp.c_proj = LowRank(layer.mlp.c_proj)  # type: ignore[assignment]
+    return model
+
+
+class Encoder(nn.Module):
+    """torch's own transformer layers, in either order of axes."""
+
+    def __init__(self, *, batch_first: bool = True, decoder: bool = False) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(12, 3, 18, dropout=0.0, batch_first=batch_first)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.decoder = nn.TransformerDecoderLayer(12, 4, 10, dropout=0.0, batch_first=batch_first) if decoder else None
+        self.batch_first = batch_first
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.batch_first else x.transpose(0, 1)
+        y = self.encoder(x)
+        if self.decoder is not None:
+            y = self.decoder(x, y)
+        y = y if self.batch_first else y.transpose(0, 1)
+        result: torch.Tensor = self.head(y.mean(1))
+        return result
+
+
+class ViT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(2, 12, 4, stride=4)
+        self.token = nn.Parameter(torch.randn(1, 1, 12))
+        layer = nn.TransformerEncoderLayer(12, 3, 20, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+        self.layers = nn.ModuleList([layer])
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.patches(x).flatten(2).transpose(1, 2)
+        y = torch.cat((self.token.expand(y.shape[0], -1, -1), y), dim=1)
+        for layer in self.layers:
+            y = layer(y)
+        result: torch.Tensor = self.head(y[:, 0])
+        return result
+
+
+class Residual(nn.Module):
+    """ResNet's basic block."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or inputs != outputs:
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += x if self.downsample is None else self.downsample(x)
+        result: torch.Tensor = self.relu(out)
+        return result
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
+        self.layers = nn.Sequential(Residual(4, 4, 1), Residual(4, 6, 2))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.layers(self.stem(x)).mean((2, 3)))
+        return result
+
+
+class Mobile(nn.Module):
+    """An inverted residual: a depthwise convolution between two of one pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(
+            nn.Conv2d(2, 6, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU6(),
+            nn.Conv2d(6, 6, 3, padding=1, groups=6, bias=False), nn.BatchNorm2d(6), nn.ReLU6(), nn.AvgPool2d(2),
+            nn.Conv2d(6, 4, 1),
+        )  # fmt: skip
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.block(x).mean((2, 3)))
+        return result
+
+
+class Mixer(nn.Module):
+    """MLP-Mixer: a pair over tokens, a pair over channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 6)
+        self.norm1, self.norm2 = nn.LayerNorm(6), nn.LayerNorm(6)
+        self.tokens = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5))
+        self.channels = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        x = x + self.tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2)
+        x = x + self.channels(self.norm2(x))
+        result: torch.Tensor = self.head(x.mean(1))
+        return result
+
+
+class Recurrent(nn.Module):
+    """An LSTM with a perceptron on top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 5, num_layers=2, batch_first=True)
+        self.head = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output, _ = self.lstm(x)
+        result: torch.Tensor = self.head(output[:, -1])
+        return result
+
+
+def _tokens(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    return (torch.randint(VOCABULARY, (samples, 6), generator=generator),)
+
+
+def _reals(*shape: int) -> Callable[[int, torch.Generator], tuple[torch.Tensor, ...]]:
+    def draw(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        return (torch.rand(samples, *shape, generator=generator, dtype=torch.float64),)
+
+    return draw
+
+
+def _layer(attention: Callable[[int], nn.Module], mlp: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
+    return lambda width: GPTLayer(width, attention(width), mlp(width))
+
+
+_GPT = ("attention", "linear pair") * 2
+CASES: dict[str, Case] = {
+    "gpt": Case(build=GPT, draw=_tokens, blocks=_GPT),
+    "gpt-untied-by-hand": Case(build=lambda: GPT(flash=False, tied=False), draw=_tokens, blocks=_GPT),
+    "gpt-dropout": Case(build=lambda: GPT(dropout=0.3, layers=1), draw=_tokens, blocks=_GPT[:2]),
+    "gpt-dropout-by-hand": Case(build=lambda: GPT(dropout=0.3, layers=1, flash=False), draw=_tokens, blocks=_GPT[:2]),
+    "llama": Case(
+        build=lambda: GPT(
+            width=24, layers=2, layer=_layer(lambda width: GroupedAttention(width, 6, 3), lambda width: SwiGLU(width, 10))
+        ),
+        draw=_tokens,
+        blocks=("attention", "gated pair") * 2,
+    ),
+    "geglu": Case(
+        build=lambda: GPT(width=12, layers=1, layer=_layer(nn.Identity, lambda width: PackedGEGLU(width, 7))),
+        draw=_tokens,
+        blocks=("gated pair",),
+    ),
+    "lora": Case(build=low_rank_gpt, draw=_tokens, blocks=_GPT),
+    "encoder": Case(build=Encoder, draw=_reals(5, 12), blocks=_GPT),
+    "encoder-time-first": Case(build=lambda: Encoder(batch_first=False), draw=_reals(5, 12), blocks=_GPT),
+    "decoder": Case(
+        build=lambda: Encoder(decoder=True), draw=_reals(5, 12), blocks=(*_GPT, "attention", "attention", "linear pair")
+    ),
+    "vit": Case(build=ViT, draw=_reals(2, 8, 8), blocks=("attention", "linear pair")),
+    "resnet": Case(build=ResNet, draw=_reals(2, 8, 8), blocks=("convolution pair",) * 2),
+    "mobile": Case(build=Mobile, draw=_reals(2, 6, 6), blocks=("convolution pair",)),
+    "mixer": Case(build=Mixer, draw=_reals(5, 3), blocks=("linear pair", "linear pair")),
+    "lstm": Case(build=Recurrent, draw=_reals(4, 3), blocks=("linear pair",)),
+}
+
+
+def build(case: Case) -> Any:
+    """The network of a case in double precision."""
+    torch.manual_seed(3)
+    return case.build().double()
