@@ -59,6 +59,84 @@ def test_refused_before_anything_starts(script: str | None, options: list[str], 
     assert words in result.stderr
 
 
+GOOD = """
+import torch
+from torch import nn
+def model_fn():
+    return nn.Linear(3, 1)
+loss_fn = nn.MSELoss()
+dataset = (torch.zeros(8, 3), torch.zeros(8, 1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("import sys\n\nsys.exit(0)\n", "script.py, line 3: it ends the process (exit code 0), and nothing would be trained"),
+        ("raise SystemExit\n", "script.py, line 1: it ends the process (exit code None)"),
+        ("def model_fn():\n    return (\n", "script.py, line 2: '(' was never closed; this is not Python 3."),
+        ("x = 1\0\n", "script.py"),
+        ("\nimport no_such_module\n", "script.py, line 2: there is no module 'no_such_module'; install it for this Python ("),
+        ("from torch import no_such_name\n", "script.py, line 1: ImportError: cannot import name 'no_such_name' from 'torch'"),
+        ("def f():\n    return 1 / 0\n\nf()\n", "script.py, line 2: ZeroDivisionError: division by zero"),
+        ("raise ValueError('one\\ntwo')\n", "script.py, line 1: ValueError: one"),
+        (
+            GOOD.replace("return nn.Linear(3, 1)", "raise SystemExit(0)"),
+            "model_fn ends the process (exit code 0)",
+        ),
+        (GOOD.replace("return nn", "nn"), "model_fn must return a torch.nn.Module, not None"),
+        (GOOD + "model_fn = 1\n", "model_fn must be a function, not 1"),
+        (GOOD + "loss_fn = 'mse'\n", "loss_fn must be a function, not 'mse'"),
+        (GOOD + "dataset = 7\n", "dataset must be a pair of tensors, or have a length and dataset[i] == (x, y); int has not"),
+        (
+            GOOD + "dataset = ([1], [2])\n",
+            "a pair of tensors (samples, ...), inputs and targets, not (list, list)",
+        ),
+        (GOOD + "dataset = dataset[:1]\n", "inputs and targets, not (Tensor)"),
+    ],
+)
+def test_a_script_that_cannot_be_trained_is_refused_in_one_sentence(script: str, words: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    result = CliRunner().invoke(app, ["server", "train", str(path)])
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--spares", "100000"], "4 workers, 2 servers and 100000 spares are 100006 processes; a run has at most 4096"),
+        (
+            ["--spares", "4000"],
+            "4004 workers and spares and 2 servers need 671 GiB of memory",
+        ),
+        (["--workers", "1000000000"], "1000000003 processes; a run has at most 4096"),
+        (["--lr", "nan"], "must be a finite number, not nan"),
+        (["--lr", "1e400"], "must be a finite number, not inf"),
+        (["--momentum", "nan"], "must be a finite number, not nan"),
+        (["--clip-norm", "nan"], "must be a finite number, not nan"),
+        (["--heartbeat", "inf"], "must be a finite number, not inf"),
+        (["--seed", "-1"], "Invalid value for '--seed'"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_before_anything_starts(
+    options: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("TERMINAL_WIDTH", "300")
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 4 * 2**20}.__getitem__)
+    path = tmp_path / "script.py"
+    path.write_text(GOOD)
+    result = CliRunner().invoke(app, ["server", "train", str(path), *options])
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert "Traceback" not in result.output
+
+
 class Stream(io.StringIO):
     """What is written, as if a terminal read it or not."""
 

@@ -23,6 +23,7 @@ from tatami.server.protocol import Protocol
 from tatami.server.recovery import Checkpoint
 from tatami.server.recovery.checkpoint import daly_s
 from tatami.server.report import Failure, RunReport, with_costs
+from tatami.server.run_settings import RunSettings
 from tatami.server.saving import Saved
 from tatami.server.shard import ShardServer
 from tatami.server.training import train
@@ -82,6 +83,12 @@ def test_members_divide_every_batch_without_gap_or_overlap(members: tuple[int, .
     assert sorted(seen.tolist()) == list(range(23))
     again = torch.cat([course.share(round_=3, worker=w, members=members) for w in members])
     assert not torch.equal(again, seen[:8]), "the next epoch has another order"
+
+
+def test_the_largest_seed_has_a_next_epoch() -> None:
+    course = Course(samples=4, batch_size=2, seed=2**64 - 1)
+    epochs = [torch.cat([course.share(round_=r, worker=0, members=(0,)) for r in (epoch, epoch + 1)]) for epoch in (0, 2, 4)]
+    assert [sorted(epoch.tolist()) for epoch in epochs] == [[0, 1, 2, 3]] * 3
 
 
 def test_shards_are_as_long_as_each_other() -> None:
@@ -168,6 +175,17 @@ def test_bad_input_is_refused_before_anything_starts(arguments: dict[str, object
         lambda: SSP(staleness=-1),
         lambda: Backup(workers=0),
         lambda: SGD(lr=0),
+        lambda: SGD(lr=math.nan),
+        lambda: SGD(lr=math.inf),
+        lambda: SGD(lr=1, momentum=math.nan),
+        lambda: Adam(eps=math.inf),
+        lambda: Adam(betas=(math.nan, 0.9)),
+        lambda: Checkpoint(mtbf_s=math.inf),
+        lambda: RunSettings(rounds=1, seed=-1),
+        lambda: RunSettings(rounds=1, seed=2**64),
+        lambda: RunSettings(rounds=1, workers=5000),
+        lambda: RunSettings(rounds=1, clip_norm=math.nan),
+        lambda: RunSettings(rounds=1, heartbeat_s=math.inf),
         lambda: SGD(lr=1, momentum=1),
         lambda: Adam(lr=-1),
         lambda: Adam(betas=(1.0, 0.9)),

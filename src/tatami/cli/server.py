@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tatami.cli.numbers import finite
+from tatami.cli.script import read_script
 from tatami.cli.server_live import RunDisplay
 from tatami.cli.terminal import show, show_json
 from tatami.errors import InputError
@@ -38,6 +37,7 @@ tatami server resume run1
 tatami server report run.json --plot timeline.png
 """
 
+_NAMES = ("model_fn", "loss_fn", "dataset")
 server = typer.Typer(
     no_args_is_help=True, help="Parameter servers that keep training when machines die.", epilog=EPILOG, rich_markup_mode="rich"
 )
@@ -124,7 +124,7 @@ def train(
     from tatami.server.training import train as run
 
     _refuse(report, output, force=force)
-    task = _task(script)
+    task = read_script(script, names=_NAMES)
     rate = lr if lr is not None else 0.1 if optimizer is Optimizer.SGD else 0.001
     with Records(log, tensorboard=tensorboard, force=force) as records, RunDisplay() as display:
         model, outcome = run(
@@ -182,7 +182,7 @@ def resume(
     settings = RunSettings.read(directory)
     if script is None and settings.script is None:
         raise InputError(f"the run in {directory} was not started by the command line; name its script with --script")
-    task = _task(script or Path(str(settings.script)))
+    task = read_script(script or Path(str(settings.script)), names=_NAMES)
     with Records(log, tensorboard=tensorboard, force=force) as records, RunDisplay() as display:
         model, outcome = go_on(
             directory,
@@ -219,21 +219,6 @@ def show_report(
         draw_timeline(ax, report)
         save(figure, plot, force=force)
     _tell(report, as_json=as_json)
-
-
-def _task(script: Path) -> dict[str, Any]:
-    if not script.is_file():
-        raise InputError(f"there is no script {script}")
-    sys.path.insert(0, str(script.resolve().parent))
-    try:
-        # As __main__ its functions travel to the workers by value; a guarded main part would train a second time.
-        names = runpy.run_path(str(script), run_name="tatami_server_script")
-    finally:
-        sys.path.pop(0)
-    missing = [name for name in ("model_fn", "loss_fn", "dataset") if name not in names]
-    if missing:
-        raise InputError(f"{script} must define model_fn, loss_fn and dataset; it lacks {', '.join(missing)}")
-    return names
 
 
 def _refuse(*paths: Path | None, force: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import site
 import sys
 import warnings
@@ -15,11 +16,10 @@ import torch
 from torch import nn
 
 from tatami.clock import Clock, SystemClock
-from tatami.datasets.samples import Data
 from tatami.errors import CheckpointError, InputError
 from tatami.records import Records
 from tatami.server import checkpoints
-from tatami.server.learner import Course, LossFn, ModelFn, check_model, flatten, signature
+from tatami.server.learner import Course, flatten, signature
 from tatami.server.optimizers import AbstractOptimizer, Vector
 from tatami.server.phases import PhaseHook
 from tatami.server.pieces import cut
@@ -31,23 +31,19 @@ from tatami.server.run_settings import RunSettings
 from tatami.server.saving import Saved
 from tatami.server.shard import COUNT, PARAMETERS
 from tatami.server.state import Coordinator
+from tatami.server.training_spec import TrainingSpec
 from tatami.server.witness import Witness
+from tatami.units import format_size
 
 if TYPE_CHECKING:
     from tatami.server.pool import Pool
     from tatami.server.runtime import Runtime
 
+_WORKER_BYTES = 180_000_000
+"""Of a process that has loaded torch; measured, without what it shares with others."""
+_SERVER_BYTES = 55_000_000
 _LEAST_PATIENCE_S = 4.0
 """How long a worker waits for a server's answer at first. Servers that die without a word are what it is for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingSpec:
-    """What is trained, and on what."""
-
-    model_fn: ModelFn
-    loss_fn: LossFn
-    dataset: Data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +64,16 @@ def run_training(
 ) -> tuple[nn.Module, RunReport]:
     """Train, from the start or from the last checkpoint in `folder`. Returns and raises as `tatami.server.train`."""
     ray = require_ray()
-    torch.manual_seed(settings.seed)
-    model = spec.model_fn()
-    check_model(model)
+    if surroundings.address is None and not ray.is_initialized():
+        _check_room(settings)
+    model = spec.model(seed=settings.seed)
     first = flatten([parameter.detach() for parameter in model.parameters() if parameter.requires_grad]).copy()
     if settings.servers > len(first):
         raise InputError(
             f"{settings.servers} servers, but only {len(first)} parameters to hold; at most {len(first)} servers can help"
         )
     protocol = settings.protocol()
-    course = Course(samples=_samples(spec.dataset), batch_size=settings.batch_size, seed=settings.seed, speeds=settings.speeds)
+    course = Course(samples=spec.samples(), batch_size=settings.batch_size, seed=settings.seed, speeds=settings.speeds)
     facts: dict[str, Any] = {
         "model": signature(model),
         "samples": course.samples,
@@ -144,16 +140,17 @@ def run_training(
     return model, outcome
 
 
-def _samples(dataset: Data) -> int:
-    if isinstance(dataset, tuple):
-        if len(dataset[0]) != len(dataset[1]):
-            raise InputError(f"{len(dataset[0])} inputs but {len(dataset[1])} targets; each input needs one")
-        size = len(dataset[0])
-    else:
-        size = len(dataset)
-    if size == 0:
-        raise InputError("the data set is empty")
-    return size
+def _check_room(settings: RunSettings) -> None:
+    """Whether the processes fit into this machine's memory, before the first of them is started."""
+    computing = settings.workers + settings.spares
+    needed = computing * _WORKER_BYTES + settings.servers * _SERVER_BYTES
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise InputError(
+            f"{computing} workers and spares and {settings.servers} servers need {format_size(needed, digits=3)} of memory "
+            f"before they hold anything, and this machine has {format_size(there, digits=3)}; start fewer, or give the "
+            "address of a Ray cluster"
+        )
 
 
 def _stored(

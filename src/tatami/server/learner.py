@@ -18,6 +18,8 @@ from tatami.errors import InputError, ModelError
 from tatami.server.optimizers import Vector
 from tatami.server.pieces import views
 
+_SEEDS = 2**64
+"""So many there are; the epochs of a run go round."""
 ModelFn = Callable[[], nn.Module]
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`loss_fn(model(x), y)`: a scalar, the mean over the samples."""
@@ -43,7 +45,7 @@ class Course:
         """The indices `(samples_here,)` that `worker` has in this round, if `members` divide it by their speeds."""
         per_epoch = -(-self.samples // self.batch_size)
         epoch, batch = divmod(round_, per_epoch)
-        order = _order(self.samples, self.seed + epoch)
+        order = _order(self.samples, (self.seed + epoch) % _SEEDS)
         indices = order[batch * self.batch_size : (batch + 1) * self.batch_size]
         speeds = [self.speeds[member] if member < len(self.speeds) else 1.0 for member in members]
         place = list(members).index(worker)

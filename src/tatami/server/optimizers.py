@@ -37,8 +37,8 @@ class SGD(AbstractOptimizer):
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise InputError(f"SGD(lr=...) must be > 0, not {self.lr}")
+        if not 0 < self.lr < math.inf:
+            raise InputError(f"SGD(lr=...) must be a finite number > 0, not {self.lr}")
         if not 0 <= self.momentum < 1:
             raise InputError(f"SGD(momentum=...) must be in [0, 1), not {self.momentum}")
 
@@ -69,8 +69,8 @@ class Adam(AbstractOptimizer):
     slots = ("first", "second")
 
     def __post_init__(self) -> None:
-        if not (self.lr > 0 and self.eps > 0):
-            raise InputError(f"Adam(lr=..., eps=...) must be > 0, not {self.lr}, {self.eps}")
+        if not (0 < self.lr < math.inf and 0 < self.eps < math.inf):
+            raise InputError(f"Adam(lr=..., eps=...) must be finite numbers > 0, not {self.lr}, {self.eps}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"Adam(betas=...) must be in [0, 1), not {self.betas}")
 

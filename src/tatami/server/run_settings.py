@@ -18,6 +18,8 @@ from tatami.server.seal import seal, unseal
 
 RUN_FILE = "run.json"
 HEARTBEAT_S = 2.0
+MOST_PROCESSES = 4096
+"""One process here keeps them all."""
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in (ASP, BSP, SSP, Backup, SGD, Adam, Checkpoint, FromServers, Ignore)}
 
 
@@ -52,6 +54,13 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
+        check_seed(self.seed)
+        processes = self.workers + self.servers + self.spares
+        if processes > MOST_PROCESSES:
+            raise InputError(
+                f"{self.workers} workers, {self.servers} servers and {self.spares} spares are {processes} processes; "
+                f"a run has at most {MOST_PROCESSES}"
+            )
         if self.batch_size < 1:
             raise InputError(f"batch_size must be at least 1 sample, not {self.batch_size}")
         if self.clip_norm is not None and not self.clip_norm > 0:

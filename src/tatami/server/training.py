@@ -16,7 +16,7 @@ from tatami.errors import InputError
 from tatami.records import Records
 from tatami.server import checkpoints
 from tatami.server.consistency import BSP, AbstractConsistency
-from tatami.server.launch import Surroundings, TrainingSpec, run_training
+from tatami.server.launch import Surroundings, run_training
 from tatami.server.learner import LossFn, ModelFn
 from tatami.server.optimizers import SGD, AbstractOptimizer
 from tatami.server.phases import PhaseHook
@@ -25,6 +25,7 @@ from tatami.server.ray_engine import require_ray
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers
 from tatami.server.report import RunReport
 from tatami.server.run_settings import HEARTBEAT_S, RunSettings
+from tatami.server.training_spec import TrainingSpec
 
 if TYPE_CHECKING:
     from tatami.server.pool import Pool

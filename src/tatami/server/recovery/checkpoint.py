@@ -38,8 +38,8 @@ class Checkpoint(AbstractRecovery):
     def __post_init__(self) -> None:
         if self.every != "daly" and (isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1):
             raise InputError(f"Checkpoint(every=...) is a number of rounds >= 1 or 'daly', not {self.every!r}")
-        if not self.mtbf_s > 0:
-            raise InputError(f"Checkpoint(mtbf_s=...) is a number of seconds > 0, not {self.mtbf_s}")
+        if not 0 < self.mtbf_s < math.inf:
+            raise InputError(f"Checkpoint(mtbf_s=...) is a finite number of seconds > 0, not {self.mtbf_s}")
 
     def interval(self, *, write_s: float | None, round_s: float | None, workers: int) -> int:
         """Rounds between two checkpoints, given what was measured so far (None: nothing yet)."""
