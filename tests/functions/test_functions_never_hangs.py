@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -11,9 +10,10 @@ import torch
 from tatami import functions
 from tatami.comm import AbstractCommunicator
 from tatami.errors import CommError, CommTimeoutError, RankDiedError
+from tatami.functions.outbox import MANY_UNSENT
 from tatami.testing.worlds import World
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 1.5
 pytestmark = pytest.mark.threads_only
 """Under MPI see `test_functions_mpi_faults.py`: communicators that failed cannot be used again."""
 
@@ -22,22 +22,30 @@ def x_of(rank: int) -> torch.Tensor:
     return torch.full((2,), float(rank), requires_grad=True)
 
 
-def errors_of(world: World, body: Callable[[AbstractCommunicator], object]) -> list[str]:
-    """What each rank raised; `''` for nothing. No rank ends before all have raised."""
+def errors_of(world: World, body: Callable[[AbstractCommunicator], object], *, timeout_s: float | None = None) -> list[str]:
+    """What each rank raised; `''` for nothing. No rank ends before all have raised, so that none is taken for dead.
+
+    Where `timeout_s` is not given, an error that only a timeout could bring comes too late.
+    """
 
     def guarded(comm: AbstractCommunicator) -> str:
-        start_s, problem = time.monotonic(), ""
+        hasty, problem = comm.duplicate(), ""
+        hasty.timeout_s = timeout_s or comm.timeout_s
+        comm.barrier()
         try:
-            body(comm)
+            body(hasty)
         except RankDiedError:
             raise
+        except CommTimeoutError as error:
+            if timeout_s is None:
+                raise
+            problem = str(error)
         except CommError as error:
             problem = str(error)
-        assert time.monotonic() - start_s < TIMEOUT_S + 1.5
-        time.sleep(TIMEOUT_S if problem else 2 * TIMEOUT_S)
+        comm.barrier()
         return problem
 
-    return world(guarded, timeout_s=TIMEOUT_S)
+    return world(guarded)
 
 
 @pytest.mark.ranks(2, 3)
@@ -45,7 +53,7 @@ def test_missing_send(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         functions.recv(comm, source=(comm.rank + 1) % comm.size, tag=7)
 
-    for error in errors_of(world, body):
+    for error in errors_of(world, body, timeout_s=TIMEOUT_S):
         for rank in range(world.size):
             assert f"rank {rank} waits for rank {(rank + 1) % world.size} in recv (forward, tag 7, message 0)" in error
         assert "test_functions_never_hangs.py:" in error
@@ -60,7 +68,7 @@ def test_missing_recv_is_found_in_backward(world: World) -> None:
         else:
             functions.allreduce(x_of(1), comm)
 
-    for error in errors_of(world, body):
+    for error in errors_of(world, body, timeout_s=TIMEOUT_S):
         assert "rank 0 waits for rank 1 in the backward pass of send" in error
         assert "rank 2 waits for rank 0 in allreduce (forward, collective 0, root 0)" in error
 
@@ -112,7 +120,7 @@ def test_different_roots(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         functions.gather(x_of(comm.rank), comm, root=comm.rank)
 
-    for error in errors_of(world, body):
+    for error in errors_of(world, body, timeout_s=TIMEOUT_S):
         assert "gather (forward, collective 0, root 0)" in error
         assert "gather (forward, collective 0, root 1)" in error
 
@@ -243,14 +251,17 @@ def test_a_rank_that_ended(world: World) -> None:
 def test_after_a_failure_every_operation_says_it_again(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         if comm.rank == 0:
+            hasty = comm.duplicate()
+            hasty.timeout_s = TIMEOUT_S
             with pytest.raises(CommTimeoutError, match="timed out after"):
-                functions.recv(comm, source=1)
+                functions.recv(hasty, source=1)
             with pytest.raises(CommError, match="timed out after"):
-                functions.recv(comm, source=1)
+                functions.recv(hasty, source=1)
         else:
-            time.sleep(1.5)
+            comm.duplicate()
+        comm.barrier()
 
-    world(body, timeout_s=0.5)
+    world(body)
 
 
 @pytest.mark.ranks(2)
@@ -260,15 +271,16 @@ def test_a_tensor_changed_before_it_left(world: World) -> None:
             x = torch.zeros(100_000)
             functions.send(x, comm, dest=1)
             x += 1
-            functions.recv(comm, source=1)
-            with pytest.raises(ValueError, match="changed in place before it had left rank 0"):
-                functions.recv(comm, source=1)
+            comm.barrier()
+            comm.barrier()  # it has left
+            with pytest.raises(ValueError, match="changed in place before it had left rank 0"):  # noqa: PT012
+                for _ in range(MANY_UNSENT + 1):
+                    functions.send(torch.ones(1), comm, dest=1)
         else:
-            time.sleep(0.2)
+            comm.barrier()
             functions.recv(comm, source=0)
-            for _ in range(2):
-                time.sleep(0.2)
-                functions.send(torch.ones(1), comm, dest=0)
+            comm.barrier()
+        comm.barrier()
 
     world(body)
 

@@ -116,7 +116,7 @@ def test_what_can_not_be_dealt_out_is_told_on_all_ranks(world: World) -> None:
         with pytest.raises(InputError, match="0 or more samples, not -1"):
             scatter_index(-1, comm)
         if comm.size > 1:
-            with pytest.raises(DataError, match=r"the list can not be sent to rank 1: .*Give each rank the data set"):
+            with pytest.raises(DataError, match=r"the list cannot be sent to rank 1: .*Give each rank the data set"):
                 scatter_dataset([lambda: None] * comm.size, comm)
         assert len(scatter_dataset([1], comm)) == 1
 

@@ -241,7 +241,7 @@ class Exchange:
         token: torch.Tensor
         outputs: list[torch.Tensor]
         token, *outputs = apply(self, chain.last, delegate, *tensors)
-        # The outputs know this exchange through their graph; to know them here too would keep both for ever.
+        # The outputs know this exchange through their graph; to know them here too would keep both alive.
         self.arrived = []
         self.index = chains.add(chain, token, self.location)
         return outputs

@@ -27,7 +27,7 @@ from tatami.functions.chain import NO_GRAPH_TASK, Chain, chains_here
 
 _installing = threading.Lock()
 _plain_backward: Callable[..., None] | None = None
-"""What stood there before, be it torch's own or somebody's wrapper; None while nothing is installed."""
+"""What stood there before: torch's function, or a wrapper of it. None while nothing is installed."""
 
 
 def install() -> None:

@@ -1,4 +1,4 @@
-"""Memory for large tensors that come and go: lent, and lent again when nobody has the tensor any more.
+"""Memory for large tensors that come and go: lent, and lent again when the tensor is gone.
 
 A megabyte that is fresh from the system costs more than moving a megabyte between two ranks: each of its pages is made when it
 is first touched, and given back when the tensor is gone. A training loop receives tensors of the same sizes again and again.
@@ -43,7 +43,7 @@ class Memory:
         return torch.empty(0, dtype=dtype).set_(torch.from_numpy(lent).untyped_storage()).resize_(shape)
 
     def take_back(self, memory: torch.Tensor) -> None:
-        """Nobody has what lay in `memory`."""
+        """What lay in `memory` is gone."""
         size_bytes = memory.nbytes
         if self._free_bytes + size_bytes > _MOST_FREE_BYTES:
             # What has gathered is of sizes that were used once.

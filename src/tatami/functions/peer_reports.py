@@ -73,7 +73,7 @@ class PeerReports:
         return self._num_collectives - 1
 
     def problem_with(self, peer: int, head: Head, *, their_location: bytes) -> str | None:
-        """Why a message of a collective is one that nobody will take."""
+        """Why a message of a collective is one that will not be taken."""
         behind = self._num_collectives - head.number
         if behind < 1 or behind > len(self._history):
             return None

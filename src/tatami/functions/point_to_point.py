@@ -108,5 +108,5 @@ def _check_peer(operation: str, comm: AbstractCommunicator, peer: int, tag: int)
     if not 0 <= peer < comm.size:
         raise InputError(f"{operation}: there is no rank {peer}; this communicator has ranks 0 to {comm.size - 1}")
     if peer == comm.rank:
-        raise InputError(f"{operation}: rank {peer} is this rank, which would wait for itself for ever; use the tensor itself")
+        raise InputError(f"{operation}: rank {peer} is this rank, which would wait for itself; use the tensor itself")
     raise InputError(f"{operation}: tag {tag} is not between 0 and {MAX_MESSAGE_TAG}")

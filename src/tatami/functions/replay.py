@@ -65,7 +65,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 def _region(hooks: Any) -> tuple[Any, bool]:
     """The checkpointed region that these hooks of torch work for, and whether it is being computed again.
 
-    torch tells nobody; its hooks know it: `frame` when tensors are saved, `target_frame_ref` when they are computed again.
+    torch does not tell; its hooks know it: `frame` when tensors are saved, `target_frame_ref` when they are computed again.
     """
     pack = None if hooks is None else getattr(hooks[0], "__wrapped__", hooks[0])
     if pack is None or getattr(pack, "__closure__", None) is None:

@@ -100,7 +100,7 @@ class MultiNodeChainList(AbstractSpanning):
             the output of the model; on a rank without one a delegate, as `tatami.functions.send` returns it.
 
         Raises:
-            InputError: no parts; one that takes what no earlier part has left for it, or leaves what nobody takes.
+            InputError: no parts; one that takes what no earlier part has left for it, or leaves what is not taken.
             CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
         """
         self._check_own_edges()

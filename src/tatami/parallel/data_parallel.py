@@ -123,7 +123,7 @@ class DataParallel(nn.Module):
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise InputError(
-                    f"{name} was frozen when DataParallel was made, so that nobody sums its gradient; make it anew"
+                    f"{name} was frozen when DataParallel was made, and its gradient is not summed; make another DataParallel"
                 )
         weight: Callable[[], float] | None = None
         if self._reduction == "mean" and self._comm.size > 1:

@@ -64,7 +64,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether this is a large trainable weight in a forward pass that nobody else watches.
+    """Whether this is a large trainable weight in a forward pass that nothing else watches.
 
     Checkpointing, for one, watches what is saved for backward, and computes it a second time without us.
     """

@@ -46,9 +46,7 @@ class MultiNodeNStepRNN(AbstractSpanning):
             if rank is not None:
                 check_rank(what, comm, rank)
                 if rank == comm.rank:
-                    raise InputError(
-                        f"{what}={rank} is this rank, which would wait for itself for ever; pass states as torch does"
-                    )
+                    raise InputError(f"{what}={rank} is this rank, which would wait for itself; pass states as torch does")
         if not 0 <= tag <= MAX_MESSAGE_TAG:
             raise InputError(f"tag {tag} is not between 0 and {MAX_MESSAGE_TAG}")
         self.comm = comm
