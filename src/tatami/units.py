@@ -8,6 +8,7 @@ that its `parse_` function turns into exactly the same number again; with `digit
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 import sys
@@ -38,7 +39,7 @@ _NUMBER_THEN_UNIT = re.compile(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Quantity:
     """One kind of quantity: how its units are called, and what each is in SI units.
 
@@ -66,7 +67,7 @@ class _Quantity:
 
     def exact(self, value: object) -> Fraction:
         if isinstance(value, str):
-            number = self._number(value)
+            number = _read(self, value)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             if not -_LARGEST <= value <= _LARGEST:  # nan too: it compares false
                 raise InputError(f"must be a finite number, not {_shown(value)}")
@@ -93,7 +94,7 @@ class _Quantity:
         texts = [f"{_shortest(count)} {symbol}" for symbol, count in scaled.items() if count <= _LARGEST]
         return min((text for text in texts if float(self.exact(text)) == value), key=len)
 
-    def _number(self, text: str) -> Fraction:
+    def read(self, text: str) -> Fraction:
         match = _NUMBER_THEN_UNIT.fullmatch(text) if len(text) <= _LONGEST_TEXT else None
         if match is None:
             raise InputError(f"{_shown(text)} is not {self.name}; {self._forms()}")
@@ -107,6 +108,12 @@ class _Quantity:
 
     def _forms(self) -> str:
         return f"write {self.examples}, or a plain number of {self.si}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _read(quantity: _Quantity, text: str) -> Fraction:
+    """A file of 60,000 links has few different texts."""
+    return quantity.read(text)
 
 
 def _prefixed(prefixes: Mapping[str, Fraction], *symbols: str, factor: Fraction = _SI[""]) -> dict[str, Fraction]:

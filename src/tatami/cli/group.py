@@ -10,11 +10,14 @@ import typer
 from typer.core import TyperGroup
 
 from tatami.cli.terminal import shown_warnings, tell
-from tatami.errors import CommError, InputError, MissingExtraError, TatamiError
+from tatami.errors import CommError, InputError, MissingExtraError, TatamiError, shortened
 
 BAD_INPUT = 2
 FAILED = 1
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
+USAGE_ERROR: Any = typer.BadParameter.__base__
+"""Whatever is wrong with options; typer has a click of its own, and not every version the same."""
+_LONGEST_LINE = 1000
 _GRACE_S = 1.0
 """What all ranks raise, rank 0 says; another rank says it only if rank 0 has not ended the job meanwhile."""
 
@@ -28,6 +31,9 @@ class Commands(TyperGroup):
                 return super().invoke(ctx)
             except BrokenPipeError:
                 raise  # `tatami ... | head`: click ends quietly
+            except USAGE_ERROR as error:
+                error.message = shortened(error.message, longest=_LONGEST_LINE)
+                raise
             except (TatamiError, OSError, MemoryError) as error:
                 code = BAD_INPUT if isinstance(error, InputError | MissingExtraError) else FAILED
                 rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), None)
@@ -39,7 +45,9 @@ class Commands(TyperGroup):
 
 def _said(error: BaseException) -> str:
     """A full disk or the like is no fault of ours, so that it needs no traceback."""
-    return "there is not enough memory for this" if isinstance(error, MemoryError) else str(error)
+    if isinstance(error, MemoryError):
+        return "there is not enough memory for this"
+    return "\n".join(shortened(line, longest=_LONGEST_LINE) for line in str(error).split("\n"))
 
 
 def _end_all_ranks(error: BaseException, *, rank: str, exit_code: int) -> Never:

@@ -82,10 +82,10 @@ def platform(
             "" if part.bandwidth_bytes_per_s is None else format_bandwidth(part.bandwidth_bytes_per_s, digits=3),
             "" if part.latency_s is None else format_duration(part.latency_s, digits=3),
         )
-        for part in machines.parts
+        for part in machines.parts[:_MOST_ROWS]
     ]
-    if len(rows) > _MOST_ROWS:
-        rows = [*rows[:_MOST_ROWS], (f"... and {len(rows) - _MOST_ROWS:,} more lines; --json has all", "", "", "", "")]
+    if (rest := len(machines.parts) - _MOST_ROWS) > 0:
+        rows.append((f"... and {rest:,} more lines; --json has all", "", "", "", ""))
     headers = ("", "how many", "speed", "bandwidth", "latency")
     title = f"{machines.name}: {len(machines.hosts):,} hosts, transfers as {machines.fabric.name}"
     show(Table(title=title, headers=headers, rows=tuple(rows), numbers=frozenset({1, 2, 3, 4})))

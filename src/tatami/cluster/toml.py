@@ -44,7 +44,11 @@ def read_cluster(path: Path | str) -> Cluster:
         ClusterError: the file cannot be read, or is no TOML, or describes no cluster: `problems` holds every fault, each
             with its path, such as `processors[2].speed: must be > 0, not -1`.
     """
-    tables = read_toml(path, what="the cluster file", error=ClusterError)
+    return cluster_of(read_toml(path, what="the cluster file", error=ClusterError), source=path)
+
+
+def cluster_of(tables: Mapping[str, Any], *, source: Path | str) -> Cluster:
+    """The cluster that the tables of the file `source` describe. Raises as `read_cluster`."""
     file, problems = structure(tables)
     num_processors = sum(table.count or 1 for table in file.processors) if file is not None else 0
     if num_processors > MOST_PROCESSORS:
@@ -52,7 +56,7 @@ def read_cluster(path: Path | str) -> Cluster:
     else:
         problems += _clashes(tables)
     if problems or file is None:
-        raise ClusterError(f"{path} cannot be used as a cluster:", problems=problems)
+        raise ClusterError(f"{source} cannot be used as a cluster:", problems=problems)
     return Cluster(
         processors=tuple(processor for table in file.processors for processor in table.processors()),
         local=file.local.link() if file.local else LOCAL_LINK,

@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from tatami.errors import SimulationError
 from tatami.sim.engine import require_simgrid
 from tatami.sim.frames import read_frame, write_frame
-from tatami.sim.platforms.base import AbstractPlatform
+
+if TYPE_CHECKING:
+    from tatami.sim.platforms.base import AbstractPlatform
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")

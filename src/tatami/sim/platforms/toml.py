@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tatami.cluster import read_cluster
+from tatami.cluster.toml import cluster_of
 from tatami.errors import ClusterError, InputError, shortened
 from tatami.inputs import read_toml
 from tatami.sim.platforms.base import RDMA, TCP, AbstractPlatform, Wire
@@ -52,7 +52,7 @@ def read_platform(path: Path | str) -> AbstractPlatform:
         return read_xml(file)
     tables = read_toml(file, what="the platform file", error=ClusterError)
     if "groups" not in tables:
-        return ClusterPlatform(cluster=read_cluster(file), name=file.stem)
+        return ClusterPlatform(cluster=cluster_of(tables, source=path), name=file.stem)
     reading = _Reading()
     tree = reading.tree(tables, default_name=file.stem)
     if reading.problems or tree is None:
