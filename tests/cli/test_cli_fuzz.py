@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +22,7 @@ from tatami.errors import LabError
 
 DONE, FAILED, REFUSED, STARTED = 0, 1, 2, 3
 LONGEST_S = 10.0
+MEMORY_BYTES = 4 << 30
 INPUTS = list(fuzz_inputs(app))
 GROUPS = sorted({arguments[0] for arguments in INPUTS})
 STARTS = (
@@ -77,19 +80,33 @@ def test_every_input_ends_well(group: str) -> None:
     assert faults == []
 
 
+@contextmanager
+def at_most(memory_bytes: int) -> Iterator[None]:
+    """Let this process have so much more address space: an input must not take the machine's memory."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    now_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now_bytes + memory_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 def faults_of(arguments: list[str]) -> list[str]:
     """What is wrong with how a command ended."""
     before = sorted(Path().iterdir())
     began_s = time.process_time()
-    result = CliRunner().invoke(app, arguments)
+    with at_most(MEMORY_BYTES):
+        result = CliRunner().invoke(app, arguments)
     took_s = time.process_time() - began_s
     faults = []
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         faults.append(f"raised {type(result.exception).__name__}: {str(result.exception)[:200]}")
     elif result.exit_code not in (DONE, FAILED, REFUSED, STARTED):
         faults.append(f"ended with {result.exit_code}")
-    if "Traceback" in result.output:
-        faults.append("showed a traceback")
+    for word in ("Traceback", "not enough memory"):
+        if word in result.output:
+            faults.append(f"said {word!r}")
     if result.exit_code in (FAILED, REFUSED) and not result.stderr.strip():
         faults.append("said nothing")
     if result.exit_code == REFUSED:

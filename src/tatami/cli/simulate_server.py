@@ -13,6 +13,7 @@ import typer
 from tatami.cli.numbers import finite, given
 from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep, started_runs
 from tatami.cli.terminal import show, show_json
+from tatami.cluster.cluster import MOST_PROCESSORS
 from tatami.errors import InputError
 from tatami.inputs import LARGEST_SEED
 from tatami.report import Table, blank, check_path, save
@@ -33,6 +34,9 @@ tatami simulate server --preset paper-server-10k --recovery servers --sweep mtbf
 
 tatami simulate server --preset paper-server-10k --workers 200 --recovery checkpoint --store 1 --sweep every=1,10,100
 """
+
+
+MOST_RUNS = 100_000
 
 
 class Resume(StrEnum):
@@ -76,7 +80,7 @@ def simulate_server(
     store: Annotated[
         int, typer.Option(min=0, metavar="N", help="Keep checkpoints on N of the servers' machines, for all, not in each node.")
     ] = 0,
-    runs: Annotated[int, typer.Option(min=1, help="Of each recovery, each with a seed of its own.")] = 10,
+    runs: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="Of each recovery, each with a seed of its own.")] = 10,
     rounds: Annotated[int, typer.Option(min=1, help="Of each run.")] = 200,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the first run.")] = 0,
     resume: Annotated[
@@ -91,7 +95,7 @@ def simulate_server(
     link_mtbf: Annotated[str | None, typer.Option(help="... until a worker's link breaks.", show_default="never")] = None,
     detection: Annotated[str, typer.Option(help="From a death until it is known.")] = "0 s",
     spawn: Annotated[str, typer.Option(help="To start a machine.")] = "5 s",
-    spares: Annotated[int, typer.Option(min=0, help="Machines that stand by, started.")] = 0,
+    spares: Annotated[int, typer.Option(min=0, max=MOST_PROCESSORS, help="Machines that stand by, started.")] = 0,
     replicas: Annotated[int, typer.Option(min=1, help="Servers that hold each parameter.")] = 1,
     sweep: SweepOption = None,
     cores: Cores = None,
@@ -201,6 +205,8 @@ def _machines(preset: str | None, platform: Path | None, *, workers: int | None,
 
     if workers is not None and workers < 1:
         raise InputError(f"a run needs at least 1 worker, not {workers}")
+    if servers > MOST_PROCESSORS or (workers or 0) > MOST_PROCESSORS:
+        raise InputError(f"a run has at most {MOST_PROCESSORS:,} machines, not {max(servers, workers or 0)}")
     if preset == PAPER and platform is None:
         return paper_setup(workers=10_000 if workers is None else workers, rounds=rounds)
     machines = chosen_platform(preset, platform, nodes=None, latency_s=None)
