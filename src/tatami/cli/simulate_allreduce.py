@@ -90,7 +90,7 @@ def simulate_allreduce(
         machines = chosen_platform(preset, platform, nodes=swept_to.get("nodes", nodes), latency_s=delay_s)
         num_ranks = len(machines.hosts) if ranks is None else ranks
         if num_ranks > len(machines.hosts):
-            raise InputError(f"-n {num_ranks}: there are {len(machines.hosts)} hosts, and each has one rank")
+            raise InputError(f"an all-reduce for {num_ranks} ranks, but {machines.name} has {len(machines.hosts)} hosts")
         for size_bytes in given_sizes("--sizes", sizes):
             for name in names:
                 for grid in _grids(grids, ranks=num_ranks) if name.startswith(_GRIDDED) else [None]:
