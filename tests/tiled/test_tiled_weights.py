@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import CheckpointError, NotFiniteError, OutputExistsError
 from tatami.retiling import Controller, Decision, DecisionKind, Retiler
 from tatami.testing.worlds import World
-from tatami.tiled import Trainer, load_model, load_whole_state_dict, save_model, whole_state_dict
+from tatami.tiled import Trainer, check_weights, load_model, load_whole_state_dict, save_model, whole_state_dict
 from tiled_rig import assert_close, optimizers, simple_layout, some_layouts, tiled
 
 SAMPLES = 12
@@ -76,6 +77,58 @@ def test_tiled_to_plain_to_any_other_tiling(world: World, folder: Path) -> None:
             save_model(again, path, force=True)
             assert whole_state_dict(model).keys() == (saved.keys() if comm.rank == 0 else set())
             assert model.tile is not None or all(rows.tensor.numel() == 0 for block in model.block_rows() for rows in block)
+
+    world(body)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("one.0.weight", torch.int8),
+        ("one.0.weight", torch.bool),
+        ("last.weight", torch.complex64),
+        ("two.2.bias", torch.int64),
+        ("counts", torch.float64),
+        ("counts", torch.int32),
+    ],
+)
+def test_weights_of_a_dtype_that_would_become_other_numbers_are_refused_by_name(
+    world: World, folder: Path, name: str, dtype: torch.dtype
+) -> None:
+    built = Network(0)
+    state = {key: value.clone() for key, value in Network(1).state_dict().items()}
+    wanted = state[name].dtype
+    said = f"{name} is {dtype}, this network needs {wanted}"
+
+    def body(comm: AbstractCommunicator) -> None:
+        path = Path(comm.bcast_object(folder)) / "other.safetensors"
+        if comm.rank == 0:
+            save_file(state | {name: state[name].to(dtype)}, path)
+        comm.barrier()
+        model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
+        with pytest.raises(CheckpointError, match=re.escape(said)):
+            check_weights(Network(0), path)
+        with pytest.raises(CheckpointError, match=re.escape(said)):
+            load_model(model, path)
+        whole = comm.bcast_object(whole_state_dict(model))
+        assert all(torch.equal(whole[key], value) for key, value in built.state_dict().items()), "nothing has changed"
+
+    world(body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_floating_point_numbers_become_each_other(world: World, folder: Path, dtype: torch.dtype) -> None:
+    state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in Network(1).state_dict().items()}
+
+    def body(comm: AbstractCommunicator) -> None:
+        path = Path(comm.bcast_object(folder)) / "other.safetensors"
+        if comm.rank == 0:
+            save_file({name: value.clone() for name, value in state.items()}, path)
+        comm.barrier()
+        model = tiled(Network(0), comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
+        load_model(model, path)
+        whole = comm.bcast_object(whole_state_dict(model))
+        assert all(torch.equal(whole[name], value.to(whole[name].dtype)) for name, value in state.items())
 
     world(body)
 

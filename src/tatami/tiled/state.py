@@ -37,15 +37,15 @@ def load_whole_state_dict(model: TiledModel, state: Mapping[str, torch.Tensor] |
     """Load the state dict of the plain model, given on `root` (None elsewhere), whatever the tiling. Collective.
 
     Raises:
-        CheckpointError: on every rank, and before anything is changed: tensors that are missing, unknown, or of another shape.
+        CheckpointError: on every rank, and before anything is changed: see `check_state`.
     """
-    expected = whole_shapes(model)
+    expected = _whole_tensors(model)
     decided_on_root(model.comm, lambda: check_state(expected, state or {}), root=root)
     sliced = _sliced(model)
     own = model.module.state_dict()
     with torch.no_grad():
-        for name, shape in expected.items():
-            whole = torch.empty(shape, dtype=own[name].dtype)
+        for name, wanted in expected.items():
+            whole = torch.empty_like(wanted, device="cpu")
             if model.comm.rank == root:
                 assert state is not None
                 whole.copy_(state[name])
@@ -57,17 +57,17 @@ def load_whole_state_dict(model: TiledModel, state: Mapping[str, torch.Tensor] |
             own[name].copy_(whole)
 
 
-def whole_shapes(model: TiledModel) -> dict[str, torch.Size]:
-    """The shape that every tensor of the state dict has in the plain model."""
-    shapes = {}
+def _whole_tensors(model: TiledModel) -> dict[str, torch.Tensor]:
+    """Shape and dtype that every tensor of the state dict has in the plain model, as tensors without memory."""
+    tensors = {}
     sliced = _sliced(model)
     for name, value in model.module.state_dict().items():
         shape = list(value.shape)
         if name in sliced:
             block, runs = sliced[name]
             shape[runs.axis] = model.tilings[block].units * runs.per_unit
-        shapes[name] = torch.Size(shape)
-    return shapes
+        tensors[name] = torch.empty(shape, dtype=value.dtype, device="meta")
+    return tensors
 
 
 def _sliced(model: TiledModel) -> dict[str, tuple[int, UnitRuns]]:
@@ -99,18 +99,28 @@ def _gather(model: TiledModel, mine: Rows, *, block: int, root: int) -> torch.Te
     return whole.tensor
 
 
-def check_state(expected: Mapping[str, torch.Size], state: Mapping[str, torch.Tensor]) -> None:
-    """Whether `state` is that of a network with these shapes.
+def check_state(expected: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+    """Whether `state` is that of a network with tensors of these shapes and dtypes.
 
     Raises:
-        CheckpointError: it is not: names every tensor that is missing, unknown, or of another shape.
+        CheckpointError: it is not: names every tensor that is missing, unknown, of another shape, or of a dtype that cannot be
+            taken for the network's: floating-point numbers are converted into each other, and nothing else is.
     """
     problems = [f"{name} is missing" for name in expected if name not in state]
     problems += [f"{name} {tuple(state[name].shape)} is not known here" for name in state if name not in expected]
     problems += [
-        f"{name} has shape {tuple(state[name].shape)}, this network needs {tuple(shape)}"
-        for name, shape in expected.items()
-        if name in state and state[name].shape != shape
+        f"{name} has shape {tuple(state[name].shape)}, this network needs {tuple(wanted.shape)}"
+        for name, wanted in expected.items()
+        if name in state and state[name].shape != wanted.shape
+    ]
+    problems += [
+        f"{name} is {state[name].dtype}, this network needs {wanted.dtype}"
+        for name, wanted in expected.items()
+        if name in state and not _can_be_taken(state[name].dtype, wanted.dtype)
     ]
     if problems:
         raise CheckpointError("these weights are of another network:\n  " + "\n  ".join(problems))
+
+
+def _can_be_taken(given: torch.dtype, wanted: torch.dtype) -> bool:
+    return given == wanted or (given.is_floating_point and wanted.is_floating_point)

@@ -47,7 +47,7 @@ def load_model(model: TiledModel, path: Path | str) -> None:
 
     Raises:
         CheckpointError: on every rank, before anything is changed: no such file, damaged, or of another network (says which
-            tensors, which shapes).
+            tensors, which shapes and dtypes).
     """
     state: dict[str, torch.Tensor] = {}
     decided_on_root(model.comm, lambda: state.update(read_tensors(path)))
@@ -63,9 +63,8 @@ def check_weights(model: nn.Module, path: Path | str) -> None:
     Raises:
         CheckpointError: as `load_model`.
     """
-    shapes = {name: value.shape for name, value in model.state_dict().items()}
     state = read_tensors(path)
     try:
-        check_state(shapes, state)
+        check_state(model.state_dict(), state)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
