@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from networks import CASES, build
 from torch import nn
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import CommError, ModelError, TrainingError
 from tatami.testing.worlds import World
-from tatami.tiled import TiledModel, move, torch_norms
+from tatami.tiled import TiledModel, move, tile, torch_norms
 from tiled_rig import assert_close, gradients, simple_layout, some_layouts, tiled, whole_gradients
 
 SAMPLES = 7
@@ -155,6 +156,31 @@ def test_norms_that_are_not_finite(world: World, way: str, bad: float) -> None:
             assert torch.equal(parameter.grad.nan_to_num(), was.nan_to_num())
         assert not math.isfinite(clip(strict=False))
         comm.barrier()
+
+    world(body)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", ["llama", "resnet"])
+@pytest.mark.parametrize("way", ["torch", "model"])
+def test_networks_of_many_kinds_of_blocks(world: World, name: str, way: str) -> None:
+    case = CASES[name]
+    inputs = case.draw(SAMPLES, torch.Generator().manual_seed(5))
+    plain, built = build(case), build(case)
+    torch.autograd.backward(plain(*inputs).square().mean())
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01).item()
+
+    def body(comm: AbstractCommunicator) -> None:
+        for layout in (simple_layout(list(range(comm.size))), simple_layout([0], list(range(1, comm.size)))):
+            model = tile(built, comm, batch_size=SAMPLES, sample=inputs, speeds="equal", layout=layout, reduction="mean")
+            mine = model.local(*inputs)
+            torch.autograd.backward(model(*(mine if isinstance(mine, tuple) else (mine,))).square().mean())
+            if way == "torch":
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01).item()
+            else:
+                norm = model.clip_grad_norm_(0.01)
+            assert norm == pytest.approx(expected, rel=1e-9)
+            assert_close(whole_gradients(model), gradients(plain), what=f"gradients on {layout}")
 
     world(body)
 

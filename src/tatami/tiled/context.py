@@ -17,6 +17,9 @@ from tatami.tiling import Span
 class RankContext:
     """What all parts of a tiled model share; the model changes it with every batch and every re-tiling.
 
+    The layers get it once, when the model is made, and read in each forward pass what `TiledModel.local` wrote last: of a pass
+    over 40 samples, of which this rank has 8 to 19, a layer finds `samples == 40` and `mine == Span(8, 20)` here.
+
     Attributes:
         column: the ranks that share this rank's samples.
         comm: all ranks of the model; None where the rank is alone.
