@@ -392,12 +392,13 @@ class TiledModel(nn.Module):
 
     def _forward_with_sums(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> Any:
         """The forward pass over stand-ins of the parameters, whose gradients are summed over the columns on their way back."""
-        # A layer reads its parameters as `self.weight`. Were those the parameters themselves, autograd would add this rank's part
-        # of each gradient straight to its `.grad`: one by one, where one message to each neighbour is to carry all of them, and
-        # on top of earlier backward passes, from whose sums over the columns it could no longer be told apart. So for the length
-        # of this call a layer finds a view of its parameter under that name. All views are made by one `HorizontalSum`; autograd
-        # leads their gradients back through it, where they meet, are added up over the columns, and go on to the parameters.
-        # When the call ends, also by an error, the layers have their parameters again: no optimizer or state dict sees a view.
+        # A layer reads its parameters as `self.weight`. Were those the parameters themselves, autograd would add this rank's
+        # part of each gradient straight to its `.grad`: one by one, where one message to each neighbour is to carry all of
+        # them, and on top of earlier backward passes, from whose sums over the columns it could no longer be told apart. So
+        # for the length of this call a layer finds a view of its parameter under that name. All views are made by one
+        # `HorizontalSum`; autograd leads their gradients back through it, where they meet, are added up over the columns, and
+        # go on to the parameters. When the call ends, also by an error, the layers have their parameters again: no optimizer
+        # or state dict sees a view.
         trained = tuple(parameter for parameter in self._unique if parameter.requires_grad)
         if not trained:
             return self.module(*inputs, **named_inputs)
