@@ -54,7 +54,7 @@ def believe(
             args, kwargs = pytree.tree_unflatten(inputs, program.in_spec)
             expected = [leaf for leaf in pytree.tree_leaves(module(*args, **kwargs)) if _is_float(leaf)]
         weights = [torch.randn_like(leaf) for leaf in expected]
-        results = [[leaf for leaf in result if _is_float(leaf)] for result in _run(local, parts)]
+        results = [[leaf for leaf in result if _is_float(leaf)] for result in _run(local, parts, program.given)]
         for index, result in enumerate(results):
             _compare(result, expected, f"the result of part {index}")
         _backward(expected, weights)
@@ -118,14 +118,14 @@ def _cuts(program: FollowedProgram, candidates: Sequence[UnitAxis]) -> dict[str,
     }
 
 
-def _run(local: LocalProgram, parts: Sequence[_Part]) -> list[Sequence[Any]]:
+def _run(local: LocalProgram, parts: Sequence[_Part], given: Sequence[int]) -> list[Sequence[Any]]:
     """The program in step on all parts."""
     rank = steps.RankContext(column=ColumnComm.alone(), comm=None, generator=torch.Generator())
     inputs = []
     for part in parts:
         context = steps.ModuleContext(rank=rank)
         units = [span.size for span in part.spans]
-        inputs.append(iter([context, local.facts, *units, *part.own.values(), *part.inputs]))
+        inputs.append(iter([context, local.facts, *units, *part.own.values(), *(part.inputs[index] for index in given)]))
     values: list[dict[fx.Node, Any]] = [{} for _ in parts]
     for node in local.graph.graph.nodes:
         if node.op == "placeholder":

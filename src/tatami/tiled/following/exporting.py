@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,11 +39,12 @@ class FollowedProgram:
     """A module's forward pass as a graph, whose inputs are first the module's own tensors and then the call's.
 
     Attributes:
-        graph: placeholders for `tensors`, then one for each leaf of the call.
+        graph: placeholders for `tensors`, then one for each tensor that the call is given (`given`).
         tensors: the name in the module of each own tensor (parameters and buffers), in the order of their placeholders.
         in_spec: the structure of (args, kwargs).
         out_spec: the structure of the result.
-        sample_axes: of each leaf of the call, as in `ModuleCall`.
+        given: which leaves of the call are inputs of the graph: the tensors, each once.
+        sample_axes: of each of them, as in `ModuleCall`.
         same: of each leaf of the call: the index of the first leaf that is the same tensor; its own for all other leaves.
         leaves: of each leaf of the call: the lengths that a tensor must have (None where any will do), or its value.
     """
@@ -53,6 +53,7 @@ class FollowedProgram:
     tensors: tuple[str, ...]
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
+    given: tuple[int, ...]
     sample_axes: tuple[int | None, ...]
     same: tuple[int, ...]
     leaves: tuple[Any, ...]
@@ -65,12 +66,15 @@ def export(module: nn.Module, call: ModuleCall) -> FollowedProgram:
         NotFollowedError: torch.export could not follow it, or it holds tensors that are neither parameters nor buffers.
     """
     leaves, structure = pytree.tree_flatten((call.args, dict(call.kwargs)))
+    same = same_leaves(leaves)
+    given = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and same[index] == index)
     samples = Dim("samples", min=2)
-    marked = [_dynamic(leaf, axis, samples) for leaf, axis in zip(leaves, call.sample_axes, strict=True)]
-    shapes = _by_name(module, *pytree.tree_unflatten(marked, structure))
+    marks = tuple(_dynamic(leaves[index], call.sample_axes[index], samples) for index in given)
+    tensors = tuple(leaves[index] for index in given)
+    on_tensors = _OnTensors(module, leaves, same, structure)
     try:
         with _quiet():
-            exported = torch.export.export(module, call.args, dict(call.kwargs), dynamic_shapes=shapes or None, strict=False)
+            exported = torch.export.export(on_tensors, tensors, dynamic_shapes={"tensors": marks}, strict=False)
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise NotFollowedError(f"torch.export: {reason[0]}") from error
@@ -79,21 +83,43 @@ def export(module: nn.Module, call: ModuleCall) -> FollowedProgram:
     for spec in signature.input_specs:
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             assert spec.target is not None
-            names.append(spec.target)
+            names.append(spec.target.removeprefix("module."))
         elif spec.kind is not InputKind.USER_INPUT:
             raise NotFollowedError(f"it holds a tensor that is neither a parameter nor a buffer ({spec.target})")
-    if exported.call_spec.in_spec is None or exported.call_spec.out_spec is None:
-        raise NotFollowedError("its inputs or results have no structure that torch knows")
+    if exported.call_spec.out_spec is None:
+        raise NotFollowedError("its result has no structure that torch knows")
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"][len(names) :]
+    shapes = {index: _lengths(node.meta["val"]) for index, node in zip(given, placeholders, strict=True)}
     return FollowedProgram(
         graph=exported.graph_module,
         tensors=tuple(names),
-        in_spec=exported.call_spec.in_spec,
+        in_spec=structure,
         out_spec=exported.call_spec.out_spec,
-        sample_axes=call.sample_axes,
-        same=same_leaves(leaves),
-        leaves=tuple(_expected(node.meta.get("val")) for node in placeholders),
+        given=given,
+        sample_axes=tuple(call.sample_axes[index] for index in given),
+        same=same,
+        leaves=tuple(shapes[first] if first in shapes else leaves[first] for first in same),
     )
+
+
+class _OnTensors(nn.Module):
+    """A module as a function of the tensors among its arguments; the other arguments are what they were in the sample batch."""
+
+    def __init__(self, module: nn.Module, leaves: Sequence[Any], same: Sequence[int], structure: pytree.TreeSpec) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training
+        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._given = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and same[index] == index]
+        self._same = same
+        self._structure = structure
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        leaves = list(self._leaves)
+        for index, tensor in zip(self._given, tensors, strict=True):
+            leaves[index] = tensor
+        args, kwargs = pytree.tree_unflatten([leaves[first] for first in self._same], self._structure)
+        return self.module(*args, **kwargs)
 
 
 def same_leaves(leaves: Sequence[Any]) -> tuple[int, ...]:
@@ -104,30 +130,12 @@ def same_leaves(leaves: Sequence[Any]) -> tuple[int, ...]:
     )
 
 
-def _dynamic(value: Any, sample_axis: int | None, samples: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return None
+def _dynamic(value: torch.Tensor, sample_axis: int | None, samples: Any) -> Any:
     return {axis: samples if axis == sample_axis else Dim.AUTO for axis in range(value.dim())}
 
 
-def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The marks of all arguments as torch.export takes them: by name, those without a name of their own below `**kwargs`'."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    positional = [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_POSITIONAL][: len(args)]
-    if len(positional) < len(args) or any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters):
-        raise NotFollowedError("its forward takes *args")
-    rest = next((each.name for each in parameters if each.kind is inspect.Parameter.VAR_KEYWORD), "")
-    named = {each.name for each in parameters}
-    shapes: dict[str, Any] = dict(zip(positional, args, strict=True))
-    for name, mark in kwargs.items():
-        (shapes if name in named else shapes.setdefault(rest, {}))[name] = mark
-    return shapes
-
-
-def _expected(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return tuple(size if isinstance(size, int) else None for size in value.shape)
-    return value
+def _lengths(value: torch.Tensor) -> tuple[int | None, ...]:
+    return tuple(size if isinstance(size, int) else None for size in value.shape)
 
 
 @contextlib.contextmanager

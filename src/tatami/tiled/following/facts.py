@@ -139,8 +139,9 @@ def _words(candidate: UnitAxis, following: Following, inside: Sequence[fx.Node])
         return "attention", "head" if len(per_run) == 1 else "group of heads" if len(shares) > 1 else "head"
     if any(node.target in CONVOLUTIONS for node in inside):
         return "convolution pair", "channel"
-    gated = any(
-        node.target in (aten.mul.Tensor, aten.mul_.Tensor) and len([one for one in node.all_input_nodes if one in inside]) > 1
-        for node in inside
+    entrances = [node for node in inside if node in following.contracted and node not in candidate.exits]
+    packed = any(len(runs.runs) > 1 for runs in candidate.tensors.values())
+    multiplied = any(
+        node.target is aten.mul.Tensor and len([one for one in node.all_input_nodes if one in inside]) > 1 for node in inside
     )
-    return ("gated pair" if gated else "linear pair"), "hidden unit"
+    return ("gated pair" if multiplied and (packed or len(entrances) > 1) else "linear pair"), "hidden unit"

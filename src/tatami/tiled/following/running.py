@@ -61,7 +61,8 @@ class LocalForward:
             raise ModelError(f"{self._what} is called with other arguments than it was for the sample batch; {_REMEDY}")
         self._check(mode.program, leaves)
         tensors = [owner[name] for owner, name in self._owners[self._module.training]]
-        results = mode.local.graph(self._context, mode.local.facts, *(here.size for here, _ in units), *tensors, *leaves)
+        inputs = (leaves[index] for index in mode.program.given)
+        results = mode.local.graph(self._context, mode.local.facts, *(here.size for here, _ in units), *tensors, *inputs)
         return pytree.tree_unflatten(results, mode.program.out_spec)
 
     @property
