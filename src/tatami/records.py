@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -18,6 +19,7 @@ class Records:
         path: the JSON lines; None writes none.
         tensorboard: a directory for TensorBoard's event files; None writes none.
         force: overwrite an existing `path`.
+        settings: of the run, for the first line of `path`.
 
     Raises:
         OutputExistsError: `path` exists and `force` is not given.
@@ -25,7 +27,14 @@ class Records:
         MissingExtraError: TensorBoard is wanted and not installed.
     """
 
-    def __init__(self, path: Path | None = None, *, tensorboard: Path | None = None, force: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        tensorboard: Path | None = None,
+        force: bool = False,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         if path is not None:
             check_output(path, force=force)
         if tensorboard is not None:
@@ -42,6 +51,8 @@ class Records:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Line by line, so that what happened before a crash is there after it.
             self._file = path.open("w", encoding="utf-8", buffering=1)
+            if settings is not None:
+                self._file.write(json.dumps({"event": "settings", **settings}) + "\n")
 
     def write(self, event: str, *, iteration: int, values: dict[str, Any]) -> None:
         """Record that `event` happened after `iteration`; numbers among `values` become TensorBoard curves."""

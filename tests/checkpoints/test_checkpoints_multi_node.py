@@ -388,7 +388,17 @@ def test_a_save_that_was_cut_short_does_not_count(folder: Path) -> None:
     save_steps(2, folder, steps=(10, 20))
     data_file(folder, step=30, rank=0).parent.mkdir()
     data_file(folder, step=30, rank=0).write_bytes(b"half")  # killed before the manifest
+    (data_file(folder, step=30, rank=0).parent / ".tatami-0123456789abcdef.part").write_bytes(b"half")
     assert_resumes(resumed(2, folder), step=20)
+
+    def body(comm: AbstractCommunicator) -> None:
+        checkpoint = opened(comm, folder)
+        checkpoint.resume()
+        checkpoint.save(40, state_of(comm.rank, 40))
+        checkpoint.close()
+
+    run_threads(body, size=2, timeout_s=20)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000020", "step-00000040"]  # nothing of 30 is left
 
 
 @pytest.mark.parametrize("file", ["rank-0001", "manifest"])

@@ -73,6 +73,25 @@ def test_weights_log_and_picture_are_left_behind(tmp_path: Path) -> None:
         "2.bias": (10,),
     }
     lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert lines[0] == {
+        "event": "settings",
+        "data": "digits",
+        "shifts": False,
+        "ranks": 2,
+        "emulate": False,
+        "method": "timed",
+        "retile": False,
+        "retile_every": 20,
+        "backend": "threads",
+        "optimizer": "adam",
+        "iterations": 20,
+        "seed": 0,
+        "save": str(weights),
+        "log": str(log),
+        "plot": str(plot),
+        "force": False,
+        "as_json": True,
+    }
     assert [line["iteration"] for line in lines if line["event"] == "train"] == [10, 20]
     assert plot.read_bytes().startswith(b"\x89PNG")
     onward = trained("--iterations", "1", "--load", str(weights))

@@ -42,8 +42,9 @@ def demo(
     First split evenly, then tiled by SRPM, which is told the speeds, then re-tiled while it trains by DRPM, which is told
     nothing. The times stand side by side in the end, and all three end with the same loss.
     """
-    from tatami.cli.job import TrainJob, prepare
+    from tatami.cli.job import prepare
     from tatami.cli.ranks import on_ranks
+    from tatami.cli.train_job import TrainJob
     from tatami.outputs import check_folder, check_output
 
     check_folder(out)

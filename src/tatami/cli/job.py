@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from torch import nn
 
+from tatami.cli.train_job import TrainJob
 from tatami.cluster import Cluster, parse_speeds, read_cluster
 from tatami.datasets import NAMES, Dataset, load
 from tatami.datasets.digits import with_shifts
@@ -44,44 +44,6 @@ OptimizerMaker = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 def methods() -> tuple[str, ...]:
     """How the mats can be laid: the planners, and DRPM from no knowledge."""
     return (*PLANNERS, DRPM)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainJob:
-    """What `tatami train` was asked for; its options say what each field is. None: the default, which may depend on others.
-
-    Attributes:
-        shifts: train on every digit moved by a pixel each way too; the demo does, for five times the work.
-    """
-
-    data: str = "digits"
-    nettalk: Path | None = None
-    samples: int | None = None
-    test_fraction: float | None = None
-    shifts: bool = False
-    net: str | None = None
-    ranks: int | None = None
-    speeds: str | None = None
-    cluster: Path | None = None
-    emulate: bool = False
-    method: str = DEFAULT_PLANNER
-    retile: bool = False
-    retile_every: int = 20
-    optimizer: str = "adam"
-    lr: float | None = None
-    momentum: float | None = None
-    loss: str | None = None
-    batch_size: int | None = None
-    epochs: int | None = None
-    iterations: int | None = None
-    stop_below: float | None = None
-    seed: int = 0
-    load: Path | None = None
-    save: Path | None = None
-    log: Path | None = None
-    tensorboard: Path | None = None
-    plot: Path | None = None
-    force: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

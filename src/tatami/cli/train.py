@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import typer
-
-from tatami.cli.numbers import MOST_RANKS, finite
+from tatami.cli.settings import takes
 from tatami.cli.terminal import show_json
-from tatami.inputs import LARGEST_SEED
-from tatami.tiling import DEFAULT_PLANNER
+from tatami.cli.train_job import TrainJob
 
 if TYPE_CHECKING:
     from tatami.cli.job import Prepared
@@ -32,204 +29,31 @@ mpiexec -n 4 tatami train
 
 torchrun --nproc-per-node 4 -m tatami train
 """
-_DATA, _RANKS, _TRAINING, _OUTPUTS = "The task", "The ranks", "Training", "What it leaves behind"
 
 
-def train(
-    *,
-    data: Annotated[str, typer.Option(metavar="NAME", help="digits or nettalk.", rich_help_panel=_DATA)] = "digits",
-    nettalk: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The NETtalk corpus, for --data nettalk.", rich_help_panel=_DATA)
-    ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Draw so many. Default: all digits, 1024 letters of nettalk.", rich_help_panel=_DATA
-        ),
-    ] = None,
-    test_fraction: Annotated[
-        float | None,
-        typer.Option(
-            callback=finite,
-            min=0.0,
-            max=0.9,
-            metavar="SHARE",
-            help="Held out, for the accuracy; 0 tells that of the training samples. Default: 0.2 of digits, 0 of nettalk.",
-            rich_help_panel=_DATA,
-        ),
-    ] = None,
-    net: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZES", help="Inputs-hidden-...-outputs. Default: 64-80-10, nettalk 203-80-26.", rich_help_panel=_DATA
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "-n",
-            "--ranks",
-            min=1,
-            max=MOST_RANKS,
-            metavar="N",
-            help="How many. Default: one for each speed, else 1.",
-            rich_help_panel=_RANKS,
-        ),
-    ] = None,
-    speeds: Annotated[
-        str | None,
-        typer.Option(
-            metavar="1,1,0.5",
-            help="What you know of the machines' relative speeds, in the order of the ranks. Left out, they are measured.",
-            rich_help_panel=_RANKS,
-        ),
-    ] = None,
-    cluster: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="In place of --speeds: a cluster.toml of tatami probe.", rich_help_panel=_RANKS),
-    ] = None,
-    emulate: Annotated[
-        bool,
-        typer.Option(
-            "--emulate",
-            help="Also slow the ranks to the given speeds: one machine plays several unequal ones.",
-            rich_help_panel=_RANKS,
-        ),
-    ] = False,
-    method: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="How the work is laid out: timed (the least predicted time), even, grid, grid-rev, srpm, srpm-merged, "
-            "weighted; or drpm, which starts evenly and learns the speeds while training.",
-            rich_help_panel=_RANKS,
-        ),
-    ] = DEFAULT_PLANNER,
-    retile: Annotated[
-        bool,
-        typer.Option("--retile", help="With any method: re-tile while training as ranks change.", rich_help_panel=_RANKS),
-    ] = False,
-    retile_every: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Check the balance after so many iterations.", rich_help_panel=_RANKS)
-    ] = 20,
-    hosts: Annotated[
-        str | None, typer.Option(metavar="A:4,B:4", help="Machines to start on; this one if left out.", rich_help_panel=_RANKS)
-    ] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="mpi, torchdist, threads or single. Default: as started, else mpi for several ranks.",
-            rich_help_panel=_RANKS,
-        ),
-    ] = None,
-    optimizer: Annotated[str, typer.Option(metavar="NAME", help="adam, adamw or sgd.", rich_help_panel=_TRAINING)] = "adam",
-    lr: Annotated[
-        float | None,
-        typer.Option(callback=finite, min=0.0, metavar="RATE", help="Default: 0.01, sgd 0.5.", rich_help_panel=_TRAINING),
-    ] = None,
-    momentum: Annotated[
-        float | None,
-        typer.Option(callback=finite, min=0.0, metavar="SHARE", help="Of sgd. Default: 0.", rich_help_panel=_TRAINING),
-    ] = None,
-    loss: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="cross-entropy, mse, or squared-error (the paper's sum). Default: cross-entropy for digits, mse for nettalk.",
-            rich_help_panel=_TRAINING,
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Global. Default: all samples, as in the paper.", rich_help_panel=_TRAINING),
-    ] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, metavar="N", help="End after.", rich_help_panel=_TRAINING)] = None,
-    iterations: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="End after. Default: 200, without the other ends.", rich_help_panel=_TRAINING),
-    ] = None,
-    stop_below: Annotated[
-        float | None,
-        typer.Option(callback=finite, metavar="LOSS", help="End when an iteration's loss is below.", rich_help_panel=_TRAINING),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Of weights, draws and order.", rich_help_panel=_TRAINING)
-    ] = 0,
-    load: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Start from these weights (.safetensors).", rich_help_panel=_TRAINING),
-    ] = None,
-    save: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="The weights as .safetensors: the ordinary state dict of the plain network.",
-            rich_help_panel=_OUTPUTS,
-        ),
-    ] = None,
-    log: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="JSON lines: losses and checks.", rich_help_panel=_OUTPUTS)
-    ] = None,
-    tensorboard: Annotated[Path | None, typer.Option(metavar="DIR", help="Event files.", rich_help_panel=_OUTPUTS)] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Time per iteration, with the re-mappings (.png, .pdf, .svg).", rich_help_panel=_OUTPUTS
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.", rich_help_panel=_OUTPUTS)] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.", rich_help_panel=_OUTPUTS)] = False,
-) -> None:
+@takes(TrainJob)
+def train(job: TrainJob) -> None:
     """Train one network on ranks that are not alike, every one with a mat sized to its speed.
 
     The result is that of one machine, up to rounding, however the mats lie. --speeds says what the planner shall believe of the
     machines; --emulate also makes the ranks that slow. Everything is checked before anything is started or written.
     """
-    from tatami.cli.job import TrainJob, check_outputs, prepare
+    from tatami.cli.job import check_outputs, prepare
     from tatami.cli.ranks import check_backend, num_started, on_ranks
 
-    check_backend(backend)
-    job = TrainJob(
-        data=data,
-        nettalk=nettalk,
-        samples=samples,
-        test_fraction=test_fraction,
-        net=net,
-        ranks=ranks or num_started(),
-        speeds=speeds,
-        cluster=cluster,
-        emulate=emulate,
-        method=method,
-        retile=retile,
-        retile_every=retile_every,
-        optimizer=optimizer,
-        lr=lr,
-        momentum=momentum,
-        loss=loss,
-        batch_size=batch_size,
-        epochs=epochs,
-        iterations=iterations,
-        stop_below=stop_below,
-        seed=seed,
-        load=load,
-        save=save,
-        log=log,
-        tensorboard=tensorboard,
-        plot=plot,
-        force=force,
-    )
+    check_backend(job.backend)
+    job = replace(job, ranks=job.ranks or num_started())
     prepared = prepare(job)
 
     def body(comm: AbstractCommunicator) -> TrainingOutcome | None:
-        return _train_rank(prepared, comm, as_json=as_json)
+        return _train_rank(prepared, comm)
 
     if num_started() is None:
         check_outputs(job)
-    on_ranks(body, ranks=prepared.ranks, backend=backend, hosts=hosts)
+    on_ranks(body, ranks=prepared.ranks, backend=job.backend, hosts=job.hosts)
 
 
-def _train_rank(prepared: Prepared, comm: AbstractCommunicator, *, as_json: bool) -> TrainingOutcome:
+def _train_rank(prepared: Prepared, comm: AbstractCommunicator) -> TrainingOutcome:
     from tatami.cli.job import check_outputs
     from tatami.cli.ranks import log_on_rank_0, progress_of
     from tatami.cli.results import plot_course, show_outcome, tell_emulation
@@ -245,7 +69,7 @@ def _train_rank(prepared: Prepared, comm: AbstractCommunicator, *, as_json: bool
         return outcome
     if job.plot is not None:
         plot_course([(job.method, outcome)], job.plot, every=max(1, len(outcome.history.losses) // 50), force=job.force)
-    if as_json:
+    if job.as_json:
         show_json({"ranks": comm.size, "net": prepared.net, "data": job.data, "method": job.method, **outcome.to_dict()})
     else:
         show_outcome(prepared, outcome)

@@ -93,7 +93,7 @@ def train(prepared: Prepared, comm: AbstractCommunicator, *, progress: Progress 
         pace = Slowdown(prepared.emulation.factors[comm.rank])
     records = Records()
     if comm.rank == 0 and (job.log or job.tensorboard):
-        records = Records(job.log, tensorboard=job.tensorboard, force=job.force)
+        records = Records(job.log, tensorboard=job.tensorboard, force=job.force, settings=job.record())
     with records:
         model = tile(
             prepared.model,
