@@ -27,7 +27,7 @@ def agree(
     outgoing = [Outgoing(peer, number, mine, ()) for peer in peers]
     sources = [(peer, number) for peer in peers]
     meeting = Exchange(
-        comm,
+        channel,
         name,
         kind=int(MessageKind.COLLECTIVE),
         tag=root,

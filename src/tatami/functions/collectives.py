@@ -172,7 +172,7 @@ def collective(
     elif parts_of_root:
         others = [(peer, number) for peer in range(comm.size) if peer != root]
     exchange = Exchange(
-        comm,
+        channel,
         name,
         kind=int(MessageKind.COLLECTIVE),
         tag=root,

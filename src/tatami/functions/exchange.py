@@ -12,9 +12,8 @@ from typing import NamedTuple, Never
 
 import torch
 
-from tatami.comm.base import AbstractCommunicator
 from tatami.functions.chain import Chain
-from tatami.functions.channel import Channel, channel_of
+from tatami.functions.channel import Channel
 from tatami.functions.inbox import Key, ReceivedMessage
 from tatami.functions.joining import install
 from tatami.functions.message import MessageKind, label_of, movable
@@ -94,7 +93,7 @@ class Exchange:
 
     def __init__(
         self,
-        comm: AbstractCommunicator,
+        channel: Channel,
         name: str,
         *,
         kind: int,
@@ -105,7 +104,7 @@ class Exchange:
         pattern: Packed | None = None,
         same_shapes: bool = False,
     ) -> None:
-        self.comm = comm
+        self.comm = channel.comm
         self.name = name
         self.kind = kind
         self.tag = tag
@@ -118,7 +117,7 @@ class Exchange:
         self.received: list[_Received] = []
         self.chain: Chain | None = None
         self.index = 0
-        self._channel = channel = channel_of(comm)
+        self._channel = channel
         self._chains = channel.chains
         self._num_inputs = 0
         self._asked: list[tuple[Outgoing, int]] = []
@@ -134,26 +133,29 @@ class Exchange:
             CommError: this or another rank found out that the ranks disagree.
             RankDiedError: a rank that is needed has ended.
         """
-        if self._chains.is_full and self.kind != _ANSWER and torch.is_grad_enabled():
-            self._refuse_more()
+        channel, chain = self._channel, 0
+        if self.kind != _ANSWER:
+            chain = self._chains.number
+            if self._chains.is_full and torch.is_grad_enabled():
+                self._refuse_more()
         for out in self.outgoing:
             content = out.content
-            serial = self._channel.send(
+            serial = channel.send(
                 out.peer,
                 kind=self.kind,
                 operation=_INDEX_OF[self.name],
                 tag=self.tag,
-                chain=self._chains.number,
+                chain=chain,
                 number=out.number,
-                label=label_of(self.location, content, self._channel.chunk_bytes),
-                tensors=[movable(tensors[index], self._channel.memory) for index in out.tensors],
+                label=label_of(self.location, content, channel.chunk_bytes),
+                tensors=[movable(tensors[index], channel.memory) for index in out.tensors],
                 name=self.name,
             )
             if content.wants:
                 self._asked.append((out, serial))
         if len(self.sources) > 1:
             for peer, _ in self.sources:
-                self._channel.post(peer)
+                channel.post(peer)
         for peer, number in self.sources:
             self._take(peer, number)
 
@@ -208,16 +210,13 @@ class Exchange:
             self._channel.fail(problem)
 
     def _check_pass(self, message: ReceivedMessage) -> None:
-        problem = self._channel.peer_reports.pass_problem(
-            message.peer,
-            message.head,
-            their_location=message.label.location,
-            chain=self._chains.number,
-            name=self.name,
-            location=self.location,
+        peer, reports, mine = message.peer, self._channel.peer_reports, self._chains.number
+        if reports.passes[peer].agree(mine, message.head.chain):
+            return
+        problem = reports.pass_problem(
+            peer, chain=mine, their_location=message.label.location, name=self.name, location=self.location
         )
-        if problem is not None:
-            self._channel.fail(problem)
+        self._channel.fail(problem)
 
     # -- recording ----------------------------------------------------------------------------------------------------
 
@@ -264,7 +263,7 @@ class Exchange:
         outgoing, present = self._answers(grads)
         sources = [(out.peer, serial) for out, serial in self._asked]
         answers = Exchange(
-            self.comm, self.name, kind=_ANSWER, tag=0, outgoing=outgoing, sources=sources, location=self.location
+            self._channel, self.name, kind=_ANSWER, tag=0, outgoing=outgoing, sources=sources, location=self.location
         )
         answers.move(present)
         result = self._sums(answers.record(present, onto=chain), answers.received)

@@ -24,7 +24,7 @@ HISTORY = 1024
 """So many collectives are remembered with their lines, to name the one that an untaken message belongs to; so many passes."""
 
 
-class _Pairs:
+class PassPairs:
     """Which pass of a peer corresponds to which one of this rank: those that have exchanged a message."""
 
     def __init__(self) -> None:
@@ -56,6 +56,7 @@ class PeerReports:
 
     Attributes:
         reports: the last report of each rank; empty once it waits no longer.
+        passes: by rank, which of its passes corresponds to which one of this rank.
     """
 
     def __init__(self, *, rank: int, size: int) -> None:
@@ -64,7 +65,7 @@ class PeerReports:
         self.reports: dict[int, str] = {}
         self._history: deque[tuple[str, int, bytes]] = deque(maxlen=HISTORY)
         self._num_collectives = 0
-        self._passes = [_Pairs() for _ in range(size)]
+        self.passes = [PassPairs() for _ in range(size)]
 
     def begin_collective(self, name: str, root: int, location: bytes) -> int:
         """Note a collective; returns its number."""
@@ -128,15 +129,10 @@ class PeerReports:
             "must name the same root"
         )
 
-    def pass_problem(
-        self, peer: int, head: Head, *, their_location: bytes, chain: int, name: str, location: bytes
-    ) -> str | None:
-        """Why a message of a peer's forward pass `head.chain` must not be taken in this rank's forward pass `chain`."""
-        pairs = self._passes[peer]
-        if pairs.agree(chain, head.chain):
-            return None
+    def pass_problem(self, peer: int, *, chain: int, their_location: bytes, name: str, location: bytes) -> str:
+        """Why a message of another forward pass of a peer must not be taken in this rank's forward pass `chain`."""
         edge = f"{name} on rank {self.rank} at {location.decode()} gets what rank {peer} sent at {their_location.decode()}"
-        late, early = (self.rank, peer) if pairs.knows_mine(chain) else (peer, self.rank)
+        late, early = (self.rank, peer) if self.passes[peer].knows_mine(chain) else (peer, self.rank)
         return (
             f"{edge}, but rank {early} has begun another forward pass since their last message and rank {late} has not. Either "
             f"a message was sent that was not received before backward; or rank {late} did not run backward (a rank without a "

@@ -95,7 +95,9 @@ def _point_to_point(
         tensors, content = flatten(x, operation=name, cuda=channel.takes_cuda)
         outgoing = (Outgoing(dest, channel.next_number("to", dest, tag), content, range(len(tensors))),)
     sources = () if source is None else ((source, channel.next_number("from", source, tag)),)
-    exchange = Exchange(comm, name, kind=_POINT_TO_POINT, tag=tag, outgoing=outgoing, sources=sources, location=user_location())
+    exchange = Exchange(
+        channel, name, kind=_POINT_TO_POINT, tag=tag, outgoing=outgoing, sources=sources, location=user_location()
+    )
     exchange.move(tensors)
     came = exchange.record(tensors, delegate=delegate)
     result = None if source is None else unflatten(exchange.received[0].content.spec, iter(came))
