@@ -79,10 +79,12 @@ def check_finite(value: float, *, name: str) -> None:
         raise InputError(f"{name} must be a finite number, not {value}")
 
 
-def check_seed(seed: int) -> None:
-    """
+def check_seed(seed: int) -> int:
+    """The seed itself.
+
     Raises:
         InputError: no number from 0 to 2**64 - 1: torch, NumPy and the simulator take no other.
     """
     if not 0 <= seed <= LARGEST_SEED:
         raise InputError(f"a seed must be a whole number from 0 to 2**64 - 1, not {shortened(str(seed))}")
+    return seed

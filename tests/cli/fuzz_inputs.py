@@ -98,7 +98,12 @@ FILES = {
     "plan": [["plan", "{}"]],
     "train": [["train", "--cluster", "{}"], ["train", "--load", "{}"], ["train", "--data", "nettalk", "--nettalk", "{}"]],
     "lab check": [["lab", "check", "{}"]],
-    "server": [["server", "train", "script.py", "--cluster", "{}"], ["server", "resume", "{}"], ["server", "report", "{}"]],
+    "server": [
+        ["server", "train", "{}"],
+        ["server", "train", "script.py", "--cluster", "{}"],
+        ["server", "resume", "{}"],
+        ["server", "report", "{}"],
+    ],
     "simulate": [
         ["simulate", "platform", "{}"],
         ["simulate", "tiling", "{}"],

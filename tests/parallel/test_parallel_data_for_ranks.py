@@ -312,3 +312,18 @@ def test_what_a_loader_raises_is_told_on_all_ranks(world: World) -> None:
         unsendable.close()
 
     world(body)
+
+
+@pytest.mark.ranks(1, 2)
+def test_seeds_are_those_that_torch_takes(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        sampler = SynchronizedSampler(range(20), comm, seed=2**64 - 1)
+        assert sorted(sampler) == sorted(sampler) == list(range(20))  # of the second epoch, whose seed is one more
+        for seed in (-1, 2**64):
+            message = rf"a seed must be a whole number from 0 to 2\*\*64 - 1, not {seed}"
+            with pytest.raises(InputError, match=message):
+                SynchronizedSampler(range(20), comm, seed=seed)
+            with pytest.raises(InputError, match=message):
+                scatter_dataset([1, 2, 3], comm, shuffle=True, seed=seed)
+
+    world(body)

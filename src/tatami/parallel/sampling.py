@@ -13,6 +13,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tatami.comm.agreement import same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
+from tatami.inputs import check_seed
 from tatami.parallel.scattering import share_of
 
 Share = Literal["all", "equal", "exact"]
@@ -44,14 +45,14 @@ class SynchronizedSampler(Sampler[int]):
             seed: of the order, that of rank 0.
 
         Raises:
-            InputError: data of different lengths; a share that there is not.
+            InputError: data of different lengths; a share that there is not, or such a seed.
         """
         if share not in get_args(Share):
             raise InputError(f"there is no share {share!r}; choose of {', '.join(get_args(Share))}")
         facts = {"data_source of length": len(data_source), "share": share, "shuffle": shuffle}
         same_everywhere(comm, facts, where="SynchronizedSampler")
         self._num_samples, self._share, self._shuffle = len(data_source), share, shuffle
-        self._seed: int = comm.bcast_object(seed)
+        self._seed = check_seed(comm.bcast_object(seed))
         self._rank, self._ranks = comm.rank, comm.size
         self._epoch = 0
         self._position = 0
@@ -126,7 +127,7 @@ class SynchronizedSampler(Sampler[int]):
     def _indices(self) -> Sequence[int]:
         order: Sequence[int] = range(self._num_samples)
         if self._shuffle:
-            generator = torch.Generator().manual_seed(self._seed + self._epoch)
+            generator = torch.Generator().manual_seed((self._seed + self._epoch) % 2**64)
             order = torch.randperm(self._num_samples, generator=generator).tolist()
         return order if self._share == "all" else [order[index] for index in self._span()]
 

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from tatami.comm.agreement import decided_on_root
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import DataError, InputError
+from tatami.inputs import check_seed
 
 Item = TypeVar("Item")
 
@@ -121,12 +122,13 @@ def scatter_dataset(
 
     Raises:
         DataError: on all ranks: no data set of known length on `root`, or one that cannot be sent.
+        InputError: on all ranks: a seed that there is not.
         CommTimeoutError, RankDiedError: a rank did not come.
     """
     total = decided_on_root(comm, lambda: _length(dataset, root), root=root)
     order: Sequence[int] = range(total)
     if shuffle:
-        generator = torch.Generator().manual_seed(comm.bcast_object(seed, root=root))
+        generator = torch.Generator().manual_seed(check_seed(comm.bcast_object(seed, root=root)))
         order = torch.randperm(total, generator=generator).tolist()
     shares = [share_of(total, rank=rank, ranks=comm.size, equal=force_equal_length) for rank in range(comm.size)]
     parts = [[order[index] for index in share] for share in shares]
