@@ -14,7 +14,7 @@ from tatami.bench.server import MB, ServerBenchmark, bench_round
 from tatami.bench.server_loops import bench_throughput
 from tatami.errors import InputError
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_rounds_are_held_against_the_copies_they_need() -> None:

@@ -47,7 +47,7 @@ ROUNDS = 12
 BATCH = 30
 X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
 Y = torch.sin(X[:, :2])
-pytestmark = pytest.mark.timeout(300 + 30 * RUNS)
+pytestmark = pytest.mark.timeout(900 + 60 * RUNS)
 
 
 def model_fn() -> nn.Module:

@@ -73,11 +73,14 @@ def test_what_the_user_says_of_libc_stays_and_of_the_run_nothing(monkeypatch: py
     assert [folder for folder in folders if folder.exists()] == []
 
 
-def test_nobody_at_the_address() -> None:
+def test_an_address_at_which_nothing_listens() -> None:
     pytest.importorskip("ray")
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = f"127.0.0.1:{gone.getsockname()[1]}"
-    with pytest.raises(InputError, match=f"cluster at {address} cannot be used: nobody answers there"), engine(address=address):
+    with (
+        pytest.raises(InputError, match=f"cluster at {address} cannot be used: nothing answers there"),
+        engine(address=address),
+    ):
         pass
 
 

@@ -36,7 +36,7 @@ RUNS = int(os.environ.get("TATAMI_CHAOS_RAYLET_RUNS", "0"))
 FIRST_SEED = int(os.environ.get("TATAMI_CHAOS_SEED", "0"))
 X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
 Y = torch.sin(X[:, :2])
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 RAYLET = RayProcess(name="raylet", pid=7, is_ours=True)
 GCS = RayProcess(name="GCS", pid=8, is_ours=True)
@@ -228,9 +228,12 @@ def model_fn():
 def loss_fn(output, target):
     return ((output - target) ** 2).mean()
 
-X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
-SETTINGS = dict(dataset=(X, torch.sin(X[:, :2])), workers=2, servers=1, spares=0, batch_size=30, heartbeat_s=60.0)
 WIDTH = int(os.environ.get("WIDTH", "8"))
+X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
+SETTINGS = dict(
+    dataset=(X, torch.sin(X[:, :2])), workers=2, servers=1, spares=0, batch_size=30, heartbeat_s=60.0,
+    optimizer=server.SGD(lr=0.8 / WIDTH),
+)
 
 def main():
     import ray
@@ -276,7 +279,7 @@ def strike_in_another_process(blow: Blow, folder: Path) -> str:
         env=os.environ | {"WIDTH": str(blow.width)},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=800,
         check=False,
     )
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

@@ -1,4 +1,4 @@
-"""Who is declared hung: nobody who is only waiting to be read, whatever takes long in between."""
+"""Which processes are declared hung: none whose signs of life only wait to be read, whatever takes long in between."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Group:
 NEVER = float("inf")
 
 
-def test_a_slow_handler_makes_nobody_else_late() -> None:
+def test_a_slow_handler_makes_no_other_process_late() -> None:
     """Two hang at the same time; the first is killed for 2.5 s, in which the sound ones are not heard."""
     group = Group({0: 1.0, 1: NEVER, 2: 1.0, 3: NEVER})
     group.run(until_s=60.0, steps_s=[TICK_S])
@@ -79,7 +79,7 @@ def test_one_that_was_heard_of_meanwhile_is_not_late() -> None:
     assert group.told == [0]
 
 
-def test_silence_is_noticed_soon_by_one_who_listens() -> None:
+def test_silence_is_noticed_soon() -> None:
     group = Group({0: 1.0, 1: NEVER})
     group.run(until_s=10.0, steps_s=[TICK_S])
     assert group.told == [0]

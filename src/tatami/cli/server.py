@@ -280,7 +280,7 @@ def _tell(report: RunReport, *, as_json: bool) -> None:
     if report.losses:
         show(f"loss of the last round: {report.losses[-1]:.5g}")
     if not report.failures:
-        show("nobody failed")
+        show("no process failed")
         return
     rows = tuple(
         (

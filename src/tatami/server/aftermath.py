@@ -12,7 +12,7 @@ def aftermath(*, report: Path | str | None, directory: Path | str | None) -> str
         report: the file that says what happened.
         directory: of checkpoints.
     """
-    from tatami.server import checkpoints  # brings numpy, which not everybody needs who may have to say this
+    from tatami.server import checkpoints  # brings numpy, which the witness needs at its end only
 
     said = "" if report is None else f" What happened is in {report}."
     if directory is not None and (saved := checkpoints.versions(Path(directory))):

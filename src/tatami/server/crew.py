@@ -147,7 +147,7 @@ class Crew:
         return [(number, member) for number, member in starting if member.node not in alive]
 
     def restart_clocks(self) -> None:
-        """The run begins now: nobody has been silent before."""
+        """The run begins now: no member has been silent before."""
         for member in self.members.values():
             self._heard(member)
 

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 _SHUN_S = 20.0
-"""For so long nobody is started where somebody has died, if there is another node: a frozen node still answers."""
+"""For so long no process is started where one has died, if there is another node: a frozen node still answers."""
 _ANSWER_S = 0.5
 
 
@@ -25,12 +25,12 @@ class Nodes:
         self._died_s: dict[str, float] = {}
 
     def note_death(self, node: str) -> None:
-        """Somebody has died there, and perhaps the node with it."""
+        """A process has died there, and perhaps the node with it."""
         if node:
             self._died_s[node] = self._now_s()
 
     def sound(self) -> list[str]:
-        """Those to start somebody on: where nobody has died lately, if there are any."""
+        """Those to start a process on: where none has died lately, if there are any."""
         alive = self.alive()
         sound = [node for node in alive if self._now_s() - self._died_s.get(node, -_SHUN_S) >= _SHUN_S]
         return sound or alive

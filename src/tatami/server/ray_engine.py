@@ -76,7 +76,7 @@ def engine(*, address: str | None = None, store_bytes: int | None = None) -> Ite
 
 
 def _ask(address: str) -> None:
-    """Whether anybody listens there: Ray itself tries for half a minute, and then says little."""
+    """Whether anything listens there: Ray itself tries for half a minute, and then says little."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not (host and port.isdecimal()):
         return  # a name like "auto"; Ray knows what it means
@@ -85,7 +85,7 @@ def _ask(address: str) -> None:
             return
     except OSError as error:
         raise InputError(
-            f"the Ray cluster at {address} cannot be used: nobody answers there ({error.strerror or error}). "
+            f"the Ray cluster at {address} cannot be used: nothing answers there ({error.strerror or error}). "
             "`ray start --head` prints the address of its cluster"
         ) from error
 

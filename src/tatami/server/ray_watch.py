@@ -23,7 +23,7 @@ from tatami.server.processes import is_running, is_stopped, kill
 from tatami.server.silence import Listening
 
 STOPPED_S = 10.0
-"""For so long one of Ray's processes may be stopped: somebody may have it in a debugger for a moment."""
+"""For so long one of Ray's processes may be stopped: it may be in a debugger for a moment."""
 WAIT_S = 300.0
 """For no call of Ray the run waits longer: also where data of many GB are moved, each call moves a part of them."""
 _GRACE_S = 5.0
@@ -102,7 +102,7 @@ class Judge:
             conditions: of Ray's processes, by id.
             waits_for_s: how long this process has been in one call of Ray.
             waits_in: what it is at.
-            now_s: on a clock that stands still while nobody looks.
+            now_s: on a clock that stands still while this is not called.
         """
         for process in self._processes:
             how = conditions[process.pid]
@@ -158,7 +158,7 @@ class RayWatch:
 
     @property
     def fault(self) -> str | None:
-        """Why the run cannot go on; None while it can. Whoever asks is not in a call of Ray."""
+        """Why the run cannot go on; None while it can. Asked by the run, which is not in a call of Ray then."""
         self._asked_s = self._listening.now_s
         return self._judge.fault
 

@@ -1,4 +1,4 @@
-"""Who has been silent for too long: decided for all at one moment, and of nobody while this process did not listen."""
+"""Which processes have been silent for too long: decided for all at one moment, and by the time in which this one listened."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def silent(signs: Mapping[int, Sign], *, now_s: float) -> tuple[int, ...]:
 class Listening:
     """A clock that goes only while this process listens to signs of life.
 
-    While a handler runs for long, or this process is stopped or without a core, signs of life wait to be read. Nobody is to be
+    While a handler runs for long, or this process is stopped or without a core, signs of life wait to be read. No process is
     judged by that time: of each step of another clock no more than `longest_step_s` counts.
 
     Attributes:
