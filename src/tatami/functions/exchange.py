@@ -266,8 +266,10 @@ class Exchange:
             self._channel, self.name, kind=_ANSWER, tag=0, outgoing=outgoing, sources=sources, location=self.location
         )
         answers.move(present)
-        result = self._sums(answers.record(present, onto=chain), answers.received)
-        if self.index == 0 and not torch.is_grad_enabled():
+        is_differentiated = torch.is_grad_enabled()
+        arrived = answers.record(present, onto=chain) if is_differentiated else answers.arrived
+        result = self._sums(arrived, answers.received)
+        if self.index == 0 and not is_differentiated:
             self._chains.close(chain)
         return result
 

@@ -9,10 +9,13 @@ from types import CodeType
 
 from tatami.functions.message import MAX_LOCATION_BYTES
 
+_FRAMES_OF_OURS = 4
+"""The operation at least is so far up: between here and it are that of the exchange, what is run, and `replayed`."""
+
 
 def user_location() -> bytes:
     """`file.py:12` of the nearest frame outside of Tatami and torch."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(_FRAMES_OF_OURS)
     while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     return _as_bytes(frame.f_code, frame.f_lineno)

@@ -26,7 +26,7 @@ class _Exchanged(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         ctx.exchange = exchange = inputs[0]
         ctx.set_materialize_grads(False)
-        if not all(each.content.wants_all for each in exchange.received):
+        if exchange.received and not all(each.content.wants_all for each in exchange.received):
             leaves = [leaf for each in exchange.received for leaf in each.content.leaves]
             constant = [tensor for tensor, leaf in zip(output[1:], leaves, strict=True) if not leaf.wants]
             ctx.mark_non_differentiable(*constant)
