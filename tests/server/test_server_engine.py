@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +19,8 @@ from tatami.errors import InputError, MissingExtraError
 from tatami.server.folder import remove_stale, run_folder
 from tatami.server.processes import machine, started_with
 from tatami.server.ray_engine import engine, require_ray
+from tatami.server.ray_start import conditions, end
+from tatami.server.ray_watch import Condition, RayProcess
 
 
 def test_where_ray_is_absent_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +88,94 @@ def test_an_address_at_which_nothing_listens() -> None:
         engine(address=address),
     ):
         pass
+
+
+class Services:
+    """What Ray starts a node with: a raylet, and a question that is answered when the node is up."""
+
+    def __init__(self, *, raylet: subprocess.Popen[bytes], asked_for: int) -> None:
+        self._raylet, self._left = raylet, asked_for
+        self.num_asked = 0
+
+    def start_raylet(self) -> Any:
+        return SimpleNamespace(process=self._raylet)
+
+    def get_node(self, address: str) -> str:
+        self.num_asked += 1
+        self._left -= 1
+        if self._left >= 0:
+            raise RuntimeError("no such node")
+        return f"the node at {address}"
+
+
+def starting(services: Services, folder: Path) -> AbstractContextManager[None]:
+    constants = SimpleNamespace(ENABLE_RAY_CLUSTER=True, ENABLE_RAY_CLUSTERS_ENV_VAR="TATAMI_TEST_CLUSTERS")
+    ray = SimpleNamespace(_private=SimpleNamespace(ray_constants=constants, services=services))
+    return conditions(ray, folder=folder, token="")
+
+
+def test_a_node_is_waited_for_while_its_raylet_lives(tmp_path: Path) -> None:
+    raylet = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    try:
+        services = Services(raylet=raylet, asked_for=3)
+        own = services.get_node
+        with starting(services, tmp_path):
+            services.start_raylet()
+            assert services.get_node("here") == "the node at here"
+        assert services.num_asked == 4
+        assert services.get_node == own, "Ray has its own again"
+    finally:
+        raylet.kill()
+        raylet.wait()
+
+
+def test_a_node_whose_raylet_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    raylet = subprocess.Popen([sys.executable, "-c", ""])
+    raylet.wait()
+    services = Services(raylet=raylet, asked_for=10**9)
+    with starting(services, tmp_path):
+        services.start_raylet()
+        with pytest.raises(ConnectionError, match="raylet ended while it started"):
+            services.get_node("here")
+
+
+def test_what_does_not_end_with_ray_is_ended(tmp_path: Path) -> None:
+    """As a process that Ray had started and that is stopped: it would write into a folder that is removed."""
+    environment = os.environ | {"TATAMI_RAY_FOLDER": str(tmp_path)}
+    marked, agent = (
+        subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], env=env) for env in (environment, None)
+    )
+    os.kill(marked.pid, signal.SIGSTOP)
+    try:
+        end(tmp_path, agents=(agent.pid,), limit_s=0.0)
+        assert (marked.wait(timeout=100), agent.wait(timeout=100)) == (-signal.SIGKILL, -signal.SIGKILL)
+    finally:
+        marked.kill()
+        agent.kill()
+
+
+def test_a_cluster_of_the_users_is_not_waited_for_where_its_raylet_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The raylet is not ours to kill, and Ray's way to leave waits for it, at the end of the process again."""
+    ray = pytest.importorskip("ray")
+    raylet = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    process = RayProcess(name="raylet", pid=raylet.pid, is_ours=False)
+    calls: list[object] = []
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
+    monkeypatch.setattr("atexit.unregister", calls.append)
+    monkeypatch.setattr("tatami.server.ray_engine.ray_processes", lambda _: (process,))
+    try:
+        with engine(address="theirs"):
+            pass
+        assert calls == ["shutdown"]
+        with engine(address="theirs"):
+            os.kill(raylet.pid, signal.SIGSTOP)
+            while process.condition is not Condition.STOPPED:
+                os.sched_yield()
+        assert calls == ["shutdown", ray._private.worker.shutdown]
+    finally:
+        raylet.kill()
+        raylet.wait()
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ pytest.importorskip("ray")
 
 from tatami.datasets.load import load
 from tatami.errors import CheckpointError, InputError, ModelError, NotFiniteError, TrainingError
-from tatami.server import checkpoints
+from tatami.server import checkpoints, crew
 from tatami.server.consistency import ASP, SSP, Backup
 from tatami.server.learner import Course
 from tatami.server.optimizers import SGD, Adam
@@ -154,6 +154,19 @@ def test_a_start_that_fails_again_and_again_is_given_up() -> None:
 
     with pytest.raises(TrainingError, match="processes ended before the first round; is there enough memory"):
         train(model_that_kills, loss_fn, **SETTINGS | ALONE)
+
+
+def test_a_start_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "BOOT_TIMEOUT_S", 1.0)
+    driver = os.getpid()
+
+    def model_that_is_never_built() -> nn.Module:
+        while os.getpid() != driver:
+            time.sleep(1.0)
+        return model_fn()
+
+    with pytest.raises(TrainingError, match=r"(worker process|server) 0 was not up 1 s after it was started"):
+        train(model_that_is_never_built, loss_fn, **SETTINGS | ALONE)
 
 
 @pytest.mark.parametrize("name", ["digits", "nettalk"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,6 +107,32 @@ def test_however_long_anything_takes_only_those_that_hang_are_told_of(
     group.run(until_s=100 * max(steps_s), steps_s=steps_s)
     assert set(group.told) <= set(range(len(hang_s)))
     assert set(group.heard) >= set(sound)
+
+
+def test_each_process_has_its_own_limit_to_start() -> None:
+    """However many there are, and whenever the others came up."""
+    pytest.importorskip("ray")
+    from tatami.server.crew import BOOT_TIMEOUT_S, Crew, Member
+    from tatami.server.processes import Identity
+
+    unused: Any = None
+    crew = Crew(
+        type(None),
+        calls=unused,
+        nodes=unused,
+        now_s=lambda: 0.0,
+        listening=Listening(0.0, longest_step_s=1.0),
+        heartbeat_s=LIMIT_S,
+        pool=None,
+        on_up=unused,
+        on_gone=unused,
+    )
+    for number in range(100):
+        crew.members[number] = Member(actor=None, seen_s=0.0, heard_s=18.0 * number)
+    crew.members[0].identity = Identity(pid=1, node="", machine="")
+    assert silent(crew.signs(), now_s=18.0) == (0,), "the heartbeat is of those that are up"
+    crew.members[0].heard_s = 18.0 * 50
+    assert silent(crew.signs(), now_s=18.0 * 50) == tuple(range(1, 51 - int(BOOT_TIMEOUT_S / 18.0) - 1))
 
 
 def test_the_moment_is_the_same_for_all() -> None:

@@ -27,7 +27,7 @@ BOOT_TIMEOUT_S = 300.0
 _END_S = 2.0
 """Processes that do not end within it, as they hang, are killed."""
 _ASK_S = 1.0
-"""Between two looks at the nodes that somebody is being started on."""
+"""Between two looks at the nodes on which a process is being started."""
 _PULSE_S = 0.25
 """Between signs of life, where the heartbeat does not ask for more: so well a report knows when a process failed."""
 

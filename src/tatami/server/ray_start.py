@@ -54,8 +54,8 @@ def start(ray: Any, *, folder: Path, store_bytes: int | None) -> tuple[int, ...]
     """Start Ray for this process, again if it fails.
 
     Args:
-        folder: private to this user. Ray opens its own folder in it to everybody, and there are the sockets by which it is
-            told what to run.
+        folder: private to this user. Ray makes its own folder in it writable for all, and there are the sockets by which it
+            is told what to run.
         store_bytes: shared memory for what is under way; a third of the machine's where None.
 
     Returns:

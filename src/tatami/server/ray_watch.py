@@ -60,9 +60,12 @@ class RayProcess:
 
 
 def ray_processes(ray: Any) -> tuple[RayProcess, ...]:
-    """Those that this process cannot do without, as far as they are on this machine: the raylet and the GCS."""
+    """Those that this process cannot do without, as far as they are on this machine: the raylet and the GCS.
+
+    Empty where the system cannot tell, which is everywhere but on Linux; Ray and the witness end the run there.
+    """
     node = getattr(ray._private.worker, "_global_node", None)
-    if node is None:  # of a remote client, which has no raylet of its own
+    if node is None or sys.platform != "linux":  # None: of a remote client, which has no raylet of its own
         return ()
     ours = {name: [each.process.pid for each in started] for name, started in node.all_processes.items()}
     raylet = _listener(node.raylet_socket_name)

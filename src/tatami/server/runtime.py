@@ -18,7 +18,7 @@ from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.aftermath import aftermath
 from tatami.server.calls import Calls
-from tatami.server.crew import BOOT_TIMEOUT_S, Crew, Member
+from tatami.server.crew import Crew, Member
 from tatami.server.ledger import Ledger, Sink
 from tatami.server.nodes import Nodes
 from tatami.server.optimizers import AbstractOptimizer, Vector
@@ -412,12 +412,12 @@ class Runtime:
 
     def _begin_again(self, crew: Crew, number: int, *, start: Callable[[int], None], late: bool) -> None:
         """Nothing has been done yet that could be lost: what ends now is started once more, where its node is not at fault."""
-        is_slow = late and not crew.members[number].is_ready
+        limit_s = crew.signs()[number].limit_s if late and not crew.members[number].is_ready else None
         crew.kill(number)
-        if is_slow and len(self._nodes.alive()) < 2:
+        if limit_s is not None and len(self._nodes.alive()) < 2:
             raise TrainingError(
-                f"process {number} of {self.protocol.workers} workers and {self.protocol.servers} servers was not up "
-                f"{BOOT_TIMEOUT_S:.0f} s after it was started; is the machine that busy, or does model_fn take so long?"
+                f"{'server' if crew is self._servers else 'worker process'} {number} was not up {limit_s:.0f} s after it was "
+                "started; is the machine that busy, or does model_fn take so long?"
             )
         if not self._starts_left:
             raise TrainingError(
