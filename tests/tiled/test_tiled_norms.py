@@ -212,6 +212,7 @@ def test_clipping_is_one_exchange_and_none_without_tiles(world: World) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.threads_only
 def test_a_norm_that_one_rank_alone_asks_for_ends_with_an_error(world: World) -> None:
     built = network()
 

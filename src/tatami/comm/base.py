@@ -10,6 +10,7 @@ import torch
 
 from tatami.collective import Sync
 from tatami.comm.reduction import Op
+from tatami.comm.roll_call import AbstractRollCall
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow, refuse_windows
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -66,6 +67,11 @@ class AbstractCommunicator(ABC):
     def library(self) -> str:
         """What moves the bytes, with its version."""
         return type(self).__name__
+
+    @property
+    def roll_call(self) -> AbstractRollCall | None:
+        """By which ranks ask each other what they do, after a wait without its message; None where there is none."""
+        return None
 
     @property
     def local_rank(self) -> int:

@@ -21,8 +21,8 @@ from typing import final
 
 from tatami.comm.guard import LEFT_EARLY, describe_end, end_with_parent, ended_by
 from tatami.comm.pmi import PmiServer
+from tatami.comm.roll_call import format_ranks
 from tatami.comm.signals import StopRequest
-from tatami.comm.wait import format_ranks
 from tatami.errors import CommError
 
 LOOK_S = 0.05

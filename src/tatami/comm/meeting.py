@@ -98,11 +98,19 @@ class CounterBarrier:
         for _ in range(self._polls):
             if other[0] >= count:
                 return
-        waited_s = wait_until(lambda: other[0] >= count, policy=self._policy, timeout_s=self._timeout_s(), clock=self._clock)
+        waited_s = wait_until(
+            lambda: other[0] >= count,
+            policy=self._policy,
+            timeout_s=self._timeout_s(),
+            clock=self._clock,
+            doing=lambda: self._waiting().describe(),
+        )
         if waited_s is not None:
-            missing = tuple(rank for rank, counter in enumerate(self._counters) if counter[0] < count)
-            size = len(self._counters)
-            raise Waiting(operation="shared barrier", rank=self._rank, size=size, missing=missing).timeout(waited_s)
+            raise self._waiting().timeout(waited_s, roll_call=self._policy.roll_call)
+
+    def _waiting(self) -> Waiting:
+        missing = tuple(rank for rank, counter in enumerate(self._counters) if counter[0] < self._count)
+        return Waiting(operation="shared barrier", rank=self._rank, size=len(self._counters), missing=missing)
 
 
 def polls_before_yield(*, ranks_on_host: int) -> int:

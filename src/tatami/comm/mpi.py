@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from types import ModuleType
 from typing import Any, Never
@@ -19,9 +20,11 @@ from tatami.clock import Clock, SystemClock
 from tatami.collective import Sync
 from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest
 from tatami.comm.checked import MAX_TAG
+from tatami.comm.mpi_roll_call import MpiRollCall
 from tatami.comm.mpi_window import AbstractMpiCommunicator, MpiSharedWindow, MpiWindow
 from tatami.comm.reduction import Op, combine
-from tatami.comm.session import abandoned, load_mpi, stop_all_ranks
+from tatami.comm.roll_call import AbstractRollCall, ProcessPlace
+from tatami.comm.session import abandoned, load_mpi, say_goodbye_with, stop_all_ranks
 from tatami.comm.wait import Waiting, wait_policy, wait_until
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow, check_window
 from tatami.errors import CommError, InputError
@@ -66,6 +69,7 @@ class MpiRequest(AbstractRequest):
             arrived = one.Test(self._status) if one is not None else mpi.Request.Testall(self._requests)
         except mpi.Exception as error:
             self._complete = True
+            self._communicator.gave_up()
             raise CommError(f"{self._waiting().describe()}: MPI says: {error.Get_error_string()}") from error
         if arrived:
             self._finish()
@@ -73,10 +77,17 @@ class MpiRequest(AbstractRequest):
 
     def wait(self) -> None:
         communicator = self._communicator
-        waited_s = wait_until(self.test, policy=communicator.policy, timeout_s=communicator.timeout_s, clock=communicator.clock)
+        policy = communicator.policy
+        waited_s = wait_until(
+            self.test,
+            policy=policy,
+            timeout_s=communicator.timeout_s,
+            clock=communicator.clock,
+            doing=lambda: self._waiting().describe(),
+        )
         if waited_s is not None:
             self._give_up()
-            raise self._waiting().timeout(waited_s)
+            raise self._waiting().timeout(waited_s, roll_call=policy.roll_call)
 
     def _finish(self) -> None:
         self._complete = True
@@ -92,6 +103,7 @@ class MpiRequest(AbstractRequest):
 
     def _give_up(self) -> None:
         """A receive can be taken back; anything else keeps its tensors alive for as long as MPI may touch them."""
+        self._communicator.gave_up()
         if self._operation == "recv":
             self._requests[0].Cancel()
             if self._requests[0].Test():
@@ -117,6 +129,7 @@ class MpiCommunicator(AbstractMpiCommunicator):
         self.clock = clock or SystemClock()
         self._comm = comm
         self._parts: list[MpiCommunicator] = []
+        self._gave_up = False
         self._types = {
             torch.float64: mpi.DOUBLE,
             torch.float32: mpi.FLOAT,
@@ -138,8 +151,12 @@ class MpiCommunicator(AbstractMpiCommunicator):
         comm = mpi.COMM_WORLD.Dup()
         # Who shares this host is not known yet: as if all did, a wait is polite in any case.
         unknown = cls(comm, mpi=mpi, hosts=(socket.gethostname(),) * comm.Get_size(), timeout_s=timeout_s)
-        hosts = unknown.allgather_object(socket.gethostname())
-        return cls(comm, mpi=mpi, hosts=tuple(hosts), timeout_s=timeout_s)
+        places = unknown.allgather_object(ProcessPlace.here())
+        world = cls(comm, mpi=mpi, hosts=tuple(place.host for place in places), timeout_s=timeout_s)
+        roll_call = MpiRollCall(mpi.COMM_WORLD.Dup(), mpi=mpi, places=places, clock=world.clock)
+        world.policy = replace(world.policy, roll_call=roll_call)
+        say_goodbye_with(roll_call)
+        return world
 
     def split(self, color: int | None, *, key: int = 0) -> MpiCommunicator | None:
         self._check_open("split")
@@ -156,12 +173,25 @@ class MpiCommunicator(AbstractMpiCommunicator):
         return made
 
     def close(self) -> None:
-        """Also closes the parts made by `split` that are still open. MPI has some two thousand communicators to give."""
+        """Also closes the parts made by `split` that are still open. MPI has some two thousand communicators to give.
+
+        One on which a transfer was given up is not given back: MPI would hand its number out again, and what one rank sent on
+        it and no rank received would come to those who have the new one.
+        """
         if not self._closed:
             self._closed = True
             for each in self._parts:
                 each.close()
-            self._comm.Free()
+            if not self._gave_up:
+                self._comm.Free()
+
+    def gave_up(self) -> None:
+        """Transfers on this communicator will not come to their end."""
+        self._gave_up = True
+
+    @property
+    def roll_call(self) -> AbstractRollCall | None:
+        return self.policy.roll_call
 
     @property
     def library(self) -> str:
@@ -175,16 +205,24 @@ class MpiCommunicator(AbstractMpiCommunicator):
         self, size: int, dtype: torch.dtype, *, sync: Sync = Sync.PSCW, memory: torch.Tensor | None = None
     ) -> AbstractWindow:
         check_window(size, sync)
-        return MpiWindow(self.duplicate(), size=size, dtype=dtype, sync=sync, memory=memory)
+        return MpiWindow(self._window_part(), size=size, dtype=dtype, sync=sync, memory=memory)
 
     def shared_window(self, size: int, dtype: torch.dtype) -> AbstractSharedWindow:
         check_window(size, Sync.PSCW)
-        return MpiSharedWindow(self.duplicate(), size=size, dtype=dtype)
+        return MpiSharedWindow(self._window_part(), size=size, dtype=dtype)
+
+    def _window_part(self) -> MpiCommunicator:
+        """For a window, which closes it: MPI must not be given back its number while the window is open."""
+        part = self.duplicate()
+        self._parts.remove(part)
+        return part
 
     def wait_for(self, done: Callable[[], bool], *, operation: str, missing: tuple[int, ...]) -> None:
-        waited_s = wait_until(done, policy=self.policy, timeout_s=self.timeout_s, clock=self.clock)
+        waiting = Waiting(operation=operation, rank=self.rank, size=self.size, missing=missing)
+        waited_s = wait_until(done, policy=self.policy, timeout_s=self.timeout_s, clock=self.clock, doing=waiting.describe)
         if waited_s is not None:
-            raise Waiting(operation=operation, rank=self.rank, size=self.size, missing=missing).timeout(waited_s)
+            self.gave_up()
+            raise waiting.timeout(waited_s, roll_call=self.policy.roll_call)
 
     def abort(self, reason: str) -> Never:
         stop_all_ranks(f"rank {self.rank} of {self.size} aborted: {reason}")

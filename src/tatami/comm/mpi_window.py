@@ -173,7 +173,12 @@ class MpiWindow(AbstractWindow):
     def _watch(self, call: str, *, peer: int | None = None) -> Any:
         towards = "" if peer is None else f" towards rank {peer}"
         comm = self._comm
-        return WATCHDOG.watch(f"{call} of a window on rank {comm.rank} of {comm.size}{towards}", timeout_s=comm.timeout_s)
+        text = f"{call} of a window on rank {comm.rank} of {comm.size}{towards}"
+        return WATCHDOG.watch(text, timeout_s=comm.timeout_s, findings=lambda: _findings(comm, text))
+
+
+def _findings(comm: AbstractMpiCommunicator, text: str) -> str:
+    return "" if comm.roll_call is None else f"({comm.roll_call.findings(text, size=comm.size, waited_s=comm.timeout_s)})"
 
 
 class MpiSharedWindow(AbstractSharedWindow):

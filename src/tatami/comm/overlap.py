@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -123,7 +124,8 @@ class SharedOverlap(AbstractOverlap):
         self._ranks_here = here.allgather_object(comm.rank)
         self._ranks_across = column.allgather_object(comm.rank) if column is not None else []
         self._clock = clock or SystemClock()
-        self._policy = wait_policy(ranks_on_host=here.size, cores=len(os.sched_getaffinity(0)))
+        policy = wait_policy(ranks_on_host=here.size, cores=len(os.sched_getaffinity(0)))
+        self._policy = replace(policy, roll_call=comm.roll_call)
         page = _PAGE_BYTES // dtype.itemsize
         starts = list(accumulate((-(-size // page) * page for size in sizes), initial=0))
         self._window = here.shared_window(starts[-1], dtype)
@@ -160,9 +162,15 @@ class SharedOverlap(AbstractOverlap):
             self._announce(index)
 
     def wait(self) -> None:
-        waited_s = wait_until(self._complete, policy=self._policy, timeout_s=self._comm.timeout_s, clock=self._clock)
+        waited_s = wait_until(
+            self._complete,
+            policy=self._policy,
+            timeout_s=self._comm.timeout_s,
+            clock=self._clock,
+            doing=lambda: self._waiting().describe(),
+        )
         if waited_s is not None:
-            raise self._waiting().timeout(waited_s)
+            raise self._waiting().timeout(waited_s, roll_call=self._policy.roll_call)
         self._crossing.restart()
         self._window.make_visible()
 

@@ -7,11 +7,13 @@ import os
 import sys
 import threading
 import traceback
+from dataclasses import replace
 from types import ModuleType, TracebackType
 from typing import Any, Never
 
 from tatami.clock import SystemClock
 from tatami.comm import guard
+from tatami.comm.roll_call import AbstractRollCall
 from tatami.comm.wait import WaitPolicy, wait_until
 from tatami.errors import MissingExtraError
 
@@ -19,6 +21,8 @@ _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCI
 
 _GOODBYE_POLICY = WaitPolicy(spin_s=0.0, longest_sleep_s=5e-3)
 """Nothing hurries at the end: other ranks may still compute, and should have the cores."""
+
+_roll_call: AbstractRollCall | None = None
 
 abandoned: list[tuple[list[Any], object]] = []
 """Requests whose wait timed out, with their tensors: MPI may still write there, so they must live as long as the process."""
@@ -47,6 +51,12 @@ def load_mpi() -> ModuleType:
         add_exception_hook()
         atexit.register(_say_goodbye, MPI)
     return MPI
+
+
+def say_goodbye_with(roll_call: AbstractRollCall) -> None:
+    """Where this rank waits at its end for the others, it answers those who ask what it does."""
+    global _roll_call
+    _roll_call = roll_call
 
 
 def add_exception_hook() -> None:
@@ -106,7 +116,8 @@ def _say_goodbye(mpi: ModuleType) -> None:
     if num_unfinished:
         stop_all_ranks(f"{this_rank()} ends with {num_unfinished} transfers that timed out; all ranks are stopped")
     request = mpi.COMM_WORLD.Ibarrier()
-    wait_until(request.Test, policy=_GOODBYE_POLICY, timeout_s=float("inf"), clock=SystemClock())
+    policy = replace(_GOODBYE_POLICY, roll_call=_roll_call)
+    wait_until(request.Test, policy=policy, timeout_s=float("inf"), clock=SystemClock(), doing=lambda: "the end of its script")
     mpi.Finalize()
     guard.mark(b"-")
 

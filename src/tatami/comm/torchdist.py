@@ -21,6 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Never, cast
 
@@ -32,6 +33,8 @@ from tatami.clock import SystemClock
 from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest
 from tatami.comm.checked import CheckedCommunicator, DoneRequest, ThenRequest, as_bytes
 from tatami.comm.reduction import Op, combine
+from tatami.comm.roll_call import AbstractRollCall, ProcessPlace
+from tatami.comm.store_roll_call import StoreRollCall
 from tatami.comm.threads import single_communicator, wrong_size
 from tatami.comm.wait import Waiting, wait_policy, wait_until
 from tatami.errors import CommError, InputError, RankDiedError
@@ -42,6 +45,10 @@ _FIRST_PAYLOAD_TAG = 1 << 16
 _NUM_PAYLOAD_TAGS = 1 << 30
 _HEADER_ELEMENTS = 2
 _THREAD_ENDS_S = 1.0
+_SHORTEST_S = 1e-3
+"""A shorter wait of gloo's would be one without an end."""
+_SLICE_S = 0.25
+"""So long a wait goes on before it is looked whether another rank asks what this one does."""
 
 _abandoned: list[tuple[Any, Any, tuple[torch.Tensor, ...]]] = []
 """Collectives whose wait timed out, with their group and tensors: gloo may still write there."""
@@ -71,13 +78,16 @@ class WorkRequest(AbstractRequest):
         if self._keep[0].device.type == "cpu":
             # Gloo's own wait sleeps, and gives the core to gloo's threads.
             for work in self._works:
-                left_s = max(0.0, communicator.timeout_s - (communicator.clock.now_s() - start_s))
-                with suppress(RuntimeError):
-                    work.wait(timedelta(seconds=left_s))
-        left_s = max(0.0, communicator.timeout_s - (communicator.clock.now_s() - start_s))
-        if wait_until(self.test, policy=communicator.policy, timeout_s=left_s, clock=communicator.clock) is not None:
+                while not work.is_completed() and (left_s := communicator.left_s(start_s)) > 0:
+                    with suppress(RuntimeError):
+                        work.wait(timedelta(seconds=min(max(left_s, _SHORTEST_S), _SLICE_S)))
+                    if not work.is_completed():
+                        communicator.answer(self._waiting)
+        left_s = max(0.0, communicator.left_s(start_s))
+        policy, doing = communicator.policy, self._waiting.describe
+        if wait_until(self.test, policy=policy, timeout_s=left_s, clock=communicator.clock, doing=doing) is not None:
             _abandoned.append((self._works, self._group, self._keep))
-            raise self._waiting.timeout(communicator.clock.now_s() - start_s)
+            raise self._waiting.timeout(communicator.clock.now_s() - start_s, roll_call=communicator.roll_call)
 
     def _finish(self) -> None:
         works, self._works = self._works, []
@@ -121,9 +131,12 @@ class MessageRequest(AbstractRequest):
         return True
 
     def wait(self) -> None:
-        timeout_s = self._communicator.timeout_s
-        if not self._done.wait(timeout_s):
-            raise self._waiting.timeout(timeout_s)
+        communicator = self._communicator
+        start_s = communicator.clock.now_s()
+        while not self._done.wait(min(max(left_s := communicator.left_s(start_s), 0.0), _SLICE_S)):
+            if left_s <= 0:
+                raise self._waiting.timeout(communicator.timeout_s, roll_call=communicator.roll_call)
+            communicator.answer(self._waiting)
         self.test()
 
     def _run(self) -> None:
@@ -142,15 +155,26 @@ class TorchdistCommunicator(CheckedCommunicator):
     collective different sizes are ended by gloo, with its message.
     """
 
-    def __init__(self, store: Any, *, rank: int, size: int, name: str, hosts: tuple[str, ...] | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        *,
+        rank: int,
+        size: int,
+        name: str,
+        timeout_s: float,
+        hosts: tuple[str, ...] | None = None,
+        roll_call: AbstractRollCall | None = None,
+    ) -> None:
         """
         Args:
             store: of torch.distributed, that all ranks reach.
             rank: this one.
             size: how many there are.
             name: unique among the communicators on this store, and the same on all ranks.
-            hosts: of all ranks; None: they are asked.
             timeout_s: how long a wait may take.
+            hosts: of all ranks; None: they are asked.
+            roll_call: that these ranks have already; None: a new one among them.
 
         Raises:
             InputError: this torch was built without gloo.
@@ -174,10 +198,16 @@ class TorchdistCommunicator(CheckedCommunicator):
             raise CommError(f"rank {rank} of {size} could not reach all others through gloo: {_said(error)}") from error
         _open.add(self)
         cores = len(os.sched_getaffinity(0))
+        self._roll_call = roll_call
         self.policy = wait_policy(ranks_on_host=self.local_size, cores=cores)
-        if hosts is None:
-            self._hosts = tuple(self.allgather_object(socket.gethostname()))
-            self.policy = wait_policy(ranks_on_host=self.local_size, cores=cores)
+        if hosts is None or roll_call is None:
+            places = self.allgather_object(ProcessPlace.here())
+            self._hosts = tuple(place.host for place in places)
+            ours = c10d.PrefixStore(f"{name}/roll call", store)
+            self._roll_call = StoreRollCall(ours, rank=rank, places=places, clock=self.clock)
+            self.barrier()  # all are in the store
+        policy = wait_policy(ranks_on_host=self.local_size, cores=cores)
+        self.policy = replace(policy, roll_call=self._roll_call)
 
     @classmethod
     def world(cls, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> TorchdistCommunicator:
@@ -198,7 +228,7 @@ class TorchdistCommunicator(CheckedCommunicator):
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(name, "lo")
         store, rank, size = next(iter(cast(Any, c10d).rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
-        return cls(store, rank=rank, size=size, name="tatami", hosts=None, timeout_s=timeout_s)
+        return cls(store, rank=rank, size=size, name="tatami", timeout_s=timeout_s)
 
     @classmethod
     def of_group(cls, group: Any = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> TorchdistCommunicator:
@@ -207,9 +237,7 @@ class TorchdistCommunicator(CheckedCommunicator):
         number = _num_adopted[group.group_name] = _num_adopted[group.group_name] + 1
         store = c10d._get_default_store()
         name = f"tatami/{group.group_name}/{number}"
-        return cls(
-            store, rank=dist.get_rank(group), size=dist.get_world_size(group), name=name, hosts=None, timeout_s=timeout_s
-        )
+        return cls(store, rank=dist.get_rank(group), size=dist.get_world_size(group), name=name, timeout_s=timeout_s)
 
     def split(self, color: int | None, *, key: int = 0) -> TorchdistCommunicator | None:
         self._check_open("split")
@@ -222,9 +250,23 @@ class TorchdistCommunicator(CheckedCommunicator):
             rank=ranks.index(self.rank),
             size=len(ranks),
             name=f"{self._name}/{self._num_splits}.{color}",
-            hosts=tuple(self.hosts[rank] for rank in ranks),
             timeout_s=self.timeout_s,
+            hosts=tuple(self.hosts[rank] for rank in ranks),
+            roll_call=self._roll_call,
         )
+
+    @property
+    def roll_call(self) -> AbstractRollCall | None:
+        return self._roll_call
+
+    def left_s(self, start_s: float) -> float:
+        """What is left of the timeout of a wait that began then."""
+        return self.timeout_s - (self.clock.now_s() - start_s)
+
+    def answer(self, waiting: Waiting) -> None:
+        """In a long wait: answer those who ask."""
+        if self._roll_call is not None:
+            self._roll_call.answer(waiting.describe())
 
     def close(self) -> None:
         if not self._closed:

@@ -9,10 +9,11 @@ they spin, in 0.8 ms when they sleep at once. Sleeps grow with the time waited, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tatami.clock import Clock
+from tatami.comm.roll_call import AbstractRollCall, format_ranks
 from tatami.errors import CommTimeoutError, InputError
 
 WAIT_VARIABLE = "TATAMI_WAIT"
@@ -23,16 +24,23 @@ LONGEST_SLEEP_S = 500e-6
 SLEEP_FRACTION = 0.03
 ROOMY_SPIN_S = 2e-3
 """Where every rank has its own core: covers the transfer of a few MiB, in which the polls themselves move the data."""
+ANSWER_EVERY_S = 0.05
+"""How often a rank that waits looks whether another one asks what it does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WaitPolicy:
-    """Poll for `spin_s`; then sleep `sleep_fraction` of the time waited so far, within the two bounds."""
+    """Poll for `spin_s`; then sleep `sleep_fraction` of the time waited so far, within the two bounds.
+
+    Attributes:
+        roll_call: of these ranks; in long waits it answers those who ask what this rank does.
+    """
 
     spin_s: float
     first_sleep_s: float = FIRST_SLEEP_S
     longest_sleep_s: float = LONGEST_SLEEP_S
     sleep_fraction: float = SLEEP_FRACTION
+    roll_call: AbstractRollCall | None = None
 
 
 def wait_policy(*, ranks_on_host: int, cores: int, environ: Mapping[str, str] | None = None) -> WaitPolicy:
@@ -51,8 +59,22 @@ def wait_policy(*, ranks_on_host: int, cores: int, environ: Mapping[str, str] | 
     return WaitPolicy(spin_s=ROOMY_SPIN_S if ranks_on_host <= cores else 0.0)
 
 
-def wait_until(done: Callable[[], bool], *, policy: WaitPolicy, timeout_s: float, clock: Clock) -> float | None:
+def wait_until(
+    done: Callable[[], bool],
+    *,
+    policy: WaitPolicy,
+    timeout_s: float,
+    clock: Clock,
+    doing: Callable[[], str] = lambda: "an operation that is not named here",
+) -> float | None:
     """Poll `done` until it is true.
+
+    Args:
+        done: whether it is over; asked again and again.
+        policy: how to wait.
+        timeout_s: for how long at most.
+        clock: for the time.
+        doing: what this wait is, for others who ask.
 
     Returns:
         None once it is true; the seconds waited where `timeout_s` passed first.
@@ -60,10 +82,15 @@ def wait_until(done: Callable[[], bool], *, policy: WaitPolicy, timeout_s: float
     if done():
         return None
     start_s = clock.now_s()
+    answer_after_s = ANSWER_EVERY_S
     while not done():
         waited_s = clock.now_s() - start_s
         if waited_s >= timeout_s:
             return waited_s
+        if waited_s > answer_after_s:
+            answer_after_s = waited_s + ANSWER_EVERY_S
+            if policy.roll_call is not None:
+                policy.roll_call.answer(doing())
         if waited_s < policy.spin_s:
             os.sched_yield()
         else:
@@ -83,27 +110,28 @@ class Waiting:
     tag: int | None = None
     missing: tuple[int, ...] = ()
 
-    def describe(self) -> str:
-        """The operation and its place: `recv from rank 5 (tag 7) on rank 2 of 8`."""
+    @property
+    def what(self) -> str:
+        """The operation: `recv from rank 5 (tag 7)`."""
         direction = "to" if self.operation == "send" else "from"
         peer = f" {direction} rank {self.peer}" if self.peer is not None else ""
         tag = f" (tag {self.tag})" if self.tag is not None else ""
-        return f"{self.operation}{peer}{tag} on rank {self.rank} of {self.size}"
+        return f"{self.operation}{peer}{tag}"
 
-    def timeout(self, waited_s: float) -> CommTimeoutError:
-        """The error of a wait that ended after `waited_s` seconds without its message."""
+    def describe(self) -> str:
+        """The operation and its place: `recv from rank 5 (tag 7) on rank 2 of 8`."""
+        return f"{self.what} on rank {self.rank} of {self.size}"
+
+    def timeout(self, waited_s: float, *, roll_call: AbstractRollCall | None = None) -> CommTimeoutError:
+        """The error of a wait that ended after `waited_s` seconds without its message; others are asked what they do."""
         if self.peer is None:
             who = f"{format_ranks(self.missing)} did not join" if self.missing else "not every rank joined in or went on"
             question = "Do all ranks call the same collectives in the same order, and are they alive?"
         else:
             who = f"rank {self.peer} did not take it" if self.operation == "send" else f"nothing came from rank {self.peer}"
             question = f"Is rank {self.peer} alive, and does it use the same tag?"
+        findings = "" if roll_call is None else roll_call.findings(self.describe(), size=self.size, waited_s=waited_s)
         return CommTimeoutError(
-            f"{self.describe()} timed out after {waited_s:.3g} s: {who}. {question} "
+            f"{self.describe()} timed out after {waited_s:.3g} s: {who}. {findings or question} "
             "Raise timeout_s if it is only slow or the link is."
         )
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """`rank 5`, or `ranks 5, 7`."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -19,18 +19,18 @@ class Watchdog:
     def __init__(self, *, clock: Clock | None = None, stop: Callable[[str], object] = stop_all_ranks) -> None:
         self._clock = clock or SystemClock()
         self._stop = stop
-        self._watched: tuple[float, str] | None = None
+        self._watched: tuple[float, Callable[[], str]] | None = None
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def watch(self, text: str, *, timeout_s: float) -> Iterator[None]:
-        """End the job with `text` if the block takes longer than `timeout_s` seconds."""
+    def watch(self, text: str, *, timeout_s: float, findings: Callable[[], str] = str) -> Iterator[None]:
+        """End the job with `text`, and what is found out then, if the block takes longer than `timeout_s` seconds."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, name="tatami-watchdog", daemon=True)
             self._thread.start()
         self._watched = (
             self._clock.now_s() + timeout_s,
-            f"{text} did not return within {timeout_s:.3g} s; all ranks are stopped",
+            lambda: " ".join([f"{text} did not return within {timeout_s:.3g} s; all ranks are stopped", findings()]).strip(),
         )
         try:
             yield
@@ -41,7 +41,7 @@ class Watchdog:
         while True:
             watched = self._watched
             if watched is not None and self._clock.now_s() > watched[0]:
-                self._stop(watched[1])
+                self._stop(watched[1]())
                 return
             self._clock.sleep(LOOK_S)
 

@@ -11,6 +11,7 @@ import torch
 from tatami.collective import Sync
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.reduction import Op
+from tatami.comm.roll_call import AbstractRollCall
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow
 
 
@@ -55,6 +56,10 @@ class WrappedCommunicator(AbstractCommunicator):
     @property
     def library(self) -> str:
         return self.inner.library
+
+    @property
+    def roll_call(self) -> AbstractRollCall | None:
+        return self.inner.roll_call
 
     @property
     def has_windows(self) -> bool:

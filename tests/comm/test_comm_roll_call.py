@@ -1,0 +1,148 @@
+"""After a wait without its message a rank knows who is silent, and why, and what the others wait in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tatami.comm import AbstractCommunicator, launch
+from tatami.comm.roll_call import ProcessPlace, describe_findings
+from tatami.testing.worlds import World
+
+HERE = ProcessPlace.here()
+ELSEWHERE = ProcessPlace(host="far", kernel="another", pid=7)
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        yield process
+        process.kill()
+
+
+def test_waits_are_told_together() -> None:
+    said = {1: "barrier on rank 1 of 4", 3: "barrier on rank 3 of 4", 2: "recv from rank 0 (tag 7) on rank 0 of 2"}
+    text = describe_findings(said, rank=0, places=[HERE] * 4)
+    assert text == "Ranks 1, 3 wait in barrier. Rank 2 waits in recv from rank 0 (tag 7) on rank 0 of 2."
+
+
+def test_of_processes_elsewhere_only_their_silence_is_known() -> None:
+    assert describe_findings({}, rank=1, places=[ELSEWHERE, HERE]) == (
+        "Rank 0 (pid 7 on far) does not answer: it computes, was stopped, has died, or cannot be reached."
+    )
+    # Another container may have the same host name, and other processes by the same numbers.
+    namesake = replace(HERE, kernel="another", pid=2**22)
+    assert "does not answer" in describe_findings({}, rank=1, places=[namesake, HERE])
+
+
+def test_of_processes_of_this_machine_it_is_known_how_they_are(process: subprocess.Popen[bytes]) -> None:
+    places = [replace(HERE, pid=process.pid), HERE]
+    who = f"Rank 0 (pid {process.pid} on {HERE.host})"
+    alive = f"{who} is alive, but does not wait for other ranks: it computes, or waits for something else."
+    assert describe_findings({}, rank=1, places=places) == alive
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    stopped = f"{who} was stopped by a signal: `kill -CONT {process.pid}` lets it go on."
+    assert describe_findings({}, rank=1, places=places) == stopped
+    process.kill()
+    process.wait()
+    assert describe_findings({}, rank=1, places=places) == f"{who} has ended."
+
+
+def test_of_very_many_ranks_some_are_named() -> None:
+    places = [HERE, *(replace(ELSEWHERE, pid=number) for number in range(999))]
+    text = describe_findings(dict.fromkeys(range(1, 900), "barrier"), rank=0, places=places)
+    assert "92 more do not answer. Ranks 1, 2, 3, 4, 5, 6, 7, 8 and 891 more wait in barrier." in text
+    assert text.count("does not answer") == 8
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_ranks_that_wait_answer_and_go_on(world: World) -> None:
+    """Ranks but the last wait for it; it asks meanwhile what they do, and again, and then comes."""
+
+    def body(comm: AbstractCommunicator) -> None:
+        roll_call = comm.roll_call
+        if roll_call is None:
+            assert world.kind == "threads"
+            return
+        last = comm.size - 1
+        if comm.rank < last:
+            comm.barrier()
+        else:
+            for _ in range(2):
+                said = roll_call.ask("nothing", patience_s=60.0)
+                assert said == {rank: f"barrier on rank {rank} of {comm.size}" for rank in range(last)}
+            comm.barrier()
+
+    world(body)
+
+
+SCRIPT = """
+    import os, pathlib, signal, sys, time, torch
+    from tatami.comm import AllReduce, init
+    from tatami.errors import CommTimeoutError
+    comm = init(timeout_s=100)
+    comm.barrier()
+    comm.timeout_s = 3.0
+    folder, pids = pathlib.Path(sys.argv[1]), comm.allgather_object(os.getpid())
+    parts = [comm.duplicate() for _ in range(4)]
+    ways = {"barrier": parts[0].barrier, "allreduce": lambda: parts[1].allreduce(torch.zeros(9))}
+    ways["ring"] = AllReduce(parts[2], size=1 << 16, algorithm="ring").run
+    if comm.has_windows:
+        del ways["ring"]
+        ways["shared"] = AllReduce(parts[3], size=1 << 16, algorithm="shared").run
+    for way in ways.values():
+        way()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    for name, way in ways.items():
+        try:
+            way()
+        except CommTimeoutError as error:
+            (folder / f"{comm.rank}-{name}").write_text(str(error))
+    (folder / f"done-{comm.rank}").touch()
+    while not ((folder / "done-0").exists() and (folder / "done-2").exists()):
+        time.sleep(0.05)
+    os.kill(pids[1], signal.SIGKILL)
+    os._exit(1)
+"""
+
+
+def check_what_was_said(folder: Path, ways: set[str]) -> None:
+    found = {path.name: path.read_text() for path in folder.glob("?-*")}
+    assert set(found) == {f"{rank}-{way}" for way in ways for rank in (0, 2)}
+    for name, text in found.items():
+        assert " was stopped by a signal: `kill -CONT " in text
+        assert text.count("Rank 1 (pid ") == 1
+        assert "Rank 0 (pid " not in text, text
+        assert "Rank 2 (pid " not in text, text
+        other = 2 - int(name[0])
+        assert f"Rank {other} waits in " in text
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    return path
+
+
+def test_a_rank_that_was_stopped_is_named_and_no_other(script: Path) -> None:
+    pytest.importorskip("mpi4py")
+    assert launch.run([str(script), str(script.parent)], ranks=3) != 0
+    check_what_was_said(script.parent, {"barrier", "allreduce", "shared"})
+
+
+def test_a_rank_of_torchrun_that_was_stopped_is_named_and_no_other(script: Path) -> None:
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    with subprocess.Popen([sys.executable, *words, str(script), str(script.parent)], stderr=subprocess.DEVNULL) as process:
+        assert process.wait(300) != 0
+    check_what_was_said(script.parent, {"barrier", "allreduce", "ring"})
