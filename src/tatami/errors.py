@@ -6,6 +6,7 @@ Each says what happened, where (rank, peer, operation), the value seen, and what
     ├── InputError (ValueError)                 refused at the boundary, before anything starts or is written
     │   ├── ClusterError                        a cluster description; carries all its problems at once
     │   ├── PlanError                           speeds, sizes or a tiling that cannot be
+    │   │   └── MemoryLackError (MemoryError)   a network that does not fit; says who lacks how much, and what would do
     │   ├── ScheduleError                       a collective that cannot be built, or would not deliver
     │   ├── ModelError                          a network that cannot be tiled, or a random layer refused by name
     │   ├── DataError                           a data file; names the line
@@ -24,7 +25,7 @@ Each says what happened, where (rank, peer, operation), the value seen, and what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def shortened(text: str, *, longest: int = 200) -> str:
@@ -58,6 +59,14 @@ class ClusterError(InputError):
 
 class PlanError(InputError):
     """Speeds, sizes or a tiling that cannot be."""
+
+
+class MemoryLackError(PlanError, MemoryError):
+    """A network that the processors' memory does not hold; `lacking_bytes` says who lacks how much, by name."""
+
+    def __init__(self, message: str, *, lacking_bytes: Mapping[str, float]) -> None:
+        self.lacking_bytes = dict(lacking_bytes)
+        super().__init__(message)
 
 
 class ScheduleError(InputError):

@@ -69,6 +69,8 @@ def refused(*arguments: str) -> str:
             "there is no planner 'best'; choose one of even, grid, grid-rev, srpm",
         ),
         (["plan", "--speeds", "1,1,1", "--samples", "2"], "3 processors are more than the 2 samples"),
+        (["plan", "--speeds", "1,1", "--model", "cnn"], "there is no model 'cnn' here; choose gpt"),
+        (["plan", "--speeds", "1,1", "--model", "gpt", "--heads", "5"], "a width of 768 does not divide by 5 heads"),
         (["plan", "--speeds", "1,1", "--net", "9-2"], "network '9-2' has no hidden layer"),
         (["plan", "--speeds", "1,1", "--plot", "mats.gif"], "a picture is written as .png, .pdf, .svg, not as '.gif'"),
         (["plan", "nowhere.toml"], "cannot read the cluster file nowhere.toml"),

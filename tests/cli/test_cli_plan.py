@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -31,7 +33,7 @@ host = "b"
 """
 
 
-def records(*arguments: str) -> list[dict[str, object]]:
+def records(*arguments: str) -> list[dict[str, Any]]:
     result = CliRunner().invoke(app, ["plan", *arguments, "--json"])
     assert result.exit_code == 0, result.output
     answer = json.loads(result.stdout)
@@ -57,7 +59,7 @@ def test_json_is_exactly_a_list_with_a_record_for_each_planner() -> None:
 def test_more_processors_than_units_are_laid_in_data_parallel_columns() -> None:
     for record in records("--speeds", ",".join(["1"] * 100), "--samples", "1000"):
         assert record["left_out"] == []
-        assert sum(record["samples"]) == 1000  # type: ignore[call-overload]
+        assert sum(record["samples"]) == 1000
 
 
 def test_planner_restricts_and_may_be_given_again() -> None:
@@ -85,7 +87,45 @@ def test_no_line_of_the_table_is_cut(columns: int, monkeypatch: pytest.MonkeyPat
         assert planner in result.stdout
     assert "76,367.3" in result.stdout
     if columns >= 80:
-        assert max(map(len, result.stdout.splitlines())) <= columns
+        *table, _ = result.stdout.splitlines()
+        assert max(map(len, table)) <= columns, "only the advice is left to the terminal to break"
+
+
+GPT = ("--model", "gpt", "--layers", "2", "--width", "48", "--heads", "6", "--tokens", "16", "--vocabulary", "100")
+
+
+def test_a_gpt_is_planned_by_its_sizes() -> None:
+    answer = records("--speeds", "1,0.5,0.25,1", *GPT, "--samples", "32")
+    assert [record["planner"] for record in answer] == list(PLANNERS)
+    weighted, timed = (next(each for each in answer if each["planner"] == name) for name in ("weighted", "timed"))
+    assert weighted["against_weighted"] == 1.0
+    assert timed["against_weighted"] >= 1.0
+    for record in answer:
+        assert sum(record["samples"]) == 32
+        assert {sum(column) for column in record["units"]} == {192}
+        assert record["against_weighted"] == pytest.approx(weighted["predicted_s"] / record["predicted_s"])
+        assert set(record["memory_bytes"]) == {"p0", "p1", "p2", "p3"}
+    few, many = (records("--speeds", "1", *GPT, "--planner", "timed", "--kv-heads", heads)[0] for heads in ("2", "6"))
+    assert few["memory_bytes"]["p0"] < many["memory_bytes"]["p0"]
+
+
+def test_the_advice_is_one_sentence_below_the_table() -> None:
+    result = CliRunner().invoke(app, ["plan", "--speeds", SPEEDS])
+    assert result.stdout.splitlines()[-1].startswith("Weighted data parallelism does about as well; by the rule of thumb")
+
+
+def test_memory_used_of_memory_given_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        "".join(f'[[processors]]\nname = "p{index}"\nspeed = 1\nmemory = "{index + 3} MiB"\n' for index in range(2))
+    )
+    result = CliRunner().invoke(app, ["plan", str(file), *GPT, "--samples", "8"])
+    assert result.exit_code == 0, result.output
+    assert "memory, of the processor where it is fullest" in result.stdout
+    assert re.search(r"timed +p0 +[\d.]+ MiB +3 MiB +[\d.]+ %", result.stdout)
+    cramped = CliRunner().invoke(app, ["plan", str(file), *GPT, "--samples", "800"])
+    assert cramped.exit_code == 2
+    assert re.search(r"finds no room for 800 samples of this network: p0 lacks .* It would hold \d+ samples", cramped.stderr)
 
 
 def test_one_planner_is_drawn_in_characters() -> None:

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from retiling_rig import run, start
 
-from tatami.cluster import Cluster
+from tatami.cluster import Cluster, Processor
 from tatami.retiling import DecisionKind, Retiler
-from tatami.tiling import Column, Layout
+from tatami.tiling import Column, Layout, plan
+from tatami.tiling.memory import memory_bytes
 from tatami.workload import Block, Workload
 
 BALANCED = 1.25
@@ -51,6 +52,27 @@ def test_blocks_that_do_not_divide_do_not_keep_it_busy(noise: float) -> None:
     trial.checks(4)
     assert trial.imbalance < before / 2
     assert not any(decision.remaps for decision in trial.checks(8))
+
+
+@pytest.mark.parametrize("planner", ["timed", "srpm", "weighted"])
+@pytest.mark.parametrize("slow", ["p0", "p3"])
+def test_no_re_tiling_lays_more_on_a_processor_than_it_holds(planner: str, slow: str) -> None:
+    """What a processor holds is 1.2 times an even share of the weights, and of the samples."""
+    workload = Workload.mlp(203, 400, 26, samples=1024)
+    share = memory_bytes(
+        plan("even", cluster=Cluster.from_speeds([1.0] * 4), workload=workload).layout, workload=workload
+    ).values()
+    limit = round(1.2 * max(share))
+    processors = tuple(Processor(name=f"p{rank}", speed=1.0, memory_bytes=limit) for rank in range(4))
+    cluster = Cluster(processors=processors)
+    layout = plan(planner, cluster=cluster, workload=workload).layout
+    trial = start(layout, cluster=cluster, speeds=[1, 1, 0.9, 0.9], workload=workload, retiler=Retiler(planner=planner))
+    trial.checks(2)
+    trial.speeds[slow] /= 3
+    before = trial.imbalance
+    for decision in trial.checks(6):
+        assert max(memory_bytes(decision.layout, workload=workload).values()) <= limit
+    assert trial.imbalance < before, "within its memory it is relieved"
 
 
 @pytest.mark.parametrize("slow", ["p0", "p1", "p2", "p3"])

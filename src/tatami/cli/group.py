@@ -45,7 +45,7 @@ class Commands(TyperGroup):
 
 def _said(error: BaseException) -> str:
     """A full disk or the like is no fault of ours, so that it needs no traceback."""
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) and not isinstance(error, TatamiError):
         return "there is not enough memory for this"
     return "\n".join(shortened(line, longest=_LONGEST_LINE) for line in str(error).split("\n"))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,11 +12,12 @@ import typer
 
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, parse_speeds, read_cluster
-from tatami.errors import InputError
-from tatami.report import blank, check_path, draw_text, draw_tiling, planner_table, save
-from tatami.tiling import Plan, compare, with_speeds
-from tatami.workload import net_workload
+from tatami.errors import InputError, MemoryLackError
+from tatami.report import blank, check_path, draw_text, draw_tiling, memory_table, planner_table, save
+from tatami.tiling import Plan, WeightedPlanner, advise, compare, with_speeds
+from tatami.workload import VOCABULARY, Workload, gpt_workload, net_workload
 
+_GPT = "A GPT"
 EPILOG = """
 [bold]Examples[/]
 
@@ -23,6 +26,8 @@ tatami plan cluster.toml --net 203-80-26 --samples 1024
 tatami plan --speeds 0.25,0.31,0.63,1,1 --net 203-80-26 --samples 1024 --json
 
 tatami plan cluster.toml --planner srpm --plot tiling.png
+
+tatami plan cluster.toml --model gpt --layers 12 --width 768 --heads 12 --tokens 1024 --samples 32
 
 A cluster.toml is written by [bold]tatami probe[/], or by hand.
 """
@@ -37,7 +42,19 @@ def plan(
         str | None, typer.Option(help="Relative speeds, one for each rank, without a file or in place of the file's.")
     ] = None,
     net: Annotated[str, typer.Option(help="Sizes of the layers: inputs-hidden-...-outputs.")] = "203-80-26",
-    samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch.")] = 1024,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch; of a GPT, sequences.")] = 1024,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="gpt", help="A model, for --net.", rich_help_panel=_GPT, show_default=False),
+    ] = None,
+    layers: Annotated[int, typer.Option(min=1, rich_help_panel=_GPT)] = 12,
+    width: Annotated[int, typer.Option(min=1, help="Of a token's vector.", rich_help_panel=_GPT)] = 768,
+    heads: Annotated[int, typer.Option(min=1, rich_help_panel=_GPT)] = 12,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, help="Of keys and values, where fewer.", rich_help_panel=_GPT, show_default=False)
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Of a sequence.", rich_help_panel=_GPT)] = 1024,
+    vocabulary: Annotated[int, typer.Option(min=1, help="Tokens there are.", rich_help_panel=_GPT)] = VOCABULARY,
     planner: Annotated[
         list[str] | None, typer.Option(help="Only this planner; may be given again for more.", show_default=False)
     ] = None,
@@ -54,21 +71,43 @@ def plan(
     if plot is not None:
         check_path(plot, force=force)
     machines = _machines(cluster, speeds)
-    plans = compare(planner, cluster=machines, workload=net_workload(net, samples=samples))
+    if model is None:
+        workload = net_workload(net, samples=samples)
+    elif model == "gpt":
+        workload = gpt_workload(
+            layers=layers,
+            width=width,
+            heads=heads,
+            kv_heads=kv_heads,
+            tokens=tokens,
+            vocabulary=vocabulary,
+            samples=samples,
+        )
+    else:
+        raise InputError(f"there is no model {model!r} here; choose gpt, or give --net the sizes of the layers")
+    plans = compare(planner, cluster=machines, workload=workload)
+    weighted = _weighted(plans, machines, workload)
     best = min(plans, key=lambda plan: plan.predicted_s)
     if plot is not None:
         _draw(best, machines, plot, force=force)
     if as_json:
-        show_json([plan_record(each) for each in plans])
+        show_json([plan_record(each, weighted=weighted) for each in plans])
         return
-    show(planner_table(plans))
+    show(planner_table(plans, weighted=weighted))
+    memory = memory_table(plans, cluster=machines)
+    if memory is not None:
+        show(memory)
+    if weighted is None:
+        show("Data parallelism does not fit into the memory that there is; columns of several processors do.")
+    else:
+        show(advise(weighted).sentence(weighted.predicted_s / best.predicted_s))
     if len(plans) == 1:
         show("", draw_text(best.tiling, speeds=machines.speeds, width=72))
     if plot is not None:
         show(f"{best.planner} is drawn in {plot}")
 
 
-def plan_record(plan: Plan) -> dict[str, Any]:
+def plan_record(plan: Plan, *, weighted: Plan | None) -> dict[str, Any]:
     """What `--json` says of a plan. `columns` are processor names, `samples` a column's, `units` those of its tiles."""
     columns = plan.tiling.columns
     return {
@@ -82,8 +121,23 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "bound_s": plan.bound_s,
         "gap": plan.gap,
         "volume_bytes": plan.volume_bytes,
+        "against_weighted": weighted.predicted_s / plan.predicted_s if weighted else None,
+        "memory_bytes": dict(plan.memory_bytes),
         "left_out": list(plan.left_out),
     }
+
+
+def _weighted(plans: Sequence[Plan], machines: Cluster, workload: Workload) -> Plan | None:
+    """Weighted data parallelism, where memory allows it; who it leaves out was told of the plans that were asked for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            (plan,) = [plan for plan in plans if plan.planner == WeightedPlanner.name] or compare(
+                [WeightedPlanner.name], cluster=machines, workload=workload
+            )
+        except MemoryLackError:
+            return None
+    return plan
 
 
 def _machines(file: Path | None, speeds: str | None) -> Cluster:

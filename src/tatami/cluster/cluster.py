@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 
 from tatami.cluster.speeds import speed_problem
 from tatami.errors import ClusterError
-from tatami.units import LARGEST_BANDWIDTH_BYTES_PER_S, format_duration
+from tatami.units import LARGEST_BANDWIDTH_BYTES_PER_S, format_duration, parse_size
 
 SMALLEST_BANDWIDTH_BYTES_PER_S = 1e-3
 LARGEST_LATENCY_S = 86400.0
@@ -25,7 +25,8 @@ class Processor:
         name: how tilings and logs call it.
         speed: relative, or flop/s once measured; only ratios count.
         host: the machine it sits in; processors of one host talk over the local link.
-        memory_bytes: None where it is not known.
+        memory_bytes: None where it is not known, and then no limit.
+        memory: the same as a text, such as "8 GiB".
         spread: how far a measured speed strayed, relative to it (0.02 for 2 %); None where nothing was measured.
     """
 
@@ -34,6 +35,15 @@ class Processor:
     host: str = "localhost"
     memory_bytes: int | None = None
     spread: float | None = None
+    memory: InitVar[str | None] = None
+
+    def __post_init__(self, memory: str | None) -> None:
+        if memory is not None:
+            if self.memory_bytes is not None:
+                raise ClusterError(f"processor {self.name!r} is given memory twice: {memory!r} and {self.memory_bytes} bytes")
+            object.__setattr__(self, "memory_bytes", parse_size(memory))
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            raise ClusterError(f"the memory of processor {self.name!r} must be > 0 bytes, not {self.memory_bytes}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from tatami.report.mats import draw_tiling
 from tatami.report.phases import draw_schedule
 from tatami.report.picture import FORMATS, blank, check_path, save
 from tatami.report.shares import draw_shares
-from tatami.report.tables import MethodResult, Table, planner_table, run_table
+from tatami.report.tables import MethodResult, Table, memory_table, planner_table, run_table
 
 __all__ = [
     "FORMATS",
@@ -22,6 +22,7 @@ __all__ = [
     "draw_shares",
     "draw_text",
     "draw_tiling",
+    "memory_table",
     "planner_table",
     "run_table",
     "save",

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from tatami.cluster import Cluster
 from tatami.errors import InputError, MissingExtraError
 from tatami.report.words import percent
 from tatami.tiling import Plan, Tiling
-from tatami.units import format_duration
+from tatami.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
+_PERCENTS = 0.0995
+"""From here on a gap is told in whole per cent."""
 SHOWN = 6
 """So many columns, and names or cuts of one column, are listed; of more, the first two and the last."""
 
@@ -106,10 +109,14 @@ class MethodResult:
     efficiency: float | None = None
 
 
-def planner_table(plans: Sequence[Plan]) -> Table:
+def planner_table(plans: Sequence[Plan], *, weighted: Plan | None = None) -> Table:
     """All planners side by side: columns, cuts, t_comm (Eq. 8), predicted iteration time, gap to the lower bound.
 
-    Columns are listed from the left, one a line; `samples` are a column's, `units` those of its mats from the top.
+    Columns are listed from the left, one a line; `samples` are a column's, `units` those of its tiles from the top.
+
+    Args:
+        plans: of the same workload on the same machines.
+        weighted: weighted data parallelism, with whose predicted time the others are compared; None where memory forbids it.
 
     Raises:
         InputError: there is no plan.
@@ -119,32 +126,52 @@ def planner_table(plans: Sequence[Plan]) -> Table:
     rows = [
         (
             plan.planner,
-            _counts([len(column) for column in plan.tiling.columns]),
             _per_column(plan.tiling, what="names"),
             _per_column(plan.tiling, what="samples"),
             _per_column(plan.tiling, what="units"),
             f"{plan.t_comm:,.1f}",
             format_duration(plan.predicted_s, digits=4),
-            f"{100 * plan.gap:.1f} %",
+            f"{100 * plan.gap:.{1 if plan.gap < _PERCENTS else 0}f} %",
+            f"{weighted.predicted_s / plan.predicted_s:.2f} x" if weighted else "-",
         )
         for plan in plans
     ]
     workload = plans[0].workload
     return Table(
-        title=f"{workload.samples} samples x {workload.units} units",
+        title=f"{workload.samples} samples x {workload.units} units" if workload.blocks else f"{workload.samples} samples",
         headers=(
             "planner",
-            "k(c)",
             "columns",
             "samples",
             "units",
-            "t_comm\n(elements)",
+            "t_comm",
             "predicted\niteration",
             "above\nbound",
+            "against\nweighted",
         ),
         rows=tuple(rows),
-        numbers=frozenset({3, 5, 6, 7}),
+        numbers=frozenset({2, 4, 5, 6, 7}),
         best=_smallest([plan.predicted_s for plan in plans]),
+    )
+
+
+def memory_table(plans: Sequence[Plan], *, cluster: Cluster) -> Table | None:
+    """Of each plan the processor whose memory is fullest, and how full it is; None where no memory is given."""
+    given = {processor.name: processor.memory_bytes for processor in cluster.processors if processor.memory_bytes}
+    rows = []
+    for plan in plans:
+        shares = {name: kept / given[name] for name, kept in plan.memory_bytes.items() if name in given}
+        if shares:
+            fullest = max(shares, key=lambda name: shares[name])
+            kept = format_size(round(plan.memory_bytes[fullest]), digits=3)
+            rows.append((plan.planner, fullest, kept, format_size(given[fullest], digits=3), percent(shares[fullest])))
+    if not rows:
+        return None
+    return Table(
+        title="memory, of the processor where it is fullest",
+        headers=("planner", "processor", "used", "given", "share"),
+        rows=tuple(rows),
+        numbers=frozenset({2, 3, 4}),
     )
 
 
@@ -190,18 +217,13 @@ def _per_column(tiling: Tiling, *, what: str) -> str:
     else:
         lines = [[tile.processor for tile in column] for column in tiling.columns]
     texts = [_shortened(line) for line in lines]
-    return "\n".join(texts if len(texts) <= SHOWN else [*texts[:2], "...", texts[-1]])
+    if len(texts) > SHOWN:
+        texts = [*texts[:2], f"... of {len(texts)}" if what == "names" else "...", texts[-1]]
+    return "\n".join(texts)
 
 
-def _counts(counts: Sequence[int]) -> str:
-    """ "3+2", or "5 x 1" where all columns hold the same number."""
-    if len(counts) > 1 and len(set(counts)) == 1:
-        return f"{len(counts)} x {counts[0]}"
-    return _shortened([str(count) for count in counts], between="+")
-
-
-def _shortened(items: Sequence[str], *, between: str = " ") -> str:
-    return between.join(items if len(items) <= SHOWN else [*items[:2], "...", items[-1]])
+def _shortened(items: Sequence[str]) -> str:
+    return " ".join(items if len(items) <= SHOWN else [*items[:2], "...", items[-1]])
 
 
 def _lines(row: Sequence[str]) -> list[tuple[bool, tuple[str, ...]]]:

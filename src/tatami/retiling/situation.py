@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tatami.cluster import Cluster
+from tatami.errors import MemoryLackError
 from tatami.retiling.ability import Balance, Point, balance, estimate
 from tatami.retiling.columns import Forecast, forecast, recut
 from tatami.retiling.retiler import Retiler
 from tatami.retiling.timing import Timing
-from tatami.tiling import AbstractCost, AlphaBetaCost, Layout, compare
+from tatami.tiling import AbstractCost, AlphaBetaCost, Layout, compare, with_speeds
+from tatami.tiling.memory import lacking_bytes, squeezed
 from tatami.workload import Workload
 
 Signal = Literal["t1_s", "t2_s", "compute_s"]
@@ -64,13 +66,20 @@ class Situation:
         if isinstance(cost, AlphaBetaCost):
             cost = replace(cost, flop_per_s=1.0)
         measured = {name: speed * self.workload.work_flop for name, speed in speeds.items()}
-        # Unlike `plan`, this does not warn at every check of every rank that another planner would be faster.
-        (best,) = compare([self.retiler.planner], cluster=self.cluster, workload=self.workload, speeds=measured, cost=cost)
+        try:
+            # Unlike `plan`, this does not warn at every check of every rank that another planner would be faster.
+            (best,) = compare([self.retiler.planner], cluster=self.cluster, workload=self.workload, speeds=measured, cost=cost)
+        except MemoryLackError:
+            return self.layout
         return best.layout
 
     def columns(self, speeds: Mapping[str, float]) -> Layout:
-        """The layout in force with its cuts moved to `speeds`."""
-        return recut(self.layout, speeds=speeds, units=self.workload.units)
+        """The layout in force with its cuts moved to `speeds`, as far as there is memory."""
+        layout = recut(self.layout, speeds=speeds, units=self.workload.units)
+        if lacking_bytes(layout, cluster=self.cluster, workload=self.workload):
+            found = squeezed(layout, cluster=with_speeds(self.cluster, speeds), workload=self.workload)
+            return self.layout if found is None or found.empty(self.workload) else found
+        return layout
 
     def forecast(self, layout: Layout, speeds: Mapping[str, float]) -> Forecast:
         """Compute times of `layout` at `speeds`."""

@@ -1,5 +1,6 @@
 """Who gets which rectangle."""
 
+from tatami.tiling.advice import Advice, advise
 from tatami.tiling.alphabeta import AlphaBetaCost
 from tatami.tiling.bounds import VolumeBounds, time_bound_s, volume_bounds, volume_bytes
 from tatami.tiling.cost import AbstractCost, Cost
@@ -28,6 +29,7 @@ __all__ = [
     "SMALL_GROUP",
     "AbstractCost",
     "AbstractPlanner",
+    "Advice",
     "AlphaBetaCost",
     "Column",
     "Cost",
@@ -48,6 +50,7 @@ __all__ = [
     "TimedPlanner",
     "VolumeBounds",
     "WeightedPlanner",
+    "advise",
     "check_sizes",
     "compare",
     "find_planner",

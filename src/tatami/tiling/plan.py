@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from tatami.cluster import Cluster
-from tatami.errors import PlanError
+from tatami.errors import MemoryLackError, PlanError
 from tatami.tiling.alphabeta import AlphaBetaCost
 from tatami.tiling.bounds import VolumeBounds, time_bound_s, volume_bounds, volume_bytes
 from tatami.tiling.cost import AbstractCost, Cost
 from tatami.tiling.even import EvenPlanner
+from tatami.tiling.fit import fit, leaving_out, with_remedies
 from tatami.tiling.grid import GridPlanner
 from tatami.tiling.gridrev import GridRevPlanner
 from tatami.tiling.layout import Layout
+from tatami.tiling.memory import memory_bytes
 from tatami.tiling.merge import SrpmMergedPlanner
 from tatami.tiling.paper import PaperCost
 from tatami.tiling.planner import AbstractPlanner
@@ -58,7 +60,9 @@ class Plan:
         bound_s: seconds that no tiling of this cluster can beat under that cost.
         volume_bytes: what all processors together send in an iteration.
         volume_bounds: what they would send at least, with tiles of the same areas but any shape.
-        left_out: processors too slow for one sample and one unit, the first to go first.
+        left_out: processors with too little memory for what all repeat, and those too slow for one sample and one unit, the
+            first to go first.
+        memory_bytes: what each processor will keep.
     """
 
     planner: str
@@ -71,6 +75,7 @@ class Plan:
     volume_bytes: float
     volume_bounds: VolumeBounds
     left_out: tuple[str, ...] = ()
+    memory_bytes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def predicted_s(self) -> float:
@@ -105,7 +110,8 @@ def plan(
     """Lay out `workload` on `cluster`. Every rank gets the same answer from the same arguments, bit for bit.
 
     A processor that would get no sample, or no unit of any block, is left out: the slowest of them first, and the rest is
-    planned again. A warning names them; another one says where equal shares are predicted to be faster than this planner.
+    planned again. So is one whose memory does not hold what all of a column repeat. A warning names them; another one says
+    where equal shares are predicted to be faster than this planner.
 
     Args:
         planner: a name in `PLANNERS`, or a planner of your own.
@@ -115,12 +121,14 @@ def plan(
 
     Raises:
         PlanError: an unknown planner; speeds that cannot be; more processors than samples.
+        MemoryLackError: the processors do not hold the network; says who lacks how much, and what would do.
     """
-    result = _planned(planner, cluster=cluster, workload=workload, speeds=speeds, cost=cost)
+    (result,) = compare([planner], cluster=cluster, workload=workload, speeds=speeds, cost=cost)
     if result.planner not in (EvenPlanner.name, TimedPlanner.name):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            even = _planned(EvenPlanner(), cluster=cluster, workload=workload, speeds=speeds, cost=cost)
+            # What was asked for comes again where equal shares do not fit into memory.
+            even = compare([EvenPlanner.name, planner], cluster=cluster, workload=workload, speeds=speeds, cost=cost)[0]
         if even.predicted_s * _WORTH_TELLING < result.predicted_s:
             warnings.warn(
                 f"{result.planner} is predicted to take {format_duration(result.predicted_s, digits=3)} an iteration, and even "
@@ -130,29 +138,13 @@ def plan(
     return result
 
 
-def _planned(
-    planner: str | AbstractPlanner,
-    *,
-    cluster: Cluster,
-    workload: Workload,
-    speeds: Mapping[str, float] | Sequence[float] | None,
-    cost: AbstractCost | None,
-) -> Plan:
-    chosen = find_planner(planner) if isinstance(planner, str) else planner
-    if speeds is not None:
-        cluster = with_speeds(cluster, speeds)
-    check_sizes(cluster, workload=workload)
-    choose_by = AlphaBetaCost() if cost is None else cost
-    layout, left_out = _fit(chosen, cluster=cluster, workload=workload, cost=choose_by)
-    if left_out:
-        warnings.warn(
-            f"{chosen.name} leaves out {', '.join(left_out)}: too slow for one of {workload.samples} samples and one of "
-            f"{workload.units} units beside the others. Plan without them, or give more samples",
-            stacklevel=3,
-        )
-    time_cost = choose_by if isinstance(choose_by, AlphaBetaCost) else AlphaBetaCost()
+def _planned(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Plan:
+    layout, slow, small = fit(planner, cluster=cluster, workload=workload, cost=cost)
+    for told in leaving_out(planner.name, slow, small, workload=workload):
+        warnings.warn(told, stacklevel=3)
+    time_cost = cost if isinstance(cost, AlphaBetaCost) else AlphaBetaCost()
     return Plan(
-        planner=chosen.name,
+        planner=planner.name,
         workload=workload,
         layout=layout,
         tiling=layout.cut(samples=workload.samples, units=workload.units),
@@ -165,7 +157,8 @@ def _planned(
             alpha_bytes=workload.horizontal_bytes,
             beta_bytes=workload.vertical_bytes,
         ),
-        left_out=left_out,
+        left_out=(*small, *slow),
+        memory_bytes=memory_bytes(layout, workload=workload),
     )
 
 
@@ -177,9 +170,27 @@ def compare(
     speeds: Mapping[str, float] | Sequence[float] | None = None,
     cost: AbstractCost | None = None,
 ) -> tuple[Plan, ...]:
-    """The plans of several planners (all of them where None), in their order, to put side by side. Raises as `plan`."""
-    chosen = tuple(PLANNERS) if planners is None else planners
-    return tuple(_planned(one, cluster=cluster, workload=workload, speeds=speeds, cost=cost) for one in chosen)
+    """The plans of several planners (all of them where None), in their order, to put side by side.
+
+    Those whose layouts the memory does not hold are left out, with a warning, unless no other is left. Raises as `plan`.
+    """
+    listed = [find_planner(one) if isinstance(one, str) else one for one in (tuple(PLANNERS) if planners is None else planners)]
+    if speeds is not None:
+        cluster = with_speeds(cluster, speeds)
+    check_sizes(cluster, workload=workload)
+    choose_by = AlphaBetaCost() if cost is None else cost
+    plans, refused = [], []
+    for planner in listed:
+        try:
+            plans.append(_planned(planner, cluster=cluster, workload=workload, cost=choose_by))
+        except MemoryLackError as error:
+            refused.append((planner, error))
+    if not plans and refused:
+        planner, lack = refused[-1]
+        raise with_remedies(lack, planner, cluster=cluster, workload=workload, cost=choose_by)
+    for _, lack in refused:
+        warnings.warn(str(lack), stacklevel=2)
+    return tuple(plans)
 
 
 def find_planner(name: str) -> AbstractPlanner:
@@ -204,29 +215,3 @@ def check_sizes(cluster: Cluster, *, workload: Workload) -> None:
             f"{cluster.size} processors are more than the {workload.samples} samples: some would have nothing to do. "
             "Take fewer processors or more samples"
         )
-
-
-def _fit(
-    planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost
-) -> tuple[Layout, tuple[str, ...]]:
-    """The layout in which every processor has work, and who had to be left out for it."""
-    left_out: list[str] = []
-    while True:
-        layout = planner.layout(cluster=cluster, workload=workload, cost=cost)
-        if set(layout.processors) != set(cluster.by_name):
-            differ = sorted(set(layout.processors) ^ set(cluster.by_name))
-            raise PlanError(
-                f"planner {planner.name!r} must lay out every processor of the cluster once; these differ: {differ}"
-            )
-        empty = layout.empty(workload)
-        if not empty:
-            return layout, tuple(left_out)
-        candidates = sorted(
-            (processor for processor in cluster.processors if processor.name in empty), key=lambda processor: processor.speed
-        )
-        # Half of them at a time: ten thousand processors must not be planned ten thousand times.
-        gone = {processor.name for processor in candidates[: (len(candidates) + 1) // 2]}
-        left_out += [processor.name for processor in candidates if processor.name in gone]
-        rest = tuple(processor for processor in cluster.processors if processor.name not in gone)
-        assert rest, "whoever lies alone gets everything"
-        cluster = replace(cluster, processors=rest)

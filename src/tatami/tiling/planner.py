@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from tatami.cluster import Cluster, Processor
 from tatami.tiling.cost import AbstractCost
 from tatami.tiling.layout import Layout
+from tatami.tiling.memory import lacking_bytes, squeezed
 from tatami.workload import Workload
 
 _ROUNDING = 1e-12
 """Costs that differ by less are equal, whatever was added up first."""
+_MOST_SQUEEZED = 8
+"""To make room takes 10 ms for few processors and some tenths of a second for thousands."""
 
 
 class AbstractPlanner(ABC):
@@ -54,10 +57,38 @@ def best_grid(build: Callable[[int], Layout], *, cluster: Cluster, workload: Wor
 
 
 def cheapest(layouts: Sequence[Layout], *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
-    """The layout of the least cost; of equals, the first."""
+    """The layout of the least cost; of equals, the first.
+
+    Where processors lack memory for some layouts, these are taken as far as `squeezed` makes room, the cheapest of them first.
+    """
+    prices = [cost.price(layout, cluster=cluster, workload=workload).total for layout in layouts]
+    if any(processor.memory_bytes is not None for processor in cluster.processors):
+        found = list(_held(sorted(zip(prices, range(len(prices)), strict=True)), layouts, cluster, workload))
+        if found:
+            layouts = found
+            prices = [cost.price(layout, cluster=cluster, workload=workload).total for layout in layouts]
     best, least = layouts[0], math.inf
-    for layout in layouts:
-        total = cost.price(layout, cluster=cluster, workload=workload).total
+    for layout, total in zip(layouts, prices, strict=True):
         if total < least * (1 - _ROUNDING):
             best, least = layout, total
     return best
+
+
+def _held(
+    order: Iterable[tuple[float, int]], layouts: Sequence[Layout], cluster: Cluster, workload: Workload
+) -> Iterator[Layout]:
+    squeezes = 0
+    seen: set[tuple[tuple[str, ...], ...]] = set()
+    for _, index in order:
+        layout = layouts[index]
+        if not lacking_bytes(layout, cluster=cluster, workload=workload):
+            yield layout
+            continue
+        places = tuple(column.processors for column in layout.columns)
+        if places in seen or squeezes == _MOST_SQUEEZED:
+            continue
+        seen.add(places)
+        found = squeezed(layout, cluster=cluster, workload=workload)
+        if found is not None:
+            squeezes += 1
+            yield found

@@ -15,12 +15,14 @@ from tatami.cluster import Cluster, Processor
 from tatami.errors import PlanError
 from tatami.tiling.cost import AbstractCost
 from tatami.tiling.layout import Column, Layout
-from tatami.tiling.paper import eq8_factors
-from tatami.tiling.planner import AbstractPlanner, ascending
+from tatami.tiling.memory import lacking_bytes
+from tatami.tiling.paper import PaperCost, eq8_factors
+from tatami.tiling.planner import AbstractPlanner, ascending, cheapest
 from tatami.tiling.weighted import data_parallel
 from tatami.workload import Workload
 
 Row = NDArray[np.float64]
+_ROWS_FOR_MEMORY = 64
 
 
 @final
@@ -34,21 +36,33 @@ class SrpmPlanner(AbstractPlanner):
         if not workload.blocks:
             return data_parallel(order)
         table = srpm_table(cluster, workload=workload)
-        across = fsum(processor.speed for processor in order)
-        columns = []
-        stop = 0
-        for size in table.sizes:
-            members = order[stop : stop + size]
-            stop += size
-            total = fsum(processor.speed for processor in members)
-            columns.append(
-                Column(
-                    width=total / across,
-                    processors=tuple(processor.name for processor in members),
-                    heights=tuple(processor.speed / total for processor in members),
-                )
+        layout = _layout(order, table.sizes)
+        if not lacking_bytes(layout, cluster=cluster, workload=workload):
+            return layout
+        # The best of those partitions for which there is memory; one of more columns may keep less of every sample.
+        table = srpm_table(cluster, workload=workload, least_rows=_ROWS_FOR_MEMORY)
+        partitions = (table.partition(columns) for columns in range(1, len(table.rows) + 1))
+        layouts = [layout, *(_layout(order, sizes) for sizes in partitions if sizes is not None)]
+        return cheapest(layouts, cluster=cluster, workload=workload, cost=PaperCost())
+
+
+def _layout(order: Sequence[Processor], sizes: Sequence[int]) -> Layout:
+    """Columns of so many processors each, with areas as their speeds."""
+    across = fsum(processor.speed for processor in order)
+    columns = []
+    stop = 0
+    for size in sizes:
+        members = order[stop : stop + size]
+        stop += size
+        total = fsum(processor.speed for processor in members)
+        columns.append(
+            Column(
+                width=total / across,
+                processors=tuple(processor.name for processor in members),
+                heights=tuple(processor.speed / total for processor in members),
             )
-        return Layout(columns=tuple(columns))
+        )
+    return Layout(columns=tuple(columns))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,8 +80,8 @@ def _partitions(cluster: Cluster, *, workload: Workload) -> Iterator[Layout]:
         return
     orders = [ascending(cluster)]
     by_host = sorted(orders[0], key=lambda processor: processor.host)
-    if by_host != orders[0]:
-        orders.append(by_host)
+    by_memory = sorted(orders[0], key=lambda processor: processor.memory_bytes or 0)
+    orders += [order for order in (by_host, by_memory) if order != orders[0]]
     for order in orders:
         table = srpm_table(cluster, workload=workload, least_rows=_ROWS, order=order)
         num_columns = 0

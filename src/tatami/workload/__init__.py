@@ -1,6 +1,7 @@
 """What must be computed."""
 
 from tatami.workload.block import Block
+from tatami.workload.gpt import VOCABULARY, gpt_workload
 from tatami.workload.linear_pair import linear_pair
 from tatami.workload.network import (
     Activation,
@@ -17,6 +18,7 @@ from tatami.workload.table1 import Counts, PairSizes, backward_counts, forward_c
 from tatami.workload.workload import Workload
 
 __all__ = [
+    "VOCABULARY",
     "Activation",
     "Block",
     "Counts",
@@ -27,6 +29,7 @@ __all__ = [
     "Workload",
     "backward_counts",
     "forward_counts",
+    "gpt_workload",
     "iteration_counts",
     "linear_pair",
     "net_layers",

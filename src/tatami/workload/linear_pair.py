@@ -6,11 +6,15 @@ from tatami.errors import PlanError
 from tatami.workload.block import Block
 from tatami.workload.table1 import PairSizes, forward_counts, iteration_counts
 
+_FLOAT_BYTES = 4
+
 
 def linear_pair(
     inputs: int, units: int, outputs: int, *, unit_bias: bool = False, input_gradient: bool = False, name: str = ""
 ) -> Block:
     """The block of two linear layers with an activation between them, split over its hidden units.
+
+    What it leaves behind for backward is counted in float32: its inputs, and each unit before and after the activation.
 
     Args:
         inputs: n, the inputs of the first layer.
@@ -37,5 +41,7 @@ def linear_pair(
         flop_per_unit=iteration_counts(sizes, units=1, samples=1).flop - per_sample,
         flop_per_sample=per_sample,
         forward_fraction=forward_counts(sizes, units=units, samples=1).flop / whole,
+        unit_activation_bytes=2 * _FLOAT_BYTES,
+        sample_activation_bytes=_FLOAT_BYTES * inputs,
         name=name,
     )

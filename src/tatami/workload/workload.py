@@ -17,6 +17,9 @@ MOST_SAMPLES = 10**12
 """Of a batch: far below what a float counts exactly."""
 
 
+_AMOUNTS = ("sample_flop", "state_bytes_per_parameter", "replicated_activation_bytes")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """One iteration: `samples` through the tiled `blocks`, and through layers that every rank of a column repeats.
@@ -31,6 +34,9 @@ class Workload:
             the outputs costs the same for one unit as for all. In flop at the rank's speed; 0 where nobody has measured it
             (`tatami.tiled.measure_sample_flop`).
         element_bytes: 4 for float32.
+        state_bytes_per_parameter: what a processor keeps for each trained weight: the weight, its gradient, and the optimizer's
+            state. 16 for float32 and Adam, which has two moments; 8 for plain SGD, 12 with momentum.
+        replicated_activation_bytes: what the layers outside of blocks leave behind for backward, for each sample.
     """
 
     samples: int
@@ -39,14 +45,17 @@ class Workload:
     replicated_flop_per_sample: int = 0
     sample_flop: float = 0.0
     element_bytes: int = 4
+    state_bytes_per_parameter: float = 16.0
+    replicated_activation_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise PlanError(f"a workload needs at least 1 sample, not {self.samples}")
         if self.samples > MOST_SAMPLES:
             raise PlanError(f"a workload has at most {MOST_SAMPLES:,} samples, not {shortened(str(self.samples))}")
-        if not 0 <= self.sample_flop < math.inf:
-            raise PlanError(f"sample_flop of a workload must be a finite number >= 0, not {self.sample_flop}")
+        for name in _AMOUNTS:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise PlanError(f"{name} of a workload must be a finite number >= 0, not {getattr(self, name)}")
 
     @classmethod
     def mlp(cls, inputs: int, units: int, outputs: int, *, samples: int, element_bytes: int = 4) -> Workload:
@@ -104,6 +113,11 @@ class Workload:
     def replicated_bytes(self) -> int:
         """Gradients of the layers outside of blocks, summed across columns whatever the heights are."""
         return self.replicated_parameters * self.element_bytes
+
+    @property
+    def replicated_state_bytes(self) -> float:
+        """What every rank keeps of the weights outside of blocks, their gradients and the optimizer's state."""
+        return self.replicated_parameters * self.state_bytes_per_parameter
 
     @cached_property
     def vertical_exchanges(self) -> int:

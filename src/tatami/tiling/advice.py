@@ -1,0 +1,56 @@
+"""Whether two-dimensional tiles are worth it: a rule of thumb, beside weighted data parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, sqrt
+
+from tatami.tiling.plan import Plan
+
+CLEAR_RHO, CLEAR_Q = 32.0, 0.5
+"""From both on tiles pay clearly."""
+_MUCH = 1.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What to expect of tiles, in two numbers.
+
+    Attributes:
+        rho: N (n + l) m / (l s): weights that travel over outputs that travel, times the processors. For any network, the
+            elements of all units' gradients over those that columns sum.
+        q: the weights' exchange over the computing, both of weighted data parallelism.
+    """
+
+    rho: float
+    q: float
+
+    @property
+    def gain(self) -> float:
+        """About how many times faster than weighted data parallelism: (1 + q) / (1 + 2 q / sqrt(rho)), at least 1."""
+        return max(1.0, (1 + self.q) / (1 + 2 * self.q / sqrt(self.rho))) if self.rho else 1.0
+
+    def sentence(self, predicted: float) -> str:
+        """What to do.
+
+        Args:
+            predicted: how many times faster than weighted data parallelism the best plan is predicted to be.
+        """
+        if not self.rho:
+            return "Nothing in this network splits over units: it is laid in columns of one processor each."
+        numbers = f"rho = {self.rho:.3g} (weights over outputs), q = {self.q:.2g} (exchange over computing)"
+        if self.rho >= CLEAR_RHO and self.q >= CLEAR_Q:
+            return f"Use two-dimensional tiles: {numbers} promise about {self.gain:.1f} x weighted data parallelism."
+        rule = f"by the rule of thumb tiles pay from {CLEAR_RHO:g} and {CLEAR_Q:g} on"
+        if predicted >= _MUCH:
+            return f"Tiles are predicted to be {predicted:.2f} x weighted data parallelism, although {rule}: {numbers}."
+        return f"Weighted data parallelism does about as well; {rule}: {numbers}."
+
+
+def advise(weighted: Plan) -> Advice:
+    """The rule of thumb for what `weighted`, a plan of weighted data parallelism, lays out."""
+    workload = weighted.workload
+    sums = workload.vertical_elements
+    weights = len(weighted.layout.processors) * workload.horizontal_elements
+    rho = weights / sums if sums else (inf if weights else 0.0)
+    return Advice(rho=rho, q=weighted.predicted.horizontal / weighted.predicted.compute if weighted.predicted.compute else 0.0)

@@ -1,0 +1,163 @@
+"""A planner's layout made to fit: everybody in it has work, and no more to keep in memory than there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tatami.cluster import Cluster, Processor
+from tatami.errors import MemoryLackError, PlanError
+from tatami.tiling.cost import AbstractCost
+from tatami.tiling.layout import Layout
+from tatami.tiling.memory import lacking_bytes, memory_bytes, squeezed
+from tatami.tiling.planner import AbstractPlanner
+from tatami.units import format_size
+from tatami.workload import Workload
+
+_SHOWN = 4
+_MOST_TRIED = 256
+"""Where there are more processors, what would help is not tried out."""
+_MACHINES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+def fit(
+    planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost
+) -> tuple[Layout, tuple[str, ...], tuple[str, ...]]:
+    """The layout; who is left out of it as too slow, the first to go first; and who is, as too small for what all repeat.
+
+    Raises:
+        MemoryLackError: the processors' memory does not hold the network, in any way that the planner knows.
+        PlanError: the planner forgot a processor.
+    """
+    least_bytes = _least_bytes(workload)
+    small = tuple(
+        processor.name
+        for processor in cluster.processors
+        if processor.memory_bytes is not None and processor.memory_bytes < least_bytes
+    )
+    rest = tuple(processor for processor in cluster.processors if processor.name not in small)
+    if not rest:
+        raise MemoryLackError(
+            f"every processor keeps {_size(least_bytes)} of this network whatever it computes, and the largest, "
+            f"{_largest(cluster).name}, has {_size(_largest(cluster).memory_bytes or 0)}",
+            lacking_bytes={processor.name: least_bytes - (processor.memory_bytes or 0) for processor in cluster.processors},
+        )
+    cluster = replace(cluster, processors=rest)
+    slow: list[str] = []
+    while True:
+        layout = planner.layout(cluster=cluster, workload=workload, cost=cost)
+        if set(layout.processors) != set(cluster.by_name):
+            differ = sorted(set(layout.processors) ^ set(cluster.by_name))
+            raise PlanError(
+                f"planner {planner.name!r} must lay out every processor of the cluster once; these differ: {differ}"
+            )
+        if lacking_bytes(layout, cluster=cluster, workload=workload):
+            found = squeezed(layout, cluster=cluster, workload=workload)
+            if found is None:
+                raise _lack(planner, layout, cluster, workload)
+            layout = found
+        empty = layout.empty(workload)
+        if not empty:
+            return layout, tuple(slow), small
+        candidates = sorted(
+            (processor for processor in cluster.processors if processor.name in empty), key=lambda processor: processor.speed
+        )
+        # Half of them at a time: ten thousand processors must not be planned ten thousand times.
+        gone = {processor.name for processor in candidates[: (len(candidates) + 1) // 2]}
+        slow += [processor.name for processor in candidates if processor.name in gone]
+        rest = tuple(processor for processor in cluster.processors if processor.name not in gone)
+        assert rest, "who lies alone gets everything"
+        cluster = replace(cluster, processors=rest)
+
+
+def _least_bytes(workload: Workload) -> float:
+    """What a processor keeps that has one sample and one unit of the smallest block."""
+    units = [
+        block.unit_parameters * workload.state_bytes_per_parameter + block.unit_activation_bytes + block.sample_activation_bytes
+        for block in workload.blocks
+    ]
+    return workload.replicated_state_bytes + workload.replicated_activation_bytes + min(units, default=0.0)
+
+
+def _lack(planner: AbstractPlanner, layout: Layout, cluster: Cluster, workload: Workload) -> MemoryLackError:
+    kept = memory_bytes(layout, workload=workload)
+    lacking = lacking_bytes(layout, cluster=cluster, workload=workload)
+    told = [
+        f"{name} lacks {_size(missing)} (it would keep {_size(kept[name])} in {_size(cluster.by_name[name].memory_bytes or 0)})"
+        for name, missing in list(lacking.items())[:_SHOWN]
+    ]
+    more = f" and {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""
+    return MemoryLackError(
+        f"{planner.name} finds no room for {workload.samples} samples of this network: {', '.join(told)}{more}",
+        lacking_bytes=lacking,
+    )
+
+
+def with_remedies(
+    error: MemoryLackError, planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost
+) -> MemoryLackError:
+    """The error, and what would do, which takes some plans more to find out."""
+    what = "; ".join(_remedies(planner, cluster=cluster, workload=workload, cost=cost))
+    return MemoryLackError(
+        f"{error}. {what or 'Take fewer samples, or machines with more memory'}", lacking_bytes=error.lacking_bytes
+    )
+
+
+def _size(size_bytes: float) -> str:
+    return format_size(round(size_bytes), digits=3)
+
+
+def _remedies(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Iterator[str]:
+    """What would do, found by trying."""
+    if cluster.size > _MOST_TRIED:
+        return
+    samples = _most_samples(planner, cluster=cluster, workload=workload, cost=cost)
+    if samples:
+        yield f"It would hold {samples} samples"
+    for count in _MACHINES:
+        grown = _grown(cluster, count=count)
+        if grown.size <= workload.samples and _fits(planner, cluster=grown, workload=workload, cost=cost):
+            largest = _largest(cluster)
+            yield f"all {workload.samples} would fit with {count} more machine{'s' if count > 1 else ''} like {largest.name}"
+            return
+
+
+def _most_samples(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> int:
+    low, high = cluster.size - 1, workload.samples
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _fits(planner, cluster=cluster, workload=workload.with_samples(middle), cost=cost):
+            low = middle
+        else:
+            high = middle
+    return low if low >= cluster.size else 0
+
+
+def _fits(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> bool:
+    layout = planner.layout(cluster=cluster, workload=workload, cost=cost)
+    lacking = lacking_bytes(layout, cluster=cluster, workload=workload)
+    return not lacking or squeezed(layout, cluster=cluster, workload=workload) is not None
+
+
+def _largest(cluster: Cluster) -> Processor:
+    return max(cluster.processors, key=lambda processor: processor.memory_bytes or 0)
+
+
+def _grown(cluster: Cluster, *, count: int) -> Cluster:
+    like = _largest(cluster)
+    more = tuple(replace(like, name=f"{like.name} again {index}") for index in range(count))
+    return replace(cluster, processors=(*cluster.processors, *more))
+
+
+def leaving_out(planner: str, slow: tuple[str, ...], small: tuple[str, ...], *, workload: Workload) -> Iterator[str]:
+    """What to warn of."""
+    if slow:
+        yield (
+            f"{planner} leaves out {', '.join(slow)}: too slow for one of {workload.samples} samples and one of "
+            f"{workload.units} units beside the others. Plan without them, or give more samples"
+        )
+    if small:
+        yield (
+            f"{planner} leaves out {', '.join(small)}: not enough memory for what every processor repeats, "
+            f"{_size(_least_bytes(workload))}. Plan without them, or give them more"
+        )

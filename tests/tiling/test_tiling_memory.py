@@ -1,0 +1,198 @@
+"""Memory: what plans keep, that none keeps more than there is, and what the error says where nothing fits."""
+
+from __future__ import annotations
+
+import random
+import re
+import warnings
+from dataclasses import replace
+
+import pytest
+
+from tatami.cluster import Cluster, Processor
+from tatami.errors import ClusterError, InputError, MemoryLackError
+from tatami.tiling import PLANNERS, Column, Layout, compare, plan
+from tatami.tiling.memory import lacking_bytes, memory_bytes, squeezed
+from tatami.workload import Block, Workload
+from tatami.workload.gpt import gpt_workload
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is predicted to take", "ignore:.*leaves out")
+
+MIB = 1024**2
+HEADS = Block(
+    units=6,
+    unit_parameters=1000,
+    forward_elements=8,
+    backward_elements=8,
+    flop_per_unit=1e5,
+    unit_activation_bytes=100.0,
+    sample_activation_bytes=50.0,
+)
+HIDDEN = Block(
+    units=800, unit_parameters=20, forward_elements=8, backward_elements=8, flop_per_unit=2e3, unit_activation_bytes=2.0
+)
+WORKLOAD = Workload(
+    samples=100,
+    blocks=(HEADS, HIDDEN) * 3,
+    replicated_parameters=500,
+    replicated_flop_per_sample=1000,
+    replicated_activation_bytes=10.0,
+)
+REPLICATED = Workload(samples=100, replicated_parameters=10, replicated_activation_bytes=1000.0, replicated_flop_per_sample=10)
+GPT = gpt_workload(layers=4, width=192, heads=6, tokens=64, samples=32, vocabulary=1000)
+
+
+def cluster_of(speeds: list[float], memories: list[int | None]) -> Cluster:
+    return Cluster(
+        processors=tuple(
+            Processor(name=f"p{index}", speed=speed, memory_bytes=memory)
+            for index, (speed, memory) in enumerate(zip(speeds, memories, strict=True))
+        )
+    )
+
+
+def test_memory_is_a_text_with_its_unit() -> None:
+    processor = Processor(name="p", speed=1.0, memory="8 GiB")
+    assert processor == Processor(name="p", speed=1.0, memory_bytes=8 * 1024**3)
+    assert replace(processor, speed=2.0).memory_bytes == 8 * 1024**3
+    with pytest.raises(ClusterError, match="'p' is given memory twice: '8 GiB' and 5 bytes"):
+        Processor(name="p", speed=1.0, memory="8 GiB", memory_bytes=5)
+    with pytest.raises(ClusterError, match="the memory of processor 'p' must be > 0 bytes, not 0"):
+        Processor(name="p", speed=1.0, memory="0 GiB")
+    with pytest.raises(InputError, match="8 apples"):
+        Processor(name="p", speed=1.0, memory="8 apples")
+
+
+def test_what_is_kept_by_hand() -> None:
+    """p1 has none of the six heads, p2 no work at all."""
+    layout = Layout(columns=(Column(width=1.0, processors=("p0", "p1", "p2"), heights=(0.95, 0.05, 0.0)),))
+    kept = memory_bytes(layout, workload=WORKLOAD)
+    repeated = 500 * 16 + 100 * 10
+    assert kept == {
+        "p0": repeated + 3 * (6 * (1000 * 16 + 100 * 100) + 100 * 50) + 3 * 760 * (20 * 16 + 100 * 2),
+        "p1": repeated + 3 * 40 * (20 * 16 + 100 * 2),
+        "p2": 0.0,
+    }
+    plain = replace(WORKLOAD, state_bytes_per_parameter=8.0)
+    assert memory_bytes(layout, workload=plain)["p1"] == 500 * 8 + 100 * 10 + 3 * 40 * (20 * 8 + 100 * 2)
+    cluster = cluster_of([1.0] * 3, [500_000, None, 1])
+    assert lacking_bytes(layout, cluster=cluster, workload=WORKLOAD) == {"p0": kept["p0"] - 500_000}
+
+
+@pytest.mark.parametrize("name", list(PLANNERS))
+def test_memory_that_suffices_changes_nothing(name: str) -> None:
+    speeds = [1.0, 0.5, 0.31, 0.9, 0.25]
+    free = plan(name, cluster=cluster_of(speeds, [None] * 5), workload=WORKLOAD)
+    rich = plan(name, cluster=cluster_of(speeds, [10**9] * 5), workload=WORKLOAD)
+    assert rich == free
+    assert rich.memory_bytes == memory_bytes(rich.layout, workload=WORKLOAD)
+
+
+def a_capped_cluster(chance: random.Random, workload: Workload) -> Cluster:
+    """Of up to eight processors; some of them hold the whole network, most do not."""
+    alone = Layout(columns=(Column(width=1.0, processors=("p",), heights=(1.0,)),))
+    whole = memory_bytes(alone, workload=workload)["p"]
+    size = chance.randint(1, 8)
+    memories = [round(whole * chance.uniform(0.05, 1.2)) if chance.random() < 0.8 else None for _ in range(size)]
+    return cluster_of([chance.uniform(0.1, 1.0) for _ in range(size)], memories)
+
+
+def test_of_a_hundred_random_clusters_no_plan_exceeds_a_cap() -> None:
+    chance = random.Random(1)
+    laid = lacking = 0
+    for number in range(100):
+        workload = (WORKLOAD, GPT, Workload.mlp(50, 300, 20, samples=500))[number % 3]
+        cluster = a_capped_cluster(chance, workload)
+        name = ("timed", "timed", "srpm", "srpm-merged", "weighted", "even", "grid-rev")[number % 7]
+        error = None
+        try:
+            result = plan(name, cluster=cluster, workload=workload)
+        except MemoryLackError as caught:
+            error = caught
+        if error is not None:
+            lacking += 1
+            assert min(error.lacking_bytes.values()) > 0
+            continue
+        laid += 1
+        kept = memory_bytes(result.layout, workload=workload)
+        assert kept == result.memory_bytes
+        for processor in cluster.processors:
+            assert kept.get(processor.name, 0.0) <= (processor.memory_bytes or float("inf"))
+        for tiling in result.tilings():
+            assert sum(tile.area for tile in tiling.tiles) == tiling.samples * tiling.units
+        assert result.layout.empty(workload) == frozenset()
+    assert laid > 60
+    assert lacking > 5
+
+
+def test_who_has_little_memory_gets_less_and_the_others_share_the_rest_by_speed() -> None:
+    layout = Layout(columns=(Column(width=1.0, processors=("p0", "p1", "p2"), heights=(1 / 3, 1 / 3, 1 / 3)),))
+    workload = Workload(samples=10, blocks=(replace(HIDDEN, unit_activation_bytes=0.0),))
+    cluster = cluster_of([1.0, 1.0, 2.0], [100 * 320, None, None])
+    found = squeezed(layout, cluster=cluster, workload=workload)
+    assert found is not None
+    assert found.columns[0].unit_sizes(800) == pytest.approx((100, 233, 467), abs=8)
+    assert found.columns[0].unit_sizes(800)[0] <= 100
+
+
+def test_a_column_that_holds_fewer_samples_is_narrower() -> None:
+    layout = Layout(columns=tuple(Column(width=0.5, processors=(name,), heights=(1.0,)) for name in ("p0", "p1")))
+    workload = Workload(
+        samples=100, replicated_parameters=10, replicated_activation_bytes=1000.0, replicated_flop_per_sample=10
+    )
+    cluster = cluster_of([1.0, 1.0], [160 + 20_500, None])
+    found = squeezed(layout, cluster=cluster, workload=workload)
+    assert found is not None
+    assert found.sample_sizes(100) == (20, 80)
+    assert squeezed(layout, cluster=cluster_of([1.0, 1.0], [160 + 20_500, 160 + 70_000]), workload=workload) is None
+
+
+def test_a_gpt_that_no_processor_holds_is_laid_over_four() -> None:
+    workload = GPT.with_samples(8)
+    alone = Layout(columns=(Column(width=1.0, processors=("p",), heights=(1.0,)),))
+    one_sample = memory_bytes(alone, workload=GPT.with_samples(1))["p"]
+    cluster = cluster_of([1.0, 1.0, 0.5, 0.5], [round(0.9 * one_sample)] * 4)
+    with pytest.raises(MemoryLackError, match="weighted finds no room for 8 samples of this network: p0 lacks"):
+        plan("weighted", cluster=cluster, workload=workload)
+    with pytest.warns(UserWarning, match="weighted finds no room"):
+        plans = {each.planner: each for each in compare(cluster=cluster, workload=workload)}
+    assert "timed" in plans
+    assert "weighted" not in plans
+    assert max(plans["timed"].memory_bytes.values()) <= 0.9 * one_sample
+    assert max(len(column.processors) for column in plans["timed"].layout.columns) > 1
+
+
+def test_the_error_says_who_lacks_how_much_and_what_would_do() -> None:
+    """Three processors of which each has room for ten samples of 1,000 bytes beside the weights."""
+    workload = REPLICATED.with_samples(40)
+    cluster = cluster_of([1.0, 1.0, 1.0], [160 + 10_000] * 3)
+    with pytest.raises(MemoryLackError) as caught:
+        plan(cluster=cluster, workload=workload)
+    told = str(caught.value)
+    assert told.startswith("timed finds no room for 40 samples of this network: p0 lacks ")
+    assert set(caught.value.lacking_bytes) == {"p0", "p1", "p2"}
+    assert caught.value.lacking_bytes["p0"] == 14_160 - 10_160
+    assert re.search(r"p0 lacks 3\.91 KiB \(it would keep 13\.8 KiB in 9\.92 KiB\)", told)
+    assert told.endswith("It would hold 30 samples; all 40 would fit with 1 more machine like p0")
+    assert plan(cluster=cluster, workload=workload.with_samples(30)).left_out == ()
+    with pytest.raises(MemoryLackError):
+        plan(cluster=cluster, workload=workload.with_samples(31))
+    assert plan(cluster=cluster_of([1.0] * 4, [160 + 10_000] * 4), workload=workload).left_out == ()
+
+
+def test_who_cannot_hold_what_all_repeat_is_left_out_by_name() -> None:
+    workload = replace(WORKLOAD, replicated_parameters=10**6)
+    cluster = cluster_of([1.0, 1.0, 3.0], [10**9, None, 15 * 10**6])
+    with pytest.warns(UserWarning, match=r"timed leaves out p2: not enough memory for what every processor repeats, 15\.3 MiB"):
+        result = plan(cluster=cluster, workload=workload)
+    assert result.left_out == ("p2",)
+    assert set(result.memory_bytes) == {"p0", "p1"}
+    tiny = cluster_of([1.0, 1.0], [10**6, 2 * 10**6])
+    with pytest.raises(MemoryLackError, match=r"whatever it computes, and the largest, p1, has 1\.91 MiB\. Take"):
+        plan(cluster=tiny, workload=workload)
+
+
+def test_nothing_is_said_where_all_is_well() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan(cluster=cluster_of([1.0, 0.5], [10**9, 10**9]), workload=WORKLOAD)
