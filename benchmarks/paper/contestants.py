@@ -55,8 +55,10 @@ def make_task(sizes: Sequence[int], *, samples: int, workload: Workload, seed: i
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise(sizes):
             layers += [nn.Linear(inputs, outputs, bias=False), nn.Sigmoid()]
-        x = torch.rand(samples, sizes[0])
-        y = torch.rand(samples, sizes[-1])
+        # Of a generator of their own: ranks may be threads, which share torch's, and all must have the same batch.
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.rand(samples, sizes[0], generator=generator)
+        y = torch.rand(samples, sizes[-1], generator=generator)
         return PaperTask(model=nn.Sequential(*layers), x=x, y=y, workload=workload)
 
 

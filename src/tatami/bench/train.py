@@ -51,8 +51,9 @@ def bench_train(benchmark: TrainBenchmark, comm: AbstractCommunicator) -> dict[s
     sizes = parse_net(benchmark.net)
     torch.manual_seed(0)
     model = _mlp(sizes)
-    x = torch.rand(benchmark.batch_size, sizes[0])
-    y = torch.rand(benchmark.batch_size, sizes[-1])
+    generator = torch.Generator().manual_seed(0)  # ranks that are threads share torch's own
+    x = torch.rand(benchmark.batch_size, sizes[0], generator=generator)
+    y = torch.rand(benchmark.batch_size, sizes[-1], generator=generator)
     contestants: dict[str, Callable[[int], None]] = {
         "tatami": _tatami_loop(model, comm, benchmark, x, y),
         "tatami-trainer": _tatami_trainer(model, comm, benchmark, x, y),
