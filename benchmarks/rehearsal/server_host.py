@@ -20,9 +20,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rehearsal.server import FLOAT_BYTES, TINY, ServerJob, server_job_from_dict
 from tatami.bench.weight import Weight, no_loss
+from tatami.engine.ray_engine import engine
 from tatami.errors import LabError
 from tatami.server import Pool, train
-from tatami.server.ray_engine import engine
 
 PORT = 6379
 _PATIENCE_S = 120.0

@@ -25,13 +25,13 @@ pytest.importorskip("ray")
 import ray
 import ray.cluster_utils
 
+from tatami.engine.crew import Crew
+from tatami.engine.folder import run_folder
+from tatami.engine.pool import Pool
+from tatami.engine.ray_engine import require_ray
+from tatami.engine.ray_start import CONFIG, LOOPBACK, conditions, read_token, shut_down
 from tatami.records import Records
-from tatami.server.crew import Crew
-from tatami.server.folder import run_folder
 from tatami.server.optimizers import SGD
-from tatami.server.pool import Pool
-from tatami.server.ray_engine import require_ray
-from tatami.server.ray_start import CONFIG, LOOPBACK, conditions, read_token, shut_down
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
 from tatami.server.report import RunReport
 from tatami.server.runtime import Runtime

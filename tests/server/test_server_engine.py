@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from tatami.engine.folder import remove_stale, run_folder
+from tatami.engine.processes import machine, started_with
+from tatami.engine.ray_engine import engine, require_ray
+from tatami.engine.ray_start import conditions, end
+from tatami.engine.ray_watch import Condition, RayProcess
 from tatami.errors import InputError, MissingExtraError
-from tatami.server.folder import remove_stale, run_folder
-from tatami.server.processes import machine, started_with
-from tatami.server.ray_engine import engine, require_ray
-from tatami.server.ray_start import conditions, end
-from tatami.server.ray_watch import Condition, RayProcess
 
 
 def test_where_ray_is_absent_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_a_cluster_of_the_users_is_not_waited_for_where_its_raylet_is_stopped(mo
     monkeypatch.setattr(ray, "init", lambda **_: None)
     monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
     monkeypatch.setattr("atexit.unregister", calls.append)
-    monkeypatch.setattr("tatami.server.ray_engine.ray_processes", lambda _: (process,))
+    monkeypatch.setattr("tatami.engine.ray_engine.ray_processes", lambda _: (process,))
     try:
         with engine(address="theirs"):
             pass
@@ -214,7 +214,7 @@ def test_a_process_ends_with_its_node_and_keeps_its_mistakes(raised: str, code: 
     """The first is what a worker said when its node was killed under it, and what stopped the run as if it were the user's."""
     pytest.importorskip("ray")
     script = (
-        "import ray.exceptions, sys\nfrom tatami.server.tether import tethered\n"
+        "import ray.exceptions, sys\nfrom tatami.engine.tether import tethered\n"
         f"error = {raised}\n"
         "try:\n with tethered():\n  if error is not None: raise error\n"
         "except Exception: sys.exit(3)\n"

@@ -212,7 +212,7 @@ def test_models_that_cannot_be_trained_this_way(model: nn.Module, words: str) ->
 
 def test_a_node_that_does_not_answer_is_not_one_to_start_on(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")
-    from tatami.server.nodes import Nodes
+    from tatami.engine.nodes import Nodes
 
     def node(name: str, port: int) -> dict[str, object]:
         return {"NodeID": name, "Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}

@@ -19,8 +19,8 @@ pytest.importorskip("ray")
 import ray
 
 import tatami
-from tatami.server.processes import children, started_with
-from tatami.server.ray_engine import engine, require_ray
+from tatami.engine.processes import children, started_with
+from tatami.engine.ray_engine import engine, require_ray
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -25,12 +25,12 @@ pytest.importorskip("ray")
 
 import ray
 
+from tatami.engine.ray_engine import engine
+from tatami.engine.ray_watch import Condition, Judge, RayProcess, RayWatch, ray_processes
 from tatami.errors import TrainingError
 from tatami.server import Pool, RunReport, Runtime, resume, train
 from tatami.server import ray_watch as watching
 from tatami.server.optimizers import Adam
-from tatami.server.ray_engine import engine
-from tatami.server.ray_watch import Condition, Judge, RayProcess, RayWatch, ray_processes
 
 RUNS = int(os.environ.get("TATAMI_CHAOS_RAYLET_RUNS", "0"))
 FIRST_SEED = int(os.environ.get("TATAMI_CHAOS_SEED", "0"))

@@ -20,15 +20,15 @@ from torch import nn
 pytest.importorskip("ray")
 
 from tatami.datasets.load import load
+from tatami.engine.pool import Pool
+from tatami.engine.ray_engine import engine
+from tatami.engine.ray_start import MESSAGE_BYTES
 from tatami.errors import CheckpointError, InputError, ModelError, NotFiniteError, TrainingError
 from tatami.server import checkpoints, crew
 from tatami.server.consistency import ASP, SSP, Backup
 from tatami.server.learner import Course
 from tatami.server.optimizers import SGD, Adam
 from tatami.server.phases import TaskPhase
-from tatami.server.pool import Pool
-from tatami.server.ray_engine import engine
-from tatami.server.ray_start import MESSAGE_BYTES
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
 from tatami.server.report import RunReport
 from tatami.server.runtime import Runtime
@@ -330,7 +330,7 @@ SCRIPT = """
 import os, torch
 from torch import nn
 from tatami.server import train
-from tatami.server.processes import started_with
+from tatami.engine.processes import started_with
 before = set(os.listdir("/dev/shm"))
 folders = set()
 def note(run):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tatami.server.silence import Listening, Sign, look, silent
+from tatami.engine.silence import Listening, Sign, look, silent
 
 LIMIT_S = 2.0
 TICK_S = 0.05
@@ -112,8 +112,8 @@ def test_however_long_anything_takes_only_those_that_hang_are_told_of(
 def test_each_process_has_its_own_limit_to_start() -> None:
     """However many there are, and whenever the others came up."""
     pytest.importorskip("ray")
-    from tatami.server.crew import BOOT_TIMEOUT_S, Crew, Member
-    from tatami.server.processes import Identity
+    from tatami.engine.crew import BOOT_TIMEOUT_S, Crew, Member
+    from tatami.engine.processes import Identity
 
     unused: Any = None
     crew = Crew(

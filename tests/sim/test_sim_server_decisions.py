@@ -21,11 +21,11 @@ from torch import nn
 pytest.importorskip("ray")
 
 from simgrid_here import needs_simgrid
+from tatami.engine.pool import Pool
+from tatami.engine.ray_engine import engine
 from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.phases import TaskPhase
-from tatami.server.pool import Pool
-from tatami.server.ray_engine import engine
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
 from tatami.server.state import Coordinator
 from tatami.server.training import train

@@ -7,10 +7,10 @@ from tatami.server.consistency import ASP, BSP, SSP, Backup
 from tatami.server.recovery import Checkpoint, FromServers, Ignore
 
 if TYPE_CHECKING:
+    from tatami.engine.pool import Pool
+    from tatami.engine.ray_engine import engine
     from tatami.server.optimizers import SGD, Adam
     from tatami.server.phases import TaskPhase
-    from tatami.server.pool import Pool
-    from tatami.server.ray_engine import engine
     from tatami.server.report import Failure, RunReport
     from tatami.server.runtime import Runtime
     from tatami.server.training import resume, train
@@ -40,11 +40,11 @@ _HOMES = {
     "SGD": "tatami.server.optimizers",
     "Adam": "tatami.server.optimizers",
     "Failure": "tatami.server.report",
-    "Pool": "tatami.server.pool",
+    "Pool": "tatami.engine.pool",
     "RunReport": "tatami.server.report",
     "Runtime": "tatami.server.runtime",
     "TaskPhase": "tatami.server.phases",
-    "engine": "tatami.server.ray_engine",
+    "engine": "tatami.engine.ray_engine",
     "resume": "tatami.server.training",
     "train": "tatami.server.training",
 }

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from tatami.clock import Clock, SystemClock
+from tatami.engine.ray_engine import engine, require_ray
+from tatami.engine.ray_watch import RayWatch, ray_processes
 from tatami.errors import CheckpointError, InputError
 from tatami.records import Records
 from tatami.server import checkpoints
@@ -24,8 +26,6 @@ from tatami.server.optimizers import AbstractOptimizer, Vector
 from tatami.server.phases import PhaseHook
 from tatami.server.pieces import cut
 from tatami.server.protocol import Protocol
-from tatami.server.ray_engine import engine, require_ray
-from tatami.server.ray_watch import RayWatch, ray_processes
 from tatami.server.report import RunReport
 from tatami.server.run_settings import RunSettings
 from tatami.server.saving import Saved
@@ -36,7 +36,7 @@ from tatami.server.witness import Witness
 from tatami.units import format_size
 
 if TYPE_CHECKING:
-    from tatami.server.pool import Pool
+    from tatami.engine.pool import Pool
     from tatami.server.runtime import Runtime
 
 _WORKER_BYTES = 180_000_000

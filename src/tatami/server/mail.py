@@ -6,7 +6,7 @@ from typing import Any
 
 import ray
 
-from tatami.server.ray_start import MESSAGE_BYTES
+from tatami.engine.ray_start import MESSAGE_BYTES
 
 
 def posted(value: Any, *, size_bytes: int, most_bytes: int = MESSAGE_BYTES) -> Any:

@@ -12,24 +12,24 @@ import numpy as np
 import ray
 
 from tatami.clock import Clock
+from tatami.engine.calls import Calls
+from tatami.engine.crew import Crew, Member
+from tatami.engine.nodes import Nodes
+from tatami.engine.pool import Pool
+from tatami.engine.ray_start import MESSAGE_BYTES
+from tatami.engine.ray_watch import RayWatch
+from tatami.engine.silence import Listening, look
 from tatami.errors import CheckpointError, ModelError, NotFiniteError, TrainingError
 from tatami.records import Records
 from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.aftermath import aftermath
-from tatami.server.calls import Calls
-from tatami.server.crew import Crew, Member
 from tatami.server.ledger import Ledger, Sink
-from tatami.server.nodes import Nodes
 from tatami.server.optimizers import AbstractOptimizer, Vector
 from tatami.server.pieces import cut
 from tatami.server.placement import partners
-from tatami.server.pool import Pool
-from tatami.server.ray_start import MESSAGE_BYTES
-from tatami.server.ray_watch import RayWatch
 from tatami.server.report import Failure, RunReport, RunStatus
 from tatami.server.server_process import ServerProcess
-from tatami.server.silence import Listening, look
 from tatami.server.state import Coordinator
 from tatami.server.steps import RunPhase
 from tatami.server.storage import Published, Storage

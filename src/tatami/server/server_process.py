@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tatami.engine.processes import Identity, identity
+from tatami.engine.tether import tethered
 from tatami.server.actions import ApplyShard, Contribution, SumShard
 from tatami.server.mail import posted
 from tatami.server.optimizers import AbstractOptimizer, Vector
-from tatami.server.processes import Identity, identity
 from tatami.server.shard import ShardServer
-from tatami.server.tether import tethered
 
 
 class ServerProcess:

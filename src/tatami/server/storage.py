@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from tatami.engine.calls import Calls
+from tatami.engine.crew import Crew
 from tatami.server import actions as act
 from tatami.server import checkpoints
 from tatami.server import events as ev
-from tatami.server.calls import Calls
-from tatami.server.crew import Crew
 from tatami.server.mail import referenced
 from tatami.server.optimizers import Vector
 from tatami.server.protocol import Protocol

@@ -12,6 +12,7 @@ from torch import nn
 from tatami.clock import Clock
 from tatami.cluster import Cluster
 from tatami.datasets.samples import Data
+from tatami.engine.ray_engine import require_ray
 from tatami.errors import InputError
 from tatami.records import Records
 from tatami.server import checkpoints
@@ -21,14 +22,13 @@ from tatami.server.learner import LossFn, ModelFn
 from tatami.server.optimizers import SGD, AbstractOptimizer
 from tatami.server.phases import PhaseHook
 from tatami.server.protocol import DEFAULT_RESTARTS
-from tatami.server.ray_engine import require_ray
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers
 from tatami.server.report import RunReport
 from tatami.server.run_settings import HEARTBEAT_S, RunSettings
 from tatami.server.training_spec import TrainingSpec
 
 if TYPE_CHECKING:
-    from tatami.server.pool import Pool
+    from tatami.engine.pool import Pool
     from tatami.server.runtime import Runtime
 
 

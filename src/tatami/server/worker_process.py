@@ -16,15 +16,15 @@ from ray import cloudpickle
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from tatami.datasets.samples import Data
+from tatami.engine.processes import Identity, identity
+from tatami.engine.tether import tethered
 from tatami.server.actions import Contribution, SendTask
 from tatami.server.learner import Course, Learner, LossFn, ModelFn, signature
 from tatami.server.mail import is_reference, posted
 from tatami.server.optimizers import Vector
 from tatami.server.phases import PhaseHook, TaskPhase
 from tatami.server.pieces import cut, parcel
-from tatami.server.processes import Identity, identity
 from tatami.server.protocol import Protocol
-from tatami.server.tether import tethered
 
 _PULL_PAUSE_S = 0.1
 _HEDGE_S = 1.0

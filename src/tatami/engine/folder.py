@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tatami.server.processes import is_running, machine
+from tatami.engine.processes import is_running, machine
 
 _PREFIX = "tatami-"
 _OWNER = "owner.json"

@@ -15,12 +15,12 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tatami.server.calls import Calls
-from tatami.server.nodes import Nodes
-from tatami.server.placement import choose_node
-from tatami.server.pool import Pool
-from tatami.server.processes import Identity, is_running, kill, machine
-from tatami.server.silence import Listening, Sign
+from tatami.engine.calls import Calls
+from tatami.engine.nodes import Nodes
+from tatami.engine.placement import choose_node
+from tatami.engine.pool import Pool
+from tatami.engine.processes import Identity, is_running, kill, machine
+from tatami.engine.silence import Listening, Sign
 
 BOOT_TIMEOUT_S = 300.0
 """For one process to start, build the model and have the data; each has its own."""

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tatami.engine.processes import children, is_running, is_stopped, kill, started_with
 from tatami.errors import TrainingError
-from tatami.server.processes import children, is_running, is_stopped, kill, started_with
 
 LOOPBACK = "127.0.0.1"
 MESSAGE_BYTES = 1 << 20

@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from tatami.clock import Clock
-from tatami.server.processes import is_running, is_stopped, kill
-from tatami.server.silence import Listening
+from tatami.engine.processes import is_running, is_stopped, kill
+from tatami.engine.silence import Listening
 
 STOPPED_S = 10.0
 """For so long one of Ray's processes may be stopped: it may be in a debugger for a moment."""

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tatami.engine.folder import run_folder
+from tatami.engine.ray_start import shut_down, start
+from tatami.engine.ray_watch import Condition, RayProcess, ray_processes
 from tatami.errors import InputError, MissingExtraError
-from tatami.server.folder import run_folder
-from tatami.server.ray_start import shut_down, start
-from tatami.server.ray_watch import Condition, RayProcess, ray_processes
 
 _ANSWER_S = 10.0
 
