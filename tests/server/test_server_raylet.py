@@ -25,11 +25,11 @@ pytest.importorskip("ray")
 
 import ray
 
+from tatami.engine import ray_watch as watching
 from tatami.engine.ray_engine import engine
 from tatami.engine.ray_watch import Condition, Judge, RayProcess, RayWatch, ray_processes
 from tatami.errors import TrainingError
 from tatami.server import Pool, RunReport, Runtime, resume, train
-from tatami.server import ray_watch as watching
 from tatami.server.optimizers import Adam
 
 RUNS = int(os.environ.get("TATAMI_CHAOS_RAYLET_RUNS", "0"))
@@ -219,7 +219,7 @@ import os, signal, sys, threading
 import torch
 from torch import nn
 from tatami import server
-from tatami.server import ray_watch
+from tatami.engine import ray_watch
 from tatami.server.storage import Storage
 
 def model_fn():

@@ -20,11 +20,12 @@ from torch import nn
 pytest.importorskip("ray")
 
 from tatami.datasets.load import load
+from tatami.engine import crew
 from tatami.engine.pool import Pool
 from tatami.engine.ray_engine import engine
 from tatami.engine.ray_start import MESSAGE_BYTES
 from tatami.errors import CheckpointError, InputError, ModelError, NotFiniteError, TrainingError
-from tatami.server import checkpoints, crew
+from tatami.server import checkpoints
 from tatami.server.consistency import ASP, SSP, Backup
 from tatami.server.learner import Course
 from tatami.server.optimizers import SGD, Adam

@@ -1,0 +1,319 @@
+"""A world of simulated ranks around the real state machine: what happens next is drawn, among all that could happen."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tatami.errors import PlanError
+from tatami.membership import (
+    Abort,
+    Ask,
+    Died,
+    Dismiss,
+    EndCause,
+    Ended,
+    EndRun,
+    Entered,
+    Halted,
+    Kill,
+    Laid,
+    Leaving,
+    Membership,
+    Regroup,
+    Release,
+    Restart,
+    Silent,
+    Stalled,
+)
+from tatami.tiling import Column, Layout
+from tatami.workload import Workload
+
+UNITS = 7
+WORKLOAD = Workload.mlp(3, UNITS, 2, samples=9)
+STEPS = 5
+
+
+@dataclass
+class Rank:
+    """One simulated rank. `rows` maps (unit, in the mirror) to how often it was updated; all must agree with `steps`."""
+
+    name: str
+    stage: str = "door"
+    """door, body, posted (waits for the point), parked, ended, dead or frozen"""
+    group: int = 0
+    sections: int = 0
+    steps: int = 0
+    outcome: Any = None
+    rows: dict[tuple[int, bool], int] = field(default_factory=dict)
+    order: Regroup | None = None
+    ticket: int = -1
+    halting: int | None = None
+    asked: bool = False
+    stalled: bool = False
+
+    @property
+    def acts(self) -> bool:
+        return self.stage not in ("dead", "frozen", "released")
+
+
+class World:
+    """Runs one history; `run` returns how it ended."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        first = tuple(f"p{index}" for index in range(self.random.randint(1, 5)))
+        self.copies = self.random.choice([1, 2, 2])
+        self.machine = Membership(first, workload=WORKLOAD, plan=self.plan, copies=self.copies)
+        self.ranks = {name: Rank(name) for name in first}
+        self.posted: dict[tuple[int, int], dict[str, tuple[bool, dict[tuple[int, bool], int], int]]] = {}
+        self.broken: set[int] = set()
+        self.groups: dict[int, tuple[str, ...]] = {0: first}
+        self.mail: list[Callable[[], None]] = []
+        self.chaos = self.random.randint(0, 6)
+        self.columns = self.random.choice([1, 2, 3, None])
+        self.stop: EndRun | None = None
+        layout = self.plan(first)
+        for rank in self.ranks.values():
+            self.own(rank, layout)
+            self.tell(Entered(member=rank.name, group=rank.group, layout=layout))
+
+    def plan(self, names: tuple[str, ...]) -> Layout:
+        if len(names) > UNITS:
+            raise PlanError("more ranks than units")
+        num = min(len(names), self.columns or self.random.randint(1, len(names)))
+        columns = [names[index::num] for index in range(num)]
+        return Layout(
+            columns=tuple(Column(width=1 / num, processors=each, heights=(1 / len(each),) * len(each)) for each in columns)
+        )
+
+    def own(self, rank: Rank, layout: Layout) -> None:
+        tile = layout.cut_blocks(WORKLOAD)[0].by_processor[rank.name]
+        rank.rows = {(unit, False): 0 for unit in range(tile.units.start, tile.units.stop)}
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def tell(self, event: Any) -> None:
+        """To the machine, some time."""
+
+        def deliver() -> None:
+            for action in self.machine.handle(event):
+                self.carry_out(action)
+
+        self.mail.append(deliver)
+
+    def send(self, name: str, take: Callable[[Rank], None]) -> None:
+        """To a rank, some time."""
+
+        def deliver() -> None:
+            rank = self.ranks[name]
+            if rank.stage == "frozen":
+                self.mail.append(deliver)
+            elif rank.acts:
+                take(rank)
+
+        self.mail.append(deliver)
+
+    def carry_out(self, action: Any) -> None:
+        match action:
+            case Abort() | Ask():
+                for name in action.members:
+                    self.send(name, lambda rank, action=action: self.halt(rank, action))  # type: ignore[misc]
+            case Regroup():
+                self.groups[action.group] = action.members
+                for name in action.members:
+                    self.send(name, lambda rank: self.take_order(rank, action))
+            case Restart():
+                self.groups[action.group] = action.members
+                for name in action.members:
+                    self.send(name, lambda rank: self.restart(rank, action))
+            case Dismiss():
+                for name in action.members:
+                    self.send(name, lambda rank: self.dismissed(rank, action))
+            case Kill():
+                self.ranks[action.member].stage = "dead"
+            case Release():
+                self.ranks[action.member].stage = "released"
+            case EndRun():
+                self.stop = action
+
+    # -- ranks --------------------------------------------------------------------------------------------------------
+
+    def halt(self, rank: Rank, action: Abort | Ask) -> None:
+        if action.ticket < rank.ticket:
+            return
+        rank.ticket = action.ticket
+        rank.halting = action.ticket
+        if isinstance(action, Ask):
+            rank.asked = True
+        else:
+            self.broken.add(rank.group)
+        self.answer(rank)
+
+    def answer(self, rank: Rank) -> None:
+        if rank.halting is not None and rank.stage in ("parked", "ended", "door"):
+            ended = rank.stage == "ended"
+            self.tell(
+                Halted(
+                    member=rank.name,
+                    ticket=rank.halting,
+                    sections=rank.sections,
+                    outcome=rank.outcome,
+                    ended=ended,
+                    admits=rank.steps % 3 != 1,
+                )
+            )
+            rank.halting = None
+
+    def take_order(self, rank: Rank, change: Regroup) -> None:
+        if change.ticket < rank.ticket:
+            return
+        rank.ticket = change.ticket
+        assert rank.stage in ("parked", "door"), (rank, change)
+        if rank.name in change.finish:
+            self.commit(rank, change.outcome)
+        if rank.name in change.newcomers:
+            rank.sections, rank.steps = change.sections, -1
+        assert rank.sections == change.sections, (rank, change)
+        rank.order, rank.group, rank.asked, rank.stage, rank.stalled = change, change.group, False, "body", False
+
+    def restart(self, rank: Rank, action: Restart) -> None:
+        if action.group < rank.group:
+            return
+        rank.group, rank.stage = action.group, "door"
+        layout = self.plan_of_group(action.group)
+        self.own(rank, layout)
+        self.tell(Entered(member=rank.name, group=rank.group, layout=layout))
+
+    def plan_of_group(self, group: int) -> Layout:
+        names = self.groups[group]
+        return Layout(columns=(Column(width=1.0, processors=names, heights=(1 / len(names),) * len(names)),))
+
+    def dismissed(self, rank: Rank, action: Dismiss) -> None:
+        if rank.name in action.finish:
+            self.commit(rank, action.outcome)
+        assert rank.sections == action.sections
+        self.end(rank)
+
+    def end(self, rank: Rank) -> None:
+        assert rank.steps == STEPS, rank
+        rank.stage = "ended"
+        self.tell(Ended(member=rank.name))
+        self.answer(rank)
+
+    def park(self, rank: Rank) -> None:
+        rank.stage = "parked"
+        self.answer(rank)
+
+    def key(self, rank: Rank) -> tuple[int, int]:
+        return (rank.group, rank.sections)
+
+    def post(self, rank: Rank) -> None:
+        rank.stage = "posted"
+        self.posted.setdefault(self.key(rank), {})[rank.name] = (rank.asked, dict(rank.rows), rank.steps)
+
+    def can_pass(self, rank: Rank) -> bool:
+        return set(self.posted.get(self.key(rank), {})) == set(self.groups[rank.group])
+
+    def pass_(self, rank: Rank) -> None:
+        posted = self.posted[self.key(rank)]
+        is_change = rank.order is not None
+        change = rank.order
+        self.commit(rank, None if is_change else f"loss {rank.steps}")
+        if change is not None:
+            self.tell(Laid(member=rank.name, ticket=change.ticket))
+        if any(asked for asked, _, _ in posted.values()):
+            self.park(rank)
+        elif rank.steps == STEPS:
+            self.end(rank)
+        else:
+            rank.stage = "body"
+
+    def commit(self, rank: Rank, outcome: Any) -> None:
+        """What follows a passed point; needs nothing from others but what has come by then."""
+        if rank.order is None:
+            rank.rows = {row: updates + 1 for row, updates in rank.rows.items()}
+            assert outcome == f"loss {rank.steps}", (rank, outcome)
+            rank.steps += 1
+            assert all(updates == rank.steps for updates in rank.rows.values()), rank
+        else:
+            change = rank.order
+            posted = self.posted[self.key(rank)]
+            rows: dict[tuple[int, bool], int] = {}
+            for take in (take for take in change.takes if take.dest == rank.name):
+                for unit in range(take.units.start, take.units.stop):
+                    rows[unit, take.to_mirror] = posted[take.source][1][unit, take.from_mirror]
+            if rank.steps == -1:
+                rank.steps = posted[change.source][2]
+            rank.rows, rank.order = rows, None
+            assert all(updates == rank.steps for updates in rows.values()), rank
+        rank.sections += 1
+        rank.outcome = outcome
+
+    # -- chance -------------------------------------------------------------------------------------------------------
+
+    def is_whole(self, group: int) -> bool:
+        """Whether its connections hold: nothing was aborted, and all its members live."""
+        return group not in self.broken and all(
+            self.ranks[name].stage not in ("dead", "released") for name in self.groups[group]
+        )
+
+    def moves(self) -> list[Callable[[], None]]:
+        found: list[Callable[[], None]] = []
+        for rank in self.ranks.values():
+            if rank.stage == "frozen":
+                found.append(lambda rank=rank: self.tell(Silent(member=rank.name)))  # type: ignore[misc]
+            if rank.stage == "body":
+                found.append(lambda rank=rank: self.post(rank))  # type: ignore[misc]
+            if rank.stage == "posted" and self.can_pass(rank):
+                found.append(lambda rank=rank: self.pass_(rank))  # type: ignore[misc]
+            if rank.stage in ("body", "posted") and not self.is_whole(rank.group):
+                found.append(lambda rank=rank: self.stall(rank))  # type: ignore[misc]
+        if self.chaos:
+            found.append(self.something)
+        return found
+
+    def stall(self, rank: Rank) -> None:
+        self.park(rank)
+        if not rank.stalled:
+            rank.stalled = True
+            self.tell(Stalled(member=rank.name, group=rank.group, reason="the link broke"))
+
+    def something(self) -> None:
+        """One fault, join or departure."""
+        self.chaos -= 1
+        living = [rank for rank in self.ranks.values() if rank.acts]
+        kind = self.random.choice(["die", "die", "freeze", "leave", "join", "break"])
+        if kind == "join":
+            name = f"p{len(self.ranks)}"
+            self.ranks[name] = Rank(name)
+            self.tell(Entered(member=name, group=None, layout=self.plan((name,))))
+        elif living:
+            rank = self.random.choice(living)
+            if kind == "die":
+                rank.stage = "dead"
+                self.tell(Died(member=rank.name))
+            elif kind == "freeze":
+                rank.stage = "frozen"
+            elif kind == "leave":
+                self.tell(Leaving(member=rank.name))
+            else:
+                self.broken.add(rank.group)
+
+    def run(self) -> EndCause | None:
+        """To the end: None where the training was completed, the cause where the run stopped by name."""
+        for _ in range(20_000):
+            choices = self.moves()
+            for index in range(len(self.mail)):
+                choices.append(lambda index=index: self.mail.pop(index)())  # type: ignore[misc]
+            if self.stop is not None:
+                assert self.stop.reason
+                return self.stop.cause
+            going = [rank for rank in self.ranks.values() if rank.acts and rank.stage != "door"]
+            if going and all(rank.stage == "ended" for rank in going) and not self.mail:
+                return None
+            assert choices, f"a hang: {self.machine.phase}, {self.ranks}"
+            self.random.choice(choices)()
+        raise AssertionError(f"no end: {self.machine.phase}, {self.ranks}")

@@ -1,0 +1,89 @@
+"""Who holds what, and from whom rows are taken."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tatami.membership import Held, Lost, Mirror, Take, mirrors_of, takes
+from tatami.tiling import Column, Layout, Span
+from tatami.workload import Workload
+
+WORKLOAD = Workload.mlp(4, 12, 3, samples=10)
+
+
+def column(*names: str, width: float = 1.0) -> Column:
+    return Column(width=width, processors=names, heights=(1 / len(names),) * len(names))
+
+
+ONE = Layout(columns=(column("a", "b", "c"),))
+TWO = Layout(columns=(column("a", "b", width=0.5), column("c", width=0.5)))
+
+
+def test_one_column_has_mirrors_and_two_need_none() -> None:
+    ring = (Mirror(owner="a", keeper="b"), Mirror(owner="b", keeper="c"), Mirror(owner="c", keeper="a"))
+    assert mirrors_of(ONE, copies=2) == ring
+    assert mirrors_of(ONE, copies=1) == ()
+    assert mirrors_of(TWO, copies=2) == ()
+    assert mirrors_of(Layout(columns=(column("a"),)), copies=2) == ()
+
+
+def test_rows_of_the_dead_come_from_the_other_column() -> None:
+    after = Held(layout=Layout(columns=(column("b", "c"),)))
+    found, lost = takes(Held(layout=TWO), after, workload=WORKLOAD, sources={"b", "c"})
+    assert lost == ()
+    assert set(found) == {
+        Take(dest="b", source="c", block=0, units=Span(0, 6)),
+        Take(dest="c", source="c", block=0, units=Span(6, 12)),
+    }
+
+
+def test_rows_of_the_dead_come_from_its_mirror() -> None:
+    before = Held(layout=ONE, mirrors=mirrors_of(ONE, copies=2))
+    after = Held(layout=Layout(columns=(column("b", "c"),)))
+    found, lost = takes(before, after, workload=WORKLOAD, sources={"b", "c"})
+    assert lost == ()
+    assert Take(dest="b", source="b", block=0, units=Span(0, 4), from_mirror=True) in found
+
+
+def test_rows_without_a_holder_are_told_with_those_who_held_them() -> None:
+    before = Held(layout=ONE, mirrors=mirrors_of(ONE, copies=2))
+    after = Held(layout=Layout(columns=(column("c"),)))
+    _, lost = takes(before, after, workload=WORKLOAD, sources={"c"})
+    assert lost == (Lost(block=0, units=Span(0, 4), held_by=("a", "b")),)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, names: tuple[str, ...]) -> Layout:
+    num_columns = draw(st.integers(1, len(names)))
+    columns = [names[index::num_columns] for index in range(num_columns)]
+    return Layout(columns=tuple(column(*each, width=1 / num_columns) for each in columns))
+
+
+@given(st.data())
+def test_every_unit_is_filled_once_from_a_holder_or_told_as_lost(data: st.DataObject) -> None:
+    old_names = tuple(data.draw(st.permutations("abcde")))[: data.draw(st.integers(1, 5))]
+    new_names = tuple(data.draw(st.permutations("abcdefg")))[: data.draw(st.integers(1, 7))]
+    old, new = data.draw(layouts(old_names)), data.draw(layouts(new_names))
+    copies = data.draw(st.sampled_from([1, 2]))
+    before, after = (
+        Held(layout=old, mirrors=mirrors_of(old, copies=copies)),
+        Held(layout=new, mirrors=mirrors_of(new, copies=2)),
+    )
+    sources = set(data.draw(st.lists(st.sampled_from(old_names), unique=True)))
+    found, lost = takes(before, after, workload=WORKLOAD, sources=sources)
+    (cut_old,), (cut_new,) = old.cut_blocks(WORKLOAD), new.cut_blocks(WORKLOAD)
+    lost_units = {unit for each in lost for unit in range(each.units.start, each.units.stop)}
+    holds = {(tile.processor, False): tile.units for tile in cut_old.tiles}
+    holds |= {(mirror.keeper, True): cut_old.by_processor[mirror.owner].units for mirror in before.mirrors}
+    for take in found:
+        assert take.source in sources
+        assert (holds[take.source, take.from_mirror] & take.units) == take.units
+    wanted = {(tile.processor, False): tile.units for tile in cut_new.tiles}
+    wanted |= {(mirror.keeper, True): cut_new.by_processor[mirror.owner].units for mirror in after.mirrors}
+    for (dest, to_mirror), units in wanted.items():
+        taken = [t for t in found if (t.dest, t.to_mirror) == (dest, to_mirror)]
+        filled = sorted(unit for take in taken for unit in range(take.units.start, take.units.stop))
+        assert filled == [unit for unit in range(units.start, units.stop) if unit not in lost_units]
+    alive = {unit for (name, _), units in holds.items() if name in sources for unit in range(units.start, units.stop)}
+    assert not alive & lost_units
