@@ -88,7 +88,7 @@ def with_recovery(recovery: AbstractRecovery, delays: dict[int, float], *, task_
         struck.append(time.monotonic())
         os.kill(pid, signal.SIGKILL)
 
-    def on_round(run: server.Runtime) -> None:
+    def on_round(run: server.RunControl) -> None:
         if not began:
             began.append(time.monotonic() - run.report().reached_s[-1])
         if run.version in delays:
@@ -103,15 +103,19 @@ def with_recovery(recovery: AbstractRecovery, delays: dict[int, float], *, task_
         lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)),
         loss_fn,
         dataset=(torch.randn(256, 64), torch.randint(10, (256,))),
-        rounds=max(delays) + EVERY,
-        workers=WORKERS,
-        servers=2,
-        spares=1,
-        restarts=2 * len(delays),
-        optimizer=server.SGD(lr=0.1, momentum=0.9),
-        recovery=recovery,
         directory=folder,
-        on_round=on_round,
+        settings=server.RunSettings(
+            rounds=max(delays) + EVERY,
+            workers=WORKERS,
+            servers=2,
+            spares=1,
+            restarts=2 * len(delays),
+            optimizer=server.SGD(lr=0.1, momentum=0.9),
+            recovery=recovery,
+        ),
+        context=server.RunContext(
+            on_round=on_round,
+        ),
     )
     for timer in timers:
         timer.join()

@@ -26,7 +26,7 @@ def model_fn() -> nn.Module:
     return nn.Sequential(nn.Linear(INPUTS, 80), nn.Tanh(), nn.Linear(80, OUTPUTS))
 
 
-def kill_somebody(run: server.Runtime) -> None:
+def kill_somebody(run: server.RunControl) -> None:
     """Called after every round."""
     if run.version in (20, 40):
         victim = f"worker {run.version // 20}"
@@ -41,13 +41,17 @@ def main() -> None:
             model_fn,
             loss_fn,
             dataset=(data.x, data.y),
-            rounds=ROUNDS,
-            workers=4,
-            servers=2,
-            spares=1,
-            optimizer=server.SGD(lr=0.5, momentum=0.9),
-            recovery=server.FromServers(),
-            on_round=on_round,
+            settings=server.RunSettings(
+                rounds=ROUNDS,
+                workers=4,
+                servers=2,
+                spares=1,
+                optimizer=server.SGD(lr=0.5, momentum=0.9),
+                recovery=server.FromServers(),
+            ),
+            context=server.RunContext(
+                on_round=on_round,
+            ),
         )
         accuracy = ", ".join(f"{name} {share:.3f}" for name, share in data.accuracy(model(data.x), data.y).items())
         print(f"{report.rounds} rounds in {report.seconds:.1f} s, loss {report.losses[-1]:.4f}, {accuracy}")

@@ -20,7 +20,7 @@ from tatami.bench.interleaved import Contestant
 from tatami.bench.measuring import measured, times
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster
-from tatami.comm.allreduce import AllReduce
+from tatami.comm.allreduce import AllReduce, AllReduceSpec
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.detect import init
 from tatami.tiled import tile
@@ -120,7 +120,7 @@ class LabProbe:
         """In turn, because whether long messages wait for each other is a matter of moments."""
         messages = self._messages()
         made = {
-            (name, size_bytes): AllReduce(self._comm, size=size_bytes // ELEMENT_BYTES, algorithm=name)
+            (name, size_bytes): AllReduce(self._comm, AllReduceSpec(size=size_bytes // ELEMENT_BYTES, algorithm=name))
             for size_bytes in self._job.sizes_bytes
             for name in self._job.algorithms
         }

@@ -22,7 +22,7 @@ from rehearsal.server import FLOAT_BYTES, TINY, ServerJob, server_job_from_dict
 from tatami.bench.weight import Weight, no_loss
 from tatami.engine.ray_engine import engine
 from tatami.errors import LabError
-from tatami.server import Pool, train
+from tatami.server import Pool, RunContext, RunSettings, train
 
 PORT = 6379
 _PATIENCE_S = 120.0
@@ -122,14 +122,18 @@ def _rounds(elements: int, workers: int, servers: int, *, job: ServerJob, pool: 
         lambda: Weight(elements, task_s=task_s),
         no_loss,
         dataset=(torch.zeros(workers, 1), torch.zeros(workers, 1)),
-        rounds=job.rounds,
-        batch_size=workers,
-        workers=workers,
-        servers=servers,
-        spares=0,
-        heartbeat_s=60.0,
-        pool=pool,
-        on_round=lambda run: nodes.update(run.nodes()),
+        settings=RunSettings(
+            rounds=job.rounds,
+            batch_size=workers,
+            workers=workers,
+            servers=servers,
+            spares=0,
+            heartbeat_s=60.0,
+        ),
+        context=RunContext(
+            pool=pool,
+            on_round=lambda run: nodes.update(run.nodes()),
+        ),
     )
     return list(report.round_s[2:]), nodes
 

@@ -15,7 +15,7 @@ from tatami.bench.put import bench_put, seconds_by_way
 from tatami.collective import ALGORITHMS
 from tatami.collective.gathering import crossover_bytes
 from tatami.comm import run_threads
-from tatami.comm.allreduce import AllReduce
+from tatami.comm.allreduce import AllReduce, AllReduceSpec
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.tuning import table_path
 from tatami.errors import InputError
@@ -36,7 +36,7 @@ def test_every_algorithm_is_measured_and_the_table_kept(tmp_path: Path, monkeypa
         assert path.is_file()
         assert [timing.size_bytes for timing in table.timings] == [1024, 4096]
         fastest = table.choose(1024, among=list(ALGORITHMS))
-        assert AllReduce(comm, size=256).algorithm == fastest
+        assert AllReduce(comm, AllReduceSpec(size=256)).algorithm == fastest
         return records
 
     one, other = run_threads(body, size=2)

@@ -66,11 +66,11 @@ def main() -> None:
     import torch
 
     import tatami
-    from tatami.comm import AllReduce
+    from tatami.comm import AllReduce, AllReduceSpec
 
     comm = tatami.init()
     for algorithm in ("ring", "shared", "torus_put", "native") if comm.has_windows else ("ring", "native"):
-        AllReduce(comm, size=1 << 18, algorithm=algorithm).run()
+        AllReduce(comm, AllReduceSpec(size=1 << 18, algorithm=algorithm)).run()
     comm.allreduce(torch.zeros(1 << 18))
     comm.barrier()
     pids = [os.getpid()] if sys.argv[2] == "ranks" else family_of(int(sys.argv[2]))

@@ -10,8 +10,9 @@ import torch
 from tatami.collective import ALGORITHMS
 from tatami.comm import run_threads
 from tatami.comm.agreement import DEBUG_VARIABLE
-from tatami.comm.allreduce import CACHED, AllReduce, release, tuned_allreduce
+from tatami.comm.allreduce import CACHED, AllReduce, AllReduceSpec, release, tuned_allreduce
 from tatami.comm.base import AbstractCommunicator
+from tatami.comm.reduction import Reduction
 from tatami.comm.threads import ThreadCommunicator
 from tatami.errors import ClosedError, CommTimeoutError, InputError, RankDiedError, ScheduleError
 from tatami.testing.worlds import World
@@ -74,7 +75,7 @@ def test_what_is_kept_for_a_communicator_can_be_given_back(world: World) -> None
 @pytest.mark.ranks(1, 2, 3)
 def test_auto_is_one_of_the_algorithms_and_sums(world: World) -> None:
     def body(comm: AbstractCommunicator) -> str:
-        with AllReduce(comm, size=1000) as reduce:
+        with AllReduce(comm, AllReduceSpec(size=1000)) as reduce:
             reduce.buffer.fill_(1.0)
             reduce.run()
             assert reduce.buffer.tolist() == [comm.size] * 1000
@@ -90,7 +91,7 @@ def test_auto_is_one_of_the_algorithms_and_sums(world: World) -> None:
 @pytest.mark.ranks(2)
 def test_the_buffer_is_the_window_itself(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
-        with AllReduce(comm, size=100, algorithm="shared") as reduce:
+        with AllReduce(comm, AllReduceSpec(size=100, algorithm="shared")) as reduce:
             before = reduce.buffer.data_ptr()
             reduce.buffer.fill_(1.0)
             reduce.run()
@@ -103,7 +104,7 @@ def test_the_buffer_is_the_window_itself(world: World) -> None:
 @pytest.mark.ranks(2)
 def test_after_close_there_is_nothing_to_run(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
-        reduce = AllReduce(comm, size=10, algorithm="shared")
+        reduce = AllReduce(comm, AllReduceSpec(size=10, algorithm="shared"))
         reduce.close()
         reduce.close()
         with pytest.raises(ClosedError, match="closed"):
@@ -116,9 +117,9 @@ def test_after_close_there_is_nothing_to_run(world: World) -> None:
 def test_ranks_that_ask_for_different_things_are_named(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         with pytest.raises(InputError, match=r"rank 0 has size 10, rank 2 has size 11"):
-            AllReduce(comm, size=11 if comm.rank == 2 else 10, algorithm="ring")
+            AllReduce(comm, AllReduceSpec(size=11 if comm.rank == 2 else 10, algorithm="ring"))
         with pytest.raises(InputError, match=r"rank 0 has dtype torch.float32, rank 1 has dtype torch.float64"):
-            AllReduce(comm, size=10, dtype=torch.float64 if comm.rank == 1 else torch.float32, algorithm="ring")
+            AllReduce(comm, AllReduceSpec(size=10, dtype=torch.float64 if comm.rank == 1 else torch.float32, algorithm="ring"))
 
     world(body)
 
@@ -140,7 +141,7 @@ def test_debug_mode_compares_shapes_at_every_call(world: World, monkeypatch: pyt
 def test_a_grid_that_does_not_fit_is_refused(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         with pytest.raises(ScheduleError, match="3 x 2 has 6 places, but there are 4 ranks"):
-            AllReduce(comm, size=10, algorithm="torus", grid=(3, 2))
+            AllReduce(comm, AllReduceSpec(size=10, algorithm="torus", grid=(3, 2)))
 
     world(body)
 
@@ -149,25 +150,25 @@ def test_a_grid_that_does_not_fit_is_refused(world: World) -> None:
 def test_what_cannot_be_is_refused(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         with pytest.raises(InputError, match="no all-reduce 'fastest'; choose of: auto, native"):
-            AllReduce(comm, size=10, algorithm="fastest")
+            AllReduce(comm, AllReduceSpec(size=10, algorithm="fastest"))
         with pytest.raises(InputError, match="no reduction 'product'; choose of 'sum', 'mean', 'max', 'min'"):
-            AllReduce(comm, size=10, op="product")
+            AllReduce(comm, AllReduceSpec(size=10, op="product"))  # type: ignore[arg-type]
         with pytest.raises(InputError, match="no sync 'wait'"):
             tuned_allreduce(torch.ones(3), comm, sync="wait")
         with pytest.raises(InputError, match="mean of int64"):
-            AllReduce(comm, size=10, dtype=torch.int64, op="mean")
+            AllReduce(comm, AllReduceSpec(size=10, dtype=torch.int64, op=Reduction.MEAN))
         with pytest.raises(InputError, match="complex64"):
-            AllReduce(comm, size=10, dtype=torch.complex64)
+            AllReduce(comm, AllReduceSpec(size=10, dtype=torch.complex64))
         with pytest.raises(InputError, match="0 or more elements, not -1"):
-            AllReduce(comm, size=-1)
+            AllReduce(comm, AllReduceSpec(size=-1))
         with pytest.raises(InputError, match="int64 cannot travel as float16"):
-            AllReduce(comm, size=10, dtype=torch.int64, wire=torch.float16)
+            AllReduce(comm, AllReduceSpec(size=10, dtype=torch.int64, wire=torch.float16))
         with pytest.raises(InputError, match="does not accumulate"):
-            AllReduce(comm, size=10, algorithm="accumulate", wire=torch.bfloat16)
+            AllReduce(comm, AllReduceSpec(size=10, algorithm="accumulate", wire=torch.bfloat16))
         with pytest.raises(ScheduleError, match="does not sum in a fixed order"):
-            AllReduce(comm, size=10, algorithm="native", fixed_order=True)
+            AllReduce(comm, AllReduceSpec(size=10, algorithm="native", fixed_order=True))
         with pytest.raises(ScheduleError, match="shared needs all ranks on one host"):
-            AllReduce(comm, size=10, algorithm="shared", hosts=("a", "b"))
+            AllReduce(comm, AllReduceSpec(size=10, algorithm="shared"), hosts=("a", "b"))
 
     world(body)
 
@@ -185,8 +186,8 @@ def test_a_backend_without_windows_says_who_has_them() -> None:
         comm.__class__ = WithoutWindows
         comm.split = lambda color, *, key=0: comm  # type: ignore[method-assign]  # noqa: ARG005
         with pytest.raises(InputError, match="no one-sided communication; the MPI backend has"):
-            AllReduce(comm, size=10, algorithm="torus_put")
-        return AllReduce(comm, size=10).algorithm
+            AllReduce(comm, AllReduceSpec(size=10, algorithm="torus_put"))
+        return AllReduce(comm, AllReduceSpec(size=10)).algorithm
 
     assert run_threads(body, size=2)[0] not in ("shared", "torus_put", "accumulate", "torus_accumulate", "hierarchical")
 
@@ -194,7 +195,7 @@ def test_a_backend_without_windows_says_who_has_them() -> None:
 @pytest.mark.parametrize("algorithm", ["ring", "shared", "accumulate", "native"])
 def test_a_rank_that_dies_in_mid_reduce_is_named(algorithm: str) -> None:
     def body(comm: AbstractCommunicator) -> None:
-        reduce = AllReduce(comm, size=10, algorithm=algorithm)
+        reduce = AllReduce(comm, AllReduceSpec(size=10, algorithm=algorithm))
         if comm.rank == 1:
             raise ArithmeticError("out of sums")
         with pytest.raises(RankDiedError, match=r"rank 1.* died: ArithmeticError: out of sums"):
@@ -211,7 +212,7 @@ def test_a_rank_that_does_not_come_ends_the_wait(world: World, algorithm: str) -
         impatient = comm.split(0)
         assert impatient is not None
         impatient.timeout_s = 1.0
-        reduce = AllReduce(impatient, size=10, algorithm=algorithm)
+        reduce = AllReduce(impatient, AllReduceSpec(size=10, algorithm=algorithm))
         if comm.rank == 0:
             with pytest.raises(CommTimeoutError, match=r"timed out after 1.* s: .*rank 1"):
                 reduce.run()

@@ -6,6 +6,8 @@ allow 2 P. bfloat16 and float16 are summed in float32 and rounded once: 2^-8 and
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from tatami.collective import ALGORITHMS, Sync, build, simulate
 from tatami.comm import run_threads
-from tatami.comm.allreduce import AllReduce
+from tatami.comm.allreduce import AllReduce, AllReduceSpec
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.execute import Executor
 from tatami.comm.reduction import Reduction
@@ -53,8 +55,16 @@ def assert_close(result: torch.Tensor, want: torch.Tensor, *, ranks: int) -> Non
     assert torch.allclose(result.double(), want, rtol=2 * epsilon, atol=2 * ranks * max(4.0 * epsilon, 0))
 
 
-def check(comm: AbstractCommunicator, *, size: int, op: str = "sum", dtype: torch.dtype = torch.float32, **how: object) -> None:
-    with AllReduce(comm, size=size, op=op, dtype=dtype, **how) as reduce:  # type: ignore[arg-type]
+def check(
+    comm: AbstractCommunicator,
+    *,
+    size: int,
+    op: str = "sum",
+    dtype: torch.dtype = torch.float32,
+    hosts: Any = None,
+    **how: Any,
+) -> None:
+    with AllReduce(comm, AllReduceSpec(size=size, op=Reduction(op), dtype=dtype, **how), hosts=hosts) as reduce:
         for run in range(2):  # the second run finds what the first one left behind
             reduce.buffer.copy_(given_by(comm.rank, size, dtype=dtype, run=run))
             reduce.run()
@@ -147,7 +157,7 @@ def test_not_a_number_passes_through(world: World) -> None:
             for op in ("sum", "mean", "max", "min"):
                 if algorithm in ("torus_accumulate", "accumulate", "native", "torus_native") and op in ("max", "min"):
                     continue  # MPI_MAX and MPI_MIN compare, and say nothing of NaN
-                with AllReduce(comm, size=20, op=op, algorithm=algorithm) as reduce:
+                with AllReduce(comm, AllReduceSpec(size=20, op=Reduction(op), algorithm=algorithm)) as reduce:
                     reduce.buffer.fill_(1.0)
                     if comm.rank == 1:
                         reduce.buffer[7] = torch.nan
@@ -164,7 +174,7 @@ def test_a_fixed_order_gives_the_same_bits_as_the_schedule_says(world: World) ->
         for algorithm in ALGORITHMS:
             if "native" in algorithm:
                 continue
-            with AllReduce(comm, size=50, algorithm=algorithm, fixed_order=True) as reduce:
+            with AllReduce(comm, AllReduceSpec(size=50, algorithm=algorithm, fixed_order=True)) as reduce:
                 expected = simulate(reduce.schedule, vectors)[comm.rank]
                 for _ in range(3):
                     reduce.buffer.copy_(given_by(comm.rank, 50))
@@ -180,7 +190,7 @@ def test_halves_are_rounded_once(world: World) -> None:
 
     def body(comm: AbstractCommunicator) -> None:
         for algorithm in ALGORITHMS:
-            with AllReduce(comm, size=9, dtype=torch.bfloat16, algorithm=algorithm) as reduce:
+            with AllReduce(comm, AllReduceSpec(size=9, dtype=torch.bfloat16, algorithm=algorithm)) as reduce:
                 reduce.buffer.fill_(1.0 if comm.rank == 0 else 2.0**-8)
                 reduce.run()
                 assert reduce.buffer.tolist() == [1 + 2.0**-7] * 9, algorithm
@@ -192,7 +202,7 @@ def test_halves_are_rounded_once(world: World) -> None:
 def test_floats_travel_as_halves_on_request(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         for algorithm in ("ring", "shared", "torus_put", "native"):
-            with AllReduce(comm, size=40, algorithm=algorithm, wire=torch.bfloat16) as reduce:
+            with AllReduce(comm, AllReduceSpec(size=40, algorithm=algorithm, wire=torch.bfloat16)) as reduce:
                 assert reduce.buffer.dtype == torch.float32
                 reduce.buffer.copy_(given_by(comm.rank, 40))
                 reduce.run()

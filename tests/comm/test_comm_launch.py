@@ -142,9 +142,9 @@ def test_a_rank_that_is_killed_is_named(job: Job) -> None:
 def test_a_rank_that_dies_in_mid_reduce_is_named(job: Job, algorithm: str) -> None:
     script = """
         import os, signal, sys, threading
-        from tatami.comm import AllReduce, init
+        from tatami.comm import AllReduce, AllReduceSpec, init
         comm = init(timeout_s=1000)
-        reduce = AllReduce(comm, size=1 << 20, algorithm=sys.argv[1])
+        reduce = AllReduce(comm, AllReduceSpec(size=1 << 20, algorithm=sys.argv[1]))
         for step in range(10_000):
             if comm.rank == 1 and step == 3:
                 threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()

@@ -26,9 +26,9 @@ LONGEST_S = 6.0
 PATIENCE_S = 100.0
 SCRIPT = """
 import torch
-from tatami.comm import AllReduce, init
+from tatami.comm import AllReduce, AllReduceSpec, init
 comm = init(timeout_s=1000)
-reduce = AllReduce(comm, size=1 << 16)
+reduce = AllReduce(comm, AllReduceSpec(size=1 << 16))
 for _ in range(2000):
     reduce.run()
 """

@@ -87,7 +87,7 @@ def test_ranks_that_wait_answer_and_go_on(world: World) -> None:
 
 SCRIPT = """
     import os, pathlib, signal, sys, time, torch
-    from tatami.comm import AllReduce, init
+    from tatami.comm import AllReduce, AllReduceSpec, init
     from tatami.errors import CommTimeoutError
     comm = init(timeout_s=100)
     comm.barrier()
@@ -95,10 +95,10 @@ SCRIPT = """
     folder, pids = pathlib.Path(sys.argv[1]), comm.allgather_object(os.getpid())
     parts = [comm.duplicate() for _ in range(4)]
     ways = {"barrier": parts[0].barrier, "allreduce": lambda: parts[1].allreduce(torch.zeros(9))}
-    ways["ring"] = AllReduce(parts[2], size=1 << 16, algorithm="ring").run
+    ways["ring"] = AllReduce(parts[2], AllReduceSpec(size=1 << 16, algorithm="ring")).run
     if comm.has_windows:
         del ways["ring"]
-        ways["shared"] = AllReduce(parts[3], size=1 << 16, algorithm="shared").run
+        ways["shared"] = AllReduce(parts[3], AllReduceSpec(size=1 << 16, algorithm="shared")).run
     for way in ways.values():
         way()
     if comm.rank == 1:

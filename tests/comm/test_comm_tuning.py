@@ -10,7 +10,7 @@ import pytest
 
 from tatami.collective import SizeTimings, TuningTable
 from tatami.comm import run_threads
-from tatami.comm.allreduce import AllReduce
+from tatami.comm.allreduce import AllReduce, AllReduceSpec
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.tuning import candidates, cheapest, fingerprint_of, keep_table, read_table, table_path, tuned_bucket_bytes
 from tatami.outputs import write_text
@@ -22,7 +22,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(comm: AbstractCommunicator, size: int, *, fixed_order: bool = False) -> str:
-    with AllReduce(comm, size=size, fixed_order=fixed_order) as reduce:
+    with AllReduce(comm, AllReduceSpec(size=size, fixed_order=fixed_order)) as reduce:
         return reduce.algorithm
 
 

@@ -24,6 +24,7 @@ pytest.importorskip("ray")
 
 import ray
 import ray.cluster_utils
+from train_rig import train_with
 
 from tatami.engine.crew import Crew
 from tatami.engine.folder import run_folder
@@ -34,8 +35,7 @@ from tatami.records import Records
 from tatami.server.optimizers import SGD
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
 from tatami.server.report import RunReport
-from tatami.server.runtime import Runtime
-from tatami.server.training import train
+from tatami.server.run_control import RunControl
 from tatami.testing.chaos import Blow, Storm, Target, draw_blows
 from tatami.testing.crash import Death
 
@@ -135,7 +135,7 @@ def run(pool: Pool, tmp_path: Path, **changes: Any) -> tuple[torch.Tensor, RunRe
     tmp_path.mkdir(exist_ok=True)
     log = tmp_path / "log.jsonl"
     with Records(log) as records:
-        model, report = train(model_fn, loss_fn, records=records, **settings | changes)
+        model, report = train_with(model_fn, loss_fn, records=records, **settings | changes)
     told = [json.loads(line) for line in log.read_text().splitlines()]
     flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
     return flat, report, [each for each in told if each["event"] == "round"]
@@ -210,7 +210,7 @@ def test_handlers_that_take_longer_than_a_heartbeat_make_no_sound_process_late(
         ]
         storm = Storm(blows, saved=False)
 
-        def on_round(runtime: Runtime, storm: Storm = storm, slow: int = chance.randrange(3, ROUNDS)) -> None:
+        def on_round(runtime: RunControl, storm: Storm = storm, slow: int = chance.randrange(3, ROUNDS)) -> None:
             storm(runtime)
             if runtime.version == slow:
                 time.sleep(1.25 * heartbeat_s)

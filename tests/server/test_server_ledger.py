@@ -18,7 +18,7 @@ from tatami.server.worker_process import TaskOutcome
 def _run(path: Path) -> Ledger:
     """From version 7: three rounds, worker 1 missing in the second, where it died; each is told twice, and counted once."""
     ledger = Ledger(recovery="ignore", start=7, sinks=[Records(path)])
-    ledger.began()
+    ledger.began(startup_s=3.0)
     for round_, at_s in ((7, 1.0), (8, 4.0), (9, 5.0)):
         present = (0,) if round_ == 8 else (0, 1)
         for worker in present:
@@ -33,7 +33,7 @@ def _run(path: Path) -> Ledger:
 
 
 def test_a_report_has_rounds_losses_and_what_a_failure_cost(tmp_path: Path) -> None:
-    report = _run(tmp_path / "run.jsonl").report(workers=2, startup_s=3.0)
+    report = _run(tmp_path / "run.jsonl").report(workers=2)
     assert report.reached_s == (0.0, 1.0, 4.0, 5.0)
     assert report.losses == pytest.approx((7 + 20 / 30, 8, 9 + 20 / 30))
     assert [failure.lost_s for failure in report.failures] == [2.0]  # 3 s for a round that takes 1 s
@@ -54,7 +54,7 @@ def test_all_is_written_down_as_it_happens(tmp_path: Path) -> None:
     ]
     assert {"updates": 1, "samples": 10, "loss": 8.0, "at_s": 4.0}.items() <= lines[2].items()
     assert {"who": "worker 1", "how": "died", "silent_s": 0.5}.items() <= lines[1].items()
-    assert ledger.report(workers=2, startup_s=0.0).warnings == ("no room",)
+    assert ledger.report(workers=2).warnings == ("no room",)
 
 
 def test_the_last_loss_that_is_not_finite_is_named(tmp_path: Path) -> None:

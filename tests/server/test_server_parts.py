@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from train_rig import train_with
 
 from tatami.errors import CheckpointError, InputError, ModelError
 from tatami.server import checkpoints
@@ -26,7 +27,6 @@ from tatami.server.report import Failure, RunReport, with_costs
 from tatami.server.run_settings import RunSettings
 from tatami.server.saving import Saved
 from tatami.server.shard import ShardServer
-from tatami.server.training import train
 
 X, Y = torch.zeros(8, 3), torch.zeros(8, 1)
 
@@ -163,7 +163,7 @@ def test_reports_are_kept(tmp_path: Path) -> None:
 def test_bad_input_is_refused_before_anything_starts(arguments: dict[str, object], words: str) -> None:
     pytest.importorskip("ray")
     with pytest.raises(InputError, match=words):
-        train(lambda: nn.Linear(3, 1), nn.MSELoss(), **{"dataset": (X, Y), "rounds": 1} | arguments)  # type: ignore[arg-type]
+        train_with(lambda: nn.Linear(3, 1), nn.MSELoss(), **{"dataset": (X, Y), "rounds": 1} | arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

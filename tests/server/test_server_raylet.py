@@ -24,12 +24,13 @@ from torch import nn
 pytest.importorskip("ray")
 
 import ray
+from train_rig import train_with
 
 from tatami.engine import ray_watch as watching
 from tatami.engine.ray_engine import engine
 from tatami.engine.ray_watch import Condition, Judge, RayProcess, RayWatch, ray_processes
 from tatami.errors import TrainingError
-from tatami.server import Pool, RunReport, Runtime, resume, train
+from tatami.server import Pool, RunContext, RunControl, RunReport, RunSettings, resume, train
 from tatami.server.optimizers import Adam
 
 RUNS = int(os.environ.get("TATAMI_CHAOS_RAYLET_RUNS", "0"))
@@ -163,14 +164,14 @@ def test_a_run_without_its_raylet_ends_with_a_word(tmp_path: Path, monkeypatch: 
     for how, what in ((signal.SIGKILL, "is gone: it was killed, or has crashed"), (signal.SIGSTOP, "has been stopped for")):
         raylets: list[int] = []
 
-        def strike(run: Runtime) -> None:
+        def strike(run: RunControl) -> None:
             if run.version == 3:
                 raylets.extend(process.pid for process in ray_processes(ray) if process.name == "raylet")  # noqa: B023
                 os.kill(raylets[0], how)  # noqa: B023
 
         directory, report = tmp_path / how.name, tmp_path / f"{how.name}.json"
         with pytest.raises(TrainingError) as caught:
-            train(model_fn, loss_fn, **SETTINGS, directory=directory, save_every=1, report=report, on_round=strike)
+            train_with(model_fn, loss_fn, **SETTINGS, directory=directory, save_every=1, report=report, on_round=strike)
         said = str(caught.value)
         assert f"Ray's raylet (process {raylets[0]}), through which this process reaches workers and servers, {what}" in said
         assert f"What happened is in {report}." in said
@@ -230,8 +231,9 @@ def loss_fn(output, target):
 
 WIDTH = int(os.environ.get("WIDTH", "8"))
 X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
+DATASET = (X, torch.sin(X[:, :2]))
 SETTINGS = dict(
-    dataset=(X, torch.sin(X[:, :2])), workers=2, servers=1, spares=0, batch_size=30, heartbeat_s=60.0,
+    workers=2, servers=1, spares=0, batch_size=30, heartbeat_s=60.0,
     optimizer=server.SGD(lr=0.8 / WIDTH),
 )
 
@@ -257,8 +259,11 @@ def main():
     write = Storage.write
     if delay_s == "None":
         Storage.write = write_after_the_blow
-    where = dict(directory=folder + "/run", save_every=1, report=folder + "/report.json")
-    server.train(model_fn, loss_fn, **SETTINGS | where, rounds=10**6, on_round=on_round)
+    server.train(
+        model_fn, loss_fn, dataset=DATASET, directory=folder + "/run",
+        settings=server.RunSettings(rounds=10**6, save_every=1, **SETTINGS),
+        context=server.RunContext(report=folder + "/report.json", on_round=on_round),
+    )
 
 if __name__ == "__main__":
     from tatami.errors import TrainingError
@@ -301,9 +306,10 @@ def test_whatever_is_hit_and_when_the_run_ends_with_a_word_and_is_gone_on_with(
     assert RunReport.load(tmp_path / "report.json").rounds - version in (-1, 0, 1)
     monkeypatch.setenv("WIDTH", str(blow.width))
     names = runpy.run_path(str(tmp_path / "script.py"), run_name="resumed")
-    functions = {name: names[name] for name in ("model_fn", "loss_fn")}
+    task = {"model_fn": names["model_fn"], "loss_fn": names["loss_fn"], "dataset": names["DATASET"]}
+    settings = RunSettings(rounds=version + 2, **names["SETTINGS"])
     with engine(store_bytes=200 * 2**20):
-        pool = Pool()
-        model, _ = resume(tmp_path / "run", **functions, dataset=names["SETTINGS"]["dataset"], rounds=version + 2, pool=pool)
-        plain, _ = train(**functions, **names["SETTINGS"], rounds=version + 2, pool=pool)
+        context = RunContext(pool=Pool())
+        model, _ = resume(tmp_path / "run", **task, settings=settings, context=context)
+        plain, _ = train(**task, settings=settings, context=context)
     assert torch.equal(flat(model), flat(plain))

@@ -7,6 +7,7 @@ import runpy
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ import os, signal, sys
 import torch
 from torch import nn
 from tatami import server
+from dataclasses import replace
 
 X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
 Y = torch.sin(X[:, :2])
@@ -51,16 +53,19 @@ def strike(how):
 def main():
     how, directory, report = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" hands it down ignored
-    settings = dict(rounds=9, workers=2, servers=2, spares=0, batch_size=30, optimizer=server.Adam(lr=0.01), heartbeat_s=30.0)
+    settings = server.RunSettings(
+        rounds=9, workers=2, servers=2, spares=0, batch_size=30, optimizer=server.Adam(lr=0.01), heartbeat_s=30.0
+    )
     with server.engine(store_bytes=100 * 2**20):
         pool = server.Pool()
         if how == "SIGKILL":
-            model, _ = server.train(model_fn, loss_fn, dataset=(X, Y), pool=pool, **settings)
+            model, _ = server.train(model_fn, loss_fn, dataset=(X, Y), settings=settings, context=server.RunContext(pool=pool))
             torch.save(flat(model), directory + ".undisturbed")
         on_round = strike(getattr(signal, how))
-        settings |= dict(directory=directory, save_every=1, report=report, pool=pool, on_round=on_round)
+        context = server.RunContext(report=report, pool=pool, on_round=on_round)
+        settings = replace(settings, save_every=1)
         try:
-            server.train(model_fn, loss_fn, dataset=(X, Y), **settings)
+            server.train(model_fn, loss_fn, dataset=(X, Y), directory=directory, settings=settings, context=context)
         except KeyboardInterrupt:
             print("interrupted", flush=True)
 
@@ -163,5 +168,5 @@ def test_a_run_that_saved_nothing_yet_cannot_be_resumed(tmp_path: Path) -> None:
             model_fn=lambda: torch.nn.Linear(1, 1),
             loss_fn=torch.nn.MSELoss(),
             dataset=(torch.ones(1, 1),) * 2,
-            workers=0,
+            settings=replace(RunSettings.read(tmp_path), workers=0),
         )

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 from torch import nn
 
 pytest.importorskip("ray")
+
+from train_rig import train_with
 
 from tatami.datasets.load import load
 from tatami.engine import crew
@@ -32,8 +35,10 @@ from tatami.server.optimizers import SGD, Adam
 from tatami.server.phases import TaskPhase
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
 from tatami.server.report import RunReport
-from tatami.server.runtime import Runtime
-from tatami.server.training import resume, train
+from tatami.server.run_context import RunContext
+from tatami.server.run_control import RunControl
+from tatami.server.run_settings import RunSettings
+from tatami.server.training import resume
 from tatami.testing.crash import Crash, Crashes, Death
 
 pytestmark = pytest.mark.timeout(300)
@@ -72,7 +77,7 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 
 def run(**changes: Any) -> tuple[torch.Tensor, RunReport]:
-    model, report = train(model_fn, loss_fn, **SETTINGS | changes)
+    model, report = train_with(model_fn, loss_fn, **SETTINGS | changes)
     return flat(model), report
 
 
@@ -139,7 +144,7 @@ def test_a_worker_that_dies_before_the_first_round_is_started_again(undisturbed:
         return model_fn()
 
     driver = os.getpid()
-    model, report = train(model_that_kills_once, loss_fn, **SETTINGS | {"spares": 0, "restarts": 0})
+    model, report = train_with(model_that_kills_once, loss_fn, **SETTINGS | {"spares": 0, "restarts": 0})
     assert died.exists()
     assert torch.equal(flat(model), undisturbed)
     assert report.failures == (), "nothing was lost"
@@ -154,7 +159,7 @@ def test_a_start_that_fails_again_and_again_is_given_up() -> None:
         return model_fn()
 
     with pytest.raises(TrainingError, match="processes ended before the first round; is there enough memory"):
-        train(model_that_kills, loss_fn, **SETTINGS | ALONE)
+        train_with(model_that_kills, loss_fn, **SETTINGS | ALONE)
 
 
 def test_a_start_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +172,7 @@ def test_a_start_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
         return model_fn()
 
     with pytest.raises(TrainingError, match=r"(worker process|server) 0 was not up 1 s after it was started"):
-        train(model_that_is_never_built, loss_fn, **SETTINGS | ALONE)
+        train_with(model_that_is_never_built, loss_fn, **SETTINGS | ALONE)
 
 
 @pytest.mark.parametrize("name", ["digits", "nettalk"])
@@ -178,7 +183,7 @@ def test_real_data_is_learnt_whoever_dies(name: str) -> None:
     inputs, outputs = data.x.shape[1], data.outputs
     finals = []
     for crashes in ([], [Crash(process=2, round=4, phase=TaskPhase.COMPUTE)]):
-        model, report = train(
+        model, report = train_with(
             lambda: nn.Sequential(nn.Linear(inputs, 40), nn.Tanh(), nn.Linear(40, outputs)),
             nn.BCEWithLogitsLoss(),
             **SETTINGS
@@ -211,7 +216,7 @@ def test_a_process_that_hangs_is_declared_dead(undisturbed: torch.Tensor) -> Non
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_replica_survives_its_server(how: signal.Signals, undisturbed: torch.Tensor) -> None:
-    def kill(runtime: Runtime) -> None:
+    def kill(runtime: RunControl) -> None:
         if runtime.version == 2:
             os.kill(runtime.pids()["server 0"], how)
 
@@ -223,10 +228,10 @@ def test_a_replica_survives_its_server(how: signal.Signals, undisturbed: torch.T
 def test_vectors_too_large_for_a_message_come_to_the_same_bits_whoever_dies() -> None:
     def run_large(**changes: Any) -> tuple[torch.Tensor, RunReport]:
         settings = SETTINGS | {"optimizer": SGD(lr=0.001)} | changes
-        model, report = train(lambda: nn.Sequential(nn.Linear(6, 150_000), nn.Linear(150_000, 2)), loss_fn, **settings)
+        model, report = train_with(lambda: nn.Sequential(nn.Linear(6, 150_000), nn.Linear(150_000, 2)), loss_fn, **settings)
         return flat(model), report
 
-    def kill(runtime: Runtime) -> None:
+    def kill(runtime: RunControl) -> None:
         if runtime.version == 2:
             os.kill(runtime.pids()["server 0"], signal.SIGKILL)
 
@@ -242,7 +247,7 @@ def test_vectors_too_large_for_a_message_come_to_the_same_bits_whoever_dies() ->
 
 
 def test_a_server_comes_back_from_a_checkpoint(undisturbed: torch.Tensor, tmp_path: Path) -> None:
-    def kill(runtime: Runtime) -> None:
+    def kill(runtime: RunControl) -> None:
         if runtime.version == 3 and not any("server" in failure.who for failure in runtime.failures):
             os.kill(runtime.pids()["server 1"], signal.SIGKILL)
 
@@ -251,7 +256,7 @@ def test_a_server_comes_back_from_a_checkpoint(undisturbed: torch.Tensor, tmp_pa
 
 
 def test_a_server_without_a_replica_ends_the_run() -> None:
-    def kill(runtime: Runtime) -> None:
+    def kill(runtime: RunControl) -> None:
         os.kill(runtime.pids()["server 1"], signal.SIGKILL)
 
     with pytest.raises(TrainingError, match=r"the only copy of its shards.*replicas=2"):
@@ -259,7 +264,12 @@ def test_a_server_without_a_replica_ends_the_run() -> None:
 
 
 def test_resume_goes_on_to_the_same_bits(undisturbed: torch.Tensor, tmp_path: Path) -> None:
-    task: dict[str, Any] = {"model_fn": model_fn, "loss_fn": loss_fn, "dataset": (X, Y), "pool": SETTINGS["pool"]}
+    task: dict[str, Any] = {
+        "model_fn": model_fn,
+        "loss_fn": loss_fn,
+        "dataset": (X, Y),
+        "context": RunContext(pool=SETTINGS["pool"]),
+    }
     run(rounds=3, directory=tmp_path, save_every=1, spares=0)
     with pytest.raises(InputError, match="its samples is 96, here it is 90"):
         resume(tmp_path, **task | {"dataset": (X[:90], Y[:90])})
@@ -268,7 +278,7 @@ def test_resume_goes_on_to_the_same_bits(undisturbed: torch.Tensor, tmp_path: Pa
     damaged = tmp_path / "version-00000003" / "manifest.json"
     damaged.write_text("{")
     with pytest.warns(UserWarning, match="version-00000003 is damaged.*version 2 is used"):
-        model, report = resume(tmp_path, rounds=ROUNDS, **task)
+        model, report = resume(tmp_path, settings=replace(RunSettings.read(tmp_path), rounds=ROUNDS), **task)
     assert torch.equal(flat(model), undisturbed)
     assert (report.start, report.rounds) == (2, ROUNDS)
 
@@ -286,7 +296,7 @@ def test_without_spares_the_others_go_on_and_then_too_few_stop(tmp_path: Path) -
 def test_workers_join_and_leave() -> None:
     sizes: list[int] = []
 
-    def change(runtime: Runtime) -> None:
+    def change(runtime: RunControl) -> None:
         sizes.append(sum("worker" in name for name in runtime.pids()))
         if runtime.version == 1:
             runtime.remove_worker(0)
@@ -309,12 +319,12 @@ def test_a_loss_that_is_not_finite_names_the_round() -> None:
         pytest.warns(UserWarning, match="the update of worker [012] in round 0 is not applied: its loss is nan"),
         pytest.raises(NotFiniteError, match="no worker has a finite loss in round 0"),
     ):
-        train(model_fn, lambda output, _: output.mean() * float("nan"), **SETTINGS | ALONE)
+        train_with(model_fn, lambda output, _: output.mean() * float("nan"), **SETTINGS | ALONE)
 
 
 def test_a_loss_that_is_no_scalar() -> None:
     with pytest.raises(InputError, match=r"a tensor of shape \(30, 2\)"):
-        train(model_fn, lambda output, target: (output - target) ** 2, **SETTINGS | ALONE)
+        train_with(model_fn, lambda output, target: (output - target) ** 2, **SETTINGS | ALONE)
 
 
 def test_a_model_that_differs_between_workers() -> None:
@@ -324,13 +334,13 @@ def test_a_model_that_differs_between_workers() -> None:
         return nn.Linear(6, 2, bias=os.getpid() == here)
 
     with pytest.raises(ModelError, match="another model in worker process"):
-        train(differs, loss_fn, **SETTINGS | ALONE)
+        train_with(differs, loss_fn, **SETTINGS | ALONE)
 
 
 SCRIPT = """
 import os, torch
 from torch import nn
-from tatami.server import train
+from tatami.server import RunContext, RunSettings, train
 from tatami.engine.processes import started_with
 before = set(os.listdir("/dev/shm"))
 folders = set()
@@ -339,8 +349,8 @@ def note(run):
         variables = open(f"/proc/{pid}/environ", "rb").read().decode().split(chr(0))
         folders.update(each.partition("=")[2] for each in variables if each.startswith("TATAMI_RAY_FOLDER="))
 train(
-    lambda: nn.Linear(4, 1), nn.MSELoss(), dataset=(torch.zeros(8, 4), torch.ones(8, 1)), rounds=2, workers=1, servers=1,
-    on_round=note, heartbeat_s=60.0,
+    lambda: nn.Linear(4, 1), nn.MSELoss(), dataset=(torch.zeros(8, 4), torch.ones(8, 1)),
+    settings=RunSettings(rounds=2, workers=1, servers=1, heartbeat_s=60.0), context=RunContext(on_round=note),
 )
 (folder,) = folders
 new = [name for name in set(os.listdir("/dev/shm")) - before if "plasma" in name or "ray" in name]
@@ -379,7 +389,7 @@ def test_a_disk_that_fills_up_is_said_and_the_run_goes_on(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def fill(runtime: Runtime) -> None:
+    def fill(runtime: RunControl) -> None:
         if runtime.version == 2:
             monkeypatch.setattr(checkpoints, "write_bytes", full)
 
@@ -400,7 +410,7 @@ def test_a_disk_that_is_full_from_the_start_stops_a_run_that_needs_it(tmp_path: 
 
 
 def test_what_happened_is_kept_where_a_run_stops(tmp_path: Path) -> None:
-    def kill(runtime: Runtime) -> None:
+    def kill(runtime: RunControl) -> None:
         if runtime.version == 2:
             os.kill(runtime.pids()["server 1"], signal.SIGKILL)
 
@@ -415,7 +425,7 @@ def test_lost_copies_are_made_again_so_that_the_other_server_may_die_too() -> No
     """Server 0 dies; once it is whole again, server 1 dies, and the run lives from what server 0 was given."""
     killed: list[int] = []
 
-    def kill(runtime: Runtime) -> None:
+    def kill(runtime: RunControl) -> None:
         if len(runtime.coordinator.servers) < 2:
             time.sleep(0.25)  # rounds are so short here that the run would be over before a new server is up
         elif len(killed) < 2:

@@ -27,6 +27,8 @@ from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.phases import TaskPhase
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
+from tatami.server.run_context import RunContext
+from tatami.server.run_settings import RunSettings
 from tatami.server.state import Coordinator
 from tatami.server.training import train
 from tatami.sim.platforms import RDMA, MachineGroup, Tree, Wire
@@ -91,17 +93,21 @@ def really(
         lambda: nn.Linear(3, 2),
         nn.MSELoss(),
         dataset=(torch.ones(30, 3), torch.ones(30, 2)),
-        rounds=ROUNDS,
-        workers=WORKERS,
-        servers=SERVERS,
-        replicas=SERVERS,
-        spares=1,
-        batch_size=30,
-        recovery=recovery,
         directory=folder,
-        heartbeat_s=_PATIENCE_S,
-        on_phase=DiesOnceSpareIsUp(phase=phase, spare_is_up=spare_is_up),
-        pool=pool,
+        settings=RunSettings(
+            rounds=ROUNDS,
+            workers=WORKERS,
+            servers=SERVERS,
+            replicas=SERVERS,
+            spares=1,
+            batch_size=30,
+            recovery=recovery,
+            heartbeat_s=_PATIENCE_S,
+        ),
+        context=RunContext(
+            on_phase=DiesOnceSpareIsUp(phase=phase, spare_is_up=spare_is_up),
+            pool=pool,
+        ),
     )
     return actions
 

@@ -19,7 +19,7 @@ from tatami.bench.gloo import store_of_one_host
 from tatami.bench.interleaved import Contestant
 from tatami.bench.measuring import measured, message_record, times
 from tatami.collective import ALGORITHMS, SizeTimings, TuningTable
-from tatami.comm.allreduce import AUTO, AllReduce
+from tatami.comm.allreduce import AUTO, AllReduce, AllReduceSpec
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.mpi import MpiCommunicator
 from tatami.comm.tuning import candidates, fingerprint_of, keep_table, split_name
@@ -86,7 +86,7 @@ def bench_allreduce(benchmark: AllReduceBenchmark, comm: AbstractCommunicator) -
                 run = _mpi(comm, tensor) if name == MPI else _gloo_run(gloo, tensor)
             else:
                 algorithm, across = split_name(name)
-                made[name] = AllReduce(comm, size=size, algorithm=algorithm, across=across)
+                made[name] = AllReduce(comm, AllReduceSpec(size=size, algorithm=algorithm, across=across))
                 tensor, run = made[name].buffer, made[name].run
             _check(name, tensor, run, comm)
             contestants[name] = times(run)

@@ -16,7 +16,7 @@ import torch
 from tatami.bench.interleaved import machine
 from tatami.bench.weight import Weight, no_loss
 from tatami.errors import InputError
-from tatami.server import SGD, Pool, Runtime, engine, train
+from tatami.server import SGD, Pool, RunContext, RunControl, RunSettings, engine, train
 
 MB = 1_000_000
 _COPY_BYTES = 100 * MB
@@ -65,7 +65,7 @@ def bench_round(benchmark: ServerBenchmark) -> dict[str, Any]:
     began_s = time.perf_counter()
     first_s: list[float] = []
 
-    def note(run: Runtime) -> None:
+    def note(run: RunControl) -> None:
         if not first_s:
             first_s.append(time.perf_counter() - run.report().reached_s[1])
 
@@ -79,15 +79,19 @@ def bench_round(benchmark: ServerBenchmark) -> dict[str, Any]:
                 lambda: Weight(benchmark.size_bytes // 4),
                 no_loss,
                 dataset=(torch.zeros(benchmark.workers, 1), torch.zeros(benchmark.workers, 1)),
-                rounds=benchmark.rounds,
-                batch_size=benchmark.workers,
-                workers=benchmark.workers,
-                servers=benchmark.servers,
-                spares=0,
-                optimizer=SGD(lr=0.1),
-                heartbeat_s=60.0,
-                on_round=note,
-                pool=pool,
+                settings=RunSettings(
+                    rounds=benchmark.rounds,
+                    batch_size=benchmark.workers,
+                    workers=benchmark.workers,
+                    servers=benchmark.servers,
+                    spares=0,
+                    optimizer=SGD(lr=0.1),
+                    heartbeat_s=60.0,
+                ),
+                context=RunContext(
+                    on_round=note,
+                    pool=pool,
+                ),
             )
             blocks.append(list(report.round_s[UNCOUNTED:]))
             rates.append(copy_bytes_per_s())

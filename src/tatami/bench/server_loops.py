@@ -16,7 +16,7 @@ from torch import nn
 from tatami.bench.interleaved import machine
 from tatami.bench.server import UNCOUNTED
 from tatami.errors import InputError
-from tatami.server import BSP, Pool, engine, train
+from tatami.server import BSP, Pool, RunContext, RunSettings, engine, train
 
 _LEAST_COMPUTE_S = 0.05
 _TIMES = (1, 2, 4)
@@ -55,14 +55,18 @@ def _throughput(
                 _network,
                 nn.CrossEntropyLoss(),
                 dataset=(x[:whole], y[:whole]),
-                rounds=steps + UNCOUNTED,
-                batch_size=samples * workers,
-                workers=workers,
-                servers=1,
-                spares=0,
-                consistency=BSP(),
-                heartbeat_s=60.0,
-                pool=pool,
+                settings=RunSettings(
+                    rounds=steps + UNCOUNTED,
+                    batch_size=samples * workers,
+                    workers=workers,
+                    servers=1,
+                    spares=0,
+                    consistency=BSP(),
+                    heartbeat_s=60.0,
+                ),
+                context=RunContext(
+                    pool=pool,
+                ),
             )
             round_s.append(statistics.mean(report.round_s[UNCOUNTED:]))
     return {

@@ -45,7 +45,7 @@ def read_script(path: Path, *, names: Sequence[str]) -> dict[str, Any]:
     missing = [name for name in names if name not in defined]
     if missing:
         raise InputError(f"{path} must define {_listed(names)}; it lacks {', '.join(missing)}")
-    return defined
+    return {name: defined[name] for name in names}
 
 
 def _place(path: Path, error: BaseException) -> str:

@@ -13,7 +13,7 @@ from tatami.cli.terminal import is_terminal
 from tatami.clock import Clock, SystemClock
 
 if TYPE_CHECKING:
-    from tatami.server import Runtime
+    from tatami.server import RunControl
     from tatami.server.report import RunStatus
 
 _TABLE_S = 0.25
@@ -24,7 +24,7 @@ class RunDisplay:
     """Shows how a run stands; hand `on_round` to `tatami.server.train`, inside a `with` block."""
 
     def __init__(self, *, stream: TextIO | None = None, clock: Clock | None = None) -> None:
-        self._run: Runtime | None = None
+        self._run: RunControl | None = None
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock or SystemClock()
         self._live: Live | None = None
@@ -44,7 +44,7 @@ class RunDisplay:
         if self._live is not None:
             self._live.stop()
 
-    def on_round(self, run: Runtime) -> None:
+    def on_round(self, run: RunControl) -> None:
         """Called after every round; most are too soon after the one before to be shown."""
         self._run = run
         now_s = self._clock.now_s()
@@ -52,7 +52,7 @@ class RunDisplay:
             self._shown_s = now_s
             self._show(run)
 
-    def _show(self, run: Runtime) -> None:
+    def _show(self, run: RunControl) -> None:
         status = run.status()
         if self._live is not None:
             self._live.update(run_table(status), refresh=True)

@@ -1,6 +1,6 @@
 """Moving bytes between ranks: what a communicator is, its backends, and how ranks are found and started."""
 
-from tatami.comm.allreduce import AllReduce, release, tuned_allreduce
+from tatami.comm.allreduce import AllReduce, AllReduceSpec, release, tuned_allreduce
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.detect import BACKENDS, init
 from tatami.comm.launch import run
@@ -14,6 +14,7 @@ __all__ = [
     "AbstractCommunicator",
     "AbstractRequest",
     "AllReduce",
+    "AllReduceSpec",
     "Call",
     "Op",
     "Recording",

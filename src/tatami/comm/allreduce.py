@@ -1,15 +1,15 @@
 """All-reduce with a chosen algorithm: `AllReduce` where the same one is repeated, `tuned_allreduce` for any tensor at any time.
 
-reduce = AllReduce(comm, size=25_000_000)          # windows, buffers and plan are made once
-reduce.buffer.copy_(gradient)                      # better: compute the gradient in the buffer
-reduce.run()                                       # the buffer holds the sum of all ranks' buffers
+reduce = AllReduce(comm, AllReduceSpec(size=25_000_000))   # windows, buffers and plan are made once
+reduce.buffer.copy_(gradient)                              # better: compute the gradient in the buffer
+reduce.run()                                               # the buffer holds the sum of all ranks' buffers
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from types import TracebackType
@@ -40,11 +40,11 @@ class AllReduceSpec:
     Attributes:
         size: elements.
         dtype: of the buffer.
-        op: what is computed.
+        op: what is computed; its name will do.
         algorithm: a name of `tatami.collective.ALGORITHMS`, or `auto`: by the tuning table of this cluster.
         grid: (M, N) of a torus; None: follows the hosts.
         across: the algorithm of columns, or between hosts.
-        sync: of puts.
+        sync: of puts; its name will do.
         fixed_order: sum in the same order in every run, so that results are the same to the bit.
         wire: the dtype in which values travel and are summed. None: the buffer's own, but float32 for bfloat16 and float16,
             which are then rounded once. Those two themselves: half the bytes, rounded after every addition.
@@ -59,6 +59,11 @@ class AllReduceSpec:
     sync: Sync = Sync.PSCW
     fixed_order: bool = False
     wire: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        # Names are taken for what they name: `op="mean"` compares unequal to Reduction.MEAN, and would be summed.
+        object.__setattr__(self, "op", _one_of(Reduction, self.op))
+        object.__setattr__(self, "sync", _one_of(Sync, self.sync))
 
     def check(self) -> None:
         """
@@ -90,48 +95,13 @@ class AllReduce:
         schedule: what is run.
     """
 
-    def __init__(
-        self,
-        comm: AbstractCommunicator,
-        *,
-        size: int,
-        dtype: torch.dtype = torch.float32,
-        op: Reduction | str = Reduction.SUM,
-        algorithm: str = AUTO,
-        grid: Grid | None = None,
-        across: str = "ring",
-        sync: Sync | str = Sync.PSCW,
-        fixed_order: bool = False,
-        wire: torch.dtype | None = None,
-        hosts: Sequence[str] | None = None,
-    ) -> None:
-        """For the arguments see `AllReduceSpec`; `hosts` groups ranks otherwise than by their hosts, for tries on one machine.
+    def __init__(self, comm: AbstractCommunicator, spec: AllReduceSpec, *, hosts: Sequence[str] | None = None) -> None:
+        """`hosts` groups ranks otherwise than by their hosts, for tries on one machine.
 
         Raises:
-            InputError: what cannot be; ranks that ask for different things, with both of them; a backend without windows.
+            InputError: an invalid specification; ranks that give different ones, with both of them; a backend without windows.
             ScheduleError: M x N is not the number of ranks; no fixed order to be had; ranks of `shared` on several hosts.
         """
-        spec = AllReduceSpec(
-            size=size,
-            dtype=dtype,
-            op=_one_of(Reduction, op),
-            algorithm=algorithm,
-            grid=grid,
-            across=across,
-            sync=_one_of(Sync, sync),
-            fixed_order=fixed_order,
-            wire=wire,
-        )
-        self._make(comm, spec, hosts=hosts)
-
-    @classmethod
-    def of(cls, comm: AbstractCommunicator, spec: AllReduceSpec, *, hosts: Sequence[str] | None = None) -> Self:
-        """From a `AllReduceSpec`."""
-        made = cls.__new__(cls)
-        made._make(comm, spec, hosts=hosts)
-        return made
-
-    def _make(self, comm: AbstractCommunicator, spec: AllReduceSpec, *, hosts: Sequence[str] | None) -> None:
         problem: Exception | None = None
         try:
             spec.check()
@@ -157,12 +127,9 @@ class AllReduce:
         if spec.wire is None and self.schedule.phases and self.spec.algorithm == "shared":
             wire = spec.dtype
         self._program: Program | None = executor_of(comm).prepare(self.schedule, dtype=wire, reduction=spec.op)
-        vector = self._program.vector
-        if wire == spec.dtype:
-            self.buffer, self.run = vector, self._program.run
-            return
-        self.buffer = torch.zeros(spec.size, dtype=spec.dtype)
-        self.run = self._staged
+        # Values that travel in another dtype are converted from the user's buffer, and back into it.
+        self._is_staged = wire != spec.dtype
+        self.buffer = torch.zeros(spec.size, dtype=spec.dtype) if self._is_staged else self._program.vector
 
     @staticmethod
     def _chosen(comm: AbstractCommunicator, spec: AllReduceSpec, *, hosts: tuple[str, ...]) -> AllReduceSpec:
@@ -171,12 +138,22 @@ class AllReduce:
         algorithm, across = split_name(name)
         return replace(spec, algorithm=algorithm, across=across)
 
-    run: Callable[[], None]
-    """Reduce the buffers of all ranks into everyone's buffer.
+    def run(self) -> None:
+        """Reduce the buffers of all ranks into everyone's buffer.
 
-    Raises:
-        CommTimeoutError, RankDiedError: a rank did not come; the object cannot be used any more.
-    """
+        Raises:
+            CommTimeoutError, RankDiedError: a rank did not come; the object cannot be used any more.
+            ClosedError: after `close`.
+        """
+        program = self._program
+        if program is None:
+            raise ClosedError("this AllReduce was closed; make another one")
+        if not self._is_staged:
+            program.run()
+            return
+        program.vector.copy_(self.buffer)
+        program.run()
+        self.buffer.copy_(program.vector)
 
     @property
     def algorithm(self) -> str:
@@ -186,7 +163,6 @@ class AllReduce:
         """Give windows and buffers back."""
         if self._program is not None:
             program, self._program = self._program, None
-            self.run = _closed
             self.buffer = torch.empty(0, dtype=self.buffer.dtype)
             program.close()
 
@@ -196,12 +172,6 @@ class AllReduce:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:  # after an error the other ranks may not come to close with this one
             self.close()
-
-    def _staged(self) -> None:
-        assert self._program is not None
-        self._program.vector.copy_(self.buffer)
-        self._program.run()
-        self.buffer.copy_(self._program.vector)
 
 
 def tuned_allreduce(
@@ -244,7 +214,7 @@ def tuned_allreduce(
         check_same(comm, spec, shape=tuple(tensor.shape))
     plan = plans.get(spec)
     if plan is None:
-        plan = plans[spec] = AllReduce.of(comm, spec)
+        plan = plans[spec] = AllReduce(comm, spec)
         if len(plans) > CACHED:
             plans.popitem(last=False)[1].close()
     plans.move_to_end(spec)
@@ -293,10 +263,6 @@ def _one_of(kind: type[Choice], value: Choice | str) -> Choice:
     except ValueError as error:
         choices = ", ".join(repr(each.value) for each in kind)
         raise InputError(f"all-reduce: there is no {kind.__name__.lower()} {value!r}; choose of {choices}") from error
-
-
-def _closed() -> None:
-    raise ClosedError("this AllReduce was closed; make another one")
 
 
 def _name(dtype: torch.dtype) -> str:

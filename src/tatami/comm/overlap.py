@@ -26,7 +26,7 @@ import torch
 
 from tatami.clock import Clock, SystemClock
 from tatami.collective import RankGroup, Via, build
-from tatami.comm.allreduce import AUTO, AllReduce
+from tatami.comm.allreduce import AUTO, AllReduce, AllReduceSpec
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.loads import loads_and_stores
 from tatami.comm.reduction import HALF_DTYPES, Op, Reduction, divide
@@ -299,7 +299,8 @@ class ScheduledOverlap(AbstractOverlap):
 
     def __init__(self, comm: AbstractCommunicator, *, sizes: Sequence[int], dtype: torch.dtype, algorithm: str) -> None:
         self._reduces = [
-            AllReduce(comm, size=size, dtype=dtype, op=Reduction.MEAN, algorithm=algorithm, wire=dtype) for size in sizes
+            AllReduce(comm, AllReduceSpec(size=size, dtype=dtype, op=Reduction.MEAN, algorithm=algorithm, wire=dtype))
+            for size in sizes
         ]
         self.vectors = tuple(reduce.buffer for reduce in self._reduces)
 

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from tatami.server.optimizers import SGD, Adam
     from tatami.server.phases import TaskPhase
     from tatami.server.report import Failure, RunReport
-    from tatami.server.runtime import Runtime
+    from tatami.server.run_context import RunContext
+    from tatami.server.run_control import RunControl
+    from tatami.server.run_settings import RunSettings
     from tatami.server.training import resume, train
 
 __all__ = [
@@ -27,8 +29,10 @@ __all__ = [
     "FromServers",
     "Ignore",
     "Pool",
+    "RunContext",
+    "RunControl",
     "RunReport",
-    "Runtime",
+    "RunSettings",
     "TaskPhase",
     "engine",
     "resume",
@@ -41,8 +45,10 @@ _HOMES = {
     "Adam": "tatami.server.optimizers",
     "Failure": "tatami.server.report",
     "Pool": "tatami.engine.pool",
+    "RunContext": "tatami.server.run_context",
     "RunReport": "tatami.server.report",
-    "Runtime": "tatami.server.runtime",
+    "RunSettings": "tatami.server.run_settings",
+    "RunControl": "tatami.server.run_control",
     "TaskPhase": "tatami.server.phases",
     "engine": "tatami.engine.ray_engine",
     "resume": "tatami.server.training",

@@ -6,38 +6,33 @@ import os
 import site
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from tatami.clock import Clock, SystemClock
+from tatami.clock import SystemClock
 from tatami.engine.ray_engine import engine, require_ray
 from tatami.engine.ray_watch import RayWatch, ray_processes
 from tatami.errors import CheckpointError, InputError
-from tatami.records import Records
 from tatami.server import checkpoints
 from tatami.server.learner import Course, flatten, signature
 from tatami.server.optimizers import AbstractOptimizer, Vector
-from tatami.server.phases import PhaseHook
 from tatami.server.pieces import cut
 from tatami.server.protocol import Protocol
 from tatami.server.report import RunReport
+from tatami.server.run_context import RunContext
 from tatami.server.run_settings import RunSettings
 from tatami.server.saving import Saved
 from tatami.server.shard import COUNT, PARAMETERS
 from tatami.server.state import Coordinator
+from tatami.server.terms import Terms
 from tatami.server.training_spec import TrainingSpec
 from tatami.server.witness import Witness
 from tatami.units import format_size
-
-if TYPE_CHECKING:
-    from tatami.engine.pool import Pool
-    from tatami.server.runtime import Runtime
 
 _WORKER_BYTES = 180_000_000
 """Of a process that has loaded torch; measured, without what it shares with others."""
@@ -46,25 +41,12 @@ _LEAST_PATIENCE_S = 4.0
 """How long a worker waits for a server's answer at first. Servers that die without a word are what it is for."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """Where a run takes place, and who is told of it; see `train`."""
-
-    address: str | None
-    report: Path | str | None
-    records: Records | None
-    on_round: Callable[[Runtime], None] | None
-    on_phase: PhaseHook | None
-    pool: Pool | None
-    clock: Clock | None
-
-
 def run_training(
-    spec: TrainingSpec, settings: RunSettings, *, folder: Path | None, resumes: bool, surroundings: Surroundings
+    spec: TrainingSpec, settings: RunSettings, *, folder: Path | None, resumes: bool, context: RunContext
 ) -> tuple[nn.Module, RunReport]:
     """Train, from the start or from the last checkpoint in `folder`. Returns and raises as `tatami.server.train`."""
     ray = require_ray()
-    if surroundings.address is None and not ray.is_initialized():
+    if context.address is None and not ray.is_initialized():
         _check_room(settings)
     model = spec.model(seed=settings.seed)
     first = flatten([parameter.detach() for parameter in model.parameters() if parameter.requires_grad]).copy()
@@ -87,7 +69,7 @@ def run_training(
     if folder is not None:
         settings.write(folder)
 
-    from tatami.server.runtime import Runtime, Terms
+    from tatami.server.runtime import Runtime
     from tatami.server.worker_process import WorkerSpec
 
     worker_spec = WorkerSpec(
@@ -95,12 +77,15 @@ def run_training(
         loss_fn=spec.loss_fn,
         course=course,
         protocol=protocol,
-        hook=surroundings.on_phase,
+        hook=context.on_phase,
         patience_s=max(_LEAST_PATIENCE_S, 2 * settings.heartbeat_s),
     )
-    with _by_value(spec.model_fn, spec.loss_fn, surroundings.on_phase):
+    with _by_value(spec.model_fn, spec.loss_fn, context.on_phase):
         pickled_spec = ray.cloudpickle.dumps(worker_spec)
     terms = Terms(
+        protocol=protocol,
+        pickled_spec=pickled_spec,
+        data=spec.dataset,
         first=first,
         signature=signature(model),
         optimizer=settings.optimizer,
@@ -110,32 +95,25 @@ def run_training(
         heartbeat_s=settings.heartbeat_s,
         facts=facts,
         snapshots=snapshots,
-        report=surroundings.report,
     )
     start = 0 if saved is None else saved.version
     with (
-        Witness(recovery=settings.recovery.name, start=start, report=surroundings.report, directory=folder) as witness,
-        engine(address=surroundings.address),
+        Witness(recovery=settings.recovery.name, start=start, report=context.report, directory=folder) as witness,
+        engine(address=context.address),
         RayWatch(ray_processes(ray), clock=SystemClock(), tell=witness.fault) as watch,
     ):
         runtime = Runtime(
             Coordinator(protocol, resumed=saved),
-            spec=worker_spec,
-            pickled_spec=pickled_spec,
-            data=spec.dataset,
             terms=terms,
-            clock=surroundings.clock or SystemClock(),
+            context=context,
             watch=watch,
             witness=witness,
-            pool=surroundings.pool,
-            records=surroundings.records,
-            on_round=surroundings.on_round,
         )
         try:
             parameters, outcome = runtime.run()
         finally:
-            if surroundings.report is not None:
-                runtime.report().save(surroundings.report, force=True)
+            if context.report is not None:
+                runtime.control.report().save(context.report, force=True)
     _load(model, parameters)
     return model, outcome
 

@@ -31,6 +31,7 @@ class Ledger:
     """
 
     def __init__(self, *, recovery: str, start: int, sinks: Sequence[Sink] = ()) -> None:
+        self._startup_s = 0.0
         self._reached_s: list[float] = []
         self.failures: list[Failure] = []
         self._recovery = recovery
@@ -41,8 +42,9 @@ class Ledger:
         self._sizes: dict[int, tuple[int, int]] = {}
         self._warnings: list[str] = []
 
-    def began(self) -> None:
-        """The first round begins, at 0 s."""
+    def began(self, *, startup_s: float) -> None:
+        """The first round begins, at 0 s, after so long a start."""
+        self._startup_s = startup_s
         self._reached_s.append(0.0)
 
     def worked(self, *, worker: int, round: int, outcome: TaskOutcome) -> None:
@@ -86,7 +88,7 @@ class Ledger:
         """(worker, round) of the latest loss that is not a finite number; there is one."""
         return max((key for key, outcome in self._outcomes.items() if not math.isfinite(outcome.loss)), key=lambda key: key[1])
 
-    def report(self, *, workers: int, startup_s: float) -> RunReport:
+    def report(self, *, workers: int) -> RunReport:
         """All of it so far."""
         return with_costs(
             RunReport(
@@ -97,6 +99,6 @@ class Ledger:
                 failures=tuple(self.failures),
                 warnings=tuple(self._warnings),
                 workers=workers,
-                startup_s=startup_s,
+                startup_s=self._startup_s,
             )
         )

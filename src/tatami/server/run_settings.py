@@ -25,13 +25,29 @@ _KINDS: dict[str, type] = {kind.__name__: kind for kind in (ASP, BSP, SSP, Backu
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What `tatami.server.train` is told beside the functions and the data; see there.
+    """A training run's numbers and policies: what `tatami.server.train` takes, the command line builds, and `resume` reads.
 
     Attributes:
+        rounds: each on `batch_size` samples, which the workers divide among them.
+        workers: processes that compute.
+        servers: processes that hold the parameters.
+        spares: processes that stand by; `restarts` further ones may be started to keep up their number, and that of servers.
+        batch_size: samples of a round.
+        optimizer: runs on the servers.
+        clip_norm: the longest gradient, over all parameters; None does not shorten gradients.
+        recovery: what is done about a dead worker.
+        consistency: how far workers may drift apart.
+        replicas: on how many servers each shard lies.
+        restarts: see `spares`.
+        min_workers: with fewer the run stops.
+        speeds: of the workers, relative, for unequal shares; of a cluster, `tuple(cluster.speeds.values())`.
+        heartbeat_s: a process that is silent for longer is declared dead.
+        save_every: rounds between two checkpoints, where the recovery itself needs none.
+        seed: of the first parameters and of the batches.
         script: what the command line was given; None for a run from Python.
 
     Raises:
-        InputError: numbers that cannot be.
+        InputError: invalid numbers.
     """
 
     rounds: int
@@ -53,7 +69,6 @@ class RunSettings:
     script: str | None = None
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
         check_seed(self.seed)
         processes = self.workers + self.servers + self.spares
         if processes > MOST_PROCESSES:
@@ -89,19 +104,22 @@ class RunSettings:
             save_every=self.save_every,
         )
 
+    def record(self) -> dict[str, Any]:
+        """The settings as JSON keeps them."""
+        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+
     def write(self, directory: Path) -> None:
         """Keep them in `directory`. Raises OSError as any file does."""
-        values = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
-        write_text(directory / RUN_FILE, seal(values), force=True)
+        write_text(directory / RUN_FILE, seal(self.record()), force=True)
 
     @classmethod
-    def read(cls, directory: Path) -> RunSettings:
+    def read(cls, directory: Path | str) -> RunSettings:
         """What `write` has kept.
 
         Raises:
             CheckpointError: there is nothing of a run, or it is damaged.
         """
-        path = directory / RUN_FILE
+        path = Path(directory) / RUN_FILE
         try:
             values = unseal(path.read_text(encoding="utf-8"))
             return cls(**{name: _thing(value) for name, value in values.items()})

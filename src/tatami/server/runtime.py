@@ -2,100 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 
-from tatami.clock import Clock
 from tatami.engine.calls import Calls
 from tatami.engine.crew import Crew, Member
 from tatami.engine.nodes import Nodes
-from tatami.engine.pool import Pool
 from tatami.engine.ray_start import MESSAGE_BYTES
 from tatami.engine.ray_watch import RayWatch
 from tatami.engine.silence import Listening, look
 from tatami.errors import CheckpointError, ModelError, NotFiniteError, TrainingError
-from tatami.records import Records
 from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.aftermath import aftermath
 from tatami.server.ledger import Ledger, Sink
-from tatami.server.optimizers import AbstractOptimizer, Vector
+from tatami.server.optimizers import Vector
 from tatami.server.pieces import cut
 from tatami.server.placement import partners
-from tatami.server.report import Failure, RunReport, RunStatus
+from tatami.server.report import Failure, RunReport
+from tatami.server.run_context import RunContext
+from tatami.server.run_control import RunControl
 from tatami.server.server_process import ServerProcess
 from tatami.server.state import Coordinator
 from tatami.server.steps import RunPhase
 from tatami.server.storage import Published, Storage
+from tatami.server.terms import Terms
 from tatami.server.witness import Witness
-from tatami.server.worker_process import TaskOutcome, WorkerProcess, WorkerSpec, packed
+from tatami.server.worker_process import TaskOutcome, WorkerProcess, packed
 
 _TICK_S = 0.05
 _START_AGAIN = 6
 """Processes that end before the first round, as their node was dying, are started again elsewhere, so many in all."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """What the servers and the disk must know.
+class Runtime:
+    """One run: what the coordinator orders is done here, and what comes of it is told to the coordinator.
 
     Attributes:
-        first: all parameters at the start, (elements,).
-        snapshots: of each shard, where the run goes on from a checkpoint.
-        facts: kept in each checkpoint, to tell whether it is of this run.
-        report: the file that will say what happened.
+        control: what `on_round` is given.
     """
 
-    first: Vector
-    signature: str
-    optimizer: AbstractOptimizer
-    clip_norm: float | None
-    whole_batch: int | None
-    directory: Path | None
-    heartbeat_s: float
-    facts: Mapping[str, Any]
-    snapshots: tuple[dict[str, Vector], ...] | None = None
-    report: Path | str | None = None
-
-
-class Runtime:
-    """One run. `control` methods may be called from `on_round`."""
-
     def __init__(
-        self,
-        coordinator: Coordinator,
-        *,
-        spec: WorkerSpec,
-        pickled_spec: bytes,
-        data: Any,
-        terms: Terms,
-        clock: Clock,
-        watch: RayWatch,
-        witness: Witness,
-        pool: Pool | None = None,
-        records: Records | None = None,
-        on_round: Callable[[Runtime], None] | None = None,
+        self, coordinator: Coordinator, *, terms: Terms, context: RunContext, watch: RayWatch, witness: Witness
     ) -> None:
         self.coordinator = coordinator
-        self.protocol = spec.protocol
+        self.protocol = terms.protocol
         self._terms = terms
-        self._clock = clock
+        self._context = context
+        self._clock = context.clock
         self._watch = watch
         self._witness = witness
-        sinks: list[Sink] = [witness] if records is None else [witness, records]
-        self._ledger = Ledger(recovery=spec.protocol.recovery.name, start=coordinator.version, sinks=sinks)
-        self._on_round = on_round
-        self._pickled_spec, self._data = ray.put(pickled_spec), ray.put(packed(data))
-        self._began_s = self._zero_s = clock.now_s()
-        self._listening = Listening(self._began_s, longest_step_s=2 * _TICK_S)
+        sinks: list[Sink] = [witness] if context.records is None else [witness, context.records]
+        self._ledger = Ledger(recovery=self.protocol.recovery.name, start=coordinator.version, sinks=sinks)
+        self._pickled_spec, self._data = ray.put(terms.pickled_spec), ray.put(packed(terms.data))
+        self._zero_s = self._clock.now_s()
+        self._listening = Listening(self._zero_s, longest_step_s=2 * _TICK_S)
         self._calls = Calls()
-        self._nodes = Nodes(now_s=clock.now_s)
+        self._nodes = Nodes(now_s=self._clock.now_s)
         self._starts_left = _START_AGAIN
         self._workers, self._servers = (
             Crew(
@@ -105,7 +72,7 @@ class Runtime:
                 now_s=self._now_s,
                 listening=self._listening,
                 heartbeat_s=terms.heartbeat_s,
-                pool=pool,
+                pool=context.pool,
                 on_up=up,
                 on_gone=gone,
             )
@@ -127,57 +94,17 @@ class Runtime:
             at_the_disk=watch.elsewhere,
             warn=self._warn,
         )
+        self.control = RunControl(
+            coordinator,
+            protocol=self.protocol,
+            ledger=self._ledger,
+            workers=self._workers,
+            servers=self._servers,
+            now_s=self._now_s,
+            tell=self._tell,
+        )
         self._met: dict[int, dict[int, Any]] = {}
         self._end: act.Finish | act.Stop | None = None
-
-    # -- control --------------------------------------------------------------------------------------------------
-
-    @property
-    def version(self) -> int:
-        """Commits that are applied: in lockstep, rounds that are done."""
-        return self.coordinator.version
-
-    @property
-    def failures(self) -> tuple[Failure, ...]:
-        """Those that were noticed so far."""
-        return tuple(self._ledger.failures)
-
-    def pids(self) -> dict[str, int]:
-        """Process ids by name: "worker 0", "spare 4", "server 1"."""
-        return {name: member.pid for name, member in self._named().items()}
-
-    def nodes(self) -> dict[str, str]:
-        """Ray's nodes, by the same names."""
-        return {name: member.node for name, member in self._named().items()}
-
-    def status(self) -> RunStatus:
-        """How it stands."""
-        report = self.report()
-        recent = report.reached_s[-20:]
-        span_s = recent[-1] - recent[0] if len(recent) > 1 else 0.0
-        return RunStatus(
-            round=min((clock for _, clock in self.coordinator.clocks), default=0),
-            rounds=self.protocol.rounds,
-            commits_per_s=(len(recent) - 1) / span_s if span_s > 0 else 0.0,
-            workers=len(self._holders()),
-            spares=self.coordinator.num_spares,
-            servers=len(self.coordinator.servers),
-            deaths=len(report.failures),
-            lost_s=sum(failure.lost_s or 0.0 for failure in report.failures),
-            loss=report.losses[-1] if report.losses else None,
-        )
-
-    def report(self) -> RunReport:
-        """What has happened so far."""
-        return self._ledger.report(workers=len(self.coordinator.places), startup_s=self._zero_s - self._began_s)
-
-    def add_worker(self) -> None:
-        """Have one worker more, from the round after its process is up."""
-        self._tell(ev.WorkerJoins(at_s=self._now_s()))
-
-    def remove_worker(self, worker: int) -> None:
-        """Let a worker go after its round."""
-        self._tell(ev.WorkerLeaves(at_s=self._now_s(), worker=worker))
 
     # -- the run --------------------------------------------------------------------------------------------------
 
@@ -203,9 +130,10 @@ class Runtime:
         if isinstance(self._end, act.Stop):
             raise self._error(self._end)
         assert self._storage.result is not None
-        return self._storage.result, self.report()
+        return self._storage.result, self.control.report()
 
     def _start(self) -> None:
+        began_s = self._zero_s
         for server in range(self.protocol.servers):
             self._start_server(server)
         for process in range(self.protocol.workers):
@@ -215,8 +143,9 @@ class Runtime:
         if self.protocol.replicas > 1:
             self._see_whether_apart()
         self._zero_s = self._clock.now_s()
-        self._ledger.began()
-        self._witness.begun(workers=self.protocol.workers, startup_s=self._zero_s - self._began_s)
+        startup_s = self._zero_s - began_s
+        self._ledger.began(startup_s=startup_s)
+        self._witness.begun(workers=self.protocol.workers, startup_s=startup_s)
         for crew in (self._workers, self._servers):
             crew.restart_clocks()
         self._tell(ev.Started(at_s=0.0))
@@ -249,21 +178,12 @@ class Runtime:
         for action in self.coordinator.handle(event):
             self._carry_out(action)
         version = self.coordinator.version
-        if version > before and self._ledger.reached(version, at_s=self._now_s()) and self._on_round is not None:
+        if version > before and self._ledger.reached(version, at_s=self._now_s()) and self._context.on_round is not None:
             with self._watch.elsewhere():
-                self._on_round(self)
+                self._context.on_round(self.control)
 
     def _now_s(self) -> float:
         return self._clock.now_s() - self._zero_s
-
-    def _holders(self) -> dict[int, int]:
-        return {worker: place.process for worker, place in self.coordinator.places.items() if place.process is not None}
-
-    def _named(self) -> dict[str, Member]:
-        names = {process: f"worker {worker}" for worker, process in self._holders().items()}
-        workers = {names.get(number, f"spare {number}"): member for number, member in self._workers.members.items()}
-        servers = {f"server {number}": member for number, member in self._servers.members.items()}
-        return {name: member for name, member in (workers | servers).items() if member.is_ready}
 
     # -- actions --------------------------------------------------------------------------------------------------
 
@@ -340,7 +260,7 @@ class Runtime:
         self._tell(ev.ShardApplied(at_s=self._now_s(), ticket=order.ticket, shard=order.shard, server=order.server))
 
     def _warn(self, message: str) -> None:
-        self._ledger.warn(message, version=self.version)
+        self._ledger.warn(message, version=self.coordinator.version)
 
     # -- processes ------------------------------------------------------------------------------------------------
 
@@ -362,7 +282,7 @@ class Runtime:
         if self.coordinator.phase is RunPhase.STARTING:
             self._begin_again(self._workers, process, start=self._start_worker, late=late)
             return
-        holder = next((worker for worker, held_by in self._holders().items() if held_by == process), None)
+        holder = next((worker for worker, held_by in self.control.holders().items() if held_by == process), None)
         self._note_failure(f"spare {process}" if holder is None else f"worker {holder}", process, member, late=late)
         event = ev.ProcessLate if late else ev.ProcessDied
         self._tell(event(at_s=self._now_s(), process=process))
@@ -462,5 +382,5 @@ class Runtime:
         return CheckpointError(str(stopped)) if stop.cause is act.Cause.CHECKPOINT else stopped
 
     def _stopped(self, reason: str) -> TrainingError:
-        left = aftermath(report=self._terms.report, directory=self._terms.directory)
-        return TrainingError(f"the run stopped after {self.version} rounds: {reason}.{left}")
+        left = aftermath(report=self._context.report, directory=self._terms.directory)
+        return TrainingError(f"the run stopped after {self.coordinator.version} rounds: {reason}.{left}")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
-from tatami.server.runtime import Runtime
+from tatami.server.run_control import RunControl
 from tatami.testing.crash import Death
 
 
@@ -88,7 +88,7 @@ class Storm:
         self._struck_servers: set[int] = set()
         self._timers: list[threading.Timer] = []
 
-    def __call__(self, run: Runtime) -> None:
+    def __call__(self, run: RunControl) -> None:
         due = [blow for blow in self._blows if blow.version <= run.version]
         self._blows = [blow for blow in self._blows if blow not in due]
         for blow in due:
@@ -103,7 +103,7 @@ class Storm:
             timer.cancel()
             timer.join()
 
-    def _hit_process(self, run: Runtime, blow: Blow) -> None:
+    def _hit_process(self, run: RunControl, blow: Blow) -> None:
         pids = {name: pid for name, pid in sorted(run.pids().items()) if name.startswith(blow.target.value)}
         if not pids or (blow.target is Target.SERVER and not self._has_copies(run)):
             return
@@ -117,7 +117,7 @@ class Storm:
 
         self._deal(blow, name, strike)
 
-    def _hit_node(self, run: Runtime, blow: Blow) -> None:
+    def _hit_node(self, run: RunControl, blow: Blow) -> None:
         nodes = run.nodes()
         there = sorted(set(nodes.values()) - self._spared_nodes)
         if self._kill_node is None or not there or not self._has_copies(run):
@@ -132,7 +132,7 @@ class Storm:
         kill_node = self._kill_node
         self._deal(blow, node, lambda: kill_node(node))
 
-    def _has_copies(self, run: Runtime) -> bool:
+    def _has_copies(self, run: RunControl) -> bool:
         """Whether all servers are whole, and none of them is hit already without anybody having noticed."""
         if self._saved:
             return True

@@ -1,0 +1,160 @@
+"""What `tatami server` can be asked for, each thing once: the options of its commands, and what the library is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tatami.cli.numbers import finite
+from tatami.errors import InputError
+from tatami.inputs import LARGEST_SEED
+
+if TYPE_CHECKING:
+    from tatami.server import RunSettings
+    from tatami.server.consistency import AbstractConsistency
+    from tatami.server.recovery import AbstractRecovery
+
+
+class Recovery(StrEnum):
+    """The names of the policies."""
+
+    FROM_SERVERS = "from-servers"
+    CHECKPOINT = "checkpoint"
+    IGNORE = "ignore"
+
+
+class Consistency(StrEnum):
+    """The names of the rules."""
+
+    BSP = "bsp"
+    SSP = "ssp"
+    ASP = "asp"
+    BACKUP = "backup"
+
+
+class Optimizer(StrEnum):
+    """What runs on the servers."""
+
+    SGD = "sgd"
+    ADAM = "adam"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOutputs:
+    """Where a run takes place and what it leaves behind: the options that `train` and `resume` share."""
+
+    address: Annotated[str | None, typer.Option(help="Of a Ray cluster; this machine if left out.", show_default=False)] = None
+    report: Annotated[
+        Path | None, typer.Option(help="Keep what happened in this file, however the run ends.", show_default=False)
+    ] = None
+    log: Annotated[Path | None, typer.Option(help="A JSON line for each round and failure.", show_default=False)] = None
+    tensorboard: Annotated[Path | None, typer.Option(metavar="DIR", help="Curves for TensorBoard.", show_default=False)] = None
+    output: Annotated[Path | None, typer.Option(help="Keep the weights (safetensors).", show_default=False)] = None
+    force: Annotated[bool, typer.Option("--force", help="Overwrite these files.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerTrainJob(ServerOutputs):
+    """A run as `tatami server train` is asked for it; the options say what each field is."""
+
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT.PY", help="Defines model_fn, loss_fn and dataset.")]
+    rounds: Annotated[int, typer.Option(min=1, help="Each on one batch, which the workers divide.")] = 100
+    workers: Annotated[int, typer.Option(min=1, help="Processes that compute.")] = 4
+    servers: Annotated[int, typer.Option(min=1, help="Processes that hold the parameters.")] = 2
+    spares: Annotated[int, typer.Option(min=0, help="Processes that stand by.")] = 1
+    replicas: Annotated[int, typer.Option(min=1, help="Servers that hold each parameter.")] = 1
+    min_workers: Annotated[int, typer.Option(min=1, help="With fewer the run stops.")] = 1
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of a round.")] = 256
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="CLUSTER.TOML", help="Speeds of the workers, for unequal shares.", show_default=False)
+    ] = None
+    optimizer: Annotated[Optimizer, typer.Option(help="Runs on the servers.")] = Optimizer.SGD
+    lr: Annotated[
+        float | None, typer.Option(callback=finite, help="Learning rate; 0.1 for SGD, 0.001 for Adam.", show_default=False)
+    ] = None
+    momentum: Annotated[float, typer.Option(callback=finite, help="Of SGD.")] = 0.0
+    clip_norm: Annotated[float | None, typer.Option(callback=finite, help="The longest gradient.", show_default=False)] = None
+    recovery: Annotated[Recovery, typer.Option(help="What is done about a dead worker.")] = Recovery.FROM_SERVERS
+    every: Annotated[str, typer.Option(metavar="N|daly", help="Rounds between checkpoints, for --recovery checkpoint.")] = "1"
+    consistency: Annotated[Consistency, typer.Option(help="How far workers may drift apart.")] = Consistency.BSP
+    staleness: Annotated[int, typer.Option(min=0, help="Rounds ahead of the slowest, for ssp.")] = 1
+    backups: Annotated[int, typer.Option(min=1, help="Updates of a round that are not waited for, for backup.")] = 1
+    heartbeat: Annotated[float, typer.Option(callback=finite, help="Seconds of silence after which a process is dead.")] = 2.0
+    directory: Annotated[Path | None, typer.Option(help="Where checkpoints go.", show_default=False)] = None
+    save_every: Annotated[
+        int | None, typer.Option(min=1, help="Rounds between checkpoints to resume from.", show_default=False)
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the first parameters and of the batches.")] = 0
+
+    def settings(self) -> RunSettings:
+        """What the library is told.
+
+        Raises:
+            InputError: invalid numbers, or `every` is neither a number nor "daly".
+            ClusterError: the cluster file is invalid.
+        """
+        from tatami.cluster import read_cluster
+        from tatami.server import SGD, Adam, RunSettings
+
+        sgd = self.optimizer is Optimizer.SGD
+        rate = self.lr if self.lr is not None else 0.1 if sgd else 0.001
+        return RunSettings(
+            rounds=self.rounds,
+            workers=self.workers,
+            servers=self.servers,
+            spares=self.spares,
+            replicas=self.replicas,
+            min_workers=self.min_workers,
+            batch_size=self.batch_size,
+            optimizer=SGD(lr=rate, momentum=self.momentum) if sgd else Adam(lr=rate),
+            clip_norm=self.clip_norm,
+            recovery=self._recovery(),
+            consistency=self._consistency(),
+            speeds=() if self.cluster is None else tuple(each.speed for each in read_cluster(self.cluster).processors),
+            heartbeat_s=self.heartbeat,
+            save_every=self.save_every,
+            seed=self.seed,
+            script=str(self.script.resolve()),
+        )
+
+    def _consistency(self) -> AbstractConsistency:
+        from tatami.server import ASP, BSP, SSP, Backup
+
+        match self.consistency:
+            case Consistency.SSP:
+                return SSP(staleness=self.staleness)
+            case Consistency.ASP:
+                return ASP()
+            case Consistency.BACKUP:
+                return Backup(workers=self.backups)
+            case Consistency.BSP:
+                return BSP()
+
+    def _recovery(self) -> AbstractRecovery:
+        from tatami.server import Checkpoint, FromServers, Ignore
+
+        match self.recovery:
+            case Recovery.CHECKPOINT:
+                if self.every != "daly" and not self.every.isdecimal():
+                    raise InputError(f"--every takes a number of rounds or 'daly', not {self.every!r}")
+                return Checkpoint(every="daly" if self.every == "daly" else int(self.every))
+            case Recovery.FROM_SERVERS:
+                return FromServers()
+            case Recovery.IGNORE:
+                return Ignore()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerResumeJob(ServerOutputs):
+    """A run that goes on, as `tatami server resume` is asked for it."""
+
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="What `tatami server train --directory` was given.")]
+    rounds: Annotated[int | None, typer.Option(min=1, help="Of the whole run; as it began if left out.")] = None
+    script: Annotated[
+        Path | None, typer.Option(help="Defines model_fn, loss_fn and dataset, if the script has moved.", show_default=False)
+    ] = None
