@@ -57,6 +57,15 @@ def test_a_gpt_learns_the_language_reference() -> None:
     assert losses[-1] < 3.2  # log(100 letters) is 4.6
 
 
+@pytest.mark.timeout(300)  # 15 s of two cores, if they have nothing else to do
+def test_a_gpt2_of_hugging_face_learns_the_language_reference() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    said = run("huggingface.py", ranks=2, timeout_s=280)
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", said, flags=re.MULTILINE)]
+    assert len(losses) == 3
+    assert losses[-1] < 3.2  # log(100 letters) is 4.6
+
+
 @pytest.mark.parametrize("launcher", ["tatami run", "torchrun"])
 def test_data_parallel_learns_the_digits_however_it_is_started(launcher: str) -> None:
     if launcher == "torchrun":

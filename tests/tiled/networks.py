@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 VOCABULARY = 11
+
+Batch: TypeAlias = "tuple[torch.Tensor, ...] | dict[str, torch.Tensor]"
+"""The arguments of a network: in order, or by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +27,7 @@ class Case:
     """
 
     build: Callable[[], nn.Module]
-    draw: Callable[[int, torch.Generator], tuple[torch.Tensor, ...]]
+    draw: Callable[[int, torch.Generator], Batch]
     blocks: tuple[str, ...]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tatami.comm.base import AbstractCommunicator
+from tatami.tiled.rows import UnitRuns, cut_units
 from tatami.tiled.vertical import ColumnComm, copy_to_column, sum_over_column
 from tatami.tiling import Span
 
@@ -57,6 +58,11 @@ class ModuleContext:
 def enter(context: ModuleContext, x: torch.Tensor) -> torch.Tensor:
     """`x`, whole on all ranks of the column, for a block that is split among them: its gradient is summed over the column."""
     return copy_to_column(x, context.rank.column)
+
+
+def units_here(context: ModuleContext, whole: torch.Tensor, units: UnitRuns, block: int) -> torch.Tensor:
+    """The units of a block that are here, of a tensor that has all of them."""
+    return cut_units(whole, units, context.units[block]())
 
 
 def leave(context: ModuleContext, partial: torch.Tensor) -> torch.Tensor:

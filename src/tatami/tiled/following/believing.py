@@ -9,6 +9,7 @@ about some operation can make a network be tiled less, never wrongly.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -123,7 +124,7 @@ def _run(local: LocalProgram, parts: Sequence[_Part], given: Sequence[int]) -> l
     rank = steps.RankContext(column=ColumnComm.alone(), comm=None, generator=torch.Generator())
     inputs = []
     for part in parts:
-        context = steps.ModuleContext(rank=rank)
+        context = steps.ModuleContext(rank=rank, units=[functools.partial(_given, span) for span in part.spans])
         units = [span.size for span in part.spans]
         inputs.append(iter([context, local.facts, *units, *part.own.values(), *(part.inputs[index] for index in given)]))
     values: list[dict[fx.Node, Any]] = [{} for _ in parts]
@@ -144,6 +145,10 @@ def _run(local: LocalProgram, parts: Sequence[_Part], given: Sequence[int]) -> l
         for known, result in zip(values, results, strict=True):
             known[node] = result
     raise AssertionError("a program ends with its output")
+
+
+def _given(span: Span) -> Span:
+    return span
 
 
 def _without_dropout(target: Any, args: Any, kwargs: Any) -> Any:

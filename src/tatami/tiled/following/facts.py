@@ -76,7 +76,7 @@ def _num_samples(call: ModuleCall) -> int:
 
 
 def _has(following: Following, node: fx.Node, candidate: UnitAxis) -> bool:
-    axes = following.axes.get(node, ())
+    axes = following.axes.get(node, ()) if node not in candidate.whole else ()
     tensors = axes if isinstance(axes, tuple) else (axes,)
     return any(candidate.atom in deep_leaves(axis) for tensor in tensors for axis in tensor or ())
 

@@ -27,6 +27,9 @@ _LAYERS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd, nn.modules.batchnor
 """A single one of these is no block."""
 
 
+_WORTH_FOLLOWING = 16
+"""A module whose parts were followed is followed itself if so small a part of its weights could still be split."""
+
 _ALIKE: OrderedDict[Any, Followed | str] = OrderedDict()
 _MOST_ALIKE = 64
 
@@ -88,8 +91,9 @@ def follow_modules(
             continue
         prefix = f"{name}." if name else ""
         used = set(taken) | {inner for other, each in found.items() for inner in _cut_names(other, each)}
-        own = [parameter for parameter, value in module.named_parameters() if value.dim() > 1]
-        if sum(prefix + parameter not in used for parameter in own) < 2:
+        own = _weights(module, prefix)
+        spare = [elements for parameter, elements in own.items() if parameter not in used]
+        if len(spare) < 2 or sum(spare) * _WORTH_FOLLOWING < sum(own.values()):
             continue
         inside = {other for other in found if other.startswith(prefix) or not prefix}
         whole = frozenset(tensor.removeprefix(prefix) for tensor in taken if tensor.startswith(prefix))
@@ -102,6 +106,16 @@ def follow_modules(
                 del found[other]
             found[name] = result
     return dict(sorted(found.items(), key=lambda item: names.index(item[0]))), reasons
+
+
+def _weights(module: nn.Module, prefix: str) -> dict[str, int]:
+    """The elements of the weights that could begin or end a block, by name: not of embeddings, whose rows are looked up."""
+    found = {}
+    for inner, owner in module.named_modules(prefix=prefix.removesuffix(".")):
+        for name, value in owner.named_parameters(recurse=False):
+            if value.dim() > 1 and not isinstance(owner, nn.Embedding):
+                found[f"{inner}.{name}" if inner else name] = value.numel()
+    return found
 
 
 def _depth(name: str) -> int:

@@ -26,6 +26,7 @@ from tatami.tiled.following.atoms import Axes, Axis, deep_leaves, extent, leaves
 from tatami.tiled.following.exporting import FollowedProgram, NotFollowedError
 from tatami.tiled.following.operators import CONVOLUTIONS, FILLS, POOLS, SPLITS, VIEWS, Following, aten
 from tatami.tiled.following.units import UnitAxis
+from tatami.tiled.rows import UnitRuns
 from tatami.tiled.whole_batch import Factor, UnitFactor
 
 _NEW_FILLS = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
@@ -274,21 +275,36 @@ class _Localiser:
         axes = self._following.axes.get(node, ())
         tensors = axes if isinstance(axes, tuple) else (axes,)
         atoms = {leaf for tensor in tensors for axis in tensor or () for leaf in deep_leaves(axis)}
-        return {self._index[atom] for atom in atoms if atom in self._index}
+        indices = {self._index[atom] for atom in atoms if atom in self._index}
+        return {index for index in indices if node not in self._candidates[index].whole}
 
     def _mapped(self, value: Any, inside: int | None = None) -> Any:
         """The new name of every node in `value`; what comes from outside of the block enters it."""
 
         def rename(node: fx.Node) -> Any:
             new = self._new[node]
-            if inside is None or inside in self._blocks(node) or not _is_differentiable(node):
+            if inside is None or inside in self._blocks(node):
                 return new
             key = (node, inside)
             if key not in self._entered:
-                self._entered[key] = self._graph.call_function(steps.enter, (self._context, new))
+                if _is_differentiable(node):
+                    new = self._graph.call_function(steps.enter, (self._context, new))
+                self._entered[key] = self._units_of(node, new, inside) if node in self._candidates[inside].whole else new
             return self._entered[key]
 
         return fx.node.map_arg(value, rename)
+
+    def _units_of(self, node: fx.Node, whole: fx.Node, block: int) -> fx.Node:
+        """The units here of a tensor that has all of them."""
+        candidate = self._candidates[block]
+        for number, axis in enumerate(self._following.of(node)):
+            runs = places(axis, candidate.atom)
+            if runs:
+                if sum(inner for _, inner in runs) * candidate.units != extent(axis):
+                    raise NotFollowedError(f"{node.name} has the units of a block on a part of an axis")
+                units = self._fact(UnitRuns(axis=number, runs=tuple(sorted(runs))))
+                whole = self._graph.call_function(steps.units_here, (self._context, whole, units, block))
+        return whole
 
 
 def _is_differentiable(node: fx.Node) -> bool:

@@ -31,6 +31,8 @@ _SAME = {
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.dropout_.default,
     aten.lift_fresh_copy.default, aten.feature_dropout.default, aten._assert_tensor_metadata.default,
 }  # fmt: skip
+_WHERE = {aten.where.ScalarOther, aten.where.ScalarSelf}
+"""Element by element, though torch does not mark them so."""
 POOLS = {
     aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default, aten.avg_pool1d.default, aten.avg_pool2d.default,
     aten.avg_pool3d.default, aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default,
@@ -442,6 +444,7 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(SPLITS, _split),
     **dict.fromkeys(CONVOLUTIONS, _convolution),
     **dict.fromkeys(POOLS, _pool),
+    **dict.fromkeys(_WHERE, _elementwise),
     **dict.fromkeys(_REDUCTIONS, _reduce),
     aten.unflatten.int: _view,
     aten.flatten.using_ints: _view,

@@ -26,12 +26,15 @@ class UnitAxis:
         units: its length.
         tensors: by index among the program's own tensors: where the units lie.
         exits: the nodes that sum over the units.
+        whole: nodes that have all units on every rank, because they come from outside or go there: the position bias of an
+            attention that is handed from layer to layer. What uses them takes its own units out of them.
     """
 
     atom: Atom
     units: int
     tensors: dict[int, UnitRuns]
     exits: tuple[fx.Node, ...]
+    whole: frozenset[fx.Node] = frozenset()
 
 
 def follow(program: FollowedProgram) -> Following:
@@ -45,8 +48,8 @@ def follow(program: FollowedProgram) -> Following:
 def find_units(program: FollowedProgram, following: Following, *, taken: Collection[str] = ()) -> list[UnitAxis]:
     """Disjoint axes of units, in the order of the program; of two that share a tensor the one that begins first.
 
-    An axis is one of units if some tensor's rows produce it, some operation sums over it, and nothing mixes it or hands it to
-    the outside. Where several axes end in the same sum (a head and its part of a group), the one that most tensors share is it.
+    An axis is one of units if some tensor's rows produce it, some operation sums over it, and nothing mixes it. Where several
+    axes end in the same sum (a head and its part of a group), the one that most tensors share is it.
 
     Args:
         taken: names of tensors that belong to other blocks already.
@@ -68,12 +71,14 @@ def find_units(program: FollowedProgram, following: Following, *, taken: Collect
     for atom, ends in exits.items():
         if atom.mixed or not isinstance(atom.size, int) or atom.size < 2 or atom.pieces is not None:
             continue
-        if any(lies_on(_all_axes(following, node), atom) for node in (*outside, *outputs)):
+        whole = _whole(following, atom, [*outside, *outputs])
+        if whole & set(ends):
             continue
-        tensors = _tensors(following, own, atom)
+        tensors = _tensors(following, [node if node not in whole else None for node in own], atom)
         if tensors is None or len(tensors) < 2 or any(program.tensors[index] in taken for index in tensors):
             continue
-        found.append(UnitAxis(atom=atom, units=atom.size, tensors=tensors, exits=tuple(sorted(ends, key=order.__getitem__))))
+        exits_in_order = tuple(sorted(ends, key=order.__getitem__))
+        found.append(UnitAxis(atom=atom, units=atom.size, tensors=tensors, exits=exits_in_order, whole=whole))
     found.sort(key=lambda each: (order[each.exits[0]], -len(each.tensors), -each.units))
     sizes = [node.meta["val"].numel() for node in own]
     chosen: list[UnitAxis] = []
@@ -105,10 +110,24 @@ def _sums_with_weights(program: FollowedProgram, following: Following) -> set[fx
     }
 
 
-def _tensors(following: Following, own: Sequence[fx.Node], atom: Atom) -> dict[int, UnitRuns] | None:
+def _whole(following: Following, atom: Atom, ends: Sequence[fx.Node]) -> frozenset[fx.Node]:
+    """The nodes with the axis that lie outside, and those that they are made of."""
+    whole: set[fx.Node] = set()
+    todo = list(ends)
+    while todo:
+        node = todo.pop()
+        if node not in whole and lies_on(_all_axes(following, node), atom):
+            whole.add(node)
+            todo += node.all_input_nodes
+    return frozenset(whole)
+
+
+def _tensors(following: Following, own: Sequence[fx.Node | None], atom: Atom) -> dict[int, UnitRuns] | None:
     """Where the units lie in the module's own tensors; None where they are only a part of an axis, or on two axes."""
     result: dict[int, UnitRuns] = {}
     for index, node in enumerate(own):
+        if node is None:
+            continue
         for number, axis in enumerate(following.axes.get(node, ())):
             runs = places(axis, atom)
             if not runs:

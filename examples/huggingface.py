@@ -1,0 +1,42 @@
+"""A GPT-2 of Hugging Face over ranks that are not alike. It needs their library (pip install transformers); start it with:
+tatami run -n 3 examples/huggingface.py"""
+
+import pydoc_data.topics
+import sys
+
+import torch
+
+import tatami
+
+try:
+    from transformers import GPT2Config, GPT2LMHeadModel
+except ImportError:
+    print("skipped: transformers is not installed")
+    sys.exit()
+
+TOKENS, BATCH, STEPS = 32, 16, 60
+TEXT = "".join(pydoc_data.topics.topics.values())  # the language reference, which every Python has
+LETTERS = sorted(set(TEXT))
+
+comm = tatami.init()
+torch.manual_seed(0)
+numbers = {letter: number for number, letter in enumerate(LETTERS)}
+text = torch.tensor([numbers[letter] for letter in TEXT])
+starts = torch.randint(len(text) - TOKENS, (STEPS, BATCH))  # the same on every rank, like the weights
+windows = [torch.stack([text[start : start + TOKENS] for start in chosen]) for chosen in starts]
+
+# Ready-made weights will do as well: GPT2LMHeadModel.from_pretrained(...). Keys and values need no cache in training.
+config = GPT2Config(vocab_size=len(LETTERS), n_positions=TOKENS, n_embd=48, n_layer=2, n_head=6, use_cache=False)
+network = GPT2LMHeadModel(config)
+sample = {"input_ids": windows[0], "labels": windows[0]}
+model = tatami.tile(network, comm, batch_size=BATCH, sample=sample, speeds="measure", reduction="mean")
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+for step, window in enumerate(windows):
+    mine = model.local(window)  # the global batch in, this rank's samples out
+    optimizer.zero_grad()
+    loss = model(input_ids=mine, labels=mine).loss  # the network's own loss, the mean over this rank's samples
+    loss.backward()  # every .grad now holds the gradient over the global batch
+    optimizer.step()
+    if step % 20 == 19 and comm.rank == 0:
+        print(f"step {step + 1}: loss {loss.item():.2f} on rank 0's samples")
