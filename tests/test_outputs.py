@@ -125,7 +125,7 @@ outputs.write_text(sys.argv[1], "new", force=sys.argv[2] == "replace")
 
 @pytest.mark.parametrize("moment", ["fsync", "replace", "link"])
 def test_what_a_killed_process_left_is_removed_by_the_next_save(tmp_path: Path, moment: str) -> None:
-    done = subprocess.run([sys.executable, "-c", DIES, str(tmp_path / "b.txt"), moment], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", DIES, str(tmp_path / "b.txt"), moment], timeout=800, check=False)
     assert done.returncode == -signal.SIGKILL
     (left,) = names(tmp_path)
     assert left.startswith(".tatami-")

@@ -40,7 +40,7 @@ PUBLIC = {
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=800, check=False)
 
 
 def blocked(*names: str) -> str:

@@ -95,7 +95,7 @@ def test_the_picture_has_a_line_for_each_and_sizes_below() -> None:
 def tatami(*words: str, cache: Path) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     return subprocess.run(
-        [sys.executable, "-m", "tatami", *words], capture_output=True, text=True, timeout=100, env=environ, check=False
+        [sys.executable, "-m", "tatami", *words], capture_output=True, text=True, timeout=800, env=environ, check=False
     )
 
 

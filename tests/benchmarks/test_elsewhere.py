@@ -23,7 +23,7 @@ def test_another_process_finds_the_packages_from_any_folder(tmp_path: Path) -> N
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == HERE / "paper" / "__init__.py"

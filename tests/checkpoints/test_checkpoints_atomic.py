@@ -33,7 +33,7 @@ def _multi_node(folder: Path) -> None:
         checkpoint.save(1, {"weights": torch.ones(2)})
         checkpoint.close()
 
-    run_threads(body, size=2, timeout_s=20)
+    run_threads(body, size=2)
 
 
 def _picture(folder: Path) -> None:

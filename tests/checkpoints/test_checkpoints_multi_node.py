@@ -43,7 +43,7 @@ def save_steps(size: int, folder: Path, *, steps: tuple[int, ...] = (10, 20, 30)
             checkpoint.save(step, state_of(comm.rank, step))
         checkpoint.close()
 
-    run_threads(body, size=size, timeout_s=20)
+    run_threads(body, size=size)
 
 
 def resumed(size: int, folder: Path, *, skip_damaged: bool = False, reshard: Any = None, **options: Any) -> list[Any]:
@@ -55,7 +55,7 @@ def resumed(size: int, folder: Path, *, skip_damaged: bool = False, reshard: Any
         checkpoint.close()
         return None if found is None else (found.step, found.state)
 
-    return run_threads(body, size=size, timeout_s=20)
+    return run_threads(body, size=size)
 
 
 def assert_resumes(found: list[Any], *, step: int) -> None:
@@ -379,7 +379,7 @@ def test_an_exception_keeps_every_checkpoint(folder: Path) -> None:
         comm.barrier()
 
     with pytest.raises(ZeroDivisionError):
-        run_threads(body, size=2, timeout_s=10)
+        run_threads(body, size=2)
     assert len(list(folder.glob("step-*"))) == 3
     assert_resumes(resumed(2, folder), step=3)
 
@@ -397,7 +397,7 @@ def test_a_save_that_was_cut_short_does_not_count(folder: Path) -> None:
         checkpoint.save(40, state_of(comm.rank, 40))
         checkpoint.close()
 
-    run_threads(body, size=2, timeout_s=20)
+    run_threads(body, size=2)
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000020", "step-00000040"]  # nothing of 30 is left
 
 
@@ -422,7 +422,7 @@ def test_a_full_disk_is_told_on_all_ranks_and_older_checkpoints_stay(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
-        told = run_threads(body, size=2, timeout_s=20)
+        told = run_threads(body, size=2)
     assert told[0] == told[1]
     assert "the checkpoint of step 30 could not be written on rank" in told[0]
     assert "rank 1 of 2: [Errno 28] No space left on device" in told[0]
@@ -456,7 +456,7 @@ def test_a_step_may_be_saved_again(folder: Path, copies: int) -> None:
         checkpoint.close()
         return None
 
-    run_threads(body, size=2, timeout_s=20)
+    run_threads(body, size=2)
     found = resumed(2, folder, copies=copies)
     assert [(step, state["rank"]) for step, state in found] == [(25, 7), (25, 8)]
 
@@ -472,7 +472,7 @@ def test_later_checkpoints_of_another_run_are_not_touched(folder: Path) -> None:
             checkpoint.save(5, state_of(comm.rank, 5))
         checkpoint.close()
 
-    run_threads(body, size=2, timeout_s=20)
+    run_threads(body, size=2)
     assert_resumes(resumed(2, folder), step=30)
 
 

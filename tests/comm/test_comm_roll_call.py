@@ -89,11 +89,13 @@ SCRIPT = """
     import os, pathlib, signal, sys, time, torch
     from tatami.comm import AllReduce, AllReduceSpec, init
     from tatami.errors import CommTimeoutError
-    comm = init(timeout_s=100)
+    comm = init(timeout_s=1000)
     comm.barrier()
     comm.timeout_s = 3.0
     folder, pids = pathlib.Path(sys.argv[1]), comm.allgather_object(os.getpid())
     parts = [comm.duplicate() for _ in range(4)]
+    sound = comm.split(comm.rank == 1)
+    sound.timeout_s = 1000
     ways = {"barrier": parts[0].barrier, "allreduce": lambda: parts[1].allreduce(torch.zeros(9))}
     ways["ring"] = AllReduce(parts[2], AllReduceSpec(size=1 << 16, algorithm="ring")).run
     if comm.has_windows:
@@ -104,13 +106,12 @@ SCRIPT = """
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     for name, way in ways.items():
+        sound.barrier()
         try:
             way()
         except CommTimeoutError as error:
             (folder / f"{comm.rank}-{name}").write_text(str(error))
-    (folder / f"done-{comm.rank}").touch()
-    while not ((folder / "done-0").exists() and (folder / "done-2").exists()):
-        time.sleep(0.05)
+    sound.barrier()
     os.kill(pids[1], signal.SIGKILL)
     os._exit(1)
 """
@@ -144,5 +145,5 @@ def test_a_rank_that_was_stopped_is_named_and_no_other(script: Path) -> None:
 def test_a_rank_of_torchrun_that_was_stopped_is_named_and_no_other(script: Path) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     with subprocess.Popen([sys.executable, *words, str(script), str(script.parent)], stderr=subprocess.DEVNULL) as process:
-        assert process.wait(300) != 0
+        assert process.wait(800) != 0
     check_what_was_said(script.parent, {"barrier", "allreduce", "ring"})

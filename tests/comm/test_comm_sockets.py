@@ -42,7 +42,7 @@ def test_a_run_of_mpi_ranks(tmp_path: Path, ranks: int) -> None:
 def test_ranks_of_torchrun(tmp_path: Path) -> None:
     """Of the ranks; torchrun's own store listens on all interfaces, for which it has no switch."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
-    ended = subprocess.run([*words, str(tmp_path / "found"), "ranks"], capture_output=True, text=True, check=False, timeout=300)
+    ended = subprocess.run([*words, str(tmp_path / "found"), "ranks"], capture_output=True, text=True, check=False, timeout=800)
     assert ended.returncode == 0, ended.stderr
     assert json.loads((tmp_path / "found").read_text()) == {"exposed": [], "ranks": 2}
 

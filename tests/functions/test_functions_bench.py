@@ -37,7 +37,7 @@ def test_measures(tmp_path: object) -> None:
         "--seconds",
         "0.001",
     ]
-    ended = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=100, check=False, cwd=str(tmp_path))
+    ended = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=800, check=False, cwd=str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     records = [json.loads(line) for line in ended.stdout.splitlines()]
     assert [record.get("size_bytes") for record in records] == [8, 65536, None]

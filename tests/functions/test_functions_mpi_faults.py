@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -21,42 +20,40 @@ import os, signal, time, torch, tatami
 from tatami import functions
 from tatami.errors import CommError
 
-comm = tatami.init(timeout_s=2.0)
+comm = tatami.init(timeout_s=1000)
 x = torch.ones(200_000, requires_grad=True)
+meeting = comm.duplicate()
 comm.barrier()
+comm.timeout_s = 2.0
 
 def tell(body):
-    start_s = time.monotonic()
     try:
         body()
     except CommError as error:
         # Not printed: the launcher mixes what ranks print at the same time.
-        open(__file__ + str(comm.rank), "w").write(f"after {time.monotonic() - start_s:.1f} s: {error}")
-    time.sleep(1.0)
+        open(__file__ + str(comm.rank), "w").write(str(error))
+    meeting.barrier()
     os._exit(0)
 """
 
 
-def said(tmp_path: Path, script: str, *, ranks: int) -> tuple[int, dict[int, str], float]:
-    """The exit code, what each rank said, and how long it took."""
+def said(tmp_path: Path, script: str, *, ranks: int) -> tuple[int, dict[int, str]]:
+    """The exit code, and what each rank said."""
     path = tmp_path / "script.py"
     path.write_text(HEAD + textwrap.dedent(script), encoding="utf-8")
-    start_s = time.monotonic()
     code = run([str(path)], ranks=ranks)
-    took_s = time.monotonic() - start_s
     files = {rank: Path(f"{path}{rank}") for rank in range(ranks)}
-    return code, {rank: file.read_text() for rank, file in files.items() if file.exists()}, took_s
+    return code, {rank: file.read_text() for rank, file in files.items() if file.exists()}
 
 
 def test_missing_send_in_a_ring(tmp_path: Path) -> None:
     script = "tell(lambda: functions.recv(comm, source=(comm.rank + 1) % comm.size))"
-    _, errors, took_s = said(tmp_path, script, ranks=3)
+    _, errors = said(tmp_path, script, ranks=3)
     assert sorted(errors) == [0, 1, 2]
     for error in errors.values():
         for rank in range(3):
             assert f"rank {rank} waits for rank {(rank + 1) % 3} in recv (forward, tag 0, message 0)" in error
         assert "script.py:" in error
-    assert took_s < 30
 
 
 def test_send_that_nobody_receives(tmp_path: Path) -> None:
@@ -69,7 +66,7 @@ def test_send_that_nobody_receives(tmp_path: Path) -> None:
             functions.allreduce(x, comm)
     tell(body)
     """
-    _, errors, _ = said(tmp_path, script, ranks=2)
+    _, errors = said(tmp_path, script, ranks=2)
     assert sorted(errors) == [0, 1]
     for error in errors.values():
         assert "rank 0 waits for rank 1 in the backward pass of send" in error
@@ -78,7 +75,7 @@ def test_send_that_nobody_receives(tmp_path: Path) -> None:
 
 def test_different_shapes(tmp_path: Path) -> None:
     script = "tell(lambda: functions.allreduce(torch.ones(2 + comm.rank // 2), comm))"
-    _, errors, _ = said(tmp_path, script, ranks=3)
+    _, errors = said(tmp_path, script, ranks=3)
     assert sorted(errors) == [0, 1, 2]
     for error in errors.values():
         assert "float32 (2,)" in error
@@ -96,11 +93,10 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, capsys: pytest.
         y.sum().backward()
     tell(body)
     """
-    code, errors, took_s = said(tmp_path, script, ranks=3)
+    code, errors = said(tmp_path, script, ranks=3)
     assert code != 0
     said_last = capsys.readouterr().err
     first = next(line for line in said_last.splitlines() if line.startswith("tatami run: rank"))
     assert first.startswith(f"tatami run: rank {victim} (pid ")
     assert first.endswith("was killed by signal 9 (SIGKILL); the other ranks are stopped")
     assert victim not in errors
-    assert took_s < 60

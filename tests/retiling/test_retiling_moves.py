@@ -126,9 +126,9 @@ def test_a_thousand_processors_take_well_under_a_second(newcomers: int) -> None:
 
     old = cut([early[i : i + 25] for i in range(0, len(early), 25)], lean=3)
     new = cut([names[i : i + 40] for i in range(0, 1000, 40)], lean=5)
-    started = time.perf_counter()
+    started = time.thread_time()  # which other processes do not lengthen
     listed = moves(old, new)
-    assert time.perf_counter() - started < 1.0
+    assert time.thread_time() - started < 1.0
     assert sum(move.units.size for move in listed) > 0
     if newcomers:
         assert {move.dest for move in listed} >= set(names[:newcomers])

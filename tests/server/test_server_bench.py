@@ -14,8 +14,6 @@ from tatami.bench.server import MB, ServerBenchmark, bench_round
 from tatami.bench.server_loops import bench_throughput
 from tatami.errors import InputError
 
-pytestmark = pytest.mark.timeout(900)
-
 
 def test_rounds_are_held_against_the_copies_they_need() -> None:
     found: dict[str, Any] = bench_round(ServerBenchmark(size_bytes=4 * MB, workers=2, servers=2, rounds=4, blocks=2))

@@ -21,8 +21,6 @@ from tatami.server.optimizers import SGD, Adam
 from tatami.server.recovery import Checkpoint, Ignore
 from tatami.server.run_settings import RunSettings
 
-pytestmark = pytest.mark.timeout(300)
-
 # One file for the process that dies and for the one that goes on.
 SCRIPT = """
 import os, signal, sys
@@ -79,7 +77,7 @@ def strike(how: str, tmp_path: Path) -> tuple[subprocess.CompletedProcess[str], 
     script = tmp_path / "dies.py"
     script.write_text(SCRIPT)
     words = [sys.executable, str(script), how, str(tmp_path / "run"), str(tmp_path / "report.json")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=800, check=False)
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("pids")] or [done.stderr]
     return done, [int(word) for word in said.split()[1:]]
 

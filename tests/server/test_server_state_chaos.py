@@ -21,7 +21,7 @@ from tatami.server.recovery import Checkpoint, FromServers, Ignore
 RUNS = int(os.environ.get("TATAMI_STATE_CHAOS_RUNS", "1000"))
 FIRST_SEED = int(os.environ.get("TATAMI_CHAOS_SEED", "0"))
 
-pytestmark = pytest.mark.timeout(120 + RUNS / 10)
+pytestmark = pytest.mark.timeout(900 + RUNS / 10)
 
 
 def protocol_of(chance: random.Random) -> Protocol:

@@ -78,7 +78,7 @@ with Witness(recovery="ignore", start=0, report=sys.argv[1], directory=Path(sys.
 def run(end: str, folder: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
     report, directory = folder / "report.json", folder / "run"
     words = [sys.executable, "-c", SCRIPT.replace("{end}", end), str(report), str(directory)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=100, check=False), report
+    return subprocess.run(words, capture_output=True, text=True, timeout=800, check=False), report
 
 
 @pytest.mark.parametrize(("end", "code"), [("os._exit(1)", 1), ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL)])

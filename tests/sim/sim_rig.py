@@ -28,7 +28,7 @@ def started() -> Runs:
 
 
 def call(function: Callable[[Job], Result], job: Job) -> Result:
-    return started().call(function, job, timeout_s=100)
+    return started().call(function, job, timeout_s=800)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from tatami.server.training import train
 from tatami.sim.platforms import RDMA, MachineGroup, Tree, Wire
 from tatami.sim.server import ServerSetup
 
-pytestmark = [needs_simgrid, pytest.mark.timeout(300)]
+pytestmark = needs_simgrid
 
 WORKERS, SERVERS, ROUNDS = 3, 2, 5
 DIES, IN_ROUND = 1, 2
@@ -45,7 +45,7 @@ PUSH_S = 2e-3 + 20.0
 """To both servers, each of which has everything: 2 GB."""
 INTO_S = {TaskPhase.PULL: 5.0, TaskPhase.COMPUTE: PULL_S + 30.0, TaskPhase.BETWEEN_SHARDS: PULL_S + WORK_S + 10.0}
 """When the simulated worker dies, after the beginning of the round."""
-_PATIENCE_S = 120.0
+_PATIENCE_S = 800.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -402,7 +402,7 @@ def test_two_hundred_processors() -> None:
 @needs_simgrid
 def test_the_same_again_on_one_core_or_two() -> None:
     jobs = [job([1.0, 0.5, 0.7], iterations=5, flop_per_s=flop * MFLOP) for flop in (1.0, 3.0)]
-    two = started().map(rehearse, jobs, timeout_s=100)
+    two = started().map(rehearse, jobs, timeout_s=800)
     with Runs(cores=1) as own:
         assert own.map(rehearse, jobs) == two
 

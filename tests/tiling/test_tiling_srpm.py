@@ -129,5 +129,7 @@ def test_planning_takes_no_longer_than_promised(size: int, limit_s: float) -> No
         start = time.process_time()
         result = plan("srpm", cluster=cluster, workload=workload)
         elapsed.append(time.process_time() - start)
+        if elapsed[-1] < limit_s:
+            break
     assert len(result.tiling.tiles) == size
     assert min(elapsed) < limit_s

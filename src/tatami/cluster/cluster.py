@@ -143,13 +143,13 @@ class Cluster:
         return {processor.name: processor.speed for processor in self.processors}
 
     @cached_property
-    def linked_hosts(self) -> dict[str, list[str]]:
-        """By each host the others that it has a link of its own to, and that come after it: `links` has their pair."""
-        after: dict[str, list[str]] = {}
-        for first, second in self.links:
+    def links_of_hosts(self) -> dict[str, dict[str, Link]]:
+        """By each host its own links to others, by the other's name; each link of a pair is with the first of the two."""
+        found: dict[str, dict[str, Link]] = {}
+        for (first, second), link in self.links.items():
             if first != second:
-                after.setdefault(first, []).append(second)
-        return after
+                found.setdefault(first, {})[second] = link
+        return found
 
     def link(self, one: str, other: str) -> Link:
         """The link between the processors named `one` and `other`."""

@@ -27,7 +27,7 @@ SMALLEST_QUOTA_S = 1e-3
 LAB_WEIGHT = 64
 """Of a lab against the rest of the machine, whose weight is 1: other programs must not make its hosts slower than asked."""
 
-_END_PATIENCE_S = 5.0
+_END_PATIENCE_S = 60.0
 _POLL_S = 5e-3
 
 

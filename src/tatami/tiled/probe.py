@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from tatami.clock import NO_PACE, Pace
+from tatami.clock import NO_PACE, Clock, Pace
 from tatami.cluster import Cluster, Link, Processor
 from tatami.cluster.cluster import LOCAL_LINK, NETWORK_LINK
 from tatami.comm.base import AbstractCommunicator
@@ -18,7 +18,9 @@ _REPEAT_S = 0.25
 """Of one timing: more than two periods of a container's quota (100 ms), so that it is its share that is measured."""
 
 
-def probe(workload: Workload, comm: AbstractCommunicator, *, repeats: int = 7, pace: Pace = NO_PACE) -> Cluster:
+def probe(
+    workload: Workload, comm: AbstractCommunicator, *, repeats: int = 7, clock: Clock | None = None, pace: Pace = NO_PACE
+) -> Cluster:
     """The cluster that the ranks of `comm` make up: the same on every rank. Collective.
 
     Speeds are flop/s of local compute on `workload`, timed on all ranks at once; a processor's memory is its share of its
@@ -27,9 +29,9 @@ def probe(workload: Workload, comm: AbstractCommunicator, *, repeats: int = 7, p
     Args:
         workload: what will be trained.
         repeats: timings to take the median of.
-        pace: see `tatami.clock`.
+        clock, pace: see `tatami.clock`.
     """
-    speeds = measure_speeds(workload, comm, repeats=repeats, repeat_s=_REPEAT_S, pace=pace)
+    speeds = measure_speeds(workload, comm, repeats=repeats, repeat_s=_REPEAT_S, clock=clock, pace=pace)
     memory_bytes = comm.allgather_object(_memory_bytes() // comm.local_size)
     processors = tuple(
         Processor(

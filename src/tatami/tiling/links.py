@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from operator import attrgetter
 
 from tatami.cluster import Cluster, Link
 
@@ -52,8 +53,9 @@ class LinkGroup:
         found = [cluster.links[host, host] for host in crowded if (host, host) in cluster.links]
         if len(found) < len(crowded):
             found.append(cluster.local)
+        nothing: dict[str, Link] = {}
         between = [
-            cluster.links[host, other] for host in members for other in cluster.linked_hosts.get(host, ()) if other in members
+            link for host in members for other, link in cluster.links_of_hosts.get(host, nothing).items() if other in members
         ]
         if len(between) < len(members) * (len(members) - 1) // 2:
             found.append(cluster.network)
@@ -64,8 +66,8 @@ def slowest(links: Iterable[Link]) -> Link:
     """The least bandwidth and the greatest latency of `links`, as one link."""
     listed = list(links)
     return Link(
-        bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s for link in listed),
-        latency_s=max(link.latency_s for link in listed),
+        bandwidth_bytes_per_s=min(map(attrgetter("bandwidth_bytes_per_s"), listed)),
+        latency_s=max(map(attrgetter("latency_s"), listed)),
     )
 
 
