@@ -33,7 +33,7 @@ LAUNCH_CHAOS_RUNS := 100
 CHAOS_SEED := 0
 CHAOS_RAYLET_RUNS := 20
 
-.PHONY: help setup demo test simgrid chaos lab-setup lab-test check format bench clean
+.PHONY: help setup demo docs test simgrid chaos lab-setup lab-test check format bench clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -42,6 +42,9 @@ setup: $(INSTALLED)  ## the virtual environment, with the package and all that i
 
 demo: setup  ## one network over ranks of unequal speed: even, SRPM, DRPM
 	$(BIN)/python -m tatami demo
+
+docs: setup  ## the site, in site/: every page and every public name; fails on a broken link
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html --jobs auto docs site
 
 # Everything once, with ranks as threads; then the tests of what ranks do together, as real MPI jobs; then some of them on
 # ranks of torch.distributed, and on the other MPI library.
@@ -97,7 +100,7 @@ bench: setup  ## all benchmarks, and the paper's evaluation in labs; most of an 
 	$(BIN)/python benchmarks/evaluation.py
 
 clean:  ## all that make has made
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
 # The builder first and without isolation, so that it too is the version of constraints.txt.

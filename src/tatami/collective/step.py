@@ -24,15 +24,15 @@ class Via(Enum):
 class Sync(Enum):
     """What opens and closes the rounds of a phase.
 
-    ARRIVAL: messages carry it: a rank's round ends when its own sends and receives are done. For MESSAGE and for natives.
-    FENCE: all ranks of the group meet before the first round and after every round (R rounds, R + 1 fences). For PUT.
-    PSCW: post-start-complete-wait with the round's own peers: a source waits until its target has entered the round, a
-        target until its sources have completed. For PUT.
-    LOCK: the group meets once, before the first round; then a source locks, puts, flushes and notifies its target (one
-        empty message), and a target's round ends when all its notices are there. Nothing keeps a fast source from
-        writing while its target is some rounds behind, so an element may not be written after an earlier round
-        of the phase has touched it: `verify` checks that. For PUT.
-    BARRIER: as FENCE, between the ranks of one host, with memory made visible. For LOAD and STORE.
+    * ARRIVAL: messages carry it: a rank's round ends when its own sends and receives are done. For MESSAGE and for natives.
+    * FENCE: all ranks of the group meet before the first round and after every round (R rounds, R + 1 fences). For PUT.
+    * PSCW: post-start-complete-wait with the round's own peers: a source waits until its target has entered the round, a
+      target until its sources have completed. For PUT.
+    * LOCK: the group meets once, before the first round; then a source locks, puts, flushes and notifies its target (one
+      empty message), and a target's round ends when all its notices are there. Nothing keeps a fast source from
+      writing while its target is some rounds behind, so an element may not be written after an earlier round
+      of the phase has touched it: `verify` checks that. For PUT.
+    * BARRIER: as FENCE, between the ranks of one host, with memory made visible. For LOAD and STORE.
     """
 
     ARRIVAL = "arrival"

@@ -64,3 +64,7 @@ if not TYPE_CHECKING:  # a type checker would take every misspelt name for one o
         value = getattr(import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,87 @@
+"""How Sphinx makes the site: `make docs`, without network, into site/.
+
+Sphinx with furo rather than mkdocs: the reference is checked by name (`nitpicky`: a docstring or a signature that refers to what
+does not exist is an error), and pages are Markdown all the same (myst-parser).
+"""
+
+from typing import Any
+
+import tatami
+
+project = "Tatami"
+author = "The Tatami developers"
+release = tatami.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["conf.py"]
+nitpicky = True
+default_role = "literal"  # docstrings write `name` as Markdown does
+smartquotes = False
+
+autodoc_default_options = {"members": True, "undoc-members": True, "show-inheritance": True, "member-order": "groupwise"}
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+autodoc_inherit_docstrings = False
+
+# Only what other projects define may be referred to without being found here (their inventories are on the network), and type
+# variables, which have no page.
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|numpy|np|mpi4py|MPI|ray|matplotlib|rich|typing|collections|pathlib|datetime|enum|abc|dataclasses)(\..*)?"),
+    ("py:.*", r"subprocess\.Popen|Path|Axes|Figure|RichTable|a delegate|.*\[dict\[str|tuple\[str"),
+    ("py:.*", r"tatami\.(parallel\.(scattering\.Item|evaluating\.(Result|Local|Batch)|convert_batch_norm\.Module)|comm\.threads\.(Result|ThreadCommunicator|_World)|tiled\.following\..*|server\.recovery\.base\.Remedy)"),
+]
+
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence", "deflist"]
+
+html_theme = "furo"
+html_title = f"Tatami {release}"
+html_static_path: list[str] = []
+html_copy_source = False
+html_show_sphinx = False
+
+
+_as_written: dict[str, list[str]] = {}
+_SECTIONS = ("Args:", "Returns:", "Raises:", "Yields:", "Attributes:", "Source:")
+
+
+def _prepare(_app: Any, _what: str, name: str, _thing: Any, _options: Any, lines: list[str]) -> None:
+    """An indented block after an empty line is code, as in Markdown, unless a section of the docstring holds it."""
+    in_section = in_code = False
+    written: list[str] = []
+    for line in lines:
+        indented = line.startswith("    ")
+        if line and not indented:
+            in_section, in_code = line in _SECTIONS, False
+        elif indented and not in_section and not in_code and written and not written[-1]:
+            written += [".. code-block:: text" if any(c in line for c in "├└│┌") else "::", ""]
+            in_code = True
+        written.append(line)
+    lines[:] = written
+    _as_written[name] = list(written)
+
+
+def _no_type_before_a_colon(_app: Any, what: str, name: str, _thing: Any, _options: Any, lines: list[str]) -> None:
+    """Napoleon reads "The units: all of them" of a property as a type and its description; ours are sentences."""
+    if what in ("attribute", "property", "data"):
+        lines[:] = _as_written[name]
+
+
+def _links_of_the_readme(_app: Any, relative_path: Any, _parent: str, content: list[str]) -> None:
+    """The README's links start at the top of the repository; the page that includes it stands in docs/."""
+    text = content[0]
+    for name, page in (("CHANGELOG.md", "changelog.md"), ("CONTRIBUTING.md", "contributing.md"), ("examples/", "../examples/")):
+        text = text.replace(f"]({name}", f"]({page}")
+    content[0] = text
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", _prepare, priority=400)  # napoleon has 500
+    app.connect("autodoc-process-docstring", _no_type_before_a_colon, priority=600)
+    app.connect("include-read", _links_of_the_readme)
