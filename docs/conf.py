@@ -1,7 +1,7 @@
 """How Sphinx makes the site: `make docs`, without network, into site/.
 
-Sphinx with furo rather than mkdocs: the reference is checked by name (`nitpicky`: a docstring or a signature that refers to what
-does not exist is an error), and pages are Markdown all the same (myst-parser).
+Sphinx with furo rather than mkdocs: the reference is checked by name (`nitpicky`: a docstring or a signature that refers to
+what does not exist is an error), and pages are Markdown all the same (myst-parser).
 """
 
 from typing import Any
@@ -32,9 +32,19 @@ autodoc_inherit_docstrings = False
 # Only what other projects define may be referred to without being found here (their inventories are on the network), and type
 # variables, which have no page.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|numpy|np|mpi4py|MPI|ray|matplotlib|rich|typing|collections|pathlib|datetime|enum|abc|dataclasses)(\..*)?"),
-    ("py:.*", r"subprocess\.Popen|Path|Axes|Figure|RichTable|a delegate|.*\[dict\[str|tuple\[str"),
-    ("py:.*", r"tatami\.(parallel\.(scattering\.Item|evaluating\.(Result|Local|Batch)|convert_batch_norm\.Module)|comm\.threads\.(Result|ThreadCommunicator|_World)|tiled\.following\..*|server\.recovery\.base\.Remedy)"),
+    (
+        "py:.*",
+        r"(torch|nn|numpy|np|mpi4py|MPI|ray|matplotlib|rich|typing|collections|pathlib|datetime|enum|abc|dataclasses)(\..*)?",
+    ),
+    ("py:.*", r"subprocess\.Popen|Path|Axes|Figure|RichTable|a delegate|.*\[.*"),
+    ("py:.*", r"tatami\.parallel\.(scattering\.Item|evaluating\.(Result|Local|Batch)|convert_batch_norm\.Module)"),
+    ("py:.*", r"tatami\.comm\.threads\..*|tatami\.tiled\.following\..*"),
+    # What a run on Ray is made of inside: it is not built by hand.
+    (
+        "py:.*",
+        r"tatami\.server\.(state|worker_process|runtime|optimizers|witness|recovery\.base)\..*|tatami\.server\.report\.RunStatus",
+    ),
+    ("py:.*", r"tatami\.(ray|processes)\..*|.*\.RayWatch|ModelFn|LossFn|AbstractOptimizer|PhaseHook"),
 ]
 
 myst_heading_anchors = 4
@@ -73,7 +83,7 @@ def _no_type_before_a_colon(_app: Any, what: str, name: str, _thing: Any, _optio
         lines[:] = _as_written[name]
 
 
-def _links_of_the_readme(_app: Any, relative_path: Any, _parent: str, content: list[str]) -> None:
+def _links_of_the_readme(_app: Any, _path: Any, _parent: str, content: list[str]) -> None:
     """The README's links start at the top of the repository; the page that includes it stands in docs/."""
     text = content[0]
     for name, page in (("CHANGELOG.md", "changelog.md"), ("CONTRIBUTING.md", "contributing.md"), ("examples/", "../examples/")):

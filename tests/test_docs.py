@@ -33,7 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def documented(site: Path) -> set[str]:
     """The names that pages of the site can refer to."""
-    from sphinx.util.inventory import InventoryFile  # noqa: PLC0415
+    from sphinx.util.inventory import InventoryFile
 
     with (site / "objects.inv").open("rb") as file:
         inventory = InventoryFile.load(file, "", lambda _base, target: target)

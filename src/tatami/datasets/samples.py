@@ -9,7 +9,10 @@ import torch
 
 @runtime_checkable
 class Samples(Protocol):
-    """A map-style data set: `len(data)` samples, each `data[i] == (x, y)`. Every `torch.utils.data.Dataset` with a length is of this kind."""
+    """A map-style data set: `len(data)` samples, each `data[i] == (x, y)`.
+
+    Every `torch.utils.data.Dataset` with a length is of this kind.
+    """
 
     def __len__(self) -> int: ...
 
