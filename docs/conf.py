@@ -36,6 +36,7 @@ nitpick_ignore_regex = [
         "py:.*",
         r"(torch|nn|numpy|np|mpi4py|MPI|ray|matplotlib|rich|typing|collections|pathlib|datetime|enum|abc|dataclasses)(\..*)?",
     ),
+    ("py:.*", r".*\._\w+"),  # private
     ("py:.*", r"subprocess\.Popen|Path|Axes|Figure|RichTable|a delegate|.*\[.*"),
     ("py:.*", r"tatami\.parallel\.(scattering\.Item|evaluating\.(Result|Local|Batch)|convert_batch_norm\.Module)"),
     ("py:.*", r"tatami\.comm\.threads\..*|tatami\.tiled\.following\..*"),
