@@ -29,23 +29,13 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 autodoc_inherit_docstrings = False
 
-# Only what other projects define may be referred to without being found here (their inventories are on the network), and type
-# variables, which have no page.
+# What may be referred to without being found here: what other projects define (their inventories are on the network), type
+# variables, and classes that are not public, which signatures name by the module that defines them. A public class is found
+# there, too.
 nitpick_ignore_regex = [
-    (
-        "py:.*",
-        r"(torch|nn|numpy|np|mpi4py|MPI|ray|matplotlib|rich|typing|collections|pathlib|datetime|enum|abc|dataclasses)(\..*)?",
-    ),
-    ("py:.*", r".*\._\w+"),  # private
-    ("py:.*", r"subprocess\.Popen|Path|Axes|Figure|RichTable|a delegate|.*\[.*"),
-    ("py:.*", r"tatami\.parallel\.(scattering\.Item|evaluating\.(Result|Local|Batch)|convert_batch_norm\.Module)"),
-    ("py:.*", r"tatami\.comm\.threads\..*|tatami\.tiled\.following\..*"),
-    # What a run on Ray is made of inside: it is not built by hand.
-    (
-        "py:.*",
-        r"tatami\.server\.(state|worker_process|runtime|optimizers|witness|recovery\.base)\..*|tatami\.server\.report\.RunStatus",
-    ),
-    ("py:.*", r"tatami\.(ray|processes)\..*|.*\.RayWatch|ModelFn|LossFn|AbstractOptimizer|PhaseHook"),
+    ("py:.*", r"(torch|nn|numpy|np|mpi4py|MPI|ray|matplotlib|rich|typing|collections|pathlib|datetime)(\..*)?"),
+    ("py:.*", r"(enum|abc|dataclasses|subprocess)\..*|Path|Axes|Figure|RichTable|optional|a delegate|.*\[.*"),
+    ("py:.*", r"tatami\.\w+\.\w+\..*|AbstractOptimizer|ModelFn|LossFn|PhaseHook"),
 ]
 
 myst_heading_anchors = 4

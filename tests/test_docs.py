@@ -24,7 +24,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=os.environ | {"PYTHONPATH": str(TOP / "src")},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1500,
         check=False,
     )
     assert built.returncode == 0, built.stderr
@@ -40,7 +40,7 @@ def documented(site: Path) -> set[str]:
     return {name for domain, names in inventory.items() if domain.startswith("py:") for name in names}
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
     there = documented(site)
     packages = ["tatami", *(f"tatami.{module.name}" for module in iter_modules(tatami.__path__) if module.ispkg)]
