@@ -289,7 +289,7 @@ def test_a_loss_that_is_bad_from_the_start_says_that_nothing_could_be_saved(worl
             loss=nn.MSELoss(),
             rescue_dir=place,
         )
-        with pytest.raises(NotFiniteError, match=r"in iteration 1; there was no good state yet to save.*clip_norm"):
+        with pytest.raises(NotFiniteError, match=r"in iteration 1; there was no good state yet to save.*gradient_clip_val"):
             trainer.fit((x, y), batch_size=SAMPLES, epochs=1)
         assert list(place.iterdir()) == []
 

@@ -18,8 +18,7 @@ from tatami.records import Records
 from tatami.report import CoursePoint
 from tatami.retiling import DecisionKind
 from tatami.testing.slowdown import Slowdown
-from tatami.tiled import History, Trainer, tile
-from tatami.tiled.trainer import Metric
+from tatami.tiled import History, Metric, Trainer, tile
 from tatami.tiling import Tiling
 
 STEADY = 20

@@ -1,34 +1,45 @@
 """One network, tiled over ranks that are not alike: `tile`, the model, the Trainer, and re-tiling at work."""
 
 from tatami.datasets.samples import Data, Samples
-from tatami.tiled.batches import Batches
+from tatami.tiled.batches import AbstractBatches, Portion
 from tatami.tiled.blocks import Blocks, TiledBlock, find_blocks, workload_of
+from tatami.tiled.callbacks import Callback
+from tatami.tiled.data import TrainingData
+from tatami.tiled.history import History
 from tatami.tiled.measure import Speed, measure_sample_flop, measure_speed, measure_speeds
+from tatami.tiled.metrics import METRICS, Metric
 from tatami.tiled.model import TiledModel
 from tatami.tiled.moving import Moved, move
 from tatami.tiled.phases import IterationPhase, Phases, PhaseTimes
 from tatami.tiled.retiling import Check, Retiling
+from tatami.tiled.scheduling import LRSchedulerConfig
 from tatami.tiled.state import load_whole_state_dict, whole_state_dict
 from tatami.tiled.tile import tile
-from tatami.tiled.trainer import History, Trainer
+from tatami.tiled.trainer import Trainer
 from tatami.tiled.weights import check_weights, load_model, save_model
 
 __all__ = [
-    "Batches",
+    "METRICS",
+    "AbstractBatches",
     "Blocks",
+    "Callback",
     "Check",
     "Data",
     "History",
     "IterationPhase",
+    "LRSchedulerConfig",
+    "Metric",
     "Moved",
     "PhaseTimes",
     "Phases",
+    "Portion",
     "Retiling",
     "Samples",
     "Speed",
     "TiledBlock",
     "TiledModel",
     "Trainer",
+    "TrainingData",
     "check_weights",
     "find_blocks",
     "load_model",

@@ -1,106 +1,75 @@
-"""Global batches, of which every rank fetches its own samples only."""
+"""Global batches, one after the other, and what of each is this rank's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import cast
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
-
-from tatami.comm.agreement import debugging, same_everywhere
 from tatami.comm.base import AbstractCommunicator
-from tatami.datasets.samples import Data, Samples
-from tatami.errors import InputError
 from tatami.tiled.model import TiledModel
-from tatami.tiled.same_batch import compare, numbers_of
-from tatami.tiling import Span
+from tatami.tiled.random_state import random_state, set_random_state
 
 
-class Batches:
-    """A data set cut into global batches. Every rank must be given the same data.
+@dataclass(frozen=True, kw_only=True)
+class Portion:
+    """One global batch as a rank sees it.
 
-    Args:
-        data: see `Data`.
-        batch_size: samples of a global batch; the last one of an epoch may be smaller.
-        seed: of the shuffling; None keeps the order of the data.
+    Attributes:
+        size: samples of the global batch.
+        here: this rank's samples (samples_here, ...), in the structure of the batch.
+        is_last: whether the epoch ends with it.
     """
 
-    def __init__(self, data: Data, *, batch_size: int, seed: int | None) -> None:
-        check_data(data)
-        self._tensors = cast("tuple[torch.Tensor, torch.Tensor]", data) if _is_tensors(data) else None
-        self._data = data
-        self.num_samples = len(self._tensors[0]) if self._tensors is not None else len(data)
-        if self._tensors is not None and len(self._tensors[1]) != self.num_samples:
-            raise InputError(f"{self.num_samples} inputs but {len(self._tensors[1])} targets; each input needs one")
-        if self.num_samples == 0:
-            raise InputError("the data set is empty")
-        if batch_size < 1:
-            raise InputError(f"batch_size must be at least 1, not {batch_size}")
-        self.batch_size = min(batch_size, self.num_samples)
-        self._seed = seed
+    size: int
+    here: Any
+    is_last: bool
 
+
+class AbstractBatches(ABC):
+    """Data in global batches. Every rank must be given the same data.
+
+    Attributes:
+        num_samples: of an epoch; None where that is not known before its end.
+        num_batches: likewise.
+        batch_size: of the global batch, the last one of an epoch apart; None where it is not known before the first.
+    """
+
+    num_samples: int | None
+    num_batches: int | None
+    batch_size: int | None
+
+    @abstractmethod
     def compare(self, comm: AbstractCommunicator) -> None:
-        """Whether all ranks have the same data, cut alike: of tensors some numbers are looked at. Collective.
+        """Whether all ranks have the same data, as far as it can be told before they are used. Collective.
 
         Raises:
             InputError: they have not; names the ranks.
         """
-        same_everywhere(comm, {"batch_size": self.batch_size, "seed": self._seed}, where="the batches of the Trainer")
-        numbers = numbers_of(self.num_samples, self._tensors or (), whole=debugging())
-        compare(numbers, comm, columns=(), everywhere=True, what="data")
 
-    def __len__(self) -> int:
-        """Batches of an epoch."""
-        return -(-self.num_samples // self.batch_size)
+    @abstractmethod
+    def sample(self, most: int) -> tuple[Any, int]:
+        """The first samples, `most` at the most, and the size of the first global batch: for following a network."""
 
-    def epoch(self, number: int, model: TiledModel) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """For each global batch: its number of samples, and the inputs and targets (samples_here, ...) of this rank.
+    @abstractmethod
+    def epoch(
+        self, number: int, model: TiledModel, *, skip: int = 0, most: int | None = None, agree: bool = False
+    ) -> Iterator[Portion]:
+        """The global batches of an epoch; the tiling may change between two of them. Collective.
 
-        The tiling may change between two batches.
+        Args:
+            number: of the epoch, from 0.
+            model: tells which samples are this rank's.
+            skip: batches that were used before, and are left out.
+            most: batches that will be used; None: all.
+            agree: whether the ranks tell each other of every batch whether it is the last; otherwise the caller does.
         """
-        order = None
-        if self._seed is not None:
-            order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed((self._seed + number) % 2**64))
-        for start in range(0, self.num_samples, self.batch_size):
-            size = min(self.batch_size, self.num_samples - start)
-            span = model.local_span(size)
-            mine = Span(start + span.start, start + span.stop)
-            x, y = self._fetch(mine, None if order is None else order[mine.slice()])
-            yield size, x, y
 
-    def _fetch(self, mine: Span, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._tensors is not None:
-            x, y = self._tensors
-            return (x[mine.slice()], y[mine.slice()]) if order is None else (x[order], y[order])
-        indices: Sequence[int] = range(mine.start, mine.stop) if order is None else order.tolist()
-        samples = cast("Samples", self._data)
-        if not indices:
-            x, y = default_collate([samples[0]])
-            return x[:0], y[:0]
-        x, y = default_collate([samples[index] for index in indices])
-        return x, y
+    def position(self) -> dict[str, Any]:
+        """What is needed beside the number of batches to go on with the next one: the random state, and the loader's own."""
+        return {"now": random_state()}
 
-
-def check_data(data: object) -> None:
-    """
-    Raises:
-        InputError: neither two tensors nor a map-style data set.
-    """
-    if isinstance(data, DataLoader):
-        raise InputError(
-            "the Trainer cuts the batches itself, so that each rank reads its own part of them: give the data set "
-            "(loader.dataset) and batch_size in the place of a DataLoader"
-        )
-    if isinstance(data, IterableDataset) or not isinstance(data, Samples):
-        raise InputError(
-            f"data must be a pair of tensors (inputs, targets), or a data set with len() and [index], not a "
-            f"{type(data).__name__}: each rank reads its own samples of every batch"
-        )
-    if isinstance(data, tuple | list) and len(data) == 2 and not _is_tensors(data) and not isinstance(data[0], tuple | list):
-        kinds = ", ".join(type(part).__name__ for part in data)
-        raise InputError(f"data must be a pair of tensors (inputs, targets), not ({kinds}); see torch.as_tensor")
-
-
-def _is_tensors(data: object) -> bool:
-    return isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, torch.Tensor) for part in data)
+    def seek(self, position: dict[str, Any]) -> None:
+        """What `position` returned, before an epoch that is gone on with."""
+        set_random_state(position["now"])

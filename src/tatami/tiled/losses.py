@@ -17,7 +17,8 @@ from torch import nn
 
 from tatami.errors import InputError
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Loss = Callable[[Any, Any], torch.Tensor]
+"""(output, target) -> the mean or the sum over samples."""
 LossReduction = Literal["mean", "sum"]
 
 _CLASS_WEIGHTS = (nn.NLLLoss, nn.CrossEntropyLoss, F.nll_loss, F.cross_entropy)

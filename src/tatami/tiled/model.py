@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError, TrainingError
+from tatami.tiled.batch import cut_batch, samples_of, tensors_of
 from tatami.tiled.blocks import Blocks, workload_of
 from tatami.tiled.context import ModuleContext, RankContext
 from tatami.tiled.exactness import BATCH_NORMS
@@ -28,6 +29,7 @@ from tatami.tiled.placement import Placement, largest, place
 from tatami.tiled.registry import register
 from tatami.tiled.rows import ONE_EACH, Rows, UnitRuns, cut_units
 from tatami.tiled.same_batch import BatchWatch, different_sizes
+from tatami.tiled.scaling import watch_scalers
 from tatami.tiled.torch_norms import watch_norms
 from tatami.tiled.vertical import ColumnComm
 from tatami.tiled.whole_batch import UnitFactor
@@ -109,13 +111,14 @@ class TiledModel(nn.Module):
         watch_optimizers()
         if comm.size > 1:
             watch_norms()
+            watch_scalers()
             for owner in {owner for owner, _, _ in self._slots}:
                 owner.register_forward_pre_hook(_refuse_leaves)
 
     # -- the ordinary use -------------------------------------------------------------------------------------------
 
-    def local(self, *tensors: torch.Tensor) -> Any:
-        """This rank's samples of a global batch: one tensor for one, a tuple for several.
+    def local(self, *batch: Any) -> Any:
+        """This rank's samples of a global batch: one part for one, a tuple for several.
 
         Announces the batch: the next forward pass is over it. So take one batch at a time, and take it again after a re-tiling.
         The forward pass cannot tell from its input alone that these are samples 8 to 19 of 40, which the weight of the mean
@@ -123,20 +126,30 @@ class TiledModel(nn.Module):
         longer be the loop that it is everywhere else. Input of another size than what was announced is refused.
 
         Args:
-            tensors: (samples, ...) each; all ranks must pass the same global batch.
+            batch: tensors (samples, ...), or tuples, lists and dicts of them; all ranks must pass the same global batch.
 
         Returns:
-            Views (samples_here, ...).
+            Views (samples_here, ...), in the same structure.
+
+        Raises:
+            InputError: tensors of different numbers of samples, or what cannot be cut into samples.
         """
-        sizes = {tensor.shape[0] for tensor in tensors}
-        if len(sizes) != 1:
-            raise InputError(f"the tensors of a batch must have the same number of samples, not {sorted(sizes)}")
-        samples = sizes.pop()
+        return self.take(batch[0] if len(batch) == 1 else batch)
+
+    def take(self, batch: Any, *, everywhere: bool = False) -> Any:
+        """As `local`, of one batch.
+
+        Args:
+            batch: a tensor (samples, ...), or a tuple, list or dict of them.
+            everywhere: when the ranks compare their batches, compare those of all ranks, not only those of one column: what
+                every rank has loaded whole must be the same.
+        """
+        tensors = tensors_of(batch)
+        samples = samples_of(batch)
         span = self.local_span(samples)
         if self.comm.size > 1:
-            self._watch.announce(samples, tensors)
-        parts = tuple(tensor[span.slice()] for tensor in tensors)
-        return parts[0] if len(parts) == 1 else parts
+            self._watch.announce(samples, tensors, everywhere=everywhere)
+        return cut_batch(batch, span, samples=samples)
 
     def local_span(self, samples: int) -> Span:
         """Which samples of a global batch of `samples` are this rank's; announces that the next forward pass is over them."""

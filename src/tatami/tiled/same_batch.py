@@ -14,7 +14,7 @@ and no sample is computed in two columns. Debug mode refuses that, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -57,10 +57,17 @@ class TensorNumbers:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchNumbers:
-    """What is compared of one global batch; without `tensors`, only the number of samples is known."""
+    """What is compared of one global batch.
+
+    Attributes:
+        samples: how many it has.
+        tensors: without them, only the number of samples is known.
+        autocast: the dtype in which the pass over it is computed; None: that of the weights.
+    """
 
     samples: int
     tensors: tuple[TensorNumbers, ...] = ()
+    autocast: str | None = None
 
 
 def numbers_of(samples: int, tensors: Sequence[torch.Tensor], *, whole: bool) -> BatchNumbers:
@@ -82,7 +89,7 @@ def compare(
 
     Raises:
         InputError: on all ranks; names those that have another number of samples than rank 0, or other samples than the first
-            rank of their column.
+            rank of their column; or one that computes in another dtype.
     """
     if comm.size == 1:
         return
@@ -90,6 +97,12 @@ def compare(
     sizes = {rank: each.samples for rank, each in enumerate(told)}
     if len(set(sizes.values())) > 1:
         raise _other_sizes(sizes, what=what)
+    dtypes = {rank: each.autocast or "the dtype of the weights" for rank, each in enumerate(told)}
+    other = next((rank for rank in dtypes if dtypes[rank] != dtypes[0]), None)
+    if other is not None:
+        raise InputError(
+            f"rank 0 computes in {dtypes[0]}, rank {other} in {dtypes[other]}. All ranks must enter torch.autocast alike"
+        )
     groups = [range(comm.size)] if everywhere else columns
     strange = {
         rank: members[0]
@@ -120,14 +133,16 @@ class BatchWatch:
         self._columns = columns
         self._whole = debugging()
         self._num_passes = 0
+        self._everywhere = False
         self._last = BatchNumbers(samples=0)
         self.is_due = True
         """Whether the ranks compare in the next pass; the same on all ranks, which pass equally often."""
 
-    def announce(self, samples: int, tensors: Sequence[torch.Tensor]) -> None:
-        """The batch that the next pass is over. Sends nothing."""
+    def announce(self, samples: int, tensors: Sequence[torch.Tensor], *, everywhere: bool = False) -> None:
+        """The batch that the next pass is over; `everywhere`: of which all ranks hold the same. Sends nothing."""
         if self.is_due:
             self._last = numbers_of(samples, tensors, whole=self._whole)
+            self._everywhere = everywhere
 
     def compare(self) -> None:
         """Compare the batch of the pass that begins. Collective.
@@ -135,13 +150,25 @@ class BatchWatch:
         Raises:
             InputError: as the function `compare`.
         """
-        compare(self._last, self._comm, columns=self._columns(), everywhere=self._whole, what="batches")
+        everywhere = self._whole or self._everywhere
+        compare(
+            replace(self._last, autocast=_autocast()),
+            self._comm,
+            columns=self._columns(),
+            everywhere=everywhere,
+            what="batches",
+        )
 
     def end_pass(self) -> None:
         """The pass is under way; what is announced from now on is of the next one."""
         self._num_passes += 1
         number = self._num_passes + 1
         self.is_due = self._whole or number % EVERY == 0 or number & (number - 1) == 0
+
+
+def _autocast() -> str | None:
+    kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+    return str(torch.get_autocast_dtype(kinds[0])) if kinds else None
 
 
 def _differ(one: tuple[TensorNumbers, ...], two: tuple[TensorNumbers, ...]) -> bool:

@@ -1,0 +1,75 @@
+"""A global batch: tensors in tuples, lists and dicts, whose first axis is the samples; and the part of it that is a rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from tatami.errors import InputError
+from tatami.tiling import Span
+
+_LEAVES = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """The tensors of a batch that have samples, in order.
+
+    Raises:
+        InputError: something in it is neither a tensor nor a plain value; names where.
+    """
+    return [each for each in _leaves(batch, "") if isinstance(each, torch.Tensor) and each.dim()]
+
+
+def samples_of(batch: Any) -> int:
+    """How many samples a batch has.
+
+    Raises:
+        InputError: as `tensors_of`; it has no tensor, or tensors of different lengths.
+    """
+    sizes = {tensor.shape[0] for tensor in tensors_of(batch)}
+    if not sizes:
+        raise InputError(f"a batch must have a tensor (samples, ...); this one is a {type(batch).__name__} without any")
+    if len(sizes) != 1:
+        raise InputError(f"the tensors of a batch must have the same number of samples, not {sorted(sizes)}")
+    return sizes.pop()
+
+
+def cut_batch(batch: Any, span: Span, *, samples: int) -> Any:
+    """The samples `span` of a batch of `samples`: views of its tensors, in the same structure.
+
+    Texts that lie in a list of one for each sample are cut as well. Plain values, and tensors without an axis, are of all
+    samples.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch[span.slice()] if batch.dim() else batch
+    if isinstance(batch, Mapping):
+        return {key: cut_batch(value, span, samples=samples) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(cut_batch(value, span, samples=samples) for value in batch))
+    if isinstance(batch, tuple | list):
+        if len(batch) == samples and _are_texts(batch):
+            return batch[span.slice()]
+        return type(batch)([cut_batch(value, span, samples=samples) for value in batch])
+    return batch
+
+
+def _are_texts(batch: tuple[Any, ...] | list[Any]) -> bool:
+    return all(isinstance(item, str | bytes) for item in batch)
+
+
+def _leaves(batch: Any, path: str) -> Iterator[Any]:
+    if isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _leaves(value, f"{path}[{key!r}]")
+    elif isinstance(batch, tuple | list):
+        for index, value in enumerate(batch):
+            yield from _leaves(value, f"{path}[{index}]")
+    elif isinstance(batch, _LEAVES):
+        yield batch
+    else:
+        raise InputError(
+            f"batch{path} is a {type(batch).__name__}, which cannot be cut into the samples of each rank. A batch is tensors, "
+            "and tuples, lists and dicts of them; see torch.as_tensor"
+        )

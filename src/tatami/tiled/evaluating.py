@@ -1,0 +1,97 @@
+"""What a tiled model makes of data: its loss, metrics, and outputs over all samples, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tatami.errors import InputError
+from tatami.tiled.batch import samples_of
+from tatami.tiled.batches import AbstractBatches
+from tatami.tiled.metrics import Metric
+from tatami.tiled.model import TiledModel
+from tatami.tiled.objective import Objective
+from tatami.tiled.precision import Precision, autocast
+
+
+def evaluate(
+    model: TiledModel,
+    batches: AbstractBatches,
+    objective: Objective,
+    *,
+    metrics: Mapping[str, Metric],
+    precision: Precision | None,
+) -> dict[str, float]:
+    """The loss under "loss", and the metrics, each a mean over all samples. Collective.
+
+    Raises:
+        InputError: the ranks were given different data; or metrics where nothing but the loss is known.
+    """
+    if metrics and objective.training_step is not None:
+        raise InputError("metrics are of outputs, which a training_step keeps to itself; give the Trainer a loss instead")
+    batches.compare(model.comm)
+    sums = torch.zeros(1 + len(metrics), dtype=torch.float64)
+    samples = 0
+    with _looking(model, precision):
+        for portion in batches.epoch(0, model, agree=True):
+            batch, here = portion.here, samples_of(portion.here)
+            samples += portion.size
+            counts = model.speaks_for_column and here > 0
+            output: Any = None
+            loss: torch.Tensor | None = None
+            if objective.training_step is not None:
+                loss = objective(model, batch)
+            else:
+                output = objective.run(model, batch)
+                loss = objective.judge(output, batch) if counts else None
+            if not counts or loss is None:
+                continue
+            objective.check_targets(batch, reduction=model.reduction, rank=model.comm.rank)
+            sums[0] += loss.item() * (here if model.reduction == "mean" else 1)
+            for index, metric in enumerate(metrics.values(), start=1):
+                sums[index] += metric(output, objective.target_of(batch)) * here
+    model.comm.allreduce(sums)
+    means = (sums / samples).tolist()
+    return {"loss": means[0] if model.reduction == "mean" else sums[0].item(), **dict(zip(metrics, means[1:], strict=True))}
+
+
+def predict(model: TiledModel, batches: AbstractBatches, objective: Objective, *, precision: Precision | None) -> Any:
+    """The outputs for all samples, in order, on the CPU, in the structure that the network returns. Collective.
+
+    Raises:
+        InputError: the ranks were given different data.
+    """
+    batches.compare(model.comm)
+    outputs = []
+    structure: Any = None
+    with _looking(model, precision):
+        for portion in batches.epoch(0, model, agree=True):
+            args, kwargs = objective.predicting(portion.here)
+            leaves, structure = pytree.tree_flatten(model(*args, **kwargs))
+            mine = [leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            told = model.comm.allgather_object((model.tile.column, mine) if model.tile and model.speaks_for_column else None)
+            columns = dict(each for each in told if each is not None)
+            outputs.append([_joined([columns[index][place] for index in sorted(columns)]) for place in range(len(leaves))])
+    whole = [_joined([parts[place] for parts in outputs]) for place in range(len(outputs[0]))]
+    return pytree.tree_unflatten(whole, structure)
+
+
+@contextmanager
+def _looking(model: TiledModel, precision: Precision | None) -> Iterator[None]:
+    """Forward passes in evaluation, without gradients."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), autocast(precision, next(model.parameters()).device):
+            yield
+    finally:
+        model.train(was_training)
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Outputs of several columns or batches, one after the other; what is no tensor of samples is that of the first."""
+    return torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0]

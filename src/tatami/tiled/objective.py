@@ -1,0 +1,156 @@
+"""From a batch to its loss: what of a batch the network is called with, what is the target, and who computes the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tatami.errors import InputError
+from tatami.tiled.losses import Loss, LossReduction, check_reduction, reduction_of, setting_of
+
+TrainingStep = Callable[[Any, Any], torch.Tensor]
+"""(model, batch) -> the loss over the samples of the batch, a scalar."""
+
+_IGNORED = -100
+"""What torch's losses ignore unless they are told otherwise, and with them the losses inside of networks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """How the loss of a batch comes about. One of `loss` and `training_step`, or neither: then it is the network's own.
+
+    Attributes:
+        loss: (output, target) -> scalar.
+        training_step: (model, batch) -> scalar; does everything itself.
+        target: the key of the target where a batch is a dict.
+        ignored: targets that a mean leaves out; found from `loss`.
+    """
+
+    loss: Loss | None = None
+    training_step: TrainingStep | None = None
+    target: str | None = None
+    ignored: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.loss is not None and self.training_step is not None:
+            raise InputError("give the Trainer a loss or a training_step, which computes the loss itself, not both")
+        own = setting_of(self.loss, "ignore_index") if self.loss is not None else _IGNORED
+        object.__setattr__(self, "ignored", own)
+
+    def reduction(self, *, given: LossReduction | None, otherwise: LossReduction | None) -> LossReduction:
+        """What it does with samples; see `reduction_of`.
+
+        Raises:
+            InputError: nothing tells.
+        """
+        if self.loss is not None:
+            return reduction_of(self.loss, given=given, otherwise=otherwise)
+        named = given or otherwise
+        if named is None:
+            what = "a training_step" if self.training_step is not None else "the network's own loss"
+            raise InputError(
+                f"{what} does not tell whether it takes the mean or the sum over the samples of a batch. Give the Trainer "
+                "reduction='mean' or reduction='sum'"
+            )
+        check_reduction(named)
+        return named
+
+    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
+        """The loss of `batch` (samples_here, ...), a scalar."""
+        if self.training_step is not None:
+            loss = self.training_step(model, batch)
+            what = "training_step returned"
+        else:
+            return self.judge(self.run(model, batch), batch)
+        return _scalar(loss, what)
+
+    def run(self, model: Any, batch: Any) -> Any:
+        """The network's output for the inputs of `batch`."""
+        args, kwargs = self.inputs(batch)
+        return model(*args, **kwargs)
+
+    def judge(self, output: Any, batch: Any) -> torch.Tensor:
+        """The loss of an output."""
+        if self.loss is not None:
+            return _scalar(self.loss(output, self.target_of(batch)), "the loss is")
+        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if own is None:
+            raise InputError(
+                f"the network returns a {type(output).__name__} without a `loss`; give the Trainer loss=... (output, target), "
+                "or training_step=... (model, batch)"
+            )
+        return _scalar(own, "the network's `loss` is")
+
+    def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the network is called with: all of the batch but the target, which is there where there is a `loss`."""
+        if isinstance(batch, Mapping):
+            drop = self._target_key(batch) if self.loss is not None else None
+            return (), {key: value for key, value in batch.items() if key != drop}
+        parts: Any = batch
+        if self.loss is not None:
+            parts, _ = self._split(batch)
+        elif isinstance(batch, torch.Tensor):
+            parts = (batch,)
+        if len(parts) == 1 and isinstance(parts[0], Mapping):
+            return (), dict(parts[0])
+        if len(parts) == 1 and isinstance(parts[0], tuple | list):
+            return tuple(parts[0]), {}
+        return tuple(parts), {}
+
+    def predicting(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """As `inputs`, of data that may come without targets: a tensor, or a dict without the target's key."""
+        if isinstance(batch, torch.Tensor):
+            return (batch,), {}
+        if isinstance(batch, Mapping):
+            return (), {key: value for key, value in batch.items() if key != self.target}
+        return ((batch[0],), {}) if len(batch) == 1 else self.inputs(batch)
+
+    def target_of(self, batch: Any) -> Any:
+        """The target of a batch: under its key, or last; the whole batch where there is no `loss` that needs one."""
+        if self.loss is None and self.target is None:
+            return batch
+        return batch[self._target_key(batch)] if isinstance(batch, Mapping) else self._split(batch)[1]
+
+    def check_targets(self, batch: Any, *, reduction: LossReduction | None, rank: int) -> None:
+        """Refuse targets that a mean leaves out: it divides by what is left, of which a rank knows only its part.
+
+        Raises:
+            InputError: there are some.
+        """
+        if self.loss is not None:
+            y = self.target_of(batch)
+        else:
+            y = batch.get(self.target or "labels") if isinstance(batch, Mapping) else None
+        if self.ignored is None or reduction != "mean" or not isinstance(y, torch.Tensor) or y.is_floating_point():
+            return
+        if bool((y == self.ignored).any()):
+            raise InputError(
+                f"rank {rank} has targets equal to ignore_index ({self.ignored}): their mean divides by the number "
+                "of the others, so the ranks' means do not make up the global one. Use reduction='sum'"
+            )
+
+    def _target_key(self, batch: Mapping[str, Any]) -> str:
+        if self.target is None or self.target not in batch:
+            keys = ", ".join(map(str, batch))
+            said = "say which of them is the target" if self.target is None else f"none of them is target={self.target!r}"
+            raise InputError(f"a batch is a dict of {keys}; {said}: Trainer(..., target='labels')")
+        return self.target
+
+    def _split(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
+        if not isinstance(batch, tuple | list) or len(batch) < 2:
+            raise InputError(
+                f"a batch must be a pair (inputs, targets) for the loss, not a {type(batch).__name__}"
+                f"{f' of {len(batch)}' if isinstance(batch, tuple | list) else ''}; or give the Trainer training_step=... "
+                "(model, batch)"
+            )
+        return tuple(batch[:-1]), batch[-1]
+
+
+def _scalar(loss: Any, what: str) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+        raise InputError(f"{what} a {type(loss).__name__}{shape}; the loss must be a tensor of one element")
+    return loss

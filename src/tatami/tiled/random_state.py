@@ -1,0 +1,30 @@
+"""The random state of this process: of torch, of Python, and of NumPy."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_state() -> dict[str, Any]:
+    """All of it, as tensors and plain values."""
+    kind, keys, *rest = np.random.get_state()
+    numpy = [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest]
+    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put back what `random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    version, numbers, last = state["python"]
+    random.setstate((version, tuple(numbers), last))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    if "cuda" in state and torch.cuda.is_available() and torch.cuda.device_count() == len(state["cuda"]):
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,255 @@
+"""An update over several batches, in half precision, by a scaler, of frozen and of tied weights: as in the plain loop."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import GPT, LowRank, low_rank_gpt
+from torch import nn
+from torch.amp import GradScaler
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError
+from tatami.retiling import Retiler
+from tatami.testing.worlds import World
+from tatami.tiled import TiledModel, Trainer, whole_state_dict
+from tiled_rig import assert_close, some_layouts, tiled
+
+SAMPLES = 23
+SGD = partial(torch.optim.SGD, lr=0.2, momentum=0.9)
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3), nn.LayerNorm(3), nn.Linear(3, 2)).to(dtype)
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
+    return x.to(dtype), torch.rand(SAMPLES, 2, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("retile", [None, Retiler(every=1)])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_accumulated_batches_are_one_batch_of_all_their_samples(world: World, reduction: str, retile: Retiler | None) -> None:
+    """Batches of 5, 5, 5, 5 and 3 in updates of 15 and of 8 samples: the last batch of an epoch ends an update."""
+    plain, (x, y) = network(), inputs()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    expected = []
+    for start, stop in ((0, 15), (15, 23)) * 2:
+        optimizer.zero_grad()
+        loss = F.mse_loss(plain(x[start:stop]), y[start:stop], reduction=reduction)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+        optimizer.step()
+        expected.append(loss.item())
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> None:
+        for layout in some_layouts(comm.size):
+            model = tiled(built, comm, layout=layout, batch_size=5)
+            trainer = Trainer(
+                model,
+                optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+                loss=nn.MSELoss(reduction=reduction),
+                accumulate_grad_batches=3,
+                gradient_clip_val=0.3,
+                retile=retile,
+            )
+            history = trainer.fit((x, y), batch_size=5, epochs=2, shuffle=False)
+            assert history.losses == pytest.approx(expected, rel=1e-10)
+            assert (trainer.iteration, trainer.epoch) == (4, 2)
+            assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what=f"parameters on {layout}")
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_bfloat16_by_autocast_is_as_the_plain_loop_up_to_bfloat16(world: World) -> None:
+    plain, (x, y) = network(torch.float32), inputs(torch.float32)
+    optimizer = SGD(plain.parameters())
+    expected = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.mse_loss(plain(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        expected.append(loss.item())
+    built = network(torch.float32)
+
+    def body(comm: AbstractCommunicator) -> None:
+        for layout in some_layouts(comm.size):
+            model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
+            trainer = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), precision="bf16-mixed")
+            history = trainer.fit((x, y), batch_size=SAMPLES, epochs=4)
+            assert history.losses == pytest.approx(expected, rel=0.02)
+            assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+            assert trainer.predict(x, batch_size=SAMPLES).dtype == torch.bfloat16
+
+    world(body)
+
+
+@pytest.mark.ranks(2, 3)
+def test_precision_that_differs_between_ranks_is_refused(world: World) -> None:
+    built = network(torch.float32)
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+        trainer = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), precision="bf16-mixed" if comm.rank else None)
+        with pytest.raises(InputError, match="rank 0 has precision None, rank 1 has precision bf16-mixed"):
+            trainer.fit(inputs(torch.float32), batch_size=SAMPLES, epochs=1)
+        x, _ = model.local(*inputs(torch.float32))
+        with (
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=comm.rank == 1),
+            pytest.raises(InputError, match=r"rank 0 computes in the dtype of the weights, rank 1 in torch.bfloat16"),
+        ):
+            model(x)
+
+    world(body)
+
+
+@pytest.mark.ranks(1)
+def test_settings_that_cannot_be(world: World) -> None:
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, comm, layout=some_layouts(1)[0], batch_size=SAMPLES)
+        for options, match in (
+            ({"accumulate_grad_batches": 0}, "accumulate_grad_batches must be at least 1, not 0"),
+            ({"precision": "16-true"}, "precision must be 'bf16-mixed', '16-mixed' or None .* not '16-true'"),
+            ({"gradient_clip_val": 0.0}, "gradient_clip_val must be above 0, not 0"),
+        ):
+            with pytest.raises(InputError, match=match):
+                Trainer(model, optimizer=SGD, loss=nn.MSELoss(), **options)
+
+    world(body)
+
+
+def overflowing(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor, local: Any) -> list[float]:
+    """Steps by a scaler; in the second, the gradient of one unit of the first layer overflows."""
+    scaler = GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    scales = []
+    for number in range(4):
+        here_x, here_y = local(x, y)
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(here_x), here_y)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        if number == 1:
+            spoil(model)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def spoil(model: Any) -> None:
+    """Unit 5 of 8 overflows, wherever it is."""
+    if not isinstance(model, TiledModel):
+        model[0].weight.grad[5] = torch.inf
+    elif model.tile is not None and model.tile.units.start <= 5 < model.tile.units.stop:
+        model.module[0].weight.grad[5 - model.tile.units.start] = torch.inf  # type: ignore[index]
+
+
+def test_a_scaler_leaves_the_same_steps_out_on_all_ranks(world: World) -> None:
+    """One rank alone has the unit that overflows."""
+    plain, (x, y) = network(), inputs()
+    scales = overflowing(plain, SGD(plain.parameters()), x, y, lambda *batch: batch)
+    assert scales == [256.0, 128.0, 128.0, 256.0]
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> None:
+        for layout in some_layouts(comm.size):
+            model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
+            assert overflowing(model, SGD(model.parameters()), x, y, model.local) == scales
+            assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what=f"parameters on {layout}")
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 2)
+def test_float16_by_the_trainer_uses_a_scaler(world: World) -> None:
+    built = network(torch.float32)
+    plain, (x, y) = network(torch.float32), inputs(torch.float32)
+    optimizer = SGD(plain.parameters())
+    expected = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = F.mse_loss(plain(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        expected.append(loss.item())
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
+        trainer = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), precision="16-mixed")
+        assert trainer.fit((x, y), batch_size=SAMPLES, epochs=4).losses == pytest.approx(expected, rel=0.02)
+
+    world(body)
+
+
+@pytest.mark.parametrize("kind", ["tied", "low-rank"])
+@pytest.mark.ranks(1, 2, 3)
+def test_tied_and_frozen_weights_from_the_first_batch(world: World, kind: str) -> None:
+    """The Trainer is given the network, which it tiles with its first batch; a GPT, with Adam, in updates of two batches."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        return (GPT(layers=1) if kind == "tied" else low_rank_gpt()).double()
+
+    text = torch.randint(11, (12, 6), generator=torch.Generator().manual_seed(0))
+    target = text.roll(-1, 1)
+
+    def loss_of(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction=reduction)
+
+    plain, built = build(), build()
+    make = partial(torch.optim.Adam, lr=0.01)
+    optimizer = make([parameter for parameter in plain.parameters() if parameter.requires_grad])
+    expected = []
+    for start in (0, 8):
+        optimizer.zero_grad()
+        loss = loss_of(plain(text[start : start + 8]), target[start : start + 8])
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        expected.append(loss.item())
+
+    def body(comm: AbstractCommunicator) -> None:
+        trainer = Trainer(
+            built, comm=comm, tile=partial(tile_quietly, equal=True), optimizer=make, loss=loss_of, accumulate_grad_batches=2
+        )
+        with pytest.raises(InputError, match="tiled with the first batch of fit or evaluate"):
+            trainer.model  # noqa: B018
+        history = trainer.fit((text, target), batch_size=4, epochs=1, shuffle=False)
+        assert history.losses == pytest.approx(expected, rel=1e-10)
+        assert {block.facts.kind for block in trainer.model.found.blocks} == {"attention", "linear pair"}
+        assert_close(comm.bcast_object(whole_state_dict(trainer.model)), plain.state_dict(), what="parameters")
+        frozen = [each for each in trainer.model.modules() if isinstance(each, LowRank)]
+        assert (len(frozen) > 0) == (kind == "low-rank")
+
+    world(body)
+
+
+def tile_quietly(network: nn.Module, comm: AbstractCommunicator, *, equal: bool, **options: Any) -> TiledModel:
+    from tatami.tiled import tile
+
+    assert options["sample"] is not None
+    return tile(network, comm, speeds="equal" if equal else "measure", quiet=True, **options)
+
+
+@pytest.mark.ranks(1)
+def test_a_network_that_is_not_tiled_needs_ranks_and_what_makes_its_optimizer(world: World) -> None:
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> None:
+        with pytest.raises(InputError, match=r"give the Trainer comm=tatami.init\(\), or what tatami.tile returned"):
+            Trainer(built, optimizer=SGD, loss=nn.MSELoss())
+        with pytest.raises(InputError, match="give what makes the optimizer"):
+            Trainer(built, comm=comm, optimizer=SGD(built.parameters()), loss=nn.MSELoss())
+
+    world(body)
