@@ -1,7 +1,7 @@
 """One network, tiled over ranks that are not alike: `tile`, the model, the Trainer, and re-tiling at work."""
 
 from tatami.datasets.samples import Data, Samples
-from tatami.tiled.batches import AbstractBatches, Portion
+from tatami.tiled.batches import AbstractBatches, LocalBatch
 from tatami.tiled.blocks import Blocks, TiledBlock, find_blocks, workload_of
 from tatami.tiled.callbacks import Callback
 from tatami.tiled.data import TrainingData
@@ -28,11 +28,11 @@ __all__ = [
     "History",
     "IterationPhase",
     "LRSchedulerConfig",
+    "LocalBatch",
     "Metric",
     "Moved",
     "PhaseTimes",
     "Phases",
-    "Portion",
     "Retiling",
     "Samples",
     "Speed",

@@ -13,7 +13,7 @@ from tatami.tiled.random_state import random_state, set_random_state
 
 
 @dataclass(frozen=True, kw_only=True)
-class Portion:
+class LocalBatch:
     """One global batch as a rank sees it.
 
     Attributes:
@@ -55,7 +55,7 @@ class AbstractBatches(ABC):
     @abstractmethod
     def epoch(
         self, number: int, model: TiledModel, *, skip: int = 0, most: int | None = None, agree: bool = False
-    ) -> Iterator[Portion]:
+    ) -> Iterator[LocalBatch]:
         """The global batches of an epoch; the tiling may change between two of them. Collective.
 
         Args:

@@ -13,7 +13,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.datasets.samples import Samples
 from tatami.errors import InputError
 from tatami.tiled.batch import cut_batch, samples_of, tensors_of
-from tatami.tiled.batches import AbstractBatches, Portion
+from tatami.tiled.batches import AbstractBatches, LocalBatch
 from tatami.tiled.model import TiledModel
 from tatami.tiled.phases import IterationPhase
 from tatami.tiled.same_batch import compare, numbers_of
@@ -53,7 +53,7 @@ class IndexedBatches(AbstractBatches):
 
     def epoch(
         self, number: int, model: TiledModel, *, skip: int = 0, most: int | None = None, agree: bool = False
-    ) -> Iterator[Portion]:
+    ) -> Iterator[LocalBatch]:
         del most, agree  # a batch is not fetched before it is asked for, and all ranks know how many there are
         order = None
         if self._seed is not None:
@@ -64,7 +64,7 @@ class IndexedBatches(AbstractBatches):
                 span = model.local_span(size)
                 mine = Span(start + span.start, start + span.stop)
                 here = self._fetch(mine, None if order is None else order[mine.slice()])
-            yield Portion(size=size, here=here, is_last=start + size == self.num_samples)
+            yield LocalBatch(size=size, here=here, is_last=start + size == self.num_samples)
 
     def _fetch(self, mine: Span, order: torch.Tensor | None) -> Any:
         if self._samples is None:

@@ -12,7 +12,7 @@ from tatami.comm.agreement import problems_of
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.tiled.batch import cut_batch, samples_of
-from tatami.tiled.batches import AbstractBatches, Portion
+from tatami.tiled.batches import AbstractBatches, LocalBatch
 from tatami.tiled.model import TiledModel
 from tatami.tiled.phases import IterationPhase
 from tatami.tiled.random_state import random_state, set_random_state
@@ -55,7 +55,7 @@ class LoadedBatches(AbstractBatches):
 
     def epoch(
         self, number: int, model: TiledModel, *, skip: int = 0, most: int | None = None, agree: bool = False
-    ) -> Iterator[Portion]:
+    ) -> Iterator[LocalBatch]:
         phases, used, is_enough = model.phases, 0, False
         with phases.during(IterationPhase.OUTSIDE):
             current = self._go_on(skip)
@@ -70,7 +70,7 @@ class LoadedBatches(AbstractBatches):
                 if agree:
                     ends = problems_of(model.comm, "ends" if is_last else None)
                     check_ends(ends, size=model.comm.size, batch=skip + used, epoch=number)
-                portion = Portion(size=samples_of(current), here=model.take(current, everywhere=True), is_last=is_last)
+                portion = LocalBatch(size=samples_of(current), here=model.take(current, everywhere=True), is_last=is_last)
             yield portion
             current = upcoming
         if not is_enough:

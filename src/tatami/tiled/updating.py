@@ -17,7 +17,7 @@ from tatami.comm.agreement import problems_of
 from tatami.comm.base import AbstractRequest
 from tatami.errors import InputError, NotFiniteError
 from tatami.tiled.batch import samples_of
-from tatami.tiled.batches import Portion
+from tatami.tiled.batches import LocalBatch
 from tatami.tiled.good_state import GoodState
 from tatami.tiled.loaded_batches import check_ends
 from tatami.tiled.model import TiledModel
@@ -110,7 +110,7 @@ class Updates:
         self._loss = 0.0
         self._stop: StopReason | None = None
 
-    def add(self, portion: Portion, *, iteration: int, epoch: int, batch: int, stop: StopReason | None) -> Updated | None:
+    def add(self, portion: LocalBatch, *, iteration: int, epoch: int, batch: int, stop: StopReason | None) -> Updated | None:
         """Forward and backward over one batch, and the update if it is complete. Collective.
 
         Args:
@@ -158,7 +158,9 @@ class Updates:
         self.scaler.step(self._optimizer)
         self.scaler.update()
 
-    def _begin_report(self, local_loss: torch.Tensor, portion: Portion, *, num_here: int, stop: StopReason | None) -> _Report:
+    def _begin_report(
+        self, local_loss: torch.Tensor, portion: LocalBatch, *, num_here: int, stop: StopReason | None
+    ) -> _Report:
         """Start the sums over the ranks; they travel while backward computes."""
         model = self._model
         value = local_loss.item() if num_here else 0.0
@@ -170,7 +172,7 @@ class Updates:
         request = model.comm.iallreduce(sums) if model.comm.size > 1 else None
         return _Report(sums=sums, request=request, value=value)
 
-    def _end_report(self, report: _Report, portion: Portion, *, iteration: int, epoch: int, batch: int) -> float:
+    def _end_report(self, report: _Report, portion: LocalBatch, *, iteration: int, epoch: int, batch: int) -> float:
         comm = self._model.comm
         if report.request is not None:
             with self._model.phases.during(IterationPhase.HORIZONTAL):
