@@ -89,7 +89,6 @@ def test_planners_side_by_side_and_swept() -> None:
         ([*TILING, "--slow", "p9:2@1s"], "no processor 'p9'"),
         ([*TILING, "--planner", "best"], "no planner 'best'"),
         ([*TILING, "--sweep", "every=often"], "--sweep every=often"),
-        ([*TILING, "--vertical", "star"], "no all-reduce 'star' for columns"),
     ],
 )
 def test_bad_input(arguments: list[str], said: str) -> None:

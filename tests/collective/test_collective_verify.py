@@ -29,7 +29,17 @@ from tatami.collective import (
 from tatami.errors import ScheduleError
 
 ONE_SIDED = (Sync.FENCE, Sync.PSCW, Sync.LOCK)
-ACROSS = ("native", "ring", "halving_doubling", "accumulate", "torus", "torus_native", "torus_put", "torus_accumulate")
+ACROSS = (
+    "native",
+    "ring",
+    "direct",
+    "halving_doubling",
+    "accumulate",
+    "torus",
+    "torus_native",
+    "torus_put",
+    "torus_accumulate",
+)
 
 
 @st.composite
@@ -225,10 +235,15 @@ def test_a_contribution_that_counts_twice_is_named() -> None:
 
 
 def test_reading_what_the_same_round_overwrites_is_a_race() -> None:
-    with pytest.raises(
-        ScheduleError, match=r"round 0: on rank 0, elements 0\.\.2, a race between: .* rank 1 reduced into rank 0"
-    ):
-        verify(_by_hand((_step(0, 1), _step(1, 0))))
+    with pytest.raises(ScheduleError, match=r"round 0: on rank 0, elements 0\.\.2, a race between: .* rank 1 copied to rank 0"):
+        verify(_by_hand((_step(0, 1), _step(1, 0, reduce=False))))
+
+
+def test_messages_are_sent_before_what_comes_is_added() -> None:
+    verify(_by_hand((_step(0, 1), _step(1, 0))))
+    puts = (_step(0, 1, via=Via.PUT), _step(1, 0, via=Via.PUT))
+    with pytest.raises(ScheduleError, match="a race"):
+        verify(_by_hand(puts, sync=Sync.FENCE))
 
 
 def test_two_ranks_that_store_into_one_place_race() -> None:

@@ -85,12 +85,12 @@ def test_the_work_of_a_tile_is_that_of_table_1(workload: Workload) -> None:
 
 @needs_simgrid
 def test_one_column_takes_its_closed_form() -> None:
-    """Two equal tiles above each other: a ring of two is two hops of half the output layer."""
+    """Two equal tiles above each other swap the output layer."""
     workload = Workload.mlp(203, 80, 26, samples=1024)
-    found = rehearsed(job([1.0, 1.0], layout=grid(1, 2), vertical="ring"))
+    found = rehearsed(job([1.0, 1.0], layout=grid(1, 2)))
     cost = AlphaBetaCost(flop_per_s=100 * MFLOP).price(grid(1, 2), cluster=cluster_of([1.0, 1.0]), workload=workload)
     assert found.total_s == pytest.approx(cost.total, rel=1e-6)
-    assert cost.vertical == pytest.approx(2 * (1e-4 + 1024 * 26 * 4 / 2 / 1e8))
+    assert cost.vertical == pytest.approx(1e-4 + 1024 * 26 * 4 / 1e8)
     assert found.bytes_moved == 2 * 1024 * 26 * 4
 
 
@@ -148,10 +148,10 @@ def test_calibration_finds_speeds_and_startups() -> None:
 
 @needs_simgrid
 def test_a_grid_of_two_by_three_takes_its_closed_form() -> None:
-    """Rings down the columns, one message each way across them; 3 rows of 78 units, two columns."""
+    """Two rounds down the columns, one message each way across them; 3 rows of 78 units, two columns."""
     workload = Workload.mlp(203, 78, 26, samples=1200)
     speeds = [1.0] * 6
-    found = rehearsed(job(speeds, workload=workload, layout=grid(2, 3), vertical="ring"))
+    found = rehearsed(job(speeds, workload=workload, layout=grid(2, 3)))
     cost = AlphaBetaCost(flop_per_s=100 * MFLOP).price(grid(2, 3), cluster=cluster_of(speeds), workload=workload)
     assert found.total_s == pytest.approx(cost.total, rel=1e-6)
     assert found.compute_s[0] == pytest.approx((cost.compute, cost.compute))
@@ -164,13 +164,13 @@ def test_every_sum_over_a_column_is_a_meeting() -> None:
     hidden = Block(units=800, unit_parameters=10, forward_elements=4, backward_elements=4, flop_per_unit=3e3)
     workload = Workload(samples=80, blocks=(head, hidden) * 2)
     layout = Layout(columns=(Column(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),))
-    found = rehearsed(job([1.0, 1.0], workload=workload, layout=layout, vertical="ring"))
+    found = rehearsed(job([1.0, 1.0], workload=workload, layout=layout))
     cost = AlphaBetaCost(flop_per_s=100 * MFLOP).price(layout, cluster=cluster_of([1.0, 1.0]), workload=workload)
     assert cost.compute == pytest.approx(2 * 80 * (3e6 + 400 * 3e3) / 1e8)
     # The updates, of two operations for each weight, wait for no sum: p0's are all that count of them.
     assert found.total_s == pytest.approx(cost.total, rel=1e-3)
     assert found.compute_s[0] == pytest.approx((cost.compute, 2 * 80 * 400 * 3e3 / 1e8))
-    assert found.bytes_moved == 8 * 2 * 80 * 4 * 4, "eight sums over a ring of two"
+    assert found.bytes_moved == 8 * 2 * 80 * 4 * 4, "eight sums over columns of two"
 
 
 @needs_simgrid
@@ -181,12 +181,12 @@ def test_a_network_without_blocks_sums_all_its_gradients() -> None:
     cost = AlphaBetaCost(flop_per_s=100 * MFLOP).price(layout, cluster=cluster_of([1.0, 1.0]), workload=workload)
     assert cost.compute == pytest.approx(0.32)
     assert found.total_s == pytest.approx(cost.total, rel=1e-6)
-    assert found.bytes_moved == 2 * 10**6
+    assert found.bytes_moved == 2 * (10**6 + 2 * 4), "and two columns' numbers of samples"
 
 
 @needs_simgrid
 def test_a_column_waits_for_its_slowest() -> None:
-    found = rehearsed(job([1.0, 0.25], layout=grid(1, 2), vertical="ring"))
+    found = rehearsed(job([1.0, 0.25], layout=grid(1, 2)))
     slow, fast = found.compute_s[0]
     assert slow == pytest.approx(4 * fast)
     assert found.total_s > slow
@@ -410,7 +410,7 @@ def test_the_same_again_on_one_core_or_two() -> None:
 @needs_simgrid
 def test_golden_times() -> None:
     found = rehearsed(job([0.25, 0.31, 0.63, 1.0, 1.0], iterations=3))
-    assert found.iteration_s == pytest.approx((0.25344164,) * 3, rel=1e-9)
+    assert found.iteration_s == pytest.approx((0.2534418,) * 3, rel=1e-9)
 
 
 def test_bad_input() -> None:

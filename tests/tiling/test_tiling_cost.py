@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations
 
@@ -16,13 +17,17 @@ from tatami.tiling import (
     Column,
     Layout,
     PaperCost,
+    PlannedSum,
+    SumKind,
     compare,
     horizontal_messages,
     time_bound_s,
+    traffic_of,
     volume_bounds,
     volume_bytes,
 )
 from tatami.tiling.links import SlowestLink
+from tatami.tiling.traffic import sent_bytes
 from tatami.workload import Block, Workload, linear_pair
 
 LOCAL = Link(bandwidth_bytes_per_s=1e9, latency_s=1e-6)
@@ -54,24 +59,29 @@ def test_eq_8_sums_over_pairs() -> None:
 def test_alpha_beta_by_hand_on_two_hosts() -> None:
     cost = AlphaBetaCost(flop_per_s=1e6).price(GRID, cluster=four(*"aabb"), workload=WORKLOAD)
     assert cost.compute == pytest.approx(WORKLOAD.flop(width=0.75, height=0.5) / 1e6)
-    # Columns are inside a host: two steps, each half of 0.75 * 100 * 10 * 4 bytes.
-    assert cost.vertical == pytest.approx(2 * (1e-6 + 1500 / 1e9))
-    # Groups span the hosts: one message of half the 40 units, each of 40 elements, to one neighbour.
-    assert cost.horizontal == pytest.approx(1e-3 + 20 * 40 * 4 / 1e6)
+    # Columns are inside a host: two ranks swap their 0.75 * 100 * 10 * 4 bytes.
+    assert cost.vertical == pytest.approx(1e-6 + 3000 / 1e9)
+    # Groups span the hosts: one message of half the 40 units, each of 40 elements, to one neighbour. Two tensors and two
+    # columns' sizes ride on it.
+    assert cost.horizontal == pytest.approx(1e-3 + (20 * 40 + 2 + 2) * 4 / 1e6)
     assert cost.total == cost.compute + cost.vertical + cost.horizontal
 
 
 def test_alpha_beta_by_hand_with_columns_across_hosts() -> None:
     cost = AlphaBetaCost(flop_per_s=1e6).price(GRID, cluster=four(*"abab"), workload=WORKLOAD)
-    assert cost.vertical == pytest.approx(2 * (1e-3 + 1500 / 1e6))
-    assert cost.horizontal == pytest.approx(1e-6 + 20 * 40 * 4 / 1e9)
+    assert cost.vertical == pytest.approx(1e-3 + 3000 / 1e6)
+    # What rides is told by one of a column to all of the other, wherever they are.
+    assert cost.horizontal == pytest.approx(1e-6 + 20 * 40 * 4 / 1e9 + 4 * 4 / 1e6)
 
 
 def test_replicated_layers_are_summed_across_columns_too() -> None:
-    workload = Workload(samples=100, blocks=WORKLOAD.blocks, replicated_parameters=500)
+    workload = replace(WORKLOAD, replicated_parameters=500)
     plain = AlphaBetaCost().price(GRID, cluster=four(*"aabb"), workload=WORKLOAD)
     more = AlphaBetaCost().price(GRID, cluster=four(*"aabb"), workload=workload)
-    assert more.horizontal - plain.horizontal == pytest.approx(2 * (1e-3 + 1000 / 1e6))
+    assert more.horizontal - plain.horizontal == pytest.approx(500 * 4 / 1e6), "riding along"
+    many = AlphaBetaCost().price(GRID, cluster=four(*"aabb"), workload=replace(WORKLOAD, replicated_parameters=20_000))
+    # Four ranks on two hosts, directly: two rounds, in each three quarters of 20,004 elements.
+    assert many.horizontal - plain.horizontal == pytest.approx(2e-3 + (1.5 * 20_004 - 4) * 4 / 1e6)
 
 
 def test_the_slowest_of_every_block_counts() -> None:
@@ -112,7 +122,7 @@ def test_gradients_of_coarse_blocks_are_priced_where_they_lie() -> None:
         local=Link(bandwidth_bytes_per_s=1.0, latency_s=0.0),
     )
     cost = AlphaBetaCost().price(layout, cluster=cluster, workload=Workload(samples=100, blocks=(heads, hidden)))
-    assert cost.horizontal == pytest.approx(4 * (1000 + 480))
+    assert cost.horizontal == pytest.approx(4 * (1000 + 480 + 2)), "and two columns' numbers of samples"
 
 
 def test_identical_blocks_are_priced_once_and_as_many() -> None:
@@ -132,22 +142,65 @@ def test_measured_speeds_are_flop_per_second() -> None:
         AlphaBetaCost(flop_per_s=0.0)
 
 
-@pytest.mark.parametrize("heights", [((0.5, 0.5), (0.3, 0.7), (0.2, 0.3, 0.5)), ((1.0,), (0.3, 0.7), (0.3, 0.7))])
-def test_latencies_are_counted_as_the_messages_that_are_sent(heights: tuple[tuple[float, ...], ...]) -> None:
+LEVEL = [
+    [[1], [1]],
+    [[1, 1], [1, 1], [1, 1]],
+    [[1, 1, 2], [1, 1, 2]],
+    [[1], [1], [1], [1]],
+    [[1, 1, 1, 1]],
+    [[2, 1, 1]],
+    [[1] * 20],
+]
+
+
+@pytest.mark.parametrize("heights", LEVEL)
+@pytest.mark.parametrize("replicated", [0, 9_000, 24_000])
+@pytest.mark.parametrize("samples", [24, 2400])
+@pytest.mark.parametrize("apart", [True, False])
+def test_the_price_is_that_of_the_messages_that_are_sent(
+    heights: list[list[int]], replicated: int, samples: int, apart: bool
+) -> None:
+    """Rounds and bytes of the slowest rank of each, counted on the schedules themselves, where tiles divide evenly."""
     layout = Layout(
         columns=tuple(
-            Column(width=1 / 3, processors=tuple(f"{c}{r}" for r in range(len(column))), heights=column)
+            Column(
+                width=1 / len(heights),
+                processors=tuple(f"{c}.{r}" for r in range(len(column))),
+                heights=tuple(each / sum(column) for each in column),
+            )
             for c, column in enumerate(heights)
         )
     )
-    cluster = Cluster(
-        processors=tuple(Processor(name=name, speed=1.0) for name in layout.processors),
-        local=Link(bandwidth_bytes_per_s=1e18, latency_s=1.0),
-    )
-    messages = horizontal_messages([layout.cut(samples=30, units=30)], method="reduce-scatter")
-    most = max(sum(message.source == name for message in messages) for name in layout.processors)
-    cost = AlphaBetaCost().price(layout, cluster=cluster, workload=Workload.mlp(3, 30, 2, samples=30))
-    assert cost.horizontal == pytest.approx(most)
+    link = Link(bandwidth_bytes_per_s=1e6, latency_s=1.0)
+    processors = tuple(Processor(name=n, speed=1.0, host=n if apart else "h") for n in layout.processors)
+    cluster = Cluster(processors=processors, local=link, network=link)
+    blocks = (linear_pair(3, 720, 5), linear_pair(5, 720, 4, input_gradient=True))
+    workload = Workload(samples=samples, blocks=blocks, replicated_parameters=replicated, trained_tensors=4)
+    hosts = {processor.name: processor.host for processor in processors}
+    traffic = traffic_of(layout.cut_blocks(workload), workload=workload, names=layout.processors, hosts=hosts)
+    if not any(phase.num_rounds == 0 for each in traffic.sums for phase in each.schedule.phases):
+        cost = AlphaBetaCost().price(layout, cluster=cluster, workload=workload)
+        vertical = [sum(map(seconds, column)) for column in traffic.columns]
+        assert cost.vertical == pytest.approx(max(vertical), rel=1e-3)
+        assert cost.horizontal == pytest.approx(sum(map(seconds, traffic.gradients)), rel=2e-3)
+    for_blocks = traffic.size_bytes
+    for each in traffic.gradients:
+        riding = each.riders * sum(message.carries_riders for message in each.messages) * each.element_bytes
+        for_blocks -= sent_bytes(each) if each.kind is SumKind.REPLICATED else riding
+    assert volume_bytes(layout, workload=workload, cluster=cluster) == pytest.approx(for_blocks, rel=1e-3)
+
+
+def seconds(planned: PlannedSum) -> float:
+    """A second for each round, a microsecond for each byte that the busiest rank sends or receives in it."""
+    total_s = 0.0
+    for phase in planned.schedule.phases:
+        for number in range(phase.num_rounds):
+            moved = Counter[tuple[bool, int]]()
+            for step in phase.steps(number):
+                moved[True, step.source] += step.size * planned.element_bytes
+                moved[False, step.target] += step.size * planned.element_bytes
+            total_s += 1.0 + max(moved.values()) / 1e6
+    return total_s
 
 
 links = st.builds(Link, bandwidth_bytes_per_s=st.floats(1e3, 1e9), latency_s=st.floats(0, 1))
@@ -187,7 +240,7 @@ def test_volume_is_what_the_messages_carry() -> None:
     messages = horizontal_messages([GRID.cut(samples=100, units=40)], method="direct")
     across = sum(span.size for message in messages for _, span in message.spans) * 40 * 4
     down = 2 * (2 - 1) * 10 * 100 * 4
-    assert volume_bytes(GRID, workload=workload) == pytest.approx(across + down)
+    assert volume_bytes(GRID, workload=workload, cluster=four(*"aabb")) == pytest.approx(across + down)
 
 
 clusters = st.lists(st.tuples(st.floats(0.01, 10.0), st.sampled_from("abc")), min_size=1, max_size=9).map(

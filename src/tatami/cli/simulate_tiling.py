@@ -32,7 +32,7 @@ tatami simulate tiling --speeds 1,1,0.5,0.25 --slow p0:3@iteration:30 --retile -
 
 tatami simulate tiling cluster.toml --retile --sweep every=5,10,20 --json
 """
-_SWEPT: dict[str, Callable[[str], Any]] = {"every": int, "iterations": int, "samples": int, "vertical": str}
+_SWEPT: dict[str, Callable[[str], Any]] = {"every": int, "iterations": int, "samples": int}
 
 
 def simulate_tiling(
@@ -52,7 +52,6 @@ def simulate_tiling(
     retile: Annotated[bool, typer.Option("--retile", help="Check the balance, and lay the tiles anew.")] = False,
     every: Annotated[int, typer.Option(min=1, help="Iterations between checks.")] = 20,
     unknown: Annotated[bool, typer.Option("--unknown", help="Plan for equal speeds: nothing is known at first.")] = False,
-    vertical: Annotated[str, typer.Option(help="The sum in a column: auto, direct, or an all-reduce.")] = "auto",
     sweep: SweepOption = None,
     cores: Cores = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time over iterations (.png, .pdf, .svg).")] = None,
@@ -87,7 +86,6 @@ def simulate_tiling(
                     changes=tuple(_change(text) for text in slow or ()),
                     retiler=Retiler(every=given.get("every", every)) if retile else None,
                     known_speeds=not unknown,
-                    vertical=given.get("vertical", vertical),
                 )
             )
     progress = progress_for()

@@ -1,6 +1,7 @@
 """Communication as data: an all-reduce is a `Schedule`, one file for each algorithm; `verify` proves it, `price` prices it."""
 
 from tatami.collective.accumulate import accumulate
+from tatami.collective.direct import direct
 from tatami.collective.grid import Grid, choose_grid
 from tatami.collective.halving import halving_doubling
 from tatami.collective.hierarchical import hierarchical
@@ -12,7 +13,7 @@ from tatami.collective.ring import ring
 from tatami.collective.schedule import Phase, Schedule
 from tatami.collective.shared import shared
 from tatami.collective.simulate import simulate
-from tatami.collective.step import RankGroup, Role, Step, Sync, Via
+from tatami.collective.step import RankGroup, Role, Step, Sync, Via, sums_of
 from tatami.collective.table import Fingerprint, SizeTimings, TuningTable
 from tatami.collective.torus import torus
 from tatami.collective.torus_put import torus_put
@@ -40,6 +41,7 @@ __all__ = [
     "accumulate",
     "build",
     "choose_grid",
+    "direct",
     "halving_doubling",
     "hierarchical",
     "native",
@@ -47,6 +49,7 @@ __all__ = [
     "ring",
     "shared",
     "simulate",
+    "sums_of",
     "torus",
     "torus_put",
     "verify",

@@ -1,7 +1,9 @@
-"""Everyone to everyone, directly: the patterns of one-sided reduce-scatters and of shared windows.
+"""Everyone to everyone, directly: an all-reduce of messages, and the patterns of one-sided reduce-scatters and shared windows.
 
 No partial sum travels: each rank's own elements go straight to the rank that completes them. It moves (k-1)/k of the vector, as
-every reduce-scatter, in k - 1 transfers for each rank that need no partner in between.
+every reduce-scatter, in k - 1 transfers for each rank that need no partner in between. So a slow rank holds up nobody's
+messages but its own; a library's nonblocking all-reduce takes some 2 log k steps, each of which waits for a rank to look after
+it, and on a host that has a tenth of a core a step is milliseconds.
 """
 
 from __future__ import annotations
@@ -10,7 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tatami.collective.pattern import AbstractPattern
+from tatami.collective.schedule import Phase, Schedule, check_problem
 from tatami.collective.step import RankGroup, Role, Step, Via
+
+WHOLE_BYTES = 16 * 1024
+"""Up to so much to send, everyone sends the whole vector to everyone, in one phase: a message costs more than its bytes."""
+DIRECT_ORDER = "in the order of the ranks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,3 +97,46 @@ class SharedAllReduce(AbstractPattern):
         for other in others:
             yield from group.transfer(source=member, target=other, first=other, reduce=True, via=Via.LOAD)
             yield from group.transfer(source=other, target=member, first=other, reduce=False, via=Via.STORE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeExchange(AbstractPattern):
+    """Everyone sends all it has to everyone, and adds what comes."""
+
+    role = Role.ALL_REDUCE
+    title = "all-reduce by whole messages"
+
+    def num_rounds(self, members: int) -> int:  # noqa: ARG002 - any number of members takes one round
+        return 1
+
+    def steps_of(self, group: RankGroup, *, member: int, round: int) -> Iterator[Step]:  # noqa: ARG002 - there is but one
+        k = group.members
+        for distance in range(1, k):
+            for source, target in ((member, (member - distance) % k), ((member + distance) % k, member)):
+                yield from group.transfer(source=source, target=target, first=0, num_parts=k, reduce=True, via=Via.MESSAGE)
+
+
+def sends_whole(ranks: int, size: float, *, element_bytes: int) -> bool:
+    """Whether `direct` sends whole vectors: between two ranks, where there are fewer elements than ranks, and short ones."""
+    return ranks == 2 or size < ranks or size * element_bytes * (ranks - 1) <= WHOLE_BYTES
+
+
+def direct(ranks: int, size: int, *, element_bytes: int = 4, decided_by: int | None = None) -> Schedule:
+    """Straight from everyone to everyone, in one phase (`sends_whole`) or two. Order of the sum: by rank, fixed.
+
+    Args:
+        ranks: P.
+        size: elements.
+        element_bytes: of one.
+        decided_by: elements of the whole of which this is a segment: all its segments are summed alike. None: it is the whole.
+    """
+    check_problem(ranks, size)
+    phases: tuple[Phase, ...] = ()
+    if ranks > 1 and size > 0:
+        groups = (RankGroup(ranks=tuple(range(ranks)), start=0, stop=size),)
+        if sends_whole(ranks, size if decided_by is None else decided_by, element_bytes=element_bytes):
+            phases = (Phase(groups=groups, what=WholeExchange()),)
+        else:
+            patterns = (DirectReduceScatter(via=Via.MESSAGE), DirectAllGather(via=Via.MESSAGE))
+            phases = tuple(Phase(groups=groups, what=pattern) for pattern in patterns)
+    return Schedule(algorithm="direct", ranks=ranks, size=size, phases=phases, order=DIRECT_ORDER, fixed_order=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tatami.collective.accumulate import accumulate, accumulate_halves
+from tatami.collective.direct import direct
 from tatami.collective.grid import Grid, choose_grid
 from tatami.collective.halves import Flat
 from tatami.collective.halving import halving_doubling
@@ -33,6 +34,8 @@ class Problem:
         across: the algorithm of columns, or between hosts.
         sync: what synchronises puts.
         fixed_order: refuse what does not sum in a fixed order, and make `accumulate` do so.
+        element_bytes: of one element: `direct` sends short vectors whole.
+        decided_by: see `direct`.
     """
 
     ranks: int
@@ -42,6 +45,8 @@ class Problem:
     across: str = "ring"
     sync: Sync = Sync.PSCW
     fixed_order: bool = False
+    element_bytes: int = 4
+    decided_by: int | None = None
 
     def hosts_or_apart(self) -> tuple[str, ...]:
         return self.hosts or tuple(f"host{rank}" for rank in range(self.ranks))
@@ -51,7 +56,8 @@ class Problem:
 
     def flat(self) -> Flat:
         """`across` as a builder; its ranks are each on a host of their own, and its own columns, if any, are rings."""
-        return partial(_across, self.across, sync=self.sync, fixed_order=self.fixed_order)
+        problem = replace(self, hosts=None, grid=None, across="ring", decided_by=self.size)
+        return partial(_across, self.across, problem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +95,11 @@ ALGORITHMS: dict[str, Algorithm] = {
             name="halving_doubling",
             summary="2 log2(P) rounds, for any P",
             build=lambda p: halving_doubling(p.ranks, p.size),
+        ),
+        Algorithm(
+            name="direct",
+            summary="everyone to everyone, in one round or two",
+            build=lambda p: direct(p.ranks, p.size, element_bytes=p.element_bytes, decided_by=p.decided_by),
         ),
         Algorithm(
             name="torus",
@@ -131,6 +142,7 @@ def build(
     across: str = "ring",
     sync: Sync = Sync.PSCW,
     fixed_order: bool = False,
+    element_bytes: int = 4,
 ) -> Schedule:
     """The schedule of a named algorithm; arguments that it has no use for are not looked at.
 
@@ -143,6 +155,7 @@ def build(
         across: the algorithm of columns, or between hosts.
         sync: what synchronises puts: FENCE, PSCW or LOCK.
         fixed_order: the same order of summation in every run.
+        element_bytes: of one element, 4 for float32.
 
     Raises:
         ScheduleError: an unknown name; M x N is not P; hosts that do not fit; or a fixed order where there is none to be had.
@@ -159,6 +172,7 @@ def build(
         across=across,
         sync=sync,
         fixed_order=fixed_order,
+        element_bytes=element_bytes,
     )
     schedule = replace(entry.build(problem), algorithm=algorithm)
     if fixed_order and schedule.phases and not schedule.fixed_order:
@@ -167,10 +181,9 @@ def build(
     return schedule
 
 
-def _across(algorithm: str, ranks: int, size: int, *, sync: Sync, fixed_order: bool) -> Schedule:
+def _across(algorithm: str, problem: Problem, ranks: int, size: int) -> Schedule:
     hosts = tuple(f"host{rank}" for rank in range(ranks))
-    problem = Problem(ranks=ranks, size=size, hosts=hosts, sync=sync, fixed_order=fixed_order)
-    return _entry(algorithm, what="all-reduce for across").build(problem)
+    return _entry(algorithm, what="all-reduce for across").build(replace(problem, ranks=ranks, size=size, hosts=hosts))
 
 
 def _entry(name: str, *, what: str) -> Algorithm:

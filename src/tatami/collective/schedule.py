@@ -30,14 +30,17 @@ How a rank runs it
     A round is one synchronisation epoch. In it, a rank
 
     * MESSAGE: sends what it is the source of and receives what it is the target of, all at once (post all, wait for all).
-      What arrives with `reduce` needs a scratch space (`Schedule.scratch_size`) and is added in the order listed;
+      What arrives with `reduce` needs a scratch space (`Schedule.scratch_size`) and is added when the round's transfers are
+      done, in the order of the ranks it comes from, the target's own elements in their place among them: so ranks that add
+      the same contributions get the same bits;
     * PUT: writes into the target's window: a put where `reduce` is false, an accumulate (atomic by element) where it is true;
     * LOAD: the *target* reads the source's vector in their shared window, and copies or adds it into its own;
     * STORE: the source writes its elements into the target's vector in their shared window.
 
     MESSAGE and PUT read what was there when the round began. LOADs and STOREs that one rank issues in one round take
     effect one after the other, as listed; an executor may cut them into blocks that fit its cache, block after block.
-    Nothing else in a round may touch what a step of that round writes: `verify` refuses it.
+    Nothing else in a round may touch what a step of that round writes, but for messages that are sent from where others
+    are added later: `verify` refuses it.
 
 Synchronisation (`Phase.sync`)
     What a round waits for is the phase's `Sync`; see there. Whatever the kind, a rank has left the phase before when it takes
@@ -101,6 +104,16 @@ class Phase:
                 result[rank] = (*result.get(rank, ()), (group, member))
         return result
 
+    @cached_property
+    def _explicit_steps(self) -> dict[tuple[int, int], list[Step]]:
+        """By rank and round: looked up by thousands of ranks, each of which is in few of the steps."""
+        found: dict[tuple[int, int], list[Step]] = {}
+        for round_, steps in enumerate(self.what.rounds if isinstance(self.what, Explicit) else ()):
+            for step in steps:
+                for rank in {step.source, step.target}:
+                    found.setdefault((rank, round_), []).append(step)
+        return found
+
     def groups_of(self, rank: int) -> tuple[RankGroup, ...]:
         """The groups that `rank` is in, in the order in which it takes them."""
         return tuple(group for group, _ in self.memberships.get(rank, ()))
@@ -108,7 +121,7 @@ class Phase:
     def steps_of(self, rank: int, *, round: int) -> Iterator[Step]:
         """The steps of a round in which `rank` is source or target. None for a native."""
         if isinstance(self.what, Explicit):
-            yield from (step for step in self.what.rounds[round] if rank in (step.source, step.target))
+            yield from self._explicit_steps.get((rank, round), ())
         elif isinstance(self.what, AbstractPattern):
             for group, member in self.memberships.get(rank, ()):
                 if round < self.what.num_rounds(group.members):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tatami.collective.schedule import Phase, Schedule
-from tatami.collective.step import Role, Step
+from tatami.collective.step import Role, Step, Via, sums_of
 from tatami.errors import ScheduleError
 
 Vector = npt.NDArray[Any]
@@ -56,7 +57,13 @@ def run_phase(phase: Phase, state: list[Vector], *, op: Operator = np.add) -> No
             if not step.via.local
         }
         for rank, view in views.items():
+            for (start, stop), ranks in sums_of(view, rank=rank).items():
+                came = {step.source: sent[step] for step in view if (step.target, step.start, step.stop) == (rank, start, stop)}
+                came[rank] = state[rank][start:stop]
+                state[rank][start:stop] = reduce(op, [came[each] for each in ranks])
             for step in view:
+                if step.reduce and step.via is Via.MESSAGE:
+                    continue
                 if step.via.local and step.issuer == rank:
                     _apply(step, state[step.source][step.start : step.stop], state, op)
                 elif not step.via.local and step.target == rank:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -88,6 +88,19 @@ class Step:
     def __str__(self) -> str:
         verb = "reduced into" if self.reduce else "copied to"
         return f"elements {self.start}..{self.stop} of rank {self.source} {verb} rank {self.target} (by {self.via.value})"
+
+
+def sums_of(steps: Iterable[Step], *, rank: int) -> dict[tuple[int, int], tuple[int, ...]]:
+    """What `rank` adds up at the end of a round of messages.
+
+    Returns:
+        By the range (start, stop) of elements: the ranks whose contributions are added, in that order, `rank` among them.
+    """
+    found: dict[tuple[int, int], list[int]] = {}
+    for step in steps:
+        if step.target == rank and step.reduce and step.via is Via.MESSAGE:
+            found.setdefault((step.start, step.stop), [rank]).append(step.source)
+    return {span: tuple(sorted(ranks)) for span, ranks in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

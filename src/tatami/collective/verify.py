@@ -56,6 +56,8 @@ class _Access:
         one, two = self.step, other.step
         if one.via.local and two.via.local and one.issuer == two.issuer:
             return False  # one rank makes them, one after the other
+        if all(access.step.via is Via.MESSAGE and (access.step.reduce or not access.writes) for access in (self, other)):
+            return False  # what comes to be added is added when all that is sent from here has gone
         # Sums add up in any number: messages are added by their target in order, accumulates are atomic.
         sums = self.writes and other.writes and one.reduce and two.reduce
         return not (sums and one.via is two.via and not one.via.local)

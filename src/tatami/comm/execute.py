@@ -16,7 +16,8 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.comm.epochs import EPOCHS, AbstractEpochs
 from tatami.comm.groups import GroupCommunicators
 from tatami.comm.loads import loads_and_stores
-from tatami.comm.reduction import HALF_DTYPES, Op, Reduction, combine, divide
+from tatami.comm.reduction import HALF_DTYPES, Op, Reduction, divide
+from tatami.comm.rounds import MessageRound
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow
 from tatami.errors import InputError, ScheduleError
 
@@ -162,33 +163,8 @@ class _Unrolling:
     # -- messages -------------------------------------------------------------------------------------------------
 
     def _messages(self, steps: list[Step]) -> Operation:
-        """Post all, wait for all, then add in the order listed."""
-        comm, op = self.comm, self.op
-        receives: list[tuple[torch.Tensor, int]] = []
-        sums: list[tuple[torch.Tensor, torch.Tensor]] = []
-        used = 0
-        for step in steps:
-            if step.target != self.rank:
-                continue
-            room = self.vector[step.start : step.stop]
-            if step.reduce:
-                came = self.scratch[used : used + step.size]
-                used += step.size
-                sums.append((room, came))
-                receives.append((came, step.source))
-            else:
-                receives.append((room, step.source))
-        sends = [(self.vector[step.start : step.stop], step.target) for step in steps if step.source == self.rank]
-
-        def act() -> None:
-            requests = [comm.irecv(room, source) for room, source in receives]
-            requests += [comm.isend(values, target) for values, target in sends]
-            for request in requests:
-                request.wait()
-            for room, came in sums:
-                combine(room, came, op)
-
-        return act
+        """Post all, wait for all, then add."""
+        return MessageRound.of(steps, rank=self.rank).bound(self.vector, self.scratch, self.comm, op=self.op)
 
     # -- natives --------------------------------------------------------------------------------------------------
 

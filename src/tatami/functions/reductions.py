@@ -7,15 +7,13 @@ from typing import Any, Never
 
 import torch
 
+from tatami.collective.direct import sends_whole
 from tatami.comm.base import AbstractCommunicator
 from tatami.functions.calling import check_order
 from tatami.functions.channel import channel_of
 from tatami.functions.collectives import check_root, collective, one_for_each
 from tatami.functions.replay import replayed
 from tatami.functions.structure import Structure, flatten, unflatten
-
-SMALL_BYTES = 16 * 1024
-"""Up to here everyone sends everything to everyone in one step; above, each rank sums a part and gives it to all, in two."""
 
 
 def allreduce(x: Structure, comm: AbstractCommunicator, *extra: Never) -> Structure:
@@ -31,7 +29,8 @@ def allreduce(x: Structure, comm: AbstractCommunicator, *extra: Never) -> Struct
 
     def run() -> Structure:
         tensors, content = flatten(x, operation="allreduce", cuda=channel_of(comm).takes_cuda)
-        if comm.size <= 2 or sum(tensor.nbytes for tensor in tensors) <= SMALL_BYTES:
+        # As the all-reduce `direct`, whose two phases are exchanges with a backward of their own.
+        if comm.size == 1 or sends_whole(comm.size, sum(tensor.nbytes for tensor in tensors), element_bytes=1):
             return _sum_of_all(x, comm)
         shapes = [tensor.shape for tensor in tensors]
         pieces = [tensor.reshape(-1).tensor_split(comm.size) for tensor in tensors]

@@ -103,10 +103,7 @@ def _find_blocks(model: nn.Module, sample: Any) -> Blocks:
         captured = capture(model, Sample.of(sample))
         followed, reasons = follow_modules(model, captured, taken=cuts | _shared(model))
     refuse_inexact(model, followed=followed, captured=captured)
-    blocks = [
-        TiledBlock(facts=pair_block(model, pair, is_first=index == 0), cuts=pair_cuts(model, pair))
-        for index, pair in enumerate(pairs)
-    ]
+    blocks = [TiledBlock(facts=pair_block(model, pair), cuts=pair_cuts(model, pair)) for pair in pairs]
     for name, each in followed.items():
         prefix = f"{name}." if name else ""
         for block in each.blocks:
@@ -136,7 +133,15 @@ def workload_of(model: nn.Module, found: Blocks, *, samples: int) -> Workload:
     replicated = [parameter for name, parameter in trained.items() if name not in tiled]
     return Workload(
         samples=samples,
-        blocks=tuple(block.facts for block in found.blocks),
+        # What is frozen has no gradient to send.
+        blocks=tuple(
+            replace(
+                block.facts,
+                unit_parameters=sum(trained[name].numel() for name in block.cuts if name in trained) // block.facts.units,
+            )
+            for block in found.blocks
+        ),
+        trained_tensors=len(trained),
         replicated_parameters=sum(parameter.numel() for parameter in replicated),
         replicated_flop_per_sample=_replicated_flop(found, replicated),
         # Half precision is summed, and therefore travels, in float32.

@@ -1,6 +1,6 @@
 """Horizontal communication: gradients summed across columns, which split the samples and share the units.
 
-Who sends which units to whom is data (`tatami.tiling.horizontal`); here it is carried out. Gradients of replicated parameters,
+Who sends which units to whom is data (`tatami.tiling.traffic`); here it is carried out. Gradients of replicated parameters,
 the same on every rank of a column, ride on the same messages: each rank hears of every other column from one of its members.
 """
 
@@ -15,12 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.tiled.rows import Rows, blocks, flat_rows, pack
+from tatami.tiled.vector_sum import VectorSum
 from tatami.tiling import Span, Tiling
-from tatami.tiling.horizontal import Message, horizontal_messages
-
-_RIDE_ALONG_ELEMENTS = 16_384
-"""Replicated gradients up to this size ride on the messages between owners. Larger ones are worth an all-reduce of their own,
-which moves at most twice their size for each rank instead of C - 1 times."""
+from tatami.tiling.traffic import SumKind, gradient_sums
 
 _TAG = 7
 
@@ -61,6 +58,9 @@ class HorizontalExchange:
 
     def __init__(self, comm: AbstractCommunicator, *, tilings: Sequence[Tiling], names: Sequence[str]) -> None:
         self._comm = comm
+        self._tilings = tuple(tilings)
+        self._names = tuple(names)
+        self._vectors = VectorSum(comm)
         self._rooms: dict[tuple[object, ...], _Room] = {}
         self._shapes: tuple[object, ...] = ()
         me = names[comm.rank]
@@ -68,17 +68,31 @@ class HorizontalExchange:
         self._column = None if tile is None else tile.column
         self._num_columns = len(tilings[0].columns)
         self._speaks_for_column = tile is not None and tilings[0].columns[tile.column][0].processor == me
+        self._rides = True
+        self._sends: list[list[_Transfer]] = []
+        self._receives: list[list[_Transfer]] = []
+
+    def _plan(self, unit_elements: Sequence[int], riders: int, *, element_bytes: int) -> None:
+        """This rank's part of the messages that sum so many elements."""
+        self._rooms.clear()
+        names, tilings = self._names, self._tilings
+        planned = gradient_sums(
+            tilings,
+            unit_elements=unit_elements,
+            riders=riders,
+            element_bytes=element_bytes,
+            names=names,
+            hosts=dict(zip(names, self._comm.hosts, strict=True)),
+        )
+        self._rides = all(each.kind is SumKind.GRADIENTS for each in planned)
+        me = names[self._comm.rank]
+        tile = tilings[0].by_processor.get(me)
         offsets = [tiling.by_processor[me].units.start if tile is not None else 0 for tiling in tilings]
-        # Two columns: both sum the whole, in one phase. More: each owner sums its part of a group, and gives it back.
-        messages = horizontal_messages(tilings, method="direct" if self._num_columns <= 2 else "reduce-scatter")
-        riders = _riders(messages, tiling=tilings[0], names=names)
-        known = {(message.source, message.dest) for message in messages if message.phase == 0}
-        messages = (*messages, *(Message(phase=0, source=s, dest=d, spans=()) for s, d in sorted(riders - known)))
         rank_of = {name: rank for rank, name in enumerate(names)}
         column_of = {other.processor: other.column for other in tilings[0].tiles}
-        self._sends: list[list[_Transfer]] = [[], []]
-        self._receives: list[list[_Transfer]] = [[], []]
-        for message in messages:
+        self._sends = [[], []]
+        self._receives = [[], []]
+        for message in (message for each in planned for message in each.messages):
             if me not in (message.source, message.dest):
                 continue
             sending = message.source == me
@@ -86,7 +100,7 @@ class HorizontalExchange:
                 peer=rank_of[message.dest if sending else message.source],
                 column=column_of[message.source],
                 spans=tuple((p, Span(s.start - offsets[p], s.stop - offsets[p])) for p, s in message.spans),
-                carries_replicated=message.phase == 0 and (message.source, message.dest) in riders,
+                carries_replicated=message.carries_riders,
             )
             (self._sends if sending else self._receives)[message.phase].append(transfer)
         for receives in self._receives:
@@ -102,11 +116,11 @@ class HorizontalExchange:
         there = [[Rows(rows.tensor.to(wire), rows.runs) for rows in pair] for pair in pairs]
         riders = [tensor.to(wire, copy=True, memory_format=torch.contiguous_format) for tensor in replicated]
         num_riders = sum(tensor.numel() for tensor in riders)
-        ride = num_riders <= _RIDE_ALONG_ELEMENTS
-        shapes = (wire, num_riders, *(rows.per_unit for pair in there for rows in pair))
+        shapes = (wire, num_riders, *(tuple(rows.per_unit for rows in pair) for pair in there))
         if shapes != self._shapes:
+            self._plan([sum(r.per_unit for r in pair) for pair in there], num_riders, element_bytes=wire.itemsize)
             self._shapes = shapes
-            self._rooms.clear()
+        ride = self._rides
         if not ride:
             self._all_reduce(riders)
 
@@ -177,7 +191,7 @@ class HorizontalExchange:
         whole = [(flat_rows(tensor), Span(0, tensor.numel())) for tensor in tensors]
         if self._speaks_for_column:
             pack(flat, whole)
-        self._comm.allreduce(flat)
+        self._vectors.sum_(flat)
         for rows, span, pieces in blocks(flat, whole):
             rows.cut(span)[0].copy_(pieces[0])
 
@@ -202,24 +216,6 @@ class HorizontalSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return None, *ctx.exchange(grads)
-
-
-def _riders(messages: Sequence[Message], *, tiling: Tiling, names: Sequence[str]) -> set[tuple[str, str]]:
-    """Who tells whom of its column's replicated gradients: for each rank, one member of every other column.
-
-    That member is one that sends to the rank anyway; a rank without a tile hears from the first of each column.
-    """
-    column_of = {tile.processor: tile.column for tile in tiling.tiles}
-    senders: dict[tuple[str, int], str] = {}
-    for message in messages:
-        if message.phase == 0:
-            senders.setdefault((message.dest, column_of[message.source]), message.source)
-    riders = set()
-    for name in names:
-        for index, column in enumerate(tiling.columns):
-            if column_of.get(name) != index:
-                riders.add((senders.get((name, index), column[0].processor), name))
-    return riders
 
 
 def _wire_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:

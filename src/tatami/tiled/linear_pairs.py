@@ -6,6 +6,7 @@ A model that fx can not follow is still searched for pairs inside its `nn.Sequen
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,18 +65,19 @@ def pair_cuts(model: nn.Module, names: PairNames) -> dict[str, UnitRuns]:
     return {**cuts, f"{names.second}.weight": UnitRuns(axis=1, runs=ONE_EACH.runs)}
 
 
-def pair_block(model: nn.Module, names: PairNames, *, is_first: bool) -> Block:
-    """The facts of a pair; `is_first` if no other pair lies below it."""
+def pair_block(model: nn.Module, names: PairNames) -> Block:
+    """The facts of a pair."""
     first, second = model.get_submodule(names.first), model.get_submodule(names.second)
     assert isinstance(first, nn.Linear)
     assert isinstance(second, nn.Linear)
-    lowest = next((name for name, parameter in model.named_parameters() if parameter.requires_grad), "")
+    # Modules are registered in the order in which data goes through them, or nearly always.
+    below = itertools.takewhile(lambda item: item[0] != f"{names.first}.weight", model.named_parameters())
     return linear_pair(
         first.in_features,
         first.out_features,
         second.out_features,
         unit_bias=first.bias is not None,
-        input_gradient=not is_first or lowest != f"{names.first}.weight",
+        input_gradient=any(parameter.requires_grad for _, parameter in below),
         name=names.first.rpartition(".")[0],
     )
 

@@ -34,7 +34,7 @@ from tatami.tiled.torch_norms import watch_norms
 from tatami.tiled.vertical import ColumnComm
 from tatami.tiled.whole_batch import UnitFactor
 from tatami.tiled.whole_layers import WholeBatchNorm, WholeDropout
-from tatami.tiling import Layout, Span, Tile, Tiling, spans
+from tatami.tiling import Layout, Span, Tile, Tiling, Traffic, spans, traffic_of
 from tatami.workload import Workload
 
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None))
@@ -269,6 +269,12 @@ class TiledModel(nn.Module):
     def tiling(self) -> Tiling:
         """The tiling of the pair that has most units."""
         return largest(self.tilings)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What an iteration over a batch of the planned size sends, message by message, as simulator and cost model have it."""
+        hosts = dict(zip(self.names, self.comm.hosts, strict=True))
+        return traffic_of(self.tilings, workload=self.workload, names=self.names, hosts=hosts)
 
     @property
     def tile(self) -> Tile | None:

@@ -14,10 +14,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tatami.comm.base import AbstractCommunicator
-from tatami.tiled.column_sum import ColumnSum
 from tatami.tiled.phases import IterationPhase, Phases
-
-_DIRECT = (torch.float32, torch.float64)
+from tatami.tiled.vector_sum import VectorSum
 
 
 class ColumnComm:
@@ -30,7 +28,7 @@ class ColumnComm:
     def __init__(self, phases: Phases) -> None:
         self.comm: AbstractCommunicator | None = None
         self.phases = phases
-        self._direct: ColumnSum | None = None
+        self._sum: VectorSum | None = None
 
     @classmethod
     def alone(cls) -> ColumnComm:
@@ -42,19 +40,14 @@ class ColumnComm:
         if self.comm is not None:
             self.comm.close()
         self.comm = comm
-        # Ranks of one host have shared memory, and a communicator that knows what to make of it.
-        self._direct = ColumnSum(comm) if comm is not None and len(set(comm.hosts)) > 1 else None
+        self._sum = None if comm is None else VectorSum(comm)
 
     def sum_(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` over the column, in place."""
-        if self.comm is None:
+        if self._sum is None:
             return
         with self.phases.during(IterationPhase.VERTICAL):
-            # Sums of half precision are taken in float32, which all-reduces do by themselves.
-            if self._direct is not None and tensor.dtype in _DIRECT and tensor.is_contiguous():
-                self._direct.sum_(tensor.detach().view(-1))
-            else:
-                self.comm.allreduce(tensor)
+            self._sum.sum_(tensor)
 
 
 class _SumOverColumn(torch.autograd.Function):

@@ -19,6 +19,7 @@ from tatami.tiling.srpm import SrpmPlanner, SrpmTable, srpm_table
 from tatami.tiling.tile import Tile
 from tatami.tiling.tiling import Group, Tiling
 from tatami.tiling.timed import TimedPlanner
+from tatami.tiling.traffic import PlannedSum, SumKind, Traffic, traffic_of
 from tatami.tiling.weighted import WeightedPlanner
 
 __all__ = [
@@ -41,13 +42,16 @@ __all__ = [
     "Message",
     "PaperCost",
     "Plan",
+    "PlannedSum",
     "Span",
     "SrpmMergedPlanner",
     "SrpmPlanner",
     "SrpmTable",
+    "SumKind",
     "Tile",
     "Tiling",
     "TimedPlanner",
+    "Traffic",
     "VolumeBounds",
     "WeightedPlanner",
     "advise",
@@ -61,6 +65,7 @@ __all__ = [
     "spans",
     "srpm_table",
     "time_bound_s",
+    "traffic_of",
     "volume_bounds",
     "volume_bytes",
     "whole_shares",

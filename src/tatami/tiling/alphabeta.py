@@ -1,21 +1,22 @@
-"""Predicted seconds of an iteration: computation, and bandwidth-optimal collectives over the cluster's own links."""
+"""Predicted seconds of an iteration: computation, and the sums of `tatami.tiling.traffic` over the cluster's own links."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import final
 
-from tatami.cluster import Cluster
+from tatami.cluster import Cluster, Link
 from tatami.errors import PlanError
 from tatami.tiling.compute import compute_time
 from tatami.tiling.cost import AbstractCost, Cost
 from tatami.tiling.layout import Layout
 from tatami.tiling.links import LinkGroup, SlowestLink
 from tatami.tiling.span import FEW
+from tatami.tiling.sum_price import sum_size
+from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS, sum_algorithm, told_elements
 from tatami.workload import Workload
 
 FLOP_PER_S = 1e9
@@ -27,15 +28,14 @@ MEASURED_FROM = 1e6
 @final
 @dataclass(frozen=True, kw_only=True)
 class AlphaBetaCost(AbstractCost):
-    """Seconds of one iteration: a message costs its link's latency (alpha) and its bytes (beta).
+    """Seconds of one iteration: a round of messages costs its link's latency (alpha), and its bytes (beta).
 
     compute: the flop of a tile over the speed of its processor, of few samples or units in whole ones. Every sum over
         a column is a meeting: the slowest rank of each block counts.
-    vertical: an all-reduce of k members in 2 (k - 1) steps of 1/k of the bytes, for each exchange of the column; the column
-        that takes longest counts.
-    horizontal: every group of units is summed by its C owners: 2 (C - 1) / C of its bytes at its owners' slowest link, and
-        one latency for each message (one to each neighbour in a phase; one phase where C = 2, otherwise two); the processor
-        that takes longest counts. Layers outside of blocks are summed by C members in 2 (C - 1) steps.
+    vertical: the sums of a column as they are carried out (`sum_algorithm`); the column that takes longest counts.
+    horizontal: every group of units is summed by its C owners: 2 (C - 1) / C of its bytes at its owners' slowest link, in
+        one round where C = 2, otherwise two; the processor that takes longest counts. Gradients of layers outside of blocks
+        ride along, or are summed by all.
 
     Members of a collective go at the pace of the slowest link among them; members of one host use its local link.
 
@@ -74,12 +74,22 @@ def _vertical_s(names: tuple[str, ...], width: float, workload: Workload, links:
     if members == 1 or not workload.blocks:
         return 0.0
     link = links.among(names)
-    chunk_bytes = width * workload.vertical_bytes / members
-    return 2 * (members - 1) * (workload.vertical_exchanges * link.latency_s + chunk_bytes / link.bandwidth_bytes_per_s)
+    algorithm = sum_algorithm([links.host[name] for name in names])
+    total_s = 0.0
+    for block, count in workload.kinds:
+        for elements, sums in block.column_sums:
+            size = width * workload.samples * elements / sums
+            total_s += count * sums * _sum_s(algorithm, members, size, workload.element_bytes, link)
+    return total_s
+
+
+def _sum_s(algorithm: str, members: int, size: float, element_bytes: int, link: Link) -> float:
+    found = sum_size(algorithm, members=members, size=size, element_bytes=element_bytes)
+    return found.seconds(size * element_bytes, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s)
 
 
 def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> float:
-    """The longest of all processors: bytes of the units it owns, a latency for each message, and the replicated layers."""
+    """The longest of all processors: bytes of the units it owns, a latency for each round, and the replicated layers."""
     num_columns = len(layout.columns)
     if num_columns == 1:
         return 0.0
@@ -98,12 +108,15 @@ def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> flo
             share = 2 * (num_columns - 1) / num_columns * (each * workload.element_bytes)
             spent_s = [spent + share * own_s for spent, own_s in zip(spent_s, owned, strict=True)]
         # One message carries all blocks, so the messages of the finest count.
-        phases = 1 if num_columns == 2 else 2
-        longest = max(spent + phases * latency_s for spent, latency_s in zip(spent_s, latencies_s, strict=True))
-    if workload.replicated_bytes:
-        link = links.among(layout.processors)
-        longest += 2 * (num_columns - 1) * link.transfer_s(workload.replicated_bytes / num_columns)
-    return longest
+        rounds = 1 if num_columns == 2 else 2
+        longest = max(spent + rounds * latency_s for spent, latency_s in zip(spent_s, latencies_s, strict=True))
+    riders = workload.replicated_parameters + told_elements(workload.trained_tensors, columns=num_columns)
+    link = links.among(layout.processors)
+    if riders <= RIDE_ALONG_ELEMENTS:
+        longest += (num_columns - 1) * riders * workload.element_bytes / link.bandwidth_bytes_per_s
+        return longest if workload.blocks else longest + link.latency_s
+    algorithm = sum_algorithm([links.host[name] for name in layout.processors])
+    return longest + _sum_s(algorithm, len(layout.processors), riders, workload.element_bytes, link)
 
 
 def _cuts(sizes: Sequence[int]) -> tuple[float, ...]:
@@ -112,7 +125,7 @@ def _cuts(sizes: Sequence[int]) -> tuple[float, ...]:
 
 
 def _owned(layout: Layout, cuts: Sequence[tuple[float, ...]], links: SlowestLink) -> tuple[list[float], list[float]]:
-    """Of each processor: its height over the bandwidth among its units' owners, and the latencies of its messages."""
+    """Of each processor: its height over the bandwidth among its units' owners, and the longest latency to one of them."""
     inner = sorted((cut, index, below) for index, column in enumerate(cuts) for below, cut in enumerate(column[1:-1], start=1))
     crossings = [cut for cut, _, _ in inner]
     edges = [*sorted({0.0, *(cut for cut in crossings if cut < 1.0)}), 1.0]
@@ -134,8 +147,6 @@ def _owned(layout: Layout, cuts: Sequence[tuple[float, ...]], links: SlowestLink
     for column in cuts:
         for top, bottom in pairwise(column):
             first, last = position[top], position[bottom]
-            # One neighbour in every other column, and one more for each of their cuts inside this tile.
-            neighbours = len(cuts) - 1 + bisect_left(crossings, bottom) - bisect_right(crossings, top) if first < last else 0
             owned.append(elapsed[last] - elapsed[first])
-            waits_s.append(neighbours * max(latencies[first:last], default=0.0))
+            waits_s.append(max(latencies[first:last], default=0.0))
     return owned, waits_s

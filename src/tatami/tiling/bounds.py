@@ -13,6 +13,8 @@ from tatami.cluster import Cluster, Link
 from tatami.tiling.alphabeta import AlphaBetaCost
 from tatami.tiling.layout import Layout
 from tatami.tiling.links import fastest
+from tatami.tiling.sum_price import sum_size
+from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS, sum_algorithm
 from tatami.workload import Workload
 
 _BISECTIONS = 60
@@ -49,13 +51,24 @@ def volume_bounds(areas: Sequence[float], *, alpha_bytes: float, beta_bytes: flo
     return VolumeBounds(lb1=lb1, lb2=lb2, lb3=max(0.0, 2 * lb2 - 2 * (alpha_bytes + beta_bytes)))
 
 
-def volume_bytes(layout: Layout, *, workload: Workload) -> float:
-    """What all processors together send for the blocks: 2 [alpha (sum heights - 1) + beta (sum widths - 1)], section 6.
+def volume_bytes(layout: Layout, *, workload: Workload, cluster: Cluster) -> float:
+    """What all processors together send for the blocks, of shares that are not cut to whole units.
 
-    Every column reduces by 2 (k - 1) / k of its bytes for each member, every group by 2 (C - 1) / C for each owner.
+    Where sums are bandwidth-optimal that is 2 [alpha (sum heights - 1) + beta (sum widths - 1)], section 6: a column reduces by
+    2 (k - 1) / k of its bytes for each member, a group by 2 (C - 1) / C for each owner.
     """
-    down = sum(column.width * (len(column.processors) - 1) for column in layout.columns)
-    return 2 * (workload.horizontal_bytes * (len(layout.columns) - 1) + workload.vertical_bytes * down)
+    host = {processor.name: processor.host for processor in cluster.processors}
+    sent = 0.0
+    for column, width in zip(layout.columns, layout.sample_shares(workload.samples), strict=True):
+        members = len(column.processors)
+        algorithm = sum_algorithm([host[name] for name in column.processors])
+        for block, count in workload.kinds:
+            for elements, sums in block.column_sums:
+                size = width * workload.samples * elements / sums
+                one = sum_size(algorithm, members=members, size=size, element_bytes=workload.element_bytes)
+                sent += count * sums * members * one.share * size
+    sent += 2 * (len(layout.columns) - 1) * workload.horizontal_elements
+    return sent * workload.element_bytes
 
 
 def time_bound_s(cluster: Cluster, *, workload: Workload, cost: AlphaBetaCost) -> float:
@@ -121,9 +134,9 @@ class _Floor:
 
 def _across_s(link: Link, *, workload: Workload) -> float:
     """What a tile of one of several columns pays at least beside the gradients of its units."""
-    across_s = link.latency_s if workload.blocks else 0.0
-    if workload.replicated_bytes:
-        across_s += 2 * link.latency_s + workload.replicated_bytes / link.bandwidth_bytes_per_s
+    across_s = link.transfer_s(workload.replicated_bytes)
+    if workload.blocks and workload.replicated_parameters > RIDE_ALONG_ELEMENTS:
+        across_s += link.latency_s
     return across_s
 
 
@@ -133,7 +146,7 @@ def _largest_area(
     area_s, width_s = floor.area_flop / speeds, floor.width_flop / speeds
     vertical_s = workload.vertical_bytes / link.bandwidth_bytes_per_s
     horizontal_s = floor.horizontal_bytes / link.bandwidth_bytes_per_s
-    vertical_latency_s = 2 * workload.vertical_exchanges * link.latency_s
+    vertical_latency_s = workload.vertical_exchanges * link.latency_s
     across_s = _across_s(link, workload=workload)
     whole = np.where(time_s >= area_s + width_s, 1.0, 0.0)
     full_width = (time_s - width_s - vertical_s - vertical_latency_s) / area_s

@@ -29,12 +29,14 @@ class Message:
         source: the sender's name.
         dest: the receiver's name.
         spans: which units, of which block (its index among the tilings); in order, none twice.
+        carries_riders: whether replicated gradients ride on it (see `tatami.tiling.traffic`).
     """
 
     phase: int
     source: str
     dest: str
     spans: tuple[tuple[int, Span], ...]
+    carries_riders: bool = False
 
 
 def horizontal_messages(tilings: Sequence[Tiling], *, method: Method) -> tuple[Message, ...]:

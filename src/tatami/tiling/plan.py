@@ -151,7 +151,7 @@ def _planned(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, 
         t_comm=PaperCost().price(layout, cluster=cluster, workload=workload).total,
         predicted=time_cost.price(layout, cluster=cluster, workload=workload),
         bound_s=time_bound_s(cluster, workload=workload, cost=time_cost),
-        volume_bytes=volume_bytes(layout, workload=workload),
+        volume_bytes=volume_bytes(layout, workload=workload, cluster=cluster),
         volume_bounds=volume_bounds(
             [column.width * height for column in layout.columns for height in column.heights],
             alpha_bytes=workload.horizontal_bytes,

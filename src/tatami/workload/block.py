@@ -76,6 +76,12 @@ class Block:
         return self.forward_sums + (self.backward_sums if self.backward_elements else 0)
 
     @property
+    def column_sums(self) -> tuple[tuple[int, int], ...]:
+        """Forward and backward: the elements of one sample that a column sums, and in how many sums; none where nothing is."""
+        ways = ((self.forward_elements, self.forward_sums), (self.backward_elements, self.backward_sums))
+        return tuple((elements, sums) for elements, sums in ways if elements and sums)
+
+    @property
     def parameters(self) -> int:
         """Elements of the trained weights of all units."""
         return self.units * self.unit_parameters

@@ -70,6 +70,8 @@ def gpt_workload(
         blocks=tuple(blocks),
         # The embeddings of tokens (which are the head's, too) and of places, norms, and the biases of what ends in a sum.
         replicated_parameters=(vocabulary + tokens) * width + norms * 2 * width + 2 * layers * width,
+        # Of each layer two norms, attention and MLP of two linear layers each, all with biases; a last norm; two embeddings.
+        trained_tensors=12 * layers + 2 + 2,
         replicated_flop_per_sample=_BACKWARD * (2 * vocabulary * normed + _SOFTMAX_FLOP * vocabulary * tokens)
         + _BACKWARD * norms * _NORM_FLOP * normed,
         # What every norm reads, and the logits with their gradient.

@@ -118,6 +118,7 @@ def network_workload(layers: Sequence[Layer], *, samples: int, element_bytes: in
         blocks=tuple(blocks),
         replicated_parameters=parameters,
         replicated_flop_per_sample=flop,
+        trained_tensors=sum(1 + layer.bias for _, layer in dense),
         element_bytes=element_bytes,
     )
 

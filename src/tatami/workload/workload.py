@@ -36,6 +36,7 @@ class Workload:
         element_bytes: 4 for float32.
         state_bytes_per_parameter: what a processor keeps for each trained weight: the weight, its gradient, and the optimizer's
             state. 16 for float32 and Adam, which has two moments; 8 for plain SGD, 12 with momentum.
+        trained_tensors: how many trained weights there are, in all layers: ranks tell each other which had part in the loss.
         replicated_activation_bytes: what the layers outside of blocks leave behind for backward, for each sample.
     """
 
@@ -47,6 +48,7 @@ class Workload:
     element_bytes: int = 4
     state_bytes_per_parameter: float = 16.0
     replicated_activation_bytes: float = 0.0
+    trained_tensors: int = 0
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -60,7 +62,8 @@ class Workload:
     @classmethod
     def mlp(cls, inputs: int, units: int, outputs: int, *, samples: int, element_bytes: int = 4) -> Workload:
         """The three-layer perceptron n-m-l of the paper, without biases."""
-        return cls(samples=samples, blocks=(linear_pair(inputs, units, outputs),), element_bytes=element_bytes)
+        blocks = (linear_pair(inputs, units, outputs),)
+        return cls(samples=samples, blocks=blocks, trained_tensors=2, element_bytes=element_bytes)
 
     @cached_property
     def units(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tatami.errors import InputError
 
@@ -76,6 +76,10 @@ class Software:
     def stagger_s(self, size_bytes: float) -> float:
         """By how much a message of this size holds one up that goes the other way."""
         return self._between([(piece.size_bytes, piece.stagger_s) for piece in self.pieces], size_bytes)
+
+    def without_stagger(self) -> Software:
+        """The same where messages of two ways do not hold each other up."""
+        return replace(self, pieces=tuple(replace(piece, stagger_s=0.0) for piece in self.pieces))
 
     @staticmethod
     def _between(points: list[tuple[float, float]], size_bytes: float) -> float:

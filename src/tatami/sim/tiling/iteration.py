@@ -5,13 +5,13 @@ Forward and backward, block by block, with a sum over the column after each; the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tatami.sim.allreduce import Replay, Software
 from tatami.sim.stage import Stage, Then
 from tatami.sim.tiling.changes import Speeds
-from tatami.sim.tiling.floor import Floor, Leg, Sum
+from tatami.sim.tiling.floor import Floor, FloorSum
 
 
 @dataclass(kw_only=True)
@@ -47,7 +47,6 @@ class Iteration:
         speeds: of the processors.
         begin_s: the stage's time at which each rank begins.
         ahead_s: what the run's time is ahead of the stage's.
-        element_bytes: 4 for float32.
         software: what ranks add to the wires.
         done: told of the times of all ranks, on the stage's clock.
     """
@@ -60,7 +59,6 @@ class Iteration:
         speeds: Speeds,
         begin_s: Mapping[int, float],
         ahead_s: float,
-        element_bytes: int,
         software: Software,
         done: Callable[[dict[int, Times]], None],
     ) -> None:
@@ -68,11 +66,11 @@ class Iteration:
         self._floor = floor
         self._speeds = speeds
         self._ahead_s = ahead_s
-        self._element_bytes = element_bytes
         self._software = software
+        self._alone = software.without_stagger()
         self._done = done
-        self._replays: dict[tuple[int, int], Replay] = {}
-        self._then: dict[tuple[int, int, int], Then] = {}
+        self._replays: dict[int, Replay] = {}
+        self._then: dict[tuple[int, int], Then] = {}
         self._times: dict[int, Times] = {}
         self._going = len(begin_s)
         for rank, at_s in begin_s.items():
@@ -80,10 +78,10 @@ class Iteration:
 
     def _begin(self, rank: int) -> None:
         self._times[rank] = Times(began_s=self._stage.now_s)
-        self._leg(rank, 0, 0)
+        self._leg(rank, 0)
 
-    def _leg(self, rank: int, number: int, sums_before: int) -> None:
-        """Compute, sum, and go on with the next; sums of a column are counted, since all its ranks come to them in turn."""
+    def _leg(self, rank: int, number: int) -> None:
+        """Compute, sum over the column, and go on with the next."""
         times, legs = self._times[rank], self._floor.legs[rank]
         if number == len(legs):
             times.vertical_s = self._stage.now_s - times.began_s - times.compute_s
@@ -96,7 +94,7 @@ class Iteration:
                 times.backward_s += spent_s
             else:
                 times.forward_s += spent_s
-            self._vertical(leg, 0, sums_before, lambda: self._leg(rank, number + 1, sums_before + len(leg.sums)))
+            self._sums(rank, leg.sums, 0, lambda: self._leg(rank, number + 1))
 
         self._stretch(leg.flop, computed, rank)
 
@@ -109,7 +107,8 @@ class Iteration:
             times.horizontal_s = self._stage.now_s - begun_s - spent_s
             self._end()
 
-        self._horizontal(rank, lambda: self._stretch(self._floor.update_flop[rank], updated, rank))
+        update_flop = self._floor.update_flop[rank]
+        self._sums(rank, self._floor.gradients, 0, lambda: self._stretch(update_flop, updated, rank))
 
     def _stretch(self, work_flop: float, then: Callable[[float], None], rank: int) -> None:
         """Compute; a timer, since processors are not shared, and thousands of them are cheap."""
@@ -117,40 +116,27 @@ class Iteration:
         spent_s = self._speeds.finish_s(self._floor.names[rank], work_flop=work_flop, begin_s=begin_s) - begin_s
         self._stage.after(spent_s, lambda: then(spent_s))
 
-    def _vertical(self, leg: Leg, index: int, number: int, then: Then) -> None:
-        if index == len(leg.sums):
+    def _sums(self, rank: int, sums: Sequence[FloorSum], number: int, then: Then) -> None:
+        """Take part in sums, one after the other."""
+        if number == len(sums):
             then()
-            return
-        self._sum(leg.sums[index], number, leg.place, lambda: self._vertical(leg, index + 1, number + 1, then))
-
-    def _horizontal(self, rank: int, then: Then) -> None:
-        across, replicated = self._floor.horizontal, self._floor.replicated
-
-        def rest() -> None:
-            if replicated is None:
-                then()
-            else:
-                self._sum(replicated, 0, replicated.place_of[rank], then)
-
-        if across is None:
-            rest()
         else:
-            self._sum(across, 0, across.place_of[rank], rest)
+            self._sum(sums[number], rank, lambda: self._sums(rank, sums, number + 1, then))
 
-    def _sum(self, what: Sum, number: int, place: int, then: Then) -> None:
-        """Take part in a sum as its member `place`."""
-        key = (id(what), number)
+    def _sum(self, what: FloorSum, rank: int, then: Then) -> None:
+        key, place = id(what), what.place_of[rank]
         if key not in self._replays:
             self._replays[key] = Replay(
                 self._stage,
                 what.schedule,
                 hosts=what.ranks,
-                element_bytes=self._element_bytes,
-                software=self._software,
-                done=lambda member: self._then.pop((*key, member))(),
+                element_bytes=what.planned.element_bytes,
+                # What two ways on one connection cost each other was measured back and forth, and does not occur in a column.
+                software=self._alone if what.planned.kind.vertical else self._software,
+                done=lambda member: self._then.pop((key, member))(),
                 skip=False,
             )
-        self._then[*key, place] = then
+        self._then[key, place] = then
         self._replays[key].enter(place)
 
     def _end(self) -> None:

@@ -6,14 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tatami.cluster import Cluster
-from tatami.collective import ALGORITHMS
 from tatami.errors import PlanError
 from tatami.retiling import Decision, Retiler
 from tatami.sim.allreduce import Software
 from tatami.sim.platforms import AbstractPlatform
 from tatami.sim.stage import Stage, play
 from tatami.sim.tiling.changes import Change
-from tatami.sim.tiling.floor import AUTO, DIRECT
 from tatami.sim.tiling.run import TilingPlay
 from tatami.sim.tiling.work import NO_STARTUP, Startup
 from tatami.tiling import AlphaBetaCost, Layout, Tiling
@@ -35,8 +33,6 @@ class TilingJob:
         changes: of those speeds.
         retiler: None: the tiling stays.
         known_speeds: as of `tatami.retiling.Controller`.
-        vertical: the sum in a column: "direct", as tiled layers do it between hosts, "auto", which is that up to 16 ranks, or a
-            name in `tatami.collective.ALGORITHMS`.
         flop_per_s: of speed 1; None: as `AlphaBetaCost` has it.
         state_copies: tensors of the optimizer for each weight that moves: 0 for SGD, 2 for Adam.
         startup: what each tile costs beyond its area.
@@ -45,7 +41,7 @@ class TilingJob:
 
     Raises:
         PlanError: no layout and no tilings, or both; a processor that the cluster has not; fewer hosts than
-            processors; an unknown `vertical`.
+            processors.
     """
 
     platform: AbstractPlatform
@@ -58,7 +54,6 @@ class TilingJob:
     changes: tuple[Change, ...] = ()
     retiler: Retiler | None = None
     known_speeds: bool = True
-    vertical: str = AUTO
     flop_per_s: float | None = None
     state_copies: int = 0
     startup: Startup = NO_STARTUP
@@ -70,10 +65,6 @@ class TilingJob:
             raise PlanError("a tiled run is of a layout or of tilings, one of them")
         if self.tilings is not None and (self.retiler or not self.tilings or len(self.tilings) != len(self.workload.blocks)):
             raise PlanError("tilings are one for each block of the workload, and are not laid anew: give a layout for that")
-        if self.vertical not in (AUTO, DIRECT, *ALGORITHMS):
-            raise PlanError(
-                f"there is no all-reduce {self.vertical!r} for columns; choose of: {', '.join((AUTO, DIRECT, *ALGORITHMS))}"
-            )
         if self.iterations < 1:
             raise PlanError(f"a tiled run has at least 1 iteration, not {self.iterations}")
         if len(self.platform.hosts) < self.cluster.size:
@@ -158,7 +149,6 @@ def rehearse(job: TilingJob) -> TilingRun:
             changes=job.changes,
             retiler=job.retiler,
             known_speeds=job.known_speeds,
-            vertical=job.vertical,
             state_copies=job.state_copies,
             startup=job.startup,
             software=job.software,

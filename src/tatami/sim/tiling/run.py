@@ -44,7 +44,6 @@ class TilingPlay:
         changes: Sequence[Change],
         retiler: Retiler | None,
         known_speeds: bool,
-        vertical: str,
         state_copies: int,
         startup: Startup,
         software: Software,
@@ -55,7 +54,6 @@ class TilingPlay:
         self._workload = workload
         self._iterations = iterations
         self._speeds = Speeds(flop_per_s, changes=changes)
-        self._vertical = vertical
         self._state_copies = state_copies
         self._startup = startup
         self._software = software
@@ -101,8 +99,7 @@ class TilingPlay:
             tiling,
             tilings=tilings,
             workload=self._workload,
-            rank_of=self._cluster.rank_of,
-            vertical=self._vertical,
+            cluster=self._cluster,
             startup=self._startup,
         )
 
@@ -121,7 +118,6 @@ class TilingPlay:
             speeds=self._speeds,
             begin_s={rank: now_s + lead_s for rank, lead_s in leads_s.items()},
             ahead_s=self._ahead_s,
-            element_bytes=self._workload.element_bytes,
             software=self._software,
             done=self._ended,
         )
@@ -144,11 +140,12 @@ class TilingPlay:
 
     def _note(self, times: dict[int, Times], *, took_s: float) -> None:
         self.iteration_s.append(took_s)
-        spent_s = [each.compute_s for each in times.values()]
+        tiled = {rank: times[rank] for rank in self.floor.works}
+        spent_s = [each.compute_s for each in tiled.values()]
         self.compute_s.append((max(spent_s), min(spent_s)))
         if self._controller is None:
             return
-        for rank, each in times.items():
+        for rank, each in tiled.items():
             window = self._window[rank]
             window.append(
                 Timing(

@@ -7,7 +7,7 @@ import torch
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.testing.worlds import World
-from tatami.tiled.column_sum import ColumnSum
+from tatami.tiled.vector_sum import VectorSum
 
 pytestmark = pytest.mark.mpi
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.mpi
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sums_are_those_of_all_ranks_and_the_same_bits_on_each(world: World, size: int, dtype: torch.dtype) -> None:
     def body(comm: AbstractCommunicator) -> None:
-        column = ColumnSum(comm)
+        column = VectorSum(comm)
         for turn in range(3):  # rooms are used again
             vectors = [
                 torch.rand(size, generator=torch.Generator().manual_seed(10 * turn + rank), dtype=dtype)

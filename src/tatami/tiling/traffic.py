@@ -1,0 +1,333 @@
+"""What an iteration sends: the one description that executor, cost model, bounds and simulator read.
+
+Every sum of an iteration is a `PlannedSum`: when it may begin, who takes part, how many elements of how many bytes, and the
+schedule that carries it out, message by message.
+
+    forward      of a block: the parts of its outputs, over each column                  after the block's forward pass
+    backward     of a block: the parts of its inputs' gradients, over each column        after the block's backward pass
+    replicated   large gradients of replicated parameters, over all ranks                after the whole backward pass
+    gradients    of all units, over their owners in the columns; small gradients of      after the whole backward pass
+                 replicated parameters ride on the same messages
+
+Not described here, because no facts of a workload tell of them: sums of layers that look at the whole batch (batch
+normalization), of gradient norms, and what checks exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+from tatami.collective import Explicit, Phase, RankGroup, Role, Schedule, Step, Via, build
+from tatami.tiling.horizontal import Message, horizontal_messages
+from tatami.tiling.tiling import Tiling
+from tatami.workload import Workload
+
+RIDE_ALONG_ELEMENTS = 16_384
+"""Replicated gradients up to this size ride on the messages between owners. Larger ones are worth an all-reduce of their own,
+which moves at most twice their size for each rank instead of C - 1 times."""
+_MOST_DIRECT = 16
+"""So many ranks sum directly: in 2 (k - 1) messages for each. More do it by halving and doubling, as many bytes in 2 log2 k."""
+
+
+class SumKind(Enum):
+    """What is summed."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    GRADIENTS = "gradients"
+    REPLICATED = "replicated"
+
+    @property
+    def vertical(self) -> bool:
+        """Whether it is over a column."""
+        return self in (SumKind.FORWARD, SumKind.BACKWARD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedSum:
+    """One sum of an iteration.
+
+    Attributes:
+        kind: what is summed.
+        block: it may begin when the forward (or backward) pass of this block of the workload is done; of gradients None, when
+            the whole backward pass is.
+        processors: who takes part; rank r of the schedule runs on `processors[r]`.
+        schedule: how, over `schedule.size` elements.
+        element_bytes: of one element as it travels.
+        messages: of gradients: which units of which blocks each message carries.
+        riders: of gradients: the elements of replicated ones, the last of the vector; on messages that say so.
+    """
+
+    kind: SumKind
+    block: int | None
+    processors: tuple[str, ...]
+    schedule: Schedule
+    element_bytes: int
+    messages: tuple[Message, ...] = ()
+    riders: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """All sums of an iteration.
+
+    Attributes:
+        columns: the sums of each column, in the order in which its ranks come to them; none of a column of one rank.
+        gradients: across the columns, when the backward pass is done; one after the other.
+    """
+
+    columns: tuple[tuple[PlannedSum, ...], ...]
+    gradients: tuple[PlannedSum, ...]
+
+    @property
+    def sums(self) -> tuple[PlannedSum, ...]:
+        """All of them."""
+        return (*(each for column in self.columns for each in column), *self.gradients)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all messages together; a native sum counts as bandwidth-optimal."""
+        return sum(sent_bytes(each) for each in self.sums)
+
+
+def traffic_of(tilings: Sequence[Tiling], *, workload: Workload, names: Sequence[str], hosts: Mapping[str, str]) -> Traffic:
+    """What an iteration of `workload` sends that is laid like `tilings`.
+
+    Args:
+        tilings: one for each block of the workload; one of one unit where it has none.
+        workload: what is laid out.
+        names: all processors in the order of the ranks, those without a tile among them.
+        hosts: of each processor.
+    """
+    columns = []
+    for column in tilings[0].columns:
+        members = tuple(tile.processor for tile in column)
+        own = [hosts[name] for name in members]
+        columns.append(
+            tuple(
+                PlannedSum(
+                    kind=kind,
+                    block=block,
+                    processors=members,
+                    schedule=sum_schedule(own, size=size, element_bytes=workload.element_bytes),
+                    element_bytes=workload.element_bytes,
+                )
+                for kind, block, size in column_sums(workload, samples=column[0].samples.size)
+                if size and len(members) > 1
+            )
+        )
+    return Traffic(
+        columns=tuple(columns),
+        gradients=gradient_sums(
+            tilings,
+            unit_elements=[block.unit_parameters for block in workload.blocks],
+            riders=workload.replicated_parameters + told_elements(workload.trained_tensors, columns=len(columns)),
+            element_bytes=workload.element_bytes,
+            names=names,
+            hosts=hosts,
+        ),
+    )
+
+
+def column_sums(workload: Workload, *, samples: int) -> tuple[tuple[SumKind, int, int], ...]:
+    """What a column of so many samples sums in an iteration: (kind, block, elements), in order."""
+    forward, backward = [], []
+    for index, block in enumerate(workload.blocks):
+        forward += [(SumKind.FORWARD, index, size) for size in _even(block.forward_elements, block.forward_sums, samples)]
+        sizes = _even(block.backward_elements, block.backward_sums, samples) if block.backward_elements else ()
+        backward.append([(SumKind.BACKWARD, index, size) for size in sizes])
+    return (*forward, *(each for sums in reversed(backward) for each in sums))
+
+
+def _even(elements: int, num_sums: int, samples: int) -> tuple[int, ...]:
+    """What each of a block's sums carries; where they are not alike, about that."""
+    return (round(elements * samples / num_sums),) * num_sums if num_sums else ()
+
+
+def sum_algorithm(hosts: Sequence[str]) -> str:
+    """The algorithm that sums a vector over ranks on these hosts, by its name in `tatami.collective.ALGORITHMS`.
+
+    Two swap what they have. More on one host leave it to their library, which knows of their shared memory. Between hosts
+    everyone sends to everyone; where there are very many, by halving and doubling.
+    """
+    if len(hosts) == 2:
+        return "direct"
+    if len(set(hosts)) == 1:
+        return "native"
+    return "direct" if len(hosts) <= _MOST_DIRECT else "halving_doubling"
+
+
+def sum_schedule(hosts: Sequence[str], *, size: int, element_bytes: int) -> Schedule:
+    """How a vector of `size` elements is summed over ranks on these hosts."""
+    return _sum_schedule(sum_algorithm(hosts), len(hosts), size, element_bytes)
+
+
+@lru_cache(maxsize=256)
+def _sum_schedule(algorithm: str, ranks: int, size: int, element_bytes: int) -> Schedule:
+    return build(algorithm, ranks=ranks, size=size, element_bytes=element_bytes)
+
+
+def told_elements(trained_tensors: int, *, columns: int) -> int:
+    """What ranks tell each other beside gradients: which tensors had part in the loss, and each column's number of samples."""
+    return trained_tensors + columns
+
+
+def gradient_sums(
+    tilings: Sequence[Tiling],
+    *,
+    unit_elements: Sequence[int],
+    riders: int,
+    element_bytes: int,
+    names: Sequence[str],
+    hosts: Mapping[str, str],
+) -> tuple[PlannedSum, ...]:
+    """The sums of gradients across columns; none where there is but one column of all ranks.
+
+    Args:
+        tilings: one for each block; one of one unit where there is none.
+        unit_elements: of each block, the elements that travel for each unit.
+        riders: elements of replicated gradients, and what else is told.
+        element_bytes: of one.
+        names: all processors in the order of the ranks.
+        hosts: of each.
+    """
+    tiling = tilings[0]
+    if len(names) == len(tiling.tiles) and len(tiling.columns) == 1:
+        return ()
+    rides = riders <= RIDE_ALONG_ELEMENTS
+    messages = _owners_messages([(t, e) for t, e in zip(tilings, unit_elements, strict=False)], columns=len(tiling.columns))
+    if rides:
+        messages = _with_riders(messages, tiling=tiling, names=names)
+    sums = []
+    if not rides:
+        schedule = sum_schedule([hosts[name] for name in names], size=riders, element_bytes=element_bytes)
+        sums.append(
+            PlannedSum(
+                kind=SumKind.REPLICATED,
+                block=None,
+                processors=tuple(names),
+                schedule=schedule,
+                element_bytes=element_bytes,
+            )
+        )
+    if messages:
+        schedule = _schedule(messages, tilings=tilings, unit_elements=unit_elements, riders=riders if rides else 0, names=names)
+        sums.append(
+            PlannedSum(
+                kind=SumKind.GRADIENTS,
+                block=None,
+                processors=tuple(names),
+                schedule=schedule,
+                element_bytes=element_bytes,
+                messages=messages,
+                riders=riders if rides else 0,
+            )
+        )
+    return tuple(sums)
+
+
+def _owners_messages(blocks: Sequence[tuple[Tiling, int]], *, columns: int) -> tuple[Message, ...]:
+    """Those that carry units; blocks of which nothing travels are left out."""
+    numbers = [number for number, (_, elements) in enumerate(blocks) if elements]
+    if not numbers or columns == 1:
+        return ()
+    # Two columns: both sum the whole, in one phase. More: each owner sums its part of a group, and gives it back.
+    found = horizontal_messages(
+        [blocks[number][0] for number in numbers], method="direct" if columns == 2 else "reduce-scatter"
+    )
+    return tuple(
+        Message(
+            phase=message.phase,
+            source=message.source,
+            dest=message.dest,
+            spans=tuple((numbers[index], span) for index, span in message.spans),
+        )
+        for message in found
+    )
+
+
+def _with_riders(messages: tuple[Message, ...], *, tiling: Tiling, names: Sequence[str]) -> tuple[Message, ...]:
+    """The messages, and who tells whom of its column's replicated gradients: for each rank, one member of every other column.
+
+    That member is one that sends to the rank anyway; a rank without a tile hears from the first of each column.
+    """
+    column_of = {tile.processor: tile.column for tile in tiling.tiles}
+    senders: dict[tuple[str, int], str] = {}
+    for message in messages:
+        if message.phase == 0:
+            senders.setdefault((message.dest, column_of[message.source]), message.source)
+    telling = {
+        (senders.get((name, index), column[0].processor), name)
+        for name in names
+        for index, column in enumerate(tiling.columns)
+        if column_of.get(name) != index
+    }
+    known = {(message.source, message.dest) for message in messages if message.phase == 0}
+    alone = [Message(phase=0, source=source, dest=dest, spans=()) for source, dest in sorted(telling - known)]
+    return tuple(
+        Message(
+            phase=each.phase,
+            source=each.source,
+            dest=each.dest,
+            spans=each.spans,
+            carries_riders=each.phase == 0 and (each.source, each.dest) in telling,
+        )
+        for each in (*messages, *alone)
+    )
+
+
+def _schedule(
+    messages: Sequence[Message],
+    *,
+    tilings: Sequence[Tiling],
+    unit_elements: Sequence[int],
+    riders: int,
+    names: Sequence[str],
+) -> Schedule:
+    """The messages as steps on one vector: the units of all blocks, one block after the other, and the riders."""
+    starts = [0]
+    for tiling, elements in zip(tilings, unit_elements, strict=False):
+        starts.append(starts[-1] + tiling.units * elements)
+    size = starts[-1] + riders
+    rank_of = {name: rank for rank, name in enumerate(names)}
+    rounds: list[list[Step]] = [[] for _ in range(1 + max(message.phase for message in messages))]
+    for message in messages:
+        ranges = [
+            (starts[block] + span.start * unit_elements[block], starts[block] + span.stop * unit_elements[block])
+            for block, span in message.spans
+        ]
+        if message.carries_riders and riders:
+            ranges.append((starts[-1], size))
+        for start, stop in ranges:
+            rounds[message.phase].append(
+                Step(
+                    source=rank_of[message.source],
+                    target=rank_of[message.dest],
+                    start=start,
+                    stop=stop,
+                    reduce=message.phase == 0,
+                    via=Via.MESSAGE,
+                )
+            )
+    group = RankGroup(ranks=tuple(range(len(names))), start=0, stop=size)
+    what = Explicit(role=Role.ALL_REDUCE, rounds=tuple(map(tuple, rounds)), title="gradients between owners")
+    return Schedule(
+        algorithm="owners",
+        ranks=len(names),
+        size=size,
+        phases=(Phase(groups=(group,), what=what),),
+        order="by column",
+        fixed_order=True,
+    )
+
+
+def sent_bytes(planned: PlannedSum) -> int:
+    """What all who take part in a sum send together; a native one at least as `tatami.collective.halving_doubling` does."""
+    schedule = planned.schedule
+    if any(phase.num_rounds == 0 for phase in schedule.phases):
+        schedule = build("halving_doubling", ranks=schedule.ranks, size=schedule.size)
+    steps = (step for phase in schedule.phases for number in range(phase.num_rounds) for step in phase.steps(number))
+    return sum(step.size for step in steps) * planned.element_bytes

@@ -1,0 +1,159 @@
+"""What a rank sends in a step is what the one description says, and what the simulator sends: message by message."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tatami.cluster import Cluster, Processor
+from tatami.collective import Schedule
+from tatami.comm import Recording
+from tatami.comm.base import AbstractCommunicator
+from tatami.comm.recording import Call
+from tatami.sim.allreduce.rounds import part_of
+from tatami.sim.tiling.floor import Floor
+from tatami.testing.worlds import World
+from tatami.tiled import TiledModel, move
+from tatami.tiling import Layout, SumKind
+from tiled_rig import Network, layouts, networks, some_layouts, tiled
+
+pytestmark = pytest.mark.mpi
+
+Sent = tuple[str, int | None, int]
+"""An operation, to whom, and its bytes."""
+
+
+class Placed(Recording):
+    """Notes what is sent, between ranks that think they are on these hosts; each part notes its own."""
+
+    def __init__(self, inner: AbstractCommunicator, *, hosts: tuple[str, ...]) -> None:
+        super().__init__(inner)
+        self._placed = hosts
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return self._placed
+
+    def split(self, color: int | None, *, key: int = 0) -> Self | None:
+        part = self.inner.split(color, key=key)
+        if part is None:
+            return None
+        return type(self)(part, hosts=tuple(part.allgather_object(self._placed[self.rank])))
+
+
+def noted(calls: list[Call]) -> list[Sent]:
+    """What was given to others; receives and objects left out."""
+    sends = [call for call in calls if call.operation in ("isend", "allreduce")]
+    calls.clear()
+    return [(call.operation, call.peer, call.size_bytes) for call in sends]
+
+
+def described(schedule: Schedule, *, rank: int, element_bytes: int) -> list[Sent]:
+    """The same by the schedule, as the simulator unrolls it."""
+    sent: list[Sent] = []
+    for phase in schedule.phases:
+        if phase.num_rounds == 0:
+            sent.append(("allreduce", None, schedule.size * element_bytes))
+        for number in range(phase.num_rounds):
+            part = part_of(phase, rank=rank, round=number, element_bytes=element_bytes)
+            sent += [("isend", target, size_bytes) for target, size_bytes in part.sends.items()]
+    return sent
+
+
+def check_step(model: TiledModel, x: torch.Tensor, *, cluster: Cluster) -> None:
+    """One step of `model`, held against its description and the simulator's floor."""
+    rank = model.comm.rank
+    workload = model.workload
+    tilings = model.tilings if workload.blocks else ()
+    floor = Floor(model.tiling, tilings=tilings, workload=workload, cluster=cluster)
+    assert floor.traffic == model.traffic
+    assert isinstance(model.comm, Recording)
+    column = model._column.comm
+    model.comm.calls.clear()
+    if isinstance(column, Recording):
+        column.calls.clear()
+    torch.autograd.backward(model(model.local(x)).square().sum())
+
+    in_column = [each for sums in model.traffic.columns for each in sums if model.name in each.processors]
+    expected: list[Sent] = []
+    for each in in_column:
+        expected += described(each.schedule, rank=each.processors.index(model.name), element_bytes=each.element_bytes)
+    assert (noted(column.calls) if isinstance(column, Recording) else []) == expected
+    assert [each.planned for leg in floor.legs.get(rank, ()) for each in leg.sums] == in_column
+
+    expected = []
+    for each in model.traffic.gradients:
+        expected += described(each.schedule, rank=rank, element_bytes=each.element_bytes)
+    assert noted(model.comm.calls) == expected
+    assert tuple(each.planned for each in floor.gradients) == model.traffic.gradients
+    for ready in (*floor.gradients, *(each for leg in floor.legs.get(rank, ()) for each in leg.sums)):
+        if all(phase.num_rounds for phase in ready.planned.schedule.phases):
+            assert ready.schedule == ready.planned.schedule, "the simulator replays the very schedule"
+
+
+def hosts_of(size: int, kind: str) -> tuple[str, ...]:
+    return {"one": ("h",) * size, "apart": tuple(f"h{i}" for i in range(size)), "two": tuple(f"h{i % 2}" for i in range(size))}[
+        kind
+    ]
+
+
+def cluster_of(hosts: tuple[str, ...]) -> Cluster:
+    return Cluster(processors=tuple(Processor(name=f"p{rank}", speed=1.0, host=host) for rank, host in enumerate(hosts)))
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(network=networks(), data=st.data(), kind=st.sampled_from(["one", "apart", "two"]))
+def test_a_step_sends_what_is_described(world: World, network: Network, data: st.DataObject, kind: str) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
+    # All parameters take part: those without a gradient travel as zeros, but their blocks' inputs need no sum.
+    network = Network(sizes=network.sizes, biases=network.biases, activations=network.activations, frozen=network.frozen)
+    one, other = data.draw(layouts(world.size)), data.draw(layouts(world.size))
+    samples = data.draw(st.integers(1, 9))
+    built = network.build(dtype)
+    hosts = hosts_of(world.size, kind)
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, Placed(comm, hosts=hosts), layout=one, batch_size=samples)
+        x = torch.rand(samples, network.sizes[0], generator=torch.Generator().manual_seed(0), dtype=dtype)
+        check_step(model, x, cluster=cluster_of(hosts))
+        move(model, other, optimizer=None)
+        check_step(model, x, cluster=cluster_of(hosts))
+
+    world(body)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("kind", ["one", "apart"])
+def test_long_sums_and_large_replicated_gradients_are_described(world: World, kind: str) -> None:
+    """A column sum of more than 16 KiB, and replicated gradients too large to ride along."""
+    torch.manual_seed(0)
+    built = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 130), nn.Tanh(), nn.Linear(130, 130))
+    hosts = hosts_of(world.size, kind)
+
+    def body(comm: AbstractCommunicator) -> set[SumKind]:
+        for layout in some_layouts(world.size):
+            model = tiled(built, Placed(comm, hosts=hosts), layout=layout, batch_size=60)
+            x = torch.rand(60, 6, generator=torch.Generator().manual_seed(0))
+            check_step(model, x, cluster=cluster_of(hosts))
+        return {each.kind for each in model.traffic.sums}
+
+    assert SumKind.REPLICATED in world(body)[0] or world.size == 2
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_network_without_blocks_and_a_followed_one_are_described(world: World) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 3))
+    layout: Layout = some_layouts(world.size)[1]
+    hosts = hosts_of(world.size, "apart")
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(plain, Placed(comm, hosts=hosts), layout=layout, batch_size=7)
+        check_step(model, torch.rand(7, 5, generator=torch.Generator().manual_seed(0)), cluster=cluster_of(hosts))
+
+    world(body)
