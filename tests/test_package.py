@@ -24,6 +24,7 @@ PUBLIC = {
     "MultiNodeOptimizer",
     "ParallelConv",
     "Plan",
+    "PlanComparison",
     "Processor",
     "Retiler",
     "TiledModel",

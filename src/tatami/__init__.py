@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from tatami.parallel.multi_node_optimizer import MultiNodeOptimizer
     from tatami.parallel.parallel_conv import ParallelConv
     from tatami.parallel.scattering import scatter_dataset
+    from tatami.planning import PlanComparison, plan
     from tatami.retiling.retiler import Retiler
     from tatami.tiled.model import TiledModel
     from tatami.tiled.tile import tile
     from tatami.tiled.trainer import Trainer
-    from tatami.tiling import Plan, Tiling, plan
+    from tatami.tiling import Plan, Tiling
     from tatami.workload import Workload
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ __all__ = [
     "MultiNodeOptimizer",
     "ParallelConv",
     "Plan",
+    "PlanComparison",
     "Processor",
     "Retiler",
     "TiledModel",
@@ -59,6 +61,7 @@ _HOMES = {
     "MultiNodeOptimizer": "tatami.parallel.multi_node_optimizer",
     "ParallelConv": "tatami.parallel.parallel_conv",
     "Plan": "tatami.tiling",
+    "PlanComparison": "tatami.planning",
     "Processor": "tatami.cluster",
     "Retiler": "tatami.retiling.retiler",
     "TiledModel": "tatami.tiled.model",
@@ -66,7 +69,7 @@ _HOMES = {
     "Trainer": "tatami.tiled.trainer",
     "Workload": "tatami.workload",
     "init": "tatami.comm.detect",
-    "plan": "tatami.tiling",
+    "plan": "tatami.planning",
     "scatter_dataset": "tatami.parallel.scattering",
     "tile": "tatami.tiled.tile",
 }

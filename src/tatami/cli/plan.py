@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,10 +10,11 @@ import typer
 
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, parse_speeds, read_cluster
-from tatami.errors import InputError, MemoryLackError
-from tatami.report import blank, check_path, draw_text, draw_tiling, memory_table, planner_table, save
-from tatami.tiling import Plan, WeightedPlanner, advise, compare, with_speeds
-from tatami.workload import VOCABULARY, Workload, gpt_workload, net_workload
+from tatami.errors import InputError
+from tatami.planning import compared
+from tatami.report import blank, check_path, draw_text, draw_tiling, save
+from tatami.tiling import Plan, with_speeds
+from tatami.workload import VOCABULARY, gpt_workload, net_workload
 
 _GPT = "A GPT"
 EPILOG = """
@@ -85,22 +84,14 @@ def plan(
         )
     else:
         raise InputError(f"there is no model {model!r} here; choose gpt, or give --net the sizes of the layers")
-    plans = compare(planner, cluster=machines, workload=workload)
-    weighted = _weighted(plans, machines, workload)
-    best = min(plans, key=lambda plan: plan.predicted_s)
+    found = compared(planner, cluster=machines, workload=workload)
+    plans, best = found.plans, found.best
     if plot is not None:
         _draw(best, machines, plot, force=force)
     if as_json:
-        show_json([plan_record(each, weighted=weighted) for each in plans])
+        show_json([plan_record(each, weighted=found.weighted) for each in plans])
         return
-    show(planner_table(plans, weighted=weighted))
-    memory = memory_table(plans, cluster=machines)
-    if memory is not None:
-        show(memory)
-    if weighted is None:
-        show("Data parallelism does not fit into the memory that there is; columns of several processors do.")
-    else:
-        show(advise(weighted).sentence(weighted.predicted_s / best.predicted_s))
+    show(*found.tables, found.advice)
     if len(plans) == 1:
         show("", draw_text(best.tiling, speeds=machines.speeds, width=72))
     if plot is not None:
@@ -125,19 +116,6 @@ def plan_record(plan: Plan, *, weighted: Plan | None) -> dict[str, Any]:
         "memory_bytes": dict(plan.memory_bytes),
         "left_out": list(plan.left_out),
     }
-
-
-def _weighted(plans: Sequence[Plan], machines: Cluster, workload: Workload) -> Plan | None:
-    """Weighted data parallelism, where memory allows it; who it leaves out was told of the plans that were asked for."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            (plan,) = [plan for plan in plans if plan.planner == WeightedPlanner.name] or compare(
-                [WeightedPlanner.name], cluster=machines, workload=workload
-            )
-        except MemoryLackError:
-            return None
-    return plan
 
 
 def _machines(file: Path | None, speeds: str | None) -> Cluster:

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from tatami.tiled.exactness import BATCH_NORMS, refuse_inexact
 from tatami.tiled.following.capturing import Captured, Sample, capture
@@ -103,13 +105,27 @@ def _find_blocks(model: nn.Module, sample: Any) -> Blocks:
         captured = capture(model, Sample.of(sample))
         followed, reasons = follow_modules(model, captured, taken=cuts | _shared(model))
     refuse_inexact(model, followed=followed, captured=captured)
-    blocks = [TiledBlock(facts=pair_block(model, pair), cuts=pair_cuts(model, pair)) for pair in pairs]
+    blocks = [
+        TiledBlock(facts=pair_block(model, pair, rows=_rows(model, pair, captured)), cuts=pair_cuts(model, pair)) for pair in pairs
+    ]
     for name, each in followed.items():
         prefix = f"{name}." if name else ""
         for block in each.blocks:
             cuts_of_block = {prefix + tensor: runs for tensor, runs in block.cuts.items()}
             blocks.append(TiledBlock(facts=replace(block.facts, name=name), cuts=cuts_of_block))
     return Blocks(blocks=tuple(blocks), pairs=pairs, followed=followed, reasons=reasons, captured=captured)
+
+
+def _rows(model: nn.Module, pair: PairNames, captured: Captured | None) -> float:
+    """How many go through a pair for each sample, as the sample batch showed; 1 where that is not known."""
+    first = model.get_submodule(pair.first)
+    call = None if captured is None else captured.calls.get(pair.first)
+    if call is None or not isinstance(first, nn.Linear):
+        return 1.0
+    elements = sum(
+        leaf.numel() for leaf in pytree.tree_leaves((call.args, dict(call.kwargs))) if isinstance(leaf, torch.Tensor)
+    )
+    return elements / first.in_features / call.samples
 
 
 def _shared(model: nn.Module) -> set[str]:
@@ -143,18 +159,25 @@ def workload_of(model: nn.Module, found: Blocks, *, samples: int) -> Workload:
         ),
         trained_tensors=len(trained),
         replicated_parameters=sum(parameter.numel() for parameter in replicated),
-        replicated_flop_per_sample=_replicated_flop(found, replicated),
+        replicated_flop_per_sample=_replicated_flop(model, found, replicated),
         # Half precision is summed, and therefore travels, in float32.
         element_bytes=max((4, *(parameter.element_size() for parameter in trained.values()))),
     )
 
 
-def _replicated_flop(found: Blocks, replicated: Sequence[nn.Parameter]) -> int:
+def _replicated_flop(model: nn.Module, found: Blocks, replicated: Sequence[nn.Parameter]) -> int:
     """Of what every rank of a column repeats, for each of its samples."""
-    if found.captured is None:
+    captured = found.captured
+    if captured is None:
         # 2 flop per weight forward, 4 backward: exact for linear layers, too few where weights are used more than once.
         return sum(6 * parameter.numel() for parameter in replicated if parameter.dim() > 1)
-    forward = sum(
-        block.facts.forward_fraction * block.facts.flop(units=block.facts.units, samples=1.0) for block in found.blocks
+    # Of pairs as the forward pass was counted, 1 for an activation; Table 1 has some more for it.
+    split = sum(
+        _rows(model, pair, captured) * (2 * block.facts.parameters + block.facts.units)
+        for pair, block in zip(found.pairs, found.blocks, strict=False)
     )
-    return round(3 * max(0.0, found.captured.forward_flop - forward))
+    split += sum(
+        block.facts.forward_fraction * block.facts.flop(units=block.facts.units, samples=1.0)
+        for block in found.blocks[len(found.pairs) :]
+    )
+    return round(3 * max(0.0, captured.forward_flop - split))

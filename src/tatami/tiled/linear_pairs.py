@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -65,20 +65,35 @@ def pair_cuts(model: nn.Module, names: PairNames) -> dict[str, UnitRuns]:
     return {**cuts, f"{names.second}.weight": UnitRuns(axis=1, runs=ONE_EACH.runs)}
 
 
-def pair_block(model: nn.Module, names: PairNames) -> Block:
-    """The facts of a pair."""
+def pair_block(model: nn.Module, names: PairNames, *, rows: float = 1.0) -> Block:
+    """The facts of a pair.
+
+    Args:
+        model: the network.
+        names: of the pair.
+        rows: that go through it for each sample: a sample of a sequence has tokens.
+    """
     first, second = model.get_submodule(names.first), model.get_submodule(names.second)
     assert isinstance(first, nn.Linear)
     assert isinstance(second, nn.Linear)
     # Modules are registered in the order in which data goes through them, or nearly always.
     below = itertools.takewhile(lambda item: item[0] != f"{names.first}.weight", model.named_parameters())
-    return linear_pair(
+    block = linear_pair(
         first.in_features,
         first.out_features,
         second.out_features,
         unit_bias=first.bias is not None,
         input_gradient=any(parameter.requires_grad for _, parameter in below),
         name=names.first.rpartition(".")[0],
+    )
+    return replace(
+        block,
+        forward_elements=round(rows * block.forward_elements),
+        backward_elements=round(rows * block.backward_elements),
+        flop_per_unit=rows * block.flop_per_unit,
+        flop_per_sample=rows * block.flop_per_sample,
+        unit_activation_bytes=rows * block.unit_activation_bytes,
+        sample_activation_bytes=rows * block.sample_activation_bytes,
     )
 
 

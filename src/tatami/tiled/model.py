@@ -17,6 +17,7 @@ from tatami.errors import InputError, ModelError, TrainingError
 from tatami.tiled.batch import cut_batch, samples_of, tensors_of
 from tatami.tiled.blocks import Blocks, workload_of
 from tatami.tiled.context import ModuleContext, RankContext
+from tatami.tiled.describing import Description, describe
 from tatami.tiled.exactness import BATCH_NORMS
 from tatami.tiled.following.running import LocalForward
 from tatami.tiled.horizontal import HorizontalSum
@@ -90,6 +91,7 @@ class TiledModel(nn.Module):
         self.generator = generator
         self.found: Blocks = found
         self.workload: Workload = workload_of(module, found, samples=batch_size)
+        self._description = describe(module, found, workload=self.workload)
         self._column = ColumnComm(phases)
         self._rank: RankContext = RankContext(column=self._column, comm=comm if comm.size > 1 else None, generator=generator)
         self._widths: dict[int, tuple[int, ...]] = {}
@@ -241,6 +243,10 @@ class TiledModel(nn.Module):
             for grad in grads:
                 grad.mul_(scale)
         return norm
+
+    def describe(self) -> Description:
+        """What is tiled by what, what is repeated on every rank of a column, and what could not be followed: print it."""
+        return self._description
 
     def close(self) -> None:
         """Give the model's communicators back; the weights stay. Collective. Passes that need other ranks raise `ClosedError`.

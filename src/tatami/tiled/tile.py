@@ -17,6 +17,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import PlanError
 from tatami.parallel.synchronizing import broadcast_model
 from tatami.tiled.blocks import find_blocks, workload_of
+from tatami.tiled.describing import describe
 from tatami.tiled.following.capturing import Sample
 from tatami.tiled.losses import LossReduction, check_reduction
 from tatami.tiled.measure import measure_network_speeds, measure_speeds
@@ -25,6 +26,8 @@ from tatami.tiled.phases import Phases
 from tatami.tiling import DEFAULT_PLANNER, Layout, Plan, plan
 from tatami.tiling.cost import AbstractCost
 from tatami.workload import Workload
+
+_SHOWN = 8
 
 
 def tile(
@@ -94,7 +97,7 @@ def tile(
         planned = decided_on_root(comm, functools.partial(plan, planner, cluster=cluster, workload=workload, cost=cost))
         layout = planned.layout
         if comm.rank == 0 and not quiet:
-            print(_told(planned), flush=True)
+            print(f"tatami: {describe(whole, found, workload=workload).summary}\n{_told(planned)}", flush=True)
     generator = torch.Generator()
     generator.set_state(comm.bcast_object(torch.get_rng_state()))
     # Its messages have tags, which are the user's on the user's communicator.
@@ -126,10 +129,15 @@ def _given(speeds: Cluster | Sequence[float] | str, comm: AbstractCommunicator) 
 
 def _told(planned: Plan) -> str:
     """The tiling in one line, with the share of the processors' speed that it is predicted to use."""
-    columns = " | ".join(" ".join(column.processors) for column in planned.layout.columns)
-    widths = " + ".join(str(column[0].samples.size) for column in planned.tiling.columns)
+    columns = " | ".join(_few([" ".join(_few(column.processors)) for column in planned.layout.columns]))
+    widths = " + ".join(_few([str(column[0].samples.size) for column in planned.tiling.columns]))
     left_out = f"; left out: {', '.join(planned.left_out)}" if planned.left_out else ""
     return (
         f"tatami: {planned.planner} lays {planned.tiling.samples} samples x {planned.tiling.units} units as [{columns}], "
         f"samples {widths}; predicted efficiency {1 / (1 + planned.gap):.0%}{left_out}"
     )
+
+
+def _few(words: Sequence[str]) -> Sequence[str]:
+    """The first and the last of many."""
+    return words if len(words) <= _SHOWN else [*words[: _SHOWN - 2], "...", words[-1]]

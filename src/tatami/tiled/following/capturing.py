@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
 from tatami.errors import InputError
+from tatami.tiled.following.counting import ForwardFlop
 from tatami.tiled.following.exporting import ModuleCall
 
 _FEWEST = 2
@@ -78,7 +78,7 @@ class Captured:
         draws: the modules that drew random numbers themselves, not by way of others.
         normalizes: the modules that took statistics of the batch by a function, not by way of a layer.
         mixes: whether, in evaluation, the result for a sample depends on the other samples of the batch.
-        forward_flop: of one sample, in the whole network; matrix products, convolutions and attention.
+        forward_flop: of one sample, in the whole network.
     """
 
     calls: Mapping[str, ModuleCall]
@@ -95,7 +95,7 @@ def capture(model: nn.Module, sample: Sample) -> Captured:
     """
     most = sample.part(min(sample.samples, 4))
     watch = _Watch()
-    with FlopCounterMode(display=False) as flop:
+    with ForwardFlop() as counted:
         first = _calls(model, most, watch)
     second = _calls(model, most.part(most.samples - 1) if most.samples > _FEWEST else _repeated(most), _Watch())
     calls = {}
@@ -112,7 +112,7 @@ def capture(model: nn.Module, sample: Sample) -> Captured:
         draws=frozenset(watch.draws),
         normalizes=frozenset(watch.normalizes),
         mixes=_mixes_samples(model, most),
-        forward_flop=flop.get_total_flops() / most.samples,
+        forward_flop=counted.flop / most.samples,
     )
 
 

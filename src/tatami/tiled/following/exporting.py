@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from torch import fx, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
+
+_NOT_USERS = (Path(str(torch.__file__)).parent, Path(__file__).parents[2])
 
 
 class NotFollowedError(Exception):
@@ -32,6 +36,12 @@ class ModuleCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     sample_axes: tuple[int | None, ...]
+
+    @property
+    def samples(self) -> int:
+        """How many it was called with; 1 where its arguments do not say."""
+        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
+        return next((leaf.shape[axis] for leaf, axis in zip(leaves, self.sample_axes, strict=True) if axis is not None), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +86,8 @@ def export(module: nn.Module, call: ModuleCall) -> FollowedProgram:
         with _quiet():
             exported = torch.export.export(on_tensors, tensors, dynamic_shapes={"tensors": marks}, strict=False)
     except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise NotFollowedError(f"torch.export: {reason[0]}") from error
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise NotFollowedError(f"{_line_of(error)}torch.export: {said[0]}") from error
     signature = exported.graph_signature
     names = []
     for spec in signature.input_specs:
@@ -100,6 +110,16 @@ def export(module: nn.Module, call: ModuleCall) -> FollowedProgram:
         same=same,
         leaves=tuple(shapes[first] if first in shapes else leaves[first] for first in same),
     )
+
+
+def _line_of(error: Exception) -> str:
+    """The last line of the user's own code on the way to the error, such as "net.py:13 `if h.sum() > 0:`: "; or nothing."""
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.line and not any(folder in Path(frame.filename).parents for folder in _NOT_USERS)
+    ]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno} `{own[-1].line}`: " if own else ""
 
 
 class _OnTensors(nn.Module):

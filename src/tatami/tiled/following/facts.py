@@ -21,7 +21,7 @@ def facts_of(
     module: nn.Module, call: ModuleCall, program: FollowedProgram, following: Following, candidates: Sequence[UnitAxis]
 ) -> list[Block]:
     """The facts of each candidate, per sample of the call; names are left to the caller."""
-    samples = _num_samples(call)
+    samples = call.samples
     parameters = dict(module.named_parameters(remove_duplicate=False))
     requires_grad = any(
         isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((call.args, dict(call.kwargs)))
@@ -68,11 +68,6 @@ def _facts(
         kind=kind,
         unit=unit,
     )
-
-
-def _num_samples(call: ModuleCall) -> int:
-    leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
-    return next((leaf.shape[axis] for leaf, axis in zip(leaves, call.sample_axes, strict=True) if axis is not None), 1)
 
 
 def _has(following: Following, node: fx.Node, candidate: UnitAxis) -> bool:

@@ -1,0 +1,276 @@
+"""What of a network is tiled by what, what is repeated, and what could not be followed: for people."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from tatami.tiled.blocks import Blocks
+from tatami.workload import Workload
+
+_WIDEST = 120
+_INDENT = "  "
+_HINTS = (
+    (
+        "data-dependent",
+        "the forward pass looks at values there. Write it without a branch on them (torch.where), or move that line into a "
+        "module of its own, so that the rest can be followed",
+    ),
+    (
+        "differs by",
+        "its two parts do not give what the whole gives, so it stays whole. If they should, please report it with this line",
+    ),
+)
+_BIASES = "biases after a sum"
+_HINT = "rewrite what this names, or move it into a module of its own, so that the rest can be followed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitPart:
+    """Blocks of a network that are alike.
+
+    Attributes:
+        kind: what sort of block each is.
+        unit: what one unit is, singular.
+        units: of each of them.
+        names: where they are.
+        flop_fraction: their share of the network's flop that is split over units.
+    """
+
+    kind: str
+    unit: str
+    units: int
+    names: tuple[str, ...]
+    flop_fraction: float
+
+    @property
+    def words(self) -> str:
+        """For example "4 x attention of 6 heads"."""
+        first, *rest = self.unit.partition(" of ")
+        several = f"{first}s{''.join(rest)}"  # groups of heads
+        return f"{len(self.names)} x {self.kind} of {self.units:,} {self.unit if self.units == 1 else several}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatedPart:
+    """Layers of one class whose weights lie in no block: every rank of a column computes them.
+
+    Attributes:
+        layer: the class; of biases that are added to what a block gives, what they are.
+        names: where they are.
+        parameters: elements of their trained weights.
+    """
+
+    layer: str
+    names: tuple[str, ...]
+    parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnfollowedPart:
+    """Modules that could not be followed, for one reason.
+
+    Attributes:
+        layer: the class.
+        names: where they are; "" is the network itself.
+        reason: the line and the operation, where they are known, and what torch said.
+        hint: what to do.
+    """
+
+    layer: str
+    names: tuple[str, ...]
+    reason: str
+    hint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What `TiledModel.describe` returns; print it.
+
+    Attributes:
+        network: the class of the model.
+        split: what is tiled.
+        repeated: what is not.
+        unfollowed: what could not be looked into.
+        parameters: elements of all trained weights.
+        repeated_fraction: of the network's flop, the share that every rank of a column computes for all samples of the column.
+        sampled: whether a sample batch was given, without which only pairs of linear layers are found.
+    """
+
+    network: str
+    split: tuple[SplitPart, ...]
+    repeated: tuple[RepeatedPart, ...]
+    unfollowed: tuple[UnfollowedPart, ...]
+    parameters: int
+    repeated_fraction: float
+    sampled: bool
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        if self.split:
+            told = [
+                f"split over units: {', '.join(part.words for part in self.split)}",
+                f"repeated on every rank of a column: {percent(self.repeated_fraction)} of the flop",
+            ]
+        else:
+            told = ["nothing splits over units, so columns have one rank each (data parallelism)"]
+        unfollowed = sum(len(part.names) for part in self.unfollowed)
+        if unfollowed:
+            told.append(f"not followed: {unfollowed} module{'s' * (unfollowed > 1)} (describe() says why)")
+        if not self.sampled:
+            told.append("without sample= only pairs of linear layers are found")
+        return f"{self.network}: {'; '.join(told)}"
+
+    def text(self, *, width: int) -> str:
+        """All of it, in lines of at most `width` characters, where names are not longer."""
+        return "\n".join(self._lines(width))
+
+    def __str__(self) -> str:
+        return self.text(width=min(_WIDEST, shutil.get_terminal_size().columns))
+
+    def _lines(self, width: int) -> Iterator[str]:
+        if self.split:
+            yield from _wrapped(
+                f"{self.network}: {percent(1 - self.repeated_fraction)} of the flop is split over units, "
+                f"{percent(self.repeated_fraction)} is repeated on every rank of a column.",
+                width,
+            )
+            yield "split"
+            longest = max(len(part.words) for part in self.split)
+            for part in self.split:
+                lead = f"{_INDENT}{part.words:<{longest}}  {percent(part.flop_fraction):>5} of the flop  "
+                yield from _wrapped(ranges(part.names), width, lead=lead)
+        else:
+            yield from _wrapped(
+                f"{self.network}: nothing in it splits over units, so columns have one rank each: data parallelism, weighted "
+                "by speed.",
+                width,
+            )
+        if self.repeated:
+            parameters = sum(part.parameters for part in self.repeated)
+            yield f"repeated: {parameters:,} of {self.parameters:,} weights"
+            for repeated in self.repeated:
+                lead = f"{_INDENT}{repeated.layer}: "
+                yield from _wrapped(f"{ranges(repeated.names)} ({repeated.parameters:,})", width, lead=lead)
+        if self.unfollowed:
+            yield "not followed"
+            for told in self.unfollowed:
+                yield from _wrapped(f"{ranges(told.names)} ({told.layer}): {told.reason}", width, lead=_INDENT)
+                yield from _wrapped(f"What to do: {told.hint}.", width, lead=2 * _INDENT)
+        if not self.sampled:
+            yield from _wrapped(
+                "No sample batch was given, so only pairs of linear layers were looked for. Give tile(..., sample=x[:4]) to "
+                "find attention, gated and convolution pairs.",
+                width,
+            )
+
+
+def describe(model: nn.Module, found: Blocks, *, workload: Workload) -> Description:
+    """Describe what `find_blocks` found in `model`, which is still whole.
+
+    Args:
+        model: the network.
+        found: its blocks.
+        workload: what they make (`workload_of`); its batch does not matter.
+    """
+    whole = workload.flop(width=1.0, height=1.0) or 1.0
+    alike: dict[tuple[str, str, int], list[tuple[str, float]]] = {}
+    for block in found.blocks:
+        facts = block.facts
+        share = workload.samples * facts.flop_per_unit * facts.units / whole
+        # A block at the top of the network has no module of its own to be called by.
+        name = facts.name or ", ".join(sorted({tensor.rpartition(".")[0] for tensor in block.cuts}))
+        alike.setdefault((facts.kind, facts.unit, facts.units), []).append((name, share))
+    split = tuple(
+        SplitPart(
+            kind=kind,
+            unit=unit,
+            units=units,
+            names=tuple(name for name, _ in each),
+            flop_fraction=sum(share for _, share in each),
+        )
+        for (kind, unit, units), each in alike.items()
+    )
+    return Description(
+        network=type(model).__name__,
+        split=split,
+        repeated=_repeated(model, found),
+        unfollowed=_unfollowed(model, found),
+        parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        repeated_fraction=workload.flop_per_width / whole,
+        sampled=found.captured is not None,
+    )
+
+
+def _repeated(model: nn.Module, found: Blocks) -> tuple[RepeatedPart, ...]:
+    tiled = {name for block in found.blocks for name in block.cuts}
+    layers: dict[str, tuple[list[str], int]] = {}
+    for name, parameter in model.named_parameters():
+        if name in tiled or not parameter.requires_grad:
+            continue
+        owner = name.rpartition(".")[0]
+        module = model.get_submodule(owner)
+        split = any(f"{owner}.{own}" in tiled for own, _ in module.named_parameters(recurse=False))
+        kind = _BIASES if split else type(module).__name__
+        names, elements = layers.get(kind, ([], 0))
+        layers[kind] = ([*names, owner] if owner not in names else names, elements + parameter.numel())
+    parts = [RepeatedPart(layer=kind, names=tuple(names), parameters=size) for kind, (names, size) in layers.items()]
+    return tuple(sorted(parts, key=lambda part: -part.parameters))
+
+
+def _unfollowed(model: nn.Module, found: Blocks) -> tuple[UnfollowedPart, ...]:
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, reason in found.reasons.items():
+        alike.setdefault((type(model.get_submodule(name)).__name__, reason), []).append(name)
+    return tuple(
+        UnfollowedPart(
+            layer=kind,
+            names=tuple(names),
+            reason=reason,
+            hint=next((hint for word, hint in _HINTS if word in reason), _HINT),
+        )
+        for (kind, reason), names in alike.items()
+    )
+
+
+def ranges(names: Sequence[str]) -> str:
+    """Names in a line; those that differ in consecutive numbers alone are one: "layers.0-11.mlp, head"."""
+    found = [name.split(".") if name else ["the network itself"] for name in names]
+    for place in range(max((len(parts) for parts in found), default=0)):
+        found = _joined(found, place)
+    return ", ".join(".".join(parts) for parts in found)
+
+
+def _joined(names: list[list[str]], place: int) -> list[list[str]]:
+    """Numbers at this place, counted from the end, made ranges."""
+    alike: dict[tuple[str, ...], list[list[str]]] = {}
+    for parts in names:
+        at = len(parts) - 1 - place
+        numbered = at >= 0 and parts[at].isdecimal()
+        alike.setdefault((*parts[:at], "#", *parts[at + 1 :]) if numbered else tuple(parts), []).append(parts)
+    result = []
+    for shape, each in alike.items():
+        at = len(shape) - 1 - place
+        numbers = [int(parts[at]) for parts in each] if len(each) > 1 else []
+        if numbers and numbers == list(range(numbers[0], numbers[-1] + 1)):
+            result.append([*shape[:at], f"{numbers[0]}-{numbers[-1]}", *shape[at + 1 :]])
+        else:
+            result += each
+    return result
+
+
+def percent(fraction: float) -> str:
+    """In whole ones, and less than one as such: what is repeated is never "0 %"."""
+    return "< 1 %" if 0 < fraction < 0.01 else "> 99 %" if 0.99 < fraction < 1 else f"{fraction:.0%}".replace("%", " %")
+
+
+def _wrapped(text: str, width: int, *, lead: str = "") -> list[str]:
+    hanging = " " * len(lead) if len(lead) < width // 2 else 3 * _INDENT
+    return textwrap.wrap(
+        text, width, initial_indent=lead, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False
+    )

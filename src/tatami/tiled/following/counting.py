@@ -1,0 +1,36 @@
+"""How much a forward pass computes, as blocks are counted: products, and one for each element of other operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+aten = torch.ops.aten
+_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu
+"""torch's own counter knows the kernels of GPUs alone."""
+_BY_ELEMENT = {aten.native_layer_norm, aten.native_batch_norm, aten._native_batch_norm_legit, aten._softmax, aten._log_softmax}
+
+
+class ForwardFlop(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what runs inside of it in `flop`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flop = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        operation = func._overloadpacket
+        if operation is _ON_CPU:
+            query, key, value = (tensor.shape for tensor in args[:3])
+            self.flop += sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
+        elif operation in flop_registry:
+            self.flop += flop_registry[operation](*args, **kwargs, out_val=result)
+        elif torch.Tag.pointwise in func.tags or operation in _BY_ELEMENT:
+            first = result[0] if isinstance(result, (tuple, list)) else result
+            self.flop += first.numel() if isinstance(first, torch.Tensor) else 0
+        return result

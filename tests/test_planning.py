@@ -1,0 +1,85 @@
+"""`tatami.plan`: planners side by side for a network, without a rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tatami
+from tatami.cluster import Cluster, Processor
+from tatami.errors import InputError, PlanError
+from tatami.planning import compared
+from tatami.tiled import find_blocks, workload_of
+from tatami.tiling import PLANNERS, Plan
+from tatami.workload import Workload
+
+SPEEDS = [1.0, 0.5, 0.25]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(203, 80), nn.Sigmoid(), nn.Linear(80, 26))
+
+
+def test_a_network_is_planned_as_tile_would() -> None:
+    model = net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = tatami.plan(model, speeds=SPEEDS, batch_size=1024)
+    work = workload_of(model, find_blocks(model), samples=1024)
+    assert [plan.planner for plan in found.plans] == list(PLANNERS)
+    assert found.workload == work
+    for plan in found.plans:
+        assert plan == tatami.plan(plan.planner, cluster=Cluster.from_speeds(SPEEDS), workload=work)
+    assert found.best.predicted_s == min(plan.predicted_s for plan in found.plans)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_it_prints_the_table_of_the_command_and_what_is_split() -> None:
+    cluster = Cluster(processors=tuple(Processor(name=f"m{i}", speed=1.0, host=f"h{i}", memory_bytes=2**30) for i in range(2)))
+    found = tatami.plan(net(), cluster=cluster, batch_size=64)
+    text = str(found)
+    assert text.splitlines()[0].startswith("Sequential: split over units: 1 x linear pair of 80 hidden units; ")
+    for table in found.tables:
+        assert table.to_text() in text
+    assert text.endswith(found.advice)
+    assert "memory, of the processor where it is fullest" in text
+
+
+def test_a_sample_finds_more_than_pairs() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    without = tatami.plan(layer, speeds=SPEEDS, batch_size=12)
+    found = tatami.plan(layer, speeds=SPEEDS, batch_size=12, sample=torch.randn(4, 3, 8), planners=["timed"])
+    assert without.workload.blocks == ()
+    assert {block.kind for block in found.workload.blocks} == {"attention", "linear pair"}
+
+
+def test_a_workload_needs_no_torch_and_has_its_own_batch() -> None:
+    work = Workload.mlp(203, 80, 26, samples=1024)
+    cluster = Cluster.from_speeds(SPEEDS)
+    assert tatami.plan(work, cluster=cluster) == compared(None, cluster=cluster, workload=work)
+    assert tatami.plan(work, cluster=cluster, batch_size=64).workload.samples == 64
+    faster = tatami.plan(work, cluster=cluster, speeds=[1, 1, 1], planners=["weighted"])
+    assert faster.plans[0].tiling.columns[2][0].samples.size == 341
+
+
+def test_a_planner_in_the_place_of_a_network_gives_its_plan() -> None:
+    plan = tatami.plan("srpm", cluster=Cluster.from_speeds(SPEEDS), workload=Workload.mlp(203, 80, 26, samples=1024))
+    assert isinstance(plan, Plan)
+
+
+def test_what_cannot_be_planned_is_refused_with_what_to_do() -> None:
+    work = Workload.mlp(4, 8, 2, samples=16)
+    with pytest.raises(PlanError, match="which machines"):
+        tatami.plan(work)
+    with pytest.raises(PlanError, match="Give batch_size"):
+        tatami.plan(net(), speeds=SPEEDS)
+    with pytest.raises(PlanError, match="'srpm' is a planner, and needs a cluster and a workload"):
+        tatami.plan("srpm", speeds=SPEEDS)  # type: ignore[call-overload]
+    with pytest.raises(PlanError, match="in the place of the network"):
+        tatami.plan(net(), speeds=SPEEDS, batch_size=4, workload=work)  # type: ignore[call-overload]
+    with pytest.raises(InputError, match=r"takes a network .*not list"):
+        tatami.plan([1, 2], speeds=SPEEDS, batch_size=4)  # type: ignore[call-overload]
+    with pytest.raises(PlanError, match="speeds by name go with a cluster"):
+        tatami.plan(work, speeds={"p0": 1.0})
+    with pytest.raises(PlanError, match="3 processors are more than the 2 samples"):
+        tatami.plan(net(), speeds=SPEEDS, batch_size=2)

@@ -1,0 +1,104 @@
+"""What is told of a network: what is split by what, the share that is repeated, and what could not be followed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import GPT
+from torch import nn
+
+import tatami
+from tatami.comm.threads import run_threads
+from tatami.tiled import find_blocks, workload_of
+from tatami.tiled.describing import Description, describe, ranges
+
+
+def described(model: nn.Module, sample: torch.Tensor | None = None) -> Description:
+    found = find_blocks(model, sample=sample)
+    return describe(model, found, workload=workload_of(model, found, samples=32))
+
+
+def two_heads() -> tuple[nn.Module, torch.Tensor]:
+    return GPT(tied=False), torch.randint(11, (4, 6))
+
+
+def test_shares_of_the_flop_add_up_and_tokens_count() -> None:
+    torch.manual_seed(0)
+    model, sample = two_heads()
+    found = described(model, sample)
+    assert {part.kind for part in found.split} == {"attention", "linear pair"}
+    total = sum(part.flop_fraction for part in found.split) + found.repeated_fraction
+    assert total == pytest.approx(1.0)
+    # A layer's MLP has twice the weights of its attention, and both are used once for each token.
+    shares = {part.kind: part.flop_fraction for part in found.split}
+    assert 1.2 < shares["linear pair"] / shares["attention"] < 2.2
+
+
+def test_what_is_repeated_is_counted_as_what_is_split() -> None:
+    """The head alone is a product that every rank repeats: its share of all products."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.head = nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(16, 128)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.head(F.layer_norm(self.down(torch.relu(self.up(x))), (16,)))
+            return result
+
+    found = described(Net(), torch.randn(4, 10, 16))
+    assert [(part.kind, part.units) for part in found.split] == [("linear pair", 64)]
+    # Of six products in the pair, forward and backward, the gradient of the network's input is left out.
+    assert found.repeated_fraction == pytest.approx(6 / 11, abs=0.01)
+    assert {part.layer: part.parameters for part in found.repeated} == {"Linear": 128 * 17, "biases after a sum": 16}
+
+
+def test_a_line_that_cannot_be_followed_is_named_with_what_to_do() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.a(x)
+            if self.a.weight.sum() > 100:
+                h = 2 * h
+            result: torch.Tensor = self.b(torch.relu(h))
+            return result
+
+    found = described(nn.Sequential(Looks(), nn.Linear(8, 4)), torch.randn(4, 8))
+    part = found.unfollowed[0]
+    assert (part.layer, part.names) == ("Looks", ("0",))
+    assert part.reason.startswith("test_tiled_describing.py:")
+    assert "`if self.a.weight.sum() > 100:`: torch.export: " in part.reason
+    assert "torch.where" in part.hint
+    assert "not followed: " in found.summary
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_its_lines_fit_a_terminal(width: int) -> None:
+    model, sample = two_heads()
+    for found in (described(model, sample), described(model), described(nn.LSTM(4, 8))):
+        lines = found.text(width=width).splitlines()
+        assert lines
+        assert max(map(len, lines)) <= width
+
+
+def test_names_that_differ_in_numbers_are_one() -> None:
+    names = [f"h.{layer}.mlp.{part}" for layer in range(12) for part in (0, 1)]
+    assert ranges(names) == "h.0-11.mlp.0-1"
+    assert ranges(["a.0.w", "a.2.w", "b", ""]) == "a.0.w, a.2.w, b, the network itself"
+
+
+def test_a_tiled_model_tells_it_and_tile_prints_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    model, sample = two_heads()
+    (told,) = run_threads(
+        lambda comm: tatami.tile(model, comm, batch_size=8, sample=sample, speeds="equal").describe(), size=1, timeout_s=60
+    )
+    assert told == described(model, sample)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"tatami: {told.summary}"
+    assert "of the flop" in first
+    assert "heads" in first
+    assert second.startswith("tatami: timed lays 8 samples")
