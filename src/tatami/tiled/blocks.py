@@ -106,7 +106,8 @@ def _find_blocks(model: nn.Module, sample: Any) -> Blocks:
         followed, reasons = follow_modules(model, captured, taken=cuts | _shared(model))
     refuse_inexact(model, followed=followed, captured=captured)
     blocks = [
-        TiledBlock(facts=pair_block(model, pair, rows=_rows(model, pair, captured)), cuts=pair_cuts(model, pair)) for pair in pairs
+        TiledBlock(facts=pair_block(model, pair, rows=_rows(model, pair, captured)), cuts=pair_cuts(model, pair))
+        for pair in pairs
     ]
     for name, each in followed.items():
         prefix = f"{name}." if name else ""
