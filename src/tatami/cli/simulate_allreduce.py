@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tatami.cli.numbers import given, given_sizes
-from tatami.cli.simulate_options import Cores, PlatformFile, Sweep, SweepOption, chosen_platform, parse_sweep, started_runs
+from tatami.cli.settings import takes
+from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep, started_runs
 from tatami.cli.terminal import show, show_json
 from tatami.collective import ALGORITHMS, Grid, Sync
 from tatami.errors import InputError
@@ -43,65 +44,68 @@ _SWEPT: dict[str, Callable[[str], Any]] = {
 }
 
 
-def simulate_allreduce(
-    *,
-    preset: Annotated[str | None, typer.Option(help="Machines by name.", show_default=False)] = None,
-    platform: PlatformFile = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of the preset.", show_default=False)] = None,
-    latency: Annotated[str | None, typer.Option(help="Of one cable of the preset.", show_default=False)] = None,
-    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="One on each host.")] = None,
-    sizes: Annotated[str, typer.Option(metavar="A,B,...", help="Of each rank's vector of float32.")] = "102 MB",
-    algorithms: Annotated[
-        str, typer.Option(metavar="A,B,...", help="Of those of tatami bench allreduce.")
-    ] = "native,torus_put",
+@dataclass(frozen=True, kw_only=True)
+class SimulateAllReduceJob:
+    """What `tatami simulate allreduce` can be asked for; the options say what each field is."""
+
+    preset: Annotated[str | None, typer.Option(help="Machines by name.", show_default=False)] = None
+    platform: PlatformFile = None
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of the preset.", show_default=False)] = None
+    latency: Annotated[str | None, typer.Option(help="Of one cable of the preset.", show_default=False)] = None
+    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="One on each host.")] = None
+    sizes: Annotated[str, typer.Option(metavar="A,B,...", help="Of each rank's vector of float32.")] = "102 MB"
+    algorithms: Annotated[str, typer.Option(metavar="A,B,...", help="Of those of tatami bench allreduce.")] = "native,torus_put"
     grids: Annotated[
         str | None, typer.Option(metavar="all|2x128,...", help="M x N of the tori.", show_default="as the library chooses")
-    ] = None,
-    across: Annotated[str, typer.Option(help="The all-reduce down the columns of tori.")] = "ring",
-    sync: Annotated[Sync, typer.Option(help="Of puts: fence, pscw or lock.")] = Sync.PSCW,
-    native: Annotated[str, typer.Option(help="What a native collective is: mpich, optimal, ring or whole.")] = "mpich",
-    message: Annotated[str, typer.Option(help="A sender's time for each message.")] = "0 s",
-    put: Annotated[str, typer.Option(help="A sender's time for each put.")] = "0 s",
-    sum_: Annotated[str | None, typer.Option("--sum", help="Rate of adding.", show_default="no time")] = None,
-    sweep: SweepOption = None,
-    cores: Cores = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times (.png, .pdf, .svg).")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each run, as it ends.")] = False,
-) -> None:
+    ] = None
+    across: Annotated[str, typer.Option(help="The all-reduce down the columns of tori.")] = "ring"
+    sync: Annotated[Sync, typer.Option(help="Of puts: fence, pscw or lock.")] = Sync.PSCW
+    native: Annotated[str, typer.Option(help="What a native collective is: mpich, optimal, ring or whole.")] = "mpich"
+    message: Annotated[str, typer.Option(help="A sender's time for each message.")] = "0 s"
+    put: Annotated[str, typer.Option(help="A sender's time for each put.")] = "0 s"
+    sum_: Annotated[str | None, typer.Option("--sum", help="Rate of adding.", show_default="no time")] = None
+    sweep: SweepOption = None
+    cores: Cores = None
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times (.png, .pdf, .svg).")] = None
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each run, as it ends.")] = False
+
+
+@takes(SimulateAllReduceJob)
+def simulate_allreduce(job: SimulateAllReduceJob) -> None:
     """Simulate all-reduces, transfer by transfer: over algorithms, grids and sizes."""
     from tatami.sim.allreduce import Case, Software, replay
 
-    if plot is not None:
-        check_path(plot, force=force)
-    swept = parse_sweep(sweep, known=_SWEPT)
+    if job.plot is not None:
+        check_path(job.plot, force=job.force)
+    swept = parse_sweep(job.sweep, known=_SWEPT)
     software = Software(
-        message_s=given("--message", parse_duration, message),
-        put_s=given("--put", parse_duration, put),
-        sum_bytes_per_s=float("inf") if sum_ is None else given("--sum", parse_bandwidth, sum_),
+        message_s=given("--message", parse_duration, job.message),
+        put_s=given("--put", parse_duration, job.put),
+        sum_bytes_per_s=float("inf") if job.sum_ is None else given("--sum", parse_bandwidth, job.sum_),
     )
-    names = [name.strip() for name in algorithms.split(",")]
+    names = [name.strip() for name in job.algorithms.split(",")]
     if unknown := [name for name in names if name not in ALGORITHMS]:
         raise InputError(f"there is no all-reduce {unknown[0]!r}; choose of: {', '.join(ALGORITHMS)}")
     cases: list[tuple[str | None, AbstractPlatform, Case]] = []
     for value in swept.values:
-        swept_to = {} if value is None else {swept.name: _parsed(swept, value)}
-        delay_s = swept_to.get("latency", None if latency is None else given("--latency", parse_duration, latency))
-        machines = chosen_platform(preset, platform, nodes=swept_to.get("nodes", nodes), latency_s=delay_s)
-        num_ranks = len(machines.hosts) if ranks is None else ranks
+        swept_to = {} if value is None else {swept.name: swept.read(_SWEPT[swept.name], value)}
+        delay_s = swept_to.get("latency", None if job.latency is None else given("--latency", parse_duration, job.latency))
+        machines = chosen_platform(job.preset, job.platform, nodes=swept_to.get("nodes", job.nodes), latency_s=delay_s)
+        num_ranks = len(machines.hosts) if job.ranks is None else job.ranks
         if num_ranks > len(machines.hosts):
             raise InputError(f"an all-reduce for {num_ranks} ranks, but {machines.name} has {len(machines.hosts)} hosts")
-        for size_bytes in given_sizes("--sizes", sizes):
+        for size_bytes in given_sizes("--sizes", job.sizes):
             for name in names:
-                for grid in _grids(grids, ranks=num_ranks) if name.startswith(_GRIDDED) else [None]:
+                for grid in _grids(job.grids, ranks=num_ranks) if name.startswith(_GRIDDED) else [None]:
                     case = Case(
                         algorithm=name,
                         ranks=num_ranks,
                         size_bytes=size_bytes,
                         grid=grid,
-                        across=across,
-                        sync=swept_to.get("sync", sync),
-                        native=swept_to.get("native", native),
+                        across=job.across,
+                        sync=swept_to.get("sync", job.sync),
+                        native=swept_to.get("native", job.native),
                         software=_swept_software(software, swept_to),
                     )
                     cases.append((value, machines, case))
@@ -111,18 +115,18 @@ def simulate_allreduce(
 
     def done(index: int, result: Replayed) -> None:
         progress.advance(1, fields={"algorithm": result.algorithm})
-        if as_json:
+        if job.as_json:
             value, _, case = cases[index]
             show_json(allreduce_record(case, result) | ({swept.name: value} if swept.name else {}))
 
-    with started_runs(cores) as started:
+    with started_runs(job.cores) as started:
         results = started.map(replay, jobs, done=done, platform=lambda job: job.platform)
     progress.finish()
     labels = [_label(case) + (f", {swept.name} {value}" if swept.name else "") for value, _, case in cases]
-    if not as_json:
+    if not job.as_json:
         show(_table(labels, [case for *_, case in cases], results))
-    if plot is not None:
-        _draw(labels, [case for *_, case in cases], results, path=plot, force=force)
+    if job.plot is not None:
+        _draw(labels, [case for *_, case in cases], results, path=job.plot, force=job.force)
 
 
 def allreduce_record(case: Case, result: Replayed) -> dict[str, Any]:
@@ -139,13 +143,6 @@ def allreduce_record(case: Case, result: Replayed) -> dict[str, Any]:
         "bytes_moved": result.bytes_moved,
         "phases": [{"what": title, "end_s": end_s} for title, end_s in result.phases],
     }
-
-
-def _parsed(swept: Sweep, value: str) -> Any:
-    try:
-        return _SWEPT[swept.name](value)
-    except ValueError as error:
-        raise InputError(f"--sweep {swept.name}={value}: {error}") from None
 
 
 def _swept_software(software: Software, swept_to: dict[str, Any]) -> Software:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -15,6 +15,8 @@ from tatami.errors import InputError
 if TYPE_CHECKING:
     from tatami.sim.platforms import AbstractPlatform
     from tatami.sim.processes import Runs
+
+Value = TypeVar("Value")
 
 PlatformFile = Annotated[
     Path | None,
@@ -35,6 +37,13 @@ class Sweep:
 
     name: str
     values: tuple[str | None, ...]
+
+    def read(self, parse: Callable[[str], Value], value: str) -> Value:
+        """One of the values, parsed. Raises InputError with the words that were given."""
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise InputError(f"--sweep {self.name}={value}: {error}") from None
 
 
 def parse_sweep(text: str | None, *, known: Collection[str]) -> Sweep:

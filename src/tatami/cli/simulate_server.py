@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tatami.cli.numbers import finite, given
+from tatami.cli.settings import takes
 from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep, started_runs
 from tatami.cli.terminal import show, show_json
 from tatami.cluster.cluster import MOST_PROCESSORS
@@ -65,99 +66,114 @@ _SWEPT: dict[str, tuple[str, Callable[[str], Any]]] = {
 _FIELDS = frozenset(name for name, (field, _) in _SWEPT.items() if field)
 
 
-def simulate_server(
-    *,
-    preset: Annotated[str | None, typer.Option(help="Machines by name.", show_default=False)] = None,
-    platform: PlatformFile = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="How many compute.", show_default="all but the servers")] = None,
-    servers: Annotated[int, typer.Option(min=1, help="How many of the last hosts are servers (with --platform).")] = 1,
-    recovery: Annotated[str, typer.Option(metavar="A,B,...", help="What is done about deaths.")] = "checkpoint,servers,ignore",
-    every: Annotated[str, typer.Option(metavar="N|daly", help="Rounds between checkpoints.")] = "1",
+@dataclass(frozen=True, kw_only=True)
+class SimulateServerJob:
+    """What `tatami simulate server` can be asked for; the options say what each field is."""
+
+    preset: Annotated[str | None, typer.Option(help="Machines by name.", show_default=False)] = None
+    platform: PlatformFile = None
+    workers: Annotated[int | None, typer.Option(min=1, help="How many compute.", show_default="all but the servers")] = None
+    servers: Annotated[int, typer.Option(min=1, help="How many of the last hosts are servers (with --platform).")] = 1
+    recovery: Annotated[str, typer.Option(metavar="A,B,...", help="What is done about deaths.")] = "checkpoint,servers,ignore"
+    every: Annotated[str, typer.Option(metavar="N|daly", help="Rounds between checkpoints.")] = "1"
     checkpoint_waits: Annotated[
         bool, typer.Option("--checkpoint-waits", help="The next round begins when the checkpoint is written.")
-    ] = False,
-    checkpoint: Annotated[str, typer.Option(help="What a worker writes, and reads.")] = "8 GB",
+    ] = False
+    checkpoint: Annotated[str, typer.Option(help="What a worker writes, and reads.")] = "8 GB"
     store: Annotated[
         int, typer.Option(min=0, metavar="N", help="Keep checkpoints on N of the servers' machines, for all, not in each node.")
-    ] = 0,
-    runs: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="Of each recovery, each with a seed of its own.")] = 10,
-    rounds: Annotated[int, typer.Option(min=1, help="Of each run.")] = 200,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the first run.")] = 0,
+    ] = 0
+    runs: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="Of each recovery, each with a seed of its own.")] = 10
+    rounds: Annotated[int, typer.Option(min=1, help="Of each run.")] = 200
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the first run.")] = 0
     resume: Annotated[
         Resume | None, typer.Option(help="A spare does the rest of a task, or all.", show_default="restart; preset: continue")
-    ] = None,
+    ] = None
     task: Annotated[
         float, typer.Option(callback=finite, help="Work of one worker in a round, in the unit of the platform's speeds.")
-    ] = 100.0,
-    model: Annotated[str, typer.Option(help="What a worker pulls, and pushes, in a round.")] = "1 GB",
-    mtbf: Annotated[str, typer.Option(help="Mean time to a worker's death.")] = "3y",
-    server_mtbf: Annotated[str | None, typer.Option(help="... to a server's.", show_default="never")] = None,
-    link_mtbf: Annotated[str | None, typer.Option(help="... until a worker's link breaks.", show_default="never")] = None,
-    detection: Annotated[str, typer.Option(help="From a death until it is known.")] = "0 s",
-    spawn: Annotated[str, typer.Option(help="To start a machine.")] = "5 s",
-    spares: Annotated[int, typer.Option(min=0, max=MOST_PROCESSORS, help="Machines that stand by, started.")] = 0,
-    replicas: Annotated[int, typer.Option(min=1, help="Servers that hold each parameter.")] = 1,
-    sweep: SweepOption = None,
-    cores: Cores = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw times, and losses in FILE-per-failure.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each run, as it ends.")] = False,
-) -> None:
+    ] = 100.0
+    model: Annotated[str, typer.Option(help="What a worker pulls, and pushes, in a round.")] = "1 GB"
+    mtbf: Annotated[str, typer.Option(help="Mean time to a worker's death.")] = "3y"
+    server_mtbf: Annotated[str | None, typer.Option(help="... to a server's.", show_default="never")] = None
+    link_mtbf: Annotated[str | None, typer.Option(help="... until a worker's link breaks.", show_default="never")] = None
+    detection: Annotated[str, typer.Option(help="From a death until it is known.")] = "0 s"
+    spawn: Annotated[str, typer.Option(help="To start a machine.")] = "5 s"
+    spares: Annotated[int, typer.Option(min=0, max=MOST_PROCESSORS, help="Machines that stand by, started.")] = 0
+    replicas: Annotated[int, typer.Option(min=1, help="Servers that hold each parameter.")] = 1
+    sweep: SweepOption = None
+    cores: Cores = None
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw times, and losses in FILE-per-failure.")] = None
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each run, as it ends.")] = False
+
+    def setup(self, swept_to: Mapping[str, Any]) -> ServerSetup:
+        """What is simulated, but for the recovery, with one option as it is swept to."""
+        base = _machines(
+            self.preset, self.platform, workers=swept_to.get("workers", self.workers), servers=self.servers, rounds=self.rounds
+        )
+        swept = {_SWEPT[name][0]: value for name, value in swept_to.items() if name in _FIELDS}
+        return _with_store(
+            replace(base, **self._fields() | swept),
+            swept_to.get("store", self.store),
+            waits=self.checkpoint_waits,
+            size_bytes=given("--checkpoint", parse_size, self.checkpoint),
+        )
+
+    def _fields(self) -> dict[str, Any]:
+        """Those of `ServerSetup` that are options."""
+        return {
+            "task_flop": self.task,
+            "model_bytes": given("--model", parse_size, self.model),
+            "mtbf_s": given("--mtbf", parse_duration, self.mtbf),
+            "server_mtbf_s": None if self.server_mtbf is None else given("--server-mtbf", parse_duration, self.server_mtbf),
+            "link_mtbf_s": None if self.link_mtbf is None else given("--link-mtbf", parse_duration, self.link_mtbf),
+            "detection_s": given("--detection", parse_duration, self.detection),
+            "spawn_s": given("--spawn", parse_duration, self.spawn),
+            "spares": self.spares,
+            "replicas": self.replicas,
+            **({} if self.resume is None else {"resume": self.resume.value}),
+        }
+
+
+@takes(SimulateServerJob)
+def simulate_server(job: SimulateServerJob) -> None:
     """Simulate training on parameter servers, and what the deaths of workers cost under each recovery."""
     from tatami.sim.server import simulate_server as simulated
 
-    losses = None if plot is None else plot.with_name(f"{plot.stem}-per-failure{plot.suffix}")
-    for path in (plot, losses):
+    losses = None if job.plot is None else job.plot.with_name(f"{job.plot.stem}-per-failure{job.plot.suffix}")
+    for path in (job.plot, losses):
         if path is not None:
-            check_path(path, force=force)
-    swept = parse_sweep(sweep, known=_SWEPT)
-    settings = {
-        "task_flop": task,
-        "model_bytes": given("--model", parse_size, model),
-        "mtbf_s": given("--mtbf", parse_duration, mtbf),
-        "server_mtbf_s": None if server_mtbf is None else given("--server-mtbf", parse_duration, server_mtbf),
-        "link_mtbf_s": None if link_mtbf is None else given("--link-mtbf", parse_duration, link_mtbf),
-        "detection_s": given("--detection", parse_duration, detection),
-        "spawn_s": given("--spawn", parse_duration, spawn),
-        "spares": spares,
-        "replicas": replicas,
-        **({} if resume is None else {"resume": resume.value}),
-    }
+            check_path(path, force=job.force)
+    swept = parse_sweep(job.sweep, known=_SWEPT)
     cases: list[tuple[str | None, ServerSetup]] = []
     for value in swept.values:
-        swept_to = {} if value is None else {swept.name: _parsed(swept.name, value)}
-        base = _machines(preset, platform, workers=swept_to.get("workers", workers), servers=servers, rounds=rounds)
-        base = replace(base, **settings | {_SWEPT[name][0]: each for name, each in swept_to.items() if name in _FIELDS})
-        base = _with_store(
-            base, swept_to.get("store", store), waits=checkpoint_waits, size_bytes=given("--checkpoint", parse_size, checkpoint)
-        )
-        policies = [_policy(name.strip(), every=swept_to.get("every", every)) for name in recovery.split(",")]
+        swept_to = {} if value is None else {swept.name: swept.read(_SWEPT[swept.name][1], value)}
+        base = job.setup(swept_to)
+        policies = [_policy(name.strip(), every=swept_to.get("every", job.every)) for name in job.recovery.split(",")]
         cases += [(value, replace(base, recovery=policy)) for policy in policies]
     progress = progress_for()
-    progress.start("simulating", total=len(cases) * runs, unit="runs")
-    records: list[ServerRun] = []
+    progress.start("simulating", total=len(cases) * job.runs, unit="runs")
 
     def done(case: int, record: ServerRun) -> None:
-        records.append(record)
         progress.advance(1, fields={"recovery": record.recovery})
-        if as_json:
+        if job.as_json:
             show_json(run_record(record) | ({swept.name: cases[case][0]} if swept.name else {}))
 
-    with started_runs(cores) as started:
-        seeds = range(seed, seed + runs)
+    with started_runs(job.cores) as started:
+        seeds = range(job.seed, job.seed + job.runs)
         found = simulated([case for _, case in cases], seeds=seeds, runs=started, done=done)
     progress.finish()
     endings = [f", {swept.name} {value}" if value else "" for value, _ in cases]
     labels = [each[0].recovery + ending for each, ending in zip(found, endings, strict=True)]
-    if not as_json:
+    if not job.as_json:
         show(_table(labels, found))
-    if plot is not None and losses is not None:
+    if job.plot is not None and losses is not None:
         from tatami.report.simulated import draw_losses, draw_totals
 
-        for path, draw in ((plot, draw_totals), (losses, draw_losses)):
+        for path, draw in ((job.plot, draw_totals), (losses, draw_losses)):
             figure, axes = blank()
             draw(axes, labels, found)
-            save(figure, path, force=force)
+            save(figure, path, force=job.force)
 
 
 def run_record(run: ServerRun) -> dict[str, Any]:
@@ -190,13 +206,6 @@ def _policy(name: str, *, every: str) -> AbstractRecovery:
     if not every.isdecimal():
         raise InputError(f"--every is a number of rounds or daly, not {every!r}")
     return Checkpoint(every=int(every))
-
-
-def _parsed(name: str, value: str) -> Any:
-    try:
-        return _SWEPT[name][1](value)
-    except ValueError as error:
-        raise InputError(f"--sweep {name}={value}: {error}") from None
 
 
 def _machines(preset: str | None, platform: Path | None, *, workers: int | None, servers: int, rounds: int) -> ServerSetup:

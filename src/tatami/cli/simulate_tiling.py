@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tatami.cli.settings import takes
 from tatami.cli.simulate_options import Cores, SweepOption, parse_sweep, started_runs
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, parse_speeds, read_cluster
@@ -35,45 +36,50 @@ tatami simulate tiling cluster.toml --retile --sweep every=5,10,20 --json
 _SWEPT: dict[str, Callable[[str], Any]] = {"every": int, "iterations": int, "samples": int}
 
 
-def simulate_tiling(
+@dataclass(frozen=True, kw_only=True)
+class SimulateTilingJob:
+    """What `tatami simulate tiling` can be asked for; the options say what each field is."""
+
     cluster: Annotated[
         Path | None, typer.Argument(metavar="CLUSTER.TOML", help="The machines and their links.", show_default=False)
-    ] = None,
-    *,
-    speeds: Annotated[str | None, typer.Option(help="Relative speeds, in place of a file.")] = None,
-    net: Annotated[str, typer.Option(help="Sizes of the layers: inputs-hidden-...-outputs.")] = "203-80-26",
-    samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch.")] = 1024,
-    planner: Annotated[str, typer.Option(metavar="A,B,...", help="Who lays the tiles.")] = DEFAULT_PLANNER,
-    iterations: Annotated[int, typer.Option(min=1, help="How many.")] = 20,
+    ] = None
+    speeds: Annotated[str | None, typer.Option(help="Relative speeds, in place of a file.")] = None
+    net: Annotated[str, typer.Option(help="Sizes of the layers: inputs-hidden-...-outputs.")] = "203-80-26"
+    samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch.")] = 1024
+    planner: Annotated[str, typer.Option(metavar="A,B,...", help="Who lays the tiles.")] = DEFAULT_PLANNER
+    iterations: Annotated[int, typer.Option(min=1, help="How many.")] = 20
     slow: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME:F@WHEN", help="F times slower from iteration:N, or from a time, as 2s; may be given again."),
-    ] = None,
-    retile: Annotated[bool, typer.Option("--retile", help="Check the balance, and lay the tiles anew.")] = False,
-    every: Annotated[int, typer.Option(min=1, help="Iterations between checks.")] = 20,
-    unknown: Annotated[bool, typer.Option("--unknown", help="Plan for equal speeds: nothing is known at first.")] = False,
-    sweep: SweepOption = None,
-    cores: Cores = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time over iterations (.png, .pdf, .svg).")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each run, as it ends.")] = False,
-) -> None:
+    ] = None
+    retile: Annotated[bool, typer.Option("--retile", help="Check the balance, and lay the tiles anew.")] = False
+    every: Annotated[int, typer.Option(min=1, help="Iterations between checks.")] = 20
+    unknown: Annotated[bool, typer.Option("--unknown", help="Plan for equal speeds: nothing is known at first.")] = False
+    sweep: SweepOption = None
+    cores: Cores = None
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time over iterations (.png, .pdf, .svg).")] = None
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each run, as it ends.")] = False
+
+
+@takes(SimulateTilingJob)
+def simulate_tiling(job: SimulateTilingJob) -> None:
     """Simulate the iterations of a tiled network, with speeds that change, and with the re-tiling that answers."""
     from tatami.sim.platforms import ClusterPlatform
     from tatami.sim.tiling import TilingJob, rehearse
 
-    if plot is not None:
-        check_path(plot, force=force)
-    swept = parse_sweep(sweep, known=_SWEPT)
-    machines = _machines(cluster, speeds)
+    if job.plot is not None:
+        check_path(job.plot, force=job.force)
+    swept = parse_sweep(job.sweep, known=_SWEPT)
+    machines = _machines(job.cluster, job.speeds)
     believed = machines
-    if unknown:
+    if job.unknown:
         believed = replace(machines, processors=tuple(replace(each, speed=1.0) for each in machines.processors))
     labels, jobs = [], []
     for value in swept.values:
-        given = {} if value is None else {swept.name: _parsed(swept.name, value)}
-        workload = net_workload(net, samples=given.get("samples", samples))
-        for name in planner.split(","):
+        given = {} if value is None else {swept.name: swept.read(_SWEPT[swept.name], value)}
+        workload = net_workload(job.net, samples=given.get("samples", job.samples))
+        for name in job.planner.split(","):
             labels.append(name.strip() + (f", {swept.name} {value}" if value else ""))
             jobs.append(
                 TilingJob(
@@ -81,11 +87,11 @@ def simulate_tiling(
                     cluster=believed,
                     workload=workload,
                     layout=plan(name.strip(), cluster=believed, workload=workload).layout,
-                    iterations=given.get("iterations", iterations),
+                    iterations=given.get("iterations", job.iterations),
                     speeds=tuple(machines.speeds.values()),
-                    changes=tuple(_change(text) for text in slow or ()),
-                    retiler=Retiler(every=given.get("every", every)) if retile else None,
-                    known_speeds=not unknown,
+                    changes=tuple(_change(text) for text in job.slow or ()),
+                    retiler=Retiler(every=given.get("every", job.every)) if job.retile else None,
+                    known_speeds=not job.unknown,
                 )
             )
     progress = progress_for()
@@ -93,19 +99,19 @@ def simulate_tiling(
 
     def done(index: int, run: TilingRun) -> None:
         progress.advance(1, fields={"planner": labels[index]})
-        if as_json:
+        if job.as_json:
             show_json(tiling_record(labels[index], run))
 
-    with started_runs(cores) as started:
+    with started_runs(job.cores) as started:
         found = started.map(rehearse, jobs, done=done, platform=lambda job: job.platform)
     progress.finish()
-    if not as_json:
-        show(_table(labels, found, title=f"{net}, {machines.size} processors"))
+    if not job.as_json:
+        show(_table(labels, found, title=f"{job.net}, {machines.size} processors"))
         for label, run in zip(labels, found, strict=True):
             for decision in run.decisions:
                 show(f"{label}: {decision.reason}")
-    if plot is not None:
-        _draw(labels, found, path=plot, force=force)
+    if job.plot is not None:
+        _draw(labels, found, path=job.plot, force=job.force)
 
 
 def tiling_record(label: str, run: TilingRun) -> dict[str, Any]:
@@ -131,13 +137,6 @@ def _machines(file: Path | None, speeds: str | None) -> Cluster:
         return read_cluster(file)
     assert speeds is not None
     return Cluster.from_speeds(parse_speeds(speeds))
-
-
-def _parsed(name: str, value: str) -> Any:
-    try:
-        return _SWEPT[name](value)
-    except ValueError as error:
-        raise InputError(f"--sweep {name}={value}: {error}") from None
 
 
 def _change(text: str) -> Change:
