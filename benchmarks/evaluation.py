@@ -85,7 +85,7 @@ def jobs(options: argparse.Namespace) -> Iterator[EvaluationJob]:
 
 
 def measure(options: argparse.Namespace, path: Path) -> None:
-    """Run the jobs, and replace in the file what they measured anew, job by job: a stopped run loses only its last."""
+    """Run the jobs, and replace their results in the file, job by job: a stopped run loses only its last."""
     begun_s = time.monotonic()
     for job in jobs(options):
         print(

@@ -1,7 +1,7 @@
 """The simulator against what it simulates, in labs on this machine:  python benchmarks/simulated.py [OPTIONS]
 
     --bandwidth 100Mbit/s        only labs with these links; 1 Gbit/s and 100 Mbit/s by default
-    --report                     measure nothing; simulate anew what was measured before, and compare
+    --report                     measure nothing; simulate again what was measured before, and compare
     --part server                only rounds of the parameter server; what was measured before is kept for the rest
 
 In a lab of four unequal hosts, ranks first probe it: speeds and startups of tiles alone, links, messages without a pause. Then
@@ -75,7 +75,7 @@ def measure_server(job: ServerJob, *, timeout_s: float = 600.0) -> dict[str, Any
         with Lab(job.cluster) as lab, (Path(folder) / "ray.log").open("a+b") as log:
             head = lab.plan.hosts[0]
             python = [sys.executable, "-m", _SERVER_HOST]
-            open_ = {**python_path(), "RAY_AUTH_MODE": "disabled"}  # nobody else reaches the network of a lab
+            open_ = {**python_path(), "RAY_AUTH_MODE": "disabled"}  # no other process reaches the network of a lab
             for host in lab.plan.hosts:
                 words = [*python, "node", head.address, host.address, folder]
                 lab.spawn(host.name, words, limited=False, environment=open_, stdout=log)

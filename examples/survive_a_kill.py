@@ -26,7 +26,7 @@ def model_fn() -> nn.Module:
     return nn.Sequential(nn.Linear(INPUTS, 80), nn.Tanh(), nn.Linear(80, OUTPUTS))
 
 
-def kill_somebody(run: server.RunControl) -> None:
+def kill_a_worker(run: server.RunControl) -> None:
     """Called after every round."""
     if run.version in (20, 40):
         victim = f"worker {run.version // 20}"
@@ -36,7 +36,7 @@ def kill_somebody(run: server.RunControl) -> None:
 
 def main() -> None:
     finals = []
-    for on_round in (None, kill_somebody):
+    for on_round in (None, kill_a_worker):
         model, report = server.train(
             model_fn,
             loss_fn,

@@ -1,7 +1,7 @@
 """Where the time of a tiled iteration goes, by the stopwatches of all ranks: compute, waiting, vertical, horizontal, overhead.
 
-A rank's stopwatch cannot tell a transfer from the wait for whoever comes late to it. All together can: who comes last waits
-for nobody, so the shortest of a group is what the transfer takes, and what others have beyond it they waited.
+A rank's stopwatch cannot tell a transfer from the wait for a rank that comes late to it. All together can: the rank that comes
+last waits for no other, so the shortest of a group is what the transfer takes, and what others have beyond it they waited.
 """
 
 from __future__ import annotations

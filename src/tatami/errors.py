@@ -5,7 +5,7 @@ Each says what happened, where (rank, peer, operation), the value seen, and what
     TatamiError
     ├── InputError (ValueError)                 refused at the boundary, before anything starts or is written
     │   ├── ClusterError                        a cluster description; carries all its problems at once
-    │   ├── PlanError                           speeds, sizes or a tiling that cannot be
+    │   ├── PlanError                           invalid speeds, sizes or tilings
     │   │   └── MemoryLackError (MemoryError)   a network that does not fit; says who lacks how much, and what would do
     │   ├── ScheduleError                       a collective that cannot be built, or would not deliver
     │   ├── ModelError                          a network that cannot be tiled, or a random layer refused by name
@@ -58,7 +58,7 @@ class ClusterError(InputError):
 
 
 class PlanError(InputError):
-    """Speeds, sizes or a tiling that cannot be."""
+    """Invalid speeds, sizes or tilings."""
 
 
 class MemoryLackError(PlanError, MemoryError):

@@ -1,4 +1,4 @@
-"""Input files and numbers that users give: refused where they are no such thing, before anything is made of them."""
+"""Input files and numbers that users give: refused where they are invalid, before anything is made of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_input(path: Path | str, *, what: str, error: type[InputError] = InputE
         largest_bytes: of such a file; None for any size.
 
     Raises:
-        InputError: there is no such file, it is no regular file, or it is too large.
+        InputError: there is no such file, it is not a regular file, or it is too large.
     """
     try:
         found = os.stat(path)
@@ -48,7 +48,7 @@ def read_text(path: Path | str, *, what: str, error: type[InputError] = InputErr
     """The text of a file of at most 8 MiB. See `check_input`.
 
     Raises:
-        InputError: as `check_input`; or it cannot be read, or is no text.
+        InputError: as `check_input`; or it cannot be read, or is not text.
     """
     check_input(path, what=what, error=error, largest_bytes=LARGEST_TEXT_BYTES)
     try:
@@ -60,7 +60,7 @@ def read_text(path: Path | str, *, what: str, error: type[InputError] = InputErr
 
 
 def read_toml(path: Path | str, *, what: str, error: type[InputError] = InputError) -> dict[str, Any]:
-    """The tables of a TOML file. Raises as `read_text`, also where it is no TOML."""
+    """The tables of a TOML file. Raises as `read_text`, also where it is not TOML."""
     text = read_text(path, what=what, error=error)
     try:
         return tomllib.loads(text)

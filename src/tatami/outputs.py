@@ -35,7 +35,7 @@ def check_output(path: Path | str, *, force: bool) -> None:
 
     Raises:
         OutputExistsError: `path` exists and `force` was not given.
-        InputError: `path` is no regular file, or cannot be written where it is.
+        InputError: `path` is not a regular file, or cannot be written where it is.
     """
     path = Path(path)
     if _refuse(path, force=force) is None:
@@ -97,7 +97,7 @@ def replacing(path: Path | str, *, force: bool = False) -> Iterator[Path]:
 
     Raises:
         OutputExistsError: `path` exists and `force` was not given; also where it came to be in the meantime.
-        InputError: `path` is no regular file.
+        InputError: `path` is not a regular file.
         OSError: the disk is full, or the like; what was there before is untouched.
     """
     path = Path(path)
@@ -168,7 +168,7 @@ def _check_room(path: Path) -> None:
         except OSError as error:
             raise _cannot_be_written(path, error) from None
     if not above.is_dir():
-        raise InputError(f"{path} cannot be written: {above} is no folder; choose another name")
+        raise InputError(f"{path} cannot be written: {above} is not a folder; choose another name")
     _check_writable(above, of=path)
 
 

@@ -13,7 +13,7 @@ class Progress(Protocol):
     """What long work reports to. One piece of work at a time: `start`, any number of `advance`, `finish`."""
 
     def start(self, what: str, *, total: int | None = None, unit: str = "samples") -> None:
-        """Work called `what` begins: `total` of `unit`, None where nobody knows how many."""
+        """Work called `what` begins: `total` of `unit`, None where the number is not known."""
 
     def advance(self, amount: int, *, fields: Mapping[str, str] | None = None) -> None:
         """`amount` more are done; `fields` are shown beside them, as {"loss": "0.12"}, until others take their place."""

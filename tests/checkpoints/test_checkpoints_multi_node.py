@@ -295,7 +295,7 @@ def test_state_that_all_ranks_share_is_loaded_by_any_number_of_them(folder: Path
     assert [(step, state["rank"]) for step, state in found] == [(30, 0)] * ranks
 
 
-def test_state_of_each_rank_says_why_another_number_can_not_load_it(folder: Path) -> None:
+def test_state_of_each_rank_says_why_another_number_cannot_load_it(folder: Path) -> None:
     save_steps(3, folder)
     for ranks in (2, 4):
         with pytest.raises(CheckpointError, match=rf"saved by 3 ranks with 3 different states; this job has {ranks} ranks"):

@@ -36,11 +36,11 @@ def test_events(text: str, event: LabEvent) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "is no event; write one of: TIME kill HOST"),
-        ("20s kill", "is no event"),
-        ("20s kill h3 h4", "is no event"),
-        ("20s burn h3", "is no event"),
-        ("20s speed h3", "is no event"),
+        ("", "is not an event; write one of: TIME kill HOST"),
+        ("20s kill", "is not an event"),
+        ("20s kill h3 h4", "is not an event"),
+        ("20s burn h3", "is not an event"),
+        ("20s speed h3", "is not an event"),
         ("soon kill h3", "'soon' is not a duration"),
         ("20s speed h3 0", "must be > 0"),
         ("20s rate h3 0", "a rate must be > 0; to have none, cut the host"),

@@ -390,7 +390,7 @@ def test_networks_that_differ_are_told_apart(world: World) -> None:
 @pytest.mark.ranks(1, 2)
 def test_what_cannot_be_is_refused(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(InputError, match=r"wire=torch.int64 is no floating dtype"):
+        with pytest.raises(InputError, match=r"wire=torch.int64 is not a floating dtype"):
             DataParallel(network(0), comm, wire=torch.int64)
         with pytest.raises(InputError, match="nothing to train"):
             DataParallel(network(0).requires_grad_(False), comm)

@@ -266,7 +266,7 @@ def test_what_can_not_be_is_told_on_all_ranks(world: World) -> None:
             MultiNodeOptimizer(torch.optim.SGD(lazy.parameters(), lr=1.0), comm, model=lazy)
         with pytest.raises(InputError, match="average_gradients: weight belongs to a lazy layer and has no shape yet; run one"):
             average_gradients(lazy, comm)
-        with pytest.raises(InputError, match=r"wire=torch\.int32 is no floating dtype; choose torch\.bfloat16"):
+        with pytest.raises(InputError, match=r"wire=torch\.int32 is not a floating dtype; choose torch\.bfloat16"):
             MultiNodeOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0), comm, wire=torch.int32)
         weight = nn.Parameter(torch.zeros(2))
         optimizer = MultiNodeOptimizer(torch.optim.SGD([weight], lr=1.0), comm)

@@ -139,7 +139,7 @@ def test_reports_are_kept(tmp_path: Path) -> None:
     report.save(tmp_path / "run.json")
     assert RunReport.load(tmp_path / "run.json") == report
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(InputError, match="no report"):
+    with pytest.raises(InputError, match="is not a report"):
         RunReport.load(tmp_path / "bad.json")
 
 

@@ -98,5 +98,5 @@ def test_the_result_is_fetched_before_the_run_is_over() -> None:
 
 
 def test_an_event_of_another_protocol_is_a_mistake() -> None:
-    with pytest.raises(TypeError, match="Event is no event of this protocol"):
+    with pytest.raises(TypeError, match="Event is not an event of this protocol"):
         Coordinator(Protocol(**TERMS)).handle(ev.Event(at_s=0))

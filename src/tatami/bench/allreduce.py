@@ -146,8 +146,8 @@ def _gloo_run(group: Any, tensor: torch.Tensor) -> Callable[[], object]:
 
 
 def _gloo(comm: AbstractCommunicator) -> Any:
-    """A gloo group over the ranks of `comm`, beside whatever torch.distributed is used for otherwise."""
-    distributed: Any = torch.distributed  # its stubs leave out what is not for everybody
+    """A gloo group over the ranks of `comm`, beside other uses of torch.distributed."""
+    distributed: Any = torch.distributed  # its stubs leave out internal names
     timeout = timedelta(seconds=comm.timeout_s)
     if len(set(comm.hosts)) == 1:
         store = store_of_one_host(comm)

@@ -2,7 +2,7 @@
 
 All train the same network from the same weights on the same samples, in turn, one thread a rank. The exposed part of
 communication is what a step takes more than the same step without any, in the same round. That one ends when all ranks have
-ended it: waiting for whoever is slower this time is nobody's communication.
+ended it: time in which the faster rank waits for the slower one is not communication.
 """
 
 from __future__ import annotations

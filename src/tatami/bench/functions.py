@@ -52,7 +52,7 @@ class FunctionsBenchmark:
     def check(self, *, ranks: int) -> None:
         """
         Raises:
-            InputError: not two ranks, or a size that is no whole number of float32.
+            InputError: not two ranks, or a size that is not a whole number of float32.
         """
         if ranks != 2:
             raise InputError(f"a round trip is measured between 2 ranks, not {ranks}")

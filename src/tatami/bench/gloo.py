@@ -25,5 +25,5 @@ def store_of_one_host(comm: AbstractCommunicator) -> Any:
     if comm.rank == 0:
         handle, place = tempfile.mkstemp(prefix="tatami-store-")
         os.close(handle)
-    distributed: Any = torch.distributed  # its stubs leave out what is not for everybody
+    distributed: Any = torch.distributed  # its stubs leave out internal names
     return distributed.FileStore(comm.bcast_object(place), comm.size)

@@ -50,7 +50,7 @@ class ServerBenchmark:
 
     @property
     def copies(self) -> dict[str, int]:
-        """Bytes that must be copied in a round, wherever the parts are and whoever does it."""
+        """Bytes that must be copied in a round, on whichever machine the parts are."""
         each = self.workers * self.size_bytes
         return {
             "gradients into shared memory": each,

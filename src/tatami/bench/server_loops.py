@@ -1,4 +1,4 @@
-"""Training on the parameter server against as many loops that know nothing of each other."""
+"""Training on the parameter server against as many independent loops."""
 
 from __future__ import annotations
 

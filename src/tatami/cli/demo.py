@@ -34,7 +34,7 @@ def demo(
     speeds: Annotated[str, typer.Option(metavar="1,1,0.5", help="Of the ranks, relative.")] = "1,1,0.5,0.25",
     net: Annotated[str, typer.Option(metavar="SIZES", help="The network, for digits: 64-...-10.")] = "64-800-10",
     iterations: Annotated[int, typer.Option(min=1, metavar="N", help="Of each of the three runs.")] = 100,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where pictures go, if matplotlib is there.")] = Path("demo"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where pictures go, if matplotlib is installed.")] = Path("demo"),
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list with a record for each run.")] = False,
 ) -> None:
     """Watch one network train over ranks of unequal speed, in about a minute.
@@ -106,9 +106,9 @@ def _demo_rank(runs: dict[str, Prepared], comm: AbstractCommunicator, *, out: Pa
 
 
 _TOLD = {
-    "even": "1. Evenly: every rank gets an equal mat.",
-    "srpm": "2. SRPM, which knows the speeds: mats as large as the ranks are fast.",
-    "drpm": "3. DRPM, which knows nothing: begins evenly, measures, and lays the mats anew while it trains.",
+    "even": "1. Evenly: every rank gets an equal tile.",
+    "srpm": "2. SRPM, which knows the speeds: tiles as large as the ranks are fast.",
+    "drpm": "3. DRPM, which knows no speeds: it begins evenly, measures, and re-tiles while it trains.",
 }
 
 
@@ -154,7 +154,7 @@ def _report(runs: dict[str, Prepared], outcomes: dict[str, TrainingOutcome], *, 
 
 
 def _draw(runs: dict[str, Prepared], outcomes: dict[str, TrainingOutcome], out: Path) -> list[Path]:
-    """The mats and the course of the runs, written over those of an earlier demo; nothing where matplotlib is missing."""
+    """The tiles and the course of the runs, written over those of an earlier demo; nothing where matplotlib is missing."""
     from tatami.cli.results import plot_course
     from tatami.errors import MissingExtraError
     from tatami.report import blank, draw_tiling, save

@@ -16,7 +16,7 @@ BAD_INPUT = 2
 FAILED = 1
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
 USAGE_ERROR: Any = typer.BadParameter.__base__
-"""Whatever is wrong with options; typer has a click of its own, and not every version the same."""
+"""All errors of options; typer brings its own copy of click, and not every version the same."""
 _LONGEST_LINE = 1000
 _GRACE_S = 1.0
 """What all ranks raise, rank 0 says; another rank says it only if rank 0 has not ended the job meanwhile."""
@@ -44,7 +44,7 @@ class Commands(TyperGroup):
 
 
 def _said(error: BaseException) -> str:
-    """A full disk or the like is no fault of ours, so that it needs no traceback."""
+    """A full disk and similar errors are not faults of this program, so they need no traceback."""
     if isinstance(error, MemoryError) and not isinstance(error, TatamiError):
         return "there is not enough memory for this"
     return "\n".join(shortened(line, longest=_LONGEST_LINE) for line in str(error).split("\n"))

@@ -42,7 +42,7 @@ OptimizerMaker = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def methods() -> tuple[str, ...]:
-    """How the mats can be laid: the planners, and DRPM from no knowledge."""
+    """How the tiles can be placed: by the planners, or by DRPM, which begins without knowledge."""
     return (*PLANNERS, DRPM)
 
 
@@ -54,7 +54,7 @@ class Prepared:
         job: as asked for.
         ranks: how many.
         train: what is trained on.
-        test: what the accuracy is told of; what is trained on where nothing is held out.
+        test: the samples of the accuracy; the training samples where none are held out.
         net: sizes of the layers.
         model: the plain network, as it starts.
         machines: the ranks' speeds and links; None where none were given.
@@ -90,7 +90,7 @@ def prepare(job: TrainJob) -> Prepared:
     """Check the job, read its data and build its network. Writes and starts nothing.
 
     Raises:
-        InputError: what cannot be, each with its own message; one of its kinds where it is a file, a plan or a checkpoint.
+        InputError: an invalid job, each fault with its own message; one of its kinds for a file, a plan or a checkpoint.
         MissingExtraError: something it needs is not installed.
     """
     _check_choice("method", job.method, methods())
@@ -110,7 +110,7 @@ def prepare(job: TrainJob) -> Prepared:
         )
     batch_size = min(job.batch_size or train.samples, train.samples)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # whoever is left out, rank 0 says when it plans
+        warnings.simplefilter("ignore")  # rank 0 names the processors without work when it plans
         plan(
             "even" if job.method == DRPM else job.method,
             cluster=machines or Cluster.from_speeds([1.0] * ranks),
@@ -149,7 +149,7 @@ def check_outputs(job: TrainJob) -> None:
 
     Raises:
         OutputExistsError: a file exists and `force` was not given.
-        InputError: something cannot be written, or is no regular file; a kind of picture that is not written.
+        InputError: a file cannot be written, or is not a regular file; a kind of picture that is not written.
         MissingExtraError: matplotlib or TensorBoard is needed and not installed.
     """
     for path in (job.save, job.log):

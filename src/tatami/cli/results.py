@@ -1,4 +1,4 @@
-"""What a training run came to, for people: a table, the mats, a picture."""
+"""The results of a training run for the terminal: a table, the tiles, a picture."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tell_emulation(prepared: Prepared) -> None:
 
 
 def show_outcome(prepared: Prepared, outcome: TrainingOutcome) -> None:
-    """The table of one run, and how its mats lie at the end."""
+    """The table of one run, and its tiles at the end."""
     job = prepared.job
     what = "training samples" if prepared.test is prepared.train else "held out"
     accuracy = ", ".join(f"{name} {100 * value:.1f} %" for name, value in outcome.accuracy.items())

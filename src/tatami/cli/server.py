@@ -86,7 +86,7 @@ def show_report(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
-    """Tell of each failure of a run: when, whom, noticed after how long, seconds lost."""
+    """Show each failure of a run: when it happened, to which process, after how long it was noticed, and the seconds lost."""
     from tatami.server import RunReport
     from tatami.server.timeline import draw_timeline
 

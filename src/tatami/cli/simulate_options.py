@@ -50,7 +50,7 @@ def parse_sweep(text: str | None, *, known: Collection[str]) -> Sweep:
     """The sweep "mtbf=30d,1y,3y".
 
     Raises:
-        InputError: it has no such form, or sweeps what cannot be: the message lists what can.
+        InputError: it has another form, or names an option that cannot be swept: the message lists those that can.
     """
     if text is None:
         return Sweep(name="", values=(None,))

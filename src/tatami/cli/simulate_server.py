@@ -107,7 +107,7 @@ class SimulateServerJob:
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each run, as it ends.")] = False
 
     def setup(self, swept_to: Mapping[str, Any]) -> ServerSetup:
-        """What is simulated, but for the recovery, with one option as it is swept to."""
+        """What is simulated, without the recovery; `swept_to` has the value of the swept option, if any."""
         base = _machines(
             self.preset, self.platform, workers=swept_to.get("workers", self.workers), servers=self.servers, rounds=self.rounds
         )

@@ -1,4 +1,4 @@
-"""`tatami simulate tiling`: what a tiling is worth, and what re-tiling mends, on machines that you do not have."""
+"""`tatami simulate tiling`: what a tiling and re-tiling gain, on machines that you do not have."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class SimulateTilingJob:
     speeds: Annotated[str | None, typer.Option(help="Relative speeds, in place of a file.")] = None
     net: Annotated[str, typer.Option(help="Sizes of the layers: inputs-hidden-...-outputs.")] = "203-80-26"
     samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch.")] = 1024
-    planner: Annotated[str, typer.Option(metavar="A,B,...", help="Who lays the tiles.")] = DEFAULT_PLANNER
+    planner: Annotated[str, typer.Option(metavar="A,B,...", help="Planners.")] = DEFAULT_PLANNER
     iterations: Annotated[int, typer.Option(min=1, help="How many.")] = 20
     slow: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME:F@WHEN", help="F times slower from iteration:N, or from a time, as 2s; may be given again."),
     ] = None
-    retile: Annotated[bool, typer.Option("--retile", help="Check the balance, and lay the tiles anew.")] = False
+    retile: Annotated[bool, typer.Option("--retile", help="Check the balance, and re-tile.")] = False
     every: Annotated[int, typer.Option(min=1, help="Iterations between checks.")] = 20
     unknown: Annotated[bool, typer.Option("--unknown", help="Plan for equal speeds: nothing is known at first.")] = False
     sweep: SweepOption = None

@@ -51,7 +51,7 @@ def width() -> int:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether what is written to `stream` appears on a terminal, be it through a launcher."""
+    """Whether what is written to `stream` appears on a terminal, directly or through a launcher."""
     return stream.isatty() or RANK_TERMINAL_VARIABLE in os.environ
 
 
@@ -60,7 +60,7 @@ def environment_of_ranks() -> dict[str, str]:
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
         return {}
     columns = str(_console(sys.stdout).width)
-    # The last three are rich's own: for whatever draws with it on the ranks, the progress bar among them.
+    # The last three are rich's own: for everything that draws with it on the ranks, such as the progress bar.
     return {RANK_TERMINAL_VARIABLE: columns, "COLUMNS": columns, "FORCE_COLOR": "1", "TTY_INTERACTIVE": "1"}
 
 

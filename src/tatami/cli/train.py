@@ -33,9 +33,9 @@ torchrun --nproc-per-node 4 -m tatami train
 
 @takes(TrainJob)
 def train(job: TrainJob) -> None:
-    """Train one network on ranks that are not alike, every one with a mat sized to its speed.
+    """Train one network on ranks that are not alike, each with a tile sized to its speed.
 
-    The result is that of one machine, up to rounding, however the mats lie. --speeds says what the planner shall believe of the
+    The result is that of one machine, up to rounding, for every tiling. --speeds says what the planner assumes about the
     machines; --emulate also makes the ranks that slow. Everything is checked before anything is started or written.
     """
     from tatami.cli.job import check_outputs, prepare

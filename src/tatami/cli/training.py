@@ -27,7 +27,7 @@ STEADY = 20
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOutcome:
-    """What a run came to; the same on every rank but for `iteration_s`, which is rank 0's.
+    """The results of a run; the same on every rank except `iteration_s`, which is rank 0's.
 
     Attributes:
         history: every iteration.

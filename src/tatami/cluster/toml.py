@@ -41,8 +41,8 @@ def read_cluster(path: Path | str) -> Cluster:
     """The cluster that a TOML file describes.
 
     Raises:
-        ClusterError: the file cannot be read, or is no TOML, or describes no cluster: `problems` holds every fault, each
-            with its path, such as `processors[2].speed: must be > 0, not -1`.
+        ClusterError: the file cannot be read, or is not TOML, or does not describe a cluster: `problems` holds every fault,
+            each with its path, such as `processors[2].speed: must be > 0, not -1`.
     """
     return cluster_of(read_toml(path, what="the cluster file", error=ClusterError), source=path)
 
@@ -100,7 +100,7 @@ def _link_lines(link: Link) -> list[str]:
 
 
 def _text(text: str) -> str:
-    """A TOML string: JSON's, but for the delete character, which JSON leaves as it is and TOML forbids."""
+    """A TOML string: JSON's, except for the delete character, which JSON leaves as it is and TOML forbids."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -78,7 +78,7 @@ class DirectAllGather(AbstractPattern):
 class SharedAllReduce(AbstractPattern):
     """Member i adds everyone's part i into its own vector, then stores it into everyone's: one round, two barriers.
 
-    Nobody else touches part i of any vector, so nothing need be waited for between the sum and the stores.
+    No other rank touches part i of any vector, so ranks need not wait between the sum and the stores.
     """
 
     role = Role.ALL_REDUCE

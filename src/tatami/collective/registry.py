@@ -158,7 +158,7 @@ def build(
         element_bytes: of one element, 4 for float32.
 
     Raises:
-        ScheduleError: an unknown name; M x N is not P; hosts that do not fit; or a fixed order where there is none to be had.
+        ScheduleError: an unknown name; M x N is not P; hosts that do not fit; or a fixed order where the algorithm has none.
     """
     entry = _entry(algorithm, what="all-reduce")
     _entry(across, what="all-reduce for across")

@@ -4,7 +4,7 @@ The vector
     Every rank has one vector of `size` elements, and the schedule works on it in place: a step takes elements
     `start .. stop` of its source's vector to *the same* elements of its target's vector. There is no other buffer that a
     schedule speaks of. At the start rank r's vector holds r's contribution; at the end every vector holds the reduction
-    of all of them. A schedule knows no dtype and no operator: `reduce` means whatever the caller reduces with.
+    of all of them. A schedule knows no dtype and no operator: `reduce` means the operation that the caller chose.
 
 The shape
     Schedule -> phases -> rounds -> steps. A `Phase` works on `RankGroup`s: ranks that together own a range of elements. All
@@ -43,7 +43,7 @@ How a rank runs it
     are added later: `verify` refuses it.
 
 Synchronisation (`Phase.sync`)
-    What a round waits for is the phase's `Sync`; see there. Whatever the kind, a rank has left the phase before when it takes
+    What a round waits for is the phase's `Sync`; see there. With every kind, a rank has left the phase before when it takes
     part in opening an epoch, and what it was to receive in a phase has arrived when it leaves that phase.
 
 Parts

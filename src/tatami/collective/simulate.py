@@ -76,7 +76,7 @@ def _apply(step: Step, values: Vector, state: list[Vector], op: Operator) -> Non
 
 
 def _run_native(ranks: tuple[int, ...], parts: list[tuple[int, int]], role: Role, state: list[Vector], op: Operator) -> None:
-    """What a native collective means; its reduce-scatter leaves other parts alone, which nobody may rely on."""
+    """What a native collective means; its reduce-scatter leaves other parts alone, on which no caller may rely."""
     for member, (start, stop) in enumerate(parts):
         total = state[ranks[member]][start:stop].copy()
         if role is not Role.ALL_GATHER:

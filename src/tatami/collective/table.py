@@ -111,7 +111,7 @@ class TuningTable:
         """What `to_json` wrote.
 
         Raises:
-            InputError: it is no such table; says what is wrong.
+            InputError: it is not a tuning table; says what is wrong.
         """
         try:
             record = json.loads(text)

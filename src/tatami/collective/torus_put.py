@@ -2,7 +2,7 @@
 
 The last phase computes nothing, so no rank need take part in receiving: in round i each puts all it holds into its partner's
 window, at the final address, so that nothing is copied twice (Tamura, Hanawa: fastest at (M, N) = (2, 128) of 256 processes).
-A row that is no power of two runs on the circulant of `halving`.
+A row whose length is not a power of two runs on the circulant of `halving`.
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ class AllReduce:
 
         Raises:
             InputError: an invalid specification; ranks that give different ones, with both of them; a backend without windows.
-            ScheduleError: M x N is not the number of ranks; no fixed order to be had; ranks of `shared` on several hosts.
+            ScheduleError: M x N is not the number of ranks; an algorithm without a fixed order; ranks of `shared` on several
+                hosts.
         """
         problem: Exception | None = None
         try:

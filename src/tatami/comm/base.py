@@ -174,7 +174,7 @@ class AbstractCommunicator(ABC):
 
     @property
     def has_windows(self) -> bool:
-        """Whether `window` and `shared_window` are to be had."""
+        """Whether `window` and `shared_window` are available."""
         return False
 
     def window(

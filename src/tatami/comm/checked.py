@@ -67,7 +67,7 @@ class CheckedCommunicator(ObjectMessages):
     """Every public operation: check, bring into form, start it on the backend, wait, bring back.
 
     Raises:
-        InputError: from every operation, for an argument that cannot be: a rank that is not there, this rank itself as the peer
+        InputError: from every operation, for an invalid argument: an unknown rank, this rank itself as the peer
             of a blocking send or recv, a negative tag, counts that do not fit the sizes, a dtype or device that is not moved.
         ClosedError: from every operation after `close`.
     """

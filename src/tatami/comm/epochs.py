@@ -32,7 +32,7 @@ class AbstractEpochs(ABC):
 
     @abstractmethod
     def close(self, *, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """After them: what came in the round is there, and what was put may be changed."""
+        """After them: what came in the round has arrived, and what was put may be changed."""
 
 
 class FenceEpochs(AbstractEpochs):

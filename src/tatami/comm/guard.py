@@ -139,7 +139,7 @@ def _await_reader() -> None:
 
 
 def _unread(output: int) -> bool:
-    """Whether bytes wait in this pipe; of what is no pipe nothing is known."""
+    """Whether bytes wait in this pipe; False for anything other than a pipe."""
     try:
         if not stat.S_ISFIFO(os.fstat(output).st_mode):
             return False

@@ -52,7 +52,7 @@ def run(command: Sequence[str], *, ranks: int, hosts: Sequence[str] | None = Non
         hosts: machines to start on, each `name` or `name:ranks`; None for this machine alone, over its loopback.
 
     Raises:
-        InputError: fewer than 1 rank, no command, or hosts that are no names.
+        InputError: fewer than 1 rank, no command, or invalid host names.
         MissingExtraError: no mpiexec is found.
         CommError: this machine does not let so many processes be started.
     """
@@ -126,7 +126,7 @@ def check_ranks(ranks: int, *, hosts: Sequence[str] | None) -> None:
     """Refuse what cannot be started.
 
     Raises:
-        InputError: fewer than 1 rank, or hosts that are no names.
+        InputError: fewer than 1 rank, or invalid host names.
     """
     if ranks < 1:
         raise InputError(f"cannot start {ranks} ranks; give at least 1")

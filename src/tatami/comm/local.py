@@ -26,7 +26,7 @@ from tatami.comm.signals import StopRequest
 from tatami.errors import CommError
 
 LOOK_S = 0.05
-"""How often is looked for ends of ranks where the system does not tell of them, and while they are asked to end."""
+"""How often the launcher looks for ends of ranks where the system does not report them, and while they are asked to end."""
 _TELLS_OF_ENDS = hasattr(os, "pidfd_open")
 _CHUNK_BYTES = 1 << 16
 

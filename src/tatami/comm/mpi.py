@@ -123,7 +123,7 @@ class MpiCommunicator(AbstractMpiCommunicator):
     def __init__(
         self, comm: Any, *, mpi: ModuleType, hosts: tuple[str, ...], timeout_s: float, clock: Clock | None = None
     ) -> None:
-        """Takes over `comm`, an mpi4py communicator on which nobody else sends; `hosts` are those of its ranks."""
+        """Takes over `comm`, an mpi4py communicator on which no other code sends; `hosts` are those of its ranks."""
         super().__init__(rank=comm.Get_rank(), hosts=hosts, timeout_s=timeout_s)
         self.mpi = mpi
         self.clock = clock or SystemClock()

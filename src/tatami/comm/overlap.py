@@ -87,7 +87,7 @@ def overlap(
         hosts: of each rank, to group them otherwise than by their hosts, for tries on one machine.
 
     Raises:
-        InputError: an algorithm or dtype that cannot be.
+        InputError: an unknown algorithm, or a dtype that cannot be reduced.
     """
     on_cpu = device is None or device.type == "cpu"
     places = tuple(hosts) if hosts is not None else comm.hosts

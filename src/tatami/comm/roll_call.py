@@ -1,6 +1,6 @@
 """Who is there: after a wait that ended without its message, the rank asks all others what they do, and says who is silent.
 
-A collective of MPI cannot tell who has not come, and the one that did not is often waiting for somebody else: rank 0 waits for
+A collective of MPI cannot tell who has not come, and the one that did not is often waiting for another rank: rank 0 waits for
 rank 1, which waits for rank 2, which was stopped. So ranks that wait for long answer questions, each by what it waits for
 itself; one that computes, is stopped or has died does not answer, and of those on its own machine a rank knows which it is.
 """
@@ -18,7 +18,7 @@ from typing import Self
 SHORTEST_S, LONGEST_S = 1.0, 5.0
 """How long answers are waited for: a tenth of the time that was waited before, within these bounds."""
 _NAMED = 8
-"""So many ranks are named; of a thousand that wait in one place nobody reads all numbers."""
+"""So many ranks are named; a list of a thousand numbers would not be read."""
 
 
 @dataclass(frozen=True, kw_only=True)

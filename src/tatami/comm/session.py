@@ -60,9 +60,9 @@ def say_goodbye_with(roll_call: AbstractRollCall) -> None:
 
 
 def add_exception_hook() -> None:
-    """From now on an exception that nobody catches, in any thread, is printed with the number of its rank and ends all ranks.
+    """From now on an exception that is not caught, in any thread, is printed with the number of its rank and ends all ranks.
 
-    `tatami.init` does it where it starts MPI, and `tatami run` for whatever it starts. It is for programs that started MPI
+    `tatami.init` does it where it starts MPI, and `tatami run` for what it starts. It is for programs that started MPI
     themselves, say by `from mpi4py import MPI`, before they called `tatami.init`.
     """
     sys.excepthook = _stop_on_exception

@@ -297,7 +297,7 @@ class ThreadCommunicator(CheckedCommunicator):
         return self.world.mailboxes.setdefault((self._group, source, dest, tag), _Mailbox())
 
     def _match(self, box: _Mailbox) -> None:
-        """Whoever comes second moves the data."""
+        """The rank that comes second moves the data."""
         if not (box.sends and box.recvs):
             return
         send, recv = box.sends.popleft(), box.recvs.popleft()

@@ -1,8 +1,8 @@
 """Ranks of torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors; under torchrun, or of a process group there is.
 
-Every communicator has process groups of its own, made on the job's store, so that no message of anybody else comes between.
+Every communicator has process groups of its own, made on the job's store, so that no other message comes between.
 
-* Collectives move bytes, whatever the dtype; only all-reduce and reduce know types. What gloo or NCCL lacks is made of what
+* Collectives move bytes of every dtype; only all-reduce and reduce know types. What gloo or NCCL lacks is made of what
   both have: an uneven all-gather of broadcasts, gather and scatter of an all-to-all, a reduce-scatter of an all-to-all whose
   parts are added in the order of the ranks.
 * Messages go over gloo; those of CUDA tensors by way of the CPU, because NCCL knows no tags. A message tells its size first:
@@ -214,7 +214,7 @@ class TorchdistCommunicator(CheckedCommunicator):
         """All ranks that torchrun started, or those of torch's default process group where the program has made it.
 
         Raises:
-            InputError: neither is there.
+            InputError: neither exists.
         """
         if dist.is_available() and dist.is_initialized():
             return cls.of_group(timeout_s=timeout_s)

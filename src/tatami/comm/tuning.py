@@ -138,7 +138,7 @@ def read_table(now: Fingerprint) -> TuningTable | None:
     return table
 
 
-_REMEDY = "Measure it anew with: tatami bench allreduce --tune"
+_REMEDY = "Measure it again with: tatami bench allreduce --tune"
 
 
 def cache_directory() -> Path:

@@ -1,9 +1,10 @@
 """The one way to wait for another rank: spin briefly, then sleep in growing steps, and never for ever.
 
-Where every rank has a core of its own, polling answers in microseconds (2 ranks: a barrier in 2 us) and costs nobody anything:
-a wait polls for `spin_s`, yielding the core between polls. Where ranks outnumber cores, a rank that polls keeps its peer from
-running, and beside other people's jobs it loses its own turn with each yield: 8 ranks on 2 busy cores meet in 5 to 10 ms when
-they spin, in 0.8 ms when they sleep at once. Sleeps grow with the time waited, so that they add only a few per cent to it.
+Where every rank has a core of its own, polling answers in microseconds (2 ranks: a barrier in 2 us) and costs no other rank
+anything: a wait polls for `spin_s`, yielding the core between polls. Where ranks outnumber cores, a rank that polls keeps its
+peer from running, and beside other people's jobs it loses its own turn with each yield: 8 ranks on 2 busy cores meet in 5 to
+10 ms when they spin, in 0.8 ms when they sleep at once. Sleeps grow with the time waited, so that they add only a few per cent
+to it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Behaviour added by wrapping: a communicator that hands every operation on, and is told of each before it begins."""
+"""Behaviour added by wrapping: a communicator that passes every operation on, and has a hook that runs before each."""
 
 from __future__ import annotations
 

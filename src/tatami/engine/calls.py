@@ -22,7 +22,7 @@ Handler = Callable[[Any], None]
 
 
 def ignore(_: Any) -> None:
-    """What follows when an actor is gone and its watch tells of it: nothing."""
+    """What follows when an actor is gone, which its watch reports: nothing."""
 
 
 class Calls:

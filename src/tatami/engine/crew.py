@@ -1,4 +1,4 @@
-"""The processes of one kind, workers or servers: started, watched, and ended whatever state they are in."""
+"""The processes of one kind, workers or servers: started, watched, and ended in every state."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class Crew:
         nodes: where members are started.
         now_s: seconds since the start of the run.
         listening: by which silence is counted.
-        heartbeat_s: a member that is silent for longer is told of as late.
+        heartbeat_s: a member that is silent for longer is reported as late.
         pool: of processes that outlive runs.
-        on_up: told of a member that is ready.
-        on_gone: told of a member that has died, or that is late: then it is still kept, until `kill`.
+        on_up: called with a member that is ready.
+        on_gone: called with a member that has died, or that is late: then it is still kept, until `kill`.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Crew:
         self._on_gone(number, member, True)
 
     def look_for_lost_starts(self) -> None:
-        """Tell of members that start on a node that is gone: Ray says so late."""
+        """Report members that start on a node that is gone: Ray itself reports them late."""
         for number, member in self._starting_nowhere():
             self._dead(number, member, None)
 
@@ -198,7 +198,7 @@ class Crew:
         self._on_up(number, member)
 
     def _watch(self, number: int, member: Member) -> None:
-        """Keep one call pending: it fails within milliseconds of a death, and its delay tells of a process that hangs."""
+        """Keep one call pending: it fails within milliseconds of a death, and its delay shows that a process hangs."""
         pulse = member.actor.watch.options(concurrency_group="pulse").remote(min(_PULSE_S, self._heartbeat_s / 4))
         self._calls.add(pulse, done=partial(self._alive, number, member), failed=partial(self._dead, number, member))
 

@@ -65,7 +65,7 @@ def kill(pid: int) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether it runs or is stopped; 0 is no process."""
+    """Whether it runs or is stopped; False for process 0."""
     if not pid:
         return False
     try:

@@ -100,7 +100,7 @@ def _disconnect(ray: Any, processes: tuple[RayProcess, ...]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Ray prints a page about each process that dies; here that is daily business, and the report tells of it."""
+    """Ray prints a page about each process that dies; here deaths are expected, and the report has them."""
     from ray._private import worker
 
     name = "print_to_stdstream"

@@ -27,7 +27,7 @@ CONFIG = {
     "max_direct_call_object_size": MESSAGE_BYTES,
     # Ray's own 15 lets every other program of the machine go first, and sound workers are silent for so long.
     "worker_niceness": 0,
-    # Ray's own is one for each CPU that it is told of, and there they would start one after the other.
+    # Ray's own is one for each CPU that it is given, and there they would start one after the other.
     "worker_maximum_startup_concurrency": 64,
 }
 PATIENCE_S = 240
@@ -101,7 +101,7 @@ def shut_down(ray: Any, *, folder: Path, agents: tuple[int, ...] = ()) -> None:
 
 @contextmanager
 def _within(limit_s: float, folder: Path) -> Iterator[None]:
-    """Whatever waits for Ray ends when there is none: its processes are killed where the block takes longer."""
+    """Calls that wait for Ray end when its processes end: these are killed where the block takes longer."""
     timer = threading.Timer(limit_s, lambda: _kill_all(started_with(_MARK, str(folder))))
     timer.daemon = True
     timer.start()

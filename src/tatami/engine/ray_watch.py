@@ -60,7 +60,7 @@ class RayProcess:
 
 
 def ray_processes(ray: Any) -> tuple[RayProcess, ...]:
-    """Those that this process cannot do without, as far as they are on this machine: the raylet and the GCS.
+    """The processes without which this one cannot go on, where they are on this machine: the raylet and the GCS.
 
     Empty where the system cannot tell, which is everywhere but on Linux; Ray and the witness end the run there.
     """

@@ -52,7 +52,7 @@ class Watched(Protocol):
 
 
 def look(groups: Sequence[Watched], *, now_s: float, read: Callable[[], bool]) -> None:
-    """Tell of those that are silent at `now_s`, and have not been heard of before it is their turn.
+    """Report the members that are silent at `now_s`, and have not been heard of before it is their turn.
 
     Args:
         groups: of processes.

@@ -1,4 +1,4 @@
-"""Running backward so that every operation of the pass is visited, whatever reaches the loss."""
+"""Running backward so that every operation of the pass is visited, also those that do not lead to the loss."""
 
 from __future__ import annotations
 

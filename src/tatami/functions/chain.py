@@ -1,4 +1,5 @@
-"""The token: it chains the operations of a forward pass, so that backward visits them all, whatever reaches the loss.
+"""The token: it chains the operations of a forward pass, so that backward visits them all, also those that do not lead to the
+loss.
 
 Each operation takes the token of the one before it as an input and returns a new one. Backward from the last token comes to all
 operations, and torch runs those that are ready in the reverse of the order in which they were called.
@@ -213,7 +214,7 @@ def enter(owner: object) -> object:
 
 
 def all_here() -> list[Chains]:
-    """Those of all communicators that this thread uses, but for those that were closed."""
+    """Those of all communicators that this thread uses and that are not closed."""
     return [chains for each in _here.chains.values() if (chains := each()) is not None and chains.is_open()]
 
 

@@ -118,7 +118,7 @@ class Channel:
             self._outbox.clear()
             if not self._outbox.is_full:
                 return True
-            # The peers may wait for room as well, or have told of a failure.
+            # The peers may wait for room as well, or have reported a failure.
             for other in self._peers:
                 if not self._inbox.is_full:
                     self._progress(other)

@@ -28,7 +28,7 @@ def bcast(
     """`x` of `root`, on every rank; the `x` of others is not looked at. Backward sums the gradients of all ranks on `root`.
 
     Raises:
-        InputError: a rank that is not there, something that is no tensor.
+        InputError: an unknown rank, something that is not a tensor.
         CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
     """
     check_order("bcast", comm, extra)
@@ -50,7 +50,7 @@ def gather(x: Structure, comm: AbstractCommunicator, *extra: Never, root: int = 
         the tuple on `root`; a delegate elsewhere, see `send`.
 
     Raises:
-        InputError: a rank that is not there, something that is no tensor.
+        InputError: an unknown rank, something that is not a tensor.
         CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
     """
     check_order("gather", comm, extra)
@@ -74,7 +74,7 @@ def scatter(
     """Part `rank` of the sequence `xs` of `root`; the `xs` of other ranks is not looked at. Backward gathers the gradients.
 
     Raises:
-        InputError: a rank that is not there, not one part for each rank, something that is no tensor.
+        InputError: an unknown rank, a number of parts other than that of the ranks, something that is not a tensor.
         CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
     """
     check_order("scatter", comm, extra)
@@ -93,7 +93,7 @@ def allgather(x: Structure, comm: AbstractCommunicator, *extra: Never) -> tuple[
     A loss that every rank computes alike from it counts once for each rank: see `tatami.functions.share`.
 
     Raises:
-        InputError: something that is no tensor.
+        InputError: something that is not a tensor.
         CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
     """
     check_order("allgather", comm, extra)
@@ -110,7 +110,7 @@ def alltoall(xs: Sequence[Structure], comm: AbstractCommunicator, *extra: Never)
     """Part `rank` of everyone's sequence `xs`, in the order of the ranks. Backward brings each gradient back to its owner.
 
     Raises:
-        InputError: not one part for each rank, something that is no tensor.
+        InputError: a number of parts other than that of the ranks, something that is not a tensor.
         CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
     """
     check_order("alltoall", comm, extra)

@@ -1,10 +1,11 @@
 """`loss.backward()` also visits what was communicated and does not reach the loss.
 
-A send after the last receive, or a received tensor that is not used, is no ancestor of the loss, so torch would never come to
-it, and its peer would wait for a gradient. So the end of the chain must become a root of the backward pass beside the loss, and
-the one place where roots are told is the call itself. Hence the first differentiable communication of a process puts a function
-in front of `torch.autograd.backward`, once: where the graph of the loss holds an operation of a chain that is not over, the
-last token of the chain becomes a root. Every other call, and every call while no chain is open, is handed on as it came.
+A send after the last receive, or a received tensor that is not used, is not an ancestor of the loss, so torch would never come
+to it, and its peer would wait for a gradient. So the end of the chain must become a root of the backward pass beside the loss,
+and the one place that knows the roots is the call itself. Therefore the first differentiable communication of a process puts a
+function in front of `torch.autograd.backward`, once: where the graph of the loss holds an operation of a chain that is not
+over, the last token of the chain becomes a root. Every other call, and every call while no chain is open, is handed on as it
+came.
 
 What torch has beside that comes too late. A hook on a node, a tensor or several tensors (`register_multi_grad_hook`), or
 `queue_callback`, runs when the pass is under way, and roots cannot be added then. A second pass from within, over what comes

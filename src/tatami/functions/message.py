@@ -130,7 +130,7 @@ def read_label(wire: bytes, chunk_bytes: int) -> Label:
 
 
 def text_label(text: str, chunk_bytes: int) -> Label:
-    """The label of a message that is no structure."""
+    """The label of a message that is not a structure."""
     return _label(_LENGTH.pack(0) + text.encode(), b"", Packed(None, b"", (), (), False, False), chunk_bytes)
 
 

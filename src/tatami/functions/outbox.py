@@ -14,7 +14,7 @@ from tatami.errors import InputError
 from tatami.functions.wire import Chunk, Test, wait_closely
 
 LINGER_S = 1e-3
-"""How long a sender helps a large message on its way, and 1 s more for each GB: MPI moves it while both sides are inside."""
+"""How long a sender helps to move a large message, and 1 s more for each GB: MPI moves it while both sides are inside."""
 MANY_UNSENT = 32
 MOST_UNSENT = 10_000
 """So many may be under way, before the sender waits for the receivers."""
@@ -68,7 +68,7 @@ class Outbox:
             self.clear()
 
     def add_large(self, unsent: Unsent, *, size_bytes: int) -> None:
-        """A message of which `size_bytes` are sent from where they lie: helped on its way for a moment."""
+        """A message of which `size_bytes` are sent from where they lie; the sender helps to move it for a moment."""
         self._unsent.append(unsent)
         wait_closely(
             lambda: all(test() for test in unsent.tests),

@@ -36,7 +36,7 @@ def send(
         a delegate: a scalar zero; a loss that depends on it makes backward come to this operation. It may be ignored.
 
     Raises:
-        InputError: this rank itself, a rank that is not there, a tag out of range, something that is no tensor.
+        InputError: this rank itself, an unknown rank, a tag out of range, something that is not a tensor.
         CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
     """
     _check_peer("send", comm, dest, tag)
@@ -68,7 +68,7 @@ def sendrecv(x: Structure, comm: AbstractCommunicator, *, dest: int, source: int
     """Send `x` to rank `dest` and return what rank `source` sent; a ring of ranks may all do so at once.
 
     Raises:
-        InputError: this rank itself, a rank that is not there, a tag out of range, something that is no tensor.
+        InputError: this rank itself, an unknown rank, a tag out of range, something that is not a tensor.
         CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
     """
     _check_peer("sendrecv", comm, dest, tag)

@@ -22,7 +22,7 @@ def allreduce(x: Structure, comm: AbstractCommunicator, *extra: Never) -> Struct
     A loss that every rank computes alike from it counts once for each rank: see `tatami.functions.share`.
 
     Raises:
-        InputError: something that is no tensor.
+        InputError: something that is not a tensor.
         CommError: shapes or dtypes differ, or ranks disagree otherwise; CommTimeoutError, RankDiedError, ClosedError.
     """
     check_order("allreduce", comm, extra)
@@ -50,7 +50,7 @@ def reduce(x: Structure, comm: AbstractCommunicator, *extra: Never, root: int = 
         the sum on `root`; a delegate elsewhere, see `send`.
 
     Raises:
-        InputError: a rank that is not there, something that is no tensor.
+        InputError: an unknown rank, something that is not a tensor.
         CommError: shapes or dtypes differ, or ranks disagree otherwise; CommTimeoutError, RankDiedError, ClosedError.
     """
     check_order("reduce", comm, extra)
@@ -68,7 +68,7 @@ def reduce_scatter(xs: Sequence[Structure], comm: AbstractCommunicator, *extra: 
     """The sum over all ranks of part `rank` of their sequences `xs`. Backward gathers the gradients of all parts on all ranks.
 
     Raises:
-        InputError: not one part for each rank, something that is no tensor.
+        InputError: a number of parts other than that of the ranks, something that is not a tensor.
         CommError: shapes or dtypes differ, or ranks disagree otherwise; CommTimeoutError, RankDiedError, ClosedError.
     """
     check_order("reduce_scatter", comm, extra)

@@ -30,7 +30,7 @@ def replayed(name: str, run: Callable[[], Result]) -> Result:
     """What `run` returns; while torch.utils.checkpoint computes a region again, what it returned there.
 
     Raises:
-        CommError: it is called inside of a backward pass that is no such repetition.
+        CommError: it is called inside of a backward pass that does not repeat a forward pass.
     """
     graph_task: int = torch._C._current_graph_task_id()
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)

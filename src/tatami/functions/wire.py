@@ -142,7 +142,7 @@ class MpiWire(AbstractWire):
 
 
 def wire_of(comm: AbstractCommunicator) -> AbstractWire:
-    """The shortest way: not around a wrapper, which is there to see each message."""
+    """The shortest way: not around a wrapper, whose purpose is to see each message."""
     return MpiWire(comm) if type(comm) is MpiCommunicator else CommunicatorWire(comm)
 
 

@@ -38,7 +38,7 @@ def parse_event(text: str) -> LabEvent:
     forms = "; ".join(f"TIME {verb} HOST{'' if value is None else f' ({value})'}" for verb, value in VALUES.items())
     words = text.split()
     if len(words) < 3 or words[1] not in VALUES or len(words) != num_words(words[1]):
-        raise InputError(f"{text!r} is no event; write one of: {forms}")
+        raise InputError(f"{text!r} is not an event; write one of: {forms}")
     at, verb, host, *values = words
     try:
         at_s = parse_duration(at)

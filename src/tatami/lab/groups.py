@@ -92,7 +92,7 @@ class AbstractGroups(ABC):
         return _processes(self.roots[0] / host)
 
     def remove(self) -> None:
-        """Kill whatever is in the lab's groups and take them away; they may be gone already.
+        """Kill every process in the lab's groups and take them away; they may be gone already.
 
         Raises:
             LabError: a process did not die.

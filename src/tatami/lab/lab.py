@@ -31,7 +31,7 @@ from tatami.units import format_duration, parse_bandwidth
 
 @final
 class Lab:
-    """Hosts with names, addresses, links and speeds of their own; everything is taken away at the end, whatever that is.
+    """Hosts with names, addresses, links and speeds of their own; everything is taken away at the end, also after an error.
 
         with Lab(cluster) as lab:
             lab.run(["python", "train.py"])
@@ -41,7 +41,7 @@ class Lab:
         cores: of this machine, that the lab may use; None for all that this process may use.
 
     Raises:
-        ClusterError: host names that cannot be.
+        ClusterError: invalid host names.
         InputError: `cores` is not a number > 0, or more than there are.
         LabError: (on entering) this machine cannot be a lab; says what is missing and what works instead.
     """
@@ -112,10 +112,10 @@ class Lab:
         Args:
             events: what happens to the lab meanwhile; those that are later than its end do not happen.
             timeout_s: after which it is stopped; None to wait for its end.
-            said: told of each event as it happens.
+            said: called with each event as it happens.
 
         Raises:
-            InputError: also where an event names a host or a speed that cannot be; nothing is started then.
+            InputError: also where an event names an unknown host or an invalid speed; nothing is started then.
             LabError: also where it did not end within `timeout_s`.
         """
         for event in events:
@@ -183,7 +183,8 @@ class Lab:
             self._network.change_rate(wire)
 
     def kill(self, name: str) -> None:
-        """A host dies: its link is down, so that nobody is told, and all its processes end at once. It does not come back.
+        """A host dies: its link goes down, so that no other host is notified, and all its processes end at once. It does not
+        come back.
 
         Raises:
             InputError: no such host.

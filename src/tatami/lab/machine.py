@@ -1,4 +1,4 @@
-"""Programs of the system, called without a shell; and what works on a machine that cannot be a lab."""
+"""Programs of the system, called without a shell; and what also works on a machine on which no lab can be built."""
 
 from __future__ import annotations
 

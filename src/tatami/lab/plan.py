@@ -140,7 +140,7 @@ def _name_problem(name: str, names: Mapping[str, object]) -> str | None:
     if name == SWITCH:
         return "is what the lab calls the machine between the hosts"
     if len(name) > _LONGEST_NAME or not _HOST_NAME.fullmatch(name):
-        return f"is no host name: letters, digits and '-', parts joined by '.', at most {_LONGEST_NAME} characters"
+        return f"is not a host name: letters, digits and '-', parts joined by '.', at most {_LONGEST_NAME} characters"
     # A name of digits and dots would be read as an address.
     if all(part.isdigit() for part in name.split(".")):
         return "would be read as an address: a host name has a letter in it"

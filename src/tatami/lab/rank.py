@@ -1,6 +1,6 @@
 """`python -m tatami.lab.rank FOLDER SCRIPT.PY ...` (or `-m module ...`): a rank that loads torch before its quota begins.
 
-On a tenth of a core that import alone would take half a minute, and it is no part of what a lab is to show.
+On a tenth of a core that import alone would take half a minute, and it is not part of what a lab measures.
 `TATAMI_LAB_PRELOAD` names more modules, with commas between, to be loaded before: the first step of an optimizer loads
 torch._dynamo, for one.
 """

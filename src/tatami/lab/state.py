@@ -1,4 +1,4 @@
-"""What is written down about a lab before it is built, so that it can be taken away whatever becomes of its process."""
+"""What is written down about a lab before it is built, so that it can be taken away also when its process was killed."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def running_lab(host: str, *, name: str | None = None) -> LabState:
 
 
 def take_away(state: LabState) -> None:
-    """Undo all that belongs to a lab, in whatever state it is; what is gone already is no fault.
+    """Undo all that belongs to a lab, also one that was built in part; what is already gone is not an error.
 
     Raises:
         LabError: something stayed; all else is gone nevertheless, and the lab stays written down.

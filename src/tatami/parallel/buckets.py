@@ -24,10 +24,10 @@ def check_wire(wire: torch.dtype | None) -> None:
     """Whether gradients can travel as `wire`.
 
     Raises:
-        InputError: it is no floating dtype, so that gradients would be cut off to whole numbers.
+        InputError: it is not a floating dtype, so that gradients would be cut off to whole numbers.
     """
     if wire is not None and wire not in FLOAT_DTYPES:
-        raise InputError(f"wire={wire} is no floating dtype; choose torch.bfloat16 or torch.float16, or leave it out")
+        raise InputError(f"wire={wire} is not a floating dtype; choose torch.bfloat16 or torch.float16, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)

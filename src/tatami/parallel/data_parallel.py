@@ -57,7 +57,7 @@ class DataParallel(nn.Module):
         """Collective.
 
         Args:
-            module: the same on all ranks, but for the values of its weights.
+            module: the same on all ranks, except for the values of its weights.
             comm: the ranks.
             reduction: of the loss over samples.
             wire: bfloat16 or float16: gradients travel so, half the bytes. They are rounded before and after they are summed.
@@ -68,7 +68,7 @@ class DataParallel(nn.Module):
                 (`tatami bench allreduce --tune`), 4 MiB where there is none.
 
         Raises:
-            InputError: modules or options that differ between ranks, and where; nothing to train; a `wire` that is no float.
+            InputError: modules or options that differ between ranks, and where; nothing to train; a `wire` that is not a float.
         """
         super().__init__()
         check_wire(wire)
@@ -111,7 +111,8 @@ class DataParallel(nn.Module):
         """The module's own. The first tensor among the arguments tells the number of samples: its first dimension.
 
         Raises:
-            InputError: no such tensor, an output without a tensor that needs gradients, or a frozen parameter that is no more.
+            InputError: no such tensor, an output without a tensor that needs gradients, or a frozen parameter that was
+                replaced.
             TrainingError: the backward pass before this one was broken off.
         """
         if not torch.is_grad_enabled():

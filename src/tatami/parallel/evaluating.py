@@ -39,7 +39,7 @@ def weighted_means(measured: Measured, comm: AbstractCommunicator) -> dict[str, 
     A name that only some ranks have is averaged over the samples of those. What no rank with samples has is left out.
 
     Raises:
-        InputError: on all ranks, a number of samples below 0, or a value that is no number; says on which rank.
+        InputError: on all ranks, a number of samples below 0, or a value that is not a number; says on which rank.
     """
     told = comm.allgather_object((dict(measured.values), measured.num_samples))
     sums: dict[str, float] = {}
@@ -88,7 +88,7 @@ def gather_evaluation(
 ) -> Result:
     """`aggregate` of what `local` made of every batch of every rank, the same on every rank. Collective.
 
-    For metrics that are no means: `aggregate` runs on rank 0, with the results in turn: the first batch of each rank, in the
+    For metrics that are not means: `aggregate` runs on rank 0, with the results in turn: the first batch of each rank, in the
     order of the ranks, then the second of each that has one, and so on. Ranks may have different numbers of batches, or none.
 
     Args:

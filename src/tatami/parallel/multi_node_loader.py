@@ -1,4 +1,4 @@
-"""Batches that one rank draws and all ranks get: from a DataLoader, a generator, or whatever only that rank can read."""
+"""Batches that one rank draws and all ranks get: from a DataLoader, a generator, or any source that only that rank can read."""
 
 from __future__ import annotations
 

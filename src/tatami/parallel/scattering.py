@@ -144,7 +144,7 @@ def scatter_dataset(
             payload = None
             try:
                 payload = None if problem is not None else pickle.dumps(_part(dataset, indices))
-            except Exception as error:  # whatever the data set raises, the other ranks wait to be told
+            except Exception as error:  # every exception of the data set: the other ranks wait to be told
                 problem = f"the {type(dataset).__name__} cannot be sent to rank {rank}: {type(error).__name__}: {error}"
             comm.send_object(payload, rank)
 

@@ -76,7 +76,7 @@ def average_buffers(model: nn.Module, comm: AbstractCommunicator) -> None:
 
 
 def check_same_tensors(comm: AbstractCommunicator, tensors: Mapping[str, torch.Tensor], *, where: str) -> None:
-    """Whether all ranks have the same tensors, but for their values. Collective.
+    """Whether all ranks have the same tensors, except for their values. Collective.
 
     Raises:
         InputError: names the first rank that differs from rank 0, and in what; a parameter that has no shape yet.

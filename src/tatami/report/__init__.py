@@ -3,11 +3,11 @@
 from tatami.report.bandwidth import draw_bandwidth
 from tatami.report.course import CoursePoint, draw_course
 from tatami.report.drawing import draw_text
-from tatami.report.mats import draw_tiling
 from tatami.report.phases import draw_schedule
 from tatami.report.picture import FORMATS, blank, check_path, save
 from tatami.report.shares import draw_shares
 from tatami.report.tables import MethodResult, Table, memory_table, planner_table, run_table
+from tatami.report.tiles import draw_tiling
 
 __all__ = [
     "FORMATS",

@@ -1,4 +1,4 @@
-"""The picture of a run: seconds per iteration over its iterations, and where it was tiled anew."""
+"""The picture of a run: seconds per iteration over its iterations, and where it was re-tiled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CoursePoint:
     Attributes:
         iteration: after which iteration it was taken.
         iteration_s: seconds per iteration since the check before.
-        remapping: what was tiled anew at this check; None where nothing was.
+        remapping: what was re-tiled at this check; None where nothing was.
     """
 
     iteration: int

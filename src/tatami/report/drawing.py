@@ -23,10 +23,10 @@ SHADES = " ░▒▓"
 
 
 def draw_text(tiling: Tiling, *, speeds: Mapping[str, float], width: int = 72) -> str:
-    """The mats of `tiling` in characters: samples across, units down, darker where faster; not wider than `width`.
+    """The tiles of `tiling` in characters: samples across, units down, darker where faster; not wider than `width`.
 
-    Columns are as wide, and mats as high, as their shares, down to what a label needs. Where a name does not fit, a number
-    stands for it, explained below. Where there is no room for all columns, or a column has more than 16 mats, a list of bars
+    Columns are as wide, and tiles as high, as their shares, down to what a label needs. Where a name does not fit, a number
+    stands for it, explained below. Where there is no room for all columns, or a column has more than 16 tiles, a list of bars
     is drawn instead.
 
     Raises:
@@ -59,7 +59,7 @@ def _floor(tiling: Tiling, *, columns: Sequence[tuple[Tile, ...]], speeds: Mappi
     left = 0
     for column, across in zip(columns, widths, strict=True):
         right = left + across + 1
-        # Between the top and the bottom line lie the mats and one border below each but the last.
+        # Between the top and the bottom line lie the tiles and one border below each but the last.
         heights = _stretched([tile.units.size for tile in column], total=rows - len(column) - 1, least=1)
         top = 0
         for tile, down in zip(column, heights, strict=True):
@@ -96,7 +96,7 @@ def _key(named: Sequence[tuple[str, Tile]], *, tiling: Tiling, width: int) -> li
 
 
 def _stretched(sizes: Sequence[int], *, total: int, least: int) -> tuple[int, ...]:
-    """`total` in proportion to `sizes`, but nobody gets less than `least`."""
+    """`total` in proportion to `sizes`, but no share is less than `least`."""
     small: set[int] = set()
     while True:
         rest = [index for index in range(len(sizes)) if index not in small]
@@ -163,5 +163,5 @@ def _bars(tiling: Tiling, *, width: int) -> list[str]:
         name = tile.processor if len(tile.processor) <= name_width else "…" + tile.processor[1 - name_width :]
         bar = "█" * max(1, round(room * tile.area / most))
         lines.append(f"{name:<{name_width}} {amount:>{amount_width}} {bar}")
-    lines.append(f"shares of {tiling.samples} samples x {tiling.units} units, one mat a line")
+    lines.append(f"shares of {tiling.samples} samples x {tiling.units} units, one tile a line")
     return lines

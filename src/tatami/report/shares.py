@@ -1,4 +1,4 @@
-"""The picture of a balance: everybody's share of the work against their share of the speed."""
+"""The picture of a balance: each processor's share of the work against its share of the speed."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class _Point:
 
     @property
     def imbalance(self) -> float:
-        """How far from the diagonal, whatever the side."""
+        """The distance from the diagonal, on either side."""
         ratio = self.work_percent / self.speed_percent
         return max(ratio, 1 / ratio)
 
 
 def draw_shares(ax: Axes, tiling: Tiling, *, speeds: Mapping[str, float]) -> Axes:
-    """Draw each processor's percentage of the work over its percentage of the speed; on the diagonal nobody waits.
+    """Draw each processor's percentage of the work over its percentage of the speed; on the diagonal no processor waits.
 
     Names that would lie on others are left out, those nearest the diagonal first.
 
@@ -61,7 +61,7 @@ def draw_shares(ax: Axes, tiling: Tiling, *, speeds: Mapping[str, float]) -> Axe
         limits = (0.0, 1.15 * high)
     ax.set_xlim(limits)
     ax.set_ylim(limits)
-    ax.plot(limits, limits, color="#8a8a80", linewidth=1, linestyle="--", label="nobody waits", zorder=1)
+    ax.plot(limits, limits, color="#8a8a80", linewidth=1, linestyle="--", label="no processor waits", zorder=1)
     ax.scatter(
         [point.speed_percent for point in points],
         [point.work_percent for point in points],

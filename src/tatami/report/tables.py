@@ -195,7 +195,7 @@ def run_table(runs: Sequence[MethodResult]) -> Table:
         for run in runs
     ]
     return Table(
-        title=f"{len(runs)} {'way' if len(runs) == 1 else 'ways'} to lay the mats",
+        title=f"{len(runs)} {'way' if len(runs) == 1 else 'ways'} to place the tiles",
         headers=("method", "per iteration", "samples/s", f"against {base.method}", "efficiency"),
         rows=tuple(rows),
         numbers=frozenset({1, 2, 3, 4}),

@@ -30,7 +30,7 @@ class SendTask:
 
     Attributes:
         members: the workers among which the round's batch is divided, in order.
-        redone: somebody had begun this task and died.
+        redone: another process had begun this task and died.
         servers: that take part: each shard goes to those of its holders that are among them.
     """
 
@@ -53,14 +53,14 @@ class StartSpare:
 
 @dataclass(frozen=True, kw_only=True)
 class StartServer:
-    """Start a server anew, in place of one that is gone; a `ServerReady` or a `ServerDied` must follow."""
+    """Start a server in the place of one that is gone; a `ServerReady` or a `ServerDied` must follow."""
 
     server: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeclareDead:
-    """End a process that has hung, and refuse whatever comes from it."""
+    """End a process that has hung, and refuse everything that comes from it."""
 
     process: int
 

@@ -27,7 +27,7 @@ _DTYPES = (np.float32, np.float64)
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A checkpoint as read: `snapshots[k]` is that of shard k; `problems` tell of newer ones that could not be used."""
+    """A checkpoint as read: `snapshots[k]` is that of shard k; `problems` say why newer ones could not be used."""
 
     saved: Saved
     snapshots: tuple[dict[str, Vector], ...]
@@ -88,7 +88,7 @@ def read(directory: Path, *, up_to: int | None = None) -> Stored:
     """The newest checkpoint that is whole, of version `up_to` or before.
 
     Raises:
-        CheckpointError: there is none; says what is wrong with each that is there.
+        CheckpointError: there is no whole checkpoint; says what is wrong with each one found.
     """
     problems: list[str] = []
     for folder in reversed(_folders(directory)):
@@ -166,7 +166,7 @@ def _clocks(listed: Any) -> tuple[tuple[int, int], ...]:
     clocks: dict[int, int] = {}
     for each in listed:
         if len(each) != 2 or not all(type(number) is int and number >= 0 for number in each):
-            raise ValueError(f"{each} is no worker and its rounds: two whole numbers that are not negative")
+            raise ValueError(f"{each} must be a worker and its rounds: two whole numbers that are not negative")
         worker, clock = each
         if worker in clocks:
             raise ValueError(f"it names the clock of worker {worker} twice")

@@ -1,4 +1,4 @@
-"""One commit under way: what was ordered of the servers, and what of it is not done yet."""
+"""One commit under way: what the servers were ordered to do, and which orders are still open."""
 
 from __future__ import annotations
 

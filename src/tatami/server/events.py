@@ -129,12 +129,12 @@ class SpareReady(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerJoins(Event):
-    """Somebody asks for one worker more; it takes part from the round after its process is up."""
+    """The user asks for one more worker; it takes part from the round after its process is up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLeaves(Event):
-    """Somebody takes a worker out of the run, after its round."""
+    """The user takes a worker out of the run, after its round."""
 
     worker: int
 
@@ -155,6 +155,6 @@ class ServerLate(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerReady(Event):
-    """A server that was started anew is up, and empty."""
+    """A server that was started in the place of a dead one is up, and holds nothing yet."""
 
     server: int

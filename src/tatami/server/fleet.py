@@ -54,7 +54,7 @@ class Fleet:
         return tuple(shard for shard in range(self._protocol.shards) if not self.holders(shard))
 
     def copies_due(self) -> tuple[tuple[int, int, int], ...]:
-        """(shard, from, to): what blank servers need to be whole; nothing of shards that nobody holds."""
+        """(shard, from, to): the copies that empty servers need to be whole; none of shards that no server holds."""
         return tuple(
             (shard, self.holders(shard)[0], server)
             for server in sorted(self.blank)

@@ -38,7 +38,7 @@ _WORKER_BYTES = 180_000_000
 """Of a process that has loaded torch; measured, without what it shares with others."""
 _SERVER_BYTES = 55_000_000
 _LEAST_PATIENCE_S = 4.0
-"""How long a worker waits for a server's answer at first. Servers that die without a word are what it is for."""
+"""How long a worker waits for a server's answer at first. It is for servers that die and send nothing."""
 
 
 def run_training(

@@ -27,7 +27,7 @@ LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """Which samples a round has, and who of its members computes which: the same for everybody who asks.
+    """Which samples a round has, and which worker computes which of them: the same in every process that asks.
 
     Attributes:
         samples: of the data set.

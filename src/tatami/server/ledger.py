@@ -1,4 +1,4 @@
-"""The books of a run: what was applied when, what failed, what was warned of; written down as it happens."""
+"""The record of a run: what was applied when, what failed, and every warning; written down as it happens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tatami.server.worker_process import TaskOutcome
 
 
 class Sink(Protocol):
-    """Is told of every entry, as `tatami.records.Records` is."""
+    """Receives every entry, as `tatami.records.Records` does."""
 
     def write(self, event: str, *, iteration: int, values: dict[str, Any]) -> None: ...
 
@@ -59,7 +59,7 @@ class Ledger:
         self._losses[version] = sum(part.loss * part.samples for part in parts) / max(1, samples)
 
     def reached(self, version: int, *, at_s: float) -> bool:
-        """A version is there; whether for the first time."""
+        """Note that a version was reached; returns whether for the first time."""
         if len(self._reached_s) > version - self._start:
             return False
         self._reached_s.append(at_s)

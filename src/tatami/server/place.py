@@ -1,4 +1,4 @@
-"""A worker's place in the run, whoever holds it."""
+"""A worker's place in the run, which different processes may hold in turn."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class Place:
         members: among whom the batch of the open round is divided.
         received: (shard, server) that have the update of the open round.
         pushed_by: whose update of the open round is whole; a spare may have taken the place since.
-        sent: somebody was sent the task of the open round.
+        sent: a process was sent the task of the open round.
         leaving: it ends after the open round.
-        counts: of all places of the run by status, kept here so that nobody has to go through ten thousand of them.
+        counts: of all places of the run by status, kept here because counting ten thousand places for each event would take
+            too long.
     """
 
     worker: int

@@ -28,7 +28,7 @@ class Protocol:
         save_every: rounds between checkpoints where the recovery itself needs none; None writes none.
 
     Raises:
-        InputError: numbers that cannot be.
+        InputError: invalid numbers.
     """
 
     rounds: int

@@ -45,7 +45,7 @@ class RunStatus:
         round: rounds done by the slowest worker.
         rounds: of the whole run.
         commits_per_s: over the last twenty; in lockstep a commit is a round.
-        workers: places that somebody holds.
+        workers: places that a process holds.
         spares: that stand by.
         servers: that hold all their shards.
         lost_s: to all failures so far.
@@ -120,7 +120,7 @@ class RunReport:
         except InputError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise InputError(f"{path} is no report of a parameter-server run: {error}") from error
+            raise InputError(f"{path} is not a report of a parameter-server run: {error}") from error
 
 
 def with_costs(report: RunReport) -> RunReport:

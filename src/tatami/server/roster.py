@@ -77,7 +77,7 @@ class Roster:
         """Give vacant places to spares, start new spares, and give up places for which none will come.
 
         Returns:
-            The places in mid-round that somebody has taken over: they must be sent their task.
+            The places that a process has taken over in the middle of a round: they must be sent their task.
         """
         vacant = [place for _, place in sorted(self.places.items()) if place.is_vacant(rounds=self._protocol.rounds)]
         taken = []
@@ -123,15 +123,15 @@ class Roster:
                 del self.places[worker]
 
     def admit(self, *, slowest: int) -> None:
-        """Give those who join places of their own."""
+        """Give the processes that join new places."""
         while self._joins and self.ready and (not self._protocol.consistency.lockstep or self.all_idle()):
             self._joins -= 1
-            worker = self._next_worker  # never a number that was somebody else's: updates are told apart by it
+            worker = self._next_worker  # never a number that was used before: updates are told apart by it
             self._next_worker += 1
             self.places[worker] = Place(worker=worker, process=self.ready.pop(0), clock=slowest, counts=self.counts)
 
     def return_to(self, clocks: Mapping[int, int], *, slowest: int) -> None:
-        """Everybody is back at these clocks."""
+        """Set all workers back to these clocks."""
         for worker, place in self.places.items():
             place.reset(clocks.get(worker, slowest))
 
@@ -147,7 +147,7 @@ class Roster:
         return sum(not place.leaving for place in self.places.values())
 
     def slowest(self, *, default: int) -> int:
-        """Rounds done by the slowest who stays; a place that is done holds nobody up."""
+        """Rounds done by the slowest worker that stays; a place whose rounds are all done does not count."""
         return min((place.clock for place in self.places.values() if not place.leaving), default=default)
 
     def all_done(self) -> bool:

@@ -222,7 +222,7 @@ class Runtime:
     def _send(self, task: act.SendTask) -> None:
         worker = self._workers.get(task.process)
         if worker is None:
-            return  # its watch tells of that
+            return  # its watch reports that
         pulls = [list(self._published[shard].values()) for shard in range(self.protocol.shards)]
         servers = {number: member.actor for number, member in self._servers.members.items()}
         if self._met.get(task.process) != servers:

@@ -18,7 +18,7 @@ def unseal(text: str) -> dict[str, Any]:
     """What `seal` was given.
 
     Raises:
-        ValueError: it is no such text, or was changed since.
+        ValueError: the text was not made by `seal`, or was changed since.
     """
     sealed = json.loads(text)
     if not isinstance(sealed, dict) or set(sealed) != {_SUM, _CONTENT} or not isinstance(sealed[_CONTENT], dict):

@@ -30,7 +30,7 @@ class Shard:
 
 
 class ShardServer:
-    """Stages updates, and applies them on order; whatever is late or comes twice changes nothing.
+    """Stages updates, and applies them when it is ordered to; an update that is late or comes twice changes nothing.
 
     Args:
         shards: the first parameters of each shard, by its number.
@@ -118,7 +118,7 @@ class ShardServer:
         return {PARAMETERS: held.parameters, COUNT: np.array([held.count]), **held.state}
 
     def load(self, shard: int, snapshot: Mapping[str, Vector], *, attempt: int, clocks: tuple[tuple[int, int], ...]) -> Vector:
-        """Return to a snapshot; whatever was staged before is dropped, and what was begun before will be refused."""
+        """Return to a snapshot; updates staged before are dropped, and tasks begun before will be refused."""
         held = self._shards[shard]
         held.parameters = snapshot[PARAMETERS].copy()
         held.count = int(snapshot[COUNT][0])

@@ -135,11 +135,11 @@ class Coordinator:
             case ev.ServerReady():
                 self._fleet.is_ready(event.server)
             case _:
-                raise TypeError(f"{type(event).__name__} is no event of this protocol")
+                raise TypeError(f"{type(event).__name__} is not an event of this protocol")
         return True
 
     def _at_work(self, event: ev.OfTask) -> Place | None:
-        """The place whose open task this is about; None if it is a duplicate, late, or from somebody declared dead."""
+        """The place whose open task this is about; None if it is a duplicate, late, or from a process declared dead."""
         place = self.places.get(event.worker)
         if place is None or place.status is not Status.BUSY:
             return None
@@ -242,7 +242,7 @@ class Coordinator:
             self._start_server(each)
 
     def _copy(self) -> None:
-        """Make new servers whole; nobody is at work, so that there is nothing but their shards to be copied."""
+        """Copy shards to new servers. No worker computes meanwhile, so no update can reach one copy and miss the other."""
         self.phase = RunPhase.COPY
         self._ticket += 1
         copies = self._fleet.copies_due()
@@ -364,7 +364,7 @@ class Coordinator:
         return self._close()
 
     def _open(self) -> None:
-        """Begin the next round of everybody who may; not while a new server waits for everybody to be done."""
+        """Begin the next round of every worker that may; none while a new server waits until all are done."""
         lockstep = self.protocol.consistency.lockstep
         if self._fleet.blank or (lockstep and not self._roster.all_idle()):
             return
@@ -396,7 +396,7 @@ class Coordinator:
         """Apply what is ready to be; whether there was anything."""
         counts = self._roster.counts
         if counts[Status.OUT] and not counts[Status.PUSHED] and not counts[Status.BUSY]:
-            for place in self.places.values():  # nobody is left of this round: it begins anew with whoever comes
+            for place in self.places.values():  # no worker of this round is left: it starts over with the workers that come
                 if place.status is Status.OUT:
                     place.reset(place.clock)
             return True
@@ -458,7 +458,7 @@ class Coordinator:
 
     def _send(self, place: Place) -> None:
         if self._roll_back or self.phase in (RunPhase.READ, RunPhase.RESTART):
-            return  # whatever was begun is void; the round opens again after reading
+            return  # tasks begun before are void; the round opens again after reading
         assert place.process is not None
         self._do(
             act.SendTask(

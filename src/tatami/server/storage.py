@@ -1,4 +1,4 @@
-"""What moves between servers, disk and driver when nobody computes: checkpoints, copies of shards, and the result."""
+"""What moves between servers, disk and driver while no worker computes: checkpoints, copies of shards, and the result."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class TrainingSpec:
     """The user's part of a run.
 
     Raises:
-        InputError: what cannot be a function, or data.
+        InputError: not a function, or not data.
     """
 
     model_fn: ModelFn
@@ -34,7 +34,7 @@ class TrainingSpec:
 
         Raises:
             ModelError: it cannot be trained by parameter servers.
-            InputError: it is no module, or `model_fn` ends the process.
+            InputError: it is not a module, or `model_fn` ends the process.
         """
         torch.manual_seed(seed)
         try:

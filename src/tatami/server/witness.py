@@ -1,6 +1,6 @@
-"""A small process beside a run that tells of its end where the run's own process cannot.
+"""A small process beside a run that reports the run's end where the run's own process cannot.
 
-Ray ends the process that uses it, by `_exit` and without a word, where its raylet or its GCS is gone; the kernel ends it where
+Ray ends the process that uses it, by `_exit` and silently, where its raylet or its GCS is gone; the kernel ends it where
 memory runs out. What happened until then was told to the witness, which writes the report, says what ended, and ends as well.
 """
 
@@ -25,7 +25,7 @@ ROUND, FAILURE, WARNING = "round", "failure", "warning"
 
 
 class Witness:
-    """The process, as the run sees it; use it in a `with` block, out of which the run comes to tell of its end itself.
+    """The process, as the run sees it; use it in a `with` block, which the run leaves in order to report its end itself.
 
     Args:
         recovery: name of the policy, for the report.
@@ -91,7 +91,7 @@ class Witness:
 def account(records: Iterable[dict[str, Any]]) -> tuple[RunReport, str] | None:
     """What is to be said after these records, the last of which may be missing: the report, and why the run ended.
 
-    None where the run told of its end itself.
+    None where the run reported its end itself.
     """
     first, *others = records
     reached_s: list[float] = []

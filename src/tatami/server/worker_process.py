@@ -49,7 +49,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOutcome:
-    """What came of a task: the (shard, server) that took its update; `pulled` is False where a server went away."""
+    """The result of a task: the (shard, server) pairs that took its update; `pulled` is False where a server went away."""
 
     loss: float
     samples: int
@@ -168,7 +168,7 @@ class WorkerProcess:
             if not ready:
                 break
         if missing:
-            self._patience_s *= 2  # the server may be gone without a word, or the link slow
+            self._patience_s *= 2  # the server may have died silently, or the link may be slow
         return None
 
     def _get(self, reference: Any) -> Any:

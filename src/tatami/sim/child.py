@@ -1,4 +1,4 @@
-"""The process that starts runs: it loads SimGrid once, then forks for each job that it is told of.
+"""The process that starts runs: it loads SimGrid once, then forks for each job that it is sent.
 
 Where several runs have one platform, a fork of it, the keeper, builds that once; runs are forks of the keeper then. Building
 100,000 hosts takes SimGrid half a minute.
@@ -174,7 +174,7 @@ def _run(function: Any, argument: Any, answer: BinaryIO) -> NoReturn:
     gc.set_threshold(_GC_THRESHOLD)
     try:
         write_frame(answer, ("value", function(argument)))
-    except Exception as error:  # it belongs to whoever asked for this run
+    except Exception as error:  # it is raised where this run was asked for
         write_frame(answer, ("raised", _portable(error)))
     # Without the interpreter's farewell: SimGrid's actors are threads that would be waited for.
     os._exit(0)
@@ -193,13 +193,13 @@ def _stay() -> None:
 def _portable(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever a constructor makes of the arguments
+    except Exception:  # every error that a constructor may raise
         return SimulationError(f"{type(error).__name__}: {error}")
     return error
 
 
 def _end_with(parent: int) -> None:
-    """End when `parent` does, be it killed."""
+    """End when `parent` does, also when it is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

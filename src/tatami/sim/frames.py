@@ -1,6 +1,6 @@
 """Messages between this program and the processes it started itself: a length, then a pickle.
 
-Over pipes that nobody else can write to; nothing is ever unpickled that came from a file or a network.
+Over pipes to which no other process can write; nothing is ever unpickled that came from a file or a network.
 """
 
 from __future__ import annotations

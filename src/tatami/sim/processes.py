@@ -81,7 +81,7 @@ class Runs:
             function: of a module, not a lambda: it is found by its name.
             jobs: each is sent to the process that runs it.
             timeout_s: that one run may take.
-            done: told of each job as it ends, by its index; not in order.
+            done: called for each job as it ends, by its index; not in order.
             platform: that a job plays on: it is built once for jobs that have the same, as long as no other comes between.
                 None: each run builds its own.
 
@@ -108,7 +108,7 @@ class Runs:
                     if done is not None:
                         done(order.index, results[order.index])
         except BaseException:
-            self.close()  # what is still running has nobody left to wait for it
+            self.close()  # nothing waits any more for what is still running
             raise
         return [results[index] for index in range(len(jobs))]
 
@@ -130,7 +130,7 @@ class Runs:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    # -m finds this package by the same path as this process did, whatever its working directory was then.
+    # -m finds this package by the same path as this process did, also from another working directory.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-m", "tatami.sim.child", str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)

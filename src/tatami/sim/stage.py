@@ -2,7 +2,7 @@
 
 An actor of SimGrid is a thread of the operating system, so there is only one (very many activities have a few more that wait
 for them); ten thousand machines are ten thousand activities, each with what is to be done when it ends. Of what ends at the
-same time, timers are told of first, then activities in the order in which they were started.
+same time, timers are handled first, then activities in the order in which they were started.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Stage:
             self.cancel(going)
 
     def drive(self) -> None:
-        """Let everything happen that was started, and what comes of it, until nothing goes on any more."""
+        """Let everything happen that was started, and what follows from it, until nothing goes on any more."""
         while True:
             ended = self._due() or self._next()
             if not ended:
@@ -122,7 +122,7 @@ class Stage:
         return going
 
     def _due(self) -> list[Going]:
-        """Timers whose time has come, and whatever ended at that time too."""
+        """Timers whose time has come, and activities that ended at that time too."""
         while self._timers and self._timers[0].going.ended:
             heapq.heappop(self._timers)
         due: list[Going] = []
@@ -154,7 +154,7 @@ def built() -> AbstractPlatform | None:
 
 
 def build(platform: AbstractPlatform) -> tuple[Any, list[Any]]:
-    """SimGrid's engine, told of this platform, and its hosts; a process can have one platform only."""
+    """SimGrid's engine with this platform, and its hosts; a process can have one platform only."""
     if platform != built():
         engine = simgrid().Engine(["tatami", "--log=root.fmt:%m%n", *platform.fabric.arguments])
         _built[:] = [(platform, engine, platform.build(engine))]

@@ -152,7 +152,7 @@ class _Others:
             self._woken.acquire()
         elif self._woken.acquire_timeout(timeout_s):
             return []
-        # Whoever else is woken at this time has its turn before this actor goes on.
+        # Every other actor woken at this time has its turn before this actor goes on.
         self._simgrid.this_actor.yield_()
         shares, self._shares = self._shares, []
         for _ in shares[1:]:
@@ -161,7 +161,7 @@ class _Others:
         return [activity for share in shares for activity in share]
 
     def _wait_for(self, share: list[Any]) -> None:
-        # How one that was cancelled ends, be it a computation or a transfer; one that fails by itself still shows that later.
+        # How one that was cancelled ends, a computation or a transfer; one that fails by itself still shows that later.
         with suppress(self._simgrid.CancelException, self._simgrid.NetworkFailureException):
             self._simgrid.ActivitySet(share).wait_any()
         self._shares.append(share)

@@ -69,7 +69,7 @@ class Storm:
         spared_nodes: ids of nodes that are not to be hit: that of Ray's head.
 
     Attributes:
-        dealt: blows that hit somebody.
+        dealt: blows that hit a process.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Storm:
                 self._hit_process(run, blow)
 
     def finish(self) -> None:
-        """Deal no more; what was on its way has hit, or never will."""
+        """Stop: blows that were delayed have hit by now, or never will."""
         for timer in self._timers:
             timer.cancel()
             timer.join()

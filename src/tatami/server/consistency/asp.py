@@ -1,4 +1,4 @@
-"""Asynchronous: nobody waits for anybody."""
+"""Asynchronous: no worker waits for another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ASP(AbstractConsistency):
 
     lockstep: ClassVar[bool] = False
 
-    def may_start(self, clock: int, *, slowest: int) -> bool:  # noqa: ARG002 - nobody waits
+    def may_start(self, clock: int, *, slowest: int) -> bool:  # noqa: ARG002 - no worker waits
         return True
 
     def closes(self, *, pushed: int, waiting: int, out: int) -> bool:  # noqa: ARG002 - each update is for itself

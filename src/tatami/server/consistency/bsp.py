@@ -1,4 +1,4 @@
-"""Bulk synchronous: every round has everybody's update."""
+"""Bulk synchronous: every round has the updates of all workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stale synchronous: nobody runs too far ahead of the slowest."""
+"""Stale synchronous: no worker runs too far ahead of the slowest."""
 
 from __future__ import annotations
 

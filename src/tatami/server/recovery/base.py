@@ -15,7 +15,7 @@ class Remedy(Enum):
     SKIP = "skip"
     """The round closes without it; the spare joins the next."""
     ROLL_BACK = "roll back"
-    """Everybody returns to the last checkpoint."""
+    """All workers and servers return to the last checkpoint."""
 
 
 class AbstractRecovery(ABC):

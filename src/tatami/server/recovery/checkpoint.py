@@ -1,4 +1,4 @@
-"""CKPT: everybody returns to the last checkpoint."""
+"""CKPT: all workers and servers return to the last checkpoint."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Case:
         element_bytes: 4 for float32.
 
     Raises:
-        InputError: a size that is no whole number of elements.
+        InputError: a size that is not a whole number of elements.
     """
 
     algorithm: str

@@ -49,7 +49,7 @@ class AllReduceJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """What came of it.
+    """The result of a simulated all-reduce.
 
     Attributes:
         algorithm: the schedule's.
@@ -68,7 +68,7 @@ def replay(job: AllReduceJob) -> Replayed:
     """Simulate in this process, which must be one of `Runs`.
 
     Raises:
-        ScheduleError: the schedule never ends: some rank waits for what nobody sends (`verify` says more).
+        ScheduleError: the schedule never ends: some rank waits for a message that is never sent (`verify` says more).
     """
     schedule = expand(job.schedule, rule=find_native(job.native), element_bytes=job.element_bytes)
 
@@ -92,7 +92,7 @@ def replay(job: AllReduceJob) -> Replayed:
             if missing := sorted(set(range(schedule.ranks)) - set(ends)):
                 raise ScheduleError(
                     f"{schedule.algorithm}: rank {missing[0]} and {len(missing) - 1} others never ended: they wait for what "
-                    "nobody sends; tatami.collective.verify says where the schedule is wrong"
+                    "no rank sends; tatami.collective.verify says where the schedule is wrong"
                 )
             return Replayed(
                 algorithm=schedule.algorithm,

@@ -1,7 +1,7 @@
 """A schedule carried out on a stage: every rank goes through its phases on its own, and waits for whom it must.
 
 A message begins when both ends have come to its round (rendezvous, as libraries send long ones), a put when its synchronisation
-lets it: under FENCE and BARRIER everybody meets (`Meeting`) before the first round and after each; under PSCW the target
+lets it: under FENCE and BARRIER all ranks meet (`Meeting`) before the first round and after each; under PSCW the target
 posts with an empty message, and the completion travels with the data; under LOCK the source's flush is an empty answer, and an
 empty notice follows it. What one rank sends another in a round is one transfer. Loads and stores of a rank are transfers over
 the link of its host, one after the other.
@@ -39,7 +39,7 @@ class Replay:
         hosts: of each rank, its index on the platform.
         element_bytes: 4 for float32.
         software: what ranks add to the wires.
-        done: told of each rank that has everything.
+        done: called with each rank that has everything.
         skip: whether rounds that repeat themselves are left out; only where nothing else goes on on the stage.
 
     Raises:

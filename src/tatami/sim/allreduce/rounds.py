@@ -15,7 +15,7 @@ class RankTransfers:
     Attributes:
         sends: to whom, how many bytes.
         receives: from whom.
-        sum_bytes: of what comes to be added, be it by accumulate: somebody's processor does it.
+        sum_bytes: of what arrives and must be added, also by accumulate: a processor does it.
         local: (from, to, bytes) of loads and stores, one after the other.
     """
 
@@ -30,7 +30,7 @@ class RankTransfers:
 
 
 def part_of(phase: Phase, *, rank: int, round: int, element_bytes: int) -> RankTransfers:
-    """What `rank` does in a round of a phase that is no native."""
+    """What `rank` does in a round of a phase that is not native."""
     sends: dict[int, int] = defaultdict(int)
     receives: dict[int, int] = defaultdict(int)
     local: dict[tuple[int, int, bool], int] = defaultdict(int)

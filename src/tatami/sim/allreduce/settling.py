@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 CHECKS = (3, 7, 14, 28, 56, 112, 224, 448, 896)
-"""Rounds after which it is looked at: everybody waits there for the last, and goes on with the lead it had."""
+"""Rounds after which it is looked at: all ranks wait there for the last, and go on with the leads they had."""
 _TOGETHER = 1e-7
 """Of a round: parts that differ by an element are to count as alike."""
 _LEAST_S = 2e-9
@@ -41,7 +41,7 @@ class Settling:
         return self._ends[round_ + 1]
 
     def period_s(self, round_: int) -> float | None:
-        """How long each further round takes, for everybody; None where that is not yet so."""
+        """How long each further round takes, the same for all ranks; None while it differs."""
         last, before = list(self._steps(round_ + 1)), list(self._steps(round_))
         steps = last + before
         if len(steps) < 2 * self._ranks:

@@ -16,8 +16,8 @@ from tatami.collective import AbstractPattern, RankGroup, Role, Step, Via
 class WholeDoubling(AbstractPattern):
     """In round t member R and member R xor 2^t add each other's vectors.
 
-    Members that are no power of two fold: the first 2 r of them pair up, the even ones give theirs to the odd ones, who
-    take part for both and return the sum.
+    Members whose number is not a power of two fold: the first 2 r of them pair up, the even ones give theirs to the odd ones,
+    who take part for both and return the sum.
     """
 
     via: Via = Via.MESSAGE

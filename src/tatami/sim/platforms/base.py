@@ -1,4 +1,4 @@
-"""What a platform is: hosts in an order, and how SimGrid is told of them."""
+"""What a platform is: hosts in an order, and how they are described to SimGrid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fat tree of two levels with full bisection: whoever talks to whoever else, no cable is oversubscribed."""
+"""A fat tree of two levels with full bisection: no cable is oversubscribed, whichever hosts communicate."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _OAKFOREST_LATENCY_S = 250e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """What may be asked for by name: `build(nodes, latency_s)`, each None where nobody said."""
+    """What may be asked for by name: `build(nodes, latency_s)`, each None where it was not given."""
 
     what: str
     build: Callable[[int | None, float | None], AbstractPlatform]

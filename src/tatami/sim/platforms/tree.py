@@ -120,7 +120,7 @@ def _links(root: Any, groups: Sequence[MachineGroup], *, path: str, backbone: Wi
 
 
 def _build(zone: Any, groups: Sequence[MachineGroup], *, path: str, links: dict[str, Any]) -> Iterator[Any]:
-    """The hosts below a zone. A backbone is a link in everybody's way up, which a path that goes up and down takes once."""
+    """The hosts below a zone. A backbone is a link on every host's way up, which a path that goes up and down takes once."""
     for group in groups:
         for name in group.names:
             way = [links[link] for link in (f"{path}{name}/link", f"{path}backbone") if link in links]
@@ -186,10 +186,10 @@ def _taken_twice(groups: Sequence[MachineGroup], *, path: str) -> list[str]:
 
 
 def _wire_problems(groups: Sequence[MachineGroup], *, backbone: Wire | None, above: int, path: str) -> list[str]:
-    """Machines between which and the others there is no link at all, and backbones that cannot be."""
+    """Machines without any link to the others, and invalid backbones."""
     problems = []
     if backbone is not None and backbone.duplex:
-        problems.append(f"{path}backbone: cannot be duplex: it is passed once, by whoever goes either way; links can")
+        problems.append(f"{path}backbone: cannot be duplex: it is passed once in either direction; links can")
     for group in groups:
         wires = above + (backbone is not None) + (group.link is not None)
         place = f"{path}{group.names[0]}"

@@ -15,7 +15,7 @@ from tatami.sim.stage import Going, Stage
 
 @dataclass(slots=True, kw_only=True)
 class _Life:
-    """Of whoever holds a place: `ends` is in computing seconds or at a time, as `strikes` says."""
+    """Of the process that holds a place: `ends` is in computing seconds or at a time, as `strikes` says."""
 
     process: int
     generation: int
@@ -34,8 +34,8 @@ class Fates:
         stage: where they end.
         seed: None for nothing ever breaking.
         period: what undisturbed rounds take; None where lives count always, or never end.
-        strike: told of a worker or a server that dies, as ("worker", number).
-        cut, mend: told of the worker whose link breaks, or is back.
+        strike: called with a worker or a server that dies, as ("worker", number).
+        cut, mend: called with the worker whose link breaks, or is back.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Fates:
             self._stop(life)
 
     def breaks_off(self, worker: int) -> None:
-        """It computes no more, be it that its work is void or that it is dead."""
+        """It computes no more: its work is void, or it is dead."""
         if (life := self._lives.get(worker)) is not None and life.began_s is not None:
             life.computed_s += self._stage.now_s - life.began_s
             self._stop(life)

@@ -1,4 +1,4 @@
-"""The coordinator's actions, carried out on a stage; what comes of them is told to it, and nothing is decided here."""
+"""The coordinator's actions, carried out on a stage; their results are told to it as events, and nothing is decided here."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class ServerPlay:
         setup: what is simulated.
         stage: where.
         seed: of the failures; None for a run without any.
-        period: what undisturbed rounds take; None where nobody knows yet.
+        period: what undisturbed rounds take; None where that is not known yet.
         skips: undisturbed rounds are passed over; else each is simulated.
-        watch: told of all that the coordinator orders, as far as it is carried out one by one.
+        watch: called with every action of the coordinator that is carried out one by one.
 
     Attributes:
         failures: that have struck.
@@ -103,7 +103,7 @@ class ServerPlay:
     # -- between the coordinator and the stage --------------------------------------------------------------------
 
     def _tell(self, *events: ev.Event) -> None:
-        """Tell the coordinator, and carry out what it orders; what comes of that at once is told in turn."""
+        """Tell the coordinator, and carry out what it orders; events that follow at once are told in turn."""
         self._events.extend(events)
         if self._telling:
             return
@@ -227,7 +227,7 @@ class ServerPlay:
     def _push(self) -> None:
         """Let those push who have computed, when their time has come."""
         together = self.setup.push == "together" and self.setup.consistency.lockstep
-        # Only where a process is dead is somebody not busy who has begun; looking at all of 10,000 each time would cost.
+        # A worker that has begun is idle only where a process is dead; looking at all 10,000 each time would take long.
         if together and len(self._computing) > len(self._dead):
             return
         if together and any(self._coordinator.places[worker].status is Status.BUSY for worker in self._computing):

@@ -1,4 +1,4 @@
-"""What comes of a simulated run."""
+"""The results of a simulated run."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class ServerSetup:
 
     Attributes:
         platform: the machines.
-        workers: hosts by index; worker w computes on workers[w], as does whoever takes its place.
+        workers: hosts by index; worker w computes on workers[w], as does the process that takes its place.
         servers: hosts by index; they share the parameters.
         rounds: of the run.
         task_flop: of one worker in one round.
@@ -71,7 +71,7 @@ class ServerSetup:
             where that makes no more than 2,000 transfers, and else one.
 
     Raises:
-        InputError: numbers that cannot be, or more machines in parts than there are: which.
+        InputError: invalid numbers, or more machines in the parts than the platform has; says which.
     """
 
     platform: AbstractPlatform

@@ -56,7 +56,7 @@ def simulate_server(
         seeds: of the failures.
         runs: where to; the results do not depend on how many cores it has.
         skips: rounds that nothing disturbs are simulated once.
-        done: told of each run as it ends, with the index of its setup.
+        done: called for each run as it ends, with the index of its setup.
 
     Returns:
         For each setup the runs in the order of the seeds.

@@ -18,7 +18,7 @@ class SimulatedStorage:
         self._waiting: list[Callable[[], None]] = []
 
     def write(self, hosts: Sequence[int], *, then: Callable[[], None]) -> None:
-        """Write one on every host. `then` when the run may go on: when it is written, or where nobody waits, begun."""
+        """Write one on every host. `then` when the run may go on: when all is written, or begun where no worker waits."""
         if self._writing:
             self._waiting.append(lambda: self.write(hosts, then=then))
             return

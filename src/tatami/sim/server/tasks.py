@@ -61,7 +61,7 @@ class SimulatedTask:
         self.going[server] = stage.send(source, target, size_bytes=size_bytes, then=moved)
 
     def compute(self, stage: Stage, *, duration_s: float, then: Callable[[SimulatedTask], None]) -> None:
-        """Compute what is left of the work; a timer, since nobody shares a machine, and ten thousand of them are cheap."""
+        """Compute what is left of the work; a timer, as no machine is shared, and ten thousand of them are cheap."""
 
         def computed() -> None:
             self.going.clear()

@@ -1,4 +1,4 @@
-"""The picture of a tiling: samples across, units down, one named mat per processor, coloured by its speed."""
+"""The picture of a tiling: samples across, units down, one named tile per processor, coloured by its speed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ MAX_NOTE_ROWS = 8
 
 
 def draw_tiling(ax: Axes, tiling: Tiling, *, speeds: Mapping[str, float], speed_unit: str = "relative") -> Axes:
-    """Draw the mats of `tiling` into `ax`, with a colour bar of the speeds beside it.
+    """Draw the tiles of `tiling` into `ax`, with a colour bar of the speeds beside it.
 
-    A mat too small for its processor's name carries a number, explained below the picture. Processors in `speeds` that have
+    A tile too small for its processor's name carries a number, explained below the picture. Processors in `speeds` that have
     no work are named there too.
 
     Args:
@@ -102,7 +102,7 @@ def _bar_ticks(bar: Colorbar, speeds: list[float]) -> None:
 
 
 def _label(ax: Axes, tiling: Tiling, *, speeds: Mapping[str, float], colours: ScalarMappable) -> None:
-    """Name every mat. The note below takes room from the mats, so that what fits is found again beneath it."""
+    """Name every tile. The note below the picture takes room from the tiles, so what fits is found out again with it."""
     tiles = working(tiling)
     unused = idle(tiling, speeds=speeds)
     lettering = _fit(ax, tiling, tiles=tiles)
@@ -153,7 +153,7 @@ def _fit(ax: Axes, tiling: Tiling, *, tiles: tuple[Tile, ...]) -> list[Lettering
 
 
 def _note(lettering: list[Lettering], tiling: Tiling, *, tiles: tuple[Tile, ...], unused: tuple[str, ...]) -> str:
-    """What the numbers mean, in columns; who lies in mats too thin for a number; and who has no work."""
+    """What the numbers mean, in columns; which processors have tiles too thin for a number; and which have no work."""
     keyed = [
         f"{letters.key} = {tile.processor} {percent(share(tile, tiling=tiling))}"
         for tile, letters in zip(tiles, lettering, strict=True)
