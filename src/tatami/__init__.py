@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tatami.checkpoints.multi_node_checkpoint import MultiNodeCheckpoint
     from tatami.cluster import Cluster, Link, Processor
     from tatami.comm.detect import init
+    from tatami.elastic.steps import steps
     from tatami.parallel.batch_norm import MultiNodeBatchNorm
     from tatami.parallel.chain_list import MultiNodeChainList
     from tatami.parallel.data_parallel import DataParallel
@@ -47,6 +48,7 @@ __all__ = [
     "init",
     "plan",
     "scatter_dataset",
+    "steps",
     "tile",
 ]
 
@@ -71,6 +73,7 @@ _HOMES = {
     "init": "tatami.comm.detect",
     "plan": "tatami.planning",
     "scatter_dataset": "tatami.parallel.scattering",
+    "steps": "tatami.elastic.steps",
     "tile": "tatami.tiled.tile",
 }
 

@@ -66,7 +66,7 @@ class World:
         self.random = random.Random(seed)
         first = tuple(f"p{index}" for index in range(self.random.randint(1, 5)))
         self.copies = self.random.choice([1, 2, 2])
-        self.machine = Membership(first, workload=WORKLOAD, plan=self.plan, copies=self.copies)
+        self.machine = Membership(first, plan=self.plan, copies=self.copies)
         self.ranks = {name: Rank(name) for name in first}
         self.posted: dict[tuple[int, int], dict[str, tuple[bool, dict[tuple[int, bool], int], int]]] = {}
         self.broken: set[int] = set()
@@ -78,7 +78,7 @@ class World:
         layout = self.plan(first)
         for rank in self.ranks.values():
             self.own(rank, layout)
-            self.tell(Entered(member=rank.name, group=rank.group, layout=layout))
+            self.tell(Entered(member=rank.name, group=rank.group, layout=layout, workload=WORKLOAD))
 
     def plan(self, names: tuple[str, ...]) -> Layout:
         if len(names) > UNITS:
@@ -185,7 +185,7 @@ class World:
         rank.group, rank.stage = action.group, "door"
         layout = self.plan_of_group(action.group)
         self.own(rank, layout)
-        self.tell(Entered(member=rank.name, group=rank.group, layout=layout))
+        self.tell(Entered(member=rank.name, group=rank.group, layout=layout, workload=WORKLOAD))
 
     def plan_of_group(self, group: int) -> Layout:
         names = self.groups[group]
@@ -289,7 +289,7 @@ class World:
         if kind == "join":
             name = f"p{len(self.ranks)}"
             self.ranks[name] = Rank(name)
-            self.tell(Entered(member=name, group=None, layout=self.plan((name,))))
+            self.tell(Entered(member=name, group=None, layout=self.plan((name,)), workload=WORKLOAD))
         elif living:
             rank = self.random.choice(living)
             if kind == "die":
@@ -314,6 +314,6 @@ class World:
             going = [rank for rank in self.ranks.values() if rank.acts and rank.stage != "door"]
             if going and all(rank.stage == "ended" for rank in going) and not self.mail:
                 return None
-            assert choices, f"a hang: {self.machine.phase}, {self.ranks}"
+            assert choices, f"a hang: {self.machine.stage}, {self.ranks}"
             self.random.choice(choices)()
-        raise AssertionError(f"no end: {self.machine.phase}, {self.ranks}")
+        raise AssertionError(f"no end: {self.machine.stage}, {self.ranks}")

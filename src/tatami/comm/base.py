@@ -74,6 +74,11 @@ class AbstractCommunicator(ABC):
         return None
 
     @property
+    def changes(self) -> bool:
+        """Whether ranks may leave and join while this object stays: see `tatami.comm.elastic`."""
+        return False
+
+    @property
     def local_rank(self) -> int:
         """This rank among those of its own host."""
         return sum(host == self.hosts[self.rank] for host in self.hosts[: self.rank])

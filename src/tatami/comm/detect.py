@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractCommunicator
+from tatami.comm.elastic import elastic_world
 from tatami.comm.mpi import MpiCommunicator
 from tatami.comm.threads import single_communicator, thread_communicator
 from tatami.comm.torchdist import TorchdistCommunicator
@@ -25,9 +26,9 @@ _worlds: dict[str, AbstractCommunicator] = {}
 def init(*, backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> AbstractCommunicator:
     """The communicator of all ranks that were started together with this process.
 
-    Under mpiexec or srun these are MPI's ranks, under torchrun those of torch.distributed, inside `run_threads` its threads,
-    and otherwise this process alone. The first call also gives torch its number of threads: the cores of the host divided
-    by the ranks on it, or `TATAMI_THREADS`.
+    In an elastic run they are its members, under mpiexec or srun MPI's ranks, under torchrun those of torch.distributed, inside
+    `run_threads` its threads, and otherwise this process alone. The first call also gives torch its number of threads: the
+    cores of the host divided by the ranks on it, or `TATAMI_THREADS`.
 
     Args:
         backend: `mpi`, `torchdist`, `threads` or `single`; None to find out.
@@ -38,6 +39,11 @@ def init(*, backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) ->
             group; `TATAMI_THREADS` or `TATAMI_WAIT` is wrong.
         MissingExtraError: MPI is needed but not installed.
     """
+    elastic = elastic_world()
+    if elastic is not None and backend is None:
+        elastic.timeout_s = timeout_s
+        _set_torch_threads(threads_asked_for(os.environ), ranks_on_host=elastic.local_size)
+        return elastic
     inside = thread_communicator()
     if backend is None:
         backend = "threads" if inside is not None else detect_backend(os.environ)

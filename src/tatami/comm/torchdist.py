@@ -47,6 +47,7 @@ _HEADER_ELEMENTS = 2
 _THREAD_ENDS_S = 1.0
 _SHORTEST_S = 1e-3
 """A shorter wait of gloo's would be one without an end."""
+_LOOK_S = 0.02
 _SLICE_S = 0.25
 """So long a wait goes on before it is looked whether another rank asks what this one does."""
 
@@ -82,6 +83,7 @@ class WorkRequest(AbstractRequest):
                     with suppress(RuntimeError):
                         work.wait(timedelta(seconds=min(max(left_s, _SHORTEST_S), _SLICE_S)))
                     if not work.is_completed():
+                        communicator.check_off()
                         communicator.answer(self._waiting)
         left_s = max(0.0, communicator.left_s(start_s))
         policy, doing = communicator.policy, self._waiting.describe
@@ -136,6 +138,7 @@ class MessageRequest(AbstractRequest):
         while not self._done.wait(min(max(left_s := communicator.left_s(start_s), 0.0), _SLICE_S)):
             if left_s <= 0:
                 raise self._waiting.timeout(communicator.timeout_s, roll_call=communicator.roll_call)
+            communicator.check_off()
             communicator.answer(self._waiting)
         self.test()
 
@@ -165,6 +168,7 @@ class TorchdistCommunicator(CheckedCommunicator):
         timeout_s: float,
         hosts: tuple[str, ...] | None = None,
         roll_call: AbstractRollCall | None = None,
+        off: threading.Event | None = None,
     ) -> None:
         """
         Args:
@@ -175,6 +179,7 @@ class TorchdistCommunicator(CheckedCommunicator):
             timeout_s: how long a wait may take.
             hosts: of all ranks; None: they are asked.
             roll_call: that these ranks have already; None: a new one among them.
+            off: once it is set, whoever forms this communicator or a part of it, or waits in one, stops with a `CommError`.
 
         Raises:
             InputError: this torch was built without gloo.
@@ -190,10 +195,13 @@ class TorchdistCommunicator(CheckedCommunicator):
         self._num_splits = 0
         self._num_sent: Counter[int] = Counter()
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._parts: weakref.WeakSet[TorchdistCommunicator] = weakref.WeakSet()
+        self._severed = False
+        self._off = off
         self._alone = single_communicator(timeout_s=timeout_s)
         self._nccl: Any = None
         try:
-            self._gloo: Any = dist.ProcessGroupGloo(c10d.PrefixStore(f"{name}/gloo", store), rank, size, _NEVER)
+            self._gloo: Any = self._connect(c10d.PrefixStore(f"{name}/gloo", store))
         except RuntimeError as error:
             raise CommError(f"rank {rank} of {size} could not reach all others through gloo: {_said(error)}") from error
         _open.add(self)
@@ -208,6 +216,38 @@ class TorchdistCommunicator(CheckedCommunicator):
             self.barrier()  # all are in the store
         policy = wait_policy(ranks_on_host=self.local_size, cores=cores)
         self.policy = replace(policy, roll_call=self._roll_call)
+
+    def _connect(self, store: Any) -> Any:
+        """Gloo's connections to all others; in a thread that is left behind where this is called off, as gloo cannot be."""
+        if self._off is None:
+            return dist.ProcessGroupGloo(store, self.rank, self.size, _NEVER)
+        made: list[Any] = []
+
+        def connect() -> None:
+            try:
+                made.append(dist.ProcessGroupGloo(store, self.rank, self.size, _NEVER))
+            except RuntimeError as error:
+                made.append(error)
+
+        thread = threading.Thread(target=connect, name=f"tatami connects {self._name}", daemon=True)
+        thread.start()
+        start_s = self.clock.now_s()
+        while not made and self.left_s(start_s) > 0:
+            thread.join(_LOOK_S)
+            self.check_off()
+        if not made:
+            raise CommError(f"rank {self.rank} of {self.size}: {self._name} was not formed in {self.timeout_s:.3g} s")
+        if isinstance(made[0], RuntimeError):
+            raise made[0]
+        return made[0]
+
+    def check_off(self) -> None:
+        """
+        Raises:
+            CommError: this communicator was called off.
+        """
+        if self._severed or (self._off is not None and self._off.is_set()):
+            raise CommError(f"{self._name} was called off on rank {self.rank} of {self.size}: its members change")
 
     @classmethod
     def world(cls, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> TorchdistCommunicator:
@@ -245,7 +285,7 @@ class TorchdistCommunicator(CheckedCommunicator):
         ranks = self._split_ranks(color, key)
         if ranks is None:
             return None
-        return TorchdistCommunicator(
+        part = TorchdistCommunicator(
             self._store,
             rank=ranks.index(self.rank),
             size=len(ranks),
@@ -253,7 +293,12 @@ class TorchdistCommunicator(CheckedCommunicator):
             timeout_s=self.timeout_s,
             hosts=tuple(self.hosts[rank] for rank in ranks),
             roll_call=self._roll_call,
+            off=self._off,
         )
+        self._parts.add(part)
+        if self._severed:
+            part.sever()
+        return part
 
     @property
     def roll_call(self) -> AbstractRollCall | None:
@@ -268,15 +313,31 @@ class TorchdistCommunicator(CheckedCommunicator):
         if self._roll_call is not None:
             self._roll_call.answer(waiting.describe())
 
+    def sever(self) -> None:
+        """Break all connections of this communicator and its parts, from any thread: every wait on them ends with an error.
+
+        The other ranks' waits end too. It takes milliseconds, and is safe in the middle of any operation.
+        """
+        self._severed = True
+        self._break_off()
+        for part in list(self._parts):
+            part.sever()
+
+    def _break_off(self) -> None:
+        # The one way to end waits inside of gloo (its abort() ends none): a wait that times out takes all connections of the
+        # group along. A wait for a rank that is gone fails at once, and takes nothing along, so each rank is tried.
+        gloo = self._gloo
+        for other in range(self.size):
+            if other != self.rank and gloo is not None:
+                with suppress(RuntimeError):
+                    gloo.recv([torch.empty(1)], other, _FIRST_PAYLOAD_TAG).wait(timedelta(milliseconds=1))
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             waiting = [thread for thread in self._threads if thread.is_alive()]
             if waiting:
-                # The one way to end waits inside of gloo: one that times out takes all connections of the group along.
-                with suppress(RuntimeError):
-                    other = (self.rank + 1) % self.size
-                    self._gloo.recv([torch.empty(1)], other, _FIRST_PAYLOAD_TAG).wait(timedelta(milliseconds=1))
+                self._break_off()
             for thread in waiting:
                 thread.join(_THREAD_ENDS_S)
             self._gloo = self._nccl = None

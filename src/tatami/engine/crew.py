@@ -222,7 +222,7 @@ class Crew:
 def _actor(process: type, *, node: str | None) -> Any:
     """On this node, or wherever Ray puts it; the pulse beats beside the work."""
     remote: Any = ray.remote
-    kind = remote(num_cpus=0, concurrency_groups={"pulse": 1})(process)
+    kind = remote(num_cpus=0, concurrency_groups=getattr(process, "concurrency_groups", {"pulse": 1}))(process)
     if node is None:
         return kind.remote()
     # Not soft=True: Ray then starts it on another node as it likes, and the death of one takes all copies of a shard along.

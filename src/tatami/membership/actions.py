@@ -54,6 +54,7 @@ class Release:
 class Restart:
     """Before the first section: these members form a group and begin their scripts again."""
 
+    ticket: int
     group: int
     members: tuple[str, ...]
 

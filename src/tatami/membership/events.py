@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tatami.tiling import Layout
+from tatami.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +25,12 @@ class Entered(_OfMember):
     Attributes:
         group: that it was in when its script began; of a process that joins, none.
         layout: that the first members have been tiled by; not looked at later.
+        workload: the blocks whose units are split; the same for all.
     """
 
     group: int | None
     layout: Layout
+    workload: Workload
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,34 +39,34 @@ class Membership:
 
     Args:
         members: that the run begins with, in the order of their ranks; they form group 0 at first.
-        workload: the blocks whose units are split.
         plan: gives the layout for these members; may raise `PlanError`.
         copies: holders that every unit has at least, where there are as many ranks: 1 or 2.
 
     Attributes:
-        phase: what the members are at.
+        stage: what the members are at.
         members: of the group, in the order of their ranks.
         held: who holds which units; None before the first section.
         group: the number of the group of connections.
         sections: that all members had passed at the last change.
+        ticket_laid: of the last change that all members have carried out.
     """
 
     def __init__(
         self,
         members: Sequence[str],
         *,
-        workload: Workload,
         plan: Callable[[tuple[str, ...]], Layout],
         copies: int = 2,
     ) -> None:
         if copies not in (1, 2):
             raise InputError(f"copies must be 1 or 2, not {copies}: a unit has one holder in each column, or one and a mirror")
-        self.phase = RunStage.STARTING
+        self.stage = RunStage.STARTING
         self.members = tuple(members)
         self.held: Held | None = None
         self.group = 0
         self.sections = 0
-        self._workload = workload
+        self.ticket_laid = -1
+        self._workload: Workload | None = None
         self._plan = plan
         self._copies = copies
         self._alive = set(members)
@@ -92,7 +92,7 @@ class Membership:
         """What is to be done about `event`, in this order; nothing once the run is over."""
         self._actions = []
         # What is still heard of a member that is gone was said before.
-        if self.phase is not RunStage.DONE and event.member not in self._gone:
+        if self.stage is not RunStage.DONE and event.member not in self._gone:
             self._take(event)
         return tuple(self._actions)
 
@@ -118,20 +118,21 @@ class Membership:
                     self._halted[event.member] = event
                     self._see_whether_halted()
             case ev.Laid():
-                if event.ticket == self._ticket and event.member in self._awaited and self.phase is RunStage.CHANGING:
+                if event.ticket == self._ticket and event.member in self._awaited and self.stage is RunStage.CHANGING:
                     self._awaited.discard(event.member)
                     self._see_whether_laid()
             case ev.Ended():
                 self._ended.add(event.member)
                 if not set(self.members) & self._alive - self._ended:
-                    self.phase = RunStage.DONE
+                    self.stage = RunStage.DONE
 
     def _enter(self, event: ev.Entered) -> None:
         if event.group is not None:
             # Where it has been told to begin again since, it will say so again.
-            if self.phase is RunStage.STARTING and event.group == self.group:
+            if self.stage is RunStage.STARTING and event.group == self.group:
                 self._entered.add(event.member)
                 self.held = self.held or Held(layout=event.layout)
+                self._workload = event.workload
                 self._see_whether_started()
             return
         self._alive.add(event.member)
@@ -167,10 +168,10 @@ class Membership:
             return
         self._reasons.append(reason)
         self._stalls = 0  # what has broken there was this member's
-        if self.phase is RunStage.STARTING:
+        if self.stage is RunStage.STARTING:
             self._begin_again()
         elif member in self._ended and not set(self.members) & self._alive - self._ended:
-            self.phase = RunStage.DONE
+            self.stage = RunStage.DONE
         else:
             self._abort()
 
@@ -187,14 +188,15 @@ class Membership:
         if not self.members:
             self._stop(EndCause.NO_MEMBERS, f"{', '.join(self._reasons)}, and no rank is left to begin with")
             return
-        self._do(act.Restart(group=self.group, members=self.members))
+        self._ticket += 1
+        self._do(act.Restart(ticket=self._ticket, group=self.group, members=self.members))
 
     def _stall(self, event: ev.Stalled) -> None:
-        if event.group != self.group or event.member not in self._alive or self.phase in (RunStage.HALTING, RunStage.DONE):
+        if event.group != self.group or event.member not in self._alive or self.stage in (RunStage.HALTING, RunStage.DONE):
             return  # what it tells of is being repaired already
         self._stalls += 1
         self._reasons.append(f"{event.member} could not go on: {event.reason}")
-        if self.phase is RunStage.STARTING:
+        if self.stage is RunStage.STARTING:
             if self._stalls > MOST_STALLS:
                 self._stop(EndCause.STALLED, self._reasons[-1])
             else:
@@ -208,13 +210,13 @@ class Membership:
     # -- halting ----------------------------------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        if self.phase is RunStage.RUNNING:
-            self.phase = RunStage.ASKING
+        if self.stage is RunStage.RUNNING:
+            self.stage = RunStage.ASKING
             self._await()
             self._do(act.Ask(members=self._living(), ticket=self._ticket))
 
     def _abort(self) -> None:
-        self.phase = RunStage.HALTING
+        self.stage = RunStage.HALTING
         self._await()
         if not self._awaited:
             self._stop(EndCause.NO_MEMBERS, f"{', '.join(self._reasons)}, and no rank is left")
@@ -262,7 +264,7 @@ class Membership:
             self._stalls = 0  # it did get on since the last change
         if any(told.ended for told in self._halted.values()):
             going = tuple(name for name, told in self._halted.items() if not told.ended)
-            self.phase = RunStage.DONE
+            self.stage = RunStage.DONE
             self._do(act.Dismiss(ticket=self._ticket, members=going, finish=finish, sections=passed, outcome=outcome))
             return
         self.sections = passed
@@ -270,6 +272,7 @@ class Membership:
 
     def _lay(self, finish: tuple[str, ...], outcome: object) -> None:
         assert self.held is not None
+        assert self._workload is not None
         here = tuple(name for name in self.members if name in self._alive)
         going = tuple(name for name in here if name in self._leaving)
         newcomers = tuple(self._waiting) if all(told.admits for told in self._halted.values()) else ()
@@ -313,7 +316,7 @@ class Membership:
         )
         self._waiting = [name for name in self._waiting if name not in newcomers]
         self._reasons = []
-        self.phase = RunStage.CHANGING
+        self.stage = RunStage.CHANGING
         self._awaited = set(members)
         self._do(self._change)
 
@@ -334,9 +337,10 @@ class Membership:
             return
         assert self._change is not None
         self._adopt(self._change)
+        self.ticket_laid = self._change.ticket
         self._change = None
         self.sections += 1
-        self.phase = RunStage.RUNNING
+        self.stage = RunStage.RUNNING
         if self.wants_change:
             self._ask()
 
@@ -353,7 +357,7 @@ class Membership:
         return f"{', '.join(self._reasons)}, with which {what} are lost. {advice}; a checkpoint survives all of them"
 
     def _stop(self, cause: EndCause, reason: str) -> None:
-        self.phase = RunStage.DONE
+        self.stage = RunStage.DONE
         self._do(act.EndRun(cause=cause, reason=reason))
 
     def _do(self, action: Action) -> None:

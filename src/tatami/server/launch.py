@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-import site
-import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +11,7 @@ import torch
 from torch import nn
 
 from tatami.clock import SystemClock
+from tatami.engine.by_value import by_value
 from tatami.engine.ray_engine import engine, require_ray
 from tatami.engine.ray_watch import RayWatch, ray_processes
 from tatami.errors import CheckpointError, InputError
@@ -80,7 +77,7 @@ def run_training(
         hook=context.on_phase,
         patience_s=max(_LEAST_PATIENCE_S, 2 * settings.heartbeat_s),
     )
-    with _by_value(spec.model_fn, spec.loss_fn, context.on_phase):
+    with by_value(spec.model_fn, spec.loss_fn, context.on_phase):
         pickled_spec = ray.cloudpickle.dumps(worker_spec)
     terms = Terms(
         protocol=protocol,
@@ -159,24 +156,3 @@ def _load(model: nn.Module, parameters: Any) -> None:
         for parameter in (each for each in model.parameters() if each.requires_grad):
             parameter.copy_(flat[start : start + parameter.numel()].view_as(parameter))
             start += parameter.numel()
-
-
-@contextmanager
-def _by_value(*functions: Any) -> Iterator[None]:
-    """Send the user's own modules along: a worker's process could not import a script or a test."""
-    ray = require_ray()
-    installed = (*site.getsitepackages(), sys.prefix, sys.base_prefix)
-    modules = []
-    for function in functions:
-        module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
-        file = getattr(module, "__file__", None)
-        known = module is None or module.__name__ == "__main__" or module.__name__.startswith("tatami.")
-        if module is not None and not known and file and not file.startswith(installed):
-            modules.append(module)
-    for module in modules:
-        ray.cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        for module in set(modules):
-            ray.cloudpickle.unregister_pickle_by_value(module)

@@ -93,7 +93,8 @@ class TiledModel(nn.Module):
         self.workload: Workload = workload_of(module, found, samples=batch_size)
         self._description = describe(module, found, workload=self.workload)
         self._column = ColumnComm(phases)
-        self._rank: RankContext = RankContext(column=self._column, comm=comm if comm.size > 1 else None, generator=generator)
+        several = comm.size > 1 or comm.changes
+        self._rank: RankContext = RankContext(column=self._column, comm=comm if several else None, generator=generator)
         self._widths: dict[int, tuple[int, ...]] = {}
         self._watch = BatchWatch(comm, columns=self._columns)
         self._adopt(self._place(layout))
@@ -111,7 +112,7 @@ class TiledModel(nn.Module):
         self.norms = WholeNorms(comm, holders=lambda: self._columns()[0], phases=phases)
         register(self)
         watch_optimizers()
-        if comm.size > 1:
+        if several:
             watch_norms()
             watch_scalers()
             for owner in {owner for owner, _, _ in self._slots}:
@@ -181,7 +182,7 @@ class TiledModel(nn.Module):
                     self._watch.compare()
             self._watch.end_pass()
         self.phases.enter(IterationPhase.FORWARD)
-        alone = self.comm.size == 1
+        alone = self.comm.size == 1 and not self.comm.changes
         output = self.module(*inputs, **named_inputs) if alone else self._forward_with_sums(inputs, named_inputs)
         if alone and self._reduction is not None:
             return output
@@ -293,6 +294,11 @@ class TiledModel(nn.Module):
         return self.tile is not None and self.tiling.columns[self.tile.column][0].processor == self.name
 
     @property
+    def local_span_size(self) -> tuple[int, int]:
+        """How many samples of the last batch are this rank's, and how many the batch has."""
+        return self._rank.mine.size, self._rank.samples
+
+    @property
     def local_work(self) -> float:
         """`Workload.tile_work` of what this rank computes of the last batch: samples x units where there is one pair."""
         if self.tile is None:
@@ -320,6 +326,12 @@ class TiledModel(nn.Module):
         self._rank.speaks = self.speaks_for_column
         self._column.meet(placement.column)
         self._exchange = placement.exchange
+
+    def _regroup(self, *, cluster: Cluster) -> None:
+        """The ranks of the communicator are others now, on these processors. For `tatami.tiled.relaying`; sends nothing."""
+        self.cluster = cluster
+        self.names = tuple(processor.name for processor in cluster.processors)
+        self._watch = BatchWatch(self.comm, columns=self._columns)
 
     def _place(self, layout: Layout) -> Placement:
         """See `place`; the model stays as it is. Collective."""
@@ -367,7 +379,7 @@ class TiledModel(nn.Module):
         for name, layer in list(whole.named_modules(remove_duplicate=False)):
             if isinstance(layer, nn.Dropout):
                 _replace(whole, name, WholeDropout(layer.p, context=context))
-            elif isinstance(layer, BATCH_NORMS) and self.comm.size > 1:
+            elif isinstance(layer, BATCH_NORMS) and (self.comm.size > 1 or self.comm.changes):
                 _replace(whole, name, WholeBatchNorm(layer, context=context))
 
     def _context(self, blocks: Iterable[int]) -> ModuleContext:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from tatami.clock import NO_PACE, Clock, Pace
 from tatami.cluster import Cluster
 from tatami.comm.agreement import decided_on_root, same_everywhere
 from tatami.comm.base import AbstractCommunicator
+from tatami.comm.elastic import ElasticCommunicator
 from tatami.errors import PlanError
 from tatami.parallel.synchronizing import broadcast_model
 from tatami.tiled.blocks import find_blocks, workload_of
@@ -75,6 +77,9 @@ def tile(
     if reduction is not None:
         check_reduction(reduction)
     cluster = _given(speeds, comm)
+    if isinstance(comm, ElasticCommunicator):
+        layout = _renamed(layout, cluster or Cluster.from_speeds([1.0] * comm.size), comm)
+        cluster = None if cluster is None else _named(cluster, comm)
     facts = {"batch_size": batch_size, "planner": planner, "reduction": reduction, "speeds": cluster, "layout": layout}
     same_everywhere(comm, facts, where="tatami.tile", error=PlanError)
     whole = copy.deepcopy(model)
@@ -93,6 +98,7 @@ def tile(
             timed = workload if workload.blocks else Workload.mlp(256, 256, 256, samples=256)
             measured = measure_speeds(timed, comm, dtype=next(whole.parameters()).dtype, clock=clock, pace=pace)
         cluster = Cluster.from_speeds([speed.flop_per_s for speed in measured])
+        cluster = _named(cluster, comm)
     if layout is None:
         planned = decided_on_root(comm, functools.partial(plan, planner, cluster=cluster, workload=workload, cost=cost))
         layout = planned.layout
@@ -122,9 +128,28 @@ def _given(speeds: Cluster | Sequence[float] | str, comm: AbstractCommunicator) 
             raise PlanError(f"speeds must be a Cluster, a number for each rank, 'measure' or 'equal', not {speeds!r}")
         return Cluster.from_speeds([1.0] * comm.size) if speeds == "equal" else None
     cluster = speeds if isinstance(speeds, Cluster) else Cluster.from_speeds(speeds)
+    if cluster.size != comm.size and comm.changes:
+        return Cluster.from_speeds([1.0] * comm.size)  # what was given is about other members
     if cluster.size != comm.size:
         raise PlanError(f"there are {comm.size} ranks but {cluster.size} speeds; give one for each rank")
     return cluster
+
+
+def _named(cluster: Cluster, comm: AbstractCommunicator) -> Cluster:
+    """With the members' names, which outlive their ranks, where the ranks have any."""
+    if not isinstance(comm, ElasticCommunicator):
+        return cluster
+    pairs = zip(cluster.processors, comm.names, strict=True)
+    return replace(cluster, processors=tuple(replace(each, name=name) for each, name in pairs))
+
+
+def _renamed(layout: Layout | None, cluster: Cluster, comm: ElasticCommunicator) -> Layout | None:
+    """The same with a layout; none where it is one for other members."""
+    name_of = {each.name: name for each, name in zip(cluster.processors, comm.names, strict=True)}
+    if layout is None or not set(layout.processors) <= set(name_of):
+        return None
+    columns = tuple(replace(each, processors=tuple(map(name_of.__getitem__, each.processors))) for each in layout.columns)
+    return Layout(columns=columns)
 
 
 def _told(planned: Plan) -> str:

@@ -1,0 +1,128 @@
+"""What a rank is told by the run, and what it reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tatami.cluster import Link, Processor
+from tatami.membership import Dismiss, Regroup, Restart
+from tatami.tiling import Layout
+from tatami.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What a process is told when it is started.
+
+    Attributes:
+        name: of the member.
+        group: its first one.
+        members: of that group; this one alone where it joins a run.
+        joins: it joins a run that is under way.
+        store: host and port of the store by which groups are formed.
+        timeout_s: how long an operation may wait for another rank.
+        loopback: all processes are on this machine.
+    """
+
+    name: str
+    group: int
+    members: tuple[str, ...]
+    joins: bool
+    store: tuple[str, int]
+    timeout_s: float
+    loopback: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegroupOrder:
+    """A change of the membership, with the processors of its members, in the order of the ranks."""
+
+    change: Regroup
+    processors: tuple[Processor, ...]
+
+
+Order = RegroupOrder | Restart | Dismiss
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnteredLoop:
+    """The script has come to its loop.
+
+    Attributes:
+        group: None of a process that joins.
+        links: between hosts, as far as they are known.
+    """
+
+    group: int | None
+    layout: Layout
+    workload: Workload
+    processor: Processor
+    links: dict[tuple[str, str], Link]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GotStuck:
+    """Communication failed in this group."""
+
+    group: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CarriedOut:
+    """A change is done.
+
+    Attributes:
+        step: that is done next.
+        settled: what became of the step that was open: "finished", "redone" or "none".
+        spent_s: of the dropped step, until this rank noticed.
+        repair_s: from then until now.
+    """
+
+    ticket: int
+    step: int
+    settled: str
+    spent_s: float
+    repair_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptEnded:
+    """The script has come to its end; `value` is what its function returned."""
+
+    value: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptFailed:
+    """The script raised what no repair helps against."""
+
+    error: BaseException
+    trace: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """A line for the terminal."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantsToLeave:
+    """The process was asked to end, by SIGTERM."""
+
+
+Report = EnteredLoop | GotStuck | CarriedOut | ScriptEnded | ScriptFailed | Said | WantsToLeave
+"""What a rank tells of itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HaltAnswer:
+    """Where a rank has stopped; see `tatami.membership.Halted`."""
+
+    sections: int
+    outcome: Any
+    ended: bool
+    admits: bool

@@ -1,0 +1,135 @@
+"""The process of a rank, as a Ray actor: a thin shell around a session, in which the user's script runs in a thread."""
+
+from __future__ import annotations
+
+import io
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from ray import cloudpickle
+
+from tatami.comm.elastic import set_elastic_world
+from tatami.elastic.moments import MomentHook
+from tatami.elastic.orders import Assignment, HaltAnswer, Order, Report, Said, ScriptEnded, ScriptFailed
+from tatami.elastic.session import BeginAgain, Session, set_session
+from tatami.engine.processes import Identity, identity
+from tatami.errors import CommError
+
+_COLLECT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpec:
+    """What every rank runs: `function`, without arguments; and the hook of tests."""
+
+    function: Callable[[], Any]
+    hook: MomentHook | None
+
+
+class RankProcess:
+    """Runs the script in a thread, and hands orders to it."""
+
+    concurrency_groups = {"pulse": 1, "halts": 8, "mail": 1}  # noqa: RUF012 -- read by the crew
+
+    def __init__(self) -> None:
+        # torch does much for the first time in its first backward pass: a process that stands by has that behind it.
+        torch.nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()
+        self._session: Session | None = None
+
+    def employ(self, assignment: Assignment, pickled_spec: bytes) -> Identity:
+        """Become a member: the script begins in a thread of its own."""
+        if assignment.loopback:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        spec: RankSpec = cloudpickle.loads(pickled_spec)
+        session = self._session = Session(assignment, hook=spec.hook)
+        set_session(session)
+        sys.stdout, sys.stderr = _Lines(session), _Lines(session)
+        threading.Thread(target=_run, args=(session, spec.function), name="tatami-script", daemon=True).start()
+        return identity()
+
+    def dismiss(self) -> None:
+        """Let go of the run."""
+        session, self._session = self._session, None
+        if session is not None and not session.has_ended:
+            raise RuntimeError("the script is still at work")
+        if session is not None and session.comm is not None:
+            session.comm.close()
+        set_session(None)
+        set_elastic_world(None)
+
+    def watch(self, pause_s: float) -> None:
+        """A sign of life after `pause_s`; runs beside the script, and fails at once when the process ends."""
+        time.sleep(pause_s)
+
+    def halt(self, ticket: int, abort: bool) -> HaltAnswer | None:
+        """See `Session.halt`."""
+        assert self._session is not None
+        return self._session.halt(ticket, abort=abort)
+
+    def obey(self, order: Order, ticket: int) -> None:
+        """See `Session.obey`."""
+        assert self._session is not None
+        self._session.obey(order, ticket=ticket)
+
+    def collect(self) -> list[Report]:
+        """What the rank has to tell; waits a while where there is nothing."""
+        if self._session is None:
+            return []
+        found: list[Report] = []
+        try:
+            found.append(self._session.reports.get(timeout=_COLLECT_S))
+            while True:
+                found.append(self._session.reports.get_nowait())
+        except queue.Empty:
+            return found
+
+
+def _run(session: Session, function: Callable[[], Any]) -> None:
+    """The script's thread: begins the script, again where its group changes before it has come to its loop."""
+    try:
+        is_first = True
+        while True:
+            try:
+                if is_first:
+                    is_first = False
+                    set_elastic_world(session.begin())
+                else:
+                    session.begin_again()
+                value = function()
+                break
+            except BeginAgain:
+                continue
+            except CommError as error:
+                if session.entered or session.assignment.joins:
+                    raise
+                session.stuck(error)
+        session.end()
+        session.report(ScriptEnded(value=value))
+    except BaseException as error:
+        session.end()
+        session.report(ScriptFailed(error=error, trace=traceback.format_exc()))
+
+
+class _Lines(io.TextIOBase):
+    """Standard output, line by line to the process that started the run."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._begun = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            self._session.report(Said(text=line))
+        return len(text)
+
+    def writable(self) -> bool:
+        return True

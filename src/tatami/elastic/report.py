@@ -1,0 +1,72 @@
+"""What became of an elastic run: each change of its members, and what it cost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tatami.outputs import write_text
+from tatami.units import format_duration
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberChange:
+    """One change of the members.
+
+    Attributes:
+        at_s: when the run heard of it, since its first step began.
+        reason: who died, left or joined.
+        step: that was done next.
+        settled: what became of the step that was open: "finished", "redone", or "none" where none was.
+        members: afterwards.
+        halted_s: from then until all had stopped.
+        laid_s: from then until all went on.
+        lost_s: for which no rank made progress: `laid_s` and, where a step was redone, the time that had gone into it.
+        moved_units: that were sent.
+    """
+
+    at_s: float
+    reason: str
+    step: int
+    settled: str
+    members: tuple[str, ...]
+    halted_s: float
+    laid_s: float
+    lost_s: float
+    moved_units: int
+
+    def __str__(self) -> str:
+        what = {"finished": "was finished", "redone": "is done again", "none": "begins"}[self.settled]
+        return (
+            f"{self.reason}: step {self.step if self.settled != 'finished' else self.step - 1} {what}, "
+            f"{len(self.members)} ranks go on after {format_duration(self.lost_s, digits=3)}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticReport:
+    """The run as a whole.
+
+    Attributes:
+        startup_s: until the first step began.
+        total_s: from then to the end.
+        changes: of the members, in the order of time; not the first formation.
+    """
+
+    startup_s: float
+    total_s: float
+    changes: tuple[MemberChange, ...]
+
+    @property
+    def lost_s(self) -> float:
+        """In all changes."""
+        return sum(change.lost_s for change in self.changes)
+
+    def save(self, path: Path | str, *, force: bool = False) -> None:
+        """Write as JSON.
+
+        Raises:
+            OutputExistsError: the file exists and `force` is not given.
+        """
+        write_text(path, json.dumps(asdict(self), indent=2) + "\n", force=force)

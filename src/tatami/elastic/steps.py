@@ -1,0 +1,265 @@
+"""The loop of a training written by hand, which goes on where ranks die, leave or join.
+
+    for step in tatami.steps(model, optimizer, count=1000):
+        with step:
+            x, y = model.local(*batch(step.number))
+            loss = loss_function(model(x), y)
+            loss.backward()
+            step.update(loss)
+        if step.is_done:
+            print(step.number, step.loss)
+
+A step that a death has disturbed is finished where any rank has all its gradients, and otherwise comes again. Under mpiexec or
+torchrun the same loop runs, and ends with the first rank that dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+
+from tatami.cluster import Cluster
+from tatami.elastic.moments import Moment
+from tatami.elastic.orders import EnteredLoop
+from tatami.elastic.session import OpenSection, Session, current_session
+from tatami.errors import CommError, InputError
+from tatami.membership import Regroup
+from tatami.tiled.mirroring import MirrorRows
+from tatami.tiled.model import TiledModel
+from tatami.tiled.optimizers import check_optimizer
+from tatami.tiled.phases import IterationPhase
+from tatami.tiled.relaying import common_state, load_common_state, relay
+
+_MOMENTS = {
+    IterationPhase.FORWARD: Moment.FORWARD,
+    IterationPhase.VERTICAL: Moment.VERTICAL,
+    IterationPhase.BACKWARD: Moment.BACKWARD,
+    IterationPhase.HORIZONTAL: Moment.HORIZONTAL,
+}
+
+
+class Stateful(Protocol):
+    """What a newcomer is given the state of, such as a schedule."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
+
+
+def steps(
+    model: TiledModel,
+    optimizer: torch.optim.Optimizer,
+    *,
+    count: int,
+    carry: Mapping[str, Stateful] | None = None,
+) -> Steps:
+    """Training steps 0 to count - 1, each to be used in a `with` block. Collective.
+
+    Args:
+        model: from `tatami.tile`.
+        optimizer: of its parameters.
+        count: how many steps.
+        carry: what else has a state that all ranks share, such as a schedule: given to ranks that join.
+
+    Raises:
+        ModelError: the optimizer does not work element by element.
+    """
+    if count < 0:
+        raise InputError(f"count must be at least 0, not {count}")
+    return Steps(model, optimizer, count=count, carry=carry or {}, session=current_session())
+
+
+class Steps:
+    """See `steps`."""
+
+    def __init__(
+        self,
+        model: TiledModel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        count: int,
+        carry: Mapping[str, Stateful],
+        session: Session | None,
+    ) -> None:
+        check_optimizer(optimizer)
+        self.model = model
+        self.optimizer = optimizer
+        self.session = session
+        self.number = 0
+        self._count = count
+        self._carry = carry
+        self._mirror = MirrorRows(model, optimizer)
+        self._before: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[Step]:
+        if self.session is not None:
+            if self.session.is_watched:
+                self._watch_phases()
+            self.session.enter(self)
+        while self.number < self._count:
+            yield Step(self)
+        if self.session is not None:
+            self.session.section(lambda: None)  # no rank leaves the loop while another may have to come back to it
+
+    def whole(self, body: Callable[[], Any]) -> Any:
+        """What `body`, a collective such as `tatami.tiled.whole_state_dict(model)`, returns; again where a rank dies in it."""
+        return body() if self.session is None else self.session.section(body)
+
+    # -- for the session ------------------------------------------------------------------------------------------------
+
+    @property
+    def step_number(self) -> int:
+        return self.number
+
+    def entering(self, group: int | None) -> EnteredLoop:
+        model = self.model
+        return EnteredLoop(
+            group=group,
+            layout=model.layout,
+            workload=model.workload,
+            processor=replace(model.cluster.processors[model.comm.rank], host=model.comm.hosts[model.comm.rank]),
+            links=dict(model.cluster.links),
+        )
+
+    def relay(self, change: Regroup, *, name: str, cluster: Cluster) -> Callable[[], None]:
+        model, session = self.model, self.session
+        assert session is not None
+        put_in_place = relay(
+            model, change, name=name, cluster=cluster, optimizer=self.optimizer, mirror=self._mirror, before=session.change
+        )
+        if change.newcomers:
+            source = change.members.index(change.source)
+            state = None
+            if model.comm.rank == source:
+                carried = {key: each.state_dict() for key, each in self._carry.items()}
+                state = {"common": common_state(model, self.optimizer), "carried": carried, "number": self.number}
+            state = model.comm.bcast_object(state, root=source)
+            if name in change.newcomers:
+                load_common_state(model, self.optimizer, state["common"])
+                self.number = state["number"]
+                for key, each in self._carry.items():
+                    each.load_state_dict(state["carried"][key])
+        return put_in_place
+
+    # -- for the steps --------------------------------------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """Remember what a forward pass changes, beside gradients."""
+        model = self.model
+        self._before = {
+            "buffers": [(buffer, buffer.detach().clone()) for buffer in model.module.buffers()],
+            "generator": model.generator.get_state(),
+            "chance": torch.get_rng_state(),
+        }
+
+    def put_back(self) -> None:
+        """As it was when the step began."""
+        model = self.model
+        with torch.no_grad():
+            for buffer, value in self._before["buffers"]:
+                buffer.copy_(value)
+        model.generator.set_state(self._before["generator"])
+        torch.set_rng_state(self._before["chance"])
+        self.optimizer.zero_grad(set_to_none=True)
+        model.phases.finish_iteration()
+
+    def mirror_gradients(self) -> None:
+        """Let the neighbour that keeps this rank's units have their gradients, where there is one."""
+        change = None if self.session is None else self.session.change
+        if change is None or self.session is None or self.session.comm is None:
+            return
+        name = self.session.name
+        keeper = next((mirror.keeper for mirror in change.mirrors if mirror.owner == name), None)
+        owner = next((mirror.owner for mirror in change.mirrors if mirror.keeper == name), None)
+        if keeper is not None and owner is not None:
+            members = change.members
+            self._mirror.exchange(self.session.comm, keeper=members.index(keeper), owner=members.index(owner))
+
+    def _watch_phases(self) -> None:
+        phases, session = self.model.phases, self.session
+        enter = phases.enter
+
+        def enter_and_tell(phase: IterationPhase) -> None:
+            enter(phase)
+            if session is not None and phase in _MOMENTS:
+                session.at(_MOMENTS[phase])
+
+        phases.enter = enter_and_tell  # type: ignore[method-assign]
+
+
+class Step:
+    """One step, as a context manager.
+
+    Attributes:
+        number: from 0.
+        loss: over the global batch; None until it is done.
+        is_done: whether the update was made. Where not, the same step comes again.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self.number = steps.number
+        self.loss: float | None = None
+        self.is_done = False
+        self._steps = steps
+        self._is_updating = False
+
+    def __enter__(self) -> Self:
+        steps, session = self._steps, self._steps.session
+        steps.optimizer.zero_grad(set_to_none=True)
+        if session is not None:
+            steps.keep()
+            session.begin_section(OpenSection(commit=self._commit, roll_back=steps.put_back, admits=True))
+            session.at(Moment.BEFORE_FORWARD)
+        return self
+
+    def update(self, loss: torch.Tensor) -> None:
+        """Make the update, when all ranks have all their gradients. The last thing in the `with` block.
+
+        Args:
+            loss: of this rank's samples; `loss` becomes that of the global batch.
+        """
+        self._is_updating = True
+        model, session = self._steps.model, self._steps.session
+        mine = model.local_span_size
+        weight = mine[0] / mine[1] if model.reduction == "mean" else 1.0
+        share = loss.item() * weight if model.speaks_for_column and mine[0] else 0.0
+        self._steps.mirror_gradients()
+        sums = torch.tensor([share], dtype=torch.float64)
+        with model.phases.during(IterationPhase.HORIZONTAL):
+            if session is not None:
+                session.pass_point(sums)
+            else:
+                model.comm.allreduce(sums)
+        if session is None:
+            self._commit(sums.tolist())
+
+    def _commit(self, outcome: list[float]) -> None:
+        steps, session = self._steps, self._steps.session
+        if session is not None:
+            session.at(Moment.BEFORE_UPDATE)
+        steps.optimizer.step()
+        if session is not None:
+            session.at(Moment.IN_UPDATE)
+        steps.model.phases.finish_iteration()
+        steps.number += 1
+        self.loss = outcome[0]
+        self.is_done = True
+        if session is not None:
+            session.at(Moment.AFTER_UPDATE)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        session = self._steps.session
+        if error is None:
+            if not self._is_updating:
+                raise InputError(f"step {self.number} ended without step.update(loss), so nothing was trained by it")
+            if session is not None:
+                session.end_section()
+            return False
+        if session is None or not isinstance(error, CommError) or session.is_over:
+            return False
+        session.repair(error)
+        return True

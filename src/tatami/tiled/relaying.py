@@ -1,0 +1,263 @@
+"""A tiled model among other ranks than before: rows from those who hold them, and the rest of the state for newcomers.
+
+Who takes what from whom is data (`tatami.membership.copies`). Nothing that is held is changed before all ranks have all that
+they need, so that a death on the way leaves every survivor as it was: `relay` collects, and what it returns puts in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tatami.cluster import Cluster
+from tatami.comm.checked import as_bytes
+from tatami.membership import Regroup, Take
+from tatami.tiled.mirroring import MirrorRows
+from tatami.tiled.model import TiledModel
+from tatami.tiled.placement import place
+from tatami.tiled.rows import Rows
+from tatami.tiling import Span, Tiling
+
+_TAG = 15
+
+Bundle = list[Rows]
+
+
+def relay(
+    model: TiledModel,
+    change: Regroup,
+    *,
+    name: str,
+    cluster: Cluster,
+    optimizer: torch.optim.Optimizer,
+    mirror: MirrorRows,
+    before: Regroup | None,
+) -> Callable[[], None]:
+    """Collect what this rank holds after `change`. Collective among its members; between two steps.
+
+    Args:
+        model: whose communicator has the members of the change as its ranks already.
+        change: who is there, how the work is laid out, and who takes what from whom.
+        name: of this rank.
+        cluster: the members' processors, in the order of the ranks.
+        optimizer: whose state goes along.
+        mirror: what this rank keeps for another.
+        before: the change by which this rank holds what it holds; None where it holds what `tile` gave it, or nothing.
+
+    Returns:
+        What puts all in place; it sends nothing.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    for _, kept in mirror.tensors:
+        kept.grad = None
+    names = change.members
+    is_new = name in change.newcomers
+    placement = place(change.layout, model.comm, names=names, workload=model.workload)
+    _agree_on_states(model, optimizer, mirror, change, is_new=is_new)
+    own_tiles = () if is_new else model.tilings
+    kept_for = None if before is None or is_new else _kept_for(before, name)
+    keeps_for = _kept_for(change, name)
+    tilings = placement.tilings[: len(model.found.blocks)]
+    with torch.no_grad():
+        held = {
+            (index, kind): (
+                _bundle(block, optimizer),
+                _units(own_tiles[index], name) if not kind and own_tiles else _units_kept(own_tiles, index, kept_for, kind),
+            )
+            for kind, blocks in ((False, model.block_rows()), (True, mirror.blocks))
+            for index, block in enumerate(blocks)
+        }
+        laid = {
+            (index, kind): (
+                [Rows(_empty(rows, span.size), rows.runs) for rows in held[index, kind][0]],
+                span,
+            )
+            for index, tiling in enumerate(tilings)
+            for kind, span in (
+                (False, _units(tiling, name)),
+                (True, Span(0, 0) if keeps_for is None else _units(tiling, keeps_for)),
+            )
+        }
+        _exchange(model, change.takes, held, laid, name=name, names=names)
+
+    def put_in_place() -> None:
+        model._regroup(cluster=cluster)
+        model._adopt(placement)
+        with torch.no_grad():
+            for key, (bundle, _) in laid.items():
+                for rows, replacement in zip(held[key][0], bundle, strict=True):
+                    _replace(rows.tensor, replacement.tensor)
+        if keeps_for is None:
+            mirror.detach()
+        else:
+            mirror.attach()
+
+    return put_in_place
+
+
+def common_state(model: TiledModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What all ranks have in common beside the states of the optimizer: for newcomers, who then `load_common_state`."""
+    tiled = {id(rows.tensor) for block in model.block_rows() for rows in block}
+    tensors = {
+        name: tensor.detach().clone()
+        for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]
+        if id(tensor) not in tiled
+    }
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {"tensors": tensors, "groups": groups, "generator": model.generator.get_state(), "training": model.training}
+
+
+def load_common_state(model: TiledModel, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """On a newcomer."""
+    own = dict([*model.module.named_parameters(), *model.module.named_buffers()])
+    with torch.no_grad():
+        for name, tensor in state["tensors"].items():
+            own[name].copy_(tensor)
+    for group, told in zip(optimizer.param_groups, state["groups"], strict=True):
+        group.update(told)
+    model.generator.set_state(state["generator"])
+    model.train(state["training"])
+
+
+# -- the optimizer's states ---------------------------------------------------------------------------------------------------
+
+
+def _agree_on_states(
+    model: TiledModel, optimizer: torch.optim.Optimizer, mirror: MirrorRows, change: Regroup, *, is_new: bool
+) -> None:
+    """Have the same kinds of state for every parameter on all ranks; those that are whole everywhere go to newcomers."""
+    parameters = list(model.parameters())
+    tiled = {id(rows.tensor) for block in model.block_rows() for rows in block}
+    mine = [] if is_new else [_kinds_of(p, optimizer.state.get(p, {}), rows=id(p) in tiled) for p in parameters]
+    mirrors = {id(own): kept for own, kept in mirror.tensors}
+    told: list[list[dict[str, Any]]] = model.comm.allgather_object(mine)
+    whole: list[Any] | None = None
+    if change.newcomers:
+        replicated = [dict(optimizer.state.get(p, {})) if id(p) not in tiled else None for p in parameters]
+        source = change.members.index(change.source)
+        whole = model.comm.bcast_object(replicated if model.comm.rank == source else None, root=source)
+    for index, parameter in enumerate(parameters):
+        if id(parameter) in tiled:
+            kinds: dict[str, Any] = {}
+            for each in told:
+                kinds |= each[index] if each else {}
+            for holder in (parameter, mirrors[id(parameter)]):
+                if kinds or holder in optimizer.state:
+                    _fill_state(optimizer, holder, kinds)
+        elif is_new and whole is not None and whole[index]:
+            optimizer.state[parameter] = {
+                key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in whole[index].items()
+            }
+
+
+def _kinds_of(parameter: nn.Parameter, state: Mapping[str, Any], *, rows: bool) -> dict[str, Any]:
+    """Of each entry of a tiled parameter's state its dtype, where it has a value for each element, and otherwise the entry."""
+    if not rows:
+        return {}
+    return {
+        key: value.dtype if isinstance(value, torch.Tensor) and value.shape == parameter.shape else value
+        for key, value in state.items()
+    }
+
+
+def _fill_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, kinds: Mapping[str, Any]) -> None:
+    state = optimizer.state[parameter]
+    for key, kind in kinds.items():
+        if isinstance(kind, torch.dtype):
+            if key not in state or state[key].shape != parameter.shape:
+                state[key] = torch.zeros_like(parameter, dtype=kind).detach()
+        elif isinstance(kind, torch.Tensor):
+            state[key] = kind.clone()
+        else:
+            state[key] = kind
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------------
+
+
+def _bundle(block: Sequence[Rows], optimizer: torch.optim.Optimizer) -> Bundle:
+    """A block's tensors, and the optimizer's element-wise state of each, in the same order on every rank."""
+    bundle = []
+    for rows in block:
+        bundle.append(rows)
+        state = optimizer.state.get(rows.tensor, {}) if isinstance(rows.tensor, nn.Parameter) else {}
+        bundle += [
+            Rows(state[key], rows.runs)
+            for key in sorted(state)
+            if isinstance(state[key], torch.Tensor) and state[key].shape == rows.tensor.shape
+        ]
+    return bundle
+
+
+def _exchange(
+    model: TiledModel,
+    takes: Sequence[Take],
+    held: Mapping[tuple[int, bool], tuple[Bundle, Span]],
+    laid: Mapping[tuple[int, bool], tuple[Bundle, Span]],
+    *,
+    name: str,
+    names: Sequence[str],
+) -> None:
+    """Fill `laid` from `held`, here and on others; one message for each pair of ranks and direction."""
+    incoming: dict[int, list[torch.Tensor]] = {}
+    outgoing: dict[int, list[torch.Tensor]] = {}
+    for take in takes:
+        targets = _views(laid[take.block, take.to_mirror], take.units) if take.dest == name else []
+        sources = _views(held[take.block, take.from_mirror], take.units) if take.source == name else []
+        if take.dest == take.source == name:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+        elif take.dest == name:
+            incoming.setdefault(names.index(take.source), []).extend(targets)
+        elif take.source == name:
+            outgoing.setdefault(names.index(take.dest), []).extend(sources)
+    rooms = {peer: torch.empty(sum(map(_bytes, views)), dtype=torch.uint8) for peer, views in incoming.items()}
+    packed = {peer: torch.cat([as_bytes(view.contiguous()) for view in views]) for peer, views in outgoing.items()}
+    requests = [model.comm.irecv(room, peer, tag=_TAG) for peer, room in rooms.items()]
+    requests += [model.comm.isend(bundle, peer, tag=_TAG) for peer, bundle in packed.items()]
+    for request in requests:
+        request.wait()
+    for peer, room in rooms.items():
+        position = 0
+        for view in incoming[peer]:
+            # A clone starts at an aligned address whatever came before it in the message.
+            view.copy_(room[position : position + _bytes(view)].clone().view(view.dtype).view(view.shape))
+            position += _bytes(view)
+
+
+def _views(where: tuple[Bundle, Span], units: Span) -> list[torch.Tensor]:
+    bundle, origin = where
+    span = Span(units.start - origin.start, units.stop - origin.start)
+    return [view for rows in bundle for view in rows.cut(span)]
+
+
+def _kept_for(change: Regroup, name: str) -> str | None:
+    return next((mirror.owner for mirror in change.mirrors if mirror.keeper == name), None)
+
+
+def _units(tiling: Tiling, name: str) -> Span:
+    tile = tiling.by_processor.get(name)
+    return Span(0, 0) if tile is None else tile.units
+
+
+def _units_kept(tilings: Sequence[Tiling], index: int, kept_for: str | None, kind: bool) -> Span:
+    return _units(tilings[index], kept_for) if kind and tilings and kept_for is not None else Span(0, 0)
+
+
+def _empty(rows: Rows, units: int) -> torch.Tensor:
+    shape = list(rows.tensor.shape)
+    shape[rows.runs.axis] = units * rows.runs.per_unit
+    return torch.empty(shape, dtype=rows.tensor.dtype)
+
+
+def _replace(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
+    # As in `tatami.tiled.moving`: torch resets what autograd remembers of a parameter only when its dtype changes.
+    tensor.data = torch.empty(0, dtype=torch.float16 if tensor.dtype is not torch.float16 else torch.float32)
+    tensor.data = replacement
+
+
+def _bytes(view: torch.Tensor) -> int:
+    return view.numel() * view.element_size()

@@ -1,0 +1,80 @@
+"""Runs that lose ranks end with the parameters and the losses of the undisturbed one."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("ray", reason="Ray is not installed")
+
+import elastic_scripts as scripts
+from elastic_scripts import Killer
+
+from tatami.elastic.launch import ElasticResult, run_elastic
+from tatami.elastic.moments import Moment
+from tatami.engine.pool import Pool
+from tatami.engine.ray_engine import engine
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Of processes that are there already, for they take seconds to start."""
+    with engine():
+        pool = Pool()
+        yield pool
+        pool.close()
+
+
+@functools.cache
+def undisturbed(kind: str, count: int = scripts.STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
+    return scripts.plain(kind, count)
+
+
+def run(pool: Pool, columns: int, *faults: tuple[str, Moment, int], kind: str = "sgd", copies: int = 2) -> ElasticResult:
+    return run_elastic(
+        functools.partial(scripts.train, columns, kind, scripts.STEPS),
+        ranks=3,
+        copies=copies,
+        hook=Killer(*faults),
+        pool=pool,
+        on_line=lambda name, text: print(f"{name}: {text}"),
+    )
+
+
+def check(result: ElasticResult, kind: str = "sgd") -> None:
+    """Every parameter and every loss is that of one machine."""
+    losses, state = undisturbed(kind)
+    (whole,) = [values for _, values in result.values.values() if values]
+    assert set(whole) == set(state)
+    for name, tensor in state.items():
+        torch.testing.assert_close(whole[name], tensor, rtol=1e-10, atol=1e-10, msg=f"{name} differs")
+    for told, _ in result.values.values():
+        torch.testing.assert_close(torch.tensor(told), torch.tensor(losses)[-len(told) :], rtol=1e-10, atol=1e-10)
+
+
+MOMENTS = [moment for moment in Moment if moment not in (Moment.FORMING, Moment.TAKING, Moment.LAYING, Moment.LAID)]
+DISTURBED_IN_REPAIR = [Moment.FORMING, Moment.TAKING, Moment.LAYING, Moment.LAID]
+ALL = os.environ.get("TATAMI_ELASTIC_CHAOS") == "1"
+FEW = [(1, Moment.VERTICAL), (2, Moment.BACKWARD), (3, Moment.BEFORE_UPDATE)]
+
+
+@pytest.mark.parametrize(("columns", "moment"), [(c, m) for c in (1, 2, 3) for m in MOMENTS] if ALL else FEW)
+def test_a_killed_rank_costs_nothing_but_time(pool: Pool, columns: int, moment: Moment) -> None:
+    kind = "adam" if columns == 1 else "sgd"
+    if columns == 3 and moment is Moment.VERTICAL:
+        pytest.skip("columns of one rank have no vertical communication")
+    if columns == 1 and moment is Moment.HORIZONTAL:
+        pytest.skip("one column has no horizontal communication")
+    result = run(pool, columns, ("p1", moment, 3 if moment is Moment.AFTER_UPDATE else 2), kind=kind)
+    assert set(result.values) == {"p0", "p2"}
+    check(result, kind)
+    (change,) = result.report.changes
+    assert change.members == ("p0", "p2")
+    assert "p1" in change.reason
+    assert change.step in (2, 3)
