@@ -36,6 +36,7 @@ PUBLIC = {
     "init",
     "plan",
     "scatter_dataset",
+    "steps",
     "tile",
 }
 

@@ -16,8 +16,11 @@ from elastic_scripts import Killer
 
 from tatami.elastic.launch import ElasticResult, run_elastic
 from tatami.elastic.moments import Moment
+from tatami.elastic.report import MemberChange
+from tatami.elastic.runtime import ElasticRuntime
 from tatami.engine.pool import Pool
 from tatami.engine.ray_engine import engine
+from tatami.errors import TrainingError
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -59,7 +62,7 @@ def check(result: ElasticResult, kind: str = "sgd") -> None:
 
 
 MOMENTS = [moment for moment in Moment if moment not in (Moment.FORMING, Moment.TAKING, Moment.LAYING, Moment.LAID)]
-DISTURBED_IN_REPAIR = [Moment.FORMING, Moment.TAKING, Moment.LAYING, Moment.LAID]
+IN_REPAIR = [Moment.FORMING, Moment.TAKING, Moment.LAYING, Moment.LAID]
 ALL = os.environ.get("TATAMI_ELASTIC_CHAOS") == "1"
 FEW = [(1, Moment.VERTICAL), (2, Moment.BACKWARD), (3, Moment.BEFORE_UPDATE)]
 
@@ -78,3 +81,48 @@ def test_a_killed_rank_costs_nothing_but_time(pool: Pool, columns: int, moment: 
     assert change.members == ("p0", "p2")
     assert "p1" in change.reason
     assert change.step in (2, 3)
+
+
+@pytest.mark.parametrize("moment", IN_REPAIR if ALL else [Moment.LAYING])
+def test_a_rank_that_dies_while_the_death_of_another_is_repaired(pool: Pool, moment: Moment) -> None:
+    """Two deaths of three leave one rank: with two holders of each unit and one death after the other, all is still there."""
+    done_before = {Moment.LAID}
+    result = run(pool, 3, ("p1", Moment.BACKWARD, 2), ("p0", moment, 2))
+    assert set(result.values) == {"p2"}
+    check(result)
+    assert len(result.report.changes) == (2 if moment in done_before else 1)
+
+
+def test_all_copies_lost_is_an_error_that_names_them(pool: Pool) -> None:
+    with pytest.raises(TrainingError, match=r"units 6 to 11 of block 0, held by p1.*copies=2 survives"):
+        run(pool, 1, ("p1", Moment.BACKWARD, 2), copies=1)
+
+
+def test_ranks_join_and_leave_between_two_steps(pool: Pool) -> None:
+    runtimes: list[ElasticRuntime] = []
+    joined: list[MemberChange] = []
+
+    def began(runtime: ElasticRuntime) -> None:
+        runtimes.append(runtime)
+        runtime.add()
+
+    def changed(change: MemberChange) -> None:
+        joined.append(change)
+        if len(joined) == 1:
+            runtimes[0].remove("p0")
+
+    result = run_elastic(
+        functools.partial(scripts.train, 2, "adam", 400),
+        ranks=2,
+        on_start=began,
+        on_change=changed,
+        pool=pool,
+        on_line=lambda name, text: print(f"{name}: {text}"),
+    )
+    assert [change.members for change in result.report.changes] == [("p0", "p1", "p2"), ("p1", "p2")]
+    assert set(result.values) == {"p1", "p2"}
+    assert {change.settled for change in result.report.changes} == {"none"}
+    state = undisturbed("adam", 400)[1]
+    (whole,) = [values for _, values in result.values.values() if values]
+    for name, tensor in state.items():
+        torch.testing.assert_close(whole[name], tensor, rtol=1e-8, atol=1e-8, msg=f"{name} differs")

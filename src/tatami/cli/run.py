@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tatami.cli.numbers import MOST_RANKS
 from tatami.cli.terminal import show_json
+from tatami.errors import InputError
+from tatami.outputs import check_output
 
 EPILOG = """
 [bold]Examples[/]
@@ -18,6 +23,8 @@ tatami run -n 4 train.py --epochs 20
 tatami run -n 4 -m package.module
 
 tatami run -n 8 --hosts node1:4,node2:4 train.py
+
+tatami run --elastic -n 8 train.py
 
 In the script, [bold]comm = tatami.init()[/] finds the ranks.
 """
@@ -30,14 +37,30 @@ def run(
     hosts: Annotated[
         str | None, typer.Option(help="Machines to start on, as node1:4,node2:4; this one if left out.", show_default=False)
     ] = None,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="Ranks on Ray: the others go on where one dies. The script loops by tatami.steps.")
+    ] = False,
+    address: Annotated[
+        str | None, typer.Option(help="With --elastic: of a Ray cluster; left out, Ray is started here.", show_default=False)
+    ] = None,
+    copies: Annotated[int, typer.Option(min=1, max=2, help="With --elastic: ranks that hold each unit, at least.")] = 2,
+    report: Annotated[
+        Path | None, typer.Option(help="With --elastic: write what was lost and repaired to this file.", show_default=False)
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="After the script's own output, one line of JSON: exit code and seconds.")
     ] = False,
 ) -> None:
     """Start a script on several ranks, through the launcher that came with MPI.
 
-    A rank that fails ends them all, and the last line says which one it was.
+    A rank that fails ends them all, and the last line says which one it was. With --elastic a rank that dies does not.
     """
+    if elastic:
+        _run_elastic(command, ranks=ranks, hosts=hosts, address=address, copies=copies, report=report, as_json=as_json)
+        return
+    for name, value in (("--address", address), ("--report", report)):
+        if value is not None:
+            raise InputError(f"{name} is for elastic runs: add --elastic, or leave it out")
     from tatami.comm import launch
 
     start_s = time.perf_counter()
@@ -45,3 +68,35 @@ def run(
     if as_json:
         show_json({"command": command, "ranks": ranks, "exit_code": code, "seconds": time.perf_counter() - start_s})
     raise typer.Exit(code)
+
+
+def _run_elastic(
+    command: list[str],
+    *,
+    ranks: int,
+    hosts: str | None,
+    address: str | None,
+    copies: int,
+    report: Path | None,
+    as_json: bool,
+) -> None:
+    if hosts is not None:
+        raise InputError("--hosts is for MPI; an elastic run is spread over the nodes of a Ray cluster: --address")
+    if report is not None:
+        check_output(report, force=False)
+    from tatami.elastic.launch import Script, run_elastic
+
+    result = run_elastic(
+        Script(command),
+        ranks=ranks,
+        copies=copies,
+        address=address,
+        on_change=lambda change: print(f"tatami run: {change}", file=sys.stderr, flush=True),
+        on_line=lambda name, text: print(f"{name}: {text}", flush=True),
+    )
+    if report is not None:
+        result.report.save(report)
+    if as_json:
+        changes = [asdict(change) for change in result.report.changes]
+        seconds = result.report.startup_s + result.report.total_s
+        show_json({"command": command, "ranks": ranks, "exit_code": 0, "seconds": seconds, "changes": changes})

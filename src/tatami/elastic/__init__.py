@@ -1,1 +1,7 @@
 """Tiled runs on Ray whose members die, leave and join: the survivors repair the run, and go on with the same numbers."""
+
+from tatami.elastic.launch import ElasticResult, run_elastic
+from tatami.elastic.report import ElasticReport, MemberChange
+from tatami.elastic.steps import RepairedStep, Stateful, Steps, steps
+
+__all__ = ["ElasticReport", "ElasticResult", "MemberChange", "RepairedStep", "Stateful", "Steps", "run_elastic", "steps"]

@@ -116,6 +116,8 @@ class Script:
     """A script as a function: `python SCRIPT ARGUMENTS`, in a process that is there already."""
 
     def __init__(self, command: Sequence[str]) -> None:
+        if not Path(command[0]).is_file():
+            raise InputError(f"there is no script {command[0]!r}; an elastic run takes the path of a Python file")
         self._path = str(Path(command[0]).resolve())
         self._arguments = list(command[1:])
 

@@ -95,13 +95,13 @@ class Steps:
         self._mirror = MirrorRows(model, optimizer)
         self._before: dict[str, Any] = {}
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[RepairedStep]:
         if self.session is not None:
             if self.session.is_watched:
                 self._watch_phases()
             self.session.enter(self)
         while self.number < self._count:
-            yield Step(self)
+            yield RepairedStep(self)
         if self.session is not None:
             self.session.section(lambda: None)  # no rank leaves the loop while another may have to come back to it
 
@@ -191,7 +191,7 @@ class Steps:
         phases.enter = enter_and_tell  # type: ignore[method-assign]
 
 
-class Step:
+class RepairedStep:
     """One step, as a context manager.
 
     Attributes:
