@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sim_rig import call, started
@@ -92,6 +94,21 @@ def test_one_column_takes_its_closed_form() -> None:
     assert found.total_s == pytest.approx(cost.total, rel=1e-6)
     assert cost.vertical == pytest.approx(1e-4 + 1024 * 26 * 4 / 1e8)
     assert found.bytes_moved == 2 * 1024 * 26 * 4
+
+
+@needs_simgrid
+@pytest.mark.parametrize(("layout", "rel"), [(grid(1, 2), 1e-6), (grid(2, 1), 1e-6), (grid(2, 2), 1e-6), (grid(1, 4), 2e-3)])
+def test_what_messages_cost_processors_is_priced_as_it_is_simulated(layout: Layout, rel: float) -> None:
+    """1 ms for each message sent or received, and bytes that are copied at a tenth of the wire's rate."""
+    speeds = [1.0] * len(layout.processors)
+    cheap = cluster_of(speeds)
+    slow = tuple(replace(each, message_s=1e-3, copy_bytes_per_s=1e7) for each in cheap.processors)
+    dear = replace(cheap, processors=slow)
+    cost = AlphaBetaCost(flop_per_s=100 * MFLOP).price(layout, cluster=dear, workload=NETTALK)
+    free = AlphaBetaCost(flop_per_s=100 * MFLOP).price(layout, cluster=cheap, workload=NETTALK)
+    assert cost.total > free.total + 2e-3
+    found = rehearsed(job(speeds, layout=layout, cluster=dear))
+    assert found.total_s == pytest.approx(cost.total, rel=rel)
 
 
 @needs_simgrid

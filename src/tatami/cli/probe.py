@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,8 +47,8 @@ def probe(
 ) -> None:
     """Measure every rank's speed at the real work, and the links between the hosts.
 
-    Speeds are local compute only, on all ranks at once, repeated; links are round trips of small and of large messages, one
-    link at a time.
+    Speeds are local compute only, on all ranks at once, repeated; so is what a message costs a rank that sends or receives it
+    (CPU time over its share of a core). Links are round trips of small and of large messages, one link at a time.
     """
     from tatami.cli.ranks import num_started, on_ranks
     from tatami.tiled.probe import probe as measure
@@ -82,7 +83,7 @@ def _processors(cluster: Cluster) -> Table:
     fastest = max(cluster.speeds.values())
     return Table(
         title="processors",
-        headers=("name", "host", "speed", "relative", "spread", "memory"),
+        headers=("name", "host", "speed", "relative", "spread", "message", "memory"),
         rows=tuple(
             (
                 processor.name,
@@ -90,11 +91,12 @@ def _processors(cluster: Cluster) -> Table:
                 format_speed(processor.speed, digits=3),
                 f"{processor.speed / fastest:.2f}",
                 "" if processor.spread is None else f"{100 * processor.spread:.0f} %",
+                format_duration(processor.message_s, digits=2) if processor.message_s else "",
                 "" if processor.memory_bytes is None else format_size(processor.memory_bytes, digits=3),
             )
             for processor in cluster.processors
         ),
-        numbers=frozenset({2, 3, 4, 5}),
+        numbers=frozenset({2, 3, 4, 5, 6}),
     )
 
 
@@ -124,6 +126,8 @@ def _record(cluster: Cluster) -> dict[str, Any]:
                 "host": processor.host,
                 "speed_flop_per_s": processor.speed,
                 "spread": processor.spread,
+                "message_s": processor.message_s,
+                "copy_bytes_per_s": processor.copy_bytes_per_s if processor.copy_bytes_per_s < math.inf else None,
                 "memory_bytes": processor.memory_bytes,
             }
             for processor in cluster.processors

@@ -28,6 +28,9 @@ class Processor:
         memory_bytes: None where it is not known, and then no limit.
         memory: the same as a text, such as "8 GiB".
         spread: how far a measured speed strayed, relative to it (0.02 for 2 %); None where nothing was measured.
+        message_s: what it spends on sending a message, and as much on receiving one: CPU time over its share of a core. On a
+            tenth of a core that is milliseconds. 0 where nothing was measured.
+        copy_bytes_per_s: at which it takes bytes into messages and out of them; infinite where nothing was measured.
     """
 
     name: str
@@ -35,6 +38,8 @@ class Processor:
     host: str = "localhost"
     memory_bytes: int | None = None
     spread: float | None = None
+    message_s: float = 0.0
+    copy_bytes_per_s: float = math.inf
     memory: InitVar[str | None] = None
 
     def __post_init__(self, memory: str | None) -> None:
@@ -44,6 +49,10 @@ class Processor:
             object.__setattr__(self, "memory_bytes", parse_size(memory))
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             raise ClusterError(f"the memory of processor {self.name!r} must be > 0 bytes, not {self.memory_bytes}")
+        if not 0 <= self.message_s <= LARGEST_LATENCY_S:
+            raise ClusterError(f"message_s of processor {self.name!r} must be from 0 to a day, not {self.message_s}")
+        if not self.copy_bytes_per_s > 0:
+            raise ClusterError(f"copy_bytes_per_s of processor {self.name!r} must be > 0, not {self.copy_bytes_per_s}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,8 @@ class ProcessorTable:
     name: _Name
     speed: _Speed
     spread: _Spread | None = None
+    message: _Latency | None = None
+    copy: _Bandwidth | None = None
     host: _Name = _Name("localhost")
     memory: _Memory | None = None
     count: _Count | None = None
@@ -61,7 +63,15 @@ class ProcessorTable:
         names = numbered(self.name, count=self.count, append=True)
         hosts = numbered(self.host, count=self.count, append=False)
         return tuple(
-            Processor(name=name, speed=self.speed, spread=self.spread, host=host, memory_bytes=self.memory)
+            Processor(
+                name=name,
+                speed=self.speed,
+                spread=self.spread,
+                message_s=self.message or 0.0,
+                copy_bytes_per_s=self.copy or math.inf,
+                host=host,
+                memory_bytes=self.memory,
+            )
             for name, host in zip(names, hosts, strict=True)
         )
 

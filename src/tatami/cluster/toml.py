@@ -12,6 +12,8 @@ latency = "50 us"
 name = "old{i}"                           # with count: old0 ... old3
 speed = 1.0                               # relative, or "10 Gflop/s"
 spread = 0.02                             # of the measured speed, relative; may be left out
+message = "30 us"                         # what a message costs it, sent or received; may be left out
+copy = "20 Gbit/s"                        # at which it copies into messages and out of them; may be left out
 host = "cpu{i}"                           # cpu0 ... cpu3; "localhost" where it is left out
 memory = "24 GiB"                         # may be left out
 count = 4                                 # may be left out
@@ -25,6 +27,7 @@ latency = "20 us"
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,6 +88,10 @@ def cluster_toml(cluster: Cluster) -> str:
         lines = ["[[processors]]", f"name = {_text(processor.name)}", f"speed = {processor.speed!r}"]
         if processor.spread is not None:
             lines.append(f"spread = {processor.spread!r}")
+        if processor.message_s:
+            lines.append(f"message = {_text(format_duration(processor.message_s))}")
+        if processor.copy_bytes_per_s < math.inf:
+            lines.append(f"copy = {_text(format_bandwidth(processor.copy_bytes_per_s))}")
         lines.append(f"host = {_text(processor.host)}")
         if processor.memory_bytes is not None:
             lines.append(f"memory = {_text(format_size(processor.memory_bytes))}")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from tatami.clock import NO_PACE, Clock, Pace
 from tatami.cluster import Cluster, Link, Processor
 from tatami.cluster.cluster import LOCAL_LINK, NETWORK_LINK
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.probe import measure_links
+from tatami.comm.message_cost import measure_message_costs
+from tatami.comm.probe import link_ranks, measure_links
 from tatami.tiled.measure import measure_speeds
 from tatami.workload import Workload
 
 _MIB = 1024 * 1024
+_LEAST_LATENCY = 0.05
+"""Of a round trip's half, that is left for the wire."""
 _REPEAT_S = 0.25
 """Of one timing: more than two periods of a container's quota (100 ms), so that it is its share that is measured."""
 
@@ -32,18 +36,24 @@ def probe(
         clock, pace: see `tatami.clock`.
     """
     speeds = measure_speeds(workload, comm, repeats=repeats, repeat_s=_REPEAT_S, clock=clock, pace=pace)
+    costs = measure_message_costs(comm)
     memory_bytes = comm.allgather_object(_memory_bytes() // comm.local_size)
     processors = tuple(
         Processor(
             name=f"p{rank}",
             speed=_rounded(speed.flop_per_s, digits=4),
             spread=_rounded(speed.spread, digits=2),
+            message_s=_rounded(cost.message_s, digits=3),
+            copy_bytes_per_s=_rounded_bandwidth(cost.copy_bytes_per_s),
             host=host,
             memory_bytes=memory // _MIB * _MIB,
         )
-        for rank, (speed, host, memory) in enumerate(zip(speeds, comm.hosts, memory_bytes, strict=True))
+        for rank, (speed, cost, host, memory) in enumerate(zip(speeds, costs, comm.hosts, memory_bytes, strict=True))
     )
-    links = {hosts: _rounded_link(link) for hosts, link in measure_links(comm).items()}
+    links = {
+        hosts: _rounded_link(_without_messages(link, [costs[rank].message_s for rank in link_ranks(comm.hosts)[hosts]]))
+        for hosts, link in measure_links(comm).items()
+    }
     return Cluster(
         processors=processors,
         local=_slowest(links, of_one_host=True) or LOCAL_LINK,
@@ -58,10 +68,19 @@ def _slowest(links: Mapping[tuple[str, str], Link], *, of_one_host: bool) -> Lin
     return min(chosen, key=lambda link: link.bandwidth_bytes_per_s, default=None)
 
 
+def _without_messages(link: Link, messages_s: Sequence[float]) -> Link:
+    """The link without what its two ranks spend on a message: that is the processors', and counted there."""
+    return replace(link, latency_s=max(link.latency_s - sum(messages_s), _LEAST_LATENCY * link.latency_s))
+
+
+def _rounded_bandwidth(bandwidth_bytes_per_s: float) -> float:
+    """In bits, as it is written."""
+    return _rounded(8 * bandwidth_bytes_per_s, digits=3) / 8
+
+
 def _rounded_link(link: Link) -> Link:
     return Link(
-        # In bits, as it is written.
-        bandwidth_bytes_per_s=_rounded(8 * link.bandwidth_bytes_per_s, digits=3) / 8,
+        bandwidth_bytes_per_s=_rounded_bandwidth(link.bandwidth_bytes_per_s),
         latency_s=_rounded(link.latency_s, digits=3),
     )
 

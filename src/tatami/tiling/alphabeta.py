@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import final
 
-from tatami.cluster import Cluster, Link
+from tatami.cluster import Cluster
 from tatami.errors import PlanError
 from tatami.tiling.compute import compute_time
 from tatami.tiling.cost import AbstractCost, Cost
@@ -36,6 +37,8 @@ class AlphaBetaCost(AbstractCost):
     horizontal: every group of units is summed by its C owners: 2 (C - 1) / C of its bytes at its owners' slowest link, in
         one round where C = 2, otherwise two; the processor that takes longest counts. Gradients of layers outside of blocks
         ride along, or are summed by all.
+
+    Beside the wire, messages cost the processors that send and receive them (`Processor.message_s`), and bytes their copying.
 
     Members of a collective go at the pace of the slowest link among them; members of one host use its local link.
 
@@ -70,22 +73,25 @@ class AlphaBetaCost(AbstractCost):
 
 
 def _vertical_s(names: tuple[str, ...], width: float, workload: Workload, links: SlowestLink) -> float:
-    members = len(names)
-    if members == 1 or not workload.blocks:
+    if len(names) == 1 or not workload.blocks:
         return 0.0
-    link = links.among(names)
     algorithm = sum_algorithm([links.host[name] for name in names])
     total_s = 0.0
     for block, count in workload.kinds:
         for elements, sums in block.column_sums:
             size = width * workload.samples * elements / sums
-            total_s += count * sums * _sum_s(algorithm, members, size, workload.element_bytes, link)
+            total_s += count * sums * _sum_s(algorithm, names, size, workload.element_bytes, links)
     return total_s
 
 
-def _sum_s(algorithm: str, members: int, size: float, element_bytes: int, link: Link) -> float:
-    found = sum_size(algorithm, members=members, size=size, element_bytes=element_bytes)
-    return found.seconds(size * element_bytes, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s)
+def _sum_s(algorithm: str, names: Sequence[str], size: float, element_bytes: int, links: SlowestLink) -> float:
+    own = [links.cluster.by_name[name] for name in names]
+    return sum_size(algorithm, members=len(names), size=size, element_bytes=element_bytes).seconds(
+        size * element_bytes,
+        link=links.among(names),
+        message_s=max(processor.message_s for processor in own),
+        copy_bytes_per_s=min(processor.copy_bytes_per_s for processor in own),
+    )
 
 
 def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> float:
@@ -93,7 +99,11 @@ def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> flo
     num_columns = len(layout.columns)
     if num_columns == 1:
         return 0.0
-    longest = 0.0
+    own = [links.cluster.by_name[name] for name in layout.processors]
+    rounds = 1 if num_columns == 2 or not workload.blocks else 2
+    # Without blocks everyone tells everyone.
+    wire_s, copied_s = [0.0] * len(own), [0.0] * len(own)
+    latencies_s, neighbours = [links.among(layout.processors).latency_s] * len(own), [num_columns - 1] * len(own)
     if workload.blocks:
         # Blocks of many units are cut at the same heights, those of few each in its own way; the finest of all come last.
         elements: Counter[tuple[bool, int]] = Counter()
@@ -101,22 +111,32 @@ def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> flo
         for block, count in workload.kinds:
             fine = block.units >= FEW * deepest
             elements[fine, 0 if fine else block.units] += count * block.parameters
-        spent_s = [0.0] * len(layout.processors)
         for (fine, units), each in sorted(elements.items()):
             cuts = [column.cuts if fine else _cuts(column.unit_sizes(units)) for column in layout.columns]
-            owned, latencies_s = _owned(layout, cuts, links)
+            # One message carries all blocks, so the messages of the finest count.
+            owned, latencies_s, neighbours = _owned(layout, cuts, links)
             share = 2 * (num_columns - 1) / num_columns * (each * workload.element_bytes)
-            spent_s = [spent + share * own_s for spent, own_s in zip(spent_s, owned, strict=True)]
-        # One message carries all blocks, so the messages of the finest count.
-        rounds = 1 if num_columns == 2 else 2
-        longest = max(spent + rounds * latency_s for spent, latency_s in zip(spent_s, latencies_s, strict=True))
+            wire_s = [spent + share * own_s for spent, own_s in zip(wire_s, owned, strict=True)]
+            heights = (bottom - top for column in cuts for top, bottom in pairwise(column))
+            copied_s = [
+                spent + 2 * share * height / processor.copy_bytes_per_s
+                for spent, height, processor in zip(copied_s, heights, own, strict=True)
+            ]
     riders = workload.replicated_parameters + told_elements(workload.trained_tensors, columns=num_columns)
-    link = links.among(layout.processors)
+    apart_s, riding_bytes = 0.0, 0.0
     if riders <= RIDE_ALONG_ELEMENTS:
-        longest += (num_columns - 1) * riders * workload.element_bytes / link.bandwidth_bytes_per_s
-        return longest if workload.blocks else longest + link.latency_s
-    algorithm = sum_algorithm([links.host[name] for name in layout.processors])
-    return longest + _sum_s(algorithm, len(layout.processors), riders, workload.element_bytes, link)
+        riding_bytes = (num_columns - 1) * riders * workload.element_bytes
+    else:
+        algorithm = sum_algorithm([links.host[name] for name in layout.processors])
+        apart_s = _sum_s(algorithm, layout.processors, riders, workload.element_bytes, links)
+        if not workload.blocks:
+            return apart_s
+    riding_s = riding_bytes / links.among(layout.processors).bandwidth_bytes_per_s
+    return apart_s + max(
+        max(wire + riding_s + rounds * latency_s, copied + 2 * riding_bytes / processor.copy_bytes_per_s)
+        + 2 * rounds * messages * processor.message_s
+        for wire, copied, latency_s, messages, processor in zip(wire_s, copied_s, latencies_s, neighbours, own, strict=True)
+    )
 
 
 def _cuts(sizes: Sequence[int]) -> tuple[float, ...]:
@@ -124,8 +144,8 @@ def _cuts(sizes: Sequence[int]) -> tuple[float, ...]:
     return (0.0, *(cut / total for cut in accumulate(sizes)))
 
 
-def _owned(layout: Layout, cuts: Sequence[tuple[float, ...]], links: SlowestLink) -> tuple[list[float], list[float]]:
-    """Of each processor: its height over the bandwidth among its units' owners, and the longest latency to one of them."""
+def _owned(layout: Layout, cuts: Sequence[tuple[float, ...]], links: SlowestLink) -> tuple[list[float], list[float], list[int]]:
+    """Of each processor: its height over the bandwidth among its units' owners, the longest latency to one, and how many."""
     inner = sorted((cut, index, below) for index, column in enumerate(cuts) for below, cut in enumerate(column[1:-1], start=1))
     crossings = [cut for cut, _, _ in inner]
     edges = [*sorted({0.0, *(cut for cut in crossings if cut < 1.0)}), 1.0]
@@ -143,10 +163,13 @@ def _owned(layout: Layout, cuts: Sequence[tuple[float, ...]], links: SlowestLink
         latencies.append(link.latency_s)
     elapsed = list(accumulate(group_s))
     position = {edge: index for index, edge in enumerate(edges)}
-    owned, waits_s = [], []
+    owned, waits_s, neighbours = [], [], []
     for column in cuts:
         for top, bottom in pairwise(column):
             first, last = position[top], position[bottom]
             owned.append(elapsed[last] - elapsed[first])
             waits_s.append(max(latencies[first:last], default=0.0))
-    return owned, waits_s
+            # One neighbour in every other column, and one more for each of their cuts inside this tile.
+            inside = bisect_left(crossings, bottom) - bisect_right(crossings, top)
+            neighbours.append(len(cuts) - 1 + inside if first < last else 0)
+    return owned, waits_s, neighbours

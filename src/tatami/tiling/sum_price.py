@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tatami.cluster import Link
 from tatami.collective.direct import sends_whole
 
 
@@ -24,9 +25,13 @@ class SumSize:
     share: float
     messages: int
 
-    def seconds(self, size_bytes: float, *, bandwidth_bytes_per_s: float, latency_s: float) -> float:
-        """Over links like this."""
-        return self.rounds * latency_s + self.share * size_bytes / bandwidth_bytes_per_s
+    def seconds(self, size_bytes: float, *, link: Link, message_s: float, copy_bytes_per_s: float) -> float:
+        """Between processors like this, over links like this.
+
+        Each message costs a processor its time, sent or received. It copies bytes both ways, while the wire carries others.
+        """
+        wire_s = self.rounds * link.latency_s + self.share * size_bytes / link.bandwidth_bytes_per_s
+        return 2 * self.messages * message_s + max(wire_s, 2 * self.share * size_bytes / copy_bytes_per_s)
 
 
 def sum_size(algorithm: str, *, members: int, size: float, element_bytes: int) -> SumSize:

@@ -15,6 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+from tatami.cluster import Processor
 from tatami.collective import Native, Phase, Schedule, Sync
 from tatami.errors import ScheduleError
 from tatami.sim.allreduce.meeting import Meeting
@@ -40,6 +41,7 @@ class Replay:
         element_bytes: 4 for float32.
         software: what ranks add to the wires.
         done: called with each rank that has everything.
+        processors: of each rank, for what messages cost it; none: nothing.
         skip: whether rounds that repeat themselves are left out; only where nothing else goes on on the stage.
 
     Raises:
@@ -56,6 +58,7 @@ class Replay:
         software: Software,
         done: Callable[[int], None],
         skip: bool = True,
+        processors: Sequence[Processor] = (),
     ) -> None:
         for phase in schedule.phases:
             if isinstance(phase.what, Native):
@@ -66,6 +69,8 @@ class Replay:
         self._element_bytes = element_bytes
         self._software = software
         self._done = done
+        self._processors = processors
+        self._began_s: dict[int, float] = {}
         self._place: dict[int, PhaseRound] = {}
         self._part: dict[int, RankTransfers] = {}
         self._waits: dict[int, int] = {}
@@ -138,6 +143,7 @@ class Replay:
             return
         place = (index, round_)
         self._place[rank], self._part[rank] = place, part
+        self._began_s[rank] = self.now_s
         arrived = [source for source in part.receives if (place, source, rank) in self._early]
         self._early.difference_update((place, source, rank) for source in arrived)
         self._waits[rank] = len(part.sends) + len(part.receives) - len(arrived) + bool(part.local) + 1
@@ -148,6 +154,8 @@ class Replay:
 
     def _post(self, rank: int, place: PhaseRound, part: RankTransfers, sync: Sync) -> None:
         cost_s = self._software.put_s if sync.one_sided else self._software.message_s
+        if self._processors:
+            cost_s += self._processors[rank].message_s
         now_s, gap_s = self.now_s, self._software.gap_s
         begin_s = max(0.0, self._next_s.get(rank, now_s) - now_s) if gap_s else 0.0
         for target, size_bytes in part.sends.items():
@@ -227,8 +235,17 @@ class Replay:
         self._waits[rank] -= 1
         if self._waits[rank] == 0:
             index, round_ = self._place[rank]
-            adding_s = self._part[rank].sum_bytes / self._software.sum_bytes_per_s
-            self._when_due(adding_s, lambda: self._close(rank, index, round_))
+            after_s = self._part[rank].sum_bytes / self._software.sum_bytes_per_s + self._handling_s(rank)
+            self._when_due(after_s, lambda: self._close(rank, index, round_))
+
+    def _handling_s(self, rank: int) -> float:
+        """What the messages of a round still cost a rank that has them all: receiving, and copying that was not done yet."""
+        if not self._processors:
+            return 0.0
+        own, part = self._processors[rank], self._part[rank]
+        copying_s = (sum(part.sends.values()) + sum(part.receives.values())) / own.copy_bytes_per_s
+        copied_s = self._began_s[rank] + len(part.sends) * own.message_s + copying_s
+        return len(part.receives) * own.message_s + max(0.0, copied_s - self.now_s)
 
     def _close(self, rank: int, index: int, round_: int) -> None:
         del self._place[rank]

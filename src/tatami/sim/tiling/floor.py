@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from tatami.cluster import Cluster
+from tatami.cluster import Cluster, Processor
 from tatami.collective import Schedule
 from tatami.sim.allreduce import NATIVES, expand
 from tatami.sim.tiling.work import NO_STARTUP, Startup, Work, work_of
@@ -28,11 +28,13 @@ class FloorSum:
         planned: what it is.
         ranks: on the cluster, of each of the schedule's ranks.
         schedule: without native phases.
+        processors: of each of its ranks.
     """
 
     planned: PlannedSum
     ranks: tuple[int, ...]
     schedule: Schedule
+    processors: tuple[Processor, ...]
 
     @cached_property
     def place_of(self) -> dict[int, int]:
@@ -88,6 +90,7 @@ class Floor:
         names = [processor.name for processor in cluster.processors]
         hosts = {processor.name: processor.host for processor in cluster.processors}
         self.traffic = traffic_of(tilings or (tiling,), workload=workload, names=names, hosts=hosts)
+        self._cluster = cluster
         self._rank_of = cluster.rank_of
         self._schedules: dict[int, Schedule] = {}
         self.gradients = tuple(map(self._ready, self.traffic.gradients))
@@ -116,6 +119,7 @@ class Floor:
             planned=planned,
             ranks=tuple(self._rank_of[name] for name in planned.processors),
             schedule=self._schedules[key],
+            processors=tuple(self._cluster.by_name[name] for name in planned.processors),
         )
 
 

@@ -135,6 +135,7 @@ class Iteration:
                 software=self._alone if what.planned.kind.vertical else self._software,
                 done=lambda member: self._then.pop((key, member))(),
                 skip=False,
+                processors=what.processors,
             )
         self._then[key, place] = then
         self._replays[key].enter(place)

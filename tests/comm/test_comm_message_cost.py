@@ -1,0 +1,58 @@
+"""What a message costs its rank: found from the CPU time that it takes, over the share of a core that there is."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tatami.comm import AbstractCommunicator
+from tatami.comm.message_cost import measure_message_costs
+from tatami.testing.worlds import World
+
+
+class Half:
+    """A clock of which the CPU time runs at half the pace: a rank that has half of a core, and works all the time."""
+
+    def __init__(self) -> None:
+        self._ticks = itertools.count()
+        self.asleep_s = 0.0
+
+    def now_s(self) -> float:
+        return next(self._ticks) * 0.01
+
+    def sleep(self, duration_s: float) -> None:
+        self.asleep_s += duration_s
+
+    def cpu_s(self) -> float:
+        return next(self._ticks) * 0.005
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_cpu_time_counts_over_the_share_of_a_core(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        clock = Half()
+        costs = measure_message_costs(comm, repeats=2, clock=clock, cpu_s=clock.cpu_s)
+        assert comm.allgather_object(costs) == [costs] * comm.size
+        if comm.size == 1:
+            assert (costs[0].message_s, costs[0].core_share) == (0.0, 1.0)
+            return
+        for cost in costs:
+            assert cost.core_share == pytest.approx(0.5, rel=0.1)
+            # A burst takes two ticks of CPU time, in posting and in taking; of 16 messages sent and 16 received.
+            assert cost.message_s == pytest.approx(2 * 0.005 / 32 / cost.core_share)
+            assert cost.copy_bytes_per_s == float("inf")
+        assert clock.asleep_s > 0
+
+    world(body)
+
+
+@pytest.mark.ranks(2)
+def test_it_is_measured(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        for cost in measure_message_costs(comm, repeats=2):
+            assert 0 < cost.message_s < 1
+            assert cost.copy_bytes_per_s > 0
+            assert 0 < cost.core_share <= 1
+
+    world(body)
