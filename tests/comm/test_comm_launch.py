@@ -127,8 +127,11 @@ def test_a_rank_that_is_killed_is_named(job: Job) -> None:
     """
     before = set(SHARED_MEMORY.glob("mpich_shm_*"))
     ended = job(script, ranks=3)
-    # Other jobs of this machine have files there, too, and have them mapped.
-    assert {str(path) for path in set(SHARED_MEMORY.glob("mpich_shm_*")) - before} <= leftovers.mapped()
+    # Other jobs of this machine have files there, too, and have them mapped, but for the moments of their beginning and end.
+    wait_for(
+        lambda: {str(path) for path in set(SHARED_MEMORY.glob("mpich_shm_*")) - before} <= leftovers.mapped(),
+        what="the end of the job's files",
+    )
     # Ranks share the output, and their lines may run into each other.
     pid = re.search(r"rank 2 is (\d+)", ended.out)
     assert pid is not None
