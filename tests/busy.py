@@ -36,7 +36,11 @@ def main() -> int:
     loops: list[subprocess.Popen[bytes]] = []
     try:
         loops.extend(subprocess.Popen(words) for _ in range(given.loops))
-        return subprocess.run(given.command, check=False).returncode
+        command = subprocess.Popen(given.command)
+        try:
+            return command.wait()
+        finally:
+            command.terminate()  # where this process is ended before it
     finally:
         for each in loops:
             each.kill()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -422,10 +423,13 @@ def test_what_happened_is_kept_where_a_run_stops(tmp_path: Path) -> None:
 def test_lost_copies_are_made_again_so_that_the_other_server_may_die_too() -> None:
     """Server 0 dies; once it is whole again, server 1 dies, and the run lives from what server 0 was given."""
     killed: list[int] = []
+    pauses_s = (0.1 * 1.1**number for number in count())
 
     def kill(runtime: RunControl) -> None:
         if len(runtime.coordinator.servers) < 2:
-            time.sleep(0.25)  # rounds are so short here that the run would be over before a new server is up
+            # A new server is told of between rounds, which are so short that all would be over before it is up. Pauses that
+            # grow wait for it, however long its start takes: the first fifty rounds take two minutes.
+            time.sleep(next(pauses_s))
         elif len(killed) < 2:
             killed.append(len(killed))
             os.kill(runtime.pids()[f"server {killed[-1]}"], signal.SIGKILL)
