@@ -10,7 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tatami.tiled import register
+
 VOCABULARY = 11
+LARGE = 512
+"""A vocabulary that is worth splitting."""
 
 Batch: TypeAlias = "tuple[torch.Tensor, ...] | dict[str, torch.Tensor]"
 """The arguments of a network: in order, or by name."""
@@ -92,11 +96,11 @@ class GPT(nn.Module):
 
     def __init__(
         self, *, width: int = 12, heads: int = 6, layers: int = 2, flash: bool = True, dropout: float = 0.0, tied: bool = True,
-        layer: Callable[[int], nn.Module] | None = None,
+        layer: Callable[[int], nn.Module] | None = None, vocabulary: int = VOCABULARY,
     ) -> None:  # fmt: skip
         super().__init__()
         self.block_size = 8
-        self.wte = nn.Embedding(VOCABULARY, width)
+        self.wte = nn.Embedding(vocabulary, width)
         self.wpe = nn.Embedding(self.block_size, width)
 
         def ordinary(width: int) -> nn.Module:
@@ -105,7 +109,7 @@ class GPT(nn.Module):
 
         self.h = nn.ModuleList([(layer or ordinary)(width) for _ in range(layers)])
         self.ln_f = nn.LayerNorm(width)
-        self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
         if tied:
             self.lm_head.weight = self.wte.weight
 
@@ -320,6 +324,56 @@ class Recurrent(nn.Module):
         return result
 
 
+class Experts(nn.Module):
+    """A sparse mixture: each token goes to the two experts that a router likes best."""
+
+    def __init__(self, width: int, num_experts: int = 5) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, num_experts)
+        self.experts = nn.ModuleList(
+            [nn.Sequential(nn.Linear(width, 7), nn.GELU(), nn.Linear(7, width)) for _ in range(num_experts)]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, 1)
+        weights, chosen = self.router(rows).softmax(-1).topk(2, dim=-1)
+        result = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            row, place = torch.where(chosen == index)
+            if len(row):
+                result = result.index_add(0, row, expert(rows[row]) * weights[row, place, None])
+        return result.view(x.shape)
+
+
+class WrittenHeads(nn.Module):
+    """An attention that torch.export cannot follow: what it does depends on numbers. It is registered below."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.inner = heads, width
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.ones(width // heads))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, _ = x.shape
+        if x.detach().sum().item() > 1e9:
+            raise ValueError("these numbers are too large")
+        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in self.qkv(x).split(self.inner, dim=2))
+        y = F.scaled_dot_product_attention(q * self.scale, k, v, is_causal=True)
+        result: torch.Tensor = self.out(y.transpose(1, 2).reshape(b, t, self.inner))
+        return result
+
+
+register(
+    WrittenHeads,
+    units="heads",
+    scaled=["inner"],
+    cut={"qkv.weight": (0, 3), "qkv.bias": (0, 3), "out.weight": 1},
+    once=["out.bias"],
+    unit="head",
+)
+
+
 def _tokens(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
     return (torch.randint(VOCABULARY, (samples, 6), generator=generator),)
 
@@ -352,6 +406,24 @@ CASES: dict[str, Case] = {
         build=lambda: GPT(width=12, layers=1, layer=_layer(nn.Identity, lambda width: PackedGEGLU(width, 7))),
         draw=_tokens,
         blocks=("gated pair",),
+    ),
+    "vocabulary": Case(
+        build=lambda: GPT(layers=1, layer=_layer(nn.Identity, nn.Identity), vocabulary=LARGE),
+        draw=lambda samples, generator: (torch.randint(LARGE, (samples, 6), generator=generator),),
+        blocks=("vocabulary",),
+    ),
+    "vocabulary-untied": Case(
+        build=lambda: GPT(layers=1, layer=_layer(nn.Identity, nn.Identity), vocabulary=LARGE, tied=False),
+        draw=lambda samples, generator: (torch.randint(LARGE, (samples, 6), generator=generator),),
+        blocks=("vocabulary",),
+    ),
+    "experts": Case(
+        build=lambda: GPT(layers=2, layer=_layer(nn.Identity, Experts)), draw=_tokens, blocks=("mixture of experts",) * 10
+    ),
+    "registered": Case(
+        build=lambda: GPT(layers=2, layer=_layer(lambda width: WrittenHeads(width, 3), nn.Identity)),
+        draw=_tokens,
+        blocks=("WrittenHeads",) * 2,
     ),
     "lora": Case(build=low_rank_gpt, draw=_tokens, blocks=_GPT),
     "encoder": Case(build=Encoder, draw=_reals(5, 12), blocks=_GPT),

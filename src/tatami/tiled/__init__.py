@@ -2,7 +2,7 @@
 
 from tatami.datasets.samples import Data, Samples
 from tatami.tiled.batches import AbstractBatches, LocalBatch
-from tatami.tiled.blocks import Blocks, TiledBlock, find_blocks, workload_of
+from tatami.tiled.blocks import Blocks, find_blocks, workload_of
 from tatami.tiled.callbacks import Callback
 from tatami.tiled.data import TrainingData
 from tatami.tiled.history import History
@@ -10,11 +10,13 @@ from tatami.tiled.measure import Speed, measure_sample_flop, measure_speed, meas
 from tatami.tiled.metrics import METRICS, Metric
 from tatami.tiled.model import TiledModel
 from tatami.tiled.moving import Moved, move
+from tatami.tiled.parts.declared import register
 from tatami.tiled.phases import IterationPhase, Phases, PhaseTimes
 from tatami.tiled.retiling import Check, Retiling
 from tatami.tiled.scheduling import LRSchedulerConfig
 from tatami.tiled.state import load_whole_state_dict, whole_state_dict
 from tatami.tiled.tile import tile
+from tatami.tiled.tiled_block import TiledBlock
 from tatami.tiled.trainer import Trainer
 from tatami.tiled.weights import check_weights, load_model, save_model
 
@@ -48,6 +50,7 @@ __all__ = [
     "measure_speed",
     "measure_speeds",
     "move",
+    "register",
     "save_model",
     "tile",
     "whole_state_dict",

@@ -15,7 +15,8 @@ from tatami.tiled.exactness import BATCH_NORMS, refuse_inexact
 from tatami.tiled.following.capturing import Captured, Sample, capture
 from tatami.tiled.following.following import Followed, follow_modules
 from tatami.tiled.linear_pairs import PairNames, find_pairs, pair_block, pair_cuts
-from tatami.tiled.rows import UnitRuns
+from tatami.tiled.parts.finding import FoundPart, find_parts
+from tatami.tiled.tiled_block import TiledBlock
 from tatami.workload import Block, Workload
 
 _FOLLOWING = threading.Lock()
@@ -23,26 +24,14 @@ _FOLLOWING = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
-class TiledBlock:
-    """A block of a network.
-
-    Attributes:
-        facts: what planners know of it.
-        cuts: by the names of the network's tensors: where its units lie in them.
-    """
-
-    facts: Block
-    cuts: Mapping[str, UnitRuns]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Blocks:
     """All blocks of a network. No tensor is in two.
 
     Attributes:
-        blocks: first those of `pairs`, then those of `followed`.
+        blocks: first those of `pairs`, then those of `followed`, then those of `parts`.
         pairs: pairs of linear layers, found without a sample batch.
         followed: modules that run a program of their own, by name.
+        parts: modules that run as they are with some of their units.
         reasons: of modules that could not be followed, by name: why.
         captured: what was seen on the sample batch; None where there was none.
     """
@@ -50,6 +39,7 @@ class Blocks:
     blocks: tuple[TiledBlock, ...]
     pairs: tuple[PairNames, ...] = ()
     followed: Mapping[str, Followed] = field(default_factory=dict)
+    parts: tuple[FoundPart, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
     captured: Captured | None = None
 
@@ -74,6 +64,12 @@ class Blocks:
                 return range(start, start + len(each.blocks))
             start += len(each.blocks)
         raise KeyError(name)
+
+    def of_part(self, number: int) -> range:
+        """Which of `blocks` are those of `parts[number]`."""
+        start = len(self.pairs) + sum(len(each.blocks) for each in self.followed.values())
+        start += sum(len(each.blocks) for each in self.parts[:number])
+        return range(start, start + len(self.parts[number].blocks))
 
 
 def find_blocks(model: nn.Module, *, sample: Any = None) -> Blocks:
@@ -100,10 +96,15 @@ def _find_blocks(model: nn.Module, sample: Any) -> Blocks:
     followed: dict[str, Followed] = {}
     reasons: dict[str, str] = {}
     captured = None
-    cuts = {name for pair in pairs for name in pair_cuts(model, pair)}
+    parts: tuple[FoundPart, ...] = ()
     if sample is not None:
         captured = capture(model, Sample.of(sample))
-        followed, reasons = follow_modules(model, captured, taken=cuts | _shared(model))
+        parts, why = find_parts(model, captured)
+        closed = {name for part in parts for name in part.closed}
+        pairs = tuple(pair for pair in pairs if not _lies_in(pair.first, closed) and not _lies_in(pair.second, closed))
+        taken = {name for pair in pairs for name in pair_cuts(model, pair)} | _shared(model)
+        followed, reasons = follow_modules(model, captured, taken=taken, closed=closed)
+        reasons |= why
     refuse_inexact(model, followed=followed, captured=captured)
     blocks = [
         TiledBlock(facts=pair_block(model, pair, rows=_rows(model, pair, captured)), cuts=pair_cuts(model, pair))
@@ -114,7 +115,12 @@ def _find_blocks(model: nn.Module, sample: Any) -> Blocks:
         for block in each.blocks:
             cuts_of_block = {prefix + tensor: runs for tensor, runs in block.cuts.items()}
             blocks.append(TiledBlock(facts=replace(block.facts, name=name), cuts=cuts_of_block))
-    return Blocks(blocks=tuple(blocks), pairs=pairs, followed=followed, reasons=reasons, captured=captured)
+    blocks += [block for part in parts for block in part.blocks]
+    return Blocks(blocks=tuple(blocks), pairs=pairs, followed=followed, parts=parts, reasons=reasons, captured=captured)
+
+
+def _lies_in(name: str, modules: set[str]) -> bool:
+    return any(name == other or name.startswith(f"{other}.") for other in modules)
 
 
 def _rows(model: nn.Module, pair: PairNames, captured: Captured | None) -> float:
@@ -150,20 +156,27 @@ def workload_of(model: nn.Module, found: Blocks, *, samples: int) -> Workload:
     replicated = [parameter for name, parameter in trained.items() if name not in tiled]
     return Workload(
         samples=samples,
-        # What is frozen has no gradient to send.
-        blocks=tuple(
-            replace(
-                block.facts,
-                unit_parameters=sum(trained[name].numel() for name in block.cuts if name in trained) // block.facts.units,
-            )
-            for block in found.blocks
-        ),
+        blocks=_facts(found, trained),
         trained_tensors=len(trained),
         replicated_parameters=sum(parameter.numel() for parameter in replicated),
         replicated_flop_per_sample=_replicated_flop(model, found, replicated),
         # Half precision is summed, and therefore travels, in float32.
         element_bytes=max((4, *(parameter.element_size() for parameter in trained.values()))),
     )
+
+
+def _facts(found: Blocks, trained: Mapping[str, nn.Parameter]) -> tuple[Block, ...]:
+    """What planners know of each block. What is frozen has no gradient to send."""
+    facts: list[Block] = []
+    elements: list[int] = []
+    for block in found.blocks:
+        owned = sum(trained[name].numel() for name in block.cuts if name in trained)
+        if block.begins:
+            facts.append(block.facts)
+            elements.append(owned)
+        else:
+            elements[-1] += owned
+    return tuple(replace(each, unit_parameters=owned // each.units) for each, owned in zip(facts, elements, strict=True))
 
 
 def _replicated_flop(model: nn.Module, found: Blocks, replicated: Sequence[nn.Parameter]) -> int:
@@ -180,5 +193,6 @@ def _replicated_flop(model: nn.Module, found: Blocks, replicated: Sequence[nn.Pa
     split += sum(
         block.facts.forward_fraction * block.facts.flop(units=block.facts.units, samples=1.0)
         for block in found.blocks[len(found.pairs) :]
+        if block.begins
     )
     return round(3 * max(0.0, captured.forward_flop - split))

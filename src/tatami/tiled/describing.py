@@ -181,6 +181,8 @@ def describe(model: nn.Module, found: Blocks, *, workload: Workload) -> Descript
     whole = workload.flop(width=1.0, height=1.0) or 1.0
     alike: dict[tuple[str, str, int], list[tuple[str, float]]] = {}
     for block in found.blocks:
+        if not block.begins:
+            continue
         facts = block.facts
         share = workload.samples * facts.flop_per_unit * facts.units / whole
         # A block at the top of the network has no module of its own to be called by.

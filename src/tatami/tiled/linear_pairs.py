@@ -124,10 +124,10 @@ def _graph_chains(model: nn.Module, graph: fx.Graph) -> Iterator[PairNames]:
 
 
 def _is_linear(model: nn.Module, node: fx.Node) -> bool:
-    return node.op == "call_module" and _is_plain_linear(model.get_submodule(str(node.target)))
+    return node.op == "call_module" and is_plain_linear(model.get_submodule(str(node.target)))
 
 
-def _is_plain_linear(module: nn.Module) -> bool:
+def is_plain_linear(module: nn.Module) -> bool:
     """A Linear, and nothing but that: neither weight normalisation nor hooks, which would be lost with the layer."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return type(module) is nn.Linear and set(module._parameters) == {"weight", "bias"} and not any(hooks)
@@ -156,7 +156,7 @@ def _sequential_chains(model: nn.Module) -> Iterator[PairNames]:
         dropouts: list[str] = []
         for name, child in container.named_children():
             path = f"{prefix}.{name}" if prefix else name
-            if _is_plain_linear(child):
+            if is_plain_linear(child):
                 if first is not None and not {first, path, *dropouts} & tied:
                     yield PairNames(first=first, second=path, dropouts=tuple(dropouts))
                 first, dropouts = path, []

@@ -17,6 +17,7 @@ from tatami.errors import InputError, ModelError, TrainingError
 from tatami.tiled.batch import cut_batch, samples_of, tensors_of
 from tatami.tiled.blocks import Blocks, workload_of
 from tatami.tiled.context import ModuleContext, RankContext
+from tatami.tiled.cutting import cut_units_of, tensor_of
 from tatami.tiled.describing import Description, describe
 from tatami.tiled.exactness import BATCH_NORMS
 from tatami.tiled.following.running import LocalForward
@@ -28,7 +29,7 @@ from tatami.tiled.pair import TiledFirst, TiledSecond
 from tatami.tiled.phases import IterationPhase, Phases
 from tatami.tiled.placement import Placement, largest, place
 from tatami.tiled.registry import register
-from tatami.tiled.rows import ONE_EACH, Rows, UnitRuns, cut_units
+from tatami.tiled.rows import ONE_EACH, Rows, UnitRuns
 from tatami.tiled.same_batch import BatchWatch, different_sizes
 from tatami.tiled.scaling import watch_scalers
 from tatami.tiled.torch_norms import watch_norms
@@ -100,7 +101,7 @@ class TiledModel(nn.Module):
         self._adopt(self._place(layout))
         self._tile(module)
         self.module = module
-        rows = [[Rows(_tensor(module, name), runs) for name, runs in block.cuts.items()] for block in found.blocks]
+        rows = [_rows(module, block.cuts) for block in found.blocks]
         self._rows = rows or [[]]
         self._slots = [
             (owner, name, parameter)
@@ -303,7 +304,13 @@ class TiledModel(nn.Module):
         """`Workload.tile_work` of what this rank computes of the last batch: samples x units where there is one pair."""
         if self.tile is None:
             return 0.0
-        units = [tiling.by_processor[self.name].units.size for tiling in self.tilings[: len(self.found.blocks)]]
+        units: list[int] = []
+        for block, tiling in zip(self.found.blocks, self.tilings, strict=False):
+            size = tiling.by_processor[self.name].units.size
+            if block.begins:
+                units.append(size)
+            else:
+                units[-1] += size
         return self.workload.tile_work(units, samples=self._rank.mine.size)
 
     def block_rows(self) -> list[list[Rows]]:
@@ -335,7 +342,7 @@ class TiledModel(nn.Module):
 
     def _place(self, layout: Layout) -> Placement:
         """See `place`; the model stays as it is. Collective."""
-        return place(layout, self.comm, names=self.names, workload=self.workload)
+        return place(layout, self.comm, names=self.names, workload=self.workload, blocks=self.found.blocks)
 
     def _columns(self) -> list[list[int]]:
         """The ranks of each column."""
@@ -347,9 +354,7 @@ class TiledModel(nn.Module):
     def _tile(self, whole: nn.Module) -> None:
         """Cut the tensors of the blocks, and put what runs with them in the place of what the plain model has."""
         for index, block in enumerate(self.found.blocks):
-            span, _ = self._units(index)
-            for name, runs in block.cuts.items():
-                _cut(whole, name, runs, span)
+            cut_units_of(whole, block.cuts, self._units(index)[0])
         for index, names in enumerate(self.found.pairs):
             first, second = whole.get_submodule(names.first), whole.get_submodule(names.second)
             assert isinstance(first, nn.Linear)
@@ -374,6 +379,8 @@ class TiledModel(nn.Module):
                 units=units_here,
                 plainly=self.found.runs_plainly(whole, name),
             )
+        for number, part in enumerate(self.found.parts):
+            part.install(whole, self._context(self.found.of_part(number)))
         context = self._context(())
         # A layer may be there under several names.
         for name, layer in list(whole.named_modules(remove_duplicate=False)):
@@ -540,21 +547,9 @@ def _replace(root: nn.Module, name: str, module: nn.Module) -> None:
     setattr(root.get_submodule(parent), child, module)
 
 
-def _tensor(root: nn.Module, name: str) -> torch.Tensor:
-    path, _, leaf = name.rpartition(".")
-    owner = root.get_submodule(path)
-    tensor = owner._parameters[leaf] if leaf in owner._parameters else owner._buffers[leaf]
-    assert tensor is not None
-    return tensor
-
-
-def _cut(root: nn.Module, name: str, runs: UnitRuns, span: Span) -> None:
-    """Leave of a tensor of `root` the units of `span`."""
-    path, _, leaf = name.rpartition(".")
-    owner = root.get_submodule(path)
-    whole = _tensor(root, name)
-    cut = cut_units(whole.detach(), runs, span).clone(memory_format=torch.contiguous_format)
-    if isinstance(whole, nn.Parameter):
-        owner._parameters[leaf] = nn.Parameter(cut, whole.requires_grad)
-    else:
-        owner._buffers[leaf] = cut
+def _rows(root: nn.Module, cuts: Mapping[str, UnitRuns]) -> list[Rows]:
+    """Each tensor once, whatever names it has."""
+    tensors = {
+        id(tensor): Rows(tensor, runs) for tensor, runs in ((tensor_of(root, name), runs) for name, runs in cuts.items())
+    }
+    return list(tensors.values())

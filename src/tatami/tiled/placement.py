@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import PlanError
 from tatami.tiled.horizontal import HorizontalExchange
-from tatami.tiling import Layout, Tiling
+from tatami.tiled.tiled_block import TiledBlock
+from tatami.tiling import Layout, Span, Tiling
 from tatami.workload import Workload
 
 
@@ -29,7 +30,9 @@ class Placement:
     exchange: HorizontalExchange | None
 
 
-def place(layout: Layout, comm: AbstractCommunicator, *, names: Sequence[str], workload: Workload) -> Placement:
+def place(
+    layout: Layout, comm: AbstractCommunicator, *, names: Sequence[str], workload: Workload, blocks: Sequence[TiledBlock]
+) -> Placement:
     """What `layout` means for this rank of `comm`. Collective.
 
     Args:
@@ -37,6 +40,7 @@ def place(layout: Layout, comm: AbstractCommunicator, *, names: Sequence[str], w
         comm: all ranks.
         names: the processor of every rank.
         workload: the blocks that are cut.
+        blocks: the same, as the network has them.
 
     Raises:
         PlanError: the layout names processors that no rank runs on.
@@ -45,7 +49,13 @@ def place(layout: Layout, comm: AbstractCommunicator, *, names: Sequence[str], w
     if unknown:
         raise PlanError(f"the layout names processors that no rank runs on: {unknown}; the ranks run on {list(names)}")
     # A network without blocks is a floor of one unit, which owns nothing: columns of samples are left.
-    tilings = layout.cut_blocks(workload) or (layout.cut(samples=workload.samples, units=1),)
+    cut = iter(layout.cut_blocks(workload))
+    wholes: list[Tiling] = []
+    tilings: list[Tiling] = []
+    for block in blocks:
+        wholes += [next(cut)] if block.begins else []
+        tilings.append(wholes[-1] if block.only is None else _one_unit(wholes[-1], block.only))
+    tilings = tilings or [layout.cut(samples=workload.samples, units=1)]
     tiling, me = largest(tilings), names[comm.rank]
     tile = tiling.by_processor.get(me)
     color = tile.column if tile is not None else None
@@ -54,10 +64,16 @@ def place(layout: Layout, comm: AbstractCommunicator, *, names: Sequence[str], w
     everyone = len(tiling.columns) == 1 and len(layout.processors) == comm.size
     return Placement(
         layout=layout,
-        tilings=tilings,
+        tilings=tuple(tilings),
         column=column if column is not None and column.size > 1 else None,
         exchange=None if everyone else HorizontalExchange(comm, tilings=tilings, names=names),
     )
+
+
+def _one_unit(tiling: Tiling, unit: int) -> Tiling:
+    """The same columns, over one of the units."""
+    tiles = (replace(tile, units=Span(int(tile.units.start > unit), int(tile.units.stop > unit))) for tile in tiling.tiles)
+    return Tiling(samples=tiling.samples, units=1, tiles=tuple(tiles))
 
 
 def largest(tilings: Sequence[Tiling]) -> Tiling:

@@ -57,7 +57,7 @@ def believe(
         weights = [torch.randn_like(leaf) for leaf in expected]
         results = [[leaf for leaf in result if _is_float(leaf)] for result in _run(local, parts, program.given)]
         for index, result in enumerate(results):
-            _compare(result, expected, f"the result of part {index}")
+            compare(result, expected, f"the result of part {index}")
         _backward(expected, weights)
         _backward([leaf for result in results for leaf in result], weights * _PARTS)
         for part in parts:
@@ -100,10 +100,10 @@ class _Part:
             if grad is not None and name in cuts:
                 runs, block = cuts[name]
                 grad = cut_units(grad, runs, self.spans[block])
-            _compare([self.own[name].grad], [grad], f"the gradient of {name}")
+            compare([self.own[name].grad], [grad], f"the gradient of {name}")
         for mine, whole in zip(self.inputs, inputs, strict=True):
             if isinstance(whole, torch.Tensor):
-                _compare([mine.grad], [whole.grad], "the gradient of an input")
+                compare([mine.grad], [whole.grad], "the gradient of an input")
 
 
 def _tensors(module: nn.Module, program: FollowedProgram) -> list[tuple[str, torch.Tensor]]:
@@ -230,7 +230,7 @@ def _backward(outputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) 
         torch.autograd.backward([output for output, _ in pairs], [weight for _, weight in pairs])
 
 
-def _compare(actual: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None], what: str) -> None:
+def compare(actual: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None], what: str) -> None:
     if len(actual) != len(expected):
         raise NotFollowedError(f"{what} has {len(actual)} tensors in parts and {len(expected)} whole")
     for one, other in zip(actual, expected, strict=True):

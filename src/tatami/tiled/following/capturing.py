@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -79,6 +79,11 @@ class Captured:
         normalizes: the modules that took statistics of the batch by a function, not by way of a layer.
         mixes: whether, in evaluation, the result for a sample depends on the other samples of the batch.
         forward_flop: of one sample, in the whole network.
+        flop: the same of each module.
+        samples: of the batch that the calls were made with.
+        readers: of each parameter, by name: the modules that computed something with it.
+        last_axis: of modules that give (..., outputs) for (..., inputs): the number of outputs.
+        logits: the linear layers whose result the network returns, or takes the cross-entropy of.
     """
 
     calls: Mapping[str, ModuleCall]
@@ -86,6 +91,11 @@ class Captured:
     normalizes: frozenset[str]
     mixes: bool
     forward_flop: float
+    flop: Mapping[str, float] = field(default_factory=dict)
+    samples: int = 1
+    readers: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    logits: frozenset[str] = frozenset()
+    last_axis: Mapping[str, int] = field(default_factory=dict)
 
 
 def capture(model: nn.Module, sample: Sample) -> Captured:
@@ -94,10 +104,10 @@ def capture(model: nn.Module, sample: Sample) -> Captured:
     What differs between the two is the axis of samples, in the inputs of every module.
     """
     most = sample.part(min(sample.samples, 4))
-    watch = _Watch()
-    with ForwardFlop() as counted:
+    watch = _Watch(model)
+    with watch.counted as counted:
         first = _calls(model, most, watch)
-    second = _calls(model, most.part(most.samples - 1) if most.samples > _FEWEST else _repeated(most), _Watch())
+    second = _calls(model, most.part(most.samples - 1) if most.samples > _FEWEST else _repeated(most), _Watch(model))
     calls = {}
     for name, (args, kwargs) in first.items():
         if name not in second:
@@ -113,6 +123,11 @@ def capture(model: nn.Module, sample: Sample) -> Captured:
         normalizes=frozenset(watch.normalizes),
         mixes=_mixes_samples(model, most),
         forward_flop=counted.flop / most.samples,
+        flop={name: flop / most.samples for name, flop in watch.flop.items()},
+        samples=most.samples,
+        readers={name: frozenset(watch.readers.get(id(p), ())) for name, p in model.named_parameters(remove_duplicate=False)},
+        logits=frozenset(watch.logits),
+        last_axis=watch.last_axis,
     )
 
 
@@ -132,13 +147,21 @@ def _mixes_samples(model: nn.Module, sample: Sample) -> bool:
 
 
 class _Watch(TorchFunctionMode):
-    """Who looks beyond single samples: who draws random numbers, and who takes statistics of the batch.
+    """Who looks beyond single samples: who draws random numbers, and who takes statistics of the batch; and who reads what.
 
     Whenever a module begins or ends, what was drawn since then belongs to the one that ran.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self.counted = ForwardFlop()
+        self.flop: dict[str, float] = {}
+        self._begun: list[float] = []
+        self.readers: dict[int, set[str]] = {}
+        self.logits: set[str] = set()
+        self.last_axis: dict[str, int] = {}
+        self._linear: list[tuple[str, torch.Tensor]] = []
+        self._parameters = {id(parameter) for parameter in model.parameters()}
         self.draws: set[str] = set()
         self.normalizes: set[str] = set()
         self._running: list[str] = []
@@ -147,15 +170,39 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.batch_norm, torch.nn.functional.batch_norm) and self._running:
             self.normalizes.add(self._running[-1])
-        return func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.cross_entropy and args:
+            self.returned(args[0])
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            for each in (*args, *(kwargs or {}).values()):
+                if id(each) in self._parameters:
+                    self.readers.setdefault(id(each), set()).add(self._running[-1] if self._running else "")
+        return result
+
+    def computed(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """A module gave `output`; that of a linear layer is kept until it is known what becomes of it."""
+        x = inputs[0] if inputs else None
+        if isinstance(output, torch.Tensor) and output.dim():
+            if isinstance(module, nn.Linear):
+                self._linear.append((name, output))
+            if isinstance(x, torch.Tensor) and x.shape[:-1] == output.shape[:-1]:
+                self.last_axis[name] = output.shape[-1]
+
+    def returned(self, value: Any) -> None:
+        """`value` is a result, or a cross-entropy is taken of it: linear layers that gave it, or a view of it, gave logits."""
+        if isinstance(value, torch.Tensor):
+            where = value.untyped_storage().data_ptr()
+            self.logits |= {name for name, output in self._linear if output.untyped_storage().data_ptr() == where}
 
     def begin(self, name: str) -> None:
         self._look()
         self._running.append(name)
+        self._begun.append(self.counted.flop)
 
     def end(self) -> None:
         self._look()
-        self._running.pop()
+        name = self._running.pop()
+        self.flop[name] = self.flop.get(name, 0.0) + self.counted.flop - self._begun.pop()
 
     def _look(self) -> None:
         state = torch.get_rng_state()
@@ -198,14 +245,17 @@ def _calls(model: nn.Module, sample: Sample, watch: _Watch) -> dict[str, tuple[t
                 elif _kinds(found[name]) != _kinds(call):
                     several.add(name)
 
-            def ended(*_: Any) -> None:
+            def ended(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                watch.computed(name, module, args, output)
                 watch.end()
 
             for handle in (module.register_forward_pre_hook(remember, with_kwargs=True), module.register_forward_hook(ended)):
                 stack.callback(handle.remove)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(watch)
-        model(*sample.args, **sample.kwargs)
+        result = model(*sample.args, **sample.kwargs)
+    for leaf in pytree.tree_leaves(result):
+        watch.returned(leaf)
     return {name: call for name, call in found.items() if name not in several}
 
 

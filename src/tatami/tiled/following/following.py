@@ -73,7 +73,7 @@ class Followed:
 
 
 def follow_modules(
-    model: nn.Module, captured: Captured, *, taken: Collection[str]
+    model: nn.Module, captured: Captured, *, taken: Collection[str], closed: Collection[str] = ()
 ) -> tuple[dict[str, Followed], dict[str, str]]:
     """The modules of `model` that can be split, by name, and of others that have weights why they cannot.
 
@@ -81,15 +81,18 @@ def follow_modules(
         model: the whole network; it is not changed.
         captured: its calls.
         taken: names of tensors that other blocks have already, or that must stay whole.
+        closed: names of modules that are not looked into; nor can be followed what they are a part of.
     """
     found: dict[str, Followed] = {}
     reasons: dict[str, str] = {}
     names = [name for name, _ in model.named_modules()]
     for name in sorted(names, key=lambda name: -_depth(name)):
         module = model.get_submodule(name)
+        prefix = f"{name}." if name else ""
         if isinstance(module, _LAYERS) or name not in captured.calls:
             continue
-        prefix = f"{name}." if name else ""
+        if any(f"{other}.".startswith(prefix) or prefix.startswith(f"{other}.") for other in closed):
+            continue
         used = set(taken) | {inner for other, each in found.items() for inner in _cut_names(other, each)}
         own = _weights(module, prefix)
         spare = [elements for parameter, elements in own.items() if parameter not in used]

@@ -1,0 +1,192 @@
+"""What splits in a module that cannot be followed, said by its author: `register`.
+
+    class Heads(nn.Module): ...        # a kernel of one's own, control flow that depends on data
+
+    tatami.register(Heads, units="num_heads", cut={"qkv.weight": (0, 3), "out.weight": 1}, once=["out.bias"])
+
+Every module of that class is then run with some of its units: its tensors are cut, the attribute that counts the units says
+how many are here, and the parts are summed. It is believed only after its own test, like everything else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tatami.errors import ModelError
+from tatami.tiled.context import ModuleContext
+from tatami.tiled.following.exporting import NotFollowedError
+from tatami.tiled.parts.running import AbstractParts
+from tatami.tiled.rows import UnitRuns
+
+_lock = threading.Lock()
+_declared: dict[type[nn.Module], Declaration] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """What `register` was told of a class of modules; see there."""
+
+    units: str
+    cut: Mapping[str, tuple[int, int]]
+    once: frozenset[str]
+    scaled: tuple[str, ...]
+    unit: str
+
+
+def register(
+    module: type[nn.Module],
+    *,
+    units: str,
+    cut: Mapping[str, int | tuple[int, int]],
+    once: Sequence[str] = (),
+    scaled: Sequence[str] = (),
+    unit: str = "unit",
+) -> None:
+    """Say how the modules of a class split, where `tatami.tile` cannot find out. For the life of the process.
+
+    The module must be a sum over its units, f(x) = f_1(x) + ... + f_u(x), each with its own part of the tensors in `cut`. Its
+    forward pass must take the number of units from the attribute `units`, and sizes that grow with it from those in `scaled`.
+
+    Args:
+        module: the class; classes that inherit from it are not meant.
+        units: the attribute of a module that says how many units it has; dotted for one of a module inside.
+        cut: for each tensor with a part for every unit, by its name in the module: the axis on which the units lie, all
+            elements of a unit side by side; or (axis, runs) where the axis has them several times, such as 3 for a packed qkv.
+        once: tensors that are added to the sum once: the bias of the last layer.
+        scaled: other attributes that are a multiple of the number of units.
+        unit: what a unit is, in words.
+
+    Raises:
+        ModelError: nothing to cut.
+    """
+    if not cut:
+        raise ModelError(f"{module.__name__} was registered without a tensor that is cut; its units own nothing")
+    axes = {name: axis if isinstance(axis, tuple) else (axis, 1) for name, axis in cut.items()}
+    with _lock:
+        _declared[module] = Declaration(units=units, cut=axes, once=frozenset(once), scaled=tuple(scaled), unit=unit)
+
+
+def declaration_of(module: nn.Module) -> Declaration | None:
+    """What was registered for the class of `module`."""
+    with _lock:
+        return _declared.get(type(module))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeclaredParts(AbstractParts):
+    """A module of a registered class.
+
+    Attributes:
+        declaration: what was said of the class.
+        total: units of this module.
+        cuts: its tensors, and where the units lie in them.
+    """
+
+    declaration: Declaration
+    total: int
+    cuts: Mapping[str, UnitRuns]
+
+    @classmethod
+    def of(cls, module: nn.Module, declaration: Declaration) -> DeclaredParts:
+        """Read off one module.
+
+        Raises:
+            ModelError: it lacks an attribute or a tensor that was named, or sizes do not fit the number of units.
+        """
+        what = f"{type(module).__name__}, as it was registered,"
+        total = _get(module, declaration.units, what)
+        if not isinstance(total, int) or total < 1:
+            raise ModelError(f"{what} has {declaration.units} = {total!r}; it must be a number of units >= 1")
+        tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+        cuts = {}
+        for name, (axis, runs) in declaration.cut.items():
+            if name not in tensors:
+                raise ModelError(f"{what} has no tensor {name!r}; it has {', '.join(sorted(tensors))}")
+            shape = tensors[name].shape
+            if axis >= len(shape) or shape[axis] % (runs * total):
+                raise ModelError(f"{what} has {name} of shape {tuple(shape)}, whose axis {axis} is not {runs} x {total} units")
+            run, inner = shape[axis] // runs, shape[axis] // (runs * total)
+            cuts[name] = UnitRuns(axis=axis, runs=tuple((index * run, inner) for index in range(runs)))
+        unknown = sorted(declaration.once - set(tensors))
+        if unknown:
+            raise ModelError(f"{what} has no tensor {unknown[0]!r}; it has {', '.join(sorted(tensors))}")
+        for name in declaration.scaled:
+            size = _get(module, name, what)
+            if not isinstance(size, int) or size % total:
+                raise ModelError(f"{what} has {name} = {size!r}, which is no multiple of its {total} units")
+        return cls(declaration=declaration, total=total, cuts=cuts)
+
+    def own(self) -> frozenset[str]:
+        return frozenset(self.cuts)
+
+    def once(self) -> frozenset[str]:
+        return self.declaration.once
+
+    @contextmanager
+    def with_units(self, module: nn.Module, context: ModuleContext) -> Iterator[None]:
+        here = context.units[0]().size
+        # A module of no unit may not work, so one of zeros takes part; its result is put to 0.
+        lent = here or 1
+        names = (self.declaration.units, *self.declaration.scaled)
+        before = {name: _get(module, name, "") for name in names}
+        widened: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        try:
+            for name, size in before.items():
+                _set(module, name, size // self.total * lent)
+            for name, runs in self.cuts.items() if not here else ():
+                owner, leaf = _slot(module, name)
+                tensor = owner[leaf]
+                shape = list(tensor.shape)
+                shape[runs.axis] = runs.per_unit
+                widened.append((owner, leaf, tensor))
+                # An empty tensor beside the zeros, so that what is here of the parameter has a gradient: of no element.
+                owner[leaf] = torch.cat((tensor, tensor.new_zeros(shape)), runs.axis)
+            yield
+        finally:
+            for name, size in before.items():
+                _set(module, name, size)
+            for owner, leaf, tensor in widened:
+                owner[leaf] = tensor
+
+
+def declared_parts(module: nn.Module) -> DeclaredParts | None:
+    """How `module` runs in parts, if its class was registered.
+
+    Raises:
+        ModelError: it is not what was registered.
+        NotFollowedError: it cannot be split here, for a reason that is no mistake.
+    """
+    declaration = declaration_of(module)
+    if declaration is None:
+        return None
+    parts = DeclaredParts.of(module, declaration)
+    if parts.total < 2:
+        raise NotFollowedError("it was registered, and has a single unit")
+    return parts
+
+
+def _get(module: nn.Module, name: str, what: str) -> Any:
+    here: Any = module
+    for word in name.split("."):
+        if not hasattr(here, word):
+            raise ModelError(f"{what} has no attribute {name!r}")
+        here = getattr(here, word)
+    return here
+
+
+def _set(module: nn.Module, name: str, value: int) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(path), leaf, value)
+
+
+def _slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    return (owner._parameters if leaf in owner._parameters else owner._buffers), leaf
