@@ -156,6 +156,9 @@ class MultiNodeCheckpoint:
             CheckpointError: on all ranks: no checkpoint is complete (says what each lacks); a file is damaged (says which, what
                 was expected, and what could be used instead); it is of another number of ranks that do not hold the same.
         """
+        # Every rank must come to the same decision, as `fetch` below is collective. So all of them walk the same list, the
+        # newest candidate first, made of what all ranks have found. A newer checkpoint that cannot even be read ends the walk
+        # with an error, unless damage is to be skipped: to resume from an older one silently would repeat work that was done.
         inventory = scan(self._directory)
         inventories = self._comm.allgather_object(inventory)
         found = candidates(inventories, directories=self._directories)

@@ -118,6 +118,8 @@ def _pair(hosts: Iterable[str]) -> tuple[str, str]:
 
 def _clashes(tables: Mapping[str, Any]) -> list[str]:
     """Names that are taken and hosts that are not there: looked for in what is well formed, beside other faults."""
+    # This runs also where the tables have other faults, so that a file's problems are all told at once. Therefore nothing here
+    # is sure to have its type, and a count that is out of range is passed over: a million names would take long to compare.
     problems = []
     taken: dict[str, int] = {}
     hosts: set[str] = set()

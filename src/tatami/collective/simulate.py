@@ -49,7 +49,10 @@ def run_phase(phase: Phase, state: list[Vector], *, op: Operator = np.add) -> No
             _run_native(group.ranks, [group.part(member) for member in range(group.members)], phase.role, state, op)
     for round_ in range(phase.num_rounds):
         views = {rank: list(phase.steps_of(rank, round=round_)) for rank in sorted(phase.memberships)}
-        # Messages and puts carry what was there when the round began.
+        # Messages and puts carry the values from the beginning of the round, whatever arrives meanwhile: in a ring of two,
+        # rank 0 sends its first half while rank 1's half is added to another part of its vector. Loads and stores see the
+        # present values. What several ranks send to the same elements is summed together, in the order of `sums_of`, as ranks
+        # do.
         sent = {
             step: state[step.source][step.start : step.stop].copy()
             for view in views.values()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -12,6 +13,8 @@ from tatami.collective import Sync
 from tatami.comm.reduction import Op
 from tatami.comm.roll_call import AbstractRollCall
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow, refuse_windows
+
+Attached = TypeVar("Attached")
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -97,6 +100,22 @@ class AbstractCommunicator(ABC):
         other = self.split(0, key=self.rank)
         assert isinstance(other, type(self)), f"{type(self).__name__}.split made a {type(other).__name__}"
         return other
+
+    @cached_property
+    def _attached(self) -> dict[type, Any]:
+        return {}
+
+    def attached(self, kind: type[Attached], make: Callable[[Self], Attached]) -> Attached:
+        """The one object of class `kind` that belongs to this communicator; made when it is first asked for.
+
+        Code that builds on communicators keeps its state of each one here, such as how many messages it has sent on it. The
+        object may refer to the communicator, and both are freed together. In a `WeakKeyDictionary` of the module, such an
+        object would keep its own key alive, and no communicator would ever be freed.
+        """
+        found: Attached | None = self._attached.get(kind)
+        if found is None:
+            found = self._attached[kind] = make(self)
+        return found
 
     @abstractmethod
     def close(self) -> None:

@@ -78,6 +78,8 @@ def _block(
     kit = _numpy_kit(op) if single and mine.dtype not in HALF_DTYPES else _torch_kit(op)
     here = kit.form(mine)
     calls: list[BoundCall] = []
+    # A mean is divided once: after the last load has added to this rank's block, and before the first store copies it to the
+    # others. Steps list their loads before their stores, so the first store is the place; without stores it is the end.
     pending = divisor if sums else None
     for step, other in others:
         there = kit.form(other)

@@ -78,6 +78,9 @@ class Chain:
             CommError: the pass is over; or backward did not begin at the end of the chain, so that the gradients of later
                 operations would be lost.
         """
+        # Only the first operation that a backward pass visits needs the check, and it must be the last one of the chain. Say
+        # the loss depends on a recv, and a send follows it that the loss does not reach: backward would begin at the recv, and
+        # the peer of the send would wait for its gradient forever. torch numbers its backward passes, which tells a new one.
         graph_task: int = torch._C._current_graph_task_id()
         if graph_task == self._graph_task:
             return
@@ -182,11 +185,7 @@ class Chains:
 
 def chains_of(comm: AbstractCommunicator) -> Chains:
     """The chains of `comm`, kept for as long as it is."""
-    state = comm.__dict__
-    chains: Chains | None = state.get("_functions_chains")
-    if chains is None:
-        chains = state["_functions_chains"] = Chains(comm)
-    return chains
+    return comm.attached(Chains, Chains)
 
 
 class _Here(threading.local):

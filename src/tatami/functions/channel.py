@@ -297,8 +297,4 @@ def _takes_cuda(comm: AbstractCommunicator) -> bool:
 
 def channel_of(comm: AbstractCommunicator) -> Channel:
     """The messages of `comm`, made when they are first needed, and kept for as long as `comm` is."""
-    state = comm.__dict__
-    channel: Channel | None = state.get("_functions_channel")
-    if channel is None:
-        channel = state["_functions_channel"] = Channel(comm)
-    return channel
+    return comm.attached(Channel, Channel)

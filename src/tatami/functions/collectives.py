@@ -156,6 +156,8 @@ def collective(
     location = user_location()
     channel = channel_of(comm)
     inputs: list[torch.Tensor] = []
+    # Each part is flattened once, also where all ranks are given the same object, as in bcast: its tensors are one
+    # input of the graph, and its structure is packed once, not once for each rank.
     flat: dict[int, tuple[range, Packed]] = {}
     for x in parts.values():
         if id(x) not in flat:

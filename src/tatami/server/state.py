@@ -316,6 +316,9 @@ class Coordinator:
 
     def _step(self) -> bool:
         """Go on by one step, if that is possible without another event."""
+        # `handle` calls this until it returns False, because one event may allow several steps: when the last shard is applied,
+        # the commit is counted, the next round opens, and its tasks are sent. Each step leaves a state that is whole by itself,
+        # so that any event may come next. Vacant places are filled first, as a death is possible in every phase.
         if self.phase is RunPhase.DONE:
             return False
         is_over = self.phase is RunPhase.STARTING or self._roster.all_done()
@@ -337,6 +340,10 @@ class Coordinator:
         return True
 
     def _collect(self) -> bool:
+        # The order of these cases is what makes them safe. A rollback comes first, as it makes void what the others would act
+        # on. Places are dropped and admitted before the workers are counted; a checkpoint is written before the next round
+        # opens; and lost copies wait until all workers are idle: an update that is pushed while a shard is being copied would
+        # be in one copy and not in the other.
         all_done = self._roster.all_done()
         if self._roll_back and self._stopping is None and not all_done:
             self._read()
@@ -402,6 +409,8 @@ class Coordinator:
             return True
         if not self._closes():
             return False
+        # In the order of the workers, not of arrival: float addition is not associative, and only a fixed order gives the same
+        # bits in every run. Without lockstep each update is a commit by itself; the oldest goes first, lest it starve.
         pushed = [place for place in self._roster.in_order() if place.status is Status.PUSHED]
         if not self.protocol.consistency.lockstep:
             pushed = [min(pushed, key=lambda place: (place.clock, place.worker))]

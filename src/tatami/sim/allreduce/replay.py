@@ -141,6 +141,9 @@ class Replay:
         else:
             self._leave(rank, index)
             return
+        # A rank's round ends when its sends, its receives and its local accesses have. `_waits` counts them down. A source may
+        # run ahead of its target: rank 0 puts its part of round 3 while rank 1 is in round 2. Such arrivals are kept in
+        # `_early`, and are taken off the count when the target comes to that round.
         place = (index, round_)
         self._place[rank], self._part[rank] = place, part
         self._began_s[rank] = self.now_s
