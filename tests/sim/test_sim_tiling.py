@@ -447,5 +447,5 @@ def test_bad_input() -> None:
         job([1.0, 1.0], speeds=(1.0, 1.0, 1.0))
     with pytest.raises(PlanError, match="of a layout or of tilings, one of them"):
         job([1.0], layout=None)
-    with pytest.raises(PlanError, match="are not laid anew"):
+    with pytest.raises(PlanError, match="are not re-tiled"):
         job([1.0, 1.0], tilings=grid(1, 2).cut_blocks(NETTALK), retiler=Retiler())

@@ -257,7 +257,7 @@ def test_a_tiled_layer_called_by_itself(world: World) -> None:
 def test_copies_and_pickles(world: World, duplicate: Callable[[object], object]) -> None:
     def body(comm: AbstractCommunicator) -> None:
         model = tiled(mlp(), comm, layout=simple_layout(list(range(comm.size))), batch_size=8)
-        with pytest.raises(ModelError, match=r"can not be copied or pickled.*save_model"):
+        with pytest.raises(ModelError, match=r"cannot be copied or pickled.*save_model"):
             duplicate(model)
 
     world(body)

@@ -84,7 +84,7 @@ class MultiNodeCheckpoint:
         timeout_s: how long ranks wait for the slowest disk.
 
     Raises:
-        InputError: replica sets that cannot be, or that differ between ranks; a directory that cannot be written to (says on
+        InputError: replica sets that are invalid, or that differ between ranks; a directory that cannot be written to (says on
             which rank).
     """
 

@@ -1,9 +1,9 @@
 """Everyone to everyone, directly: an all-reduce of messages, and the patterns of one-sided reduce-scatters and shared windows.
 
 No partial sum travels: each rank's own elements go straight to the rank that completes them. It moves (k-1)/k of the vector, as
-every reduce-scatter, in k - 1 transfers for each rank that need no partner in between. So a slow rank holds up nobody's
-messages but its own; a library's nonblocking all-reduce takes some 2 log k steps, each of which waits for a rank to look after
-it, and on a host that has a tenth of a core a step is milliseconds.
+every reduce-scatter, in k - 1 transfers for each rank that need no partner in between. So a slow rank does not hold up another
+rank's messages but its own; a library's nonblocking all-reduce takes some 2 log k steps, each of which waits for a rank to
+look after it, and on a host that has a tenth of a core a step is milliseconds.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class MessageRound:
 def add_in_order(out: torch.Tensor, contributions: Sequence[torch.Tensor], *, op: Op = Op.SUM) -> None:
     """The reduction of `contributions`, from the first to the last, into `out`, which may be one of them; spoils the others.
 
-    Whoever reduces the same contributions in the same order gets the same bits.
+    Reducing the same contributions in the same order gives the same bits.
     """
     total, last = contributions[0], contributions[-1]
     for other in contributions[1:-1]:

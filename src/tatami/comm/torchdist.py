@@ -179,7 +179,8 @@ class TorchdistCommunicator(CheckedCommunicator):
             timeout_s: how long a wait may take.
             hosts: of all ranks; None: they are asked.
             roll_call: that these ranks have already; None: a new one among them.
-            off: once it is set, whoever forms this communicator or a part of it, or waits in one, stops with a `CommError`.
+            off: once it is set, every rank that forms this communicator or a part of it, or waits in one, stops with a
+                `CommError`.
 
         Raises:
             InputError: this torch was built without gloo.

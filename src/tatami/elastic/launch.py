@@ -70,7 +70,7 @@ def run_elastic(
 
     Raises:
         TrainingError: the run cannot go on: names what is lost, and with whom.
-        InputError: settings that cannot be.
+        InputError: invalid settings.
         MissingExtraError: Ray is not installed.
     """
     for name, value in (("heartbeat_s", heartbeat_s), ("patience_s", patience_s), ("timeout_s", timeout_s)):

@@ -1,4 +1,4 @@
-"""When to lay the tiles anew, and what moves then: DRPM.
+"""When to re-tile, and what moves then: DRPM.
 
 Ozawa, Sugaya, Aso: "Parallelizing of a Back Propagation in Heterogeneous Environment Using a Rectangular Partitioning Mapping
 Method", IPSJ journal 2005/2006, section 5.

@@ -75,7 +75,7 @@ class Balance:
 
 
 def balance(points: Mapping[str, Sequence[Point]]) -> Balance | None:
-    """Mean times compared; None unless somebody measured a time. Who had no work does not count."""
+    """Mean times compared; None where no rank measured a time. Ranks without work do not count."""
     means = {name: math.fsum(seconds for seconds, _ in own) / len(own) for name, own in points.items() if _worked(own)}
     if not means or max(means.values()) <= 0:
         return None

@@ -23,7 +23,7 @@ LEAST_POINTS = 2
 
 
 class Controller:
-    """Decides at every check whether to lay the tiles anew.
+    """Decides at every check whether to re-tile.
 
     Every rank runs its own on the same timings and comes to the same decisions; nothing else need be agreed upon. Iterations
     are counted from 1.
@@ -113,7 +113,7 @@ class Controller:
         return decision
 
     def _take(self, timings: Iterable[Timing]) -> Window:
-        """The last L points of everybody since the last re-mapping, which also join those that are kept."""
+        """The last L points of all ranks since the last re-mapping, which also join those that are kept."""
         placed = set(self.layout.processors)
         fresh: dict[str, list[Timing]] = {name: [] for name in self.cluster.by_name if name in placed}
         for timing in timings:

@@ -85,7 +85,7 @@ def tell(verdict: Verdict, *, check: int, iteration: int, old: Tiling, new: Tili
         iteration: after which iteration.
         old: the tiling so far.
         new: the tiling from now on.
-        moved: rows of units that somebody receives.
+        moved: rows of units that a rank receives.
         predicted: shortest over longest compute time to expect of `new`.
     """
     head = f"check {check} (iteration {iteration}): {verdict.why}: {verdict.kind.value}"

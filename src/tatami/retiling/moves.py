@@ -28,7 +28,7 @@ def moves(old: Tiling, new: Tiling) -> tuple[Move, ...]:
 
     Units that it holds already stay where they are. A source is looked for in the processor's own column of `old` first: that
     column holds every unit once, and a column re-mapping moves units inside the columns only. A processor that had no tile
-    takes its units from all columns in turn, from whoever has sent least, so that nobody sends everything.
+    takes its units from all columns in turn, from the rank that has sent least, so that no rank sends everything.
 
     Raises:
         PlanError: the tilings have different numbers of units.

@@ -1,15 +1,15 @@
 """DRPM as published: Ozawa, Sugaya and Aso, section 5.
 
 * A run that started with no abilities: its first check re-maps the whole.
-* t1_min / t1_max < T_whole: the whole is re-mapped (SRPM anew), by abilities from t2.
+* t1_min / t1_max < T_whole: the whole is re-mapped (SRPM again), by abilities from t2.
 * t1_min / t1_max < T_line: the columns are, by abilities from t1, so that they reflect communication too.
 * Otherwise nothing is done.
 
 Times are means over the last L iterations; an ability is the slope of the line through the last L points (time, work done).
 
 t1 contains the wait for the slowest of the column, which makes the members of a column look alike, and no cut inside a column
-mends an imbalance between columns. So this rule may do too little (a rank 1.5 times too slow in its column may give a ratio of
-0.8) or too much (re-map columns at every check, for ever, with nothing gained). `tatami.retiling.settling` does neither.
+removes an imbalance between columns. So this rule may do too little (a rank 1.5 times too slow in its column may give a ratio
+of 0.8) or too much (re-map columns at every check, for ever, with nothing gained). `tatami.retiling.settling` does neither.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Retiler:
             for the truth.
 
     Raises:
-        PlanError: a setting that cannot be; says which.
+        PlanError: an invalid setting; says which.
     """
 
     every: int = 20

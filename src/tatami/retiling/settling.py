@@ -7,7 +7,7 @@
    re-mapping are taken together. A rank that changed its speed in the middle of a window scatters widely, so the rule waits
    for a clean one.
 3. *Only what helps.* Columns are re-mapped only where that is expected to lift the ratio to `t_line`, and the whole otherwise:
-   an imbalance between columns cannot be mended inside them. Neither is done unless it is expected to shorten the longest
+   an imbalance between columns cannot be removed inside them. Neither is done unless it is expected to shorten the longest
    compute time by `min_gain`; that also ends a search which whole units and samples cannot take further. So one slow rank
    of many is always relieved, while one that became faster is not given more where all together would hardly notice.
 4. *Patience.* Two re-mappings in a row settle a run. If they did not, the forecast was wrong (times that do not grow with the
@@ -42,7 +42,7 @@ def settling(situation: Situation) -> Verdict:
     seen = situation.balance("compute_s", window=window)
     if seen is None:
         speeds = situation.speeds("compute_s", window=window)
-        return Verdict(kind=DecisionKind.KEEP, why="nobody computed", layout=situation.layout, speeds=speeds, ratio=None)
+        return Verdict(kind=DecisionKind.KEEP, why="no rank computed", layout=situation.layout, speeds=speeds, ratio=None)
     line = 1 - retiler.min_gain if situation.first else retiler.t_line
     sure = _sure(seen, line, retiler.certainty)
     if seen.ratio < line and not sure:
@@ -74,7 +74,7 @@ def settling(situation: Situation) -> Verdict:
     elif seen.ratio < retiler.t_whole:
         below = f"compute min/max {seen.ratio:.2f} < {retiler.t_whole:.2f}"
     elif kind is DecisionKind.WHOLE:
-        below = f"{below}, which cuts inside the columns cannot mend"
+        below = f"{below}, which cuts inside the columns cannot remove"
     return Verdict(kind=kind, why=below, layout=layout, speeds=speeds, ratio=seen.ratio)
 
 

@@ -56,7 +56,7 @@ class PendingActivities(Generic[What]):
             self._others.left.append(activity)
 
     def drop(self, activity: Any) -> None:
-        """Wait for it no more; whoever calls this cancels it next."""
+        """Wait for it no more; the caller cancels it next."""
         del self._going[activity]
         if self._others is None:
             self._own.erase(activity)

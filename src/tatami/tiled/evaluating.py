@@ -93,5 +93,5 @@ def _looking(model: TiledModel, precision: Precision | None) -> Iterator[None]:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Outputs of several columns or batches, one after the other; what is no tensor of samples is that of the first."""
+    """Outputs of several columns or batches, joined; anything other than a tensor of samples is that of the first."""
     return torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0]

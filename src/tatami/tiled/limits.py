@@ -41,7 +41,7 @@ class Limits:
             max_time: "90 min", seconds, or a `timedelta`.
 
         Raises:
-            InputError: none is given, or one that cannot be.
+            InputError: none is given, or an invalid one.
         """
         if epochs is None and iterations is None and stop_below is None and max_time is None:
             raise InputError("say when to stop: epochs, iterations, max_time or stop_below")

@@ -1,7 +1,7 @@
 """Find the linear-activation-linear pairs of an `nn.Module` without running it.
 
 `torch.fx` follows the data through the forward pass, so that functional activations and any nesting of modules are understood.
-A model that fx can not follow is still searched for pairs inside its `nn.Sequential` containers.
+A model that fx cannot follow is still searched for pairs inside its `nn.Sequential` containers.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class TiledModel(nn.Module):
         Raises:
             InputError: the input has another number of samples than `local` gave this rank; or, now and then and on all ranks,
                 the ranks were given different batches.
-            ModelError: the network returns objects in which its tensors can not be found.
+            ModelError: the network returns objects in which its tensors cannot be found.
         """
         self._check_batch(inputs, named_inputs)
         if not torch.is_grad_enabled():
@@ -262,7 +262,7 @@ class TiledModel(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Never:
         """Called by `copy.deepcopy`, `pickle` and `torch.save`."""
         raise ModelError(
-            "a tiled model holds its ranks' communicator and a part of the weights, and can not be copied or pickled. "
+            "a tiled model holds its ranks' communicator and a part of the weights, and cannot be copied or pickled. "
             "tatami.tiled.save_model writes the whole weights; tatami.tiled.whole_state_dict gathers them"
         )
 
@@ -538,7 +538,7 @@ def _refuse_leaves(owner: nn.Module, inputs: Any) -> None:  # noqa: ARG001 -- a 
         raise ModelError(
             f"a {type(owner).__name__} was called outside of its TiledModel's forward pass, where its gradient would not be "
             "summed over the ranks. Call the model that tatami.tile returned; torch.utils.checkpoint recomputes layers outside "
-            "too and can not be used here"
+            "too and cannot be used here"
         )
 
 

@@ -1,6 +1,6 @@
 """Where the time of an iteration goes: compute 1, vertical, compute 2, horizontal, compute 3.
 
-The tiled layers say when a phase begins; nobody else has to. So a hand-written loop is measured like the Trainer's.
+The tiled layers say when a phase begins; no other code has to. So a hand-written loop is measured like the Trainer's.
 """
 
 from __future__ import annotations

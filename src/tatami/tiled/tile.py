@@ -71,7 +71,7 @@ def tile(
 
     Raises:
         ModelError: no pair to tile, or a layer that a tiled run could not compute exactly.
-        PlanError: speeds that cannot be, more ranks than samples or units, or settings that differ between ranks.
+        PlanError: invalid speeds, more ranks than samples or units, or settings that differ between ranks.
         InputError: networks that differ between ranks in more than values.
     """
     if reduction is not None:

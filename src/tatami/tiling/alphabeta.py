@@ -23,7 +23,7 @@ from tatami.workload import Workload
 FLOP_PER_S = 1e9
 """What a processor of relative speed 1 does in a second where nothing was measured."""
 MEASURED_FROM = 1e6
-"""Speeds from here on are flop/s: no processor does less, and nobody calls one a million times as fast as another."""
+"""Speeds from here on are flop/s: no processor does less, and relative speeds do not go up to a million."""
 
 
 @final

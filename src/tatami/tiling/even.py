@@ -1,4 +1,4 @@
-"""Method 1 of the paper: the same share for everybody, whatever the speeds are."""
+"""Method 1 of the paper: the same share for every processor, at all speeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A planner's layout made to fit: everybody in it has work, and no more to keep in memory than there is."""
+"""A planner's layout made to fit: every processor in it has work, and no more to keep in memory than there is."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Horizontal communication as data: who sends which units to whom, so that every owner ends with the sum over the columns.
 
 The unit axis is cut at the union of all columns' cuts. Each segment, a group, has one owner in every column; the C owners
-sum it among themselves. There is no funnel: who owns more units sends more, and nobody sends for another.
+sum it among themselves. There is no funnel: a rank that owns more units sends more, and none sends for another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Method = Literal["direct", "reduce-scatter"]
 class Message:
     """All that one processor sends another in one phase.
 
-    What arrives in phase 0 is added to what the receiver has, what arrives in phase 1 replaces it. Everybody sends what it
+    What arrives in phase 0 is added to what the receiver has, what arrives in phase 1 replaces it. Every rank sends what it
     had at the beginning of the phase.
 
     Attributes:

@@ -145,7 +145,7 @@ class Layout:
         """Read what `to_json` wrote.
 
         Raises:
-            PlanError: not JSON, a key is missing, or shares that cannot be.
+            PlanError: not JSON, a key is missing, or invalid shares.
         """
         try:
             return cls(

@@ -120,7 +120,7 @@ def plan(
             `AlphaBetaCost`, what predicts the time. `AlphaBetaCost()` where None.
 
     Raises:
-        PlanError: an unknown planner; speeds that cannot be; more processors than samples.
+        PlanError: an unknown planner; invalid speeds; more processors than samples.
         MemoryLackError: the processors do not hold the network; says who lacks how much, and what would do.
     """
     (result,) = compare([planner], cluster=cluster, workload=workload, speeds=speeds, cost=cost)

@@ -1,4 +1,4 @@
-"""One mat: the rectangle of samples and units that one processor computes."""
+"""One tile: the rectangle of samples and units that one processor computes."""
 
 from __future__ import annotations
 

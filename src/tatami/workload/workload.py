@@ -31,7 +31,7 @@ class Workload:
         replicated_parameters: elements of the weights outside of blocks.
         replicated_flop_per_sample: what those layers cost each rank, forward and backward, for each of its samples.
         sample_flop: what else a rank spends on each of its samples, however few units it has: reading the inputs and filling
-            the outputs costs the same for one unit as for all. In flop at the rank's speed; 0 where nobody has measured it
+            the outputs costs the same for one unit as for all. In flop at the rank's speed; 0 where it was not measured
             (`tatami.tiled.measure_sample_flop`).
         element_bytes: 4 for float32.
         state_bytes_per_parameter: what a processor keeps for each trained weight: the weight, its gradient, and the optimizer's

@@ -1,4 +1,4 @@
-"""A tiling as what each processor computes and sends in one iteration: the same for every iteration until it is laid anew.
+"""A tiling as what each processor computes and sends in one iteration: the same for every iteration until it is re-tiled.
 
 What is sent is `tatami.tiling.traffic_of`'s to say, which the ranks of a run read as well.
 """

@@ -48,7 +48,7 @@ class Iteration:
         begin_s: the stage's time at which each rank begins.
         ahead_s: what the run's time is ahead of the stage's.
         software: what ranks add to the wires.
-        done: told of the times of all ranks, on the stage's clock.
+        done: called with the times of all ranks, on the stage's clock.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class TilingJob:
         if (self.layout is None) == (self.tilings is None):
             raise PlanError("a tiled run is of a layout or of tilings, one of them")
         if self.tilings is not None and (self.retiler or not self.tilings or len(self.tilings) != len(self.workload.blocks)):
-            raise PlanError("tilings are one for each block of the workload, and are not laid anew: give a layout for that")
+            raise PlanError("tilings are one for each block of the workload, and are not re-tiled: give a layout for that")
         if self.iterations < 1:
             raise PlanError(f"a tiled run has at least 1 iteration, not {self.iterations}")
         if len(self.platform.hosts) < self.cluster.size:

@@ -1,6 +1,6 @@
 """Iteration after iteration, with checks, moves and changes of speed between them.
 
-After each iteration the simulator waits until the last rank has ended it, and then lets everybody begin the next with the lead
+After each iteration the simulator waits until the last rank has ended it, and then lets all ranks begin the next with the lead
 that it had: nothing is under way in between, so this changes nothing but the stage's clock, and `now_s` corrects it. Once
 an iteration has gone like the one before, to the rank, the next ones do too, until a check is due or a speed changes.
 """
@@ -134,7 +134,7 @@ class TilingPlay:
         if self._controller is not None and self._controller.due(self._iteration):
             self._check(self._controller)
             return
-        # Whoever ended first begins again now, on the stage's clock: the run's own is taken back to when it ended.
+        # The rank that ended first begins again now, on the stage's clock: the run's own is taken back to when it ended.
         self._ahead_s -= max(leads_s.values())
         self._next(leads_s)
 
@@ -175,7 +175,7 @@ class TilingPlay:
         self._since_s = self.now_s
 
     def _check(self, controller: Controller) -> None:
-        """Everybody has told everybody its times, which takes no time here; then what the controller says."""
+        """All ranks have told each other their times, which takes no time here; then what the controller says."""
         timings = [timing for window in self._window.values() for timing in window]
         decision = controller.observe(self._iteration, timings)
         self.decisions.append(decision)

@@ -132,7 +132,7 @@ def _same(a: Size, b: Size) -> bool:
 
 
 def _ratio(size: Size, part: Size) -> int | None:
-    """How many times `part` goes into `size`; None where that is no number: 6 for 6 s and s, None for 6 s and 1."""
+    """How many times `part` goes into `size`; None where that is not a number: 6 for 6 s and s, None for 6 s and 1."""
     if isinstance(size, int) and isinstance(part, int):
         return size // part if size % part == 0 else 0
     ratio = size // part
@@ -164,7 +164,7 @@ def cut(axis: Axis, start: int, stop: int) -> Axis:
 
 
 def regroup(axes: Axes, sizes: Sequence[Size]) -> Axes:
-    """The axes of a `view` with the given sizes: the same atoms, grouped anew and split where an edge falls inside of one."""
+    """The axes of a `view` with the given sizes: the same atoms, grouped again and split where an edge falls inside of one."""
     left = [atom for axis in axes for atom in leaves(axis)]
     result: Axes = []
     for size in sizes:

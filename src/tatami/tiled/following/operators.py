@@ -393,7 +393,7 @@ def _norm(following: Following, node: fx.Node) -> Axes:
 
 
 def _batch_norm(following: Following, node: fx.Node) -> Axes:
-    """Every channel by itself; over samples it is made whole by whoever runs the program (`whole_batch_norm`)."""
+    """Every channel by itself; over samples it is made whole by the code that runs the program (`whole_batch_norm`)."""
     axes = following.of(node.args[0])
     for operand in node.args[1:5]:
         if isinstance(operand, fx.Node):
