@@ -9,7 +9,7 @@ for x, y in batches_of_this_rank:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from tatami.cluster import Cluster
 from tatami.comm.agreement import debugging, same_everywhere
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.tuning import tuned_bucket_bytes
@@ -25,6 +26,7 @@ from tatami.functions.structure import with_tensors
 from tatami.parallel.bucket_set import BucketSet
 from tatami.parallel.buckets import BUCKET_BYTES, check_wire, lay_buckets
 from tatami.parallel.linear_gradients import LinearGradients
+from tatami.parallel.speed_shares import SpeedShares
 from tatami.parallel.synchronizing import broadcast_model, is_finite, refuse_not_finite
 
 
@@ -49,6 +51,7 @@ class DataParallel(nn.Module):
         comm: AbstractCommunicator,
         *,
         reduction: Literal["mean", "sum"] = "mean",
+        speeds: Cluster | Sequence[float] | None = None,
         wire: torch.dtype | None = None,
         double_buffering: bool = False,
         algorithm: str | None = None,
@@ -60,6 +63,7 @@ class DataParallel(nn.Module):
             module: the same on all ranks, except for the values of its weights.
             comm: the ranks.
             reduction: of the loss over samples.
+            speeds: of the ranks, in their order; only ratios count. `local` shares batches out by them; None: equally.
             wire: bfloat16 or float16: gradients travel so, half the bytes. They are rounded before and after they are summed.
             double_buffering: backward delivers the gradients of the step before, and reduces its own until the next one ends;
                 the first delivers none, so that an optimizer leaves the weights alone. `flush` delivers the last.
@@ -68,9 +72,11 @@ class DataParallel(nn.Module):
                 (`tatami bench allreduce --tune`), 4 MiB where there is none.
 
         Raises:
-            InputError: modules or options that differ between ranks, and where; nothing to train; a `wire` that is not a float.
+            InputError: modules or options that differ between ranks, and where; nothing to train; a `wire` that is not a float;
+                not one speed for each rank.
         """
         super().__init__()
+        self._shares = SpeedShares([1.0] * comm.size if speeds is None else speeds, comm, where="DataParallel")
         check_wire(wire)
         if bucket_bytes is not None and bucket_bytes < 1:
             raise InputError(f"bucket_bytes must be at least 1, not {bucket_bytes}")
@@ -85,6 +91,7 @@ class DataParallel(nn.Module):
         self._comm = comm.duplicate()
         options = {
             "reduction": reduction,
+            "speeds": self._shares.speeds,
             "wire": str(wire),
             "double_buffering": double_buffering,
             "algorithm": algorithm,
@@ -151,6 +158,27 @@ class DataParallel(nn.Module):
                 "return a tensor, or a tuple, list or dict of them"
             )
         return output
+
+    def local(self, *tensors: torch.Tensor) -> Any:
+        """This rank's samples of a global batch, as many as it is fast: one tensor for one, a tuple for several.
+
+        The mean of the global batch stays exact: `forward` weighs every rank with the samples that it was given.
+
+        Args:
+            tensors: (samples, ...) each; all ranks must pass the same global batch.
+
+        Returns:
+            Views (samples_here, ...).
+
+        Raises:
+            InputError: tensors of different numbers of samples; a rank that would have none.
+        """
+        sizes = sorted({tensor.shape[0] for tensor in tensors})
+        if len(sizes) != 1:
+            raise InputError(f"the tensors of a batch must have the same number of samples, not {sizes}")
+        here = self._shares.span(sizes[0]).slice()
+        parts = tuple(tensor[here] for tensor in tensors)
+        return parts[0] if len(parts) == 1 else parts
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -10,11 +10,14 @@ import torch
 from torch.utils.data import Sampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from tatami.cluster import Cluster
 from tatami.comm.agreement import same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.inputs import check_seed
 from tatami.parallel.scattering import share_of
+from tatami.parallel.speed_shares import SpeedShares
+from tatami.tiling import Span
 
 Share = Literal["all", "equal", "exact"]
 
@@ -33,8 +36,15 @@ class SynchronizedSampler(Sampler[int]):
         share: Share = "all",
         shuffle: bool = True,
         seed: int = 0,
+        speeds: Cluster | Sequence[float] | None = None,
+        global_batch: int | None = None,
     ) -> None:
         """Collective.
+
+        With `speeds` every rank's batches are as large as it is fast, and all ranks have equally many:
+
+            sampler = SynchronizedSampler(dataset, comm, share="exact", speeds=[1, 1, 0.5], global_batch=160)
+            loader = DataLoader(dataset, batch_size=sampler.batch_size, sampler=sampler)        # 64, 64 and 32 samples
 
         Args:
             data_source: the same on all ranks.
@@ -43,14 +53,23 @@ class SynchronizedSampler(Sampler[int]):
                 a few samples are on two ranks. `exact`: each its part, no sample twice, some parts one longer.
             shuffle: draw a new order for every epoch.
             seed: of the order, that of rank 0.
+            speeds: of the ranks, in their order, for `share="exact"`; only ratios count. `DataParallel` weighs unequal batches,
+                so that the mean over the global batch is exact.
+            global_batch: the samples of all ranks in one batch, with `speeds`. What is left at the end of an epoch, of fewer
+                samples than ranks, is left out.
 
         Raises:
-            InputError: data of different lengths; a share that there is not, or such a seed.
+            InputError: data of different lengths; a share that there is not, or such a seed; speeds without a global batch, or
+                not one for each rank; a rank too slow for a sample of each batch.
         """
         if share not in get_args(Share):
             raise InputError(f"there is no share {share!r}; choose of {', '.join(get_args(Share))}")
         facts = {"data_source of length": len(data_source), "share": share, "shuffle": shuffle}
+        self._speed_shares = _speed_shares(speeds, global_batch, share, comm)
+        if self._speed_shares is not None:
+            facts |= {"speeds": self._speed_shares.speeds, "global_batch": global_batch}
         same_everywhere(comm, facts, where="SynchronizedSampler")
+        self._global_batch = global_batch
         self._num_samples, self._share, self._shuffle = len(data_source), share, shuffle
         self._seed = check_seed(comm.bcast_object(seed))
         self._rank, self._ranks = comm.rank, comm.size
@@ -63,8 +82,21 @@ class SynchronizedSampler(Sampler[int]):
         """That the next index is of."""
         return self._epoch + self._is_drawn
 
+    @property
+    def batch_size(self) -> int:
+        """With `speeds`: the samples of this rank in every batch but the last; for the DataLoader.
+
+        Raises:
+            InputError: made without `speeds`.
+        """
+        if self._speed_shares is None or self._global_batch is None:
+            raise InputError("SynchronizedSampler: batch_size is known where speeds= and global_batch= are given")
+        return self._speed_shares.span(self._global_batch).size
+
     def __len__(self) -> int:
         """Indices of a whole epoch on this rank."""
+        if self._speed_shares is not None:
+            return sum(span.size for _, span in self._batches(self._speed_shares))
         return self._num_samples if self._share == "all" else len(self._span())
 
     def __iter__(self) -> Iterator[int]:
@@ -129,7 +161,37 @@ class SynchronizedSampler(Sampler[int]):
         if self._shuffle:
             generator = torch.Generator().manual_seed((self._seed + self._epoch) % 2**64)
             order = torch.randperm(self._num_samples, generator=generator).tolist()
+        if self._speed_shares is not None:
+            batches = self._batches(self._speed_shares)
+            return [order[start + index] for start, span in batches for index in range(span.start, span.stop)]
         return order if self._share == "all" else [order[index] for index in self._span()]
+
+    def _batches(self, shares: SpeedShares) -> Iterator[tuple[int, Span]]:
+        """Where each global batch begins in the order, and which of its samples are this rank's."""
+        assert self._global_batch is not None
+        whole = shares.span(self._global_batch)
+        for start in range(0, self._num_samples, self._global_batch):
+            left = self._num_samples - start
+            if left >= self._global_batch:
+                yield start, whole
+            elif (last := shares.span_of_rest(left, of=self._global_batch)) is not None:
+                yield start, last
+
+
+def _speed_shares(
+    speeds: Cluster | Sequence[float] | None, global_batch: int | None, share: Share, comm: AbstractCommunicator
+) -> SpeedShares | None:
+    if (speeds is None) != (global_batch is None):
+        raise InputError("SynchronizedSampler: speeds= and global_batch= go together, since a batch is what is shared out")
+    if speeds is None or global_batch is None:
+        return None
+    if share != "exact":
+        raise InputError(f"SynchronizedSampler: speeds= is for share='exact', not {share!r}: parts of unequal speeds differ")
+    if global_batch < 1:
+        raise InputError(f"SynchronizedSampler: global_batch must be at least 1, not {global_batch}")
+    shares = SpeedShares(speeds, comm, where="SynchronizedSampler")
+    shares.sizes(global_batch)
+    return shares
 
 
 def _is_drawn_by_workers() -> bool:
