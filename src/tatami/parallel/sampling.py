@@ -64,7 +64,7 @@ class SynchronizedSampler(Sampler[int]):
         """
         if share not in get_args(Share):
             raise InputError(f"there is no share {share!r}; choose of {', '.join(get_args(Share))}")
-        facts = {"data_source of length": len(data_source), "share": share, "shuffle": shuffle}
+        facts: dict[str, Any] = {"data_source of length": len(data_source), "share": share, "shuffle": shuffle}
         self._speed_shares = _speed_shares(speeds, global_batch, share, comm)
         if self._speed_shares is not None:
             facts |= {"speeds": self._speed_shares.speeds, "global_batch": global_batch}
