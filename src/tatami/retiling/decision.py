@@ -16,8 +16,10 @@ class DecisionKind(Enum):
     """What happens to the tiling."""
 
     KEEP = "keep"
+    SAMPLES = "shift samples"
     COLUMNS = "re-map columns"
     WHOLE = "re-map whole"
+    LEAVE = "leave one out"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,13 +62,21 @@ class Situation:
 
     def whole(self, speeds: Mapping[str, float]) -> Layout:
         """The planner's layout at `speeds`. Costs in seconds want flop/s, which these are, however slow."""
+        return self._planned(self.cluster, speeds)
+
+    def without(self, name: str, speeds: Mapping[str, float]) -> Layout:
+        """The planner's layout at `speeds` of all processors but this one."""
+        others = tuple(processor for processor in self.cluster.processors if processor.name != name)
+        return self._planned(replace(self.cluster, processors=others), {each.name: speeds[each.name] for each in others})
+
+    def _planned(self, cluster: Cluster, speeds: Mapping[str, float]) -> Layout:
         cost = AlphaBetaCost() if self.cost is None else self.cost
         if isinstance(cost, AlphaBetaCost):
             cost = replace(cost, flop_per_s=1.0)
         measured = {name: speed * self.workload.work_flop for name, speed in speeds.items()}
         try:
             # Unlike `plan`, this does not warn at every check of every rank that another planner would be faster.
-            (best,) = compare([self.retiler.planner], cluster=self.cluster, workload=self.workload, speeds=measured, cost=cost)
+            (best,) = compare([self.retiler.planner], cluster=cluster, workload=self.workload, speeds=measured, cost=cost)
         except MemoryLackError:
             return self.layout
         return best.layout

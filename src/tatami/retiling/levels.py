@@ -1,0 +1,137 @@
+"""What can be done about speeds that changed, from little to much, and what each costs: seconds an iteration, and once to get there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tatami.cluster import Cluster
+from tatami.retiling.columns import forecast
+from tatami.retiling.decision import DecisionKind
+from tatami.retiling.moves import moves
+from tatami.retiling.situation import Situation
+from tatami.tiling import AlphaBetaCost, Column, Layout
+from tatami.tiling.memory import lacking_bytes
+from tatami.workload import Workload
+
+LEAVE_BELOW = 0.25
+"""A processor that has lost more than three quarters of its speed may be more trouble than help, and is tried without."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """One thing to do.
+
+    Attributes:
+        kind: how much of the layout changes.
+        layout: the one to move to.
+        iteration_s: predicted time of an iteration under it.
+        price_s: predicted time of moving there.
+    """
+
+    kind: DecisionKind
+    layout: Layout
+    iteration_s: float
+    price_s: float
+
+
+def levels(
+    situation: Situation,
+    speeds: Mapping[str, float],
+    *,
+    fixed_s: float,
+    sized: Callable[[Layout], Mapping[str, float]] | None = None,
+) -> tuple[float, tuple[Level, ...]]:
+    """The time of an iteration as the tiles lie, and what would be faster, cheapest first.
+
+    Args:
+        situation: the layout in force.
+        speeds: `tile_work` per second of every processor.
+        fixed_s: what each re-tiling costs beside its rows.
+        sized: the speeds under another layout, where they depend on the size of the tiles.
+    """
+    now = situation.layout
+    found: dict[Layout, DecisionKind] = {}
+    shifted = shift_samples(now, speeds=speeds, workload=situation.workload)
+    if not lacking_bytes(shifted, cluster=situation.cluster, workload=situation.workload):
+        found.setdefault(shifted, DecisionKind.SAMPLES)
+    found.setdefault(situation.columns(speeds), DecisionKind.COLUMNS)
+    whole = situation.whole(speeds)
+    found.setdefault(whole, DecisionKind.WHOLE)
+    if sized is not None and (there := sized(whole)) != speeds:
+        found.setdefault(situation.whole(there), DecisionKind.WHOLE)
+    given = situation.cluster.speeds
+    placed = set(now.processors)
+    lost = {name: speeds[name] / given[name] for name in placed}
+    usual = sorted(lost.values())[len(lost) // 2]
+    slow = min(lost, key=lambda name: lost[name])
+    if len(placed) > 1 and lost[slow] < LEAVE_BELOW * usual:
+        found.setdefault(situation.without(slow, speeds), DecisionKind.LEAVE)
+    stay_s = iteration_s(now, situation=situation, speeds=speeds)
+    listed = []
+    for layout, kind in found.items():
+        takes_s = iteration_s(layout, situation=situation, speeds=speeds if sized is None else sized(layout))
+        if layout == now or takes_s >= stay_s:
+            continue
+        price_s = fixed_s + rows_s(now, layout, cluster=situation.cluster, workload=situation.workload)
+        listed.append(Level(kind=kind, layout=layout, iteration_s=takes_s, price_s=price_s))
+    # What costs more to get to, and is not faster, is no choice.
+    listed.sort(key=lambda level: (level.price_s, level.iteration_s))
+    kept: list[Level] = []
+    for level in listed:
+        if not kept or level.iteration_s < kept[-1].iteration_s:
+            kept.append(level)
+    return stay_s, tuple(kept)
+
+
+def iteration_s(layout: Layout, *, situation: Situation, speeds: Mapping[str, float]) -> float:
+    """Predicted seconds of an iteration: compute by whole samples and units, and what the cost model says of the messages."""
+    workload = situation.workload
+    compute_s = situation.forecast(layout, speeds).slowest / workload.work_flop
+    cost = AlphaBetaCost() if situation.cost is None else situation.cost
+    price = cost.price(layout, cluster=situation.cluster, workload=workload)
+    return compute_s + (price.vertical + price.horizontal if price.unit == "s" else 0.0)
+
+
+def works_of(layout: Layout, *, workload: Workload) -> dict[str, float]:
+    """`Workload.tile_work` of every processor that has a tile."""
+    works = {}
+    for column, samples in zip(layout.columns, layout.sample_sizes(workload.samples), strict=True):
+        sizes = [column.unit_sizes(block.units) for block in workload.blocks]
+        for place, name in enumerate(column.processors):
+            works[name] = workload.tile_work([size[place] for size in sizes], samples=samples)
+    return works
+
+
+def shift_samples(layout: Layout, *, speeds: Mapping[str, float], workload: Workload) -> Layout:
+    """Other widths, so that all columns are done at once; no units move, and so no weights."""
+    rates = []
+    for column in layout.columns:
+        alone = Layout(columns=(Column(width=1.0, processors=column.processors, heights=column.heights),))
+        rates.append(1.0 / forecast(alone, workload=workload, speeds=speeds).slowest)
+    total = sum(rates)
+    return Layout(
+        columns=tuple(
+            Column(width=rate / total, processors=column.processors, heights=column.heights)
+            for rate, column in zip(rates, layout.columns, strict=True)
+        )
+    )
+
+
+def rows_s(old: Layout, new: Layout, *, cluster: Cluster, workload: Workload) -> float:
+    """Seconds for the rows of weights and optimizer state to move: every processor sends and receives over its links."""
+    busy_s: dict[str, float] = defaultdict(float)
+    sizes: dict[tuple[str, str], float] = defaultdict(float)
+    before, after = old.cut_blocks(workload), new.cut_blocks(workload)
+    for block, one, two in zip(workload.blocks, before, after, strict=True):
+        unit_bytes = block.unit_parameters * workload.state_bytes_per_parameter
+        for move in moves(one, two):
+            sizes[move.source, move.dest] += move.units.size * unit_bytes
+    for (source, dest), size_bytes in sizes.items():
+        took_s = cluster.link(source, dest).transfer_s(size_bytes)
+        busy_s[source] += took_s
+        busy_s[dest] += took_s
+    return max(busy_s.values(), default=0.0)
+
+

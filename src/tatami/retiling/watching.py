@@ -1,0 +1,401 @@
+"""Look at every iteration, and move when it pays. The state machine of `Retiler()`: timings in, decisions out.
+
+1. *Notice*: the compute time per work of every processor is watched by `tatami.retiling.noticing`. An alarm says which one
+   changed, since when, and how fast it is now. Without an alarm a level follows slow drifts by itself.
+2. *Weigh*: `tatami.retiling.levels` says what an iteration takes as the tiles lie, what it would take after moving little or
+   much, and what moving costs. A gain counts from `CERTAINTY` standard errors of the slowest processor's speed on, so that
+   noise alone moves nothing.
+3. *Pay*: each thing that could be done has an account (`tatami.retiling.rental`). It is done before the loss since the change
+   would exceed its price: at most twice the cost of an oracle that knows how long the change lasts.
+
+Forecasts may be wrong: times that do not grow with the area, ranks that share a core. `tatami.retiling.sizes` learns from each
+re-tiling how a processor's speed goes with the size of its tile; and where a move did not bring half of what was promised, the
+next must promise twice its price, and so on until one does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from tatami.cluster import Cluster
+from tatami.errors import PlanError
+from tatami.retiling.decision import Decision, DecisionKind, tell_speeds
+from tatami.retiling.levels import Level, iteration_s, levels, works_of
+from tatami.retiling.moves import moves
+from tatami.retiling.noticing import Detector, Vector
+from tatami.retiling.rental import Rental, expected_rest
+from tatami.retiling.retiler import Retiler
+from tatami.retiling.situation import SIGNALS, Situation
+from tatami.retiling.sizes import SizedTimes
+from tatami.retiling.timing import Timing
+from tatami.tiling import AbstractCost, Layout, Tiling
+from tatami.workload import Workload
+
+CERTAINTY = 4.0
+"""Standard errors of a speed: a gain that is less is not believed."""
+LEAST_GAIN = 0.03
+"""Of an iteration. What is less is not worth the talk."""
+FIXED_S = 0.005
+"""What a re-tiling costs beside its rows until one was measured: its planning, its agreement, buffers and groups."""
+_LOOK = 32
+"""Iterations after which drifts are looked at."""
+_LOOK_AT = (4, 8, 16)
+"""Iterations since the last alarm or re-tiling at which the speeds are looked at, too: as their errors shrink, gains show."""
+_ENOUGH = 8
+"""Samples under the tiles of now that replace what was known of a processor before."""
+_MOST_KEPT = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """A processor became slower or faster.
+
+    Attributes:
+        processor: its name.
+        iteration: after which it was noticed.
+        began: the first iteration that was like this.
+        before_s, after_s: seconds per work.
+        error: relative standard error of `after_s`.
+    """
+
+    processor: str
+    iteration: int
+    began: int
+    before_s: float
+    after_s: float
+    error: float
+
+    @property
+    def slower(self) -> float:
+        """How many times as long it takes."""
+        return self.after_s / self.before_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glance:
+    """What was known at one moment, for the picture.
+
+    Attributes:
+        iteration: after which.
+        speeds: work per second, in the order of the cluster; NaN where nothing was measured.
+        loss_s: of each level that could be moved to since the change began.
+        price_s: of moving there.
+    """
+
+    iteration: int
+    speeds: tuple[float, ...]
+    loss_s: Mapping[DecisionKind, float]
+    price_s: Mapping[DecisionKind, float]
+
+
+class Watcher:
+    """Decides after every iteration. Every rank runs its own on the same timings and comes to the same decisions, bit for bit.
+
+    Attributes:
+        layout: the one in force.
+        alarms: all so far.
+        glances: the last few thousand looks.
+    """
+
+    def __init__(
+        self,
+        retiler: Retiler,
+        *,
+        cluster: Cluster,
+        workload: Workload,
+        layout: Layout,
+        known_speeds: bool = False,
+        cost: AbstractCost | None = None,
+    ) -> None:
+        """Start from `layout`; arguments as of `Controller`."""
+        strangers = sorted(set(layout.processors) - set(cluster.by_name))
+        if strangers:
+            raise PlanError(f"the layout has {', '.join(strangers)}, but the cluster only {', '.join(cluster.by_name)}")
+        self.retiler = retiler
+        self.cluster = cluster
+        self.workload = workload
+        self.layout = layout
+        self.alarms: list[Alarm] = []
+        self.glances: deque[Glance] = deque(maxlen=_MOST_KEPT)
+        self._known_speeds = known_speeds if retiler.known_speeds is None else retiler.known_speeds
+        self._cost = cost
+        self._rank_of = cluster.rank_of
+        self._detector = Detector((cluster.size,))
+        self._sizes = SizedTimes(cluster.size)
+        self._works: Vector = np.zeros(cluster.size)
+        self._last: Vector = np.full(cluster.size, np.nan)
+        self._accounts: dict[DecisionKind, Rental] = {}
+        self._levels: tuple[Level, ...] = ()
+        self._stay_s = 0.0
+        self._since = 0
+        self._slow_since: dict[str, tuple[int, float]] = {}
+        self._lengths: list[int] = []
+        self._change_at = 0
+        self._promise: tuple[float, float] | None = None
+        self._distrust = 1.0
+        self._fixed_s = FIXED_S
+        self._predicted_move_s = 0.0
+        self._decisions = 0
+
+    @property
+    def tiling(self) -> Tiling:
+        """The layout in force, cut for the workload."""
+        return self.layout.cut(samples=self.workload.samples, units=self.workload.units)
+
+    def due(self, iteration: int) -> bool:  # noqa: ARG002 - always
+        """Whether timings are wanted after this iteration."""
+        return True
+
+    def moved(self, took_s: float) -> None:
+        """The last re-tiling took so long, by the rank that took longest: what it cost beside its rows is the next one's too."""
+        self._fixed_s = max(0.0, took_s - self._predicted_move_s)
+
+    def observe(self, iteration: int, timings: Iterable[Timing]) -> Decision | None:
+        """Take the times of an iteration; None where there is nothing to say.
+
+        Args:
+            iteration: the one that was completed, from 1. A re-tiling takes effect after it.
+            timings: of this iteration, of every processor that has a tile.
+
+        Raises:
+            PlanError: a timing of a processor that the cluster has not.
+        """
+        values = np.full(self.cluster.size, np.nan)
+        for timing in timings:
+            rank = self._rank_of.get(timing.processor)
+            if rank is None:
+                raise PlanError(
+                    f"a timing of {timing.processor!r} in iteration {timing.iteration}, but the cluster only has "
+                    f"{', '.join(self.cluster.by_name)}"
+                )
+            if timing.work > 0:
+                values[rank] = timing.compute_s / timing.work
+                self._works[rank] = timing.work
+        return self.take(iteration, values)
+
+    def take(self, iteration: int, values: Vector) -> Decision | None:
+        """As `observe`, with seconds per work in the order of the cluster; NaN or 0 where there is none."""
+        before = self._detector.level.copy()
+        changed = self._detector.step(values)
+        fresh: list[Alarm] = []
+        if changed.any():
+            fresh = self._note(iteration, np.flatnonzero(changed), before)
+        since = iteration - max(self._since, self._change_at - 1)
+        if fresh or since in _LOOK_AT:
+            self._look(iteration, lost=since)
+        elif since % _LOOK == 0 and self._drifted():
+            self._learn_sizes()
+            self._look(iteration, lost=0)
+        chosen = self._choose(iteration)
+        if chosen is None:
+            for level in self._levels:
+                self._accounts[level.kind].lose(self._stay_s - level.iteration_s)
+            return self._decide(iteration, None, fresh) if fresh else None
+        return self._decide(iteration, chosen, fresh)
+
+    def _drifted(self) -> bool:
+        """Whether a level has gone so far since the last look that there may be something to gain."""
+        detector = self._detector
+        known = np.isfinite(self._last) & (detector.count > 0)
+        drift = np.abs(detector.level - self._last) > np.maximum(LEAST_GAIN / 2, 2 * detector.error) * self._last
+        return bool((drift & known).any() or not np.isfinite(self._last).any())
+
+    def _note(self, iteration: int, ranks: Iterable[int], before: Vector) -> list[Alarm]:
+        fresh = []
+        names = list(self.cluster.by_name)
+        for rank in ranks:
+            count = int(self._detector.count[rank])
+            alarm = Alarm(
+                processor=names[rank],
+                iteration=iteration,
+                began=iteration - count + 1,
+                before_s=float(before[rank]),
+                after_s=float(self._detector.level[rank]),
+                error=float(self._detector.error[rank]),
+            )
+            fresh.append(alarm)
+            self._sizes.scale(rank, alarm.slower)
+            self._change_at = alarm.began
+            # A change lasts until its processor is nearer to what it was than to what it became.
+            began, usual_s = self._slow_since.pop(alarm.processor, (alarm.began, alarm.before_s))
+            if began < alarm.began and abs(alarm.after_s - usual_s) < abs(alarm.after_s - alarm.before_s):
+                self._lengths.append(alarm.began - began)
+            else:
+                self._slow_since[alarm.processor] = (began, usual_s)
+        self.alarms += fresh
+        return fresh
+
+    def _situation(self) -> Situation:
+        return Situation(
+            retiler=self.retiler,
+            cluster=self.cluster,
+            workload=self.workload,
+            layout=self.layout,
+            recent={},
+            kept={},
+            last={signal: {} for signal in SIGNALS},
+            first=False,
+            streak=0,
+            cost=self._cost,
+        )
+
+    def _speeds(self) -> dict[str, float]:
+        """Work per second of every processor, as well as it is known."""
+        detector = self._detector
+        enough = (detector.count >= _ENOUGH) | ((detector.count > 0) & (self._since == 0)) | ~np.isfinite(self._last)
+        enough |= (detector.count > 0) & (detector.count < detector.count.max())
+        self._last = np.where(enough & np.isfinite(detector.level), detector.level, self._last)
+        given = np.array(list(self.cluster.speeds.values()))
+        speeds = 1.0 / self._last
+        known = np.isfinite(speeds)
+        scale = np.sort((speeds / given)[known])[known.sum() // 2] if known.any() else 1.0
+        found = np.where(known, speeds, given * scale)
+        return dict(zip(self.cluster.by_name, map(float, found), strict=True))
+
+    def _sized(self, speeds: Mapping[str, float]) -> Callable[[Layout], Mapping[str, float]] | None:
+        """Speeds under another layout; None where no processor's depends on the size of its tile."""
+        curved = [(name, rank) for name, rank in self._rank_of.items() if len(self._sizes.points(rank)) > 1]
+        if not curved:
+            return None
+
+        def under(layout: Layout) -> Mapping[str, float]:
+            works = works_of(layout, workload=self.workload)
+            there = {
+                name: speeds[name] / self._sizes.relative(rank, work=works[name], now=float(self._works[rank]))
+                for name, rank in curved
+                if name in works
+            }
+            return {**speeds, **there}
+
+        return under
+
+    def _learn_sizes(self) -> None:
+        """What the tiles as they lie have shown."""
+        detector = self._detector
+        for rank in map(int, np.flatnonzero(detector.count >= _ENOUGH)):
+            level_s, error = float(detector.level[rank]), float(detector.error[rank])
+            if self._works[rank] > 0:
+                self._sizes.learn(rank, work=float(self._works[rank]), per_work_s=level_s, error=error)
+
+    def _look(self, iteration: int, *, lost: int) -> None:
+        """Weigh anew. `lost` iterations have gone by as the last of them."""
+        detector = self._detector
+        placed = [self._rank_of[name] for name in self.layout.processors]
+        errors = detector.error[placed]
+        if not np.isfinite(errors[detector.count[placed] > 0]).all() or not detector.count[placed].any():
+            return
+        speeds = self._speeds()
+        situation = self._situation()
+        old = {level.kind: level for level in self._levels}
+        was_s = self._stay_s
+        self._stay_s, found = levels(situation, speeds, fixed_s=self._fixed_s, sized=self._sized(speeds))
+        self._settle_promise(speeds, situation)
+        error = float(np.nanmax(errors))
+        least_s = max(LEAST_GAIN, CERTAINTY * error) * self._stay_s
+        self._levels = tuple(level for level in found if self._stay_s - level.iteration_s > least_s)
+        kinds = {level.kind for level in self._levels}
+        for kind, account in self._accounts.items():
+            if kind not in kinds and account.loss_s:
+                account.ended(old[kind].price_s if kind in old else account.loss_s)
+        for level in self._levels:
+            account = self._accounts.setdefault(level.kind, Rental())
+            rate_s = self._stay_s - level.iteration_s
+            counted_s = was_s - old[level.kind].iteration_s if level.kind in old else 0.0
+            # What an iteration has cost since the change began is known only now.
+            account.lose(lost * max(0.0, rate_s - counted_s))
+        self._glance(iteration, speeds)
+
+    def _settle_promise(self, speeds: Mapping[str, float], situation: Situation) -> None:
+        """Whether the last move brought what it promised, as far as it is known by now."""
+        if self._promise is None or self._detector.count.max() < _ENOUGH:
+            return
+        gain_s, before_s = self._promise
+        self._promise = None
+        held = before_s - iteration_s(self.layout, situation=situation, speeds=speeds) >= gain_s / 2
+        self._distrust = max(1.0, self._distrust / 2) if held else 2 * self._distrust
+
+    def _choose(self, iteration: int) -> Level | None:
+        """The fastest of what is due."""
+        rest = expected_rest(self._lengths, lasted=max(0, iteration - self._change_at))
+        due = [
+            level
+            for level in self._levels
+            if self._accounts[level.kind].due(
+                self._distrust * level.price_s, rate_s=self._stay_s - level.iteration_s, rest=rest
+            )
+        ]
+        return min(due, key=lambda level: level.iteration_s, default=None)
+
+    def _decide(self, iteration: int, chosen: Level | None, fresh: list[Alarm]) -> Decision:
+        self._decisions += 1
+        speeds = self._speeds()
+        situation = self._situation()
+        old = self.tiling
+        told = "; ".join(_tell(alarm) for alarm in fresh)
+        ratio = situation.forecast(self.layout, speeds).ratio
+        if chosen is None:
+            best = min(self._levels, key=lambda level: level.iteration_s, default=None)
+            told += ": " + (
+                "nothing to gain"
+                if best is None
+                else f"{1e3 * (self._stay_s - best.iteration_s):.3g} ms an iteration lost, "
+                f"{1e3 * self._accounts[best.kind].loss_s:.3g} ms of {1e3 * best.price_s:.3g} so far"
+            )
+            layout, new, kind = self.layout, old, DecisionKind.KEEP
+        else:
+            account = self._accounts[chosen.kind]
+            rate_s = self._stay_s - chosen.iteration_s
+            layout, kind = chosen.layout, chosen.kind
+            new = layout.cut(samples=old.samples, units=old.units)
+            moved = sum(move.units.size for move in moves(old, new))
+            told = f"{told}; " if told else ""
+            told += (
+                f"{1e3 * rate_s:.3g} of {1e3 * self._stay_s:.3g} ms an iteration, {1e3 * account.loss_s:.3g} ms so far, are lost; "
+                f"moving costs {1e3 * chosen.price_s:.3g} ms; speeds {tell_speeds(speeds)}; {moved} unit rows move"
+            )
+            self._predicted_move_s = chosen.price_s - self._fixed_s
+            self._glance(iteration, speeds)
+            account.moved(chosen.price_s, rate_s=rate_s)
+            self._leave(iteration, chosen)
+        return Decision(
+            kind=kind,
+            check=self._decisions,
+            iteration=iteration,
+            layout=layout,
+            tiling=new,
+            speeds=speeds,
+            ratio=ratio,
+            predicted=situation.forecast(layout, speeds).ratio,
+            reason=f"iteration {iteration}: {told}: {kind.value}",
+        )
+
+    def _leave(self, iteration: int, chosen: Level) -> None:
+        """From now on the tiles lie otherwise."""
+        self._promise = (self._stay_s - chosen.iteration_s, self._stay_s)
+        for account in self._accounts.values():
+            account.loss_s = 0.0
+        self._levels = ()
+        self.layout = chosen.layout
+        self._since = iteration
+        self._detector.restart()
+
+    def _glance(self, iteration: int, speeds: Mapping[str, float]) -> None:
+        self.glances.append(
+            Glance(
+                iteration=iteration,
+                speeds=tuple(speeds.values()),
+                loss_s={level.kind: self._accounts[level.kind].loss_s for level in self._levels},
+                price_s={level.kind: level.price_s for level in self._levels},
+            )
+        )
+
+
+def _tell(alarm: Alarm) -> str:
+    how = f"{alarm.slower:.2f} times as long" if alarm.slower > 1 else f"{alarm.slower:.2f} of its time"
+    return f"{alarm.processor} takes {how} (+- {alarm.error:.0%}) since iteration {alarm.began}"
+
+
