@@ -48,13 +48,15 @@ class Dynamic:
     speeds: bool = False
 
 
-_DRPM = Retiler(planner="srpm")
+_DRPM = Retiler(planner="srpm", rule="settling")
 DYNAMIC: Mapping[str, Dynamic] = MappingProxyType(
     {
         "drpm": Dynamic(retiler=_DRPM),
         "drpm-speeds": Dynamic(retiler=_DRPM, speeds=True),
-        "drpm-timed": Dynamic(retiler=Retiler(planner="timed")),
-        "drpm-timed-speeds": Dynamic(retiler=Retiler(planner="timed"), speeds=True),
+        "drpm-timed": Dynamic(retiler=Retiler(rule="settling")),
+        "drpm-timed-speeds": Dynamic(retiler=Retiler(rule="settling"), speeds=True),
+        "notice": Dynamic(retiler=Retiler()),
+        "notice-speeds": Dynamic(retiler=Retiler(), speeds=True),
         "published": Dynamic(retiler=Retiler.published()),
         "published-speeds": Dynamic(retiler=Retiler.published(), speeds=True),
         "T 0.4, 0.9": Dynamic(retiler=replace(_DRPM, t_line=0.9)),

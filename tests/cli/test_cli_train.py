@@ -81,7 +81,7 @@ def test_weights_log_and_picture_are_left_behind(tmp_path: Path) -> None:
         "emulate": False,
         "method": "timed",
         "retile": False,
-        "retile_every": 20,
+        "retile_every": None,
         "backend": "threads",
         "optimizer": "adam",
         "iterations": 20,

@@ -142,7 +142,9 @@ def start(
     seed: int = 0,
 ) -> Run:
     """A run that starts from `layout`, on processors of true `speeds`."""
-    controller = Controller(retiler or Retiler(), cluster=cluster, workload=workload, layout=layout, known_speeds=known)
+    controller = Controller(
+        retiler or Retiler(rule="settling"), cluster=cluster, workload=workload, layout=layout, known_speeds=known
+    )
     names = [processor.name for processor in cluster.processors]
     return Run(
         controller=controller, speeds=dict(zip(names, speeds, strict=True)), noise=noise, overhead_s=overhead_s, seed=seed

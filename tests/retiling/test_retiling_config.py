@@ -11,7 +11,7 @@ from tatami.retiling import Retiler, Timing
 
 
 def test_the_defaults_are_the_published_ones() -> None:
-    retiler = Retiler()
+    retiler = Retiler(rule="settling")
     assert (retiler.every, retiler.window, retiler.t_whole, retiler.t_line) == (20, 6, 0.4, 0.8)
     assert (retiler.planner, retiler.rule) == ("timed", "settling")
     assert Retiler.published() == Retiler(rule="published", planner="srpm")
@@ -29,7 +29,7 @@ def test_the_defaults_are_the_published_ones() -> None:
         ({"t_line": 1.1}, r"t_line=1.1"),
         ({"t_line": float("nan")}, r"t_line=nan"),
         ({"planner": "srmp"}, r"no planner 'srmp'; choose one of .*srpm"),
-        ({"rule": "sharp"}, r"no re-mapping rule 'sharp'; choose one of settling, published"),
+        ({"rule": "sharp"}, r"no re-mapping rule 'sharp'; choose one of notice, settling, published"),
         ({"min_gain": 0.0}, r"min_gain must be a fraction between 0 and 1, not 0.0"),
         ({"certainty": -1.0}, r"certainty must be a finite number >= 0"),
         ({"certainty": float("inf")}, r"certainty must be a finite number >= 0"),

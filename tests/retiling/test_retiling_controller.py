@@ -70,13 +70,13 @@ def test_known_speeds_of_the_retiler_override_how_the_model_was_tiled() -> None:
 
 
 def test_the_log_line_of_a_remapping() -> None:
-    found = controller(Retiler()).observe(20, measured(range(1, 21), t1=(1, 1), t2=(1, 1), compute=(1, 3)))
+    found = controller(Retiler(rule="settling")).observe(20, measured(range(1, 21), t1=(1, 1), t2=(1, 1), compute=(1, 3)))
     assert str(found) == (
         "check 1 (iteration 20): compute min/max 0.33 < 0.40: re-map whole; speeds p0 1.00 p1 0.33; 1 -> 2 columns; "
         "80 of 160 unit rows move; compute min/max 1.00 expected"
     )
     assert found.predicted == pytest.approx(1.0)
-    found = controller(Retiler()).observe(20, measured(range(1, 21), t1=(1, 1), t2=(1, 1), compute=(3, 5)))
+    found = controller(Retiler(rule="settling")).observe(20, measured(range(1, 21), t1=(1, 1), t2=(1, 1), compute=(3, 5)))
     assert str(found) == (
         "check 1 (iteration 20): compute min/max 0.60 < 0.80: re-map columns; speeds p0 1.00 p1 0.60; 1 column; "
         "10 of 80 unit rows move; compute min/max 1.00 expected"
@@ -96,7 +96,7 @@ def test_only_points_since_the_last_remapping_count() -> None:
 def test_only_the_last_window_counts() -> None:
     early = measured(range(1, 15), t1=(1, 1), t2=(1, 1), compute=(1, 9))
     late = measured(range(15, 21), t1=(1, 1), t2=(1, 1), compute=(1, 1))
-    assert controller(Retiler()).observe(20, [*early, *late]).ratio == 1.0
+    assert controller(Retiler(rule="settling")).observe(20, [*early, *late]).ratio == 1.0
 
 
 def test_a_clear_change_is_acted_on_and_a_doubtful_one_is_waited_for() -> None:
@@ -106,14 +106,14 @@ def test_a_clear_change_is_acted_on_and_a_doubtful_one_is_waited_for() -> None:
         for index, value in enumerate(noisy)
         for name, own in (("p0", 1.0), ("p1", value))
     ]
-    found = controller(Retiler()).observe(20, timings)
+    found = controller(Retiler(rule="settling")).observe(20, timings)
     assert found.kind is DecisionKind.KEEP
     assert "< 0.80, but the noise is 3 x 0." in found.reason
     assert controller(Retiler(certainty=0.0)).observe(20, timings).kind is DecisionKind.COLUMNS
 
 
 def test_two_windows_together_see_what_one_cannot() -> None:
-    one = controller(Retiler())
+    one = controller(Retiler(rule="settling"))
     decisions = []
     for check in (1, 2):
         timings = [
@@ -142,7 +142,7 @@ def test_a_processor_without_a_tile_keeps_its_speed_and_comes_back() -> None:
     cluster = Cluster.from_speeds([1.0, 1.0, 0.1])
     with pytest.warns(UserWarning, match="leaves out p2"):
         layout = plan("srpm", cluster=cluster, workload=coarse).layout
-    one = Controller(Retiler(), cluster=cluster, workload=coarse, layout=layout, known_speeds=True)
+    one = Controller(Retiler(rule="settling"), cluster=cluster, workload=coarse, layout=layout, known_speeds=True)
     timings = [
         Timing(processor=name, iteration=iteration, t1_s=1, t2_s=1, compute_s=own, work=16.0)
         for iteration in range(15, 21)
@@ -156,10 +156,10 @@ def test_a_processor_without_a_tile_keeps_its_speed_and_comes_back() -> None:
 
 def test_strangers_are_refused() -> None:
     with pytest.raises(PlanError, match="the layout has p1, but the cluster only p0"):
-        controller(Retiler(), speeds=(1,))
+        controller(Retiler(rule="settling"), speeds=(1,))
     stranger = Timing(processor="px", iteration=3, t1_s=1, t2_s=1, compute_s=1, work=1)
     with pytest.raises(PlanError, match="a timing of 'px' in iteration 3, but the cluster only has p0, p1"):
-        controller(Retiler()).observe(20, [stranger])
+        controller(Retiler(rule="settling")).observe(20, [stranger])
 
 
 def test_a_thousand_processors_are_checked_in_time_and_told_briefly() -> None:

@@ -66,7 +66,9 @@ def test_no_re_tiling_lays_more_on_a_processor_than_it_holds(planner: str, slow:
     processors = tuple(Processor(name=f"p{rank}", speed=1.0, memory_bytes=limit) for rank in range(4))
     cluster = Cluster(processors=processors)
     layout = plan(planner, cluster=cluster, workload=workload).layout
-    trial = start(layout, cluster=cluster, speeds=[1, 1, 0.9, 0.9], workload=workload, retiler=Retiler(planner=planner))
+    trial = start(
+        layout, cluster=cluster, speeds=[1, 1, 0.9, 0.9], workload=workload, retiler=Retiler(planner=planner, rule="settling")
+    )
     trial.checks(2)
     trial.speeds[slow] /= 3
     before = trial.imbalance
@@ -152,14 +154,14 @@ def between_columns(rule: Retiler, *, slow: float) -> list[DecisionKind]:
 
 @pytest.mark.parametrize("slow", [0.45, 0.5, 0.6, 0.7])
 def test_an_imbalance_between_columns_is_mended_at_once_and_by_the_published_rule_never(slow: float) -> None:
-    assert between_columns(Retiler(), slow=slow) == [DecisionKind.WHOLE] + [DecisionKind.KEEP] * 9
+    assert between_columns(Retiler(rule="settling"), slow=slow) == [DecisionKind.WHOLE] + [DecisionKind.KEEP] * 9
     assert between_columns(Retiler.published(), slow=slow) == [DecisionKind.COLUMNS] * 10
 
 
 def test_a_slow_member_is_seen_through_the_wait_that_hides_it_from_the_published_rule() -> None:
     pair = Layout(columns=(Column(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),))
     found = {}
-    for rule in (Retiler(), Retiler.published()):
+    for rule in (Retiler(rule="settling"), Retiler.published()):
         trial = start(pair, cluster=Cluster.from_speeds([1, 1]), speeds=[1, 0.68], retiler=rule)
         found[rule.rule] = ([decision.kind for decision in trial.checks(5)], trial.imbalance)
     kinds, imbalance = found["settling"]
@@ -204,5 +206,5 @@ def test_forecasts_that_are_always_wrong_do_not_move_rows_for_ever() -> None:
                 trial.speeds = {name: 0.6 if name == more else 1.0 for name in trial.speeds}
         return moved
 
-    assert perverse(Retiler()) <= 4
+    assert perverse(Retiler(rule="settling")) <= 4
     assert perverse(Retiler(rule="published", t_line=0.9)) >= 10

@@ -349,7 +349,7 @@ def test_the_decisions_are_those_of_a_run_in_threads(world: World, planner: str)
 def test_drpm_settles_and_settles_again(rule: str) -> None:
     """Condition A of the paper: five processors, of which nothing is known; then the fastest becomes a quarter as fast."""
     speeds = (0.25, 0.31, 0.63, 1.0, 1.0)
-    retiler = Retiler() if rule == "settling" else Retiler.published()
+    retiler = Retiler(rule="settling") if rule == "settling" else Retiler.published()
     layout = plan("even", cluster=cluster_of([1.0] * 5), workload=NETTALK).layout
     found = rehearsed(
         job(

@@ -163,6 +163,88 @@ def test_what_moves_is_weights_and_optimizer_state_and_no_more(world: World) -> 
     assert sum(sent for _, sent in results) == (UNITS - kept) * (3 + 1 + 2) * 3 * 8
 
 
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_slow_rank_is_noticed_and_relieved_within_few_iterations_and_training_stays_exact(
+    world: World, by_hand: bool
+) -> None:
+    built, plain = network(), network()
+    x, y = data()
+    plain_steps = ADAM(plain.parameters())
+    for _ in range(60):
+        plain_steps.zero_grad()
+        torch.autograd.backward(nn.functional.mse_loss(plain(x), y))
+        plain_steps.step()
+
+    def body(comm: AbstractCommunicator) -> tuple[list[Check], list[str]]:
+        machine = Machine(1.0)
+        model = laid(built, comm, machine)
+        optimizer = ADAM(model.parameters())
+        trainer = Trainer(model, optimizer=optimizer, loss=nn.MSELoss(), retile=None if by_hand else Retiler())
+        retiling = Retiling(model, optimizer, retiler=Retiler()) if by_hand else None
+
+        def go(iterations: int) -> list[Check]:
+            if retiling is None:
+                return trainer.fit((x, y), batch_size=SAMPLES, iterations=iterations).checks
+            before = len(retiling.checks)
+            for _ in range(iterations):
+                optimizer.zero_grad()
+                torch.autograd.backward(nn.functional.mse_loss(model(model.local(x)), model.local(y)))
+                optimizer.step()
+                retiling.step()
+            return retiling.checks[before:]
+
+        assert go(30) == []
+        if comm.rank == 1:
+            machine.speed /= 3
+        checks = go(30)
+        assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="parameters")
+        return checks, [check.decision.reason for check in checks]
+
+    results = world(body)
+    checks, reasons = results[0]
+    assert all(other == reasons for _, other in results)
+    moved = [check for check in checks if check.decision.remaps]
+    assert 33 <= moved[0].decision.iteration <= 36
+    assert moved[0].imbalance > 2
+    assert moved[-1].decision.predicted > 0.7
+    assert len(moved) <= 3
+
+
+@pytest.mark.ranks(2)
+def test_watching_sends_nothing_of_its_own_in_the_trainer(world: World) -> None:
+    """As many operations as without a re-tiler: the times go with the sum of the loss."""
+    built = network()
+
+    def body(comm: AbstractCommunicator) -> list[int]:
+        counts = []
+        for retile in (None, Retiler()):
+            counted = Counted(comm)
+            model = tiled(built, counted, layout=simple_layout([0, 1]), batch_size=SAMPLES)
+            trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), retile=retile)
+            own = model.comm
+            assert isinstance(own, Counted)
+            own.count = 0
+            trainer.fit(data(), batch_size=SAMPLES, iterations=5)
+            counts.append(own.count)
+        return counts
+
+    for without, watched in world(body):
+        assert without == watched > 0
+
+
+class Counted(WrappedCommunicator):
+    """Counts operations."""
+
+    count = 0
+
+    def _before(self, operation: str, *, peer: int | None = None, tensor: torch.Tensor | None = None) -> None:  # noqa: ARG002
+        self.count += 1
+
+    def _wrap(self, part: AbstractCommunicator) -> Self:
+        return type(self)(part)
+
+
 class Breakable(WrappedCommunicator):
     """Every message fails while `broken`; collectives go on."""
 

@@ -141,7 +141,9 @@ def prepare(job: TrainJob) -> Prepared:
 def _retiler(job: TrainJob) -> Retiler | None:
     """DRPM is by its name SRPM done dynamically; any other method is re-tiled by what is predicted to be fastest."""
     planner = SrpmPlanner.name if job.method in (DRPM, SrpmPlanner.name) else DEFAULT_PLANNER
-    return Retiler(every=job.retile_every, planner=planner) if job.retile or job.method == DRPM else None
+    if not (job.retile or job.method == DRPM):
+        return None
+    return Retiler(planner=planner) if job.retile_every is None else Retiler(every=job.retile_every, planner=planner)
 
 
 def check_outputs(job: TrainJob) -> None:

@@ -53,7 +53,9 @@ class SimulateTilingJob:
         typer.Option(metavar="NAME:F@WHEN", help="F times slower from iteration:N, or from a time, as 2s; may be given again."),
     ] = None
     retile: Annotated[bool, typer.Option("--retile", help="Check the balance, and re-tile.")] = False
-    every: Annotated[int, typer.Option(min=1, help="Iterations between checks.")] = 20
+    every: Annotated[
+        int | None, typer.Option(min=1, help="Re-tile by DRPM, with so many iterations between its checks.", show_default=False)
+    ] = None
     unknown: Annotated[bool, typer.Option("--unknown", help="Plan for equal speeds: nothing is known at first.")] = False
     sweep: SweepOption = None
     cores: Cores = None
@@ -90,7 +92,7 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
                     iterations=given.get("iterations", job.iterations),
                     speeds=tuple(machines.speeds.values()),
                     changes=tuple(_change(text) for text in job.slow or ()),
-                    retiler=Retiler(every=given.get("every", job.every)) if job.retile else None,
+                    retiler=_retiler(given.get("every", job.every)) if job.retile else None,
                     known_speeds=not job.unknown,
                 )
             )
@@ -128,6 +130,10 @@ def tiling_record(label: str, run: TilingRun) -> dict[str, Any]:
             for each, move_s in zip(run.decisions, run.move_s, strict=True)
         ],
     }
+
+
+def _retiler(every: int | None) -> Retiler:
+    return Retiler() if every is None else Retiler(every=every)
 
 
 def _machines(file: Path | None, speeds: str | None) -> Cluster:

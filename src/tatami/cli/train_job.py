@@ -97,8 +97,14 @@ class TrainJob:
         typer.Option("--retile", help="With any method: re-tile while training as ranks change.", rich_help_panel=_RANKS),
     ] = False
     retile_every: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Check the balance after so many iterations.", rich_help_panel=_RANKS)
-    ] = 20
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Re-tile by DRPM, which checks the balance after so many iterations, and not by what pays.",
+            rich_help_panel=_RANKS,
+        ),
+    ] = None
     hosts: Annotated[
         str | None, typer.Option(metavar="A:4,B:4", help="Machines to start on; this one if left out.", rich_help_panel=_RANKS)
     ] = None

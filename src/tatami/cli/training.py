@@ -142,7 +142,11 @@ def train(prepared: Prepared, comm: AbstractCommunicator, *, progress: Progress 
 
 def course(history: History, *, every: int) -> list[CoursePoint]:
     """The median time of an iteration between two checks, and what each check re-mapped; without checks, every `every`."""
-    kinds: dict[DecisionKind, Literal["whole", "column"]] = {DecisionKind.WHOLE: "whole", DecisionKind.COLUMNS: "column"}
+    kinds: dict[DecisionKind, Literal["whole", "column"]] = {
+        DecisionKind.WHOLE: "whole",
+        DecisionKind.COLUMNS: "column",
+        DecisionKind.SAMPLES: "column",
+    }
     decisions = {check.decision.iteration: check.decision.kind for check in history.checks}
     total = len(history.iteration_s)
     ends = list(decisions) or list(range(every, total + 1, every))

@@ -1,5 +1,6 @@
-"""When to re-tile, and what moves then: DRPM.
+"""When to re-tile, and what moves then.
 
+`Retiler()` looks at every iteration and moves when it pays (`tatami.retiling.watching`). DRPM, which looks every R iterations:
 Ozawa, Sugaya, Aso: "Parallelizing of a Back Propagation in Heterogeneous Environment Using a Rectangular Partitioning Mapping
 Method", IPSJ journal 2005/2006, section 5.
 """
@@ -9,5 +10,18 @@ from tatami.retiling.decision import Decision, DecisionKind
 from tatami.retiling.moves import Move, moved_bytes, moves
 from tatami.retiling.retiler import Retiler
 from tatami.retiling.timing import Timing
+from tatami.retiling.watching import Alarm, Glance, Watcher
 
-__all__ = ["Controller", "Decision", "DecisionKind", "Move", "Retiler", "Timing", "moved_bytes", "moves"]
+__all__ = [
+    "Alarm",
+    "Controller",
+    "Decision",
+    "DecisionKind",
+    "Glance",
+    "Move",
+    "Retiler",
+    "Timing",
+    "Watcher",
+    "moved_bytes",
+    "moves",
+]

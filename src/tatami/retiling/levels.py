@@ -1,4 +1,4 @@
-"""What can be done about speeds that changed, from little to much, and what each costs: seconds an iteration, and once to get there."""
+"""What can be done about speeds that changed, from little to much, and what it costs: each iteration, and once to get there."""
 
 from __future__ import annotations
 
@@ -133,5 +133,3 @@ def rows_s(old: Layout, new: Layout, *, cluster: Cluster, workload: Workload) ->
         busy_s[source] += took_s
         busy_s[dest] += took_s
     return max(busy_s.values(), default=0.0)
-
-

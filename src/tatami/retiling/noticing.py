@@ -8,14 +8,14 @@ alarm is S > h; the change began when S last was 0. The sums run upwards and dow
 
 h follows from the rate of false alarms. Normal noise is told by Siegmund's approximation of the mean time between them,
 (exp(2 k b) - 2 k b - 1) / (2 k^2) with b = h + 1.166 (Siegmund: Sequential Analysis, 1985, equation 2.57). Stalls are not
-normal: where one iteration in a hundred takes three times as long, any rule that answers to n samples in a row also answers to
-n stalls in a row, and there are `outlier_share` ** n of these for each series and iteration. That is a bound for every rule, and
-it sets n: samples are clipped so that n - 1 of them cannot reach h, however long they are. What takes more than `FAR` times as
-long is more often a stall than a slower machine, so that one more of these is needed.
+normal: where one iteration in a hundred takes three times as long, a rule that answers to n such samples in a row also answers
+to n stalls in a row, and there are `outlier_share` ** n of these for each series and iteration. That is a bound for every rule,
+and it sets n: samples are clipped so that n - 1 of them cannot reach h, however long they are. What takes more than `FAR` times
+as long is more often a stall than a slower machine, so that one more of these is needed.
 
 Level and noise are the median and the distance of the 10th and the 90th percentile of the last `WINDOW` samples since the last
-change, so that a drift carries the level along. Only +, -, *, /, the square root and comparisons are used, each by itself, which
-give the same bits on every machine.
+change, so that a drift carries the level along. Only +, -, *, /, the square root and comparisons are used, each by itself,
+which give the same bits on every machine.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def mean_time_between(k: float, h: float) -> float:
 def sums_for(num_series: int, *, false_alarms: float = FALSE_ALARMS, outlier_share: float = OUTLIER_SHARE) -> tuple[Sums, Sums]:
     """The fast and the slow sums for so many series that are watched together."""
     # One stall for each clipped sample; so many in a row, and not fewer, make an alarm.
-    in_a_row = max(2, math.ceil(math.log(false_alarms / num_series) / math.log(outlier_share)))
+    in_a_row = max(2, math.ceil(math.log(false_alarms / num_series) / math.log(outlier_share) - 1e-6))
     samples = 2 * num_series / (_NORMAL_SHARE * false_alarms)
     # Inverts the approximation, whose exponential is all but everything; rounded, so that all machines have the same.
     fast_h, slow_h = (round(math.log(2 * k * k * samples) / (2 * k) - 1.166, 3) for k in (_FAST, _SLOW))
@@ -128,7 +128,7 @@ class Detector:
         `level` and `count` of those are from then on those since the change.
         """
         self._steps += 1
-        valid = values > 0
+        valid: Mask = np.greater(values, 0)
         complete = bool(valid.all())
         if not complete:
             values = np.where(valid, values, np.nan)
@@ -149,7 +149,7 @@ class Detector:
                 self._refresh(young)
         over = self._sums > self._h
         over[2:] &= self.count >= STEADY
-        changed: Mask = over.any(axis=0)
+        changed: Mask = np.asarray(over.any(axis=0))
         if changed.any():
             age = np.where(over, self._ages, 0).max(axis=0)
             self._restart(changed, np.minimum(age, WINDOW))

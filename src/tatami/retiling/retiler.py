@@ -54,7 +54,8 @@ class Retiler:
 
     def __post_init__(self) -> None:
         given = any(getattr(self, name) is not None for name in _DRPM)
-        if self.rule is None:
+        rule: str | None = self.rule
+        if rule is None:
             object.__setattr__(self, "rule", "settling" if given else "notice")
         for name, usual in _DRPM.items():
             if getattr(self, name) is None:

@@ -10,7 +10,7 @@
 
 Forecasts may be wrong: times that do not grow with the area, ranks that share a core. `tatami.retiling.sizes` learns from each
 re-tiling how a processor's speed goes with the size of its tile; and where a move did not bring half of what was promised, the
-next must promise twice its price, and so on until one does.
+next must be worth four times its price, and so on until one does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FIXED_S = 0.005
 """What a re-tiling costs beside its rows until one was measured: its planning, its agreement, buffers and groups."""
 _LOOK = 32
 """Iterations after which drifts are looked at."""
-_LOOK_AT = (4, 8, 16)
+_LOOK_AT = (4, 8, 16, 32, 64)
 """Iterations since the last alarm or re-tiling at which the speeds are looked at, too: as their errors shrink, gains show."""
 _ENOUGH = 8
 """Samples under the tiles of now that replace what was known of a processor before."""
@@ -126,7 +126,7 @@ class Watcher:
         self._rank_of = cluster.rank_of
         self._detector = Detector((cluster.size,))
         self._sizes = SizedTimes(cluster.size)
-        self._works: Vector = np.zeros(cluster.size)
+        self._works = self._works_now()
         self._last: Vector = np.full(cluster.size, np.nan)
         self._accounts: dict[DecisionKind, Rental] = {}
         self._levels: tuple[Level, ...] = ()
@@ -146,12 +146,21 @@ class Watcher:
         """The layout in force, cut for the workload."""
         return self.layout.cut(samples=self.workload.samples, units=self.workload.units)
 
-    def due(self, iteration: int) -> bool:  # noqa: ARG002 - always
-        """Whether timings are wanted after this iteration."""
-        return True
+    @property
+    def works(self) -> dict[str, float]:
+        """`Workload.tile_work` of every processor that has a tile."""
+        return works_of(self.layout, workload=self.workload)
+
+    def due(self, iteration: int) -> bool:
+        """Whether timings are wanted after this iteration: of every one."""
+        return self.retiler.due(iteration)
+
+    def per_work_s(self, processor: str) -> float:
+        """Seconds per work of a processor, as last known; NaN where it never was."""
+        return float(self._last[self._rank_of[processor]])
 
     def moved(self, took_s: float) -> None:
-        """The last re-tiling took so long, by the rank that took longest: what it cost beside its rows is the next one's too."""
+        """The last re-tiling took the slowest rank so long; what it cost beside its rows is the next one's too."""
         self._fixed_s = max(0.0, took_s - self._predicted_move_s)
 
     def observe(self, iteration: int, timings: Iterable[Timing]) -> Decision | None:
@@ -174,7 +183,6 @@ class Watcher:
                 )
             if timing.work > 0:
                 values[rank] = timing.compute_s / timing.work
-                self._works[rank] = timing.work
         return self.take(iteration, values)
 
     def take(self, iteration: int, values: Vector) -> Decision | None:
@@ -188,7 +196,6 @@ class Watcher:
         if fresh or since in _LOOK_AT:
             self._look(iteration, lost=since)
         elif since % _LOOK == 0 and self._drifted():
-            self._learn_sizes()
             self._look(iteration, lost=0)
         chosen = self._choose(iteration)
         if chosen is None:
@@ -281,6 +288,10 @@ class Watcher:
             if self._works[rank] > 0:
                 self._sizes.learn(rank, work=float(self._works[rank]), per_work_s=level_s, error=error)
 
+    def _works_now(self) -> Vector:
+        works = self.works
+        return np.array([works.get(name, 0.0) for name in self.cluster.by_name])
+
     def _look(self, iteration: int, *, lost: int) -> None:
         """Weigh anew. `lost` iterations have gone by as the last of them."""
         detector = self._detector
@@ -288,6 +299,7 @@ class Watcher:
         errors = detector.error[placed]
         if not np.isfinite(errors[detector.count[placed] > 0]).all() or not detector.count[placed].any():
             return
+        self._learn_sizes()
         speeds = self._speeds()
         situation = self._situation()
         old = {level.kind: level for level in self._levels}
@@ -316,7 +328,7 @@ class Watcher:
         gain_s, before_s = self._promise
         self._promise = None
         held = before_s - iteration_s(self.layout, situation=situation, speeds=speeds) >= gain_s / 2
-        self._distrust = max(1.0, self._distrust / 2) if held else 2 * self._distrust
+        self._distrust = max(1.0, self._distrust / 2) if held else 4 * self._distrust
 
     def _choose(self, iteration: int) -> Level | None:
         """The fastest of what is due."""
@@ -354,7 +366,7 @@ class Watcher:
             moved = sum(move.units.size for move in moves(old, new))
             told = f"{told}; " if told else ""
             told += (
-                f"{1e3 * rate_s:.3g} of {1e3 * self._stay_s:.3g} ms an iteration, {1e3 * account.loss_s:.3g} ms so far, are lost; "
+                f"{1e3 * rate_s:.3g} of {1e3 * self._stay_s:.3g} ms an iteration, {1e3 * account.loss_s:.3g} ms so far, lost; "
                 f"moving costs {1e3 * chosen.price_s:.3g} ms; speeds {tell_speeds(speeds)}; {moved} unit rows move"
             )
             self._predicted_move_s = chosen.price_s - self._fixed_s
@@ -375,11 +387,13 @@ class Watcher:
 
     def _leave(self, iteration: int, chosen: Level) -> None:
         """From now on the tiles lie otherwise."""
+        self._learn_sizes()
         self._promise = (self._stay_s - chosen.iteration_s, self._stay_s)
         for account in self._accounts.values():
             account.loss_s = 0.0
         self._levels = ()
         self.layout = chosen.layout
+        self._works = self._works_now()
         self._since = iteration
         self._detector.restart()
 
@@ -397,5 +411,3 @@ class Watcher:
 def _tell(alarm: Alarm) -> str:
     how = f"{alarm.slower:.2f} times as long" if alarm.slower > 1 else f"{alarm.slower:.2f} of its time"
     return f"{alarm.processor} takes {how} (+- {alarm.error:.0%}) since iteration {alarm.began}"
-
-

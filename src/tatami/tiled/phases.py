@@ -71,6 +71,8 @@ class Phases:
         self.current = IterationPhase.OUTSIDE
         self._since_s = self.clock.now_s()
         self._spent_s = dict.fromkeys(IterationPhase, 0.0)
+        self.computed_s = 0.0
+        """Local compute since the beginning, up to the phase that is running."""
 
     def enter(self, phase: IterationPhase) -> None:
         """End the running phase and begin `phase`."""
@@ -78,6 +80,8 @@ class Phases:
             self.pace.end()
         now_s = self.clock.now_s()
         self._spent_s[self.current] += now_s - self._since_s
+        if self.current in _COMPUTE:
+            self.computed_s += now_s - self._since_s
         self.current = phase
         self._since_s = now_s
         if phase in _COMPUTE:

@@ -1,24 +1,33 @@
-"""DRPM at work: record what every iteration took, ask the controller every R iterations, and move what it says.
+"""Re-tiling at work: record what every iteration took, ask what to do about it, and move what is said.
 
-The decision is `tatami.retiling`'s, a pure function of the gathered timings, and the same on every rank.
+The decision is `tatami.retiling`'s, a pure function of all ranks' times, and the same on every rank. A rule that watches every
+iteration has the times travel with the sum of the loss that the Trainer makes anyway, as two numbers for each rank; in a loop
+written by hand, `step` sums them itself. The rules of DRPM gather their times every R iterations.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
-from tatami.retiling import Controller, Decision, Retiler, Timing
+from tatami.clock import Clock
+from tatami.retiling import Controller, Decision, Retiler, Timing, Watcher
+from tatami.retiling.levels import works_of
 from tatami.tiled.model import TiledModel
 from tatami.tiled.moving import Moved, move
 from tatami.tiled.optimizers import check_optimizer
 from tatami.tiled.phases import PhaseTimes
 
 logger = logging.getLogger(__name__)
+
+_PROBE_EVERY = 16
+"""Iterations after which a rank that was left out looks how fast it is."""
+_PROBE_SIZE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +64,47 @@ class Retiling:
         self._model = model
         self._optimizer = optimizer
         self._retiler = retiler
-        self._controller = Controller(
+        kind = Watcher if retiler.watches else Controller
+        controller = kind(
             retiler,
             cluster=model.cluster,
             workload=model.workload,
             layout=model.layout,
             known_speeds=model.speeds_known,
         )
+        self._controller = controller if isinstance(controller, Controller) else None
+        self.watcher = controller if isinstance(controller, Watcher) else None
+        self._probe = _Probe(model.phases.clock)
+        self._computed_s = model.phases.computed_s
+        self._moved_s = 0.0
+        self._heard: list[float] | None = None
         self._window: list[Timing] = []
         self.iteration = 0
         self.checks: list[Check] = []
+
+    def told(self) -> list[float]:
+        """This rank's part of what `heard` wants the sum of over all ranks: for each rank two numbers, of which others have 0.
+
+        They are its compute time per work since the last call, and how long the last re-tiling took it. None where the rule
+        gathers by itself.
+        """
+        if self.watcher is None:
+            return []
+        model = self._model
+        computed_s = model.phases.computed_s - self._computed_s
+        self._computed_s = model.phases.computed_s
+        work = model.local_work
+        table = [0.0] * (2 * model.comm.size)
+        if work > 0:
+            table[model.comm.rank] = computed_s / work
+        elif model.tile is None and self.iteration % _PROBE_EVERY == 0:
+            table[model.comm.rank] = self._probe.per_work_s(self.watcher.per_work_s(model.name))
+        table[model.comm.size + model.comm.rank], self._moved_s = self._moved_s, 0.0
+        return table
+
+    def heard(self, summed: Sequence[float]) -> None:
+        """The sum of `told` over all ranks."""
+        self._heard = list(summed) if self.watcher is not None else None
 
     def step(self, *, companions: Mapping[nn.Parameter, torch.Tensor] | None = None) -> Check | None:
         """End the iteration. Collective. Returns the check if one was due.
@@ -77,6 +117,9 @@ class Retiling:
         """As `step`, with the times of the iteration."""
         self.iteration += 1
         model = self._model
+        if self.watcher is not None:
+            return self._watch(self.watcher, companions=companions)
+        assert self._controller is not None
         self._window.append(
             Timing(
                 processor=model.name,
@@ -92,16 +135,69 @@ class Retiling:
             return None
         gathered = [timing for timings in model.comm.allgather_object(self._window) for timing in timings]
         decision = self._controller.observe(self.iteration, gathered)
+        self._window = [] if decision.remaps else self._window
+        return self._carry_out(decision, compute_s=_mean_compute_s(gathered), companions=companions)
+
+    def _watch(self, watcher: Watcher, *, companions: Mapping[nn.Parameter, torch.Tensor] | None) -> Check | None:
+        comm = self._model.comm
+        if self._heard is None:
+            table = torch.tensor(self.told(), dtype=torch.float64)
+            comm.allreduce(table)
+            self.heard(table.tolist())
+        assert self._heard is not None
+        per_work_s, took_s = self._heard[: comm.size], self._heard[comm.size :]
+        self._heard = None
+        if any(took_s):
+            watcher.moved(max(took_s))
+        before = watcher.layout
+        decision = watcher.take(self.iteration, np.array(per_work_s))
+        if decision is None:
+            return None
+        names = zip(self._model.names, per_work_s, strict=True)
+        works = works_of(before, workload=self._model.workload)
+        compute_s = {name: seconds * works[name] for name, seconds in names if seconds > 0 and name in works}
+        clock = self._model.phases.clock
+        began_s = clock.now_s()
+        check = self._carry_out(decision, compute_s=compute_s, companions=companions)
+        if decision.remaps:
+            self._moved_s = clock.now_s() - began_s
+            self._computed_s = self._model.phases.computed_s
+        return check
+
+    def _carry_out(
+        self, decision: Decision, *, compute_s: dict[str, float], companions: Mapping[nn.Parameter, torch.Tensor] | None
+    ) -> Check:
         moved = None
         if decision.remaps:
             self._optimizer.zero_grad(set_to_none=True)
-            moved = move(model, decision.layout, optimizer=self._optimizer, companions=companions)
-            self._window.clear()
-        check = Check(decision=decision, compute_s=_mean_compute_s(gathered), moved=moved)
+            moved = move(self._model, decision.layout, optimizer=self._optimizer, companions=companions)
+        check = Check(decision=decision, compute_s=compute_s, moved=moved)
         self.checks.append(check)
-        if model.comm.rank == 0:
+        if self._model.comm.rank == 0:
             logger.info("%s", decision.reason)
         return check
+
+
+class _Probe:
+    """How fast a rank is that was left out, by a matrix product: it was as slow as it was known to be when it first looked."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._matrix = torch.ones(_PROBE_SIZE, _PROBE_SIZE)
+        self._first: tuple[float, float] | None = None
+
+    def per_work_s(self, known_s: float) -> float:
+        """Seconds per work; `known_s` is what the first look is taken for."""
+        took_s = min(self._time_s() for _ in range(3))
+        if self._first is None:
+            self._first = took_s, known_s
+        first_s, then_s = self._first
+        return then_s * took_s / first_s if first_s > 0 else then_s
+
+    def _time_s(self) -> float:
+        began_s = self._clock.now_s()
+        self._matrix @ self._matrix
+        return self._clock.now_s() - began_s
 
 
 def _mean_compute_s(timings: list[Timing]) -> dict[str, float]:

@@ -281,7 +281,9 @@ class Trainer:
         self._learning_rate = LearningRate(schedule, self.optimizer) if schedule is not None else None
         self._retiling = Retiling(model, self.optimizer, retiler=self._retiler) if self._retiler is not None else None
         self._good = GoodState(model, folder=self._rescue_dir)
-        self._updates = Updates(model, self.optimizer, self._objective, settings=self._settings, good=self._good)
+        self._updates = Updates(
+            model, self.optimizer, self._objective, settings=self._settings, good=self._good, retiling=self._retiling
+        )
         is_first = model.comm.rank == 0
         self._records = self._given_records if self._given_records is not None and is_first else Records()
         self._progress = self._given_progress if self._given_progress is not None and is_first else NoProgress()

@@ -24,6 +24,7 @@ from tatami.tiled.model import TiledModel
 from tatami.tiled.objective import Objective
 from tatami.tiled.phases import IterationPhase
 from tatami.tiled.precision import Precision, autocast, check_precision
+from tatami.tiled.retiling import Retiling
 
 StopReason = Literal["callback", "time"]
 _REASONS: tuple[StopReason, ...] = get_args(StopReason)
@@ -68,9 +69,10 @@ class Updated:
 
 @dataclass(frozen=True, kw_only=True)
 class _Report:
-    """What the ranks tell each other of a batch while they compute its backward pass: (5,).
+    """What the ranks tell each other of a batch, while they compute its backward pass or, if they are watched, after it.
 
-    The loss; how many ranks have a loss that is not finite; for how many the epoch ends; how many ask to stop, by reason.
+    The loss; how many ranks have a loss that is not finite; for how many the epoch ends; how many ask to stop, by reason; and
+    what `Retiling.told` says.
     """
 
     sums: torch.Tensor
@@ -87,6 +89,7 @@ class Updates:
         objective: the loss of a batch.
         settings: how an update is made.
         good: where the last good parameters are kept.
+        retiling: what wants to know of every iteration; None where nothing does.
     """
 
     def __init__(
@@ -97,9 +100,10 @@ class Updates:
         *,
         settings: UpdateSettings,
         good: GoodState,
+        retiling: Retiling | None = None,
     ) -> None:
         self._model, self._optimizer, self._objective = model, optimizer, objective
-        self._settings, self._good = settings, good
+        self._settings, self._good, self._retiling = settings, good, retiling
         self._device = next(model.parameters()).device
         self.scaler = GradScaler(self._device.type, enabled=settings.precision == "16-mixed")
         self.forget()
@@ -130,10 +134,13 @@ class Updates:
         self._objective.check_targets(portion.here, reduction=model.reduction, rank=model.comm.rank)
         with autocast(self._settings.precision, self._device):
             loss = self._objective(model, portion.here)
-        report = self._begin_report(loss, portion, num_here=num_here, stop=stop)
+        # Where every iteration is watched, its times go with the sum of the loss, which then waits for the gradients.
+        watched = self._retiling is not None and self._retiling.watcher is not None
+        report = None if watched else self._begin_report(loss, portion, num_here=num_here, stop=stop)
         weight = size / self._first_size if model.reduction == "mean" else 1.0
         scaled: torch.Tensor = self.scaler.scale(loss if weight == 1.0 else loss * weight)
         scaled.backward()  # type: ignore[no-untyped-call]
+        report = report or self._begin_report(loss, portion, num_here=num_here, stop=stop)
         value = self._end_report(report, portion, iteration=iteration, epoch=epoch, batch=batch)
         self._loss += value * (size if model.reduction == "mean" else 1.0)
         self._samples += size
@@ -168,6 +175,8 @@ class Updates:
         finite = math.isfinite(value)
         share = value * weight if finite and model.speaks_for_column else 0.0
         told = [share, float(not finite), float(portion.is_last), *(float(stop == reason) for reason in _REASONS)]
+        if self._retiling is not None:
+            told += self._retiling.told()
         sums = torch.tensor(told, dtype=torch.float64)
         request = model.comm.iallreduce(sums) if model.comm.size > 1 else None
         return _Report(sums=sums, request=request, value=value)
@@ -177,7 +186,10 @@ class Updates:
         if report.request is not None:
             with self._model.phases.during(IterationPhase.HORIZONTAL):
                 report.request.wait()
-        loss, num_bad, num_ends, *num_stops = report.sums.tolist()
+        loss, num_bad, num_ends, *rest = report.sums.tolist()
+        num_stops = rest[: len(_REASONS)]
+        if self._retiling is not None:
+            self._retiling.heard(rest[len(_REASONS) :])
         if num_bad:
             self._rescue(report.value, iteration)
         if 0 < num_ends < comm.size:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from tatami.cluster import Cluster
-from tatami.retiling import Controller, Decision, Retiler, Timing, moves
+from tatami.retiling import Controller, Decision, Retiler, Timing, Watcher, moves
 from tatami.sim.allreduce import Software
 from tatami.sim.stage import Stage, Then
 from tatami.sim.tiling.changes import Change, Speeds
@@ -58,10 +58,11 @@ class TilingPlay:
         self._startup = startup
         self._software = software
         self._skip = skip
-        self._controller = None
+        self._controller: Controller | Watcher | None = None
         if retiler is not None:
             assert layout is not None
-            self._controller = Controller(retiler, cluster=cluster, workload=workload, layout=layout, known_speeds=known_speeds)
+            kind = Watcher if retiler.watches else Controller
+            self._controller = kind(retiler, cluster=cluster, workload=workload, layout=layout, known_speeds=known_speeds)
         self._window: dict[int, list[Timing]] = defaultdict(list)
         self._last: dict[int, Times] | None = None
         self._iteration = 0
@@ -132,8 +133,10 @@ class TilingPlay:
         first_s = min(each.ended_s for each in times.values())
         leads_s = {rank: each.ended_s - first_s for rank, each in times.items()}
         if self._controller is not None and self._controller.due(self._iteration):
-            self._check(self._controller)
-            return
+            decision = self._controller.observe(self._iteration, [each for own in self._window.values() for each in own])
+            if decision is not None:
+                self._carry_out(decision)
+                return
         # The rank that ended first begins again now, on the stage's clock: the run's own is taken back to when it ended.
         self._ahead_s -= max(leads_s.values())
         self._next(leads_s)
@@ -157,13 +160,13 @@ class TilingPlay:
                     work=self.floor.works[rank],
                 )
             )
-            del window[: -self._controller.retiler.window]
+            del window[: -1 if self._controller.retiler.watches else -self._controller.retiler.window]
 
     def _leave_out(self, times: dict[int, Times], *, took_s: float) -> None:
         """Go on to the last iteration before something happens, as if each had been like this one."""
         stop: float = min(self._iterations, self._speeds.next_iteration - 1)
         if self._controller is not None:
-            every = self._controller.retiler.every
+            every = 1 if self._controller.retiler.watches else self._controller.retiler.every
             stop = min(stop, -(-self._iteration // every) * every)
         change_s = self._speeds.next_s(self._since_s - 2 * took_s)
         used_bytes = self._stage.bytes_moved - self._bytes_before
@@ -174,10 +177,8 @@ class TilingPlay:
             self._note(times, took_s=took_s)
         self._since_s = self.now_s
 
-    def _check(self, controller: Controller) -> None:
-        """All ranks have told each other their times, which takes no time here; then what the controller says."""
-        timings = [timing for window in self._window.values() for timing in window]
-        decision = controller.observe(self._iteration, timings)
+    def _carry_out(self, decision: Decision) -> None:
+        """What the controller says; that the ranks told each other their times took no time here."""
         self.decisions.append(decision)
         began_s = self.now_s
 
@@ -185,6 +186,8 @@ class TilingPlay:
             self.move_s.append(self.now_s - began_s)
             self._since_s = self.now_s
             self._last = None
+            if isinstance(self._controller, Watcher) and decision.remaps:
+                self._controller.moved(self.move_s[-1])
             self._next(dict.fromkeys(self.floor.names, 0.0))
 
         if not decision.remaps:

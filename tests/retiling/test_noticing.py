@@ -1,0 +1,118 @@
+"""Detection: its constants, its alarms and its calm, on drawn samples of known changes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from tatami.retiling.noticing import FALSE_ALARMS, Detector, Vector, log, mean_time_between, sums_for
+
+
+def markov_time_between(k: float, h: float, *, cells: int = 400) -> float:
+    """The mean time between false alarms of a one-sided CUSUM by a chain of `cells` states (Brook and Evans 1972)."""
+    width = 2 * h / (2 * cells - 1)
+
+    def below(value: float) -> float:
+        return 0.5 * math.erfc(-value / math.sqrt(2))
+
+    moves = np.zeros((cells, cells))
+    for row in range(cells):
+        for column in range(cells):
+            high = below((column - row + 0.5) * width + k)
+            moves[row, column] = high - (below((column - row - 0.5) * width + k) if column else 0.0)
+    return float(np.linalg.solve(np.eye(cells) - moves, np.ones(cells))[0])
+
+
+def samples(rng: np.random.Generator, shape: tuple[int, ...], *, noise: float, outliers: float = 0.01) -> Vector:
+    return np.exp(noise * rng.standard_normal(shape)) * np.where(rng.random(shape) < outliers, 3.0, 1.0)
+
+
+@pytest.mark.parametrize(("k", "h"), [(0.5, 4.0), (1.0, 2.5), (1.5, 2.0)])
+def test_siegmunds_approximation_is_within_a_third_of_the_chain(k: float, h: float) -> None:
+    assert mean_time_between(k, h) == pytest.approx(markov_time_between(k, h, cells=150), rel=0.33)
+
+
+def test_an_alarm_takes_as_many_samples_as_stalls_demand() -> None:
+    for ranks, in_a_row in ((2, 3), (8, 3), (1000, 4)):
+        fast, _ = sums_for(ranks)
+        assert (in_a_row - 1) * (fast.clip - fast.k) < fast.h < in_a_row * (fast.clip - fast.k)
+        assert in_a_row * (fast.far_clip - fast.k) < fast.h < (in_a_row + 1) * (fast.far_clip - fast.k)
+        # Normal noise has a tenth of the false alarms.
+        assert 2 * ranks / mean_time_between(fast.k, fast.h) == pytest.approx(0.1 * FALSE_ALARMS, rel=0.01)
+
+
+def test_the_logarithm_needs_no_library() -> None:
+    values = np.exp(np.linspace(-20, 20, 1001))
+    assert np.abs(log(values) - np.log(values)).max() < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("noise", "slower", "median", "most"),
+    [(0.02, 1.1, 3, 5), (0.05, 1.25, 3, 5), (0.05, 0.75, 3, 5), (0.1, 1.5, 4, 6), (0.05, 5.0, 4, 4)],
+)
+def test_a_change_is_noticed_within_few_samples_and_its_size_told(noise: float, slower: float, median: int, most: int) -> None:
+    rng = np.random.default_rng(1)
+    runs = 150
+    detector = Detector((runs, 8))
+    for _ in range(120):
+        detector.step(samples(rng, (runs, 8), noise=noise))
+    delays = np.full(runs, 99)
+    began = np.zeros(runs)
+    for after in range(1, 20):
+        values = samples(rng, (runs, 8), noise=noise)
+        values[:, 5] *= slower
+        fresh = detector.step(values)[:, 5] & (delays == 99)
+        delays[fresh] = after
+        began[fresh] = after - detector.count[fresh, 5] + 1
+    assert np.median(delays) <= median
+    assert np.percentile(delays, 95) <= most
+    assert np.median(began) == 1
+    # Nothing else changed, and the level is known as well as is said.
+    assert not (np.abs(np.log(detector.level[:, :5])) > 0.1 + noise).any()
+    off = np.abs(np.log(detector.level[:, 5] / slower)) / detector.error[:, 5]
+    assert np.median(off) < 1.0
+    assert np.percentile(off, 95) < 4.0
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.05, 0.1])
+def test_noise_and_stalls_alone_make_at_most_a_few_alarms_in_a_hundred_thousand(noise: float) -> None:
+    rng = np.random.default_rng(2)
+    runs, iterations = 200, 500
+    detector = Detector((runs, 8))
+    alarms = sum(int(detector.step(samples(rng, (runs, 8), noise=noise)).any(axis=1).sum()) for _ in range(iterations))
+    assert alarms <= 4  # 1 is expected at the stated rate
+
+
+def test_a_slow_drift_carries_the_level_along() -> None:
+    rng = np.random.default_rng(3)
+    detector = Detector((4,))
+    for iteration in range(1200):
+        drift = 1 + 0.3 * min(1.0, iteration / 900)
+        detector.step(samples(rng, (4,), noise=0.03) * np.array([drift, 1, 1, 1]))
+    assert detector.level[0] == pytest.approx(1.3, rel=0.02)
+    assert detector.level[1] == pytest.approx(1.0, rel=0.02)
+
+
+def test_one_run_among_many_and_alone_give_the_same_bits() -> None:
+    rng = np.random.default_rng(4)
+    values = samples(rng, (300, 3, 4), noise=0.05)
+    values[150:, 1, 2] *= 1.4
+    together, alone = Detector((3, 4)), Detector((4,))
+    for row in values:
+        assert (together.step(row)[1] == alone.step(row[1])).all()
+        assert np.array_equal(together.level[1], alone.level, equal_nan=True)
+        assert np.array_equal(together.noise[1], alone.noise, equal_nan=True)
+
+
+def test_series_without_samples_wait() -> None:
+    rng = np.random.default_rng(5)
+    detector = Detector((3,))
+    for iteration in range(200):
+        values = samples(rng, (3,), noise=0.05)
+        values[2] = 0.0 if iteration % 2 else values[2]
+        values[0] = np.nan if iteration < 100 else values[0] * 2
+        assert not detector.step(values).any()
+    assert detector.level[0] == pytest.approx(2.0, rel=0.05)
+    assert list(detector.count) == [100, 200, 100]

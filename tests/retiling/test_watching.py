@@ -1,0 +1,153 @@
+"""A run that is watched, in the small: noticed, weighed, paid for, and left alone where nothing is to be gained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from tatami.cluster import Cluster, Processor
+from tatami.errors import PlanError
+from tatami.retiling import Decision, DecisionKind, Retiler, Timing, Watcher
+from tatami.tiling import plan
+from tatami.workload import Workload
+
+CONDITION_A = (0.25, 0.31, 0.63, 1.0, 1.0, 0.42, 0.67, 0.63)
+NETWORK = Workload.mlp(203, 800, 26, samples=8192)
+FLOP_PER_S = 1e10
+
+
+@dataclass
+class Watched:
+    """A run on hosts of their own; `factors` of the speeds may be changed between iterations.
+
+    Attributes:
+        outgrown: tiles of more work than this take half as long again.
+    """
+
+    watcher: Watcher
+    noise: float
+    factors: np.ndarray
+    seed: int = 0
+    outgrown: float = float("inf")
+    iteration: int = 0
+    total_s: float = 0.0
+    decisions: list[Decision] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = np.random.default_rng(self.seed)
+
+    def go(self, iterations: int) -> list[Decision]:
+        before = len(self.decisions)
+        for _ in range(iterations):
+            self.iteration += 1
+            works = self.watcher.works
+            values = np.full(len(CONDITION_A), np.nan)
+            for rank, name in enumerate(self.watcher.cluster.by_name):
+                jitter = np.exp(self.noise * self.random.standard_normal()) * (3.0 if self.random.random() < 0.01 else 1.0)
+                speed = CONDITION_A[rank] * self.factors[rank] * FLOP_PER_S / NETWORK.work_flop
+                if name in works:
+                    values[rank] = jitter / speed * (1.5 if works[name] > self.outgrown else 1.0)
+                elif self.iteration % 16 == 0:
+                    values[rank] = jitter / speed
+            self.total_s += max(values[rank] * works.get(f"p{rank}", 0.0) for rank in range(8) if f"p{rank}" in works)
+            decision = self.watcher.take(self.iteration, values)
+            if decision is not None:
+                self.decisions.append(decision)
+                if decision.remaps:
+                    self.watcher.moved(0.01)
+        return self.decisions[before:]
+
+
+def watched(*, noise: float = 0.05, known: bool = True, seed: int = 0, outgrown: float = float("inf")) -> Watched:
+    speeds = CONDITION_A if known else (1.0,) * 8
+    cluster = Cluster(processors=tuple(Processor(name=f"p{i}", speed=speed, host=f"h{i}") for i, speed in enumerate(speeds)))
+    layout = plan("timed" if known else "even", cluster=cluster, workload=NETWORK).layout
+    watcher = Watcher(Retiler(), cluster=cluster, workload=NETWORK, layout=layout, known_speeds=known)
+    return Watched(watcher=watcher, noise=noise, factors=np.ones(8), seed=seed, outgrown=outgrown)
+
+
+def test_from_no_knowledge_it_lays_the_tiles_as_soon_as_the_speeds_are_known() -> None:
+    run = watched(known=False)
+    first, *rest = run.go(300)
+    assert first.iteration <= 16
+    assert first.remaps
+    assert first.predicted > 0.9
+    assert sum(decision.remaps for decision in rest) <= 1
+
+
+@pytest.mark.parametrize("slow", [3, 6])
+def test_a_rank_half_as_fast_is_relieved_at_once_and_taken_up_again(slow: int) -> None:
+    run = watched()
+    assert run.go(300) == []
+    run.factors[slow] = 0.5
+    moved = [decision for decision in run.go(300) if decision.remaps]
+    assert 302 <= moved[0].iteration <= 305
+    assert len(moved) <= 2
+    assert f"p{slow} takes" in moved[0].reason
+    (alarm, *_) = run.watcher.alarms
+    assert (alarm.processor, alarm.began) == (f"p{slow}", 301)
+    assert alarm.slower == pytest.approx(2.0, rel=0.15)
+    run.factors[slow] = 1.0
+    back = [decision for decision in run.go(300) if decision.remaps]
+    assert 602 <= back[0].iteration <= 640
+    assert back[-1].predicted > 0.9
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_moved_in_a_quiet_run(seed: int) -> None:
+    run = watched(noise=(0.02, 0.05, 0.1)[seed], seed=seed)
+    assert not any(decision.remaps for decision in run.go(10_000 if seed == 1 else 2_000))
+
+
+def test_a_change_that_is_not_worth_its_price_is_borne() -> None:
+    run = watched()
+    run.go(200)
+    run.watcher.moved(1e6)  # moving takes days
+    run.factors[3] = 0.5
+    found = run.go(100)
+    assert found
+    assert all(decision.kind is DecisionKind.KEEP for decision in found)
+    assert "ms an iteration lost" in found[0].reason
+
+
+def test_a_rank_that_all_but_stops_is_left_out_or_given_next_to_nothing_and_comes_back() -> None:
+    run = watched()
+    run.go(200)
+    run.factors[6] = 0.02
+    run.go(100)
+    assert run.watcher.works.get("p6", 0.0) < 0.05 * NETWORK.samples * NETWORK.units / 8
+    run.factors[6] = 1.0
+    run.go(400)
+    assert run.watcher.works["p6"] > 0.5 * NETWORK.samples * NETWORK.units / 8
+
+
+def test_forecasts_that_are_wrong_do_not_move_rows_for_ever() -> None:
+    run = watched(outgrown=NETWORK.samples * NETWORK.units / 8)
+    assert sum(decision.remaps for decision in run.go(1500)) <= 6
+
+
+def test_equal_timings_give_equal_decisions_bit_for_bit() -> None:
+    runs = [watched(seed=7), watched(seed=7)]
+    for run in runs:
+        run.go(50)
+        run.factors[2] = 0.6
+        run.go(50)
+    one, other = runs
+    assert [each.reason for each in one.decisions] == [each.reason for each in other.decisions]
+    assert one.watcher.layout == other.watcher.layout
+    assert one.decisions
+
+
+def test_a_timing_of_a_stranger_is_refused() -> None:
+    timing = Timing(processor="p9", iteration=1, t1_s=1, t2_s=1, compute_s=1, work=1)
+    with pytest.raises(PlanError, match="a timing of 'p9' in iteration 1"):
+        watched().watcher.observe(1, [timing])
+
+
+def test_the_rule_follows_from_what_is_given() -> None:
+    assert Retiler().rule == "notice"
+    assert Retiler(planner="srpm").rule == "notice"
+    assert Retiler(every=10).rule == "settling"
+    assert Retiler.published().rule == "published"
