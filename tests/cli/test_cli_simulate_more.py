@@ -56,7 +56,7 @@ def test_the_table_and_the_picture_of_all_reduces(tmp_path: Path) -> None:
 
 @needs_simgrid
 def test_a_tiled_run_that_is_laid_anew() -> None:
-    (found,) = records(*TILING, "--slow", "p0:3@iteration:30", "--retile", "--iterations", "80")
+    (found,) = records(*TILING, "--slow", "p0:3@iteration:30", "--retile", "--every", "20", "--iterations", "80")
     assert [each["kind"] for each in found["decisions"]] == ["keep", "re-map whole", "keep", "keep"]
     assert [each["iteration"] for each in found["decisions"]] == [20, 40, 60, 80]
     assert found["iterations"] == 80

@@ -143,7 +143,9 @@ def _retiler(job: TrainJob) -> Retiler | None:
     planner = SrpmPlanner.name if job.method in (DRPM, SrpmPlanner.name) else DEFAULT_PLANNER
     if not (job.retile or job.method == DRPM):
         return None
-    return Retiler(planner=planner) if job.retile_every is None else Retiler(every=job.retile_every, planner=planner)
+    if job.retile_every is not None:
+        return Retiler(every=job.retile_every, planner=planner)
+    return Retiler(rule="settling" if job.method == DRPM else "notice", planner=planner)
 
 
 def check_outputs(job: TrainJob) -> None:
