@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -104,3 +105,12 @@ def test_old_packages_still_have_what_they_had_and_say_the_new_name(old: str) ->
             assert getattr(module, name) is getattr(importlib.import_module(home), name)
     with pytest.raises(AttributeError, match=f"module '{old}' has no attribute 'no_such'"):
         _ = module.no_such
+
+
+def test_contributing_names_every_package_and_module_of_the_tree() -> None:
+    tree = Path(tatami.__file__).parent
+    folders = {f"{each.name}/" for each in tree.iterdir() if (each / "__init__.py").exists()}
+    modules = {each.stem for each in tree.glob("*.py")} - {"__init__", "__main__"}
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z_]+/?)`", text.partition("## How the tree reads")[2].partition("Beside the package")[0]))
+    assert folders | modules == named - {"tatami"}
