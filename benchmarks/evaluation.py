@@ -94,7 +94,8 @@ def measure(options: argparse.Namespace, path: Path) -> None:
         found = [{**record, "machine": machine()} for record in run_job(job, cores=options.cores)]
         for record in found:
             if record["record"] == "iteration":
-                print(f"         {record['contestant']:13} {1e3 * record['iteration_s']:8.1f} ms  {record['efficiency']:.2f}")
+                gamma = "-" if record["efficiency"] is None else f"{record['efficiency']:.2f}"
+                print(f"         {record['contestant']:13} {1e3 * record['iteration_s']:8.1f} ms  {gamma}")
         measured = {_key(record) for record in found}
         kept = [record for record in read(path) if _key(record) not in measured]
         path.write_text("".join(json.dumps(record) + "\n" for record in [*kept, *found]), encoding="utf-8")

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from paper.breakdown import breakdown, mean_breakdown
 from paper.contestants import AbstractContestant, PaperTask, Rival, Serial, Tiled, make_task, start_rivals
-from paper.setting import RIVALS, EvaluationJob, efficiency, method
+from paper.setting import RIVALS, EvaluationJob, method, paper_efficiency
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.probe import measure_links
+from tatami.report import EfficiencyRound, efficiency
 from tatami.tiled.measure import measure_sample_flop, measure_speeds
 from tatami.tiling import AlphaBetaCost, Layout
 from tatami.workload import Workload, net_workload, parse_net
@@ -40,6 +41,7 @@ class Measuring:
         self._comm = comm
         self._records = records
         self._clock = SystemClock()
+        self._alone: Serial | None = None
         workload: Workload = net_workload(job.net, samples=job.samples)
         self._task: PaperTask = make_task(parse_net(job.net), samples=job.samples, workload=workload, seed=job.seed)
 
@@ -47,7 +49,7 @@ class Measuring:
         """Measure what the job asks for; rank 0 writes a record for each finding."""
         job = self._job
         self.cluster = self._probe()
-        self.serial_s = self._serial()
+        self.serial_s = self._serial(job.serial_s)
         self._say(
             "test bed",
             speeds_asked=[processor.speed for processor in job.cluster.processors],
@@ -82,15 +84,16 @@ class Measuring:
         slowest = min(links.values(), key=lambda link: link.bandwidth_bytes_per_s)
         return Cluster(processors=processors, network=slowest, links=links)
 
-    def _serial(self) -> list[float]:
+    def _serial(self, least_s: float) -> list[float]:
         """Seconds of an iteration of every rank alone. All at once: each has its own quota, and they fit on the machine."""
-        serial = Serial(self._task)
-        serial.run(1)
+        if self._alone is None:
+            self._alone = Serial(self._task)
+            self._alone.run(1)
         self._comm.barrier()
         start_s = self._clock.now_s()
         times, spent_s = 0, 0.0
-        while spent_s < self._job.serial_s:
-            serial.run(1)
+        while spent_s < least_s:
+            self._alone.run(1)
             times += 1
             spent_s = self._clock.now_s() - start_s
         return list(self._comm.allgather_object(spent_s / times))
@@ -108,6 +111,7 @@ class Measuring:
         for contestant in contestants.values():
             contestant.run(job.settle if isinstance(contestant, Tiled) and contestant.dynamic else 2)
         block_s: dict[str, list[float]] = {name: [] for name in contestants}
+        alone_s: list[list[float]] = []
         settled = {name: len(each.checks) if isinstance(each, Tiled) else 0 for name, each in contestants.items()}
         for each in contestants.values():
             if isinstance(each, Tiled):
@@ -118,6 +122,8 @@ class Measuring:
                 start_s = self._clock.now_s()
                 contestant.run(job.repeats)
                 block_s[name].append((self._clock.now_s() - start_s) / job.repeats)
+            # In turn with the iterations: at another moment the same hosts would have other speeds.
+            alone_s.append(self._serial(job.serial_s / job.rounds))
         for name, contestant in contestants.items():
             rounds_s = [max(ranks) for ranks in zip(*comm.allgather_object(block_s[name]), strict=True)]
             iteration_s = median(rounds_s)
@@ -127,9 +133,32 @@ class Measuring:
                 method=method(name),
                 iteration_s=iteration_s,
                 rounds_s=rounds_s,
-                efficiency=efficiency(iteration_s, serial_s=self.serial_s),
+                **self._efficiency(contestant, rounds_s=rounds_s, alone_s=alone_s),
+                efficiency_paper=paper_efficiency(iteration_s, serial_s=self.serial_s),
                 **(self._of_tiled(contestant, settled=settled[name]) if isinstance(contestant, Tiled) else {}),
             )
+
+    def _efficiency(
+        self, contestant: AbstractContestant, *, rounds_s: Sequence[float], alone_s: Sequence[Sequence[float]]
+    ) -> dict[str, Any]:
+        """Gamma and its spread, and the share of the time in which ranks computed; no figure where it cannot be. Collective."""
+        compute_s: list[tuple[float, ...]] = [()] * len(rounds_s)
+        if isinstance(contestant, Tiled):
+            own = [each.times.compute_s for each in contestant.iterations]
+            mine = [fmean(own[at : at + self._job.repeats]) for at in range(0, len(own), self._job.repeats)]
+            compute_s = list(zip(*self._comm.allgather_object(mine), strict=True))
+        found = efficiency(
+            [
+                EfficiencyRound(iteration_s=iteration_s, alone_s=tuple(alone), compute_s=compute)
+                for iteration_s, alone, compute in zip(rounds_s, alone_s, compute_s, strict=True)
+            ]
+        )
+        return {
+            "efficiency": None if found.problem else found.gamma,
+            "efficiency_spread": found.spread,
+            "efficiency_problem": found.problem,
+            "computing": found.computing,
+        }
 
     def _of_tiled(self, contestant: Tiled, *, settled: int) -> dict[str, Any]:
         iterations = self._comm.allgather_object(contestant.iterations)
@@ -170,7 +199,7 @@ class Measuring:
             contestant=name,
             iteration_s=iteration_s,
             total_s=sum(iteration_s),
-            efficiency_before=efficiency(median(iteration_s[before - 10 : before]), serial_s=self.serial_s),
+            efficiency_before=paper_efficiency(median(iteration_s[before - 10 : before]), serial_s=self.serial_s),
             checks=_told(contestant),
             step=None if step is None else {"after_iteration": before, "host": step.host, "speed": step.speed},
             **self._laid(contestant.model.layout),

@@ -44,7 +44,7 @@ def draw_efficiency(ax: Axes, records: Sequence[Record], *, condition: str, net:
     """Gamma over the number of processors, one line for each method."""
     found = measured(records, part="efficiency", condition=condition, net=net)
     for method in METHODS:
-        own = [each for each in found if each["method"] == method]
+        own = [each for each in found if each["method"] == method and each["efficiency"] is not None]
         if own:
             colour, marker = STYLES[method]
             ax.plot(

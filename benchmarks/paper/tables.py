@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from tatami.report.efficiency import MOST_GAMMA
 from tatami.report.tables import Table
 from tatami.units import format_bandwidth, format_duration
 
@@ -45,18 +46,27 @@ def measured(records: Iterable[Record], **wanted: Any) -> list[Record]:
 
 
 def efficiency_table(records: Sequence[Record], *, condition: str, net: str) -> Table:
-    """Fig. 11 as numbers: gamma of every method for every N."""
+    """Fig. 11 as numbers: gamma of every method for every N, with its spread; in brackets the share of time spent computing."""
     found = measured(records, part="efficiency", condition=condition, net=net)
     sizes = sorted({each["num"] for each in found})
-    gamma = {(each["method"], each["num"]): each["efficiency"] for each in found}
+    gamma = {(each["method"], each["num"]): _gamma(each) for each in found}
     methods = [name for name in METHODS if any((name, num) in gamma for num in sizes)]
-    rows = [(METHODS[name], *(f"{gamma[name, num]:.2f}" if (name, num) in gamma else "-" for num in sizes)) for name in methods]
+    rows = [(METHODS[name], *(gamma.get((name, num), "-") for num in sizes)) for name in methods]
     return Table(
         title=f"efficiency gamma, {_network(found)}, condition {condition}",
         headers=("method", *(f"N = {num}" for num in sizes)),
         rows=tuple(rows),
         numbers=frozenset(range(1, len(sizes) + 1)),
     )
+
+
+def _gamma(record: Record) -> str:
+    """With its spread and, in brackets, the share of the time in which ranks computed; "-" where it cannot be."""
+    if record["efficiency"] is None or record["efficiency"] > MOST_GAMMA:
+        return "-"
+    spread = f" ±{record['efficiency_spread']:.2f}" if "efficiency_spread" in record else ""
+    computing = f" ({record['computing']:.2f})" if record.get("computing") is not None else ""
+    return f"{record['efficiency']:.2f}{spread}{computing}"
 
 
 def breakdown_table(records: Sequence[Record], *, condition: str, net: str, num: int) -> Table:

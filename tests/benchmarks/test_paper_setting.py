@@ -7,7 +7,17 @@ import json
 import pytest
 
 from paper.breakdown import RankIteration, breakdown
-from paper.setting import CONDITIONS, DYNAMIC, EvaluationJob, SpeedChange, efficiency, grids, job_from_dict, layout_of, method
+from paper.setting import (
+    CONDITIONS,
+    DYNAMIC,
+    EvaluationJob,
+    SpeedChange,
+    grids,
+    job_from_dict,
+    layout_of,
+    method,
+    paper_efficiency,
+)
 from tatami.cluster import Cluster
 from tatami.errors import InputError
 from tatami.tiled.phases import PhaseTimes
@@ -17,9 +27,9 @@ WORKLOAD = net_workload("203-80-26", samples=1024)
 
 
 def test_gamma_is_1_where_work_is_shared_without_loss() -> None:
-    assert efficiency(2.0, serial_s=[4.0, 4.0]) == 1.0
-    assert efficiency(1.5, serial_s=[2.0, 6.0]) == pytest.approx(1.0)
-    assert efficiency(3.0, serial_s=[2.0, 6.0]) == pytest.approx(0.5)
+    assert paper_efficiency(2.0, serial_s=[4.0, 4.0]) == 1.0
+    assert paper_efficiency(1.5, serial_s=[2.0, 6.0]) == pytest.approx(1.0)
+    assert paper_efficiency(3.0, serial_s=[2.0, 6.0]) == pytest.approx(0.5)
 
 
 def test_a_job_is_read_as_it_was_written() -> None:

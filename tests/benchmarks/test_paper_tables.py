@@ -60,7 +60,7 @@ RECORDS = [
     _tiled("even-2", 0.2, method="even"),
     _tiled("srpm", 0.1),
     _tiled("srpm", 0.12, num=5),
-    _tiled("drpm", 0.1, remapped_while_measured=1),
+    _tiled("drpm", 0.1, remapped_while_measured=1, efficiency_spread=0.04, computing=0.88),
     _tiled("srpm", 0.1, part="rivals"),
     _record("ddp", part="rivals", iteration_s=0.25, efficiency=0.4),
     {
@@ -85,7 +85,7 @@ def test_of_the_grids_of_a_method_the_fastest_counts() -> None:
 def test_tables_say_what_was_measured() -> None:
     gamma = efficiency_table(RECORDS, condition="A", net=NET)
     assert gamma.headers == ("method", "N = 4", "N = 5")
-    assert gamma.rows == (("even", "0.45", "-"), ("SRPM", "0.90", "0.75"), ("DRPM", "0.90", "-"))
+    assert gamma.rows == (("even", "0.45", "-"), ("SRPM", "0.90", "0.75"), ("DRPM", "0.90 ±0.04 (0.88)", "-"))
     parts = breakdown_table(RECORDS, condition="A", net=NET, num=4)
     assert parts.rows[1] == ("SRPM", "2+2", "100 ms", "20 ms", "20 ms", "20 ms", "20 ms", "20 ms")
     rivals = rivals_table(RECORDS)

@@ -25,6 +25,9 @@ def test_three_ways_to_one_loss(tmp_path: Path) -> None:
     records = json.loads(done.stdout)
     assert [record["method"] for record in records] == ["even", "srpm", "drpm"]
     even, srpm, drpm = records
+    for record in records:  # an efficiency that cannot be is told as such, and is no figure
+        assert record["efficiency"] is None or 0 < record["efficiency"] <= 1.02
+        assert record["efficiency"] is not None or "cannot be" in record["efficiency_problem"]
     assert srpm["loss"] == pytest.approx(even["loss"], rel=1e-4)
     assert drpm["loss"] == pytest.approx(even["loss"], rel=1e-4)
     assert even["accuracy"]["digit"] > 0.5

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tatami.cluster import Cluster, Processor
 from tatami.errors import InputError, MissingExtraError, PlanError
-from tatami.report import MethodResult, draw_text, memory_table, planner_table, run_table
+from tatami.report import Efficiency, MethodResult, draw_text, memory_table, planner_table, run_table
 from tatami.tiling import Span, Tile, Tiling, compare, plan
 from tatami.workload import Workload
 
@@ -40,8 +40,9 @@ DRAWN = """\
 └─────────────────┴────────────────┘
 100 samples across, 20 units down;
 darker is faster"""
+HALF = Efficiency(gamma=0.5, spread=0.04, computing=None, rounds=5)
 RUNS = (
-    MethodResult(method="even", iteration_s=0.05, samples_per_s=20480, efficiency=0.5),
+    MethodResult(method="even", iteration_s=0.05, samples_per_s=20480, efficiency=HALF),
     MethodResult(method="SRPM", iteration_s=0.025, samples_per_s=40960),
 )
 
@@ -135,7 +136,7 @@ def test_the_memory_table_shows_where_it_is_fullest() -> None:
 
 def test_the_run_table_compares_with_even() -> None:
     table = run_table(RUNS)
-    assert table.rows == (("even", "50 ms", "20,480", "1.00 x", "50 %"), ("SRPM", "25 ms", "40,960", "2.00 x", "-"))
+    assert table.rows == (("even", "50 ms", "20,480", "1.00 x", "50 % ±4 %"), ("SRPM", "25 ms", "40,960", "2.00 x", "-"))
     assert table.best == 1
     assert run_table(RUNS[1:]).headers[3] == "against SRPM"
 
@@ -145,7 +146,7 @@ def test_plain_text_is_aligned() -> None:
     assert lines[2:] == [
         "   method  per iteration  samples/s  against even  efficiency",
         "   ------  -------------  ---------  ------------  ----------",
-        "   even            50 ms     20,480        1.00 x        50 %",
+        "   even            50 ms     20,480        1.00 x   50 % ±4 %",
         "*  SRPM            25 ms     40,960        2.00 x           -",
     ]
 
@@ -155,7 +156,7 @@ def test_markdown_has_one_line_a_row_and_escapes_bars() -> None:
     assert run_table(runs).to_markdown().splitlines() == [
         "| method | per iteration | samples/s | against even | efficiency |",
         "| :-- | --: | --: | --: | --: |",
-        "| **even** | **50 ms** | **20,480** | **1.00 x** | **50 %** |",
+        "| **even** | **50 ms** | **20,480** | **1.00 x** | **50 % ±4 %** |",
         "| a\\|b | 1 s | 1,024 | 0.05 x | - |",
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tatami.cli.job import Prepared
     from tatami.cli.training import TrainingOutcome
     from tatami.comm import AbstractCommunicator
+    from tatami.report import Efficiency
 
 EPILOG = """
 [bold]Examples[/]
@@ -77,30 +78,35 @@ def demo(
 def _demo_rank(runs: dict[str, Prepared], comm: AbstractCommunicator, *, out: Path, as_json: bool) -> None:
     from tatami.cli.ranks import log_on_rank_0, progress_of
     from tatami.cli.results import tell_emulation
-    from tatami.cli.serial import serial_iteration_s
+    from tatami.cli.serial import AloneBetween
     from tatami.cli.training import train
+    from tatami.report import efficiency
 
     log_on_rank_0(comm)
     first = next(iter(runs.values()))
-    serial_s = serial_iteration_s(first, comm)
     say = tell if comm.rank == 0 and not as_json else _say_nothing
     if comm.rank == 0:
-        say(
-            f"digits {first.net} on {comm.size} ranks, {first.batch_size} samples an iteration; one core alone takes "
-            f"{1e3 * serial_s:.1f} ms",
-        )
+        say(f"digits {first.net} on {comm.size} ranks, {first.batch_size} samples an iteration")
         tell_emulation(first)
-    outcomes = {}
+    outcomes, efficiencies = {}, {}
     for method, prepared in runs.items():
         say(f"\n{_TOLD[method]}")
-        outcomes[method] = train(prepared, comm, progress=progress_of(comm))
+        alone = AloneBetween(prepared, comm)
+        outcomes[method] = train(prepared, comm, progress=progress_of(comm), callbacks=[alone])
+        rounds = alone.rounds(outcomes[method].history.iteration_s)
+        efficiencies[method] = efficiency(rounds) if rounds else None
     if comm.rank != 0:
         return
     pictures = _draw(runs, outcomes, out)
     if as_json:
-        show_json([{"method": method, **outcome.to_dict()} for method, outcome in outcomes.items()])
+        show_json(
+            [
+                {"method": method, **outcome.to_dict(), **_efficiency_record(efficiencies[method])}
+                for method, outcome in outcomes.items()
+            ]
+        )
         return
-    _report(runs, outcomes, serial_s=serial_s)
+    _report(runs, outcomes, efficiencies)
     for path in pictures:
         show(f"picture: {path}")
 
@@ -116,15 +122,19 @@ def _say_nothing(message: str) -> None:
     pass
 
 
-def _report(runs: dict[str, Prepared], outcomes: dict[str, TrainingOutcome], *, serial_s: float) -> None:
+def _efficiency_record(found: Efficiency | None) -> dict[str, Any]:
+    if found is None or found.problem:
+        return {"efficiency": None, "efficiency_problem": None if found is None else found.problem}
+    return {"efficiency": found.gamma, "efficiency_spread": found.spread}
+
+
+def _report(
+    runs: dict[str, Prepared], outcomes: dict[str, TrainingOutcome], efficiencies: dict[str, Efficiency | None]
+) -> None:
     from tatami.report import MethodResult, draw_text, run_table
 
-    emulation = runs["even"].emulation
     machines = runs["even"].machines
-    assert emulation is not None
     assert machines is not None
-    # gamma of the paper: 1 / T_parallel over the sum of every rank's own 1 / T_serial.
-    together_per_s = sum(1 / (serial_s * factor) for factor in emulation.factors)
     across = min(72, width())
     for method, outcome in outcomes.items():
         show("", f"{method}, at the end:", draw_text(outcome.tiling, speeds=machines.speeds, width=across))
@@ -136,12 +146,15 @@ def _report(runs: dict[str, Prepared], outcomes: dict[str, TrainingOutcome], *, 
                     method=method,
                     iteration_s=outcome.iteration_s,
                     samples_per_s=outcome.samples_per_s,
-                    efficiency=1 / outcome.iteration_s / together_per_s,
+                    efficiency=efficiencies[method],
                 )
                 for method, outcome in outcomes.items()
             ]
         ),
     )
+    for method, found in efficiencies.items():
+        if found is not None and found.problem:
+            show(f"{method}: {found.problem}")
     losses = [outcome.loss for outcome in outcomes.values()]
     apart = (max(losses) - min(losses)) / max(losses)
     same = "the same, up to rounding" if apart <= TOLERANCE else f"NOT the same: {apart:.1e} apart"

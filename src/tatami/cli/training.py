@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from tatami.records import Records
 from tatami.report import CoursePoint
 from tatami.retiling import DecisionKind
 from tatami.testing.slowdown import Slowdown
-from tatami.tiled import History, Metric, Trainer, tile
+from tatami.tiled import Callback, History, Metric, Trainer, tile
 from tatami.tiling import Tiling
 
 STEADY = 20
@@ -80,7 +81,9 @@ class TrainingOutcome:
         }
 
 
-def train(prepared: Prepared, comm: AbstractCommunicator, *, progress: Progress | None = None) -> TrainingOutcome:
+def train(
+    prepared: Prepared, comm: AbstractCommunicator, *, progress: Progress | None = None, callbacks: Sequence[Callback] = ()
+) -> TrainingOutcome:
     """Train as the job says. Collective.
 
     Raises:
@@ -111,6 +114,7 @@ def train(prepared: Prepared, comm: AbstractCommunicator, *, progress: Progress 
             retile=prepared.retiler,
             records=records,
             progress=progress,
+            callbacks=callbacks,
             rescue_dir=job.save.parent if job.save is not None else Path(),
             seed=job.seed,
         )

@@ -3,6 +3,7 @@
 from tatami.report.bandwidth import draw_bandwidth
 from tatami.report.course import CoursePoint, draw_course
 from tatami.report.drawing import draw_text
+from tatami.report.efficiency import Efficiency, EfficiencyRound, efficiency
 from tatami.report.phases import draw_schedule
 from tatami.report.picture import FORMATS, blank, check_path, save
 from tatami.report.shares import draw_shares
@@ -12,6 +13,8 @@ from tatami.report.tiles import draw_tiling
 __all__ = [
     "FORMATS",
     "CoursePoint",
+    "Efficiency",
+    "EfficiencyRound",
     "MethodResult",
     "Table",
     "blank",
@@ -22,6 +25,7 @@ __all__ = [
     "draw_shares",
     "draw_text",
     "draw_tiling",
+    "efficiency",
     "memory_table",
     "planner_table",
     "run_table",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tatami.cluster import Cluster
 from tatami.errors import InputError, MissingExtraError
+from tatami.report.efficiency import Efficiency
 from tatami.report.words import percent
 from tatami.tiling import Plan, Tiling
 from tatami.units import format_duration, format_size
@@ -100,13 +101,13 @@ class MethodResult:
         method: its name; the run that the others are compared with is called "even", or is the first.
         iteration_s: seconds per iteration.
         samples_per_s: samples per second of all ranks together.
-        efficiency: the paper's gamma, (1 / T_parallel) / sum of 1 / T_serial_i; None where no serial time was measured.
+        efficiency: gamma, with its spread; None where it was not measured. One that cannot be is left out.
     """
 
     method: str
     iteration_s: float
     samples_per_s: float
-    efficiency: float | None = None
+    efficiency: Efficiency | None = None
 
 
 def planner_table(plans: Sequence[Plan], *, weighted: Plan | None = None) -> Table:
@@ -190,7 +191,7 @@ def run_table(runs: Sequence[MethodResult]) -> Table:
             format_duration(run.iteration_s, digits=3),
             f"{run.samples_per_s:,.0f}",
             f"{base.iteration_s / run.iteration_s:.2f} x",
-            "-" if run.efficiency is None else percent(run.efficiency),
+            "-" if run.efficiency is None else run.efficiency.cell,
         )
         for run in runs
     ]
