@@ -11,7 +11,7 @@ from tatami.comm.agreement import DEBUG_VARIABLE
 from tatami.comm.allreduce import CACHED, AllReduce, AllReduceSpec, release, tuned_allreduce
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.reduction import Reduction
-from tatami.comm.threads import ThreadCommunicator
+from tatami.comm.thread_world import ThreadCommunicator
 from tatami.errors import ClosedError, CommTimeoutError, InputError, RankDiedError, ScheduleError
 from tatami.testing.worlds import World
 

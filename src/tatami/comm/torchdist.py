@@ -35,7 +35,8 @@ from tatami.comm.checked import CheckedCommunicator, DoneRequest, ThenRequest, a
 from tatami.comm.reduction import Op, combine
 from tatami.comm.roll_call import AbstractRollCall, ProcessPlace
 from tatami.comm.store_roll_call import StoreRollCall
-from tatami.comm.threads import single_communicator, wrong_size
+from tatami.comm.thread_world import wrong_size
+from tatami.comm.threads import single_communicator
 from tatami.comm.wait import Waiting, wait_policy, wait_until
 from tatami.errors import CommError, InputError, RankDiedError
 
