@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,6 @@ from tatami.checkpoints.files import (
     MANIFEST,
     Manifest,
     ManifestEntry,
-    describe,
     file_name,
     remove,
     scan,
@@ -40,10 +39,11 @@ from tatami.checkpoints.files import (
 )
 from tatami.checkpoints.replica_sets import parse_replica_sets, set_of
 from tatami.checkpoints.state_codec import State, decode, encode
+from tatami.checkpoints.writing import Writing
 from tatami.comm.agreement import all_or_none, same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.objects import bytes_of, tensor_of
-from tatami.errors import CheckpointError, InputError
+from tatami.errors import CheckpointError, CommError, InputError
 from tatami.outputs import make_folder, write_bytes
 
 logger = logging.getLogger(__name__)
@@ -71,8 +71,12 @@ class Resumed:
     skipped: tuple[str, ...]
 
 
+class _DamagedError(Exception):
+    """A member of a checkpoint has no good source left."""
+
+
 class MultiNodeCheckpoint:
-    """Saves and finds the state of all ranks. All methods are collective.
+    """Saves and finds the state of all ranks. All methods are collective but `is_written`.
 
     Args:
         directory: of this rank; shared between ranks or not.
@@ -102,6 +106,7 @@ class MultiNodeCheckpoint:
         self._directory = Path(directory)
         self._copies, self._keep = copies, keep
         self._found: frozenset[int] = frozenset()
+        self._writing: Writing | None = None
         facts = {"replica_sets": replica_sets, "copies": copies, "keep": keep}
         same_everywhere(self._comm, facts, where="MultiNodeCheckpoint")
         if not 0 <= copies < comm.size:
@@ -124,17 +129,47 @@ class MultiNodeCheckpoint:
             CheckpointError: on all ranks, if one could not write (says which, and why); older checkpoints are untouched. State
                 that cannot be kept (says where), and a directory with later checkpoints of another run.
         """
-        data, members = self._describe(step, state)
+        self.begin(step, state)
+        return self.finish()
+
+    def begin(self, step: int, state: State) -> None:
+        """As `save`, in the background: `state` is copied now, and may change when this returns.
+
+        It is a checkpoint when `finish` has returned. Only one is written at a time: one before is finished here.
+        """
+        if self._writing is not None:
+            self.finish()
+        data = self._encoded(step, state)
         folder = step_folder(self._directory, step)
-        manifest = Manifest(step=step, ranks=self._comm.size, members=members)
-        written: list[Path] = []
+        # Of a checkpoint that is replaced, what is half new must not count as whole.
+        self._together("could not be written", lambda: (folder / MANIFEST).unlink(missing_ok=True), step=step)
+        self._writing = Writing(folder, step, _member_name(self._comm.rank), data)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has nothing left to write, so that `finish` waits for other ranks only."""
+        return self._writing is None or self._writing.is_done
+
+    def finish(self) -> Path:
+        """Wait until all ranks have written what was begun, and make it a checkpoint; returns the folder.
+
+        Raises:
+            CheckpointError: as `save`.
+        """
+        writing = self._writing
+        if writing is None:
+            raise InputError("finish: no checkpoint was begun")
+        self._writing = None
+        step, folder = writing.step, writing.folder
         try:
-            # Of a checkpoint that is replaced, what is half new must not count as whole.
-            self._together("could not be written", lambda: (folder / MANIFEST).unlink(missing_ok=True), step=step)
-            self._together("could not be written", lambda: self._write(folder, data, members, written), step=step)
+            self._together("could not be written", writing.wait, step=step)
+            members = tuple(each for each in self._comm.allgather_object(writing.member) if each is not None)
+            if self._copies:
+                self._together("could not be written", lambda: self._copy(writing, members), step=step)
+            manifest = Manifest(step=step, ranks=self._comm.size, members=members)
             self._together("could not be written", lambda: write_manifest(folder, manifest), step=step)
         except CheckpointError:
-            for path in (folder / MANIFEST, *written):
+            for path in (folder / MANIFEST, *writing.written):
                 with contextlib.suppress(OSError):
                     path.unlink()
             with contextlib.suppress(OSError):
@@ -143,7 +178,13 @@ class MultiNodeCheckpoint:
         self._remove_replaced(step)
         return folder
 
-    def resume(self, *, skip_damaged: bool = False, reshard: Callable[[list[State]], State] | None = None) -> Resumed | None:
+    def resume(
+        self,
+        *,
+        skip_damaged: bool = False,
+        reshard: Callable[[list[State]], State] | None = None,
+        assemble: Callable[[Iterator[State]], State] | None = None,
+    ) -> Resumed | None:
         """The newest checkpoint that is complete, whatever rank's directory its files are in; None where there is none at all.
 
         One of which files are missing is left out. Of one of which files are damaged, copies are used where there are any.
@@ -151,6 +192,8 @@ class MultiNodeCheckpoint:
         Args:
             skip_damaged: leave out also what is damaged beyond its copies, instead of an error.
             reshard: makes the state of this rank from those of all sets of replicas, where there are more or fewer sets now.
+            assemble: as `reshard`, but the states come one after the other, so that only one of them is in memory at a time.
+                May be called again where a file turns out to be damaged.
 
         Raises:
             CheckpointError: on all ranks: no checkpoint is complete (says what each lacks); a file is damaged (says which, what
@@ -172,18 +215,17 @@ class MultiNodeCheckpoint:
             if candidate.missing:
                 skipped.append(f"step {step}: there is no file of {', '.join(candidate.missing)} on any rank")
                 continue
-            needs = self._needs(candidate.manifest, all_members=reshard is not None)
-            blobs, problems = fetch(candidate, self._comm, directory=self._directory, needs=needs)
-            problems = [*candidate.damaged, *problems]
-            if blobs is None:
+            problems = list(candidate.damaged)
+            try:
+                state = self._load(candidate, problems, reshard=reshard, assemble=assemble)
+            except _DamagedError:
                 if not skip_damaged:
                     usable = next((each for each in found[index + 1 :] if each.is_complete), None)
-                    raise CheckpointError("\n  ".join([_advice(step, usable), *problems]))
+                    raise CheckpointError("\n  ".join([_advice(step, usable), *problems])) from None
                 skipped += problems
                 continue
             for problem in problems:
                 logger.warning("%s; a copy is used", problem)
-            state = self._together("could not be loaded", partial(_loaded, blobs, reshard), step=step)
             self._found = frozenset(seen.step for each in inventories for seen in each)
             return Resumed(step=step, state=state, ranks=candidate.manifest.ranks, skipped=(*skipped, *problems))
         if unknown and not skip_damaged:
@@ -199,11 +241,11 @@ class MultiNodeCheckpoint:
 
     # -- saving ----------------------------------------------------------------------------------------------------------
 
-    def _describe(self, step: int, state: State) -> tuple[bytes, tuple[ManifestEntry, ...]]:
-        """What this rank has to write, if anything, and all that belongs to the checkpoint."""
+    def _encoded(self, step: int, state: State) -> bytes | None:
+        """What this rank has to write, if anything."""
         me = self._comm.rank
 
-        def describe_mine() -> tuple[bytes, ManifestEntry | None]:
+        def encode_mine() -> bytes | None:
             if step < 0:
                 raise InputError(f"step must be at least 0, not {step}")
             later = [seen.step for seen in scan(self._directory) if seen.step > step and seen.manifest is not None]
@@ -212,42 +254,35 @@ class MultiNodeCheckpoint:
                     f"{self._directory} has a checkpoint of step {stray[0]} that this run knows nothing of; call resume() "
                     "before the first save, or choose another directory"
                 )
-            if all(each[0] != me for each in self._sets):
-                return b"", None
-            data = encode(state)
-            return data, describe(_member_name(me), data)
+            return encode(state) if any(each[0] == me for each in self._sets) else None
 
-        data, member = self._together("cannot be saved", describe_mine, step=step)
-        told = self._comm.allgather_object((step, member))
-        if len({each for each, _ in told}) > 1:
-            raise InputError(f"save: the ranks are at different steps: {[each for each, _ in told]}")
-        return data, tuple(each for _, each in told if each is not None)
+        data = self._together("cannot be saved", encode_mine, step=step)
+        told = self._comm.allgather_object(step)
+        if len(set(told)) > 1:
+            raise InputError(f"save: the ranks are at different steps: {told}")
+        return data
 
-    def _write(self, folder: Path, data: bytes, members: Sequence[ManifestEntry], written: list[Path]) -> None:
-        """This rank's own state, and the copies that it keeps for others."""
-        me, problem = self._comm.rank, None
-
-        def put(name: str, content: bytes) -> None:
-            nonlocal problem
-            try:
-                written.append(folder / name)
-                write_bytes(folder / name, content, force=True)
-            except (OSError, InputError) as error:  # the others still wait for the copies that this rank sends and receives
-                problem = problem or error
-
+    def _copy(self, writing: Writing, members: Sequence[ManifestEntry]) -> None:
+        """The copies that this rank keeps for others, and those that others keep for it."""
+        me = self._comm.rank
+        problem: Exception | None = None
         by_name = {member.name: member for member in members}
-        if _member_name(me) in by_name:
-            put(file_name(_member_name(me)), data)
         copies = [
             (each[0], (each[0] + distance) % self._comm.size) for each in self._sets for distance in range(1, self._copies + 1)
         ]
+        data = writing.data or b""
         requests = [self._comm.isend(tensor_of(data), keeper) for owner, keeper in copies if owner == me]
         for owner, keeper in copies:
             if keeper == me:
                 member = by_name[_member_name(owner)]
                 copy = torch.empty(member.size_bytes, dtype=torch.uint8)
                 self._comm.recv(copy, owner)
-                put(file_name(member.name, kept_by=me), bytes_of(copy))
+                path = writing.folder / file_name(member.name, kept_by=me)
+                try:
+                    writing.written.append(path)
+                    write_bytes(path, bytes_of(copy), force=True)
+                except (OSError, InputError) as error:  # the others still wait for the copies that this rank sends
+                    problem = problem or error
         for request in requests:
             request.wait()
         if problem is not None:
@@ -265,6 +300,55 @@ class MultiNodeCheckpoint:
                 remove(self._directory, each.step)
 
     # -- resuming --------------------------------------------------------------------------------------------------------
+
+    def _load(
+        self,
+        candidate: Candidate,
+        problems: list[str],
+        *,
+        reshard: Callable[[list[State]], State] | None,
+        assemble: Callable[[Iterator[State]], State] | None,
+    ) -> State:
+        """The state of this rank; what was damaged joins `problems`.
+
+        Raises:
+            _DamagedError: on all ranks, a member that any rank needs has no good source.
+        """
+        step = candidate.manifest.step
+        if assemble is None:
+            needs = self._needs(candidate.manifest, all_members=reshard is not None)
+            blobs = self._fetch(candidate, needs, problems)
+            return self._together("could not be loaded", partial(_loaded, blobs, reshard), step=step)
+
+        def states() -> Iterator[State]:
+            for member in candidate.manifest.members:
+                (blob,) = self._fetch(candidate, [[member.name]] * self._comm.size, problems)
+                yield decode(blob)
+
+        # All ranks must fetch all members, also one on which `assemble` has failed.
+        each, result, failed = states(), None, None
+        try:
+            result = assemble(each)
+        except (_DamagedError, CommError):
+            raise
+        except Exception as error:
+            failed = error
+        for _ in each:
+            pass
+
+        def settled() -> State:
+            if failed is not None:
+                raise failed
+            return result
+
+        return self._together("could not be loaded", settled, step=step)
+
+    def _fetch(self, candidate: Candidate, needs: list[list[str]], problems: list[str]) -> list[bytes]:
+        blobs, damaged = fetch(candidate, self._comm, directory=self._directory, needs=needs)
+        problems += [each for each in damaged if each not in problems]
+        if blobs is None:
+            raise _DamagedError
+        return blobs
 
     def _needs(self, manifest: Manifest, *, all_members: bool) -> list[list[str]]:
         """Of each rank, which members.

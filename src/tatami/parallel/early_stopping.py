@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from tatami.comm.base import AbstractCommunicator
@@ -21,8 +22,11 @@ class EarlyStopping:
             if stopping.check(validation_loss, num_samples=len(mine)):
                 break                                   # on every rank
 
+    It is a callback of `tatami.Trainer`, too: `Trainer(..., callbacks=[EarlyStopping(comm, monitor="accuracy", mode="max")])`.
+
     Args:
         comm: the ranks.
+        monitor: what it looks at as a callback: "loss" of the validation, a metric, or "train_loss" of the epoch.
         patience: checks in a row without an improvement.
         mode: whether less or more is better.
         min_delta: what an improvement must exceed.
@@ -36,6 +40,7 @@ class EarlyStopping:
         self,
         comm: AbstractCommunicator,
         *,
+        monitor: str = "loss",
         patience: int = 3,
         mode: Literal["min", "max"] = "min",
         min_delta: float = 0.0,
@@ -44,6 +49,7 @@ class EarlyStopping:
             raise InputError(f"patience must be at least 1, not {patience}")
         if mode not in ("min", "max"):
             raise InputError(f"mode must be 'min' or 'max', not {mode!r}")
+        self._monitor = monitor
         self._comm, self._patience, self._mode, self._min_delta = comm, patience, mode, min_delta
         self.best: float | None = None
         self.num_bad = 0
@@ -61,6 +67,20 @@ class EarlyStopping:
         else:
             self.num_bad += 1
         return self.num_bad >= self._patience
+
+    def on_train_epoch_end(self, trainer: Any, values: Mapping[str, float]) -> None:
+        """For the Trainer: the values of an epoch, the same on every rank.
+
+        Raises:
+            InputError: `monitor` is not among them.
+        """
+        if self._monitor not in values:
+            raise InputError(
+                f"EarlyStopping monitors {self._monitor!r}, but an epoch gives {', '.join(values)}; give the Trainer "
+                "validation data or metrics, or choose one of these"
+            )
+        if self.check(values[self._monitor]):
+            trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "num_bad": self.num_bad}

@@ -4,6 +4,7 @@ from tatami.datasets.samples import Data, Samples
 from tatami.tiled.batches import AbstractBatches, LocalBatch
 from tatami.tiled.blocks import Blocks, find_blocks, workload_of
 from tatami.tiled.callbacks import Callback
+from tatami.tiled.checkpointing import ModelCheckpoint
 from tatami.tiled.data import TrainingData
 from tatami.tiled.history import History
 from tatami.tiled.measure import Speed, measure_sample_flop, measure_speed, measure_speeds
@@ -32,6 +33,7 @@ __all__ = [
     "LRSchedulerConfig",
     "LocalBatch",
     "Metric",
+    "ModelCheckpoint",
     "Moved",
     "PhaseTimes",
     "Phases",

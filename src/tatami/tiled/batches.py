@@ -66,6 +66,10 @@ class AbstractBatches(ABC):
             agree: whether the ranks tell each other of every batch whether it is the last; otherwise the caller does.
         """
 
+    def facts(self) -> dict[str, Any]:
+        """What makes the batches of an epoch what they are, for a run that goes on in mid-epoch."""
+        return {"batch_size": self.batch_size}
+
     def position(self) -> dict[str, Any]:
         """What is needed beside the number of batches to go on with the next one: the random state, and the loader's own."""
         return {"now": random_state()}

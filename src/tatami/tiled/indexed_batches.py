@@ -66,6 +66,9 @@ class IndexedBatches(AbstractBatches):
                 here = self._fetch(mine, None if order is None else order[mine.slice()])
             yield LocalBatch(size=size, here=here, is_last=start + size == self.num_samples)
 
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts(), "seed": self._seed}
+
     def _fetch(self, mine: Span, order: torch.Tensor | None) -> Any:
         if self._samples is None:
             if order is None:

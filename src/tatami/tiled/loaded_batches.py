@@ -35,6 +35,7 @@ class LoadedBatches(AbstractBatches):
         self._start: dict[str, Any] = {}
         self._sought: dict[str, Any] = {}
         self._loader_state: Any = None
+        self._is_ahead = False
         self._is_resumable = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self.num_batches = _length(loader)
         self.batch_size = getattr(loader, "batch_size", None)
@@ -66,6 +67,7 @@ class LoadedBatches(AbstractBatches):
                 used += 1
                 is_enough = used == most
                 upcoming = None if is_enough else self._draw()
+                self._is_ahead = not is_enough
                 is_last = upcoming is None and not is_enough
                 if agree:
                     ends = problems_of(model.comm, "ends" if is_last else None)
@@ -77,10 +79,13 @@ class LoadedBatches(AbstractBatches):
             self._batches = self._loader_state = None
 
     def position(self) -> dict[str, Any]:
-        if self._batches is None:
-            own = {"loader": self._loader.state_dict()} if self._is_resumable else {}
-        else:
-            own = {"loader": self._loader_state} if self._is_resumable else {"start": self._start}
+        own: dict[str, Any] = {"ahead": self._is_ahead}
+        if self._is_resumable:
+            own["loader"] = self._loader.state_dict() if self._batches is None else self._loader_state
+        elif self._batches is not None:
+            own["start"] = self._start
+        elif (generator := self._generator) is not None:
+            own["generator"] = generator.get_state()
         return {**super().position(), **own}
 
     def seek(self, position: dict[str, Any]) -> None:
@@ -90,29 +95,46 @@ class LoadedBatches(AbstractBatches):
     def _go_on(self, skip: int) -> Any:
         """The first batch that was not used before."""
         sought, self._sought = self._sought, {}
+        if not sought:
+            if self._batches is None:
+                self._begin()
+            current, self._first = self._first, None
+            return current
         if "loader" in sought:
             self._loader.load_state_dict(sought["loader"])
+            if self.num_batches is not None and skip >= self.num_batches:
+                return None  # the loader is at the next epoch already
             skip = 0
-        elif "start" in sought:
+        generator = self._generator
+        if "start" in sought:
             # What was drawn in the order of another random state is drawn again in that order.
             set_random_state(sought["start"]["all"])
-            if "generator" in sought["start"]:
-                self._loader.generator.set_state(sought["start"]["generator"])
-        elif sought:
+            if generator is not None:
+                generator.set_state(sought["start"]["generator"])
+        else:
             set_random_state(sought["now"])
-        if self._batches is None:
-            self._begin()
+            if generator is not None and "generator" in sought:
+                generator.set_state(sought["generator"])
+        self._begin()
         current, self._first = self._first, None
-        for _ in range(skip):
+        for number in range(skip):
+            if number == skip - 1 and not sought["ahead"]:
+                set_random_state(sought["now"])
             current = self._draw()
-        if sought:
+        if skip and sought["ahead"]:
             set_random_state(sought["now"])
         return current
 
+    @property
+    def _generator(self) -> torch.Generator | None:
+        """What the loader draws its order from, where that is not torch's own."""
+        generator = getattr(self._loader, "generator", None)
+        return generator if isinstance(generator, torch.Generator) else None
+
     def _begin(self) -> None:
         self._start = {"all": random_state()}
-        if isinstance(getattr(self._loader, "generator", None), torch.Generator):
-            self._start["generator"] = self._loader.generator.get_state()
+        if self._generator is not None:
+            self._start["generator"] = self._generator.get_state()
         self._batches = iter(self._loader)
         self._first = self._draw()
 

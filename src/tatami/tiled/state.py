@@ -21,7 +21,7 @@ def whole_state_dict(model: TiledModel, *, root: int = 0) -> dict[str, torch.Ten
     Units come from the first column, whose ranks hold each unit once.
     """
     whole = {}
-    sliced = _sliced(model)
+    sliced = sliced_tensors(model)
     for name, value in model.module.state_dict().items():
         if name not in sliced:
             whole[name] = value.detach().clone()
@@ -39,9 +39,9 @@ def load_whole_state_dict(model: TiledModel, state: Mapping[str, torch.Tensor] |
     Raises:
         CheckpointError: on every rank, and before anything is changed: see `check_state`.
     """
-    expected = _whole_tensors(model)
+    expected = whole_tensors(model)
     decided_on_root(model.comm, lambda: check_state(expected, state or {}), root=root)
-    sliced = _sliced(model)
+    sliced = sliced_tensors(model)
     own = model.module.state_dict()
     with torch.no_grad():
         for name, wanted in expected.items():
@@ -57,10 +57,10 @@ def load_whole_state_dict(model: TiledModel, state: Mapping[str, torch.Tensor] |
             own[name].copy_(whole)
 
 
-def _whole_tensors(model: TiledModel) -> dict[str, torch.Tensor]:
+def whole_tensors(model: TiledModel) -> dict[str, torch.Tensor]:
     """Shape and dtype that every tensor of the state dict has in the plain model, as tensors without memory."""
     tensors = {}
-    sliced = _sliced(model)
+    sliced = sliced_tensors(model)
     for name, value in model.module.state_dict().items():
         shape = list(value.shape)
         if name in sliced:
@@ -70,7 +70,7 @@ def _whole_tensors(model: TiledModel) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _sliced(model: TiledModel) -> dict[str, tuple[int, UnitRuns]]:
+def sliced_tensors(model: TiledModel) -> dict[str, tuple[int, UnitRuns]]:
     """The tensors of which this rank holds only some units: name -> (block, where the units lie)."""
     return {name: (index, runs) for index, block in enumerate(model.found.blocks) for name, runs in block.cuts.items()}
 

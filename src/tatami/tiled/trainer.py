@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tatami.clock import Clock, SystemClock
 from tatami.comm.agreement import same_everywhere
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import InputError
+from tatami.errors import CheckpointError, InputError
 from tatami.inputs import check_seed
 from tatami.progress import NoProgress, Progress
 from tatami.records import Records
@@ -25,8 +24,10 @@ from tatami.retiling import Retiler
 from tatami.tiled.batch import samples_of
 from tatami.tiled.batches import AbstractBatches
 from tatami.tiled.callbacks import Callbacks
+from tatami.tiled.checkpointing import ModelCheckpoint, TrainingCheckpoints
 from tatami.tiled.data import TrainingData, batches_of, comes_in_batches
 from tatami.tiled.evaluating import evaluate, predict
+from tatami.tiled.fitting import Fit, Validation
 from tatami.tiled.good_state import GoodState
 from tatami.tiled.history import History
 from tatami.tiled.limits import Limits
@@ -36,10 +37,11 @@ from tatami.tiled.model import TiledModel
 from tatami.tiled.objective import Objective, TrainingStep
 from tatami.tiled.optimizers import check_optimizer
 from tatami.tiled.precision import Precision
-from tatami.tiled.retiling import Check, Retiling
+from tatami.tiled.retiling import Retiling
 from tatami.tiled.scheduling import LearningRate, LRSchedulerConfig, MakeScheduler
+from tatami.tiled.setup import TrainingPosition, TrainingSetup
 from tatami.tiled.tile import tile as tile_network
-from tatami.tiled.updating import StopReason, Updated, Updates, UpdateSettings
+from tatami.tiled.updating import Updates, UpdateSettings
 from tatami.tiled.weights import load_model, save_model
 
 _SAMPLES = 4
@@ -67,6 +69,7 @@ class Trainer:
         precision: "bf16-mixed" or "16-mixed": autocast, as exact as that dtype; None: that of the weights.
         gradient_clip_val: clip gradients by their global 2-norm.
         callbacks: see `Callback`; `tatami.parallel.EarlyStopping` is one.
+        checkpoint: when all of training is saved, and where; see `fit(resume=True)`.
         records: where metrics go; only rank 0's is written to.
         record_every: iterations between two records of the loss.
         progress: a bar; only rank 0's is shown.
@@ -75,9 +78,7 @@ class Trainer:
         clock: for tests.
 
     Attributes:
-        iteration: updates so far.
-        epoch: epochs so far.
-        batch: batches of the running epoch so far.
+        optimizer: of the tiled model's parameters.
         should_stop: set by a callback on any rank, ends `fit` after the update.
     """
 
@@ -98,6 +99,7 @@ class Trainer:
         precision: Precision | None = None,
         gradient_clip_val: float | None = None,
         callbacks: Sequence[Any] = (),
+        checkpoint: ModelCheckpoint | None = None,
         records: Records | None = None,
         record_every: int = 10,
         progress: Progress | None = None,
@@ -114,16 +116,16 @@ class Trainer:
         )
         self._given_optimizer, self._given_scheduler, self._retiler = optimizer, scheduler, retile
         self._callbacks = Callbacks(callbacks)
-        self._given_records, self._given_progress = records, progress
+        self._records, self._progress = records, progress
         self._record_every = record_every
         self._rescue_dir = Path(rescue_dir)
         self._seed = seed
         self._clock = clock or SystemClock()
-        self.iteration = 0
-        self.epoch = 0
+        self._position = TrainingPosition()
         self.should_stop = False
-        self._begin_epoch()
-        self._model: TiledModel | None = None
+        self._checkpoint = checkpoint
+        self._checkpoints: TrainingCheckpoints | None = None
+        self._setup: TrainingSetup | None = None
         if isinstance(model, TiledModel):
             self._take(model)
         elif comm is None:
@@ -142,9 +144,24 @@ class Trainer:
         Raises:
             InputError: the network is tiled with the first batch, and there was none yet.
         """
-        if self._model is None:
+        if self._setup is None:
             raise InputError("the network is tiled with the first batch of fit or evaluate; until then there is no tiled model")
-        return self._model
+        return self._setup.model
+
+    @property
+    def iteration(self) -> int:
+        """Updates so far."""
+        return self._position.iteration
+
+    @property
+    def epoch(self) -> int:
+        """Epochs so far."""
+        return self._position.epoch
+
+    @property
+    def batch(self) -> int:
+        """Batches of the running epoch so far."""
+        return self._position.batch
 
     def fit(
         self,
@@ -158,6 +175,7 @@ class Trainer:
         stop_below: float | None = None,
         validation: TrainingData | None = None,
         metrics: Mapping[str, Metric] | Sequence[str] | None = None,
+        resume: bool | Path | str | None = None,
     ) -> History:
         """Train until the first of `epochs`, `iterations`, `max_time` and `stop_below` is reached. Collective.
 
@@ -173,8 +191,11 @@ class Trainer:
             stop_below: end as soon as the loss of an iteration is below this.
             validation: evaluated after every epoch.
             metrics: of the validation, see `evaluate`.
+            resume: True: go on from the newest checkpoint of this Trainer's folder, in mid-epoch, if there is one; or the
+                folder of another run. The limits count from the beginning of the `fit` that is gone on with.
 
         Raises:
+            CheckpointError: on all ranks: the checkpoint is damaged, or of another network or optimizer.
             NotFiniteError: the loss became NaN or infinite; the last good state is saved before.
             InputError: on all ranks, before anything is trained, where they were given different data; names the ranks.
         """
@@ -186,30 +207,33 @@ class Trainer:
         valid = None
         if validation is not None:
             own_size = None if comes_in_batches(validation) else batch_size or model.workload.samples
-            valid = batches_of(validation, batch_size=own_size, name="the validation data set")
+            valid = Validation(
+                batches=batches_of(validation, batch_size=own_size, name="the validation data set"), metrics=wanted
+            )
         batches.compare(model.comm)
         facts = {**dataclasses.asdict(limits), "validation": valid is not None, **dataclasses.asdict(self._settings)}
+        facts |= {"checkpoint": self._checkpoint and dataclasses.replace(self._checkpoint, dirpath=""), "resume": bool(resume)}
         same_everywhere(model.comm, facts, where="Trainer.fit")
-        history = History()
-        run = _Run(batches=batches, limits=limits, history=history, begun_s=self._clock.now_s())
-        last_epoch = None if epochs is None else self.epoch + epochs
+        if self._checkpoint is not None and self._checkpoints is None:
+            self._checkpoints = TrainingCheckpoints(self._checkpoint, model)
+        setup = self._setup
+        assert setup is not None
+        self._position.begin_fit()
+        if resume:
+            self._resume(resume, batches)
         self.should_stop = False
-        self._begin_epoch()
-        model.train()
-        self._progress.start("training", total=self._total_samples(batches, limits))
-        try:
-            self._callbacks.call("on_fit_start", self)
-            while not self._fit_epoch(run):
-                if self._end_epoch(run, valid, wanted) or self.epoch == last_epoch:
-                    break
-            self._callbacks.call("on_fit_end", self)
-        except BaseException as error:
-            self._callbacks.call("on_exception", self, error)
-            raise
-        finally:
-            self._updates.forget()
-            self._progress.finish()
-        return history
+        run = Fit(
+            self,
+            setup,
+            position=self._position,
+            batches=batches,
+            limits=limits,
+            validation=valid,
+            checkpoint=self._checkpoint,
+            checkpoints=self._checkpoints,
+        )
+        run.run()
+        return run.history
 
     def evaluate(
         self,
@@ -227,7 +251,7 @@ class Trainer:
         """
         wanted, batches = metrics_of(metrics), batches_of(data, batch_size=batch_size)
         self._tile_with(batches)
-        return self._evaluate(batches, wanted)
+        return evaluate(self.model, batches, self._objective, metrics=wanted, precision=self._settings.precision)
 
     def predict(self, data: TrainingData, *, batch_size: int | None = None) -> Any:
         """The outputs of the network for all of `data`, in order, the same on every rank. Collective.
@@ -259,7 +283,7 @@ class Trainer:
 
     def _tile_with(self, batches: AbstractBatches) -> None:
         """Tile the network, where it is not tiled yet, with the first batch as its sample."""
-        if self._model is not None:
+        if self._setup is not None:
             return
         first, batch_size = batches.sample(_SAMPLES)
         sample = None
@@ -269,7 +293,6 @@ class Trainer:
         self._take(self._tile(batch_size=batch_size, sample=sample, reduction=self._reduction))
 
     def _take(self, model: TiledModel) -> None:
-        self._model = model
         model.reduction = self._reduction
         given = self._given_optimizer
         self.optimizer = given if isinstance(given, torch.optim.Optimizer) else given(model.parameters())
@@ -278,152 +301,40 @@ class Trainer:
         schedule = self._given_scheduler
         if schedule is not None and not isinstance(schedule, LRSchedulerConfig):
             schedule = LRSchedulerConfig(scheduler=schedule)
-        self._learning_rate = LearningRate(schedule, self.optimizer) if schedule is not None else None
-        self._retiling = Retiling(model, self.optimizer, retiler=self._retiler) if self._retiler is not None else None
-        self._good = GoodState(model, folder=self._rescue_dir)
-        self._updates = Updates(
-            model, self.optimizer, self._objective, settings=self._settings, good=self._good, retiling=self._retiling
-        )
+        good = GoodState(model, folder=self._rescue_dir)
+        retiling = Retiling(model, self.optimizer, retiler=self._retiler) if self._retiler is not None else None
         is_first = model.comm.rank == 0
-        self._records = self._given_records if self._given_records is not None and is_first else Records()
-        self._progress = self._given_progress if self._given_progress is not None and is_first else NoProgress()
+        self._setup = TrainingSetup(
+            model=model,
+            optimizer=self.optimizer,
+            objective=self._objective,
+            settings=self._settings,
+            updates=Updates(model, self.optimizer, self._objective, settings=self._settings, good=good, retiling=retiling),
+            good=good,
+            learning_rate=LearningRate(schedule, self.optimizer) if schedule is not None else None,
+            retiling=retiling,
+            callbacks=self._callbacks,
+            records=self._records if self._records is not None and is_first else Records(),
+            record_every=self._record_every,
+            progress=self._progress if self._progress is not None and is_first else NoProgress(),
+            clock=self._clock,
+        )
 
-    def _fit_epoch(self, run: _Run) -> bool:
-        """What is left of an epoch; True if training is to end here."""
-        limits, history = run.limits, run.history
-        most = None
-        if limits.iterations is not None:
-            most = (limits.iterations - len(history.losses)) * self._settings.accumulate_grad_batches
-        self._callbacks.call("on_train_epoch_start", self)
-        start_s = self._clock.now_s()
-        for portion in run.batches.epoch(self.epoch, self.model, skip=self.batch, most=most):
-            self.batch += 1
-            updated = self._updates.add(
-                portion, iteration=self.iteration + 1, epoch=self.epoch, batch=self.batch, stop=self._wish(run)
-            )
-            if updated is None:
-                continue
-            self.iteration += 1
-            check = self._retile()
-            now_s = self._clock.now_s()
-            history.losses.append(updated.loss)
-            history.iteration_s.append(now_s - start_s)
-            self._epoch_loss += updated.loss * (updated.samples if self.model.reduction == "mean" else 1)
-            self._epoch_samples += updated.samples
-            if self._learning_rate is not None:
-                self._learning_rate.step("step", {"train_loss": updated.loss})
-            self._record(history, check, updated)
-            if self._is_over(run, updated):
-                return True
-            start_s = self._clock.now_s()
-        return False
-
-    def _begin_epoch(self) -> None:
-        self.batch = 0
-        self._epoch_loss, self._epoch_samples = 0.0, 0
-
-    def _is_over(self, run: _Run, updated: Updated) -> bool:
-        limits, history = run.limits, run.history
-        if limits.stop_below is not None and updated.loss < limits.stop_below:
-            history.stopped = "loss"
-        elif limits.iterations is not None and len(history.losses) >= limits.iterations:
-            history.stopped = "iterations"
-        elif updated.stop is not None:
-            history.stopped = updated.stop
+    def _resume(self, resume: Literal[True] | Path | str, batches: AbstractBatches) -> None:
+        setup = self._setup
+        assert setup is not None
+        if resume is True:
+            if self._checkpoints is None:
+                raise InputError("resume=True: the Trainer has no checkpoint=ModelCheckpoint(dirpath=...); or give a path")
+            found = self._checkpoints.resume(setup, self._position, batches)
         else:
-            return False
-        return True
-
-    def _end_epoch(self, run: _Run, valid: AbstractBatches | None, metrics: Mapping[str, Metric]) -> bool:
-        """True if a callback wants to stop."""
-        samples = self._epoch_samples if self.model.reduction == "mean" else 1
-        values = {"train_loss": self._epoch_loss / samples}
-        self.epoch += 1
-        self._begin_epoch()
-        if valid is not None:
-            found = self._evaluate(valid, metrics)
-            run.history.validation.append(found)
-            self._records.write("validation", iteration=self.iteration, values={"epoch": self.epoch, **found})
-            values |= found
-        if self._learning_rate is not None:
-            self._learning_rate.step("epoch", values)
-        if not len(self._callbacks):
-            return False
-        self._callbacks.call("on_train_epoch_end", self, values)
-        if not any(self.model.comm.allgather_object(self.should_stop)):
-            return False
-        run.history.stopped = "callback"
-        return True
-
-    def _wish(self, run: _Run) -> StopReason | None:
-        """Why this rank would stop."""
-        limit_s = run.limits.max_time_s
-        if limit_s is not None and self.model.comm.rank == 0 and self._clock.now_s() - run.begun_s >= limit_s:
-            return "time"
-        return "callback" if self.should_stop else None
-
-    def _evaluate(self, batches: AbstractBatches, metrics: Mapping[str, Metric]) -> dict[str, float]:
-        return evaluate(self.model, batches, self._objective, metrics=metrics, precision=self._settings.precision)
-
-    def _retile(self) -> Check | None:
-        if self._retiling is None:
-            self.model.phases.finish_iteration()
-            return None
-        check = self._retiling.step(companions=self._good.companions())
-        self._good.moved()
-        return check
-
-    def _record(self, history: History, check: Check | None, updated: Updated) -> None:
-        rate = updated.samples / max(history.iteration_s[-1], 1e-9)
-        self._progress.advance(updated.samples, fields={"loss": f"{updated.loss:.4g}"})
-        if check is not None:
-            history.checks.append(check)
-            self._records.write(
-                "check",
-                iteration=self.iteration,
-                values={
-                    "decision": check.decision.kind.value,
-                    "reason": check.decision.reason,
-                    "imbalance": check.imbalance,
-                    "moved_units": check.moved.num_units if check.moved else 0,
-                },
-            )
-            self._callbacks.call("on_retile", self, check)
-        if self.iteration % self._record_every == 0:
-            self._records.write(
-                "train", iteration=self.iteration, values={"epoch": self.epoch, "loss": updated.loss, "samples_per_s": rate}
-            )
-        self._callbacks.call("on_train_batch_end", self, updated.loss)
-
-    def _total_samples(self, batches: AbstractBatches, limits: Limits) -> int | None:
-        """That `fit` will go through, where that is known."""
-        samples, batch_size, num_batches = batches.num_samples, batches.batch_size, batches.num_batches
-        if samples is None or batch_size is None or num_batches is None:
-            return None
-        totals = []
-        if limits.epochs is not None:
-            totals.append(limits.epochs * samples)
-        if limits.iterations is not None:
-            full, rest = divmod(limits.iterations * self._settings.accumulate_grad_batches, num_batches)
-            totals.append(full * samples + min(rest * batch_size, samples))
-        return min(totals) if totals else None
-
-
-@dataclass(kw_only=True)
-class _Run:
-    """One call of `fit` under way.
-
-    Attributes:
-        batches: of the data.
-        limits: when it ends.
-        history: what it did so far.
-        begun_s: when, by the Trainer's clock.
-    """
-
-    batches: AbstractBatches
-    limits: Limits
-    history: History
-    begun_s: float
+            elsewhere = TrainingCheckpoints(ModelCheckpoint(dirpath=resume), setup.model)
+            found = elsewhere.resume(setup, self._position, batches)
+            elsewhere.close()
+            if not found:
+                raise CheckpointError(f"there is no checkpoint in {resume}")
+        if found and self._retiler is not None:
+            setup.retiling = setup.updates.retiling = Retiling(setup.model, setup.optimizer, retiler=self._retiler)
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: TiledModel) -> None:

@@ -7,8 +7,8 @@ means, each batch counts by its samples, so that a smaller last batch of an epoc
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch.amp import GradScaler
@@ -25,9 +25,6 @@ from tatami.tiled.objective import Objective
 from tatami.tiled.phases import IterationPhase
 from tatami.tiled.precision import Precision, autocast, check_precision
 from tatami.tiled.retiling import Retiling
-
-StopReason = Literal["callback", "time"]
-_REASONS: tuple[StopReason, ...] = get_args(StopReason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,25 +56,30 @@ class Updated:
     Attributes:
         loss: over the samples of its batches, before it.
         samples: of all its batches.
-        stop: why a rank has asked to stop, the same on all ranks; None where none has.
+        signals: by name, how many ranks gave it; the same on all ranks.
     """
 
     loss: float
     samples: int
-    stop: StopReason | None
+    signals: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Report:
     """What the ranks tell each other of a batch, while they compute its backward pass or, if they are watched, after it.
 
-    The loss; how many ranks have a loss that is not finite; for how many the epoch ends; how many ask to stop, by reason; and
-    what `Retiling.told` says.
+    Attributes:
+        sums: over the ranks: the loss; how many have a loss that is not finite; for how many the epoch ends; the signals;
+            and what `Retiling.told` says.
+        request: of the sums under way; None where the rank is alone.
+        value: the loss here.
+        signals: their names.
     """
 
     sums: torch.Tensor
     request: AbstractRequest | None
     value: float
+    signals: tuple[str, ...]
 
 
 class Updates:
@@ -103,7 +105,7 @@ class Updates:
         retiling: Retiling | None = None,
     ) -> None:
         self._model, self._optimizer, self._objective = model, optimizer, objective
-        self._settings, self._good, self._retiling = settings, good, retiling
+        self._settings, self._good, self.retiling = settings, good, retiling
         self._device = next(model.parameters()).device
         self.scaler = GradScaler(self._device.type, enabled=settings.precision == "16-mixed")
         self.forget()
@@ -112,44 +114,45 @@ class Updates:
         """Begin an update: what was accumulated is left out."""
         self._num_batches = self._samples = self._first_size = 0
         self._loss = 0.0
-        self._stop: StopReason | None = None
 
-    def add(self, portion: LocalBatch, *, iteration: int, epoch: int, batch: int, stop: StopReason | None) -> Updated | None:
+    def add(
+        self, batch: LocalBatch, *, iteration: int, epoch: int, batch_number: int, signals: Mapping[str, bool]
+    ) -> Updated | None:
         """Forward and backward over one batch, and the update if it is complete. Collective.
 
         Args:
-            portion: the batch.
-            iteration, epoch, batch: which this is, for errors.
-            stop: why this rank asks to stop, if it does.
+            batch: the batch.
+            iteration, epoch, batch_number: which this is, for errors.
+            signals: what this rank tells the others; the same names on all ranks.
 
         Raises:
             NotFiniteError: on all ranks, the loss is NaN or infinite; the last good parameters are back in the model.
             InputError: the epoch ends on some ranks only.
         """
-        model, size = self._model, portion.size
+        model, size = self._model, batch.size
         if self._num_batches == 0:
             self._optimizer.zero_grad(set_to_none=True)
             self._first_size = size
-        num_here = samples_of(portion.here)
-        self._objective.check_targets(portion.here, reduction=model.reduction, rank=model.comm.rank)
+        num_here = samples_of(batch.here)
+        self._objective.check_targets(batch.here, reduction=model.reduction, rank=model.comm.rank)
         with autocast(self._settings.precision, self._device):
-            loss = self._objective(model, portion.here)
+            loss = self._objective(model, batch.here)
         # Where every iteration is watched, its times go with the sum of the loss, which then waits for the gradients.
-        watched = self._retiling is not None and self._retiling.watcher is not None
-        report = None if watched else self._begin_report(loss, portion, num_here=num_here, stop=stop)
+        watched = self.retiling is not None and self.retiling.watcher is not None
+        report = None if watched else self._begin_report(loss, batch, num_here=num_here, signals=signals)
         weight = size / self._first_size if model.reduction == "mean" else 1.0
         scaled: torch.Tensor = self.scaler.scale(loss if weight == 1.0 else loss * weight)
         scaled.backward()  # type: ignore[no-untyped-call]
-        report = report or self._begin_report(loss, portion, num_here=num_here, stop=stop)
-        value = self._end_report(report, portion, iteration=iteration, epoch=epoch, batch=batch)
+        report = report or self._begin_report(loss, batch, num_here=num_here, signals=signals)
+        value, given = self._end_report(report, batch, iteration=iteration, epoch=epoch, batch_number=batch_number)
         self._loss += value * (size if model.reduction == "mean" else 1.0)
         self._samples += size
         self._num_batches += 1
-        if self._num_batches < self._settings.accumulate_grad_batches and not portion.is_last:
+        if self._num_batches < self._settings.accumulate_grad_batches and not batch.is_last:
             return None
         self._update(iteration)
         mean = self._loss / self._samples if model.reduction == "mean" else self._loss
-        updated = Updated(loss=mean, samples=self._samples, stop=self._stop)
+        updated = Updated(loss=mean, samples=self._samples, signals=given)
         self.forget()
         return updated
 
@@ -166,36 +169,39 @@ class Updates:
         self.scaler.update()
 
     def _begin_report(
-        self, local_loss: torch.Tensor, portion: LocalBatch, *, num_here: int, stop: StopReason | None
+        self, local_loss: torch.Tensor, batch: LocalBatch, *, num_here: int, signals: Mapping[str, bool]
     ) -> _Report:
         """Start the sums over the ranks; they travel while backward computes."""
         model = self._model
         value = local_loss.item() if num_here else 0.0
-        weight = num_here / portion.size if model.reduction == "mean" else 1.0
+        weight = num_here / batch.size if model.reduction == "mean" else 1.0
         finite = math.isfinite(value)
         share = value * weight if finite and model.speaks_for_column else 0.0
-        told = [share, float(not finite), float(portion.is_last), *(float(stop == reason) for reason in _REASONS)]
-        if self._retiling is not None:
-            told += self._retiling.told()
+        told = [share, float(not finite), float(batch.is_last), *map(float, signals.values())]
+        if self.retiling is not None:
+            told += self.retiling.told()
         sums = torch.tensor(told, dtype=torch.float64)
         request = model.comm.iallreduce(sums) if model.comm.size > 1 else None
-        return _Report(sums=sums, request=request, value=value)
+        return _Report(sums=sums, request=request, value=value, signals=tuple(signals))
 
-    def _end_report(self, report: _Report, portion: LocalBatch, *, iteration: int, epoch: int, batch: int) -> float:
+    def _end_report(
+        self, report: _Report, batch: LocalBatch, *, iteration: int, epoch: int, batch_number: int
+    ) -> tuple[float, dict[str, int]]:
+        """The loss, and how many ranks gave each signal."""
         comm = self._model.comm
         if report.request is not None:
             with self._model.phases.during(IterationPhase.HORIZONTAL):
                 report.request.wait()
         loss, num_bad, num_ends, *rest = report.sums.tolist()
-        num_stops = rest[: len(_REASONS)]
-        if self._retiling is not None:
-            self._retiling.heard(rest[len(_REASONS) :])
+        given = dict(zip(report.signals, map(int, rest), strict=False))
+        if self.retiling is not None:
+            self.retiling.heard(rest[len(given) :])
         if num_bad:
             self._rescue(report.value, iteration)
         if 0 < num_ends < comm.size:
-            check_ends(problems_of(comm, "ends" if portion.is_last else None), size=comm.size, batch=batch, epoch=epoch)
-        self._stop = self._stop or next((reason for reason, num in zip(_REASONS, num_stops, strict=True) if num), None)
-        return float(loss)
+            ends = problems_of(comm, "ends" if batch.is_last else None)
+            check_ends(ends, size=comm.size, batch=batch_number, epoch=epoch)
+        return float(loss), given
 
     def _rescue(self, local_loss: float, iteration: int) -> None:
         """The loss is not finite: save the last parameters whose loss was, and say where it happened."""

@@ -1,0 +1,202 @@
+"""Checkpoints of all of training: written in shards, in the background; read by any number of ranks, on any tiling."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tatami.checkpoints import MultiNodeCheckpoint
+from tatami.checkpoints.state_codec import State
+from tatami.errors import CheckpointError, InputError
+from tatami.tiled.batches import AbstractBatches
+from tatami.tiled.model import TiledModel
+from tatami.tiled.moving import move
+from tatami.tiled.setup import TrainingPosition, TrainingSetup
+from tatami.tiled.training_state import Assembly, common_state, shard_of
+from tatami.tiling import Layout
+from tatami.tiling.layout import Column
+from tatami.units import parse_duration
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCheckpoint:
+    """When the state of training is saved, and where; the words are Lightning's.
+
+    Attributes:
+        dirpath: of this rank; shared between ranks or not.
+        every_n_train_steps: updates from one checkpoint to the next.
+        every_n_epochs: likewise; where no other interval is given, every epoch. What ends `fit` is saved in any case.
+        train_time_interval: "10 min", seconds, or a `timedelta`, by the clock of rank 0.
+        keep: how many are kept.
+        copies: on how many other ranks' disks each shard is kept beside its own, where disks are not shared.
+    """
+
+    dirpath: Path | str
+    every_n_train_steps: int | None = None
+    every_n_epochs: int | None = None
+    train_time_interval: str | float | timedelta | None = None
+    keep: int = 2
+    copies: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("every_n_train_steps", "every_n_epochs"):
+            every = getattr(self, name)
+            if every is not None and every < 1:
+                raise InputError(f"{name} must be at least 1, not {every}")
+        if self.interval_s is not None and self.interval_s <= 0:
+            raise InputError(f"train_time_interval must be above 0, not {self.train_time_interval}")
+
+    @property
+    def interval_s(self) -> float | None:
+        given = self.train_time_interval
+        return given.total_seconds() if isinstance(given, timedelta) else None if given is None else parse_duration(given)
+
+    def is_due(self, position: TrainingPosition) -> bool:
+        """After an update."""
+        return self.every_n_train_steps is not None and position.iteration % self.every_n_train_steps == 0
+
+    def is_due_after_epoch(self, position: TrainingPosition) -> bool:
+        every = self.every_n_epochs
+        if every is None:
+            every = 1 if self.every_n_train_steps is None and self.train_time_interval is None else None
+        return every is not None and position.epoch % every == 0
+
+
+class TrainingCheckpoints:
+    """Saves and resumes one run of training. All methods are collective but `is_written`.
+
+    Args:
+        settings: where, and how many are kept.
+        model: its ranks.
+
+    Raises:
+        InputError: the folder cannot be written to; says on which rank.
+    """
+
+    def __init__(self, settings: ModelCheckpoint, model: TiledModel) -> None:
+        self._store = MultiNodeCheckpoint(settings.dirpath, model.comm, copies=settings.copies, keep=settings.keep)
+        self._settings = settings
+        self._has_begun = False
+        self._last: int | None = None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has written its part of what is under way."""
+        return self._store.is_written
+
+    def begin(self, setup: TrainingSetup, position: TrainingPosition, batches: AbstractBatches) -> None:
+        """Save in the background; what was under way is finished before.
+
+        Raises:
+            CheckpointError: on all ranks, one could not write the one before.
+        """
+        self.finish()
+        self._store.begin(position.iteration, _state(setup, position, batches))
+        self._has_begun = True
+        self._last = position.iteration
+
+    def finish(self) -> None:
+        """Wait for what is under way. Raises as `begin`."""
+        if self._has_begun:
+            self._has_begun = False
+            self._store.finish()
+
+    def is_saved(self, position: TrainingPosition) -> bool:
+        """Whether the last update is in a checkpoint."""
+        return self._last == position.iteration
+
+    def resume(self, setup: TrainingSetup, position: TrainingPosition, batches: AbstractBatches) -> bool:
+        """Go on from the newest checkpoint; False where there is none.
+
+        Nothing is changed where it cannot be loaded.
+
+        Raises:
+            CheckpointError: on all ranks: it is damaged, or of another network, optimizer, or data.
+        """
+        found = self._store.resume(assemble=lambda states: _assembled(states, setup, batches))
+        if found is None:
+            logger.info("there is no checkpoint in %s; training begins", self._settings.dirpath)
+            return False
+        assembly, common, own = found.state
+        assembly.commit()
+        _restore(setup, position, common)
+        batches.seek(own)
+        self._last = position.iteration
+        return True
+
+    def close(self) -> None:
+        """Leave the other ranks; the checkpoints stay."""
+        self._store.close()
+
+
+def _state(setup: TrainingSetup, position: TrainingPosition, batches: AbstractBatches) -> State:
+    """What this rank writes. The first rank writes what all have alike."""
+    model, optimizer = setup.model, setup.optimizer
+    common = None
+    if model.comm.rank == 0:
+        common = {
+            **common_state(model, optimizer),
+            "position": dataclasses.asdict(position),
+            "data": _facts(setup, batches),
+            "generator": model.generator.get_state(),
+            "scaler": setup.updates.scaler.state_dict(),
+            "learning_rate": setup.learning_rate.state_dict() if setup.learning_rate is not None else None,
+            "callbacks": setup.callbacks.state_dict(),
+            "names": list(model.names),
+            "layout": [[column.width, list(column.processors), list(column.heights)] for column in model.layout.columns],
+        }
+    return {"common": common, "shard": shard_of(model, optimizer), "own": batches.position()}
+
+
+def _facts(setup: TrainingSetup, batches: AbstractBatches) -> dict[str, Any]:
+    """What must be alike for an epoch to be gone on with."""
+    accumulate = setup.settings.accumulate_grad_batches
+    return {"samples": batches.num_samples, "accumulate_grad_batches": accumulate, **batches.facts()}
+
+
+def _assembled(
+    states: Iterator[State], setup: TrainingSetup, batches: AbstractBatches
+) -> tuple[Assembly, Mapping[str, Any], Mapping[str, Any]]:
+    """The weights for this rank's tile, what all ranks have alike, and what is this rank's own."""
+    model = setup.model
+    first = next(states)
+    common, own = first["common"], first["own"]
+    facts = _facts(setup, batches)
+    if common["position"]["batch"] and common["data"] != facts:
+        was = common["data"]
+        told = ", ".join(f"{key} {facts[key]} (was {was.get(key)})" for key in facts if facts[key] != was.get(key))
+        raise CheckpointError(f"it was saved within an epoch over other data: {told}. Give fit what it was given then")
+    layout = Layout(
+        columns=tuple(
+            Column(width=width, processors=tuple(processors), heights=tuple(heights))
+            for width, processors, heights in common["layout"]
+        )
+    )
+    # The run has learnt how to lie; with other ranks, the plan for those is kept.
+    if tuple(common["names"]) == model.names and layout != model.layout:
+        move(model, layout, optimizer=setup.optimizer)
+    assembly = Assembly(model, setup.optimizer, common=common)
+    assembly.take(first["shard"])
+    for rank, state in enumerate(states, start=1):
+        assembly.take(state["shard"])
+        if rank == model.comm.rank:
+            own = state["own"]
+    assembly.check()
+    return assembly, common, own
+
+
+def _restore(setup: TrainingSetup, position: TrainingPosition, common: Mapping[str, Any]) -> None:
+    for name, value in common["position"].items():
+        setattr(position, name, value)
+    setup.model.generator.set_state(common["generator"])
+    setup.updates.scaler.load_state_dict(common["scaler"])
+    if setup.learning_rate is not None and common["learning_rate"] is not None:
+        setup.learning_rate.load_state_dict(common["learning_rate"])
+    setup.callbacks.load_state_dict(common["callbacks"])

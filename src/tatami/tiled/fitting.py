@@ -1,0 +1,243 @@
+"""The loop of one call of `Trainer.fit`: batches, updates, epochs, and what happens between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tatami.tiled.batches import AbstractBatches
+from tatami.tiled.checkpointing import ModelCheckpoint, TrainingCheckpoints
+from tatami.tiled.evaluating import evaluate
+from tatami.tiled.history import History
+from tatami.tiled.limits import Limits
+from tatami.tiled.metrics import Metric
+from tatami.tiled.retiling import Check
+from tatami.tiled.setup import TrainingPosition, TrainingSetup
+from tatami.tiled.updating import Updated
+
+_STOP, _TIME, _WRITTEN, _DUE = "callback", "time", "written", "due"
+"""What the ranks tell each other with every batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """What is evaluated after every epoch."""
+
+    batches: AbstractBatches
+    metrics: Mapping[str, Metric]
+
+
+class Fit:
+    """One call of `fit`.
+
+    Args:
+        trainer: what callbacks are given.
+        setup: its parts.
+        position: where it is; changed.
+        batches: of the data.
+        limits: when it ends.
+        validation: after every epoch; None: none.
+        checkpoint, checkpoints: when the state is saved, and how; None: never.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        setup: TrainingSetup,
+        *,
+        position: TrainingPosition,
+        batches: AbstractBatches,
+        limits: Limits,
+        validation: Validation | None,
+        checkpoint: ModelCheckpoint | None,
+        checkpoints: TrainingCheckpoints | None,
+    ) -> None:
+        self._trainer, self._setup, self._position = trainer, setup, position
+        self._batches, self._limits, self._validation = batches, limits, validation
+        self._checkpoint, self._checkpoints = checkpoint, checkpoints
+        self._begun_s = self._saved_s = setup.clock.now_s()
+        self._wants_checkpoint = False
+        self.history = History()
+
+    def run(self) -> None:
+        """Train until a limit is reached. Collective."""
+        call = self._setup.callbacks.call
+        self._setup.model.train()
+        self._setup.progress.start("training", total=self._total_samples())
+        try:
+            call("on_fit_start", self._trainer)
+            while not self._has_ended():
+                if self._epoch() or self._end_epoch():
+                    break
+            if self._checkpoints is not None:
+                if not self._checkpoints.is_saved(self._position):
+                    self._save()
+                self._checkpoints.finish()
+            call("on_fit_end", self._trainer)
+        except BaseException as error:
+            call("on_exception", self._trainer, error)
+            raise
+        finally:
+            self._setup.updates.forget()
+            self._setup.progress.finish()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _has_ended(self) -> bool:
+        """Whether a limit was reached by whole epochs or updates, perhaps by the run that is gone on with."""
+        limits, position = self._limits, self._position
+        if limits.iterations is not None and position.iteration - position.begun_iteration >= limits.iterations:
+            self.history.stopped = "iterations"
+            return True
+        return limits.epochs is not None and position.epoch - position.begun_epoch >= limits.epochs
+
+    def _epoch(self) -> bool:
+        """What is left of an epoch; True if training is to end here."""
+        setup, position, limits = self._setup, self._position, self._limits
+        most = None
+        if limits.iterations is not None:
+            left = limits.iterations - (position.iteration - position.begun_iteration)
+            most = left * setup.settings.accumulate_grad_batches
+        setup.callbacks.call("on_train_epoch_start", self._trainer)
+        start_s = setup.clock.now_s()
+        for batch in self._batches.epoch(position.epoch, setup.model, skip=position.batch, most=most):
+            position.batch += 1
+            updated = setup.updates.add(
+                batch,
+                iteration=position.iteration + 1,
+                epoch=position.epoch,
+                batch_number=position.batch,
+                signals=self._signals(),
+            )
+            if updated is None:
+                continue
+            position.iteration += 1
+            check = self._retile()
+            self.history.losses.append(updated.loss)
+            self.history.iteration_s.append(setup.clock.now_s() - start_s)
+            position.epoch_loss += updated.loss * (updated.samples if setup.model.reduction == "mean" else 1)
+            position.epoch_samples += updated.samples
+            if setup.learning_rate is not None:
+                setup.learning_rate.step("step", {"train_loss": updated.loss})
+            self._record(check, updated)
+            self._look_after_checkpoints(updated, ends_epoch=batch.is_last)
+            if self._is_over(updated):
+                return True
+            start_s = setup.clock.now_s()
+        return False
+
+    def _end_epoch(self) -> bool:
+        """True if a callback wants to stop."""
+        setup, position = self._setup, self._position
+        samples = position.epoch_samples if setup.model.reduction == "mean" else 1
+        values = {"train_loss": position.epoch_loss / samples}
+        position.epoch += 1
+        position.begin_epoch()
+        if self._validation is not None:
+            batches, metrics = self._validation.batches, self._validation.metrics
+            found = evaluate(setup.model, batches, setup.objective, metrics=metrics, precision=setup.settings.precision)
+            self.history.validation.append(found)
+            setup.records.write("validation", iteration=position.iteration, values={"epoch": position.epoch, **found})
+            values |= found
+        if setup.learning_rate is not None:
+            setup.learning_rate.step("epoch", values)
+        stops = False
+        if len(setup.callbacks):
+            setup.callbacks.call("on_train_epoch_end", self._trainer, values)
+            stops = any(setup.model.comm.allgather_object(self._trainer.should_stop))
+        if self._checkpoint is not None and (self._wants_checkpoint or self._checkpoint.is_due_after_epoch(position)):
+            self._save()
+        if stops:
+            self.history.stopped = "callback"
+        return stops
+
+    def _is_over(self, updated: Updated) -> bool:
+        limits, history = self._limits, self.history
+        if limits.stop_below is not None and updated.loss < limits.stop_below:
+            history.stopped = "loss"
+        elif self._has_ended():
+            pass
+        elif updated.signals[_STOP]:
+            history.stopped = "callback"
+        elif updated.signals[_TIME]:
+            history.stopped = "time"
+        else:
+            return False
+        return True
+
+    def _signals(self) -> dict[str, bool]:
+        """What this rank tells the others with a batch; times are by the clock of rank 0."""
+        is_first, now_s = self._setup.model.comm.rank == 0, self._setup.clock.now_s()
+        limit_s = self._limits.max_time_s
+        interval_s = self._checkpoint.interval_s if self._checkpoint is not None else None
+        return {
+            _STOP: bool(self._trainer.should_stop),
+            _TIME: is_first and limit_s is not None and now_s - self._begun_s >= limit_s,
+            _WRITTEN: self._checkpoints is not None and self._checkpoints.is_written,
+            _DUE: is_first and interval_s is not None and now_s - self._saved_s >= interval_s,
+        }
+
+    def _look_after_checkpoints(self, updated: Updated, *, ends_epoch: bool) -> None:
+        if self._checkpoints is None or self._checkpoint is None:
+            return
+        if updated.signals[_WRITTEN] == self._setup.model.comm.size:
+            self._checkpoints.finish()
+        if self._checkpoint.is_due(self._position) or updated.signals[_DUE]:
+            if ends_epoch:
+                self._wants_checkpoint = True  # after the validation, so that it is not saved twice
+            else:
+                self._save()
+
+    def _save(self) -> None:
+        assert self._checkpoints is not None
+        self._checkpoints.begin(self._setup, self._position, self._batches)
+        self._wants_checkpoint = False
+        self._saved_s = self._setup.clock.now_s()
+
+    def _retile(self) -> Check | None:
+        setup = self._setup
+        if setup.retiling is None:
+            setup.model.phases.finish_iteration()
+            return None
+        check = setup.retiling.step(companions=setup.good.companions())
+        setup.good.moved()
+        return check
+
+    def _record(self, check: Check | None, updated: Updated) -> None:
+        setup, position, history = self._setup, self._position, self.history
+        rate = updated.samples / max(history.iteration_s[-1], 1e-9)
+        setup.progress.advance(updated.samples, fields={"loss": f"{updated.loss:.4g}"})
+        if check is not None:
+            history.checks.append(check)
+            setup.records.write(
+                "check",
+                iteration=position.iteration,
+                values={
+                    "decision": check.decision.kind.value,
+                    "reason": check.decision.reason,
+                    "imbalance": check.imbalance,
+                    "moved_units": check.moved.num_units if check.moved else 0,
+                },
+            )
+            setup.callbacks.call("on_retile", self._trainer, check)
+        if position.iteration % setup.record_every == 0:
+            values = {"epoch": position.epoch, "loss": updated.loss, "samples_per_s": rate}
+            setup.records.write("train", iteration=position.iteration, values=values)
+        setup.callbacks.call("on_train_batch_end", self._trainer, updated.loss)
+
+    def _total_samples(self) -> int | None:
+        """That will be gone through, where that is known."""
+        batches, limits, position = self._batches, self._limits, self._position
+        samples, batch_size, num_batches = batches.num_samples, batches.batch_size, batches.num_batches
+        if samples is None or batch_size is None or num_batches is None:
+            return None
+        totals = []
+        if limits.epochs is not None:
+            epochs = limits.epochs - (position.epoch - position.begun_epoch)
+            totals.append(epochs * samples - position.batch * batch_size)
+        if limits.iterations is not None:
+            left = limits.iterations - (position.iteration - position.begun_iteration)
+            full, rest = divmod(left * self._setup.settings.accumulate_grad_batches, num_batches)
+            totals.append(full * samples + min(rest * batch_size, samples))
+        return max(0, min(totals)) if totals else None

@@ -1,0 +1,259 @@
+"""What is around the loop: callbacks, early stopping, schedules, limits of time, metrics by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError
+from tatami.parallel import EarlyStopping
+from tatami.retiling import Retiler
+from tatami.testing.worlds import World
+from tatami.tiled import METRICS, Callback, LRSchedulerConfig, ModelCheckpoint, Trainer
+from tatami.tiled.metrics import accuracy
+from tiled_rig import some_layouts, tiled
+
+SAMPLES = 24
+SGD = partial(torch.optim.SGD, lr=0.2)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+NETWORK = network()
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randint(2, (SAMPLES,), generator=generator)
+
+
+def trainer_of(comm: AbstractCommunicator, **options: Any) -> Trainer:
+    model = tiled(NETWORK, comm, layout=some_layouts(comm.size)[-1], batch_size=8)
+    return Trainer(model, **{"optimizer": SGD, "loss": nn.CrossEntropyLoss(), **options})
+
+
+class Told(Callback):
+    """Notes what it is called with."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self.told.append(("fit start", trainer.iteration))
+
+    def on_train_epoch_start(self, trainer: Any) -> None:
+        self.told.append(("epoch start", trainer.epoch))
+
+    def on_train_batch_end(self, trainer: Any, loss: float) -> None:
+        self.told.append(("update", trainer.iteration, loss))
+
+    def on_retile(self, trainer: Any, check: Any) -> None:
+        self.told.append(("retile", trainer.iteration, check.decision.iteration))
+
+    def on_train_epoch_end(self, trainer: Any, values: Mapping[str, float]) -> None:
+        self.told.append(("epoch end", trainer.epoch, sorted(values)))
+
+    def on_fit_end(self, trainer: Any) -> None:
+        self.told.append(("fit end", trainer.iteration))
+
+    def on_exception(self, trainer: Any, error: BaseException) -> None:  # noqa: ARG002
+        self.told.append(("exception", str(error)))
+
+
+@pytest.mark.ranks(1, 2)
+def test_the_hooks_are_called_in_their_order(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        told = Told()
+        trainer = trainer_of(comm, callbacks=[told], retile=Retiler(every=3))
+        history = trainer.fit(inputs(), batch_size=8, epochs=1, validation=inputs(), metrics=["accuracy"])
+        assert told.told == [
+            ("fit start", 0),
+            ("epoch start", 0),
+            ("update", 1, history.losses[0]),
+            ("update", 2, history.losses[1]),
+            ("retile", 3, 3),
+            ("update", 3, history.losses[2]),
+            ("epoch end", 1, ["accuracy", "loss", "train_loss"]),
+            ("fit end", 3),
+        ]
+        told.told.clear()
+        with pytest.raises(InputError, match="a batch must be a pair"):
+            trainer.fit(inputs()[0], batch_size=8, epochs=1)
+        assert [each[0] for each in told.told] == ["fit start", "epoch start", "exception"]
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 3)
+def test_a_callback_on_any_rank_stops_all(world: World) -> None:
+    class Stops(Callback):
+        def __init__(self, last: bool) -> None:
+            self._last = last
+
+        def on_train_batch_end(self, trainer: Any, loss: float) -> None:  # noqa: ARG002
+            trainer.should_stop = self._last and trainer.iteration == 2
+
+    def body(comm: AbstractCommunicator) -> None:
+        trainer = trainer_of(comm, callbacks=[Stops(comm.rank == comm.size - 1)])
+        history = trainer.fit(inputs(), batch_size=8, epochs=4)
+        # The wish travels with the loss of the next update.
+        assert (len(history.losses), history.stopped) == (3, "callback")
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 2)
+def test_early_stopping_is_wired_in_and_resumed(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("stopping")
+
+    def body(comm: AbstractCommunicator) -> None:
+        place: Path = comm.bcast_object(folder)
+        for monitor, mode in (("loss", "max"), ("train_loss", "max")):
+            stopping = EarlyStopping(comm, monitor=monitor, mode=mode, patience=2)  # type: ignore[arg-type]
+            checkpoint = ModelCheckpoint(dirpath=place / monitor)
+            trainer = trainer_of(comm, callbacks=[stopping], checkpoint=checkpoint)
+            history = trainer.fit(inputs(), batch_size=SAMPLES, epochs=9, validation=inputs())
+            assert (len(history.losses), history.stopped) == (3, "callback")
+            again = EarlyStopping(comm, monitor=monitor, mode=mode, patience=2)  # type: ignore[arg-type]
+            trainer_of(comm, callbacks=[again], checkpoint=checkpoint).fit(
+                inputs(), batch_size=SAMPLES, iterations=3, resume=True, validation=inputs()
+            )
+            assert again.state_dict() == stopping.state_dict()
+            assert again.num_bad == 2
+        with pytest.raises(InputError, match="EarlyStopping monitors 'f1', but an epoch gives train_loss, loss"):
+            trainer_of(comm, callbacks=[EarlyStopping(comm, monitor="f1")]).fit(
+                inputs(), batch_size=8, epochs=1, validation=inputs()
+            )
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 2)
+def test_schedules_by_step_by_epoch_and_by_a_plateau(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        def rates(**options: Any) -> list[float]:
+            seen: list[float] = []
+
+            class Watch(Callback):
+                def on_train_batch_end(self, trainer: Any, loss: float) -> None:  # noqa: ARG002
+                    seen.append(trainer.optimizer.param_groups[0]["lr"])
+
+            trainer = trainer_of(comm, callbacks=[Watch()], **options)
+            trainer.fit(inputs(), batch_size=12, epochs=3, validation=inputs())
+            return seen
+
+        half = partial(StepLR, step_size=1, gamma=0.5)
+        assert rates(scheduler=half) == [0.2, 0.2, 0.1, 0.1, 0.05, 0.05]
+        by_step = LRSchedulerConfig(scheduler=half, interval="step", frequency=2)
+        assert rates(scheduler=by_step) == [0.2, 0.1, 0.1, 0.05, 0.05, 0.025]
+        never_better = partial(ReduceLROnPlateau, mode="max", factor=0.5, patience=0)
+        for monitor in ("loss", "train_loss"):
+            plateau = LRSchedulerConfig(scheduler=never_better, monitor=monitor)
+            assert rates(scheduler=plateau) == [0.2, 0.2, 0.2, 0.2, 0.1, 0.1]
+        with pytest.raises(InputError, match="the scheduler monitors 'loss', but there is only train_loss after an epoch"):
+            trainer_of(comm, scheduler=never_better).fit(inputs(), batch_size=12, epochs=1)
+        model = tiled(NETWORK, comm, layout=some_layouts(comm.size)[0], batch_size=8)
+        optimizer = SGD(model.parameters())
+        Trainer(model, optimizer=optimizer, loss=nn.CrossEntropyLoss(), scheduler=half(optimizer))
+        with pytest.raises(InputError, match="the scheduler is of another optimizer"):
+            Trainer(model, optimizer=SGD, loss=nn.CrossEntropyLoss(), scheduler=half(optimizer))
+
+    world(body)
+
+
+class Ticking:
+    """A second passes with every look at it, on rank 0; on the others, none."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._now_s = rank, 0.0
+
+    def now_s(self) -> float:
+        self._now_s += 1.0 if self._rank == 0 else 0.0
+        return self._now_s
+
+    def sleep(self, duration_s: float) -> None:
+        self._now_s += duration_s
+
+
+@pytest.mark.parametrize("max_time", [20, "20 s", timedelta(seconds=20)])
+@pytest.mark.ranks(1, 2)
+def test_a_limit_of_time_is_that_of_rank_0(world: World, max_time: Any) -> None:
+    def body(comm: AbstractCommunicator) -> int:
+        trainer = trainer_of(comm, clock=Ticking(comm.rank))
+        history = trainer.fit(inputs(), batch_size=8, max_time=max_time)
+        assert history.stopped == "time"
+        with pytest.raises(InputError, match="max_time must be above 0"):
+            trainer.fit(inputs(), batch_size=8, max_time=0)
+        return len(history.losses)
+
+    found = world(body)
+    assert 3 < found[0] < 12
+    assert len(set(found)) == 1
+
+
+@pytest.mark.ranks(1, 2)
+def test_checkpoints_by_time(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("time")
+
+    def body(comm: AbstractCommunicator) -> None:
+        place: Path = comm.bcast_object(folder)
+        checkpoint = ModelCheckpoint(dirpath=place, train_time_interval="10 s", keep=9)
+        trainer_of(comm, clock=Ticking(comm.rank), checkpoint=checkpoint).fit(inputs(), batch_size=8, epochs=4)
+        comm.barrier()
+        assert 3 <= len(list(place.iterdir())) < 9
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 3)
+def test_metrics_by_name(world: World) -> None:
+    x, y = inputs()
+    with torch.no_grad():
+        output = NETWORK(x)
+    targets = F.one_hot(y, 2).double()
+    expected = {
+        "loss": F.mse_loss(output, targets).item(),
+        "mean_squared_error": F.mse_loss(output, targets).item(),
+        "mean_absolute_error": F.l1_loss(output, targets).item(),
+    }
+
+    def body(comm: AbstractCommunicator) -> None:
+        trainer = trainer_of(comm)
+        found = trainer.evaluate((x, y), batch_size=7, metrics=["accuracy"])
+        assert found["accuracy"] == pytest.approx(float((output.argmax(1) == y).double().mean()))
+        names = ["mean_squared_error", "mean_absolute_error"]
+        by_shape = trainer_of(comm, loss=nn.MSELoss())
+        assert by_shape.evaluate((x, targets), batch_size=7, metrics=names) == pytest.approx(expected)
+        with pytest.raises(InputError, match=r"metrics \['f1'\]: give a list of names among accuracy, mean_absolute_error"):
+            trainer.evaluate((x, y), batch_size=7, metrics=["f1"])
+
+    world(body)
+
+
+def test_the_axis_of_classes_is_found_or_asked_for() -> None:
+    scores = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
+    assert accuracy(scores, torch.tensor([1, 0, 0])) == pytest.approx(2 / 3)
+    tokens = torch.zeros(2, 5, 3)
+    tokens[..., 1] = 1.0
+    assert accuracy(tokens, torch.ones(2, 5, dtype=torch.long)) == 1.0
+    assert accuracy(tokens.transpose(1, 2), torch.ones(2, 5, dtype=torch.long)) == 1.0
+    with pytest.raises(InputError, match="either axis could be the classes"):
+        accuracy(torch.zeros(2, 3, 3), torch.zeros(2, 3))
+    with pytest.raises(InputError, match="no axis is one of classes"):
+        accuracy(torch.zeros(2, 3), torch.zeros(3))
+    with pytest.raises(InputError, match="they must be alike"):
+        METRICS["mean_squared_error"](torch.zeros(2, 3), torch.zeros(2))

@@ -1,0 +1,264 @@
+"""A run that goes on from a checkpoint, in mid-epoch, has the numbers of the run that was not interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import GPT
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tatami.checkpoints.sharing import share_out
+from tatami.comm.base import AbstractCommunicator
+from tatami.comm.threads import run_threads
+from tatami.errors import CheckpointError, InputError
+from tatami.parallel import ResumableLoader
+from tatami.parallel.sampling import SynchronizedSampler
+from tatami.testing.worlds import World
+from tatami.tiled import Callback, History, LRSchedulerConfig, ModelCheckpoint, Trainer, tile, whole_state_dict
+from tatami.tiling import Layout
+from tiled_rig import assert_close, some_layouts, tiled
+
+SAMPLES, BATCH = 22, 8
+ADAM = partial(torch.optim.Adam, lr=0.02, eps=1e-6)
+"""With the usual eps, the bias of keys, whose gradient cancels to rounding noise, would make steps of 1e-10 out of that."""
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    first = [nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3), nn.BatchNorm1d(3)]
+    return nn.Sequential(*first, nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2)).double()
+
+
+NETWORK = network()
+"""Built once: ranks that are threads share torch's random state."""
+DECAY = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.7)
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
+    return x, torch.rand(SAMPLES, 2, generator=generator, dtype=torch.float64)
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+class Noted(Callback):
+    """Has state of its own."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_epoch_end(self, trainer: Any, values: Mapping[str, float]) -> None:  # noqa: ARG002
+        self.values.append(values["train_loss"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = list(state["values"])
+
+
+def source(kind: str, comm: AbstractCommunicator) -> tuple[Any, dict[str, Any]]:
+    data = TensorDataset(*inputs())
+    if kind == "tensors":
+        return inputs(), {"batch_size": BATCH}
+    if kind == "loader":
+        return DataLoader(data, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3)), {}
+    alone = comm.split(comm.rank)  # each rank goes through all samples
+    assert alone is not None
+    return ResumableLoader(DataLoader(data, batch_size=BATCH, sampler=SynchronizedSampler(data, alone))), {}
+
+
+def trainer_of(comm: AbstractCommunicator, folder: Path | None, layout: Layout, *callbacks: Callback) -> Trainer:
+    model = tiled(NETWORK, comm, layout=layout, batch_size=BATCH)
+    model.generator.manual_seed(5)
+    return Trainer(
+        model,
+        optimizer=ADAM,
+        loss=nn.MSELoss(),
+        scheduler=LRSchedulerConfig(scheduler=DECAY, interval="step"),
+        callbacks=callbacks,
+        checkpoint=ModelCheckpoint(dirpath=folder, every_n_train_steps=2) if folder is not None else None,
+        seed=4,
+    )
+
+
+def run(
+    comm: AbstractCommunicator, folder: Path | None, layout: Layout, *, kind: str = "tensors", **options: Any
+) -> tuple[History, dict[str, torch.Tensor], Trainer, list[float]]:
+    """Train; returns the whole weights on every rank, too, and what a callback noted."""
+    noted = Noted()
+    trainer = trainer_of(comm, folder, layout, noted)
+    data, given = source(kind, comm)
+    history = trainer.fit(data, epochs=3, **{**given, **options})
+    return history, comm.bcast_object(whole_state_dict(trainer.model)), trainer, noted.values
+
+
+class LostPowerError(Exception):
+    """The run ends in the middle."""
+
+
+class LosesPower(Callback):
+    """On all ranks, after an update that is not in a checkpoint."""
+
+    def on_train_batch_end(self, trainer: Any, loss: float) -> None:  # noqa: ARG002
+        if trainer.iteration == 5:
+            raise LostPowerError
+
+
+@pytest.mark.parametrize("kind", ["tensors", "loader", "resumable"])
+@pytest.mark.ranks(1, 2, 3)
+def test_the_numbers_of_the_run_that_was_not_interrupted(world: World, folder: Path, kind: str) -> None:
+    """Three batches in an epoch; saved after 2 of them (in mid-epoch), 4 (in mid-epoch) and 6 (at its end)."""
+
+    def body(comm: AbstractCommunicator) -> None:
+        place: Path = comm.bcast_object(folder)
+        for index, layout in enumerate(some_layouts(comm.size)[-2:]):
+            straight, expected, _, noted = run(comm, None, layout, kind=kind)
+            for iterations in (2, 3, 5):
+                where = place / f"{index}-{iterations}"
+                first, _, _, _ = run(comm, where, layout, kind=kind, iterations=iterations)
+                rest, weights, trainer, again = run(comm, where, layout, kind=kind, resume=True)
+                assert first.losses + rest.losses == straight.losses, f"{iterations} on {layout}"
+                assert (trainer.iteration, trainer.epoch, rest.stopped) == (9, 3, "epochs")
+                assert again == noted
+                for name, value in expected.items():
+                    assert torch.equal(weights[name], value), name
+
+    world(body)
+
+
+@pytest.mark.ranks(2)
+def test_after_an_interrupted_update_the_last_checkpoint_counts(world: World, folder: Path) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        place: Path = comm.bcast_object(folder)
+        layout = some_layouts(comm.size)[0]
+        straight, expected, _, _ = run(comm, None, layout)
+        trainer = trainer_of(comm, place, layout, Noted(), LosesPower())
+        with pytest.raises(LostPowerError):
+            trainer.fit(inputs(), batch_size=BATCH, epochs=3)
+        rest, weights, again, _ = run(comm, place, layout, resume=True)
+        # That of update 4 is a checkpoint only if all ranks knew in time that it was written.
+        assert len(rest.losses) in (5, 7)
+        assert rest.losses == straight.losses[-len(rest.losses) :]
+        assert_close(weights, expected, what="weights")
+        assert again.iteration == 9
+
+    world(body)
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (3, 1), (2, 4), (4, 2), (3, 3)])
+def test_any_number_of_ranks_on_any_tiling_goes_on(folder: Path, sizes: tuple[int, int]) -> None:
+    """A GPT: attention with packed projections, tied weights; its shards are about as large as each other."""
+    text = torch.randint(11, (12, 6), generator=torch.Generator().manual_seed(0))
+
+    def cross_entropy(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction=reduction)
+
+    torch.manual_seed(3)
+    built = GPT(layers=1).double()
+
+    def body(comm: AbstractCommunicator, layout: int, place: Path | None, **options: Any) -> Any:
+        layouts = some_layouts(comm.size)
+        chosen = layouts[layout % len(layouts)]
+        model = tile(built, comm, batch_size=4, sample=text[:2], speeds="equal", layout=chosen, quiet=True)
+        checkpoint = ModelCheckpoint(dirpath=place) if place is not None else None
+        trainer = Trainer(model, optimizer=ADAM, loss=cross_entropy, reduction="mean", checkpoint=checkpoint, seed=1)
+        history = trainer.fit((text, text.roll(-1, 1)), batch_size=4, epochs=2, **options)
+        return history.losses, comm.bcast_object(whole_state_dict(model))
+
+    first, second = sizes
+    expected, weights = run_threads(partial(body, layout=0, place=None), size=1)[0]
+    for number in range(2):
+        place = folder / str(number)
+        begun = run_threads(partial(body, layout=number + 1, place=place, iterations=2), size=first)
+        shards = [path.stat().st_size for path in place.glob("step-00000002/*.safetensors")]
+        assert len(shards) == first
+        rest = run_threads(partial(body, layout=number, place=place, resume=True), size=second)
+        for losses, found in rest:
+            assert begun[0][0] + losses == pytest.approx(expected, rel=1e-10)
+            assert_close(found, weights, what=f"weights of {sizes}")
+
+
+@pytest.mark.ranks(1, 2)
+def test_two_are_kept_and_what_ends_fit_is_saved(world: World, folder: Path) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        place: Path = comm.bcast_object(folder)
+        run(comm, place, some_layouts(comm.size)[0], iterations=5)
+        comm.barrier()
+        assert sorted(each.name for each in place.iterdir()) == ["step-00000004", "step-00000005"]
+        _, _, trainer, _ = run(comm, place, some_layouts(comm.size)[0], resume=True)
+        history = trainer.fit(inputs(), batch_size=BATCH, epochs=3, resume=True)
+        assert (history.losses, history.stopped, trainer.iteration) == ([], "epochs", 9)
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_cannot_be_gone_on_with_is_refused_by_name(world: World, folder: Path) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        place: Path = comm.bcast_object(folder)
+        layout = some_layouts(comm.size)[0]
+        run(comm, place, layout, iterations=2)
+
+        def resumed(built: nn.Module, optimizer: Any = ADAM, batch_size: int = BATCH, where: Any = place) -> None:
+            model = tiled(built, comm, layout=layout, batch_size=BATCH)
+            before = comm.bcast_object(whole_state_dict(model))
+            trainer = Trainer(model, optimizer=optimizer, loss=nn.MSELoss(), seed=4)
+            try:
+                trainer.fit(inputs(), batch_size=batch_size, epochs=3, resume=where)
+            finally:
+                after = comm.bcast_object(whole_state_dict(model))
+                assert all(torch.equal(before[name], after[name]) for name in before)
+
+        other = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+        for arguments, match in (
+            ({"built": other}, r"(?s)of another network:.*0.weight has shape \(8, 4\), this network needs \(5, 4\)"),
+            (
+                {"built": NETWORK, "optimizer": partial(torch.optim.SGD, lr=0.1)},
+                "this state is of Adam, and the optimizer is SGD",
+            ),
+            ({"built": NETWORK, "batch_size": 9}, r"within an epoch over other data: batch_size 9 \(was 8\)"),
+            ({"built": NETWORK, "where": place / "nothing"}, "there is no checkpoint in .*nothing"),
+        ):
+            with pytest.raises(CheckpointError, match=match):
+                resumed(**arguments)
+        with pytest.raises(InputError, match=r"resume=True: the Trainer has no checkpoint=ModelCheckpoint\(dirpath=...\)"):
+            resumed(NETWORK, where=True)
+        comm.barrier()
+        if comm.rank == 0:
+            shard = next(iter(place.glob("step-00000002/rank-0000.safetensors")))
+            shard.write_bytes(shard.read_bytes()[:-1])
+        comm.barrier()
+        with pytest.raises(CheckpointError, match=r"rank-0000.safetensors is truncated"):
+            resumed(NETWORK)
+
+    world(body)
+
+
+def test_settings_that_cannot_be() -> None:
+    for options, match in (
+        ({"every_n_train_steps": 0}, "every_n_train_steps must be at least 1, not 0"),
+        ({"every_n_epochs": -1}, "every_n_epochs must be at least 1, not -1"),
+        ({"train_time_interval": 0}, "train_time_interval must be above 0, not 0"),
+    ):
+        with pytest.raises(InputError, match=match):
+            ModelCheckpoint(dirpath="x", **options)
+
+
+def test_pieces_are_written_by_one_of_their_owners_and_all_write_about_as_much() -> None:
+    pieces = [(10, [0, 1]), (40, [0, 2]), (30, [1, 3]), (20, [2, 3]), (10, [0, 1, 2, 3]), (0, [3])]
+    writers = share_out(pieces)
+    assert all(writer in owners for writer, (_, owners) in zip(writers, pieces, strict=True))
+    loads = [sum(size for writer, (size, _) in zip(writers, pieces, strict=True) if writer == rank) for rank in range(4)]
+    assert loads == [40, 30, 20, 20]
