@@ -3,7 +3,7 @@
 A machine became slower; to stay costs so much an iteration, to move costs a price once. Moving as soon as the loss would
 exceed the price costs at most twice what an oracle pays that knows how long the change lasts, and no rule without knowledge of
 the future is better (Karlin, Manasse, Rudolph, Sleator: Competitive snoopy caching, Algorithmica 3, 1988). The oracle is asked
-at each change anew, from where the run then is.
+again at each change, from where the run then is.
 
 What is known of the past may only make it better. A change that ended before it was worth a move has cost as much as an oracle
 pays, and not twice that. What was saved so is in the bank, and is all that may be spent on a guess: where changes of this run

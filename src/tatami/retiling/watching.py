@@ -293,7 +293,7 @@ class Watcher:
         return np.array([works.get(name, 0.0) for name in self.cluster.by_name])
 
     def _look(self, iteration: int, *, lost: int) -> None:
-        """Weigh anew. `lost` iterations have gone by as the last of them."""
+        """Weigh again. `lost` iterations have gone by as the last of them."""
         detector = self._detector
         placed = [self._rank_of[name] for name in self.layout.processors]
         errors = detector.error[placed]
