@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from networks import CASES, build
 from torch import nn
 
 from tatami.cluster import Cluster, Processor
@@ -18,7 +19,7 @@ from tatami.comm.recording import Call
 from tatami.sim.allreduce.rounds import part_of
 from tatami.sim.tiling.floor import Floor
 from tatami.testing.worlds import World
-from tatami.tiled import TiledModel, move
+from tatami.tiled import TiledModel, move, tile
 from tatami.tiling import Layout, SumKind
 from tiled_rig import Network, layouts, networks, some_layouts, tiled
 
@@ -146,7 +147,7 @@ def test_long_sums_and_large_replicated_gradients_are_described(world: World, ki
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_network_without_blocks_and_a_followed_one_are_described(world: World) -> None:
+def test_a_network_without_blocks_is_described(world: World) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 3))
     layout: Layout = some_layouts(world.size)[1]
@@ -155,5 +156,26 @@ def test_a_network_without_blocks_and_a_followed_one_are_described(world: World)
     def body(comm: AbstractCommunicator) -> None:
         model = tiled(plain, Placed(comm, hosts=hosts), layout=layout, batch_size=7)
         check_step(model, torch.rand(7, 5, generator=torch.Generator().manual_seed(0)), cluster=cluster_of(hosts))
+
+    world(body)
+
+
+@pytest.mark.threads_only  # each process would follow the network again
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", ["gpt-dropout", "vit"])
+def test_networks_that_are_followed_are_described(world: World, name: str) -> None:
+    """Attention and MLPs. Not so, as yet: blocks whose sums are of several sizes, and losses over a divided vocabulary."""
+    case = CASES[name]
+    built = build(case)
+    (x,) = case.draw(4, torch.Generator().manual_seed(0))
+    assert isinstance(x, torch.Tensor)
+    hosts = hosts_of(world.size, "apart")
+
+    def body(comm: AbstractCommunicator) -> None:
+        for layout in (some_layouts(world.size)[0], some_layouts(world.size)[-1]):
+            model = tile(
+                built, Placed(comm, hosts=hosts), batch_size=4, speeds="equal", layout=layout, reduction="sum", sample=x
+            )
+            check_step(model, x, cluster=cluster_of(hosts))
 
     world(body)

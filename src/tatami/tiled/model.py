@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Never
 
 import torch
@@ -37,6 +38,7 @@ from tatami.tiled.vertical import ColumnComm
 from tatami.tiled.whole_batch import UnitFactor
 from tatami.tiled.whole_layers import WholeBatchNorm, WholeDropout
 from tatami.tiling import Layout, Span, Tile, Tiling, Traffic, spans, traffic_of
+from tatami.tiling.traffic import gradient_sums, told_elements
 from tatami.workload import Workload
 
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None))
@@ -282,7 +284,21 @@ class TiledModel(nn.Module):
     def traffic(self) -> Traffic:
         """What an iteration over a batch of the planned size sends, message by message, as simulator and cost model have it."""
         hosts = dict(zip(self.names, self.comm.hosts, strict=True))
-        return traffic_of(self.tilings, workload=self.workload, names=self.names, hosts=hosts)
+        planned = self.layout.cut_blocks(self.workload) or self.tilings
+        found = traffic_of(planned, workload=self.workload, names=self.names, hosts=hosts)
+        if len(self.tilings) == len(planned):
+            return found
+        # A block of the workload is several of the network, such as experts, whose gradients travel each by its own tiling.
+        gradients = gradient_sums(
+            self.tilings,
+            unit_elements=[sum(rows.per_unit for rows in block if rows.tensor.requires_grad) for block in self.block_rows()],
+            riders=self.workload.replicated_parameters
+            + told_elements(self.workload.trained_tensors, columns=len(self.tiling.columns)),
+            element_bytes=self.workload.element_bytes,
+            names=self.names,
+            hosts=hosts,
+        )
+        return replace(found, gradients=gradients)
 
     @property
     def tile(self) -> Tile | None:

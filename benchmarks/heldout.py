@@ -1,0 +1,148 @@
+"""`tatami plan` and `tatami simulate tiling` on tilings that nothing was fitted on:  python benchmarks/heldout.py [OPTIONS]
+
+    --json                       print the records as JSON lines
+    --tilings 2 --beds 1         only so many of each, to see that it works
+    --report                     measure nothing; predict again what was measured before
+
+In each of eight labs (other networks, speeds, numbers of hosts and links) the ranks probe what there is, as `tatami probe`
+does, and then measure eight tilings drawn with a seed: any columns in any order, heights and widths near what the speeds ask
+for. The probe is all that predictions know. Needs Linux and root (docs/lab.md), SimGrid (docs/rehearsal.md), and a machine
+with nothing else to do. Writes `benchmarks/results/heldout.jsonl`: a line for each tiling with `measured_s`, its spread,
+`planned_s`, `simulated_s` and their errors, and lines that say whether the goals hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from elsewhere import of_ranks
+from rehearsal.heldout import BEDS, HeldOutBed
+from tatami.bench.interleaved import machine
+from tatami.cluster import Cluster, read_cluster
+from tatami.errors import LabError
+from tatami.lab import Lab
+from tatami.sim.platforms import ClusterPlatform
+from tatami.sim.processes import Runs
+from tatami.sim.tiling import TilingJob, rehearse
+from tatami.tiling import AlphaBetaCost, Layout
+from tatami.workload import Workload, net_workload
+
+RESULTS = Path(__file__).parent / "results"
+ASKED = {"median": 0.05, "95th percentile": 0.15}
+_FOUND = "heldout-found.json"
+_ITERATIONS = 4
+"""Of which the last counts: ranks begin the first together, and the others one after the other."""
+
+
+def measure(bed: HeldOutBed, *, timeout_s: float = 1800.0) -> dict[str, Any]:
+    """What the ranks of one lab find."""
+    with tempfile.TemporaryDirectory(prefix="tatami-heldout-") as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="latency is not emulated")  # it is probed
+        description, found = Path(folder) / "bed.json", Path(folder) / "found.json"
+        description.write_text(json.dumps(bed.to_dict()), encoding="utf-8")
+        with Lab(bed.cluster) as lab:
+            words = ["-m", "rehearsal.heldout", str(description), str(found)]
+            code = lab.run(words, environment=of_ranks(), timeout_s=timeout_s)
+        if code != 0:
+            raise LabError(f"the ranks ended with exit code {code}; what they said is above")
+        return {"bed": bed.to_dict(), "machine": machine(), **json.loads(found.read_text(encoding="utf-8"))}
+
+
+def judged(lab: Mapping[str, Any], runs: Runs) -> Iterator[dict[str, Any]]:
+    """A record for each tiling of one lab: measured, planned and simulated."""
+    bed = lab["bed"]
+    workload: Workload = replace(net_workload(bed["net"], samples=bed["samples"]), sample_flop=lab["sample_flop"])
+    with tempfile.TemporaryDirectory(prefix="tatami-heldout-") as folder:
+        file = Path(folder) / "cluster.toml"
+        file.write_text(lab["cluster"], encoding="utf-8")
+        cluster: Cluster = read_cluster(file)
+    layouts = [Layout.from_json(json.dumps(each["layout"])) for each in lab["tilings"]]
+    platform = ClusterPlatform(cluster=cluster)
+    jobs = [
+        TilingJob(platform=platform, cluster=cluster, workload=workload, layout=layout, iterations=_ITERATIONS)
+        for layout in layouts
+    ]
+    for each, layout, run in zip(lab["tilings"], layouts, runs.map(rehearse, jobs), strict=True):
+        measured_s = median(each["rounds_s"])
+        planned_s = AlphaBetaCost().price(layout, cluster=cluster, workload=workload).total
+        yield {
+            "what": "held-out tiling",
+            "bed": bed["name"],
+            "net": bed["net"],
+            "samples": bed["samples"],
+            "columns": [len(column.processors) for column in layout.columns],
+            "measured_s": measured_s,
+            "spread": (max(each["rounds_s"]) - min(each["rounds_s"])) / measured_s,
+            "planned_s": planned_s,
+            "planned_error": planned_s / measured_s - 1,
+            "simulated_s": run.iteration_s[-1],
+            "simulated_error": run.iteration_s[-1] / measured_s - 1,
+        }
+
+
+def summary(records: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Whether predictions hold what is asked of them."""
+    for way in ("planned", "simulated"):
+        errors = [abs(each[f"{way}_error"]) for each in records]
+        got = {"median": float(np.median(errors)), "95th percentile": float(np.percentile(errors, 95))}
+        holds = all(got[name] <= ASKED[name] for name in ASKED)
+        yield {"what": f"errors of {way} times", "tilings": len(errors), "got": got, "asked": ASKED, "holds": holds}
+
+
+def main() -> None:
+    """Measure, predict, judge."""
+    options = _options()
+    options.results.mkdir(parents=True, exist_ok=True)
+    path = options.results / _FOUND
+    if not options.report:
+        beds = [bed.with_tilings(options.tilings) for bed in BEDS[: options.beds]]
+        try:
+            path.write_text(json.dumps([measure(bed) for bed in beds]), encoding="utf-8")
+        except LabError as error:
+            sys.exit(f"heldout: {error}")
+    elif not path.exists():
+        sys.exit(f"heldout: nothing has been measured yet: there is no {path}")
+    labs = json.loads(path.read_text(encoding="utf-8"))
+    with Runs() as runs:
+        records = [{**record, "machine": lab["machine"]} for lab in labs for record in judged(lab, runs)]
+    lines = [*records, *summary(records)]
+    (options.results / "heldout.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines), encoding="utf-8")
+    for each in lines:
+        shown = {name: value for name, value in each.items() if name != "machine"}
+        print(json.dumps(shown) if options.json else _told(shown))
+
+
+def _told(record: Mapping[str, Any]) -> str:
+    if "got" in record:
+        got = ", ".join(f"{name} {100 * value:.1f} %" for name, value in record["got"].items())
+        return f"{record['what']}: {got} of {record['tilings']} tilings; {'holds' if record['holds'] else 'does not hold'}"
+    columns = "+".join(map(str, record["columns"]))
+    return (
+        f"{record['bed']:12} {columns:14} {1e3 * record['measured_s']:8.1f} ms ±{100 * record['spread']:.0f} %, "
+        f"planned {100 * record['planned_error']:+.1f} %, simulated {100 * record['simulated_error']:+.1f} %"
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON lines")
+    parser.add_argument("--beds", type=int, default=len(BEDS), help="how many labs")
+    parser.add_argument("--tilings", type=int, default=8, help="how many in each lab")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder for the records")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

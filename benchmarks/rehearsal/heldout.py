@@ -1,0 +1,179 @@
+"""The test beds of held-out tilings, and one rank of them: `python -m rehearsal.heldout BED.json FOUND.json`."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from math import fsum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paper.contestants import make_task
+from tatami.clock import SystemClock
+from tatami.cluster import Cluster, Link, Processor
+from tatami.cluster.toml import cluster_toml
+from tatami.comm.base import AbstractCommunicator
+from tatami.comm.detect import init
+from tatami.tiled import measure_sample_flop, tile
+from tatami.tiled.probe import probe
+from tatami.tiling import Column, Layout
+from tatami.workload import net_workload, parse_net
+
+_TIMEOUT_S = 180.0
+_OFF = 0.15
+"""Heights and widths stray so far from what the speeds ask for."""
+_GIGABIT = 125e6
+_TEN_BLOCKS = "64" + "-256-64" * 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutBed:
+    """One lab.
+
+    Attributes:
+        name: for records.
+        speeds: of the hosts, relative; one rank on each.
+        net, samples: what is trained.
+        bandwidth_bytes_per_s: of all links.
+        tilings: how many are measured.
+        seed: of them.
+        rounds, repeats: blocks of every tiling, in turn, and iterations of a block.
+    """
+
+    name: str
+    speeds: tuple[float, ...]
+    net: str
+    samples: int
+    bandwidth_bytes_per_s: float = _GIGABIT
+    tilings: int = 8
+    seed: int = 0
+    rounds: int = 5
+    repeats: int = 3
+
+    @property
+    def cluster(self) -> Cluster:
+        """As the lab is asked for it."""
+        return Cluster(
+            processors=tuple(Processor(name=f"p{i}", speed=speed, host=f"h{i}") for i, speed in enumerate(self.speeds)),
+            network=Link(bandwidth_bytes_per_s=self.bandwidth_bytes_per_s, latency_s=50e-6),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; `bed_from_dict` reads it back."""
+        return asdict(self)
+
+    def with_tilings(self, tilings: int) -> HeldOutBed:
+        return replace(self, tilings=tilings)
+
+
+BEDS = (
+    HeldOutBed(name="small A5", speeds=(0.25, 0.31, 0.63, 1.0, 1.0), net="203-80-26", samples=1024),
+    HeldOutBed(name="small B4", speeds=(0.63, 0.63, 0.63, 1.0), net="203-80-26", samples=1024, bandwidth_bytes_per_s=12.5e6),
+    HeldOutBed(name="ten blocks 4", speeds=(1.0, 0.5, 0.7, 0.4), net=_TEN_BLOCKS, samples=4096),
+    HeldOutBed(name="ten blocks 3", speeds=(0.9, 0.3, 0.6), net=_TEN_BLOCKS, samples=2048, bandwidth_bytes_per_s=25e6),
+    HeldOutBed(name="wide 6", speeds=(0.3, 0.3, 0.5, 0.5, 0.8, 0.8), net="128-1600-64", samples=8192),
+    HeldOutBed(name="wide 3", speeds=(1.0, 0.45, 0.2), net="512-1024-10", samples=4096, bandwidth_bytes_per_s=12.5e6),
+    HeldOutBed(name="deep 5", speeds=(0.5, 1.0, 0.35, 0.6, 0.8), net="100-400-100-400-30", samples=8192),
+    HeldOutBed(name="deep 7", speeds=(0.4, 0.5, 0.3, 0.6, 0.7, 0.4, 0.5), net="300-600-50", samples=16384),
+)
+
+
+def bed_from_dict(values: Mapping[str, Any]) -> HeldOutBed:
+    """What `HeldOutBed.to_dict` wrote."""
+    return HeldOutBed(**{**values, "speeds": tuple(values["speeds"])})
+
+
+def drawn_layouts(bed: HeldOutBed) -> list[Layout]:
+    """Any columns of the processors in any order, the first one row and the second one column."""
+    draw = random.Random(bed.seed)
+    names = [f"p{i}" for i in range(len(bed.speeds))]
+    speed = dict(zip(names, bed.speeds, strict=True))
+    layouts = []
+    for number in range(bed.tilings):
+        order = draw.sample(names, len(names))
+        ends = [{0: True, 1: False}.get(number, draw.random() < 0.5) for _ in order[1:]]
+        columns = [[order[0]]]
+        for name, fresh in zip(order[1:], ends, strict=True):
+            if fresh:
+                columns.append([name])
+            else:
+                columns[-1].append(name)
+        weight = {name: speed[name] * (1 + draw.uniform(-_OFF, _OFF)) for name in names}
+        total = fsum(weight.values())
+        layouts.append(
+            Layout(
+                columns=tuple(
+                    Column(
+                        width=fsum(weight[name] for name in column) / total,
+                        processors=tuple(column),
+                        heights=tuple(weight[name] / fsum(weight[each] for each in column) for name in column),
+                    )
+                    for column in columns
+                )
+            )
+        )
+    return layouts
+
+
+def found_by(bed: HeldOutBed, comm: AbstractCommunicator) -> dict[str, Any]:
+    """Probe, then measure blocks of iterations of all tilings in turn. Collective; the same on every rank."""
+    workload = net_workload(bed.net, samples=bed.samples)
+    task = make_task(parse_net(bed.net), samples=bed.samples, workload=workload, seed=0)
+    cluster = probe(workload, comm)
+    sample_flop = measure_sample_flop(workload, comm)
+    layouts, clock = drawn_layouts(bed), SystemClock()
+    steps = [_step(layout, cluster, task, comm) for layout in layouts]
+    block_s: list[list[float]] = [[] for _ in layouts]
+    for round_ in range(bed.rounds + 1):
+        for step, spent_s in zip(steps, block_s, strict=True):
+            comm.barrier()
+            start_s = clock.now_s()
+            for _ in range(bed.repeats if round_ else 1):
+                step()
+            if round_:  # the first round warms up
+                spent_s.append((clock.now_s() - start_s) / bed.repeats)
+    everywhere = comm.allgather_object(block_s)
+    return {
+        "cluster": cluster_toml(cluster),
+        "sample_flop": sample_flop,
+        "tilings": [
+            {
+                "layout": layout.to_dict(),
+                "rounds_s": [max(ranks) for ranks in zip(*(each[index] for each in everywhere), strict=True)],
+            }
+            for index, layout in enumerate(layouts)
+        ],
+    }
+
+
+def _step(layout: Layout, cluster: Cluster, task: Any, comm: AbstractCommunicator) -> Callable[[], None]:
+    samples = len(task.x)
+    model = tile(task.model, comm, batch_size=samples, speeds=cluster, layout=layout, reduction="mean", quiet=True)
+    optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss()
+
+    def step() -> None:
+        x, y = model.local(task.x, task.y)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss(model(x), y))
+        optimizer.step()
+
+    return step
+
+
+def main() -> None:
+    """Measure what the bed says; rank 0 writes what was found."""
+    bed = bed_from_dict(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    comm = init(timeout_s=_TIMEOUT_S)
+    found = found_by(bed, comm)
+    if comm.rank == 0:
+        Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
