@@ -66,6 +66,13 @@ def test_a_gpt2_of_hugging_face_learns_the_language_reference() -> None:
     assert losses[-1] < 3.2  # log(100 letters) is 4.6
 
 
+@pytest.mark.timeout(300)  # 10 s of two cores, if they have nothing else to do
+def test_a_resnet_learns_directions() -> None:
+    accuracy = re.search(r"^accuracy ([\d.]+)%", run("resnet.py", ranks=2, timeout_s=280), flags=re.MULTILINE)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 90
+
+
 @pytest.mark.parametrize("launcher", ["tatami run", "torchrun"])
 def test_data_parallel_learns_the_digits_however_it_is_started(launcher: str) -> None:
     if launcher == "torchrun":

@@ -31,3 +31,9 @@ def test_a_tiled_network_equals_the_plain_one(world: World, name: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"gpt-dropout", "llama", "resnet"}))
 def test_more_tiled_networks_equal_the_plain_ones(world: World, name: str) -> None:
     check_equal(world, CASES[name])
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(5, 6, 7, 8)  # on 1 to 4 ranks like all other networks
+def test_six_heads_on_any_number_of_ranks(world: World) -> None:
+    check_equal(world, CASES["gpt"])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tatami.tiled.exactness import BATCH_NORMS, refuse_inexact
+from tatami.tiled.exactness import BATCH_NORMS, RandomDraws, refuse_inexact
 from tatami.tiled.following.capturing import Captured, Sample, capture
 from tatami.tiled.following.following import Followed, follow_modules
 from tatami.tiled.linear_pairs import PairNames, find_pairs, pair_block, pair_cuts
@@ -72,7 +72,7 @@ class Blocks:
         return range(start, start + len(self.parts[number].blocks))
 
 
-def find_blocks(model: nn.Module, *, sample: Any = None) -> Blocks:
+def find_blocks(model: nn.Module, *, sample: Any = None, random: RandomDraws = "plain") -> Blocks:
     """What of `model` can be tiled; the model is not changed.
 
     Without a sample batch these are pairs of linear layers with element-wise operations between them. With one, every module
@@ -82,16 +82,17 @@ def find_blocks(model: nn.Module, *, sample: Any = None) -> Blocks:
     Args:
         model: any network.
         sample: inputs of the network: a tensor (samples, ...), a tuple of arguments, or a mapping of named ones.
+        random: as in `tatami.tile`: with "local", random layers that cannot draw as the plain model does are no error.
 
     Raises:
         ModelError: a layer that a tiled run could not compute exactly (named).
         InputError: a sample batch without tensors, or of fewer than two samples.
     """
     with _FOLLOWING:
-        return _find_blocks(model, sample)
+        return _find_blocks(model, sample, random)
 
 
-def _find_blocks(model: nn.Module, sample: Any) -> Blocks:
+def _find_blocks(model: nn.Module, sample: Any, random: RandomDraws) -> Blocks:
     pairs = find_pairs(model)
     followed: dict[str, Followed] = {}
     reasons: dict[str, str] = {}
@@ -105,7 +106,7 @@ def _find_blocks(model: nn.Module, sample: Any) -> Blocks:
         taken = {name for pair in pairs for name in pair_cuts(model, pair)} | _shared(model)
         followed, reasons = follow_modules(model, captured, taken=taken, closed=closed)
         reasons |= why
-    refuse_inexact(model, followed=followed, captured=captured)
+    refuse_inexact(model, followed=followed, captured=captured, random=random)
     blocks = [
         TiledBlock(facts=pair_block(model, pair, rows=_rows(model, pair, captured)), cuts=pair_cuts(model, pair))
         for pair in pairs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,17 +21,21 @@ _RANDOM_MODULES = (
     nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU,
     nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
 )  # fmt: skip
+RandomDraws: TypeAlias = Literal["plain", "local"]
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """Those that are given the statistics of the global batch."""
 
 
-def refuse_inexact(model: nn.Module, *, followed: Collection[str], captured: Captured | None) -> None:
+def refuse_inexact(
+    model: nn.Module, *, followed: Collection[str], captured: Captured | None, random: RandomDraws = "plain"
+) -> None:
     """Refuse layers whose result would depend on the tiling.
 
     Args:
         model: the network.
         followed: modules that run a program of their own, in which random numbers are drawn for the whole batch.
         captured: what was seen on a sample batch; None where there was none.
+        random: whether random layers that cannot draw as the plain model does are refused ("plain"), or not ("local").
 
     Raises:
         ModelError: names the layer, and what to use in its place.
@@ -55,12 +60,13 @@ def refuse_inexact(model: nn.Module, *, followed: Collection[str], captured: Cap
         if captured is not None and name in captured.normalizes and type(module) not in BATCH_NORMS:
             raise ModelError(f"{what} calls torch's batch_norm on this rank's samples alone. Use torch.nn.BatchNorm1d to 3d")
         draws = name in captured.draws and type(module) is not nn.Dropout if captured is not None else _may_draw(module)
-        if draws:
+        if draws and random == "plain":
             raise ModelError(
                 f"{what} draws random numbers in training, which a tiled run could not draw as one machine does. "
-                "Use torch.nn.Dropout, or set its probability to 0"
+                "Use torch.nn.Dropout, set its probability to 0, or give tatami.tile random='local', with which every column "
+                "draws its own"
             )
-    if captured is None:
+    if captured is None and random == "plain":
         _refuse_random_functions(model)
 
 
@@ -79,5 +85,6 @@ def _refuse_random_functions(model: nn.Module) -> None:
             target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
             raise ModelError(
                 f"the forward pass calls {target} (node {node.name}), whose random numbers a tiled run could not draw as one "
-                "machine does. Use a torch.nn.Dropout layer"
+                "machine does. Use a torch.nn.Dropout layer, or give tatami.tile random='local', with which every column "
+                "draws its own"
             )

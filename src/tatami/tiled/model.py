@@ -23,6 +23,7 @@ from tatami.tiled.describing import Description, describe
 from tatami.tiled.exactness import BATCH_NORMS
 from tatami.tiled.following.running import LocalForward
 from tatami.tiled.horizontal import HorizontalSum
+from tatami.tiled.local_draws import LocalDraws
 from tatami.tiled.losses import LossReduction, check_reduction
 from tatami.tiled.norms import WholeNorms
 from tatami.tiled.optimizers import watch_optimizers
@@ -67,6 +68,7 @@ class TiledModel(nn.Module):
         tilings: the layout, cut for each block; one in all where the network has none.
         phases: where the time goes.
         reduction: what the loss does with the samples: "mean" or "sum"; None: not known, and then there is no backward pass.
+        draws: what random layers draw that cannot draw as the plain model does; None where there are none.
         norms: of whole gradients and weights. What is computed from one `.grad` by hand, its norm too, is over the units here.
     """
 
@@ -83,6 +85,7 @@ class TiledModel(nn.Module):
         reduction: LossReduction | None,
         phases: Phases,
         generator: torch.Generator,
+        draws: LocalDraws | None = None,
     ) -> None:
         super().__init__()
         self.comm = comm
@@ -92,6 +95,7 @@ class TiledModel(nn.Module):
         self._reduction = reduction
         self.phases = phases
         self.generator = generator
+        self.draws = draws
         self.found: Blocks = found
         self.workload: Workload = workload_of(module, found, samples=batch_size)
         self._description = describe(module, found, workload=self.workload)
@@ -186,7 +190,13 @@ class TiledModel(nn.Module):
             self._watch.end_pass()
         self.phases.enter(IterationPhase.FORWARD)
         alone = self.comm.size == 1 and not self.comm.changes
-        output = self.module(*inputs, **named_inputs) if alone else self._forward_with_sums(inputs, named_inputs)
+        if alone:
+            output = self.module(*inputs, **named_inputs)
+        elif self.draws is not None and self.training:
+            with self.draws.next_pass(column=self._rank.index or 0):
+                output = self._forward_with_sums(inputs, named_inputs)
+        else:
+            output = self._forward_with_sums(inputs, named_inputs)
         if alone and self._reduction is not None:
             return output
         samples, mine = self._rank.samples, self._rank.mine
@@ -488,6 +498,7 @@ class TiledModel(nn.Module):
             )
         self.phases.enter(IterationPhase.HORIZONTAL)
         if self._exchange is not None:
+            self._refuse_sparse(trained, grads)
             by_parameter = {
                 id(p): torch.zeros_like(p) if grad is None else grad.contiguous()
                 for p, grad in zip(trained, grads, strict=True)
@@ -520,6 +531,12 @@ class TiledModel(nn.Module):
             grads = tuple(by_parameter[id(p)] if part else None for p, part in zip(trained, used, strict=True))
         self.phases.enter(IterationPhase.UPDATE)
         return grads
+
+    def _refuse_sparse(self, trained: Sequence[nn.Parameter], grads: Sequence[torch.Tensor | None]) -> None:
+        for parameter, grad in zip(trained, grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                name = next(name for name, own in self.module.named_parameters() if own is parameter)
+                raise ModelError(f"the gradient of {name} is sparse, and is not summed over ranks. Set sparse=False")
 
 
 class _BackwardBegins(torch.autograd.Function):

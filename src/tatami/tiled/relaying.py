@@ -107,7 +107,13 @@ def common_state(model: TiledModel, optimizer: torch.optim.Optimizer) -> dict[st
         if id(tensor) not in tiled
     }
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return {"tensors": tensors, "groups": groups, "generator": model.generator.get_state(), "training": model.training}
+    return {
+        "tensors": tensors,
+        "groups": groups,
+        "generator": model.generator.get_state(),
+        "passes": model.draws.num_passes if model.draws is not None else 0,
+        "training": model.training,
+    }
 
 
 def load_common_state(model: TiledModel, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -119,6 +125,8 @@ def load_common_state(model: TiledModel, optimizer: torch.optim.Optimizer, state
     for group, told in zip(optimizer.param_groups, state["groups"], strict=True):
         group.update(told)
     model.generator.set_state(state["generator"])
+    if model.draws is not None:
+        model.draws.num_passes = state["passes"]
     model.train(state["training"])
 
 

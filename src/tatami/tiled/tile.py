@@ -16,11 +16,12 @@ from tatami.cluster import Cluster
 from tatami.comm.agreement import decided_on_root, same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.elastic import ElasticCommunicator
-from tatami.errors import PlanError
+from tatami.errors import InputError, PlanError
 from tatami.parallel.synchronizing import broadcast_model
-from tatami.tiled.blocks import find_blocks, workload_of
+from tatami.tiled.blocks import Blocks, find_blocks, workload_of
 from tatami.tiled.describing import describe
 from tatami.tiled.following.capturing import Sample
+from tatami.tiled.local_draws import LocalDraws
 from tatami.tiled.losses import LossReduction, check_reduction
 from tatami.tiled.measure import measure_network_speeds, measure_speeds
 from tatami.tiled.model import TiledModel
@@ -43,6 +44,7 @@ def tile(
     layout: Layout | None = None,
     cost: AbstractCost | None = None,
     reduction: LossReduction | None = None,
+    random: Literal["plain", "local"] = "plain",
     quiet: bool = False,
     clock: Clock | None = None,
     pace: Pace = NO_PACE,
@@ -66,6 +68,9 @@ def tile(
         cost: what the planner minimises; None for the planner's own choice.
         reduction: what the loss function does with samples, "mean" or "sum": its own `reduction`. Not needed for a `Trainer`,
             which reads it from the loss; a loop written by hand cannot go backward without.
+        random: what random layers draw: "plain", what the plain model would, and those that cannot are refused; or "local":
+            those that cannot (dropout inside of `nn.LSTM`, functional dropout) draw for each column by itself, its ranks alike,
+            reproducible from the seed and the number of the training pass.
         quiet: do not print the tiling (rank 0 does otherwise).
         clock, pace: for tests (see `tatami.clock`).
 
@@ -76,16 +81,25 @@ def tile(
     """
     if reduction is not None:
         check_reduction(reduction)
+    if random not in ("plain", "local"):
+        raise InputError(f"random must be 'plain' or 'local', not {random!r}")
     cluster = _given(speeds, comm)
     if isinstance(comm, ElasticCommunicator):
         layout = _renamed(layout, cluster or Cluster.from_speeds([1.0] * comm.size), comm)
         cluster = None if cluster is None else _named(cluster, comm)
-    facts = {"batch_size": batch_size, "planner": planner, "reduction": reduction, "speeds": cluster, "layout": layout}
+    facts = {
+        "batch_size": batch_size,
+        "planner": planner,
+        "reduction": reduction,
+        "random": random,
+        "speeds": cluster,
+        "layout": layout,
+    }
     same_everywhere(comm, facts, where="tatami.tile", error=PlanError)
     whole = copy.deepcopy(model)
     broadcast_model(whole, comm, where="tatami.tile")
     comm.barrier()  # torch.fx patches nn.Module for the whole process while it traces, and ranks may be threads of one process
-    found = find_blocks(whole, sample=sample)
+    found = find_blocks(whole, sample=sample, random=random)
     same_everywhere(comm, {"blocks": found.blocks}, where="tatami.tile", error=PlanError)
     workload = workload_of(whole, found, samples=batch_size)
     if cluster is None:
@@ -118,7 +132,12 @@ def tile(
         reduction=reduction,
         phases=Phases(clock=clock, pace=pace),
         generator=generator,
+        draws=_draws(generator, found) if random == "local" else None,
     )
+
+
+def _draws(generator: torch.Generator, found: Blocks) -> LocalDraws:
+    return LocalDraws(generator, functions=found.captured.drawing if found.captured is not None else ())
 
 
 def _given(speeds: Cluster | Sequence[float] | str, comm: AbstractCommunicator) -> Cluster | None:

@@ -81,6 +81,7 @@ class Captured:
         forward_flop: of one sample, in the whole network.
         flop: the same of each module.
         samples: of the batch that the calls were made with.
+        drawing: the functions that drew random numbers.
         readers: of each parameter, by name: the modules that computed something with it.
         last_axis: of modules that give (..., outputs) for (..., inputs): the number of outputs.
         logits: the linear layers whose result the network returns, or takes the cross-entropy of.
@@ -93,6 +94,7 @@ class Captured:
     forward_flop: float
     flop: Mapping[str, float] = field(default_factory=dict)
     samples: int = 1
+    drawing: frozenset[Any] = frozenset()
     readers: Mapping[str, frozenset[str]] = field(default_factory=dict)
     logits: frozenset[str] = frozenset()
     last_axis: Mapping[str, int] = field(default_factory=dict)
@@ -127,6 +129,7 @@ def capture(model: nn.Module, sample: Sample) -> Captured:
         samples=most.samples,
         readers={name: frozenset(watch.readers.get(id(p), ())) for name, p in model.named_parameters(remove_duplicate=False)},
         logits=frozenset(watch.logits),
+        drawing=frozenset(watch.drawing),
         last_axis=watch.last_axis,
     )
 
@@ -159,6 +162,7 @@ class _Watch(TorchFunctionMode):
         self._begun: list[float] = []
         self.readers: dict[int, set[str]] = {}
         self.logits: set[str] = set()
+        self.drawing: set[Any] = set()
         self.last_axis: dict[str, int] = {}
         self._linear: list[tuple[str, torch.Tensor]] = []
         self._parameters = {id(parameter) for parameter in model.parameters()}
@@ -172,7 +176,10 @@ class _Watch(TorchFunctionMode):
             self.normalizes.add(self._running[-1])
         if func is torch.nn.functional.cross_entropy and args:
             self.returned(args[0])
+        state = torch.get_rng_state()
         result = func(*args, **(kwargs or {}))
+        if not torch.equal(state, torch.get_rng_state()):
+            self.drawing.add(func)
         if isinstance(result, torch.Tensor):
             for each in (*args, *(kwargs or {}).values()):
                 if id(each) in self._parameters:

@@ -184,7 +184,7 @@ def _followed(module: nn.Module, call: ModuleCall, whole: Collection[str]) -> Fo
         for training, (program, following, _) in modes.items():
             module.train(training)
             local = localise(program, following, kept[training])
-            believe(module, inputs, program, local, kept[training])
+            _believe(module, inputs, program, local, kept[training])
             localised[training] = Mode(program=program, local=local)
         program, following, _ = modes[True]
         facts = facts_of(module, call, program, following, kept[True])
@@ -195,6 +195,18 @@ def _followed(module: nn.Module, call: ModuleCall, whole: Collection[str]) -> Fo
             inner.training = mode
     blocks = tuple(FollowedBlock(cuts=cut, facts=fact) for cut, fact in zip(common, facts, strict=True))
     return Followed(training=localised[True], evaluation=localised[False], blocks=blocks)
+
+
+def _believe(
+    module: nn.Module, call: ModuleCall, program: FollowedProgram, local: LocalProgram, candidates: Sequence[UnitAxis]
+) -> None:
+    try:
+        believe(module, call, program, local, candidates)
+    except NotFollowedError:
+        raise
+    except Exception as error:  # any operation of the user's may fail with fewer units, or in double precision
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise NotFollowedError(f"its program fails in the test of its blocks: {reason[0]}") from error
 
 
 def _cuts(program: FollowedProgram, candidate: UnitAxis) -> dict[str, UnitRuns]:

@@ -30,6 +30,11 @@ from tatami.tiled.rows import UnitRuns
 from tatami.tiled.whole_batch import Factor, UnitFactor
 
 _NEW_FILLS = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
+_RECURRENT = {
+    **dict.fromkeys((aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input), 5),
+    **dict.fromkeys((aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data), 6),
+}
+"""Where the probability of their dropout is among the arguments; whether they train comes next."""
 _DROPOUTS = {aten.dropout.default, aten.dropout_.default}
 
 
@@ -114,6 +119,8 @@ class _Localiser:
         special = self._special(node, args)
         if special is not None:
             return special
+        if _draws(node):
+            raise NotFollowedError(f"{node.target} draws random numbers that cannot be drawn for the whole batch")
         if inside is not None:
             self._write_local_sizes(node, args)
             if node.target is aten.split.Tensor:
@@ -305,6 +312,17 @@ class _Localiser:
                 units = self._fact(UnitRuns(axis=number, runs=tuple(sorted(runs))))
                 whole = self._graph.call_function(steps.units_here, (self._context, whole, units, block))
         return whole
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an operation draws random numbers in the mode that was followed."""
+    target = node.target
+    if target in _RECURRENT:
+        dropout, training = node.args[_RECURRENT[target]], node.args[_RECURRENT[target] + 1]
+        return bool(dropout and training)
+    if target in _DROPOUTS or target is aten.scaled_dot_product_attention.default:
+        return False  # of probability 0, or in evaluation
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _is_differentiable(node: fx.Node) -> bool:

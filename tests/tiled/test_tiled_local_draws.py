@@ -1,0 +1,115 @@
+"""`random="local"`: layers that cannot draw as the plain model does draw for each column by itself, its ranks alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError, ModelError
+from tatami.testing.worlds import World
+from tatami.tiled import TiledModel, find_blocks, tile
+from tiled_rig import simple_layout
+
+P = 0.5
+
+
+class Noisy(nn.Module):
+    """An LSTM with dropout inside, and a functional one; the second result tells what was dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4, num_layers=2, dropout=P, batch_first=True)
+        self.head = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dropped = F.dropout(torch.ones_like(x), P, self.training)
+        output, _ = self.lstm(x)
+        return self.head(output[:, -1]), dropped
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return Noisy()
+
+
+def passes(model: TiledModel, x: torch.Tensor, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    results = []
+    for _ in range(count):
+        output, dropped = model(model.local(x))
+        output.square().mean().backward()
+        results.append((output.detach(), dropped))
+    return results
+
+
+@pytest.mark.ranks(4)
+def test_every_column_draws_its_own_and_its_ranks_alike(world: World) -> None:
+    plain = network()
+    x = torch.rand(8, 5, 3, generator=torch.Generator().manual_seed(3))
+
+    def body(comm: AbstractCommunicator) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        def made() -> TiledModel:
+            layout = simple_layout([0, 1], [2, 3])
+            return tile(plain, comm, batch_size=8, sample=x, speeds="equal", layout=layout, reduction="mean", random="local")
+
+        first = passes(made(), x, 3)
+        comm.barrier()  # of threads, another rank's draws must not move the state that tile() takes over
+        again = passes(made(), x, 3)
+        for one, other in zip(first, again, strict=True):
+            assert torch.equal(one[0], other[0])
+            assert torch.equal(one[1], other[1])
+        return first
+
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    told = world(body)
+    if world.kind == "threads":
+        assert torch.equal(torch.get_rng_state(), state)
+    for one, other in ((0, 1), (2, 3)):
+        for mine, theirs in zip(told[one], told[other], strict=True):
+            torch.testing.assert_close(mine[0], theirs[0])
+            assert torch.equal(mine[1], theirs[1])
+    drawn = [mask for rank in (0, 2) for _, mask in told[rank]]  # three passes of two columns: six masks
+    assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+    share = float(torch.cat(drawn).eq(0).double().mean())
+    assert abs(share - P) < 0.15  # 360 draws: six standard deviations
+
+
+def test_without_it_the_error_says_so() -> None:
+    with pytest.raises(ModelError, match=r"random='local', with which every column draws its own"):
+        find_blocks(network(), sample=torch.rand(4, 5, 3))
+    assert find_blocks(network(), sample=torch.rand(4, 5, 3), random="local").blocks
+
+
+@pytest.mark.ranks(2)
+def test_random_draws_of_another_kind(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        with pytest.raises(InputError, match="random must be 'plain' or 'local', not 'none'"):
+            tile(network(), comm, batch_size=4, speeds="equal", random="none")  # type: ignore[arg-type]
+
+    world(body)
+
+
+class Looked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.rand(5, 3))
+        self.pair = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.pair(F.embedding(x, self.table, sparse=True))
+        return result
+
+
+@pytest.mark.ranks(2)
+def test_sparse_gradients_are_refused_by_name(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        layout = simple_layout([0], [1])
+        model = tile(Looked(), comm, batch_size=4, speeds="equal", layout=layout, reduction="mean")
+        loss = model(model.local(torch.arange(4))).mean()
+        with pytest.raises(ModelError, match="the gradient of table is sparse"):
+            loss.backward()
+
+    world(body)
