@@ -1,5 +1,7 @@
 """A ResNet-18 with batch normalization over ranks that are not alike. Start it with:  tatami run -n 2 examples/resnet.py"""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -29,13 +31,8 @@ class ResNet18(nn.Module):
         super().__init__()
         widths = [WIDTH, WIDTH, 2 * WIDTH, 4 * WIDTH, 8 * WIDTH]
         self.stem = nn.Sequential(nn.Conv2d(3, WIDTH, 3, padding=1, bias=False), nn.BatchNorm2d(WIDTH), nn.ReLU())
-        self.stages = nn.Sequential(
-            *(
-                Residual(inputs, outputs, 1 if index == 0 else 2)
-                for index, (inputs, outputs) in enumerate(zip(widths, widths[1:]))
-            ),
-        )
-        self.more = nn.ModuleList([Residual(width, width, 1) for width in widths[1:]])
+        stages = [[Residual(a, b, 1 if a == b else 2), Residual(b, b, 1)] for a, b in pairwise(widths)]
+        self.stages = nn.Sequential(*(block for stage in stages for block in stage))
         self.head = nn.Linear(widths[-1], CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

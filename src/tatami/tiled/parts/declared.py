@@ -2,7 +2,8 @@
 
     class Heads(nn.Module): ...        # a kernel of one's own, control flow that depends on data
 
-    tatami.register(Heads, units="num_heads", cut={"qkv.weight": (0, 3), "out.weight": 1}, once=["out.bias"])
+    tatami.tiled.register(Heads, units="num_heads", cut={"qkv.weight": (0, 3), "out.weight": 1},
+                          once=["out.bias"])
 
 Every module of that class is then run with some of its units: its tensors are cut, the attribute that counts the units says
 how many are here, and the parts are summed. It is believed only after its own test, like everything else.
