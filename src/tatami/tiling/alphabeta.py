@@ -14,7 +14,7 @@ from tatami.errors import PlanError
 from tatami.tiling.compute import compute_time
 from tatami.tiling.cost import AbstractCost, Cost
 from tatami.tiling.layout import Layout
-from tatami.tiling.links import LinkGroup, SlowestLink
+from tatami.tiling.links import LinkGroup, SlowestLink, fastest
 from tatami.tiling.span import FEW
 from tatami.tiling.sum_price import sum_size
 from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS, sum_algorithm, told_elements
@@ -65,6 +65,15 @@ class AlphaBetaCost(AbstractCost):
             unit="s",
         )
 
+    def at_least(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> float:
+        links = SlowestLink(cluster)
+        compute_s = compute_time(layout, speeds=cluster.speeds, workload=workload) / self.scale(cluster)
+        vertical_s = max(
+            _vertical_s(column.processors, width, workload, links)
+            for column, width in zip(layout.columns, layout.sample_shares(workload.samples), strict=True)
+        )
+        return compute_s + vertical_s + _horizontal_at_least_s(layout, workload, links)
+
     def scale(self, cluster: Cluster) -> float:
         """Flop/s of speed 1 on this cluster."""
         if self.flop_per_s is not None:
@@ -76,22 +85,29 @@ def _vertical_s(names: tuple[str, ...], width: float, workload: Workload, links:
     if len(names) == 1 or not workload.blocks:
         return 0.0
     algorithm = sum_algorithm([links.host[name] for name in names])
-    total_s = 0.0
-    for block, count in workload.kinds:
-        for elements, sums in block.column_sums:
-            size = width * workload.samples * elements / sums
-            total_s += count * sums * _sum_s(algorithm, names, size, workload.element_bytes, links)
-    return total_s
+    sizes = [
+        (count * sums, width * workload.samples * elements / sums)
+        for block, count in workload.kinds
+        for elements, sums in block.column_sums
+    ]
+    return _sums_s(algorithm, names, sizes, workload.element_bytes, links)
 
 
-def _sum_s(algorithm: str, names: Sequence[str], size: float, element_bytes: int, links: SlowestLink) -> float:
+def _sums_s(
+    algorithm: str, names: Sequence[str], sizes: Sequence[tuple[int, float]], element_bytes: int, links: SlowestLink
+) -> float:
+    """Of sums over the same processors: how many there are of so many elements each."""
     own = [links.cluster.by_name[name] for name in names]
-    return sum_size(algorithm, members=len(names), size=size, element_bytes=element_bytes).seconds(
-        size * element_bytes,
-        link=links.among(names),
-        message_s=max(processor.message_s for processor in own),
-        copy_bytes_per_s=min(processor.copy_bytes_per_s for processor in own),
-    )
+    link = links.among(names)
+    message_s = max(processor.message_s for processor in own)
+    copy_bytes_per_s = min(processor.copy_bytes_per_s for processor in own)
+    total_s = 0.0
+    for count, size in sizes:
+        found = sum_size(algorithm, members=len(names), size=size, element_bytes=element_bytes)
+        total_s += count * found.seconds(
+            size * element_bytes, link=link, message_s=message_s, copy_bytes_per_s=copy_bytes_per_s
+        )
+    return total_s
 
 
 def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> float:
@@ -128,7 +144,7 @@ def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> flo
         riding_bytes = (num_columns - 1) * riders * workload.element_bytes
     else:
         algorithm = sum_algorithm([links.host[name] for name in layout.processors])
-        apart_s = _sum_s(algorithm, layout.processors, riders, workload.element_bytes, links)
+        apart_s = _sums_s(algorithm, layout.processors, [(1, riders)], workload.element_bytes, links)
         if not workload.blocks:
             return apart_s
     riding_s = riding_bytes / links.among(layout.processors).bandwidth_bytes_per_s
@@ -137,6 +153,25 @@ def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> flo
         + 2 * rounds * messages * processor.message_s
         for wire, copied, latency_s, messages, processor in zip(wire_s, copied_s, latencies_s, neighbours, own, strict=True)
     )
+
+
+def _horizontal_at_least_s(layout: Layout, workload: Workload, links: SlowestLink) -> float:
+    """What the highest tile sends of blocks of many units, over the best links that owners in so many columns can have."""
+    num_columns = len(layout.columns)
+    if num_columns == 1 or not workload.blocks:
+        return _horizontal_s(layout, workload, links)
+    deepest = max(len(column.processors) for column in layout.columns)
+    elements = sum(count * block.parameters for block, count in workload.kinds if block.units >= FEW * deepest)
+    height, name = max(
+        (height, name) for column in layout.columns for height, name in zip(column.heights, column.processors, strict=True)
+    )
+    cluster = links.cluster
+    crowd = max(Counter(links.host.values()).values())
+    link = cluster.network if num_columns > crowd and not cluster.links else fastest(cluster)
+    rounds = 1 if num_columns == 2 else 2
+    size_bytes = 2 * (num_columns - 1) / num_columns * elements * workload.element_bytes * height
+    message_s = cluster.by_name[name].message_s
+    return size_bytes / link.bandwidth_bytes_per_s + rounds * link.latency_s + 2 * rounds * (num_columns - 1) * message_s
 
 
 def _cuts(sizes: Sequence[int]) -> tuple[float, ...]:

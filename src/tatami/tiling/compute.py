@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tatami.tiling.layout import Column, Layout
+from tatami.tiling.span import FEW
 from tatami.workload import Workload
 
 
@@ -24,8 +28,25 @@ def column_flop_time(column: Column, *, speeds: Mapping[str, float], workload: W
 
 def compute_time(layout: Layout, *, speeds: Mapping[str, float], workload: Workload) -> float:
     """Of the column that takes longest: flop over speed."""
+    widths = layout.sample_shares(workload.samples)
+    deepest = max(len(column.processors) for column in layout.columns)
+    if all(section.units >= FEW * deepest for section in workload.sections):
+        return workload.samples * float((np.array(widths) * _fine_flop_times(layout, speeds=speeds, workload=workload)).max())
     widest = max(
         width * column_flop_time(column, speeds=speeds, workload=workload)
-        for column, width in zip(layout.columns, layout.sample_shares(workload.samples), strict=True)
+        for column, width in zip(layout.columns, widths, strict=True)
     )
     return workload.samples * widest
+
+
+def _fine_flop_times(layout: Layout, *, speeds: Mapping[str, float], workload: Workload) -> NDArray[np.float64]:
+    """`column_flop_time` of every column, where units are so many that all are priced in fractions; to the bit."""
+    own = np.array([speeds[name] for name in layout.processors])
+    heights = np.array([height for column in layout.columns for height in column.heights])
+    starts = np.cumsum([0, *(len(column.processors) for column in layout.columns[:-1])])
+    totals = np.zeros(len(starts))
+    for section in workload.sections:
+        units = heights * section.units
+        flop = section.unit_flop * units + section.repeated_flop + np.where(units > 0, section.beside_flop, 0.0)
+        totals += np.maximum.reduceat(flop / own, starts)
+    return totals

@@ -38,3 +38,7 @@ class AbstractCost(ABC):
     @abstractmethod
     def price(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> Cost:
         """The cost of one iteration. The cluster has every processor of the layout; those that lie nowhere are idle."""
+
+    def at_least(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> float:  # noqa: ARG002 - nothing is known
+        """A lower bound of `price(...).total` that is quicker to find; planners leave out what it rules out."""
+        return 0.0

@@ -15,6 +15,8 @@ from tatami.workload import Workload
 
 _ROUNDING = 1e-12
 """Costs that differ by less are equal, whatever was added up first."""
+_SURE = 1e-6
+"""A cost whose bound is higher than another cost by more is higher: cuts are rounded to 1e-12 of the whole height."""
 _MOST_SQUEEZED = 8
 """To make room takes 10 ms for few processors and some tenths of a second for thousands."""
 
@@ -52,8 +54,33 @@ def best_grid(build: Callable[[int], Layout], *, cluster: Cluster, workload: Wor
     columns.
     """
     layouts = [build(columns) for columns in range(1, cluster.size + 1) if cluster.size % columns == 0]
-    whole = [layout for layout in layouts if not layout.empty(workload)]
-    return cheapest(whole or layouts, cluster=cluster, workload=workload, cost=cost)
+    found = cheapest_whole(layouts, cluster=cluster, workload=workload, cost=cost)
+    return cheapest(layouts, cluster=cluster, workload=workload, cost=cost) if found is None else found
+
+
+def cheapest_whole(layouts: Sequence[Layout], *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout | None:
+    """As `cheapest`, of the layouts in which every processor has work; None where there is none.
+
+    They are looked at in the order of what they cost at least, and no more of them once the rest cannot be cheaper: of a
+    hundred partitions of ten thousand processors a few are priced.
+    """
+    if any(processor.memory_bytes is not None for processor in cluster.processors):
+        whole = [layout for layout in layouts if not layout.empty(workload)]
+        return cheapest(whole, cluster=cluster, workload=workload, cost=cost) if whole else None
+    at_least = [cost.at_least(layout, cluster=cluster, workload=workload) for layout in layouts]
+    prices: dict[int, float] = {}
+    least = math.inf
+    for index in sorted(range(len(layouts)), key=at_least.__getitem__):
+        if at_least[index] > least * (1 + _SURE):
+            break
+        if not layouts[index].empty(workload):
+            prices[index] = cost.price(layouts[index], cluster=cluster, workload=workload).total
+            least = min(least, prices[index])
+    best, least = None, math.inf
+    for index in sorted(prices):
+        if prices[index] < least * (1 - _ROUNDING):
+            best, least = layouts[index], prices[index]
+    return best
 
 
 def cheapest(layouts: Sequence[Layout], *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:

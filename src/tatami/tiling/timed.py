@@ -14,21 +14,20 @@ from tatami.tiling.even import EvenPlanner
 from tatami.tiling.grid import GridPlanner
 from tatami.tiling.gridrev import GridRevPlanner
 from tatami.tiling.layout import Column, Layout
-from tatami.tiling.planner import AbstractPlanner, ascending, cheapest
+from tatami.tiling.merge import SrpmMergedPlanner
+from tatami.tiling.planner import AbstractPlanner, ascending, cheapest_whole
 from tatami.tiling.span import FEW
 from tatami.tiling.srpm import SrpmPlanner, srpm_table
 from tatami.tiling.weighted import WeightedPlanner
 from tatami.workload import Workload
 
-_FEW = 64
-"""Up to so many processors every other planner is tried, too: milliseconds each."""
 _ROWS = 256
 """Of the dynamic program's table, whatever Eq. 8 thinks of them. Up to 16 columns all are tried, then steps of an eighth."""
 
 
 @final
 class TimedPlanner(AbstractPlanner):
-    """Whatever `cost` finds cheapest, of many partitions and of what the other planners say; so it is never worse than SRPM.
+    """Whatever `cost` finds cheapest, of many partitions and of what the other planners say; so it is worse than none of them.
 
     Eq. 8 counts elements and knows neither links nor what every rank of a column repeats. This planner takes the dynamic
     program's partition for many numbers of columns, in ascending order and host by host (columns that stay on one host use its
@@ -38,13 +37,18 @@ class TimedPlanner(AbstractPlanner):
     name: ClassVar[str] = "timed"
 
     def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
-        others: list[AbstractPlanner] = [SrpmPlanner(), WeightedPlanner()]
-        if cluster.size <= _FEW:
-            others += [EvenPlanner(), GridPlanner(), GridRevPlanner()]
+        others: tuple[AbstractPlanner, ...] = (
+            SrpmPlanner(),
+            SrpmMergedPlanner(),
+            WeightedPlanner(),
+            EvenPlanner(),
+            GridPlanner(),
+            GridRevPlanner(),
+        )
         layouts = [other.layout(cluster=cluster, workload=workload, cost=cost) for other in others]
         layouts += _partitions(cluster, workload=workload)
-        whole = [layout for layout in layouts if not layout.empty(workload)]
-        return cheapest(whole or layouts[:1], cluster=cluster, workload=workload, cost=cost)
+        found = cheapest_whole(layouts, cluster=cluster, workload=workload, cost=cost)
+        return layouts[0] if found is None else found
 
 
 def balanced(columns: Sequence[Sequence[Processor]], *, workload: Workload) -> Layout | None:
@@ -82,6 +86,14 @@ def _partitions(cluster: Cluster, *, workload: Workload) -> Iterator[Layout]:
     by_host = sorted(orders[0], key=lambda processor: processor.host)
     by_memory = sorted(orders[0], key=lambda processor: processor.memory_bytes or 0)
     orders += [order for order in (by_host, by_memory) if order != orders[0]]
+    hosts: dict[str, list[Processor]] = {}
+    for processor in orders[0]:
+        hosts.setdefault(processor.host, []).append(processor)
+    # A host's ranks share its memory, so that their sums never cross the network; hosts of any number of ranks, which the
+    # dynamic program's columns of nearly equal speed need not respect.
+    layout = balanced(list(hosts.values()), workload=workload) if len(hosts) < cluster.size else None
+    if layout is not None:
+        yield layout
     for order in orders:
         table = srpm_table(cluster, workload=workload, least_rows=_ROWS, order=order)
         num_columns = 0
