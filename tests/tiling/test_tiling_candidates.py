@@ -1,0 +1,107 @@
+"""The planner of least predicted time: never worse than another, and few of its candidates priced."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tatami.cluster import Cluster, Link, Processor
+from tatami.tiling import PLANNERS, AbstractCost, AlphaBetaCost, Cost, Layout, TimedPlanner
+from tatami.workload import Workload, gpt_workload, net_workload
+
+
+def cluster_of(speeds: Sequence[float], *, per_host: int, network: float) -> Cluster:
+    processors = tuple(Processor(name=f"p{i}", speed=speed, host=f"h{i // per_host}") for i, speed in enumerate(speeds))
+    return Cluster(
+        processors=processors,
+        local=Link(bandwidth_bytes_per_s=8e9, latency_s=1e-6),
+        network=Link(bandwidth_bytes_per_s=network, latency_s=3e-5),
+    )
+
+
+clusters = st.builds(
+    cluster_of,
+    st.lists(st.floats(0.2, 1.0), min_size=1, max_size=90),
+    per_host=st.integers(1, 12),
+    network=st.sampled_from([1e7, 1e8, 1e9, 1e11]),
+)
+workloads = st.sampled_from(
+    [
+        net_workload("203-800-26", samples=4096),
+        net_workload("1024-4096-4096-16", samples=1024),
+        gpt_workload(layers=3, width=192, heads=96, tokens=32, samples=512, vocabulary=100),
+        Workload(samples=1024, replicated_parameters=10**6, replicated_flop_per_sample=10**7),
+    ]
+)
+
+
+@given(cluster=clusters, workload=workloads)
+def test_it_is_never_worse_than_another_planner(cluster: Cluster, workload: Workload) -> None:
+    cost = AlphaBetaCost()
+    prices = {}
+    for name, planner in PLANNERS.items():
+        layout = planner.layout(cluster=cluster, workload=workload, cost=cost)
+        if not layout.empty(workload):
+            prices[name] = cost.price(layout, cluster=cluster, workload=workload).total
+    if prices:
+        assert prices["timed"] <= min(prices.values()) * (1 + 1e-9)
+
+
+@given(cluster=clusters, workload=workloads, planner=st.sampled_from(sorted(PLANNERS)))
+def test_a_bound_is_no_higher_than_the_price(cluster: Cluster, workload: Workload, planner: str) -> None:
+    cost = AlphaBetaCost()
+    layout = PLANNERS[planner].layout(cluster=cluster, workload=workload, cost=cost)
+    price = cost.price(layout, cluster=cluster, workload=workload).total
+    assert 0 < cost.at_least(layout, cluster=cluster, workload=workload) <= price * (1 + 1e-9)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Counted(AbstractCost):
+    """Counts what is priced."""
+
+    true: AlphaBetaCost = field(default_factory=AlphaBetaCost)
+    bounds: bool = True
+    priced: list[Layout] = field(default_factory=list)
+
+    def price(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> Cost:
+        self.priced.append(layout)
+        return self.true.price(layout, cluster=cluster, workload=workload)
+
+    def at_least(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> float:
+        return self.true.at_least(layout, cluster=cluster, workload=workload) if self.bounds else 0.0
+
+
+@pytest.mark.parametrize("size", [60, 240])
+def test_bounds_leave_out_most_candidates_and_change_nothing(size: int) -> None:
+    chance = random.Random(size)
+    cluster = cluster_of([chance.uniform(0.3, 1.0) for _ in range(size)], per_host=8, network=1.25e9)
+    workload = net_workload("203-8000-26", samples=32768)
+    quick, thorough = Counted(), Counted(bounds=False)
+    planner = TimedPlanner()
+    layouts = [planner.layout(cluster=cluster, workload=workload, cost=cost) for cost in (quick, thorough)]
+    assert layouts[0] == layouts[1]
+    assert len(quick.priced) < len(thorough.priced) / 3
+
+
+def test_a_host_of_any_number_of_ranks_can_be_a_column() -> None:
+    """Hosts of 2, 5 and 3 ranks on a thin network, with sums that are many times the weights."""
+    hosts = ["a"] * 2 + ["b"] * 5 + ["c"] * 3
+    cluster = Cluster(
+        processors=tuple(Processor(name=f"p{i}", speed=1.0, host=host) for i, host in enumerate(hosts)),
+        local=Link(bandwidth_bytes_per_s=1e11, latency_s=1e-7),
+        network=Link(bandwidth_bytes_per_s=1e7, latency_s=1e-4),
+    )
+    workload, cost = net_workload("512-8192-512", samples=4096), Counted(bounds=False)
+    TimedPlanner().layout(cluster=cluster, workload=workload, cost=cost)
+    by_name = cluster.by_name
+    tried = [
+        sorted(sorted(by_name[name].host for name in column.processors) for column in each.columns) for each in cost.priced
+    ]
+    assert [["a"] * 2, ["b"] * 5, ["c"] * 3] in tried
