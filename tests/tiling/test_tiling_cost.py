@@ -135,6 +135,19 @@ def test_identical_blocks_are_priced_once_and_as_many() -> None:
     assert five.vertical == pytest.approx(5 * one.vertical)
 
 
+def test_all_wait_for_the_slowest_of_noisy_ranks() -> None:
+    """Speeds with a standard deviation of 10 %: of four, the slowest is expected 1.03 of them behind."""
+    plain = four(*"aabb")
+    noisy = replace(plain, processors=tuple(replace(each, spread=0.27) for each in plain.processors))
+    one, other = (AlphaBetaCost().price(GRID, cluster=each, workload=WORKLOAD) for each in (plain, noisy))
+    assert other.compute == pytest.approx(one.compute * 1.103, rel=2e-3)
+    assert (other.vertical, other.horizontal) == (one.vertical, one.horizontal)
+    alone = Layout(columns=(Column(width=1.0, processors=("p0",), heights=(1.0,)),))
+    assert AlphaBetaCost().price(alone, cluster=noisy, workload=WORKLOAD) == AlphaBetaCost().price(
+        alone, cluster=plain, workload=WORKLOAD
+    )
+
+
 def test_measured_speeds_are_flop_per_second() -> None:
     assert AlphaBetaCost().scale(Cluster.from_speeds([1.0, 0.5])) == 1e9
     assert AlphaBetaCost().scale(Cluster.from_speeds([2e9, 3e9])) == 1.0

@@ -11,7 +11,7 @@ from typing import final
 
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
-from tatami.tiling.compute import compute_time
+from tatami.tiling.compute import compute_time, scatter
 from tatami.tiling.cost import AbstractCost, Cost
 from tatami.tiling.layout import Layout
 from tatami.tiling.links import LinkGroup, SlowestLink, fastest
@@ -32,7 +32,8 @@ class AlphaBetaCost(AbstractCost):
     """Seconds of one iteration: a round of messages costs its link's latency (alpha), and its bytes (beta).
 
     compute: the flop of a tile over the speed of its processor, of few samples or units in whole ones. Every sum over
-        a column is a meeting: the slowest rank of each block counts.
+        a column is a meeting: the slowest rank of each block counts. Of ranks whose speeds scatter (`Processor.spread`) one is
+        always slow, and all wait for it.
     vertical: the sums of a column as they are carried out (`sum_algorithm`); the column that takes longest counts.
     horizontal: every group of units is summed by its C owners: 2 (C - 1) / C of its bytes at its owners' slowest link, in
         one round where C = 2, otherwise two; the processor that takes longest counts. Gradients of layers outside of blocks
@@ -56,7 +57,9 @@ class AlphaBetaCost(AbstractCost):
     def price(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> Cost:
         links = SlowestLink(cluster)
         return Cost(
-            compute=compute_time(layout, speeds=cluster.speeds, workload=workload) / self.scale(cluster),
+            compute=compute_time(layout, speeds=cluster.speeds, workload=workload)
+            / self.scale(cluster)
+            * (1 + scatter([cluster.by_name[name] for name in layout.processors])),
             vertical=max(
                 _vertical_s(column.processors, width, workload, links)
                 for column, width in zip(layout.columns, layout.sample_shares(workload.samples), strict=True)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import NormalDist, fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tatami.cluster import Processor
 from tatami.tiling.layout import Column, Layout
 from tatami.tiling.span import FEW
 from tatami.workload import Workload
+
+_RANGE = 2.7
+"""Standard deviations between the largest and the smallest of the seven timings of a probe, which `Processor.spread` is."""
 
 
 def column_flop_time(column: Column, *, speeds: Mapping[str, float], workload: Workload) -> float:
@@ -24,6 +29,18 @@ def column_flop_time(column: Column, *, speeds: Mapping[str, float], workload: W
         shares = column.unit_shares(section.units)
         total += max(section.flop(share * section.units) / speed for share, speed in zip(shares, own, strict=True))
     return total
+
+
+def scatter(processors: Sequence[Processor]) -> float:
+    """How much longer noisy ranks take that all wait for the slowest, relative to one alone; 0 where nothing is known.
+
+    The expected largest of n normal deviations (Blom's approximation), times the mean standard deviation of the ranks' speeds.
+    """
+    spreads = [processor.spread for processor in processors if processor.spread is not None]
+    n = len(processors)
+    if n == 1 or not spreads:
+        return 0.0
+    return fmean(spreads) / _RANGE * NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
 
 
 def compute_time(layout: Layout, *, speeds: Mapping[str, float], workload: Workload) -> float:
