@@ -13,11 +13,11 @@ from torch import nn
 from torch.amp import GradScaler
 
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import InputError
+from tatami.errors import InputError, ModelError
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
 from tatami.tiled import TiledModel, Trainer, whole_state_dict
-from tiled_rig import assert_close, some_layouts, tiled
+from tiled_rig import assert_close, gradients, some_layouts, tiled
 
 SAMPLES = 23
 SGD = partial(torch.optim.SGD, lr=0.2, momentum=0.9)
@@ -251,5 +251,28 @@ def test_a_network_that_is_not_tiled_needs_ranks_and_what_makes_its_optimizer(wo
             Trainer(built, optimizer=SGD, loss=nn.MSELoss())
         with pytest.raises(InputError, match="give what makes the optimizer"):
             Trainer(built, comm=comm, optimizer=SGD(built.parameters()), loss=nn.MSELoss())
+
+    world(body)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.ranks(1, 2)
+def test_compiling_is_refused_where_ranks_meet_in_the_forward_pass(world: World) -> None:
+    """One rank alone may compile; `eager` is torch's backend that compiles to what it was given."""
+    built, (x, y) = network(), inputs()
+    plain = network()
+    torch.autograd.backward(F.mse_loss(plain(x), y))
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
+        here_x, here_y = model.local(x, y)
+        compiled = torch.compile(model, backend="eager")
+        if comm.size == 1:
+            torch.autograd.backward(F.mse_loss(compiled(here_x), here_y))
+            assert_close(gradients(model.module), gradients(plain), what="gradients")
+            return
+        for call in (compiled, torch.compile(lambda x: 2 * model(x), backend="eager")):
+            with pytest.raises(ModelError, match=r"torch\.compile follows a tiled model into the sums over its ranks"):
+                call(here_x)
 
     world(body)

@@ -17,6 +17,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError, TrainingError
 from tatami.tiled.batch import cut_batch, samples_of, tensors_of
 from tatami.tiled.blocks import Blocks, workload_of
+from tatami.tiled.compiling import refuse_compiling
 from tatami.tiled.context import ModuleContext, RankContext
 from tatami.tiled.cutting import cut_units_of, tensor_of
 from tatami.tiled.describing import Description, describe
@@ -180,6 +181,8 @@ class TiledModel(nn.Module):
                 the ranks were given different batches.
             ModelError: the network returns objects in which its tensors cannot be found.
         """
+        if self.comm.size > 1:
+            refuse_compiling()
         self._check_batch(inputs, named_inputs)
         if not torch.is_grad_enabled():
             return self.module(*inputs, **named_inputs)
