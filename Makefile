@@ -81,6 +81,7 @@ chaos: setup  ## runs killed and stopped at random: 200 of servers, 20 of raylet
 	    tests/server/test_server_chaos.py
 	TATAMI_CHAOS_RAYLET_RUNS=$(CHAOS_RAYLET_RUNS) TATAMI_CHAOS_SEED=$(CHAOS_SEED) $(BIN)/python -m pytest \
 	    tests/server/test_server_raylet.py
+	TATAMI_ELASTIC_CHAOS=1 $(BIN)/python -m pytest tests/elastic
 	TATAMI_LAUNCH_CHAOS_RUNS=$(LAUNCH_CHAOS_RUNS) TATAMI_CHAOS_SEED=$(CHAOS_SEED) $(BIN)/python -m pytest \
 	    tests/comm/test_comm_launch_chaos.py
 

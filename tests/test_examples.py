@@ -46,6 +46,20 @@ def test_ten_lines_run_twice_in_a_row() -> None:
         assert load_file("model.safetensors")["0.weight"].shape == (200, 64)
 
 
+@pytest.mark.timeout(300)
+def test_a_run_is_repaired_and_learns_the_digits() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    command = [sys.executable, "-m", "tatami", "run", "--elastic", "-n", "3", str(EXAMPLES / "repair.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=290, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    sizes = re.findall(r"step (\d+): loss [\d.]+ on (\d) ranks", done.stdout)
+    assert sizes == [("10", "3"), ("20", "3"), ("30", "2"), ("40", "2")]
+    assert re.search(r"p1 died: step 20 is done again, 2 ranks go on", done.stderr)
+    accuracy = re.search(r"accuracy ([\d.]+)%", done.stdout)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 95
+
+
 def test_own_loop_checks_its_balance_every_20_iterations() -> None:
     checks = re.findall(r"^check (\d) \(iteration (\d+)\)", run("own_loop.py", ranks=2), flags=re.MULTILINE)
     assert checks == [("1", "20"), ("2", "40"), ("3", "60"), ("4", "80"), ("5", "100")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import torch
 from torch import nn
@@ -69,6 +70,39 @@ def train(columns: int, kind: str, count: int) -> tuple[list[float], dict[str, t
             assert step.loss is not None
             losses[step.number] = step.loss
     return list(losses.values()), loop.whole(lambda: whole_state_dict(model))
+
+
+def train_until_alone() -> tuple[int, dict[str, torch.Tensor]]:
+    """Two ranks, then three, then two, then one, which ends: at every change of their number the next one is asked for."""
+    comm = tatami.init()
+    torch.manual_seed(11)
+    model = tatami.tile(network(), comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True)
+    optimizer = optimizer_of(model, "sgd")
+    loop = steps(model, optimizer, count=100_000)
+    seen: list[int] = []
+    for step in loop:
+        with step:
+            time.sleep(0.02)  # the work of a larger network
+            x, y = model.local(*batch(step.number))
+            loss = nn.functional.mse_loss(model(x), y) if len(y) else (model(x) * 0).sum()
+            loss.backward()
+            step.update(loss)
+        size = model.comm.size
+        if size not in seen[-1:]:
+            seen.append(size)
+            if model.comm.rank == 0:
+                print(f"there are {size} ranks", flush=True)
+            if seen[-3:] == [2, 3, 2] or seen == [3, 2]:
+                leave_by_signal(model)
+        if size == 1:
+            break
+    return loop.number, loop.whole(lambda: whole_state_dict(model))
+
+
+def leave_by_signal(model: TiledModel) -> None:
+    """The notice that a spot instance is given."""
+    if model.name == "p2":
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Killer:

@@ -42,7 +42,7 @@ def run_elastic(
     copies: int = 2,
     planner: str = DEFAULT_PLANNER,
     address: str | None = None,
-    heartbeat_s: float = 5.0,
+    heartbeat_s: float = 10.0,
     patience_s: float = 60.0,
     timeout_s: float = 60.0,
     on_change: Callable[[MemberChange], None] | None = None,

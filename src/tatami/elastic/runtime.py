@@ -176,10 +176,9 @@ class ElasticRuntime:
         Raises:
             TrainingError: the run cannot go on.
         """
-        members = tuple(self._names.values())
         try:
-            for number in list(self._names):
-                self._start(number, members=members, joins=False)
+            for number in range(self.terms.ranks):
+                self._start(number, members=self._machine.members, joins=False)
             while not self._is_over():
                 self._wait()
         finally:

@@ -81,12 +81,18 @@ class Membership:
         self._change: act.Regroup | None = None
         self._stalls = 0
         self._reasons: list[str] = []
+        self._broken: list[str] = []
         self._actions: list[Action] = []
 
     @property
     def wants_change(self) -> bool:
         """Whether there are members to be let in or out."""
         return bool(self._waiting) or bool(self._leaving & set(self.members))
+
+    @property
+    def _why(self) -> str:
+        """What led to a change; connections that broke are told of only where no member is gone that broke them."""
+        return ", ".join(self._reasons or self._broken)
 
     def handle(self, event: ev.MemberEvent) -> tuple[Action, ...]:
         """What is to be done about `event`, in this order; nothing once the run is over."""
@@ -186,7 +192,7 @@ class Membership:
         self.held = None
         self.group += 1
         if not self.members:
-            self._stop(EndCause.NO_MEMBERS, f"{', '.join(self._reasons)}, and no rank is left to begin with")
+            self._stop(EndCause.NO_MEMBERS, f"{self._why}, and no rank is left to begin with")
             return
         self._ticket += 1
         self._do(act.Restart(ticket=self._ticket, group=self.group, members=self.members))
@@ -195,15 +201,15 @@ class Membership:
         if event.group != self.group or event.member not in self._alive or self.stage in (RunStage.HALTING, RunStage.DONE):
             return  # what it tells of is being repaired already
         self._stalls += 1
-        self._reasons.append(f"{event.member} could not go on: {event.reason}")
+        self._broken.append(f"{event.member} could not go on: {event.reason}")
         if self.stage is RunStage.STARTING:
             if self._stalls > MOST_STALLS:
-                self._stop(EndCause.STALLED, self._reasons[-1])
+                self._stop(EndCause.STALLED, self._broken[-1])
             else:
                 self._begin_again()
         elif self._stalls > MOST_STALLS:
             what = f"{self._stalls} times in a row connections broke between members that all live"
-            self._stop(EndCause.STALLED, f"{what}; the last: {self._reasons[-1]}. Look at the network between the hosts")
+            self._stop(EndCause.STALLED, f"{what}; the last: {self._broken[-1]}. Look at the network between the hosts")
         else:
             self._abort()
 
@@ -219,7 +225,7 @@ class Membership:
         self.stage = RunStage.HALTING
         self._await()
         if not self._awaited:
-            self._stop(EndCause.NO_MEMBERS, f"{', '.join(self._reasons)}, and no rank is left")
+            self._stop(EndCause.NO_MEMBERS, f"{self._why}, and no rank is left")
             return
         self._do(act.Abort(members=self._living(), ticket=self._ticket))
 
@@ -250,7 +256,7 @@ class Membership:
                 self._waiting = [*(name for name in change.newcomers if name in self._alive), *self._waiting]
                 self._halted = {name: told for name, told in self._halted.items() if name in self.members}
         if not self._halted:
-            self._stop(EndCause.NO_MEMBERS, f"{', '.join(self._reasons)}, and no rank is left that holds the network")
+            self._stop(EndCause.NO_MEMBERS, f"{self._why}, and no rank is left that holds the network")
             return
         passed = max(told.sections for told in self._halted.values())
         finish = tuple(name for name, told in self._halted.items() if told.sections == passed - 1)
@@ -278,7 +284,7 @@ class Membership:
         newcomers = tuple(self._waiting) if all(told.admits for told in self._halted.values()) else ()
         staying = (*(name for name in here if name not in self._leaving), *newcomers)
         if not staying:
-            self._stop(EndCause.NO_MEMBERS, f"{', '.join(self._reasons)}, and no rank is left")
+            self._stop(EndCause.NO_MEMBERS, f"{self._why}, and no rank is left")
             return
         laid = self._layout(staying)
         if laid is None:
@@ -312,10 +318,10 @@ class Membership:
             layout=after.layout,
             mirrors=after.mirrors,
             takes=found,
-            reason=", ".join(self._reasons) or "to let members go",
+            reason=self._why or "to let members go",
         )
         self._waiting = [name for name in self._waiting if name not in newcomers]
-        self._reasons = []
+        self._reasons, self._broken = [], []
         self.stage = RunStage.CHANGING
         self._awaited = set(members)
         self._do(self._change)
@@ -329,7 +335,7 @@ class Membership:
         try:
             return self._plan(staying)
         except PlanError as error:
-            self._stop(EndCause.CANNOT_PLAN, f"{', '.join(self._reasons)}; for those that are left there is no plan: {error}")
+            self._stop(EndCause.CANNOT_PLAN, f"{self._why}; for those that are left there is no plan: {error}")
             return None
 
     def _see_whether_laid(self) -> None:
@@ -354,7 +360,7 @@ class Membership:
             for each in lost
         )
         advice = "copies=2 survives the death of one rank at a time" if self._copies == 1 else "more columns survive more"
-        return f"{', '.join(self._reasons)}, with which {what} are lost. {advice}; a checkpoint survives all of them"
+        return f"{self._why}, with which {what} are lost. {advice}; a checkpoint survives all of them"
 
     def _stop(self, cause: EndCause, reason: str) -> None:
         self.stage = RunStage.DONE
