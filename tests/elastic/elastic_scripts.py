@@ -92,17 +92,11 @@ def train_until_alone() -> tuple[int, dict[str, torch.Tensor]]:
             seen.append(size)
             if model.comm.rank == 0:
                 print(f"there are {size} ranks", flush=True)
-            if seen[-3:] == [2, 3, 2] or seen == [3, 2]:
-                leave_by_signal(model)
+            if seen == [3, 2]:  # of the one that has joined
+                loop.leave()
         if size == 1:
             break
     return loop.number, loop.whole(lambda: whole_state_dict(model))
-
-
-def leave_by_signal(model: TiledModel) -> None:
-    """The notice that a spot instance is given."""
-    if model.name == "p2":
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Killer:

@@ -102,7 +102,7 @@ def test_all_copies_lost_is_an_error_that_names_them(pool: Pool) -> None:
 
 
 def test_ranks_join_and_leave_between_two_steps(pool: Pool) -> None:
-    """One joins, one is removed, one is told to go by SIGTERM: nothing is done again, and no sample is lost."""
+    """One joins, one is removed, one asks to leave: nothing is done again, and no sample is lost."""
     runtimes: list[ElasticRuntime] = []
     said: list[str] = []
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tatami.clock import SystemClock
-from tatami.elastic.moments import MomentHook
+from tatami.elastic.moments import Moment
 from tatami.elastic.report import ElasticReport, MemberChange
 from tatami.engine.by_value import by_value
 from tatami.engine.ray_engine import engine, require_ray
@@ -48,7 +48,7 @@ def run_elastic(
     on_change: Callable[[MemberChange], None] | None = None,
     on_line: Callable[[str, str], None] | None = None,
     on_start: Callable[[Any], None] | None = None,
-    hook: MomentHook | None = None,
+    hook: Callable[[Moment, str, int], None] | None = None,
     pool: Pool | None = None,
 ) -> ElasticResult:
     """Run `function` on ranks that may die, leave and join; it trains with `tatami.steps`.

@@ -111,7 +111,7 @@ class Said:
 
 @dataclass(frozen=True, kw_only=True)
 class WantsToLeave:
-    """The process was asked to end, by SIGTERM."""
+    """The script asks that its rank may leave."""
 
 
 Report = EnteredLoop | GotStuck | CarriedOut | ScriptEnded | ScriptFailed | Said | WantsToLeave

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import os
 import queue
-import signal
-import socket
 import sys
 import threading
 import time
@@ -20,7 +18,7 @@ from ray import cloudpickle
 
 from tatami.comm.elastic import set_elastic_world
 from tatami.elastic.moments import MomentHook
-from tatami.elastic.orders import Assignment, HaltAnswer, Order, Report, Said, ScriptEnded, ScriptFailed, WantsToLeave
+from tatami.elastic.orders import Assignment, HaltAnswer, Order, Report, Said, ScriptEnded, ScriptFailed
 from tatami.elastic.session import BeginAgain, Session, set_session
 from tatami.engine.processes import Identity, identity
 from tatami.errors import CommError
@@ -45,32 +43,6 @@ class RankProcess:
         # torch does much for the first time in its first backward pass: a process that stands by has that behind it.
         torch.nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()
         self._session: Session | None = None
-        self._listen_for_notice()
-
-    def _listen_for_notice(self) -> None:
-        """SIGTERM is a spot instance's notice: the rank leaves between two steps.
-
-        The main thread, where Ray makes an actor and handlers of signals would run, is in Ray's own loop. What Python writes
-        for each signal at once is read by a thread.
-        """
-        ours, others = socket.socketpair()
-        others.setblocking(False)
-        try:
-            signal.signal(signal.SIGTERM, lambda *_: None)
-            signal.set_wakeup_fd(others.fileno(), warn_on_full_buffer=False)
-        except ValueError:  # not the main thread: SIGTERM ends the process, and the others go on
-            return
-
-        def listen() -> None:
-            keeps_open = others
-            while numbers := ours.recv(16):
-                if signal.SIGTERM in numbers:
-                    if self._session is None:
-                        os._exit(0)
-                    self._session.report(WantsToLeave())
-            del keeps_open
-
-        threading.Thread(target=listen, name="tatami-notice", daemon=True).start()
 
     def employ(self, assignment: Assignment, pickled_spec: bytes) -> Identity:
         """Become a member: the script begins in a thread of its own."""

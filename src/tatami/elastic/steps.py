@@ -24,7 +24,7 @@ import torch
 
 from tatami.cluster import Cluster
 from tatami.elastic.moments import Moment
-from tatami.elastic.orders import EnteredLoop
+from tatami.elastic.orders import EnteredLoop, WantsToLeave
 from tatami.elastic.session import OpenSection, Session, current_session
 from tatami.errors import CommError, InputError
 from tatami.membership import Regroup
@@ -108,6 +108,11 @@ class Steps:
     def whole(self, body: Callable[[], Any]) -> Any:
         """What `body`, a collective such as `tatami.tiled.whole_state_dict(model)`, returns; again where a rank dies in it."""
         return body() if self.session is None else self.session.section(body)
+
+    def leave(self) -> None:
+        """Ask that this rank may leave, as after the notice of a spot instance: it goes between two of the next steps."""
+        if self.session is not None:
+            self.session.report(WantsToLeave())
 
     # -- for the session ------------------------------------------------------------------------------------------------
 

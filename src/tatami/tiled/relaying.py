@@ -7,6 +7,7 @@ they need, so that a death on the way leaves every survivor as it was: `relay` c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tatami.tiled.mirroring import MirrorRows
 from tatami.tiled.model import TiledModel
 from tatami.tiled.placement import place
 from tatami.tiled.rows import Rows
+from tatami.tiled.tiled_block import TiledBlock
 from tatami.tiling import Span, Tiling
 
 _TAG = 15
@@ -81,7 +83,7 @@ def relay(
                 (True, Span(0, 0) if keeps_for is None else _units(tiling, keeps_for)),
             )
         }
-        _exchange(model, change.takes, held, laid, name=name, names=names)
+        _exchange(model, _of_tensors(change.takes, model.found.blocks), held, laid, name=name, names=names)
 
     def put_in_place() -> None:
         model._regroup(cluster=cluster)
@@ -198,6 +200,20 @@ def _bundle(block: Sequence[Rows], optimizer: torch.optim.Optimizer) -> Bundle:
             if isinstance(state[key], torch.Tensor) and state[key].shape == rows.tensor.shape
         ]
     return bundle
+
+
+def _of_tensors(takes: Sequence[Take], blocks: Sequence[TiledBlock]) -> list[Take]:
+    """What is taken of each block of tensors: of blocks of the workload, some of which have tensors for each of their units."""
+    found = []
+    number = -1
+    for index, block in enumerate(blocks):
+        number += block.begins
+        for take in takes:
+            if take.block == number and block.only is None:
+                found.append(replace(take, block=index))
+            elif take.block == number and take.units.start <= (block.only or 0) < take.units.stop:
+                found.append(replace(take, block=index, units=Span(0, 1)))
+    return found
 
 
 def _exchange(
