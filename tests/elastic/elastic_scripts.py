@@ -92,7 +92,7 @@ def train_until_alone() -> tuple[int, dict[str, torch.Tensor]]:
             seen.append(size)
             if model.comm.rank == 0:
                 print(f"there are {size} ranks", flush=True)
-            if seen == [3, 2]:  # of the one that has joined
+            if model.name == "p2" and size == 2:
                 loop.leave()
         if size == 1:
             break

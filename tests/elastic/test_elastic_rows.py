@@ -50,7 +50,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
 )
 def test_the_rows_of_one_that_is_gone_come_with_their_states(before: Layout, after: Layout, dead: str) -> None:
     x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    plain = network()
+    start = network()  # here: ranks that are threads would draw from one generator
+    plain = copy.deepcopy(start)
     plain_optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
     for _ in range(4):
         step(plain, plain_optimizer, x)
@@ -61,7 +62,7 @@ def test_the_rows_of_one_that_is_gone_come_with_their_states(before: Layout, aft
         name = NAMES[comm.rank]
         elastic = ElasticCommunicator(comm, names=NAMES)
         model = tile(
-            copy.deepcopy(network()), elastic, batch_size=6, speeds="equal", layout=renamed(before), reduction="sum", quiet=True
+            copy.deepcopy(start), elastic, batch_size=6, speeds="equal", layout=renamed(before), reduction="sum", quiet=True
         )
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         for _ in range(2):
