@@ -36,5 +36,4 @@ for step in loop:
 weights = loop.whole(lambda: whole_state_dict(model))
 if comm.rank == 0:
     network.load_state_dict(weights)
-    correct = (network(data.x).argmax(1) == data.y).float().mean().item()
-    print(f"accuracy {correct:.1%}")
+    print(", ".join(f"{name} {share:.1%}" for name, share in data.accuracy(network(data.x), data.y).items()))
