@@ -190,6 +190,42 @@ def test_any_number_of_ranks_on_any_tiling_goes_on(folder: Path, sizes: tuple[in
             assert_close(found, weights, what=f"weights of {sizes}")
 
 
+class Noisy(nn.Module):
+    """Draws by a function, which a tiled run cannot do as one machine does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.net(F.dropout(x, 0.5, self.training))
+        return result
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_columns_draw_for_themselves_goes_on(world: World, folder: Path) -> None:
+    built = Noisy().double()
+
+    def body(comm: AbstractCommunicator) -> None:
+        place: Path = comm.bcast_object(folder)
+        layout = some_layouts(comm.size)[-1]
+
+        def losses(where: Path, **options: Any) -> list[float]:
+            """Each run has a seed of its own, so that those that go on must take it from the checkpoint."""
+            model = tile(built, comm, batch_size=BATCH, speeds="equal", layout=layout, random="local", quiet=True)
+            assert model.draws is not None
+            if not options.get("resume"):
+                model.draws.load_state_dict({"seed": 7, "num_passes": 0})
+                torch.manual_seed(7)  # of one rank alone, which draws as the plain model does
+            trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), checkpoint=ModelCheckpoint(dirpath=where))
+            return trainer.fit(inputs(), batch_size=BATCH, epochs=2, **options).losses
+
+        straight = losses(place / "straight")
+        assert losses(place / "parts", iterations=4) + losses(place / "parts", resume=True) == straight
+
+    world(body)
+
+
 @pytest.mark.ranks(1, 2)
 def test_two_are_kept_and_what_ends_fit_is_saved(world: World, folder: Path) -> None:
     def body(comm: AbstractCommunicator) -> None:

@@ -146,6 +146,7 @@ def _state(setup: TrainingSetup, position: TrainingPosition, batches: AbstractBa
             "position": dataclasses.asdict(position),
             "data": _facts(setup, batches),
             "generator": model.generator.get_state(),
+            "draws": model.draws.state_dict() if model.draws is not None else None,
             "scaler": setup.updates.scaler.state_dict(),
             "learning_rate": setup.learning_rate.state_dict() if setup.learning_rate is not None else None,
             "callbacks": setup.callbacks.state_dict(),
@@ -196,6 +197,8 @@ def _restore(setup: TrainingSetup, position: TrainingPosition, common: Mapping[s
     for name, value in common["position"].items():
         setattr(position, name, value)
     setup.model.generator.set_state(common["generator"])
+    if setup.model.draws is not None and common["draws"] is not None:
+        setup.model.draws.load_state_dict(common["draws"])
     setup.updates.scaler.load_state_dict(common["scaler"])
     if setup.learning_rate is not None and common["learning_rate"] is not None:
         setup.learning_rate.load_state_dict(common["learning_rate"])

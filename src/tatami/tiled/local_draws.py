@@ -46,6 +46,13 @@ class LocalDraws:
         self.num_passes = 0
         """Training passes until now, the same on all ranks: with the seed, all that the next draws depend on."""
 
+    def state_dict(self) -> dict[str, int]:
+        """All that the next draws depend on beside the column."""
+        return {"seed": self._seed, "num_passes": self.num_passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._seed, self.num_passes = state["seed"], state["num_passes"]
+
     def next_pass(self, *, column: int) -> TorchFunctionMode:
         """A context for the next training pass of a rank in this column."""
         mixed = np.random.SeedSequence([self._seed, self.num_passes, column]).generate_state(1, np.uint64)
