@@ -1,8 +1,8 @@
 """What failures cost the paper's parameter server, in closed form and drawn:  python benchmarks/failures.py --out FILE
 
-Draws the lives of workers as `tatami simulate server --preset paper-server-10k` does, seeds 0, 1, 2, ..., and follows only what a
-failure changes: how much was computed of the round in which it falls, and what is done again. A test holds the numbers against
-the simulator, run by run. Arithmetic from a seed: nothing is timed, and the figures do not depend on the machine.
+Draws the lives of workers as `tatami simulate server --preset paper-server-10k` does, seeds 0, 1, 2, ..., and follows only what
+a failure changes: how much was computed of the round in which it falls, and what is done again. A test holds the numbers
+against the simulator, run by run. Arithmetic from a seed: nothing is timed, and the figures do not depend on the machine.
 """
 
 from __future__ import annotations

@@ -1,0 +1,92 @@
+"""The Python of README and docs: programs run as they are pasted, block by block; names that fragments use are there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tatami
+from tatami.errors import InputError
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROGRAMS = ("from-ddp.md", "slurm.md", "notebook.md")
+"""Pages all of whose blocks run, one after the other, as a reader would paste them; the README's program is an example."""
+BLOCK = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Where each block of Python stands, and its text after so many empty lines that errors name the page's lines."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in BLOCK.finditer(text):
+        line = text.count("\n", 0, match.start(1))
+        found.append((f"{page.relative_to(ROOT)}:{line + 1}", "\n" * line + match[1]))
+    return found
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_programs_run_as_pasted(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    pasted = blocks(ROOT / "docs" / page)
+    assert pasted
+    for where, text in pasted:
+        exec(compile(text, where, "exec"), namespace)
+
+
+def test_the_program_of_the_readme_is_an_example_that_tests_run() -> None:
+    """By `test_examples.py`, as a job of 1, 2 and 3 ranks. The first line of the example says how it is started."""
+    (program, *_) = [text.strip() for _, text in blocks(ROOT / "README.md")]
+    example = (ROOT / "examples" / "ten_lines.py").read_text(encoding="utf-8")
+    assert program == example.split('"""\n', 1)[1].strip()
+
+
+def test_every_block_compiles_and_names_what_there_is() -> None:
+    found = [block for page in PAGES for block in blocks(page)]
+    assert len(found) > 10
+    missing = [f"{where}: {name}" for where, text in found for name in named(ast.parse(text, where)) if not is_there(name)]
+    assert missing == []
+
+
+def named(tree: ast.AST) -> Iterator[str]:
+    """Names of Tatami in a block: `tatami.tile`, `from tatami.comm import run_threads`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.split(".")[0] == "tatami":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and (name := ast.unparse(node)).startswith("tatami.") and "(" not in name:
+            yield name
+
+
+def is_there(name: str) -> bool:
+    first, *parts = name.split(".")
+    found, path = import_module(first), first
+    for part in parts:
+        path = f"{path}.{part}"
+        if not hasattr(found, part):
+            try:
+                import_module(path)
+            except ModuleNotFoundError:
+                return False
+        found = getattr(found, part)
+    return True
+
+
+def test_a_name_that_is_gone_is_found() -> None:
+    assert list(named(ast.parse("from tatami.comm import gone\ntatami.plan(x)"))) == ["tatami.comm.gone", "tatami.plan"]
+    assert not is_there("tatami.comm.gone")
+    assert is_there("tatami.comm.run_threads")
+
+
+def test_a_network_that_is_not_on_the_cpu_is_refused_by_name() -> None:
+    """As the README says of GPUs; `meta` is a device that every machine has."""
+    network = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)).to(torch.device("meta"))
+    with pytest.raises(InputError, match=r"moves CPU tensors; this one is on meta: move it with \.cpu\(\)"):
+        tatami.tile(network, tatami.init(), batch_size=8, speeds="equal", reduction="mean")
