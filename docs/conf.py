@@ -35,7 +35,7 @@ autodoc_inherit_docstrings = False
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|nn|numpy|np|mpi4py|MPI|ray|matplotlib|rich|typing|collections|pathlib|datetime)(\..*)?"),
     ("py:.*", r"(enum|abc|dataclasses|subprocess)\..*|Path|Axes|Figure|RichTable|optional|a delegate|.*\[.*"),
-    ("py:.*", r"tatami\.\w+\.\w+\..*|AbstractOptimizer|ModelFn|LossFn|PhaseHook"),
+    ("py:.*", r"tatami\.\w+\.\w+\..*|AbstractOptimizer|ModelFn|LossFn|PhaseHook|Moment"),
 ]
 
 myst_heading_anchors = 4

@@ -94,7 +94,7 @@ def sums_of(steps: Iterable[Step], *, rank: int) -> dict[tuple[int, int], tuple[
     """What `rank` adds up at the end of a round of messages.
 
     Returns:
-        By the range (start, stop) of elements: the ranks whose contributions are added, in that order, `rank` among them.
+        For each range (start, stop) of elements, the ranks whose contributions are added, in that order, `rank` among them.
     """
     found: dict[tuple[int, int], list[int]] = {}
     for step in steps:

@@ -31,13 +31,13 @@ MEASURED_FROM = 1e6
 class AlphaBetaCost(AbstractCost):
     """Seconds of one iteration: a round of messages costs its link's latency (alpha), and its bytes (beta).
 
-    compute: the flop of a tile over the speed of its processor, of few samples or units in whole ones. Every sum over
-        a column is a meeting: the slowest rank of each block counts. Of ranks whose speeds scatter (`Processor.spread`) one is
-        always slow, and all wait for it.
-    vertical: the sums of a column as they are carried out (`sum_algorithm`); the column that takes longest counts.
-    horizontal: every group of units is summed by its C owners: 2 (C - 1) / C of its bytes at its owners' slowest link, in
-        one round where C = 2, otherwise two; the processor that takes longest counts. Gradients of layers outside of blocks
-        ride along, or are summed by all.
+    * compute: the flop of a tile over the speed of its processor, of few samples or units in whole ones. Every sum over
+      a column is a meeting: the slowest rank of each block counts. Of ranks whose speeds scatter (`Processor.spread`) one is
+      always slow, and all wait for it.
+    * vertical: the sums of a column as they are carried out (`sum_algorithm`); the column that takes longest counts.
+    * horizontal: every group of units is summed by its C owners: 2 (C - 1) / C of its bytes at its owners' slowest link, in
+      one round where C = 2, otherwise two; the processor that takes longest counts. Gradients of layers outside of blocks
+      ride along, or are summed by all.
 
     Beside the wire, messages cost the processors that send and receive them (`Processor.message_s`), and bytes their copying.
 
