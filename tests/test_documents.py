@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from importlib import import_module
@@ -47,6 +48,12 @@ def test_the_program_of_the_readme_is_an_example_that_tests_run() -> None:
     (program, *_) = [text.strip() for _, text in blocks(ROOT / "README.md")]
     example = (ROOT / "examples" / "ten_lines.py").read_text(encoding="utf-8")
     assert program == example.split('"""\n', 1)[1].strip()
+
+
+def test_the_notebook_has_the_cells_of_its_page_which_run() -> None:
+    cells = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert code == [text.strip() for _, text in blocks(ROOT / "docs" / "notebook.md")]
 
 
 def test_every_block_compiles_and_names_what_there_is() -> None:
