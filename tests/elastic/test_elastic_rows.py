@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from torch import nn
 from tatami.comm import run_threads
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.elastic import ElasticCommunicator
+from tatami.errors import InputError
 from tatami.membership import Held, Regroup, mirrors_of, takes
-from tatami.tiled import tile, whole_state_dict
+from tatami.retiling import Retiler
+from tatami.tiled import Retiling, Trainer, tile, whole_state_dict
 from tatami.tiled.mirroring import MirrorRows
 from tatami.tiled.relaying import relay
 from tatami.tiling import Column, Layout
@@ -97,3 +100,14 @@ def test_the_rows_of_one_that_is_gone_come_with_their_states(before: Layout, aft
     (whole,) = [state for state in run_threads(body, size=3) if state]
     for key, tensor in plain.state_dict().items():
         torch.testing.assert_close(whole[key], tensor, rtol=1e-10, atol=1e-10)
+
+
+def test_what_does_not_follow_changes_of_the_ranks_is_refused() -> None:
+    def body(inner: AbstractCommunicator) -> None:
+        model = tile(network(), ElasticCommunicator(inner, names=NAMES[:2]), batch_size=4, speeds=(1, 1), reduction="mean")
+        with pytest.raises(InputError, match="Retiling cannot be used in an elastic run"):
+            Retiling(model, torch.optim.SGD(model.parameters(), lr=0.1), retiler=Retiler())
+        with pytest.raises(InputError, match="The Trainer cannot be used in an elastic run"):
+            Trainer(model, optimizer=partial(torch.optim.SGD, lr=0.1), loss=nn.MSELoss())
+
+    run_threads(body, size=2)

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from tatami.clock import Clock
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError
 from tatami.retiling import Controller, Decision, Retiler, Timing, Watcher
 from tatami.retiling.levels import works_of
 from tatami.tiled.model import TiledModel
@@ -50,6 +52,18 @@ class Check:
         return max(self.compute_s.values()) / max(min(self.compute_s.values()), 1e-12)
 
 
+def refuse_elastic(comm: AbstractCommunicator, what: str) -> None:
+    """
+    Raises:
+        InputError: the ranks of `comm` may change, which `what` does not follow yet.
+    """
+    if comm.changes:
+        raise InputError(
+            f"{what} cannot be used in an elastic run: it does not follow ranks that die or join. Write the loop with "
+            "tatami.steps (docs/repair.md), or start the script with `tatami run` without --elastic"
+        )
+
+
 class Retiling:
     """Re-tiles a model while it trains: call `step` after each `optimizer.step()`. The Trainer does.
 
@@ -57,10 +71,14 @@ class Retiling:
         model: from `tatami.tile`.
         optimizer: its state moves with the weights.
         retiler: when and how to re-tile.
+
+    Raises:
+        InputError: the run is elastic: it re-tiles when its ranks change, and only then.
     """
 
     def __init__(self, model: TiledModel, optimizer: torch.optim.Optimizer, *, retiler: Retiler) -> None:
         check_optimizer(optimizer)
+        refuse_elastic(model.comm, "Retiling")
         self._model = model
         self._optimizer = optimizer
         self._retiler = retiler

@@ -37,7 +37,7 @@ from tatami.tiled.model import TiledModel
 from tatami.tiled.objective import Objective, TrainingStep
 from tatami.tiled.optimizers import check_optimizer
 from tatami.tiled.precision import Precision
-from tatami.tiled.retiling import Retiling
+from tatami.tiled.retiling import Retiling, refuse_elastic
 from tatami.tiled.scheduling import LearningRate, LRSchedulerConfig, MakeScheduler
 from tatami.tiled.setup import TrainingPosition, TrainingSetup
 from tatami.tiled.tile import tile as tile_network
@@ -126,6 +126,9 @@ class Trainer:
         self._checkpoint = checkpoint
         self._checkpoints: TrainingCheckpoints | None = None
         self._setup: TrainingSetup | None = None
+        used = model.comm if isinstance(model, TiledModel) else comm
+        if used is not None:
+            refuse_elastic(used, "The Trainer")
         if isinstance(model, TiledModel):
             self._take(model)
         elif comm is None:
