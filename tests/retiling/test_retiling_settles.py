@@ -22,7 +22,9 @@ SPEED = st.floats(0.2, 1.0)
 @pytest.mark.parametrize("rule", ["settling", "published"])
 @pytest.mark.parametrize("noise", [0.0, 0.03])
 def test_from_no_knowledge_it_settles_by_the_third_check(rule: str, noise: float) -> None:
-    trial = run([1, 1, 0.5, 0.25], retiler=Retiler.published() if rule == "published" else Retiler(), noise=noise)
+    trial = run(
+        [1, 1, 0.5, 0.25], retiler=Retiler.published() if rule == "published" else Retiler(rule="settling"), noise=noise
+    )
     assert trial.imbalance == 4.0
     first, *_ = trial.checks(3)
     assert first.kind is DecisionKind.WHOLE

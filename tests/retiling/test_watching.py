@@ -95,6 +95,20 @@ def test_a_rank_half_as_fast_is_relieved_at_once_and_taken_up_again(slow: int) -
     assert back[-1].predicted > 0.9
 
 
+def test_a_change_early_in_a_run_is_acted_on_wherever_the_estimates_are_refreshed() -> None:
+    """Level and noise are estimated every 8 samples; samples of a change that is not known yet do not count as noise."""
+    noticed, acted = [], []
+    for quiet in range(16, 33, 3):
+        for seed in range(2):
+            run = watched(seed=seed)
+            run.go(quiet)
+            run.factors[3] = 0.5
+            acted.append(next(decision.iteration for decision in run.go(10) if decision.remaps) - quiet)
+            noticed.append(next(alarm.iteration for alarm in run.watcher.alarms if alarm.processor == "p3") - quiet)
+    assert max(noticed) <= 4
+    assert sorted(acted)[len(acted) // 2] <= 4
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_moved_in_a_quiet_run(seed: int) -> None:
     run = watched(noise=(0.02, 0.05, 0.1)[seed], seed=seed)

@@ -372,6 +372,54 @@ def test_drpm_settles_and_settles_again(rule: str) -> None:
 
 
 @needs_simgrid
+def test_what_slows_down_is_noticed_in_three_iterations_and_given_less_until_it_is_as_fast_again() -> None:
+    found = rehearsed(
+        job(
+            [1.0, 1.0, 1.0, 1.0],
+            layout=grid(2, 2),
+            iterations=160,
+            retiler=Retiler(),
+            known_speeds=True,
+            flop_per_s=10 * MFLOP,
+            changes=(
+                Change(processor="p3", factor=0.25, at_iteration=61),
+                Change(processor="p3", factor=1.0, at_iteration=111),
+            ),
+        )
+    )
+    moved = [decision for decision in found.decisions if decision.remaps]
+    assert 62 <= moved[0].iteration <= 65
+    assert all(decision.iteration > 60 for decision in found.decisions)
+    assert "p3 takes" in moved[0].reason
+    assert found.iteration_s[60] > 2 * found.iteration_s[59]
+    assert found.iteration_s[105] < 0.6 * found.iteration_s[60]
+    assert found.iteration_s[159] < 0.9 * found.iteration_s[105]
+    assert found.iteration_s[159] == pytest.approx(found.iteration_s[59], rel=0.1)
+
+
+@needs_simgrid
+def test_a_rank_that_all_but_stops_is_left_out_in_the_simulation_and_taken_in_again() -> None:
+    found = rehearsed(
+        job(
+            [1.0, 1.0, 1.0, 1.0],
+            layout=grid(2, 2),
+            iterations=200,
+            retiler=Retiler(),
+            known_speeds=True,
+            flop_per_s=10 * MFLOP,
+            changes=(
+                Change(processor="p3", factor=0.002, at_iteration=41),
+                Change(processor="p3", factor=1.0, at_iteration=101),
+            ),
+        )
+    )
+    without = [decision for decision in found.decisions if decision.remaps and "p3" not in decision.layout.processors]
+    assert without
+    assert "p3" in found.decisions[-1].layout.processors
+    assert found.iteration_s[199] == pytest.approx(found.iteration_s[39], rel=0.1)
+
+
+@needs_simgrid
 def test_a_thousand_processors() -> None:
     """2 columns of 512; every fourth processor is half as fast, which is known, and has half as much."""
     rows = [0.5 if row % 4 == 0 else 1.0 for row in range(512)]

@@ -14,6 +14,7 @@ from tatami.errors import CommError
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
 from tatami.tiled import Check, IterationPhase, Retiling, TiledModel, Trainer, move, tile, whole_state_dict
+from tatami.tiled.retiling import _Probe
 from tiled_rig import assert_close, optimizers, simple_layout, tiled
 
 SAMPLES, UNITS = 256, 128
@@ -293,3 +294,27 @@ def test_a_retiling_that_fails_leaves_model_and_optimizer_as_they_were(world: Wo
         assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="parameters")
 
     world(body)
+
+
+def test_a_rank_that_was_left_out_is_as_slow_as_it_was_known_to_be_until_its_probe_says_otherwise() -> None:
+    class Steps:
+        """A clock that goes on by `step_s` each time it is looked at."""
+
+        step_s = 2.0
+        time_s = 0.0
+
+        def now_s(self) -> float:
+            self.time_s += self.step_s
+            return self.time_s
+
+        def sleep(self, duration_s: float) -> None:
+            self.time_s += duration_s
+
+    clock = Steps()
+    probe = _Probe(clock)
+    assert probe.per_work_s(0.125) == 0.125
+    clock.step_s = 0.5
+    # What is known by then is what the probe itself said: only the first look counts.
+    assert probe.per_work_s(7.0) == 0.125 / 4
+    clock.step_s = 4.0
+    assert probe.per_work_s(7.0) == 0.25

@@ -50,8 +50,13 @@ class Controller:
             cost: what the planner chooses by; see `tatami.tiling.plan`.
 
         Raises:
-            PlanError: the layout has a processor that the cluster has not.
+            PlanError: the layout has a processor that the cluster has not, or the rule is one for `Watcher`.
         """
+        if retiler.watches:
+            raise PlanError(
+                f"Controller checks every few iterations, by the rules of DRPM, and not by {retiler.rule!r}: take "
+                "`tatami.retiling.Watcher`, or Retiler(rule='settling')"
+            )
         strangers = sorted(set(layout.processors) - set(cluster.by_name))
         if strangers:
             raise PlanError(f"the layout has {', '.join(strangers)}, but the cluster only {', '.join(cluster.by_name)}")

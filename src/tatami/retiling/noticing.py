@@ -141,12 +141,12 @@ class Detector:
         # Where level and noise are not known yet, z is NaN and the sums stay at 0.
         self._sums = np.fmax(self._sums + both, 0.0) if complete else _added(self._sums, both)
         self._ages = (self._ages + valid) * (self._sums > 0)
-        if self._steps % _REFRESH == 0:
-            self._refresh(self.count > 0)
-        else:
-            young = (self.count <= _REFRESH) & (self.count > 0)
-            if young.any():
-                self._refresh(young)
+        young = (self.count <= FIRST) & (self.count > 0)
+        # A series that may just have changed keeps its level and noise: with samples of before and after in one window, the
+        # noise would be as large as the change, which would then be neither seen nor believed.
+        due = young if self._steps % _REFRESH else young | ((self.count > 0) & (self._sums[:2] <= 0).all(axis=0))
+        if due.any():
+            self._refresh(due)
         over = self._sums > self._h
         over[2:] &= self.count >= STEADY
         changed: Mask = np.asarray(over.any(axis=0))

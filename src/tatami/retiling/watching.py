@@ -233,6 +233,8 @@ class Watcher:
                 self._lengths.append(alarm.began - began)
             else:
                 self._slow_since[alarm.processor] = (began, usual_s)
+        # What the last move brought can no longer be told from what this change took.
+        self._promise = None
         self.alarms += fresh
         return fresh
 

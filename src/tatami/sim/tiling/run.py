@@ -23,6 +23,8 @@ from tatami.workload import Workload
 
 _TOGETHER = 1e-9
 """Relative: two iterations that differ by less are alike."""
+_PROBE_EVERY = 16
+"""Iterations between the looks of a rank that was left out, as in `tatami.tiled.retiling`."""
 _LEAST_S = 3e-9
 """SimGrid tells no times apart that are nearer than 1e-9 s."""
 
@@ -148,6 +150,9 @@ class TilingPlay:
         self.compute_s.append((max(spent_s), min(spent_s)))
         if self._controller is None:
             return
+        if isinstance(self._controller, Watcher):
+            self._window.clear()
+            self._probe_left_out()
         for rank, each in tiled.items():
             window = self._window[rank]
             window.append(
@@ -160,7 +165,19 @@ class TilingPlay:
                     work=self.floor.works[rank],
                 )
             )
-            del window[: -1 if self._controller.retiler.watches else -self._controller.retiler.window]
+            del window[: -self._controller.retiler.window]
+
+    def _probe_left_out(self) -> None:
+        """Ranks without a tile look now and then how fast they are; that costs the others nothing."""
+        if self._iteration % _PROBE_EVERY:
+            return
+        for name in self._cluster.by_name:
+            rank = self._cluster.rank_of[name]
+            if self.floor.works.get(rank, 0) > 0:
+                continue
+            took_s = self._speeds.finish_s(name, work_flop=self._workload.work_flop, begin_s=self.now_s) - self.now_s
+            timing = Timing(processor=name, iteration=self._iteration, t1_s=took_s, t2_s=0.0, compute_s=took_s, work=1.0)
+            self._window[rank] = [timing]
 
     def _leave_out(self, times: dict[int, Times], *, took_s: float) -> None:
         """Go on to the last iteration before something happens, as if each had been like this one."""

@@ -1,0 +1,60 @@
+"""Speed as a function of size, from the few sizes that re-tilings show."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tatami.retiling.sizes import SizedTimes
+
+
+def learned(*points: tuple[float, float], error: float = 0.01) -> SizedTimes:
+    sizes = SizedTimes(2)
+    for work, per_work_s in points:
+        sizes.learn(0, work=work, per_work_s=per_work_s, error=error)
+    return sizes
+
+
+def test_nothing_is_known_at_first_and_then_of_one_processor_only() -> None:
+    sizes = learned((100.0, 2.0))
+    assert sizes.at(0, work=7.0) == 2.0
+    assert sizes.at(1, work=7.0) is None
+    assert sizes.relative(1, work=7.0, now=100.0) == 1.0
+
+
+def test_between_two_sizes_it_is_a_straight_line_and_outside_flat() -> None:
+    sizes = learned((100.0, 2.0), (300.0, 3.0))
+    assert [sizes.at(0, work=work) for work in (50, 100, 200, 300, 900)] == [2.0, 2.0, 2.5, 3.0, 3.0]
+    assert sizes.relative(0, work=200.0, now=100.0) == 1.25
+
+
+def test_a_time_that_is_expected_makes_no_point() -> None:
+    assert learned((100.0, 2.0), (300.0, 2.05)).points(0) == ((100.0, 2.0),)
+    assert learned((100.0, 2.0), (300.0, 2.4), error=0.1).points(0) == ((100.0, 2.0),)
+    assert len(learned((100.0, 2.0), (300.0, 2.4)).points(0)) == 2
+
+
+def test_what_is_measured_again_at_a_size_replaces_what_was_known_of_it() -> None:
+    assert learned((100.0, 2.0), (300.0, 3.0), (105.0, 2.5)).points(0) == ((105.0, 2.5), (300.0, 3.0))
+
+
+def test_a_slower_processor_is_slower_at_every_size() -> None:
+    sizes = learned((100.0, 2.0), (300.0, 3.0))
+    sizes.scale(0, 2.0)
+    assert sizes.points(0) == ((100.0, 4.0), (300.0, 6.0))
+    assert sizes.relative(0, work=300.0, now=100.0) == 1.5
+
+
+@given(points=st.lists(st.tuples(st.floats(1.0, 1e6), st.floats(1e-6, 1.0)), min_size=1, max_size=20), work=st.floats(0.1, 1e7))
+def test_there_are_few_points_in_order_and_no_time_is_beyond_them(points: list[tuple[float, float]], work: float) -> None:
+    sizes = learned(*points)
+    kept = sizes.points(0)
+    assert len(kept) <= 6
+    assert list(kept) == sorted(kept)
+    times = [per_work_s for _, per_work_s in kept]
+    found = sizes.at(0, work=work)
+    assert found is not None
+    assert min(times) * (1 - 1e-9) <= found <= max(times) * (1 + 1e-9)
+    # The newest is always believed, to what is told apart.
+    assert sizes.at(0, work=points[-1][0]) == pytest.approx(points[-1][1], rel=0.0301)
