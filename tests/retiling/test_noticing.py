@@ -116,3 +116,27 @@ def test_series_without_samples_wait() -> None:
         assert not detector.step(values).any()
     assert detector.level[0] == pytest.approx(2.0, rel=0.05)
     assert list(detector.count) == [100, 200, 100]
+
+
+def remembering(rng: np.random.Generator, shape: tuple[int, ...], *, memory: float) -> Vector:
+    """Times over the first axis whose noise, of 5 %, is so much of that before, and new for the rest."""
+    noise = rng.standard_normal(shape)
+    for at in range(1, len(noise)):
+        noise[at] = memory * noise[at - 1] + np.sqrt(1 - memory * memory) * noise[at]
+    return np.exp(0.05 * noise)
+
+
+def test_noise_that_remembers_itself_counts_as_wider_and_other_noise_does_not() -> None:
+    rng = np.random.default_rng(3)
+    found = {}
+    for memory in (0.0, 0.5):
+        detector = Detector((20, 8))
+        alarms = 0
+        for values in remembering(rng, (600, 20, 8), memory=memory):
+            alarms += int(detector.step(values).sum())
+        found[memory] = alarms, float(np.median(detector.noise))
+    assert found[0.0][0] == 0
+    assert found[0.0][1] == pytest.approx(0.05, rel=0.1)
+    # sqrt((1 + 1/2) / (1 - 1/2)) = 1.73, less a standard error; without it there are some 40 alarms.
+    assert 1.4 * 0.05 < found[0.5][1] < 1.75 * 0.05
+    assert found[0.5][0] <= 12

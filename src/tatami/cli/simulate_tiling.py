@@ -14,11 +14,11 @@ from tatami.cli.simulate_options import Cores, SweepOption, parse_sweep, started
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, parse_speeds, read_cluster
 from tatami.errors import InputError
-from tatami.report import Table, blank, check_path, save
+from tatami.report import Table, blank, check_path, draw_watched, save
 from tatami.report.bar import progress_for
 from tatami.retiling import Retiler
 from tatami.tiling import DEFAULT_PLANNER, plan
-from tatami.units import format_duration, parse_duration
+from tatami.units import format_duration
 from tatami.workload import net_workload
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ TILING_EPILOG = """
 tatami simulate tiling cluster.toml --net 203-80-26 --samples 1024 --planner srpm,even
 
 tatami simulate tiling --speeds 1,1,0.5,0.25 --slow p0:3@iteration:30 --retile --iterations 80
+
+tatami simulate tiling --speeds 1,1,1,1 --trace drawn:7 --retile --iterations 400 --plot-watch watched.png
 
 tatami simulate tiling cluster.toml --retile --sweep every=5,10,20 --json
 """
@@ -52,6 +54,14 @@ class SimulateTilingJob:
         list[str] | None,
         typer.Option(metavar="NAME:F@WHEN", help="F times slower from iteration:N, or from a time, as 2s; may be given again."),
     ] = None
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|drawn[:SEED]",
+            help="Slowdowns from a CSV file (when,processor,slower: iteration:30,p0,2; 1 ends one), or drawn.",
+            show_default=False,
+        ),
+    ] = None
     retile: Annotated[bool, typer.Option("--retile", help="Check the balance, and re-tile.")] = False
     every: Annotated[
         int | None, typer.Option(min=1, help="Re-tile by DRPM, with so many iterations between its checks.", show_default=False)
@@ -60,6 +70,10 @@ class SimulateTilingJob:
     sweep: SweepOption = None
     cores: Cores = None
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time over iterations (.png, .pdf, .svg).")] = None
+    plot_watch: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw speeds, alarms, prices and decisions of one run (.png, .pdf, .svg)."),
+    ] = None
     force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each run, as it ends.")] = False
 
@@ -70,8 +84,9 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
     from tatami.sim.platforms import ClusterPlatform
     from tatami.sim.tiling import TilingJob, rehearse
 
-    if job.plot is not None:
-        check_path(job.plot, force=job.force)
+    for path in (job.plot, job.plot_watch):
+        if path is not None:
+            check_path(path, force=job.force)
     swept = parse_sweep(job.sweep, known=_SWEPT)
     machines = _machines(job.cluster, job.speeds)
     believed = machines
@@ -81,6 +96,8 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
     for value in swept.values:
         given = {} if value is None else {swept.name: swept.read(_SWEPT[swept.name], value)}
         workload = net_workload(job.net, samples=given.get("samples", job.samples))
+        iterations = given.get("iterations", job.iterations)
+        changes = (*(_change(text) for text in job.slow or ()), *_trace(job.trace, machines, iterations=iterations))
         for name in job.planner.split(","):
             labels.append(name.strip() + (f", {swept.name} {value}" if value else ""))
             jobs.append(
@@ -89,13 +106,15 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
                     cluster=believed,
                     workload=workload,
                     layout=plan(name.strip(), cluster=believed, workload=workload).layout,
-                    iterations=given.get("iterations", job.iterations),
+                    iterations=iterations,
                     speeds=tuple(machines.speeds.values()),
-                    changes=tuple(_change(text) for text in job.slow or ()),
+                    changes=changes,
                     retiler=_retiler(given.get("every", job.every)) if job.retile else None,
                     known_speeds=not job.unknown,
                 )
             )
+    if job.plot_watch is not None and (len(jobs) != 1 or jobs[0].retiler is None or not jobs[0].retiler.watches):
+        raise InputError("--plot-watch draws one run that is watched: with --retile, without --every, one planner, no --sweep")
     progress = progress_for()
     progress.start("simulating", total=len(jobs), unit="runs")
 
@@ -114,6 +133,21 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
                 show(f"{label}: {decision.reason}")
     if job.plot is not None:
         _draw(labels, found, path=job.plot, force=job.force)
+    if job.plot_watch is not None:
+        figure, ax = blank(width_in=9.0, height_in=5.5)
+        ax.remove()
+        above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+        run = found[0]
+        draw_watched(
+            above,
+            below,
+            names=list(machines.by_name),
+            glances=run.glances,
+            alarms=run.alarms,
+            decisions=run.decisions,
+            iterations=len(run.iteration_s),
+        )
+        save(figure, job.plot_watch, force=job.force)
 
 
 def tiling_record(label: str, run: TilingRun) -> dict[str, Any]:
@@ -147,19 +181,30 @@ def _machines(file: Path | None, speeds: str | None) -> Cluster:
 
 def _change(text: str) -> Change:
     """p0:3@iteration:30, or p0:3@2s."""
-    from tatami.sim.tiling import Change
+    from tatami.sim.tiling import change_at
 
     name, colon, rest = text.partition(":")
     factor, at, when = rest.partition("@")
     try:
-        slower = float(factor)
-        if not (colon and at and slower > 0):
+        if not (colon and at):
             raise ValueError(text)
-        if when.startswith("iteration:"):
-            return Change(processor=name, factor=1 / slower, at_iteration=int(when.removeprefix("iteration:")))
-        return Change(processor=name, factor=1 / slower, at_s=parse_duration(when))
+        return change_at(when, processor=name, slower=float(factor))
     except ValueError as error:
         raise InputError(f"--slow is NAME:FACTOR@iteration:N or NAME:FACTOR@TIME, as p0:3@2s; not {text!r} ({error})") from None
+
+
+def _trace(given: str | None, machines: Cluster, *, iterations: int) -> tuple[Change, ...]:
+    """FILE, drawn, or drawn:SEED."""
+    from tatami.sim.tiling import draw_trace, read_trace
+
+    if given is None:
+        return ()
+    kind, _, seed = given.partition(":")
+    if kind != "drawn":
+        return read_trace(Path(given))
+    if seed and not seed.isdigit():
+        raise InputError(f"--trace drawn:SEED wants a whole number >= 0, as drawn:7; not {given!r}")
+    return draw_trace(list(machines.by_name), iterations=iterations, seed=int(seed or 0))
 
 
 def _table(labels: Sequence[str], found: Sequence[TilingRun], *, title: str) -> Table:

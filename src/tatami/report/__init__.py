@@ -9,6 +9,7 @@ from tatami.report.picture import FORMATS, blank, check_path, save
 from tatami.report.shares import draw_shares
 from tatami.report.tables import MethodResult, Table, memory_table, planner_table, run_table
 from tatami.report.tiles import draw_tiling
+from tatami.report.watched import draw_watched
 
 __all__ = [
     "FORMATS",
@@ -25,6 +26,7 @@ __all__ = [
     "draw_shares",
     "draw_text",
     "draw_tiling",
+    "draw_watched",
     "efficiency",
     "memory_table",
     "planner_table",

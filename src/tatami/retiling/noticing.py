@@ -14,7 +14,8 @@ and it sets n: samples are clipped so that n - 1 of them cannot reach h, however
 as long is more often a stall than a slower machine, so that one more of these is needed.
 
 Level and noise are the median and the distance of the 10th and the 90th percentile of the last `WINDOW` samples since the last
-change, so that a drift carries the level along. Only +, -, *, /, the square root and comparisons are used, each by itself,
+change, so that a drift carries the level along; noise that remembers itself counts as wider. While a series may just have
+changed, both stay as they are. Only +, -, *, /, the square root and comparisons are used, each by itself,
 which give the same bits on every machine.
 """
 
@@ -42,9 +43,12 @@ STEADY = 64
 _FAST, _SLOW = 1.5, 0.5
 _UNSURE = 1.25
 _REFRESH = 8
+_SUSPECT = 0.3
+"""Of h, in the fast sums: what one sample at the clip more than reaches."""
 _TENTHS = 2.5631
 """Distance of the 10th and the 90th percentile of a normal distribution, in standard deviations."""
 _OF_EIGHT = 1.7
+_MOST_MEMORY = 0.8
 _MEDIAN_VARIANCE = 1.57
 """Of the median of n normal samples, in n-ths of their variance."""
 _LEAST_NOISE = 0.005
@@ -144,7 +148,11 @@ class Detector:
         young = (self.count <= FIRST) & (self.count > 0)
         # A series that may just have changed keeps its level and noise: with samples of before and after in one window, the
         # noise would be as large as the change, which would then be neither seen nor believed.
-        due = young if self._steps % _REFRESH else young | ((self.count > 0) & (self._sums[:2] <= 0).all(axis=0))
+        due = (
+            young
+            if self._steps % _REFRESH
+            else young | ((self.count > 0) & (self._sums[:2] <= _SUSPECT * self.fast.h).all(axis=0))
+        )
         if due.any():
             self._refresh(due)
         over = self._sums > self._h
@@ -207,7 +215,8 @@ class Detector:
         # As much larger as it may be too small, one standard error.
         larger = 1.0 + 0.8 / np.sqrt(some)
         own = self._own_noise[which]
-        own = np.where(better, np.maximum(spread * larger, _LEAST_NOISE), own)
+        wider = self._wider(which, level, count)
+        own = np.where(better, np.maximum(spread * larger * wider, _LEAST_NOISE), own)
         self._own_noise[which] = own
         self._noise_count[which] = np.where(better, count, self._noise_count[which])
         # The others of the run know what is usual, as long as a series knows little itself.
@@ -217,6 +226,27 @@ class Detector:
         young = self._noise_count < STEADY
         self.noise = np.where(young, np.fmax(self._own_noise, middle), self._own_noise)
         self._precision = 1.0 / (self.noise * np.sqrt(1.0 + _MEDIAN_VARIANCE / np.maximum(self.count, 1)))
+
+    def _wider(self, which: Mask, level: Vector, count: NDArray[np.int64]) -> Vector:
+        """How many times as wide noise is that remembers itself, to sums over many samples: sqrt((1 + r) / (1 - r)).
+
+        r, the correlation of a sample with the one before, is told by how often both are on the same side of the level, which
+        stalls do not disturb and which is counted exactly: r = sin(pi q / 2), within 2 % q (3 - q^2) / 2, where q is the share
+        of pairs on one side less that on two. One standard error less than found, so that other noise is not widened.
+        """
+        if not (count >= STEADY).any():
+            return np.ones(len(level))
+        rings = self._ring[:, which]
+        # Oldest first; a ring that is not full has NaN in the places that come next.
+        order = (self._next[which] + np.arange(WINDOW)[:, None]) % WINDOW
+        ordered = np.take_along_axis(rings, order, axis=0)
+        above = ordered > level
+        agree = ((above[1:] == above[:-1]) & np.isfinite(ordered[:-1])).sum(axis=0)
+        pairs = np.maximum(count - 1, 1)
+        q = np.maximum(0.0, 2.0 * agree / pairs - 1.0 - 1.0 / np.sqrt(pairs))
+        r = np.minimum(q * (3.0 - q * q) / 2.0, _MOST_MEMORY)
+        found: Vector = np.where(count >= STEADY, np.sqrt((1.0 + r) / (1.0 - r)), 1.0)
+        return found
 
 
 def _added(sums: Vector, both: Vector) -> Vector:

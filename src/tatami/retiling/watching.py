@@ -201,6 +201,8 @@ class Watcher:
         if chosen is None:
             for level in self._levels:
                 self._accounts[level.kind].lose(self._stay_s - level.iteration_s)
+            if self._levels:
+                self._glances_on(iteration)
             return self._decide(iteration, None, fresh) if fresh else None
         return self._decide(iteration, chosen, fresh)
 
@@ -398,6 +400,11 @@ class Watcher:
         self._works = self._works_now()
         self._since = iteration
         self._detector.restart()
+
+    def _glances_on(self, iteration: int) -> None:
+        """The accounts between two looks; speeds as at the last one."""
+        last = self.glances[-1].speeds
+        self._glance(iteration, dict(zip(self.cluster.by_name, last, strict=True)))
 
     def _glance(self, iteration: int, speeds: Mapping[str, float]) -> None:
         self.glances.append(

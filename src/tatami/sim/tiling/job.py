@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
-from tatami.retiling import Decision, Retiler
+from tatami.retiling import Alarm, Decision, Glance, Retiler
 from tatami.sim.allreduce import Software
 from tatami.sim.platforms import AbstractPlatform
 from tatami.sim.stage import Stage, play
@@ -121,6 +121,7 @@ class TilingRun:
         tilings: at the end.
         bytes_moved: by all ranks together.
         num_simulated: iterations that were not left out.
+        alarms, glances: of the `Watcher`; empty with another rule.
     """
 
     total_s: float
@@ -131,6 +132,8 @@ class TilingRun:
     tilings: tuple[Tiling, ...]
     bytes_moved: float
     num_simulated: int
+    alarms: tuple[Alarm, ...] = ()
+    glances: tuple[Glance, ...] = ()
 
 
 def rehearse(job: TilingJob) -> TilingRun:
@@ -165,6 +168,8 @@ def rehearse(job: TilingJob) -> TilingRun:
                 tilings=run.floor.tilings,
                 bytes_moved=run.bytes_moved,
                 num_simulated=run.num_simulated,
+                alarms=tuple(run.watcher.alarms) if run.watcher else (),
+                glances=tuple(run.watcher.glances) if run.watcher else (),
             )
 
         run.start()

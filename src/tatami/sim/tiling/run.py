@@ -90,6 +90,11 @@ class TilingPlay:
         return self._since_s
 
     @property
+    def watcher(self) -> Watcher | None:
+        """What watches the run; None with a rule of DRPM."""
+        return self._controller if isinstance(self._controller, Watcher) else None
+
+    @property
     def bytes_moved(self) -> float:
         return self._stage.bytes_moved + self._skipped_bytes
 
