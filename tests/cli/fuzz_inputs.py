@@ -96,7 +96,12 @@ BASES = {
 
 FILES = {
     "plan": [["plan", "{}"]],
-    "train": [["train", "--cluster", "{}"], ["train", "--load", "{}"], ["train", "--data", "nettalk", "--nettalk", "{}"]],
+    "train": [
+        ["train", "--cluster", "{}"],
+        ["train", "--load", "{}"],
+        ["train", "--data", "nettalk", "--nettalk", "{}"],
+        ["train", "--model", "gpt", "--samples", "1000000", "--text", "{}"],
+    ],
     "lab check": [["lab", "check", "{}"]],
     "server": [
         ["server", "train", "{}"],

@@ -85,6 +85,32 @@ def refused(*arguments: str) -> str:
         (["train", "--momentum", "0.9"], "--momentum is of --optimizer sgd"),
         (["train", "--data", "nettalk"], "nettalk needs its corpus file"),
         (["train", "--net", "63-80-10"], "digits has 64 and 10; write it as 64-...-10"),
+        (["train", "--model", "rnn"], "there is no model 'rnn'; choose one of: gpt, mlp, cnn"),
+        (
+            ["train", "--model", "gpt", "--net", "64-80-10"],
+            "--net is a perceptron, the model where none is given, but --model",
+        ),
+        (
+            ["train", "--model", "mlp", "--net", "64-80-10"],
+            "--net is a perceptron, the model where none is given, but --model",
+        ),
+        (["train", "--text", "nowhere.txt"], "--text is of --model gpt, but there is no --model; leave one of them out"),
+        (["train", "--model", "cnn", "--heads", "2"], "--heads is of --model gpt, but --model cnn was given"),
+        (["train", "--model", "gpt", "--data", "digits"], "--data is of --model mlp or cnn, but --model gpt was given"),
+        (["train", "--model", "gpt", "--loss", "mse"], "--loss is of --model mlp, but --model gpt was given"),
+        (["train", "--model", "cnn", "--data", "nettalk"], "--model cnn looks at the images of digits, not at --data nettalk"),
+        (["train", "--model", "gpt", "--heads", "5"], "a width of 48 does not divide by 5 heads; make --width (by default 48)"),
+        (["train", "--model", "gpt", "--text", "nowhere.txt"], "cannot read the text nowhere.txt: No such file or directory"),
+        (["train", "--model", "gpt", "--text", "/dev/zero"], "cannot read the text /dev/zero: it is a device"),
+        (["train", "--model", "gpt", "--text", "."], "cannot read the text .: it is a directory; give a regular file"),
+        (
+            ["train", "--model", "gpt", "--tokens", "100000"],
+            "10 sequences of 100,000 tokens need 1,000,001; give a",
+        ),
+        (["train", "--model", "gpt", "--samples", "1000000"], "text: cannot draw 1000000 samples, there are"),
+        (["train", "--model", "gpt", "--width", "100000", "--heads", "1"], "the weights of --model gpt take"),
+        (["train", "--model", "cnn", "--width", "100000", "--layers", "2"], "the weights of --model cnn take"),
+        (["train", "--model", "cnn", "-n", "4", "--batch-size", "3"], "4 processors are more than the 3 samples"),
         (["train", "-n", "4", "--batch-size", "3"], "4 processors are more than the 3 samples"),
         (["train", "--emulate"], "--emulate slows the ranks to given speeds, but there are none"),
         (["train", "--speeds", "1,1", "--method", "drpm"], "--method drpm starts from no knowledge of the speeds"),
@@ -214,6 +240,18 @@ def test_all_faults_of_a_cluster_file_are_told_at_once() -> None:
 def test_a_cluster_file_of_another_number_of_ranks() -> None:
     Path("two.toml").write_text('[[processors]]\nname = "p"\nspeed = 1.0\ncount = 2\n')
     assert "two.toml has 2 processors, but -n 3 was asked for" in refused("train", "--cluster", "two.toml", "-n", "3")
+
+
+def test_a_text_that_is_too_short_or_none_is_refused() -> None:
+    Path("short.txt").write_text("a" * 320)
+    os.mkfifo("pipe.txt")
+    Path("bytes.txt").write_bytes(b"text \xff")
+    for name, said in (
+        ("short.txt", "short.txt has 320 characters, and 10 sequences of 32 tokens need 321; give a longer text, or fewer"),
+        ("pipe.txt", "cannot read the text pipe.txt: it is a FIFO; give a regular file"),
+        ("bytes.txt", "cannot read the text bytes.txt: it is not text in UTF-8 (byte 5)"),
+    ):
+        assert said in refused("train", "--model", "gpt", "--text", name)
 
 
 def test_a_cut_nettalk_line_is_named() -> None:

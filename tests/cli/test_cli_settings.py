@@ -45,4 +45,4 @@ def test_the_fields_are_the_options() -> None:
 
 def test_the_options_of_train_are_the_settings_that_the_library_takes_and_the_records_keep() -> None:
     assert set(train.__annotations__) == {each.name for each in fields(TrainJob)} - {"shifts"}
-    assert TrainJob(ranks=3, stop_below=0.5).record().items() >= {"ranks": 3, "stop_below": 0.5, "data": "digits"}.items()
+    assert TrainJob(ranks=3, stop_below=0.5).record().items() >= {"ranks": 3, "stop_below": 0.5, "method": "timed"}.items()

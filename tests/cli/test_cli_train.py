@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,10 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from tatami.cli.app import app
+from tatami.cli.job import prepare
+from tatami.cli.train_job import TrainJob
+from tatami.cli.training import train
+from tatami.comm.threads import run_threads
 
 pytest.importorskip("sklearn")
 THREADS = ["--backend", "threads"]
@@ -42,6 +48,41 @@ def test_every_method_ends_with_the_loss_of_one_rank() -> None:
         assert record["loss"] == pytest.approx(alone["loss"], rel=1e-4)
         assert record["accuracy"] == pytest.approx(alone["accuracy"], abs=0.01)
         assert {name for column in record["columns"] for name in column} == {"p0", "p1", "p2"}
+
+
+def test_a_gpt_on_a_text_has_the_losses_of_one_rank(tmp_path: Path) -> None:
+    text, weights, log = tmp_path / "text.txt", tmp_path / "gpt.safetensors", tmp_path / "gpt.jsonl"
+    text.write_text("abc, äöü! " * 60)
+    sizes: dict[str, Any] = {"layers": 1, "width": 12, "heads": 3, "tokens": 8, "batch_size": 4, "iterations": 2}
+    options = [word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", str(size))]
+    told = trained("--model", "gpt", "--text", str(text), *options, "--save", str(weights), "--log", str(log))
+    assert json.loads(log.read_text().splitlines()[0])["data"] == "text"
+    assert (told["data"], told["net"]) == ("text", "gpt 1x12, 3 heads, 8 tokens")
+    assert set(told["accuracy"]) == {"character"}
+    assert load_file(weights)["head.weight"].shape == (9, 12)
+    job = TrainJob(model="gpt", text=text, **sizes)
+    (alone,) = run_threads(partial(train, prepare(job)), size=1)
+    assert alone.loss == pytest.approx(told["loss"], rel=1e-6)
+    for method, columns in (("even", [["p0"], ["p1"]]), ("srpm", [["p0", "p1"]])):
+        prepared = prepare(replace(job, speeds="1,1", method=method))
+        for outcome in run_threads(partial(train, prepared), size=2):
+            assert [[tile.processor for tile in column] for column in outcome.tiling.columns] == columns
+            assert outcome.history.losses == pytest.approx(alone.history.losses, rel=1e-5)
+            assert outcome.loss == pytest.approx(alone.loss, rel=1e-5)
+            assert outcome.accuracy == pytest.approx(alone.accuracy)
+
+
+def test_a_cnn_learns_digits_and_has_the_losses_of_one_rank() -> None:
+    options = ("--model", "cnn", "--layers", "1", "--width", "8", "--batch-size", "8", "--samples", "80")
+    alone = trained(*options, "--speeds", "1", "--iterations", "2")
+    assert (alone["data"], alone["net"]) == ("digits", "cnn 1x8")
+    two = trained(*options, "-n", "2", "--speeds", "1,1", "--iterations", "2", *THREADS)
+    assert two["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert trained(*options, "--speeds", "1", "--iterations", "40")["loss"] < 0.7 * alone["loss"]
+
+
+def test_the_model_mlp_is_the_network_without_a_model() -> None:
+    assert trained("--model", "mlp", "--iterations", "2")["loss"] == trained("--iterations", "2")["loss"]
 
 
 def test_given_speeds_are_what_the_planner_believes() -> None:
@@ -81,7 +122,6 @@ def test_weights_log_and_picture_are_left_behind(tmp_path: Path) -> None:
         "emulate": False,
         "method": "timed",
         "retile": False,
-        "retile_every": None,
         "backend": "threads",
         "optimizer": "adam",
         "iterations": 20,

@@ -6,37 +6,33 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import nn
 
+from tatami.cli.tasks import Task, check_choice, task_of
 from tatami.cli.train_job import TrainJob
 from tatami.cluster import Cluster, parse_speeds, read_cluster
-from tatami.datasets import NAMES, Dataset, load
-from tatami.datasets.digits import with_shifts
-from tatami.errors import InputError, MissingExtraError, shortened
+from tatami.datasets import Dataset
+from tatami.errors import InputError, MissingExtraError
 from tatami.outputs import check_folder, check_output
 from tatami.report import blank, check_path
 from tatami.retiling import Retiler
 from tatami.testing.slowdown import Emulation, emulated_factors
-from tatami.tiled import check_weights
+from tatami.tiled import check_weights, find_blocks, workload_of
 from tatami.tiling import DEFAULT_PLANNER, PLANNERS, SrpmPlanner, plan
 from tatami.units import format_size
-from tatami.workload import net_workload, parse_net
+from tatami.workload import net_workload
 
 DRPM = "drpm"
 OPTIMIZERS = ("adam", "adamw", "sgd")
-LOSSES = ("mse", "squared-error", "cross-entropy")
-DEFAULT_NETS = {"digits": "64-80-10", "nettalk": "203-80-26"}
-DEFAULT_LOSSES = {"digits": "cross-entropy", "nettalk": "mse"}
-NETTALK_SAMPLES = 1024
-"""The classic experiment draws so many of the 146,934 letters."""
 ITERATIONS = 200
 LONGEST = 100_000
 """Iterations after which a run that waits for its loss to fall gives up."""
+_SAMPLES = 4
+"""So many samples show what a network can be split into; more tell nothing new."""
 
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -51,17 +47,18 @@ class Prepared:
     """A job that can start.
 
     Attributes:
-        job: as asked for.
+        job: as asked for, with the name of the data.
         ranks: how many.
         train: what is trained on.
         test: the samples of the accuracy; the training samples where none are held out.
-        net: sizes of the layers.
+        net: the network in words, such as the sizes of its layers.
         model: the plain network, as it starts.
+        sample: inputs that show what it can be split into; None where it can be told without.
         machines: the ranks' speeds and links; None where none were given.
         emulation: how ranks are slowed; None where they are not.
         batch_size: of the global batch.
         make_optimizer, loss: for the trainer.
-        loss_name: one of `LOSSES`.
+        loss_name: one of `tatami.cli.tasks.LOSSES`.
         iterations: after which the run ends at the latest; None where epochs end it.
         retiler: None keeps the tiling.
     """
@@ -72,6 +69,7 @@ class Prepared:
     test: Dataset
     net: str
     model: nn.Module
+    sample: torch.Tensor | None
     machines: Cluster | None
     emulation: Emulation | None
     batch_size: int
@@ -93,46 +91,45 @@ def prepare(job: TrainJob) -> Prepared:
         InputError: an invalid job, each fault with its own message; one of its kinds for a file, a plan or a checkpoint.
         MissingExtraError: something it needs is not installed.
     """
-    _check_choice("method", job.method, methods())
-    _check_choice("optimizer", job.optimizer, OPTIMIZERS)
-    _check_choice("data set", job.data, NAMES)
-    loss = job.loss or DEFAULT_LOSSES[job.data]
-    _check_choice("loss", loss, LOSSES)
+    check_choice("method", job.method, methods())
+    check_choice("optimizer", job.optimizer, OPTIMIZERS)
     machines = _machines(job)
     ranks = job.ranks if job.ranks is not None else machines.size if machines is not None else 1
-    train, test = _data(job, loss=loss)
-    net = job.net or DEFAULT_NETS[job.data]
-    sizes = parse_net(net)
-    if (sizes[0], sizes[-1]) != (train.inputs, train.outputs):
-        raise InputError(
-            f"--net {shortened(net)} has {sizes[0]} inputs and {sizes[-1]} outputs, but {job.data} has {train.inputs} and "
-            f"{train.outputs}; write it as {train.inputs}-...-{train.outputs}"
-        )
-    batch_size = min(job.batch_size or train.samples, train.samples)
+    task = task_of(job)
+    job = replace(job, data=task.data)
+    _check_memory(task)
+    torch.manual_seed(job.seed)
+    model = task.make()
+    train = task.train
+    batch_size = min(job.batch_size or task.batch_size or train.samples, train.samples)
+    sample = None if task.is_perceptron or train.samples < 2 else train.x[:_SAMPLES]
+    if task.is_perceptron:
+        workload = net_workload(task.net, samples=batch_size)
+    else:
+        workload = workload_of(model, find_blocks(model, sample=sample), samples=batch_size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rank 0 names the processors without work when it plans
         plan(
             "even" if job.method == DRPM else job.method,
             cluster=machines or Cluster.from_speeds([1.0] * ranks),
-            workload=net_workload(net, samples=batch_size),
+            workload=workload,
         )
-    _check_memory(net, sizes)
-    model = _model(sizes, seed=job.seed, scores=loss == "cross-entropy")
     if job.load is not None:
         check_weights(model, job.load)
     return Prepared(
         job=job,
         ranks=ranks,
         train=train,
-        test=test,
-        net=net,
+        test=task.test,
+        net=task.net,
         model=model,
+        sample=sample,
         machines=machines,
         emulation=_emulation(job, machines),
         batch_size=batch_size,
-        make_optimizer=_optimizer(job),
-        loss=_loss(loss),
-        loss_name=loss,
+        make_optimizer=_optimizer(job, lr=task.lr),
+        loss=task.loss,
+        loss_name=task.loss_name,
         iterations=_iterations(job),
         retiler=_retiler(job),
     )
@@ -168,11 +165,6 @@ def check_outputs(job: TrainJob) -> None:
             raise MissingExtraError("tensorboard", extra="tensorboard")
 
 
-def _check_choice(what: str, value: str, choices: Iterable[str]) -> None:
-    if value not in choices:
-        raise InputError(f"there is no {what} {shortened(value)!r}; choose one of: {', '.join(choices)}")
-
-
 def _machines(job: TrainJob) -> Cluster | None:
     if job.speeds is not None and job.cluster is not None:
         raise InputError("--speeds and --cluster both say how fast the ranks are; give one of them")
@@ -194,17 +186,6 @@ def _machines(job: TrainJob) -> Cluster | None:
     return machines
 
 
-def _data(job: TrainJob, *, loss: str) -> tuple[Dataset, Dataset]:
-    samples = NETTALK_SAMPLES if job.samples is None and job.data == "nettalk" else job.samples
-    targets = "classes" if loss == "cross-entropy" else "one_hot"
-    dataset = load(job.data, path=job.nettalk, samples=samples, seed=job.seed, targets=targets)
-    fraction = job.test_fraction
-    if fraction is None:
-        fraction = 0.0 if job.data == "nettalk" else 0.2
-    train, test = dataset.split(test_fraction=fraction, seed=job.seed) if fraction else (dataset, dataset)
-    return with_shifts(train) if job.shifts else train, test
-
-
 def _emulation(job: TrainJob, machines: Cluster | None) -> Emulation | None:
     if not job.emulate:
         return None
@@ -212,38 +193,24 @@ def _emulation(job: TrainJob, machines: Cluster | None) -> Emulation | None:
     return emulated_factors([processor.speed for processor in machines.processors])
 
 
-def _check_memory(net: str, sizes: tuple[int, ...]) -> None:
-    weights_bytes = 4 * sum((inputs + 1) * outputs for inputs, outputs in pairwise(sizes))
+def _check_memory(task: Task) -> None:
+    with torch.device("meta"):  # shapes without numbers
+        weights_bytes = sum(each.nbytes for each in task.make().parameters())
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if weights_bytes > memory_bytes:
         raise InputError(
-            f"the weights of --net {shortened(net)} take {format_size(weights_bytes, digits=3)}, and this machine has "
-            f"{format_size(memory_bytes, digits=3)} of memory; take fewer hidden units"
+            f"the weights of {task.asked} take {format_size(weights_bytes, digits=3)}, and this machine has "
+            f"{format_size(memory_bytes, digits=3)} of memory; take fewer or narrower layers"
         )
 
 
-def _model(sizes: tuple[int, ...], *, seed: int, scores: bool) -> nn.Module:
-    """Linear layers with sigmoids between them, and after the last one too unless the loss takes `scores`."""
-    torch.manual_seed(seed)
-    layers: list[nn.Module] = []
-    for inputs, outputs in pairwise(sizes):
-        layers += [nn.Linear(inputs, outputs), nn.Sigmoid()]
-    return nn.Sequential(*(layers[:-1] if scores else layers))
-
-
-def _optimizer(job: TrainJob) -> OptimizerMaker:
+def _optimizer(job: TrainJob, *, lr: float) -> OptimizerMaker:
     if job.momentum is not None and job.optimizer != "sgd":
         raise InputError(f"--momentum is of --optimizer sgd; {job.optimizer} has its own")
     if job.optimizer == "sgd":
         return partial(torch.optim.SGD, lr=0.5 if job.lr is None else job.lr, momentum=job.momentum or 0.0)
     made = torch.optim.Adam if job.optimizer == "adam" else torch.optim.AdamW
-    return partial(made, lr=0.01 if job.lr is None else job.lr)
-
-
-def _loss(name: str) -> nn.Module:
-    if name == "cross-entropy":
-        return nn.CrossEntropyLoss()
-    return nn.MSELoss(reduction="mean" if name == "mse" else "sum")
+    return partial(made, lr=lr if job.lr is None else job.lr)
 
 
 def _iterations(job: TrainJob) -> int | None:

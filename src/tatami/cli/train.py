@@ -19,6 +19,8 @@ EPILOG = """
 
 tatami train -n 4 --net 64-400-10
 
+tatami train --model gpt --text FILE -n 3
+
 tatami train -n 4 --speeds 1,1,0.5,0.25 --emulate --method drpm --plot course.png
 
 tatami train --data nettalk --nettalk FILE --net 203-80-26 -n 6 --speeds 1,1.5,2,2.5,3,3.5 --method srpm

@@ -12,7 +12,7 @@ from tatami.cli.numbers import MOST_RANKS, finite
 from tatami.inputs import LARGEST_SEED
 from tatami.tiling import DEFAULT_PLANNER
 
-_DATA, _RANKS, _TRAINING, _OUTPUTS = "The task", "The ranks", "Training", "What it leaves behind"
+_DATA, _MODEL, _RANKS, _TRAINING, _OUTPUTS = "The task", "A model", "The ranks", "Training", "What it leaves behind"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +23,20 @@ class TrainJob:
         shifts: train on every digit moved by a pixel each way too; the demo does, for five times the work. No option.
     """
 
-    data: Annotated[str, typer.Option(metavar="NAME", help="digits or nettalk.", rich_help_panel=_DATA)] = "digits"
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="digits or nettalk. Default: digits, with gpt a text.", rich_help_panel=_DATA),
+    ] = None
     nettalk: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The NETtalk corpus, for --data nettalk.", rich_help_panel=_DATA)
     ] = None
     samples: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Draw so many. Default: all digits, 1024 letters of nettalk.", rich_help_panel=_DATA
+            min=1,
+            metavar="N",
+            help="Draw so many. Default: all digits, 1024 letters of nettalk, 2048 sequences of a text.",
+            rich_help_panel=_DATA,
         ),
     ] = None
     test_fraction: Annotated[
@@ -40,7 +46,7 @@ class TrainJob:
             min=0.0,
             max=0.9,
             metavar="SHARE",
-            help="Held out, for the accuracy; 0 tells that of the training samples. Default: 0.2 of digits, 0 of nettalk.",
+            help="Held out, for the accuracy; 0 tells that of the training samples. Default: 0.2, of nettalk 0.",
             rich_help_panel=_DATA,
         ),
     ] = None
@@ -50,6 +56,42 @@ class TrainJob:
         typer.Option(
             metavar="SIZES", help="Inputs-hidden-...-outputs. Default: 64-80-10, nettalk 203-80-26.", rich_help_panel=_DATA
         ),
+    ] = None
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="In place of --net: gpt learns the characters of a text, cnn sees digits as images, mlp is --net's default.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="For gpt, any text. Default: Python's own language reference.", rich_help_panel=_MODEL
+        ),
+    ] = None
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, max=1000, metavar="N", help="Of gpt or cnn. Default: 2.", rich_help_panel=_MODEL),
+    ] = None
+    width: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=100_000,
+            metavar="N",
+            help="Numbers for a token of gpt, channels of cnn. Default: 48, cnn 16.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+    heads: Annotated[
+        int | None,
+        typer.Option(min=1, max=100_000, metavar="N", help="Of gpt's attention. Default: 6.", rich_help_panel=_MODEL),
+    ] = None
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, max=100_000, metavar="N", help="Characters of a sequence. Default: 32.", rich_help_panel=_MODEL),
     ] = None
     ranks: Annotated[
         int | None,
@@ -119,7 +161,9 @@ class TrainJob:
     optimizer: Annotated[str, typer.Option(metavar="NAME", help="adam, adamw or sgd.", rich_help_panel=_TRAINING)] = "adam"
     lr: Annotated[
         float | None,
-        typer.Option(callback=finite, min=0.0, metavar="RATE", help="Default: 0.01, sgd 0.5.", rich_help_panel=_TRAINING),
+        typer.Option(
+            callback=finite, min=0.0, metavar="RATE", help="Default: 0.01, gpt 0.003, sgd 0.5.", rich_help_panel=_TRAINING
+        ),
     ] = None
     momentum: Annotated[
         float | None,
@@ -135,7 +179,9 @@ class TrainJob:
     ] = None
     batch_size: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Global. Default: all samples, as in the paper.", rich_help_panel=_TRAINING),
+        typer.Option(
+            min=1, metavar="N", help="Global. Default: all samples, as in the paper; gpt 16, cnn 64.", rich_help_panel=_TRAINING
+        ),
     ] = None
     epochs: Annotated[int | None, typer.Option(min=1, metavar="N", help="End after.", rich_help_panel=_TRAINING)] = None
     iterations: Annotated[

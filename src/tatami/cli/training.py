@@ -101,6 +101,7 @@ def train(
             prepared.model,
             comm,
             batch_size=prepared.batch_size,
+            sample=prepared.sample,
             speeds=_speeds(prepared),
             planner=prepared.planner,
             quiet=True,

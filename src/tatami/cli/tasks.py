@@ -1,0 +1,174 @@
+"""What a training job trains on what: the data, the network and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from tatami.cli.networks import CharacterGpt, NextTokenLoss, digits_cnn, perceptron
+from tatami.cli.train_job import TrainJob
+from tatami.datasets import DEFAULT, NAMES, Dataset, load
+from tatami.datasets.digits import with_shifts
+from tatami.datasets.text import load_text
+from tatami.errors import InputError, shortened
+from tatami.workload import parse_net
+
+MODELS = ("gpt", "mlp", "cnn")
+LOSSES = ("mse", "squared-error", "cross-entropy")
+DEFAULT_NETS = {"digits": "64-80-10", "nettalk": "203-80-26"}
+DEFAULT_LOSSES = {"digits": "cross-entropy", "nettalk": "mse"}
+NETTALK_SAMPLES = 1024
+"""The classic experiment draws so many of the 146,934 letters."""
+TEXT_SAMPLES = 2048
+"""Sequences, of which a small GPT sees all in some seconds."""
+
+_MODELS_OF = {
+    "net": (),
+    "data": ("mlp", "cnn"),
+    "nettalk": ("mlp",),
+    "loss": ("mlp",),
+    "text": ("gpt",),
+    "layers": ("gpt", "cnn"),
+    "width": ("gpt", "cnn"),
+    "heads": ("gpt",),
+    "tokens": ("gpt",),
+}
+"""The models that an option is for, where a model is given."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Task:
+    """What a job asks for, with the defaults that belong to it.
+
+    Attributes:
+        data: name of the data.
+        train: what is trained on.
+        test: the samples of the accuracy; the training samples where none are held out.
+        net: the network in words: sizes of the layers, or the model with its sizes.
+        asked: the option that asks for it.
+        make: the plain network; its weights come from torch's random state.
+        loss, loss_name: the latter one of `LOSSES`.
+        lr: the default of Adam's.
+        batch_size: the default; None for all samples.
+        is_perceptron: whether its workload follows from `net`; a sample shows that of any other network.
+    """
+
+    data: str
+    train: Dataset
+    test: Dataset
+    net: str
+    asked: str
+    make: Callable[[], nn.Module]
+    loss: nn.Module
+    loss_name: str
+    lr: float = 0.01
+    batch_size: int | None = None
+    is_perceptron: bool = False
+
+
+def task_of(job: TrainJob) -> Task:
+    """
+    Raises:
+        InputError: no such model, data or loss, an option of another model, or sizes that do not fit each other; one of its
+            kinds for a file.
+        MissingExtraError: the data set comes with a package that is not installed.
+    """
+    if job.model is not None:
+        check_choice("model", job.model, MODELS)
+    for option, models in _MODELS_OF.items():
+        allowed = job.model in models or (job.model is None and (option == "net" or "mlp" in models))
+        if getattr(job, option) is not None and not allowed:
+            fits = f"is of --model {' or '.join(models)}" if models else "is a perceptron, the model where none is given"
+            given = "there is no --model" if job.model is None else f"--model {job.model} was given"
+            raise InputError(f"--{option} {fits}, but {given}; leave one of them out")
+    if job.model == "gpt":
+        return _gpt(job)
+    return _cnn(job) if job.model == "cnn" else _perceptron(job)
+
+
+def check_choice(what: str, value: str, choices: Iterable[str]) -> None:
+    """
+    Raises:
+        InputError: `value` is not among `choices`.
+    """
+    if value not in choices:
+        raise InputError(f"there is no {what} {shortened(value)!r}; choose one of: {', '.join(choices)}")
+
+
+def _gpt(job: TrainJob) -> Task:
+    layers, width, heads, tokens = job.layers or 2, job.width or 48, job.heads or 6, job.tokens or 32
+    if width % heads:
+        raise InputError(
+            f"a width of {width} does not divide by {heads} heads; make --width (by default 48) a multiple of --heads (6)"
+        )
+    text = load_text(job.text, tokens=tokens)
+    train, test = _parts(text.draw(job.samples or min(TEXT_SAMPLES, text.samples), seed=job.seed), job, fraction=0.2)
+    return Task(
+        data="text",
+        train=train,
+        test=test,
+        net=f"gpt {layers}x{width}, {heads} heads, {tokens} tokens",
+        asked="--model gpt",
+        make=partial(CharacterGpt, characters=text.outputs, layers=layers, width=width, heads=heads, tokens=tokens),
+        loss=NextTokenLoss(),
+        loss_name="cross-entropy",
+        lr=0.003,
+        batch_size=16,
+    )
+
+
+def _cnn(job: TrainJob) -> Task:
+    if job.data not in (None, "digits"):
+        raise InputError(f"--model cnn looks at the images of digits, not at --data {shortened(job.data)}; leave --data out")
+    layers, width = job.layers or 2, job.width or 16
+    train, test = _parts(load("digits", samples=job.samples, seed=job.seed, targets="classes"), job, fraction=0.2)
+    return Task(
+        data="digits",
+        train=train,
+        test=test,
+        net=f"cnn {layers}x{width}",
+        asked="--model cnn",
+        make=partial(digits_cnn, layers=layers, width=width),
+        loss=nn.CrossEntropyLoss(),
+        loss_name="cross-entropy",
+        batch_size=64,
+    )
+
+
+def _perceptron(job: TrainJob) -> Task:
+    data = job.data or DEFAULT
+    check_choice("data set", data, NAMES)
+    loss = job.loss or DEFAULT_LOSSES[data]
+    check_choice("loss", loss, LOSSES)
+    samples = NETTALK_SAMPLES if job.samples is None and data == "nettalk" else job.samples
+    targets = "classes" if loss == "cross-entropy" else "one_hot"
+    dataset = load(data, path=job.nettalk, samples=samples, seed=job.seed, targets=targets)
+    train, test = _parts(dataset, job, fraction=0.0 if data == "nettalk" else 0.2)
+    net = job.net or DEFAULT_NETS[data]
+    sizes = parse_net(net)
+    if (sizes[0], sizes[-1]) != (train.inputs, train.outputs):
+        raise InputError(
+            f"--net {shortened(net)} has {sizes[0]} inputs and {sizes[-1]} outputs, but {data} has {train.inputs} and "
+            f"{train.outputs}; write it as {train.inputs}-...-{train.outputs}"
+        )
+    return Task(
+        data=data,
+        train=with_shifts(train) if job.shifts else train,
+        test=test,
+        net=net,
+        asked=f"--net {shortened(net)}",
+        make=partial(perceptron, sizes, scores=loss == "cross-entropy"),
+        loss=nn.CrossEntropyLoss() if loss == "cross-entropy" else nn.MSELoss(reduction="mean" if loss == "mse" else "sum"),
+        loss_name=loss,
+        is_perceptron=True,
+    )
+
+
+def _parts(dataset: Dataset, job: TrainJob, *, fraction: float) -> tuple[Dataset, Dataset]:
+    """What is trained on, and what is tested with."""
+    if job.test_fraction is not None:
+        fraction = job.test_fraction
+    return dataset.split(test_fraction=fraction, seed=job.seed) if fraction else (dataset, dataset)
