@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tatami.cli.settings import takes
+from tatami.cli.simulate_losses import LossOptions, draw_losses_to, show_losses, simulate_losses
 from tatami.cli.simulate_options import Cores, SweepOption, parse_sweep, started_runs
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, parse_speeds, read_cluster
-from tatami.errors import InputError
+from tatami.errors import InputError, shortened
 from tatami.report import Table, blank, check_path, draw_watched, save
 from tatami.report.bar import progress_for
 from tatami.retiling import Retiler
@@ -34,12 +35,14 @@ tatami simulate tiling --speeds 1,1,0.5,0.25 --slow p0:3@iteration:30 --retile -
 tatami simulate tiling --speeds 1,1,1,1 --trace drawn:7 --retile --iterations 400 --plot-watch watched.png
 
 tatami simulate tiling cluster.toml --retile --sweep every=5,10,20 --json
+
+tatami simulate tiling --machines 8,64 --mtbf 6h,1d,7d --back 600s --net 1024-4096-64 --iterations 10000
 """
 _SWEPT: dict[str, Callable[[str], Any]] = {"every": int, "iterations": int, "samples": int}
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateTilingJob:
+class SimulateTilingJob(LossOptions):
     """What `tatami simulate tiling` can be asked for; the options say what each field is."""
 
     cluster: Annotated[
@@ -80,7 +83,15 @@ class SimulateTilingJob:
 
 @takes(SimulateTilingJob)
 def simulate_tiling(job: SimulateTilingJob) -> None:
-    """Simulate the iterations of a tiled network, with speeds that change, and with the re-tiling that answers."""
+    """Simulate the iterations of a tiled network, with speeds that change, and with the re-tiling that answers.
+
+    With --mtbf machines die, and may join again: what repair loses, against restarts from checkpoints.
+    """
+    if job.mtbf is not None:
+        _simulate_losses(job)
+        return
+    if job.changed:
+        raise InputError(f"{job.changed[0]} is for runs whose machines die: give --mtbf too, their mean life")
     from tatami.sim.platforms import ClusterPlatform
     from tatami.sim.tiling import TilingJob, rehearse
 
@@ -148,6 +159,38 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
             iterations=len(run.iteration_s),
         )
         save(figure, job.plot_watch, force=job.force)
+
+
+def _simulate_losses(job: SimulateTilingJob) -> None:
+    if job.plot is not None:
+        check_path(job.plot, force=job.force)
+    others = {
+        "--slow": job.slow,
+        "--trace": job.trace,
+        "--plot-watch": job.plot_watch,
+        "--retile": job.retile,
+        "--every": job.every,
+        "--unknown": job.unknown,
+        "--sweep": job.sweep,
+    }
+    if other := [name for name, value in others.items() if value]:
+        raise InputError(f"{other[0]} is not simulated together with --mtbf: leave one of them out")
+    if "," in job.planner:
+        raise InputError(f"with --mtbf give one planner, not {shortened(job.planner)!r}")
+    if job.machines is not None and (job.cluster is not None or job.speeds is not None):
+        raise InputError("which machines? Give --machines, or --speeds, or a cluster file; one of them")
+    cases = simulate_losses(
+        job,
+        machines=None if job.machines is not None else _machines(job.cluster, job.speeds),
+        workload=net_workload(job.net, samples=job.samples),
+        planner=job.planner,
+        iterations=job.iterations,
+        as_json=job.as_json,
+    )
+    if not job.as_json:
+        show_losses(cases, title=f"{job.net}, {job.iterations:,} iterations, means of {job.runs} runs")
+    if job.plot is not None:
+        draw_losses_to(job.plot, cases, force=job.force)
 
 
 def tiling_record(label: str, run: TilingRun) -> dict[str, Any]:

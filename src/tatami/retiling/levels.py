@@ -121,13 +121,18 @@ def shift_samples(layout: Layout, *, speeds: Mapping[str, float], workload: Work
 
 def rows_s(old: Layout, new: Layout, *, cluster: Cluster, workload: Workload) -> float:
     """Seconds for the rows of weights and optimizer state to move: every processor sends and receives over its links."""
-    busy_s: dict[str, float] = defaultdict(float)
     sizes: dict[tuple[str, str], float] = defaultdict(float)
     before, after = old.cut_blocks(workload), new.cut_blocks(workload)
     for block, one, two in zip(workload.blocks, before, after, strict=True):
         unit_bytes = block.unit_parameters * workload.state_bytes_per_parameter
         for move in moves(one, two):
             sizes[move.source, move.dest] += move.units.size * unit_bytes
+    return carried_s(sizes, cluster=cluster)
+
+
+def carried_s(sizes: Mapping[tuple[str, str], float], *, cluster: Cluster) -> float:
+    """Seconds until all bytes have gone from their sources to their destinations, each processor with one message at a time."""
+    busy_s: dict[str, float] = defaultdict(float)
     for (source, dest), size_bytes in sizes.items():
         took_s = cluster.link(source, dest).transfer_s(size_bytes)
         busy_s[source] += took_s

@@ -1,0 +1,232 @@
+"""`tatami simulate tiling --mtbf`: what repair loses where machines die, against restarts from checkpoints."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tatami.cli.numbers import MOST_RANKS, finite, given
+from tatami.cli.terminal import show, show_json
+from tatami.cluster import Cluster, Processor
+from tatami.errors import InputError, shortened
+from tatami.report import Table, blank, save
+from tatami.report.bar import progress_for
+from tatami.report.losses import LossPoint, draw_lost
+from tatami.units import format_duration, parse_duration
+from tatami.workload import Workload
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tatami.sim.elastic import LossyRun, LossySetup
+
+_PANEL = "Machines that die and join"
+_REPAIR, _RESTART = "repair", "restart"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """What `tatami simulate tiling` can be asked of machines that die; the options say what each field is."""
+
+    mtbf: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,...", help="Mean life of a machine: rehearse deaths.", show_default=False, rich_help_panel=_PANEL
+        ),
+    ] = None
+    machines: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,M,...", help="So many equal machines, in place of --speeds.", show_default=False, rich_help_panel=_PANEL
+        ),
+    ] = None
+    back: Annotated[
+        str | None,
+        typer.Option(help="So long after its death a machine joins again.", show_default="never", rich_help_panel=_PANEL),
+    ] = None
+    halt: Annotated[str, typer.Option(help="A repair: until all have stopped and formed a group.", rich_help_panel=_PANEL)] = (
+        "0.3 s"
+    )
+    update: Annotated[
+        float,
+        typer.Option(
+            callback=finite, help="Share of an iteration in which a death has no step redone.", rich_help_panel=_PANEL
+        ),
+    ] = 0.0
+    copies: Annotated[int, typer.Option(help="Holders of every unit, 1 or 2.", rich_help_panel=_PANEL)] = 2
+    restart: Annotated[str, typer.Option(help="A restart: until all train again.", rich_help_panel=_PANEL)] = "10.4 s"
+    checkpoint_every: Annotated[
+        int, typer.Option(min=1, help="Restarts: iterations between checkpoints.", rich_help_panel=_PANEL)
+    ] = 100
+    checkpoint: Annotated[str, typer.Option(help="Restarts: what all wait for each checkpoint.", rich_help_panel=_PANEL)] = (
+        "0 s"
+    )
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each, with seeds from --seed on.", rich_help_panel=_PANEL)] = 10
+    seed: Annotated[int, typer.Option(help="Of the first run.", rich_help_panel=_PANEL)] = 0
+
+    @property
+    def changed(self) -> list[str]:
+        """The options among these that were given another value."""
+        names = [each.name for each in fields(LossOptions) if getattr(self, each.name) != each.default]
+        return [f"--{name.replace('_', '-')}" for name in names]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    machines: int
+    mtbf_s: float
+    policy: str
+    runs: tuple[LossyRun, ...]
+
+    @property
+    def lost_fraction(self) -> float | None:
+        """The mean over whole runs; None where there is none."""
+        return statistics.fmean(run.lost_fraction for run in self.whole) if self.whole else None
+
+    @property
+    def total_s(self) -> float | None:
+        """The mean over whole runs; None where there is none."""
+        return statistics.fmean(run.total_s for run in self.whole) if self.whole else None
+
+    @property
+    def whole(self) -> list[LossyRun]:
+        """The runs that did all their steps: of the others no time of the whole run is known."""
+        return [run for run in self.runs if run.ended is None]
+
+
+def simulate_losses(
+    options: LossOptions, *, machines: Cluster | None, workload: Workload, planner: str, iterations: int, as_json: bool
+) -> list[_Case]:
+    """Rehearse each number of machines with each mean life, repaired and restarted.
+
+    Args:
+        machines: None for those of `--machines`.
+    """
+    from tatami.sim.elastic import rehearse_repair, rehearse_restart
+
+    setups = _setups(options, machines=machines, workload=workload, planner=planner, iterations=iterations)
+    progress = progress_for()
+    progress.start("simulating", total=2 * len(setups) * options.runs, unit="runs")
+    cases: list[_Case] = []
+    for setup in setups:
+        for policy, rehearse in ((_REPAIR, rehearse_repair), (_RESTART, rehearse_restart)):
+            runs = []
+            for seed in range(options.seed, options.seed + options.runs):
+                runs.append(rehearse(setup, seed=seed))
+                progress.advance(1, fields={"machines": str(setup.cluster.size), "after a death": policy})
+            assert setup.mtbf_s is not None
+            cases.append(_Case(machines=setup.cluster.size, mtbf_s=setup.mtbf_s, policy=policy, runs=tuple(runs)))
+            if as_json:
+                show_json(losses_record(cases[-1]))
+    progress.finish()
+    return cases
+
+
+def losses_record(case: _Case) -> dict[str, Any]:
+    """What `--json` says of runs that differ in nothing but the seed."""
+    return {
+        "machines": case.machines,
+        "mtbf_s": case.mtbf_s,
+        "policy": case.policy,
+        "lost_fraction": case.lost_fraction,
+        "total_s": case.total_s,
+        "runs": [{**asdict(run), "lost_s": run.lost_s, "lost_fraction": run.lost_fraction} for run in case.runs],
+    }
+
+
+def show_losses(cases: Sequence[_Case], *, title: str) -> None:
+    """The table, and why runs ended early."""
+    headers = (
+        "machines",
+        "mean life",
+        "after a death",
+        "whole run",
+        "lost",
+        "redone",
+        "stopped",
+        "rows",
+        "deaths",
+        "ended\nearly",
+    )
+    rows = tuple(
+        (
+            f"{case.machines:,}",
+            format_duration(case.mtbf_s, digits=3),
+            case.policy,
+            "" if case.total_s is None else format_duration(case.total_s, digits=4),
+            "" if case.lost_fraction is None else f"{100 * case.lost_fraction:.3g} %",
+            *(_mean_s(case, name) for name in ("redone_s", "stopped_s", "moved_s")),
+            f"{statistics.fmean(run.deaths for run in case.runs):.1f}",
+            f"{len(case.runs) - len(case.whole)} of {len(case.runs)}",
+        )
+        for case in cases
+    )
+    show(Table(title=title, headers=headers, rows=rows, numbers=frozenset({0, 1, *range(3, 10)})))
+    for case in cases:
+        if ended := next((run for run in case.runs if run.ended is not None), None):
+            show(
+                f"{case.machines:,} machines, {case.policy}, seed {ended.seed} ended after {ended.steps:,} steps: {ended.ended}"
+            )
+
+
+def draw_losses_to(path: Path, cases: Sequence[_Case], *, force: bool) -> None:
+    """The picture: the share of time lost, over mean lives and numbers of machines."""
+    points = [
+        LossPoint(machines=case.machines, mtbf_s=case.mtbf_s, policy=case.policy, lost_fraction=case.lost_fraction)
+        for case in cases
+        if case.lost_fraction is not None
+    ]
+    figure, ax = blank()
+    draw_lost(ax, points)
+    save(figure, path, force=force)
+
+
+def _setups(
+    options: LossOptions, *, machines: Cluster | None, workload: Workload, planner: str, iterations: int
+) -> list[LossySetup]:
+    from tatami.sim.elastic import LossySetup
+
+    assert options.mtbf is not None
+    mtbfs_s = [given("--mtbf", parse_duration, text.strip()) for text in options.mtbf.split(",")]
+    clusters = [machines] if machines is not None else [_equal(number) for number in _numbers(options.machines or "")]
+    first = LossySetup(
+        cluster=clusters[0],
+        workload=workload,
+        iterations=iterations,
+        planner=planner,
+        back_s=None if options.back is None else given("--back", parse_duration, options.back),
+        copies=options.copies,
+        halt_s=given("--halt", parse_duration, options.halt),
+        update_fraction=options.update,
+        checkpoint_steps=options.checkpoint_every,
+        checkpoint_s=given("--checkpoint", parse_duration, options.checkpoint),
+        restart_s=given("--restart", parse_duration, options.restart),
+    )
+    setups = [replace(first, cluster=cluster, mtbf_s=mtbf_s) for cluster in clusters for mtbf_s in mtbfs_s]
+    for cluster in clusters:
+        first.lay(cluster.processors)  # what has no plan is refused before anything is printed
+    return setups
+
+
+def _equal(number: int) -> Cluster:
+    """So many machines of speed 1 in a network, one processor on each."""
+    return Cluster(processors=tuple(Processor(name=f"p{each}", speed=1.0, host=f"h{each}") for each in range(number)))
+
+
+def _numbers(text: str) -> list[int]:
+    found = []
+    for each in (part.strip() for part in text.split(",")):
+        if not (each.isascii() and each.isdecimal() and len(each) < 9 and 1 <= int(each) <= MOST_RANKS):
+            raise InputError(f"--machines is N,M,... with numbers from 1 to {MOST_RANKS:,}: 8,64,512; not {shortened(text)!r}")
+        found.append(int(each))
+    return found
+
+
+def _mean_s(case: _Case, name: str) -> str:
+    if not case.whole:
+        return ""
+    return format_duration(statistics.fmean(getattr(run, name) for run in case.whole), digits=3)
