@@ -14,7 +14,7 @@ import pytest
 import tatami
 
 HEAVY = ("torch", "mpi4py", "typer", "rich", "matplotlib", "sklearn")
-PURE = ("errors", "units", "clock", "cluster", "workload", "tiling", "retiling", "collective", "report")
+PURE = ("errors", "units", "clock", "cluster", "workload", "tiling", "retiling", "collective", "report", "page")
 PUBLIC = {
     "Cluster",
     "DataParallel",

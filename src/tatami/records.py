@@ -41,6 +41,8 @@ class Records:
             check_folder(tensorboard)
         self._file: TextIO | None = None
         self._board: Any = None
+        self.kept: list[dict[str, Any]] | None = None
+        """What was written since it was made a list: the records of a report."""
         if tensorboard is not None:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -54,8 +56,15 @@ class Records:
             if settings is not None:
                 self._file.write(json.dumps({"event": "settings", **settings}) + "\n")
 
+    @property
+    def wanted(self) -> bool:
+        """Whether anything becomes of what is written."""
+        return self._file is not None or self._board is not None or self.kept is not None
+
     def write(self, event: str, *, iteration: int, values: dict[str, Any]) -> None:
         """Record that `event` happened after `iteration`; numbers among `values` become TensorBoard curves."""
+        if self.kept is not None:
+            self.kept.append({"event": event, "iteration": iteration, **values})
         if self._file is not None:
             self._file.write(json.dumps({"event": event, "iteration": iteration, **values}) + "\n")
         if self._board is not None:

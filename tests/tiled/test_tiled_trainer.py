@@ -349,8 +349,18 @@ def test_records_and_progress_are_those_of_rank_0(world: World, tmp_path_factory
             trainer.fit(inputs(), batch_size=SAMPLES, epochs=4)
         if comm.rank == 0:
             lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            assert [(line["event"], line["iteration"], line["epoch"]) for line in lines] == [("train", 2, 1), ("train", 4, 3)]
-            assert [line["loss"] for line in lines] == pytest.approx([losses[1], losses[3]])
+            assert [(line["event"], line["iteration"]) for line in lines] == [
+                ("tiling", 0),
+                ("phases", 2),
+                ("train", 2),
+                ("phases", 4),
+                ("train", 4),
+            ]
+            assert lines[0]["tiling"] == model.tiling.to_dict()
+            assert all(set(line["ranks"]) == set(model.names) and line["iterations"] == 2 for line in lines[1::2])
+            trained = lines[2::2]
+            assert [line["epoch"] for line in trained] == [1, 3]
+            assert [line["loss"] for line in trained] == pytest.approx([losses[1], losses[3]])
             assert progress.events[0] == ("training", 4 * SAMPLES, "samples")
             assert progress.events[1] == (SAMPLES, {"loss": f"{losses[0]:.4g}"})
             assert progress.events[5:] == ["finish"]

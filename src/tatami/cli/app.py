@@ -20,6 +20,8 @@ from tatami.cli.plan import EPILOG as PLAN_EPILOG
 from tatami.cli.plan import plan
 from tatami.cli.probe import EPILOG as PROBE_EPILOG
 from tatami.cli.probe import probe
+from tatami.cli.report import EPILOG as REPORT_EPILOG
+from tatami.cli.report import report
 from tatami.cli.run import EPILOG as RUN_EPILOG
 from tatami.cli.run import run
 from tatami.cli.server import server
@@ -47,6 +49,7 @@ app.command(epilog=PROBE_EPILOG)(probe)
 app.command(epilog=PLAN_EPILOG)(plan)
 app.command(epilog=RUN_EPILOG, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(run)
 app.command(epilog=TRAIN_EPILOG)(train)
+app.command(epilog=REPORT_EPILOG)(report)
 bench.command(name="allreduce", epilog=ALLREDUCE_EPILOG)(bench_allreduce)
 bench.command(name="put-vs-allgather", epilog=PUT_EPILOG)(bench_put)
 bench.command(name="dataparallel", epilog=DATA_PARALLEL_EPILOG)(bench_data_parallel)

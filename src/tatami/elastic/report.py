@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tatami.outputs import write_text
 from tatami.units import format_duration
@@ -24,6 +26,7 @@ class MemberChange:
         laid_s: from then until all went on.
         lost_s: for which no rank made progress: `laid_s` and, where a step was redone, the time that had gone into it.
         moved_units: that were sent.
+        tiling: afterwards, as `Tiling.to_dict` tells it, of the workload's first block; None where it has none.
     """
 
     at_s: float
@@ -35,6 +38,7 @@ class MemberChange:
     laid_s: float
     lost_s: float
     moved_units: int
+    tiling: Mapping[str, Any] | None = None
 
     def __str__(self) -> str:
         what = {"finished": "was finished", "redone": "is done again", "none": "begins"}[self.settled]
@@ -52,11 +56,13 @@ class ElasticReport:
         startup_s: until the first step began.
         total_s: from then to the end.
         changes: of the members, in the order of time; not the first formation.
+        first_tiling: of the first formation, as in `MemberChange`.
     """
 
     startup_s: float
     total_s: float
     changes: tuple[MemberChange, ...]
+    first_tiling: Mapping[str, Any] | None = None
 
     @property
     def lost_s(self) -> float:

@@ -144,6 +144,7 @@ class ElasticRuntime:
         self._values: dict[str, Any] = {}
         self._pending: _Pending | None = None
         self._has_begun = False
+        self._first_tiling: dict[str, Any] | None = None
         self._deadlines: dict[str, float] = {}
         self._released: set[str] = set()
         self._end: EndRun | ScriptFailed | None = None
@@ -196,7 +197,12 @@ class ElasticRuntime:
     def report(self) -> ElasticReport:
         """Of what has happened so far."""
         now_s = self._clock.now_s()
-        return ElasticReport(startup_s=self._zero_s - self._began_s, total_s=now_s - self._zero_s, changes=tuple(self.changes))
+        return ElasticReport(
+            startup_s=self._zero_s - self._began_s,
+            total_s=now_s - self._zero_s,
+            changes=tuple(self.changes),
+            first_tiling=self._first_tiling,
+        )
 
     def _is_over(self) -> bool:
         if self._end is not None:
@@ -391,6 +397,7 @@ class ElasticRuntime:
             self._note(pending)
         else:
             self._has_begun = True
+            self._first_tiling = self._tiling(pending.change.layout)
             self._zero_s = self._clock.now_s()
 
     def _laid_tickets(self) -> tuple[int, ...]:
@@ -410,11 +417,16 @@ class ElasticRuntime:
             laid_s=laid_s,
             lost_s=pending.spent_s + pending.halted_s + laid_s,
             moved_units=sum(take.units.size for take in pending.change.takes if take.source != take.dest),
+            tiling=self._tiling(pending.change.layout),
         )
         self.changes.append(change)
         if self._on_change is not None:
             with self._watch.elsewhere():
                 self._on_change(change)
+
+    def _tiling(self, layout: Layout) -> dict[str, Any] | None:
+        tilings = layout.cut_blocks(self._workload) if self._workload is not None else ()
+        return tilings[0].to_dict() if tilings else None
 
     def _failure(self, failed: ScriptFailed) -> Exception:
         if failed.trace:

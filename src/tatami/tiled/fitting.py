@@ -12,6 +12,7 @@ from tatami.tiled.evaluating import evaluate
 from tatami.tiled.history import History
 from tatami.tiled.limits import Limits
 from tatami.tiled.metrics import Metric
+from tatami.tiled.recording import RunRecorder
 from tatami.tiled.retiling import Check
 from tatami.tiled.setup import TrainingPosition, TrainingSetup
 from tatami.tiled.updating import Updated
@@ -58,6 +59,7 @@ class Fit:
         self._checkpoint, self._checkpoints = checkpoint, checkpoints
         self._begun_s = self._saved_s = setup.clock.now_s()
         self._wants_checkpoint = False
+        self._recorder = RunRecorder(setup.model, setup.records, every=setup.record_every)
         self.history = History()
 
     def run(self) -> None:
@@ -66,6 +68,7 @@ class Fit:
         self._setup.model.train()
         self._setup.progress.start("training", total=self._total_samples())
         try:
+            self._recorder.begin(iteration=self._position.iteration)
             call("on_fit_start", self._trainer)
             while not self._has_ended():
                 if self._epoch() or self._end_epoch():
@@ -76,6 +79,7 @@ class Fit:
                 self._checkpoints.finish()
             call("on_fit_end", self._trainer)
         except BaseException as error:
+            self._recorder.failed(error, iteration=self._position.iteration)
             call("on_exception", self._trainer, error)
             raise
         finally:
@@ -208,22 +212,12 @@ class Fit:
         setup, position, history = self._setup, self._position, self.history
         rate = updated.samples / max(history.iteration_s[-1], 1e-9)
         setup.progress.advance(updated.samples, fields={"loss": f"{updated.loss:.4g}"})
+        self._recorder.iterated(
+            check, iteration=position.iteration, epoch=position.epoch, loss=updated.loss, samples_per_s=rate
+        )
         if check is not None:
             history.checks.append(check)
-            setup.records.write(
-                "check",
-                iteration=position.iteration,
-                values={
-                    "decision": check.decision.kind.value,
-                    "reason": check.decision.reason,
-                    "imbalance": check.imbalance,
-                    "moved_units": check.moved.num_units if check.moved else 0,
-                },
-            )
             setup.callbacks.call("on_retile", self._trainer, check)
-        if position.iteration % setup.record_every == 0:
-            values = {"epoch": position.epoch, "loss": updated.loss, "samples_per_s": rate}
-            setup.records.write("train", iteration=position.iteration, values=values)
         setup.callbacks.call("on_train_batch_end", self._trainer, updated.loss)
 
     def _total_samples(self) -> int | None:

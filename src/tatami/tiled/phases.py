@@ -71,6 +71,8 @@ class Phases:
         self.current = IterationPhase.OUTSIDE
         self._since_s = self.clock.now_s()
         self._spent_s = dict.fromkeys(IterationPhase, 0.0)
+        self.last: PhaseTimes | None = None
+        """Of the iteration that ended last."""
         self.computed_s = 0.0
         """Local compute since the beginning, up to the phase that is running."""
 
@@ -103,10 +105,11 @@ class Phases:
         self.enter(IterationPhase.OUTSIDE)
         spent_s = self._spent_s
         self._spent_s = dict.fromkeys(IterationPhase, 0.0)
-        return PhaseTimes(
+        self.last = PhaseTimes(
             forward_s=spent_s[IterationPhase.FORWARD],
             vertical_s=spent_s[IterationPhase.VERTICAL],
             backward_s=spent_s[IterationPhase.BACKWARD],
             horizontal_s=spent_s[IterationPhase.HORIZONTAL],
             update_s=spent_s[IterationPhase.UPDATE],
         )
+        return self.last

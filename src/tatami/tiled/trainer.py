@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +38,7 @@ from tatami.tiled.model import TiledModel
 from tatami.tiled.objective import Objective, TrainingStep
 from tatami.tiled.optimizers import check_optimizer
 from tatami.tiled.precision import Precision
+from tatami.tiled.recording import RunPage
 from tatami.tiled.retiling import Retiling, refuse_elastic
 from tatami.tiled.scheduling import LearningRate, LRSchedulerConfig, MakeScheduler
 from tatami.tiled.setup import TrainingPosition, TrainingSetup
@@ -72,6 +74,8 @@ class Trainer:
         checkpoint: when all of training is saved, and where; see `fit(resume=True)`.
         records: where metrics go; only rank 0's is written to.
         record_every: iterations between two records of the loss.
+        report: an .html file: one page of the run (see `tatami.page`), written when `fit` ends, also by an error; the same on
+            all ranks.
         progress: a bar; only rank 0's is shown.
         rescue_dir: where the last good state is saved if the loss stops being finite.
         seed: of the shuffling.
@@ -102,6 +106,7 @@ class Trainer:
         checkpoint: ModelCheckpoint | None = None,
         records: Records | None = None,
         record_every: int = 10,
+        report: Path | str | None = None,
         progress: Progress | None = None,
         rescue_dir: Path | str = ".",
         seed: int = 0,
@@ -118,6 +123,7 @@ class Trainer:
         self._callbacks = Callbacks(callbacks)
         self._records, self._progress = records, progress
         self._record_every = record_every
+        self._page = RunPage(report) if report is not None else None
         self._rescue_dir = Path(rescue_dir)
         self._seed = seed
         self._clock = clock or SystemClock()
@@ -200,7 +206,9 @@ class Trainer:
         Raises:
             CheckpointError: on all ranks: the checkpoint is damaged, or of another network or optimizer.
             NotFiniteError: the loss became NaN or infinite; the last good state is saved before.
-            InputError: on all ranks, before anything is trained, where they were given different data; names the ranks.
+            InputError: on all ranks, before anything is trained, where they were given different data; names the ranks. Or the
+                report cannot be written.
+            OutputExistsError: on all ranks, before anything is trained: there is something where the report is to be.
         """
         limits = Limits.of(epochs=epochs, iterations=iterations, stop_below=stop_below, max_time=max_time)
         batches = batches_of(data, batch_size=batch_size, seed=self._seed if shuffle else None)
@@ -215,7 +223,11 @@ class Trainer:
             )
         batches.compare(model.comm)
         facts = {**dataclasses.asdict(limits), "validation": valid is not None, **dataclasses.asdict(self._settings)}
-        facts |= {"checkpoint": self._checkpoint and dataclasses.replace(self._checkpoint, dirpath=""), "resume": bool(resume)}
+        facts |= {
+            "report": self._page is not None,
+            "checkpoint": self._checkpoint and dataclasses.replace(self._checkpoint, dirpath=""),
+            "resume": bool(resume),
+        }
         same_everywhere(model.comm, facts, where="Trainer.fit")
         if self._checkpoint is not None and self._checkpoints is None:
             self._checkpoints = TrainingCheckpoints(self._checkpoint, model)
@@ -235,7 +247,8 @@ class Trainer:
             checkpoint=self._checkpoint,
             checkpoints=self._checkpoints,
         )
-        run.run()
+        with self._page.writing(model.comm, setup.records) if self._page is not None else nullcontext():
+            run.run()
         return run.history
 
     def evaluate(

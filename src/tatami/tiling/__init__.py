@@ -19,7 +19,7 @@ from tatami.tiling.srpm import SrpmPlanner, SrpmTable, srpm_table
 from tatami.tiling.tile import Tile
 from tatami.tiling.tiling import Group, Tiling
 from tatami.tiling.timed import TimedPlanner
-from tatami.tiling.traffic import PlannedSum, SumKind, Traffic, traffic_of
+from tatami.tiling.traffic import PlannedSum, SumKind, Traffic, link_bytes, traffic_of
 from tatami.tiling.weighted import WeightedPlanner
 
 __all__ = [
@@ -60,6 +60,7 @@ __all__ = [
     "find_planner",
     "horizontal_messages",
     "largest_remainder",
+    "link_bytes",
     "plan",
     "remove_small_groups",
     "spans",

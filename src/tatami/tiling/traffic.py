@@ -324,6 +324,19 @@ def _schedule(
     )
 
 
+def link_bytes(traffic: Traffic) -> dict[str, dict[str, int]]:
+    """What an iteration sends from each processor to each other, by source and target; those of native sums are not known."""
+    found: dict[str, dict[str, int]] = {}
+    for planned in traffic.sums:
+        for phase in planned.schedule.phases:
+            for step in (step for number in range(phase.num_rounds) for step in phase.steps(number)):
+                source, target = planned.processors[step.source], planned.processors[step.target]
+                if source != target:
+                    targets = found.setdefault(source, {})
+                    targets[target] = targets.get(target, 0) + step.size * planned.element_bytes
+    return found
+
+
 def sent_bytes(planned: PlannedSum) -> int:
     """What all who take part in a sum send together; a native one at least as `tatami.collective.halving_doubling` does."""
     schedule = planned.schedule

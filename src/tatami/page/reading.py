@@ -1,0 +1,89 @@
+"""What a run left behind, read back: the JSON lines of `tatami.records`, or the JSON report of an elastic run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tatami.errors import InputError, shortened
+from tatami.inputs import check_input
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun:
+    """The records of one run.
+
+    Attributes:
+        records: in the order in which they were written; each has its `event`.
+        cut_off: whether the last line ends in the middle, as where a process was killed while it wrote.
+    """
+
+    records: tuple[Mapping[str, Any], ...]
+    cut_off: bool = False
+
+    def of(self, *events: str) -> list[Mapping[str, Any]]:
+        """The records of these events, in their order."""
+        return [record for record in self.records if record["event"] in events]
+
+
+def read_run(path: Path | str) -> RecordedRun:
+    """Read the records of a run.
+
+    Args:
+        path: the JSON lines of `Trainer(records=...)`, `tatami train --log` or `tatami server train --log`; or the report of
+            `tatami run --elastic --report`.
+
+    Raises:
+        InputError: there is no such file, or it is something else; names the line.
+    """
+    check_input(path, what="the records")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as problem:
+        raise InputError(f"cannot read the records {path}: {problem.strerror}") from None
+    except UnicodeDecodeError as problem:
+        raise InputError(f"cannot read the records {path}: they are not text in UTF-8 (byte {problem.start})") from None
+    elastic = _elastic(text)
+    if elastic is not None:
+        return RecordedRun(records=elastic)
+    lines = text.split("\n")
+    ends_whole = lines[-1] == ""
+    records: list[Mapping[str, Any]] = []
+    for number, line in enumerate(lines[:-1] if ends_whole else lines, 1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            if number == len(lines) and records:
+                return RecordedRun(records=tuple(records), cut_off=True)
+            raise InputError(f"line {number} of {path} is not JSON: {shortened(line)!r}; give what --log wrote") from None
+        if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+            raise InputError(
+                f"line {number} of {path} is not a record with an event: {shortened(line)!r}; give what --log wrote"
+            )
+        records.append(record)
+    if not records:
+        raise InputError(f"{path} is empty: nothing was recorded")
+    return RecordedRun(records=tuple(records))
+
+
+def _elastic(text: str) -> tuple[Mapping[str, Any], ...] | None:
+    """The report of an elastic run as records; None where `text` is something else."""
+    try:
+        report = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(report, dict) or not isinstance(report.get("changes"), list):
+        return None
+    records: list[dict[str, Any]] = []
+    if report.get("first_tiling") is not None:
+        records.append({"event": "tiling", "iteration": 0, "why": "at the start", "tiling": report["first_tiling"]})
+    for change in report["changes"]:
+        facts = {name: value for name, value in change.items() if name != "tiling"}
+        records.append({"event": "members", "iteration": change["step"], **facts})
+        if change.get("tiling") is not None:
+            why = change["reason"]
+            records.append({"event": "tiling", "iteration": change["step"], "why": why, "tiling": change["tiling"]})
+    return tuple(records)

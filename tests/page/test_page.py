@@ -1,0 +1,284 @@
+"""The page of a run: what it reads, shows and leaves out; and in a browser, that it draws and asks for nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from tatami.cli.app import app
+from tatami.cluster import Cluster
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError, MissingExtraError, OutputExistsError, TatamiError
+from tatami.page import LARGEST_PAGE_BYTES, RecordedRun, page_of, read_run, write_page
+from tatami.page.charts import charts_of
+from tatami.page.facts import PHASES, facts_of, thinned
+from tatami.planning import plan
+from tatami.records import Records
+from tatami.retiling import Retiler
+from tatami.testing.worlds import World
+from tatami.tiled import Trainer
+from tatami.tiling import link_bytes, traffic_of
+from tatami.workload import Workload
+from tiled_rig import some_layouts, tiled
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def tiling_record(iteration: int, speeds: list[float], *, why: str) -> dict[str, Any]:
+    cluster, workload = Cluster.from_speeds(speeds), Workload.mlp(20, 120, 10, samples=60)
+    tiling = plan("srpm", cluster=cluster, workload=workload).tiling
+    names = list(cluster.speeds)
+    traffic = traffic_of([tiling], workload=workload, names=names, hosts={name: name for name in names})
+    values = {"why": why, "tiling": tiling.to_dict(), "speeds": cluster.speeds, "sent_bytes": link_bytes(traffic)}
+    return {"event": "tiling", "iteration": iteration, **values, "native_bytes": 0}
+
+
+def a_run() -> list[dict[str, Any]]:
+    """Four ranks, three re-tilings, a death that is repaired; a loss that was not a number, and a reason that is HTML."""
+    courses = [(0, [1.0, 1, 1, 1]), (40, [1, 0.5, 1, 1]), (80, [1, 0.5, 0.25, 1]), (120, [1, 0.5, 0.25, 0.3])]
+    records: list[dict[str, Any]] = [{"event": "settings", "net": "20-120-10"}]
+    for start, speeds in courses:
+        names = [f"p{number}" for number in range(4)]
+        if start:
+            check = {"decision": "re-map whole", "reason": f"slow </script><b> at {start}", "imbalance": 2.0, "moved_units": 30}
+            records.append({"event": "check", "iteration": start, **check, "speeds": dict(zip(names, speeds, strict=True))})
+        records.append(tiling_record(start, speeds, why=f"tiling of {start}"))
+        for iteration in range(start + 10, start + 41, 10):
+            loss = float("nan") if iteration == 20 else 3.0 / iteration
+            ranks = {name: {f"{phase}_s": 0.01 * (1 + number) for phase in PHASES} for number, name in enumerate(names)}
+            records.append({"event": "phases", "iteration": iteration, "iterations": 10, "ranks": ranks})
+            records.append({"event": "train", "iteration": iteration, "epoch": 1, "loss": loss, "samples_per_s": 500.0})
+            keep = {"decision": "keep", "reason": "even", "imbalance": 1.1, "moved_units": 0, "speeds": {}}
+            records.append({"event": "check", "iteration": iteration, **keep})
+    change = {"at_s": 12.34, "reason": "p2 died", "step": 150, "settled": "redone", "members": ["p0", "p1", "p3"]}
+    records.append({"event": "members", "iteration": 150, **change, "lost_s": 0.31, "moved_units": 66})
+    return records
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def recorded(records: list[dict[str, Any]]) -> RecordedRun:
+    return RecordedRun(records=tuple(records))
+
+
+def test_the_facts_are_those_of_the_records() -> None:
+    facts = facts_of(recorded(a_run()))
+    assert facts.ranks == ["p0", "p1", "p2", "p3"]
+    assert [(step["iteration"], step["tiles"]) for step in facts.steps] == [(0, 4), (40, 4), (80, 4), (120, 4)]
+    areas = [
+        sum((row["x2"] - row["x1"]) * (row["y2"] - row["y1"]) for row in facts.tiles if row["step"] == n) for n in range(4)
+    ]
+    assert areas == [60 * 120] * 4
+    # 10 iterations took 0.02 s of rank 1 in each phase: 2 ms of an iteration, under every tiling.
+    assert [row["ms"] for row in facts.phases if row["rank"] == "p1"] == pytest.approx([2.0] * 4 * len(PHASES))
+    assert len(facts.phases) == 4 * 4 * len(PHASES)
+    assert [row["loss"] for row in facts.losses][:3] == [pytest.approx(0.3), None, pytest.approx(0.1)]
+    assert [row["speed"] for row in facts.speeds if row["rank"] == "p3"][-1] == pytest.approx(0.3)
+    assert (facts.num_checks, [row["iteration"] for row in facts.decisions]) == (19, [40, 80, 120])
+    assert facts.deaths == [
+        {
+            "when": "12.3 s, iteration 150",
+            "what": "p2 died",
+            "repair": "the open step was done again; 3 ranks go on; 66 units moved",
+            "lost": "0.31 s",
+        }
+    ]
+    sent = a_run()[1]["sent_bytes"]
+    assert {(row["source"], row["target"]): row["size_bytes"] for row in facts.links if row["step"] == 0} == {
+        (source, target): size for source, targets in sent.items() for target, size in targets.items()
+    }
+
+
+def test_bytes_by_link_add_up_to_the_traffic() -> None:
+    cluster, workload = Cluster.from_speeds([1, 1, 0.5]), Workload.mlp(20, 120, 10, samples=60)
+    names = list(cluster.speeds)
+    for planner in ("grid", "srpm", "weighted"):
+        tiling = plan(planner, cluster=cluster, workload=workload).tiling
+        traffic = traffic_of([tiling], workload=workload, names=names, hosts={name: name for name in names})
+        links = link_bytes(traffic)
+        assert sum(sum(targets.values()) for targets in links.values()) == traffic.size_bytes > 0
+        assert all(source not in targets for source, targets in links.items())
+
+
+def test_the_page_has_all_of_it_is_small_and_escapes_what_it_is_told() -> None:
+    text = page_of(recorded(a_run()), title="a <run>")
+    assert len(text.encode()) < LARGEST_PAGE_BYTES
+    assert "<title>a &lt;run&gt;</title>" in text
+    assert "slow &lt;/script&gt;&lt;b&gt; at 40" in text
+    assert "default-src 'none'" in text
+    assert not re.search(r'<(?:link|script|img|iframe)[^>]*(?:src|href)="(?!data:)', text.partition("<script")[0])
+    data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    assert set(data["charts"]) == {"floor", "phases", "loss", "rate", "speeds", "links"}
+    assert data["charts"]["floor"]["params"] == [{"name": "step", "value": 0}]
+    for said in ("p2 died", "3 ranks go on", 'type="range" min="0" max="3"', "looked at 19 times", "20-120-10"):
+        assert said in text
+
+
+def test_records_of_a_long_run_of_many_ranks_fit_and_the_page_tells_what_it_left_out() -> None:
+    speeds = [1.0 + rank % 3 for rank in range(48)]
+    one = tiling_record(0, speeds, why="moved")
+    records = [{**one, "iteration": number} for number in range(400)]
+    train = [{"event": "train", "iteration": number, "epoch": 0, "loss": 1.0, "samples_per_s": 1.0} for number in range(30_000)]
+    text = page_of(recorded([*records, *train]), title="long")
+    assert len(text.encode()) < LARGEST_PAGE_BYTES
+    assert "Of 400 tilings, 125 are shown" in text
+    assert "Of 30,000 records of the loss, 1,500 are shown" in text
+    assert thinned(range(10), 4) == [0, 3, 6, 9]
+
+
+def test_what_an_older_log_lacks_is_said() -> None:
+    old = [{"event": "train", "iteration": 10, "epoch": 1, "loss": 1.0, "samples_per_s": 5.0}]
+    assert set(charts_of(facts_of(recorded(old)))) == {"loss", "rate"}
+    text = page_of(recorded(old), title="old")
+    assert "The records tell nothing of this." in text
+    assert "The records tell of no check of the balance." in text
+
+
+def test_logs_of_the_parameter_server_and_reports_of_elastic_runs_are_read(tmp_path: Path) -> None:
+    failure = {"who": "worker 1", "process": "worker", "how": "died", "at_s": 2.0, "silent_s": None}
+    lines = [{"event": "round", "iteration": 1, "at_s": 0.1, "loss": 2.0}, {"event": "failure", "iteration": 2, **failure}]
+    log = tmp_path / "server.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"event": "rou', encoding="utf-8")
+    run = read_run(log)
+    facts = facts_of(run)
+    assert run.cut_off
+    assert facts.notes == ["The last line of the records ends in the middle and is left out: the run was killed as it wrote."]
+    assert ([row["loss"] for row in facts.losses], facts.deaths[0]["what"]) == ([2.0], "worker 1 (worker): died")
+
+    floor = tiling_record(0, [1, 1, 1], why="")["tiling"]
+    change = {"at_s": 3.0, "reason": "p1 died", "step": 7, "settled": "finished", "members": ["p0", "p2"], "lost_s": 0.5}
+    report = {"changes": [{**change, "moved_units": 4, "tiling": floor}], "first_tiling": floor}
+    elastic = tmp_path / "elastic.json"
+    elastic.write_text(json.dumps(report, indent=2), encoding="utf-8")
+    facts = facts_of(read_run(elastic))
+    assert [(step["iteration"], step["why"]) for step in facts.steps] == [(0, "at the start"), (7, "p1 died")]
+    assert facts.deaths[0]["repair"] == "the open step was finished; 2 ranks go on; 4 units moved"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is empty: nothing was recorded"),
+        ('{"event": "train"}\nno\n', "line 2 of .* is not JSON: 'no'"),
+        ("[1]\n", "line 1 of .* is not a record"),
+        ('{"iteration": 3}\n', "line 1 of .* is not a record"),
+    ],
+)
+def test_what_is_not_a_log_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=said):
+        read_run(path)
+
+
+def test_the_command_writes_the_page_and_replaces_nothing_unasked(tmp_path: Path) -> None:
+    log, page = tmp_path / "run.jsonl", tmp_path / "run.html"
+    log.write_text("".join(json.dumps(line) + "\n" for line in a_run()), encoding="utf-8")
+    run = partial(CliRunner().invoke, app)
+    assert run(["report", str(log), "-o", str(page)]).exit_code == 0
+    assert "<h1>Run run</h1>" in page.read_text(encoding="utf-8")
+    assert run(["report", str(log), "-o", str(page)]).exit_code != 0
+    assert run(["report", str(log), "-o", str(page), "--force"]).exit_code == 0
+    with pytest.raises(InputError, match=r"a report is written as \.html, not as '\.png'"):
+        write_page(recorded(a_run()), tmp_path / "run.png", title="no")
+
+
+def test_without_vega_the_pip_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'tatami\[report\]'"):
+        write_page(recorded(a_run()), tmp_path / "run.html", title="none")
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_the_trainer_writes_its_page(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("page")
+
+    def body(comm: AbstractCommunicator) -> None:
+        path: Path = comm.bcast_object(folder) / "run.html"
+        model = tiled(network(), comm, layout=some_layouts(comm.size)[-1], batch_size=16)
+        records = Records()
+        trainer = Trainer(
+            model, optimizer=SGD, loss=nn.MSELoss(), retile=Retiler(every=4), records=records, record_every=3, report=path
+        )
+        data = torch.ones(16, 4), torch.zeros(16, 2)
+        history = trainer.fit(data, batch_size=16, iterations=8)
+        if comm.rank == 0:
+            facts = facts_of(RecordedRun(records=tuple(records.kept or ())))
+            assert facts.ranks == list(model.names)
+            assert len(facts.steps) == 1 + sum(check.moved is not None for check in history.checks)
+            assert [row["loss"] for row in facts.losses] == pytest.approx([history.losses[2], history.losses[5]])
+            assert facts.num_checks == len(history.checks)
+            assert {row["rank"] for row in facts.phases} == set(model.names)
+            assert all(row["ms"] >= 0 for row in facts.phases)
+            assert sum(row["ms"] for row in facts.phases if row["phase"] == "forward") > 0
+            assert 'type="range"' in path.read_text(encoding="utf-8")
+        comm.bcast_object(None)
+        trainer.fit(data, batch_size=16, iterations=1)  # writes its own page again
+        with pytest.raises(OutputExistsError, match=r"run\.html exists already"):
+            Trainer(model, optimizer=SGD, loss=nn.MSELoss(), report=path).fit(data, batch_size=16, iterations=1)
+
+    world(body)
+
+
+@pytest.mark.ranks(2)
+def test_a_run_that_fails_leaves_its_page(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("page")
+
+    def body(comm: AbstractCommunicator) -> None:
+        path: Path = comm.bcast_object(folder) / "run.html"
+        model = tiled(network(), comm, layout=some_layouts(comm.size)[-1], batch_size=16)
+        make = partial(Trainer, model, optimizer=SGD, loss=nn.MSELoss(), rescue_dir=path.parent)
+        data = torch.full((16, 4), float("nan")), torch.zeros(16, 2)
+        with pytest.raises(TatamiError):
+            make(report=path).fit(data, batch_size=16, iterations=2)
+        if comm.rank == 0:
+            assert "NotFiniteError" in path.read_text(encoding="utf-8")
+
+    world(body)
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+LOOK = """<style>html { width: 390px }</style><script>addEventListener("load", () => setTimeout(() => {
+  const slider = document.getElementById("step");
+  slider.value = 2; slider.dispatchEvent(new Event("input"));
+  setTimeout(() => {
+    const right = Math.max(...[...document.querySelectorAll("body *")].map(each => each.getBoundingClientRect().right));
+    const tiles = document.querySelectorAll("#floor .mark-rect path").length;
+    const bars = document.querySelectorAll("#phases .mark-rect path").length;
+    const requests = performance.getEntriesByType("resource").length;
+    const told = document.getElementById("told").textContent;
+    const seen = { right, tiles, bars, requests, told, drawn: document.documentElement.dataset.drawn };
+    document.title = JSON.stringify(seen);
+  }, 1000);
+}, 2000));</script></head>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to open the page in")
+def test_in_a_browser_it_draws_moves_and_asks_for_nothing(tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    page = tmp_path / "run.html"
+    page.write_text(page_of(recorded(a_run()), title="run").replace("</head>", LOOK, 1), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--enable-logging=stderr"]
+    options += [f"--user-data-dir={tmp_path / 'chromium'}", "--virtual-time-budget=20000", "--window-size=500,1600"]
+    ran = subprocess.run(
+        [CHROMIUM, *options, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=400, check=False
+    )
+    assert "CONSOLE" not in ran.stderr
+    found = re.search(r"<title>(.*?)</title>", ran.stdout)
+    assert found is not None, ran.stderr
+    seen = json.loads(found[1])
+    assert (seen["drawn"], seen["requests"], seen["tiles"], seen["bars"]) == ("6", 0, 4, 4 * len(PHASES))
+    assert seen["told"].startswith("3 of 4, after iteration 80: 4 tiles")
+    assert seen["right"] <= 390
