@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
+
+import numpy as np
 
 from tatami.cluster.speeds import speed_problem
 from tatami.errors import ClusterError
@@ -15,6 +17,8 @@ SMALLEST_BANDWIDTH_BYTES_PER_S = 1e-3
 LARGEST_LATENCY_S = 86400.0
 MOST_PROCESSORS = 200_000
 """Of a cluster: twice what the rehearsal has been tried with."""
+_DENSE = 8
+"""Where one pair of hosts in so many has a link of its own, a table of all pairs is looked up in place of the links."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +164,50 @@ class Cluster:
                 found.setdefault(first, {})[second] = link
         return found
 
+    @cached_property
+    def link_table(self) -> LinkTable | None:
+        """None where few pairs of hosts have a link of their own: then the links are quickly gone through."""
+        hosts = len({processor.host for processor in self.processors})
+        return LinkTable(self) if hosts**2 <= _DENSE * len(self.links) else None
+
+    @cached_property
+    def fastest_link(self) -> Link:
+        """The greatest bandwidth and the least latency of any link that the cluster has, as one link; for lower bounds."""
+        listed = [self.local, self.network, *self.links.values()]
+        return Link(
+            bandwidth_bytes_per_s=max(link.bandwidth_bytes_per_s for link in listed),
+            latency_s=min(link.latency_s for link in listed),
+        )
+
     def link(self, one: str, other: str) -> Link:
         """The link between the processors named `one` and `other`."""
         first, second = sorted((self.by_name[one].host, self.by_name[other].host))
         return self.links.get((first, second), self.local if first == second else self.network)
+
+
+class LinkTable:
+    """Every link between two hosts of a cluster, as arrays: a loop over the 61,075 of 350 hosts would be slow."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._index = {host: index for index, host in enumerate(dict.fromkeys(each.host for each in cluster.processors))}
+        shape = (len(self._index), len(self._index))
+        self._bandwidth_bytes_per_s = np.full(shape, cluster.network.bandwidth_bytes_per_s)
+        self._latency_s = np.full(shape, cluster.network.latency_s)
+        for (one, other), link in cluster.links.items():
+            if one in self._index and other in self._index:
+                pair = [self._index[one], self._index[other]]
+                self._bandwidth_bytes_per_s[pair, pair[::-1]] = link.bandwidth_bytes_per_s
+                self._latency_s[pair, pair[::-1]] = link.latency_s
+        # A host's link to itself is no link between two hosts.
+        np.fill_diagonal(self._bandwidth_bytes_per_s, np.inf)
+        np.fill_diagonal(self._latency_s, -np.inf)
+
+    def between(self, hosts: Iterable[str]) -> Link | None:
+        """The least bandwidth and the greatest latency between any two of `hosts`, as one link; None for one host."""
+        at = [self._index[host] for host in hosts]
+        if len(at) < 2:
+            return None
+        pairs = np.ix_(at, at)
+        return Link(
+            bandwidth_bytes_per_s=float(self._bandwidth_bytes_per_s[pairs].min()), latency_s=float(self._latency_s[pairs].max())
+        )

@@ -14,7 +14,7 @@ from tatami.errors import PlanError
 from tatami.tiling.compute import compute_time, scatter
 from tatami.tiling.cost import AbstractCost, Cost
 from tatami.tiling.layout import Layout
-from tatami.tiling.links import LinkGroup, SlowestLink, fastest
+from tatami.tiling.links import LinkGroup, SlowestLink
 from tatami.tiling.span import FEW
 from tatami.tiling.sum_price import sum_size
 from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS, sum_algorithm, told_elements
@@ -170,7 +170,7 @@ def _horizontal_at_least_s(layout: Layout, workload: Workload, links: SlowestLin
     )
     cluster = links.cluster
     crowd = max(Counter(links.host.values()).values())
-    link = cluster.network if num_columns > crowd and not cluster.links else fastest(cluster)
+    link = cluster.network if num_columns > crowd and not cluster.links else cluster.fastest_link
     rounds = 1 if num_columns == 2 else 2
     size_bytes = 2 * (num_columns - 1) / num_columns * elements * workload.element_bytes * height
     message_s = cluster.by_name[name].message_s

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from tatami.cluster import Cluster, Link
 from tatami.tiling.alphabeta import AlphaBetaCost
 from tatami.tiling.layout import Layout
-from tatami.tiling.links import fastest
 from tatami.tiling.sum_price import sum_size
 from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS, sum_algorithm
 from tatami.workload import Workload
@@ -83,7 +82,7 @@ def time_bound_s(cluster: Cluster, *, workload: Workload, cost: AlphaBetaCost) -
     alone_s = (floor.area_flop + floor.width_flop) / float(speeds.max())
     if cluster.size == 1:
         return alone_s
-    link = fastest(cluster)
+    link = cluster.fastest_link
     if not floor.area_flop:
         # Every sample has its column: all that is done is done side by side, and its gradients are summed.
         return min(alone_s, floor.width_flop / fsum(speeds) + _across_s(link, workload=workload))

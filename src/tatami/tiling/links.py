@@ -53,6 +53,9 @@ class LinkGroup:
         found = [cluster.links[host, host] for host in crowded if (host, host) in cluster.links]
         if len(found) < len(crowded):
             found.append(cluster.local)
+        if cluster.link_table is not None:
+            held = cluster.link_table.between(members)
+            return slowest(found if held is None else [*found, held])
         nothing: dict[str, Link] = {}
         between = [
             link for host in members for other, link in cluster.links_of_hosts.get(host, nothing).items() if other in members
@@ -68,13 +71,4 @@ def slowest(links: Iterable[Link]) -> Link:
     return Link(
         bandwidth_bytes_per_s=min(map(attrgetter("bandwidth_bytes_per_s"), listed)),
         latency_s=max(map(attrgetter("latency_s"), listed)),
-    )
-
-
-def fastest(cluster: Cluster) -> Link:
-    """The greatest bandwidth and the least latency of any link that the cluster has, as one link; for lower bounds."""
-    listed = [cluster.local, cluster.network, *cluster.links.values()]
-    return Link(
-        bandwidth_bytes_per_s=max(link.bandwidth_bytes_per_s for link in listed),
-        latency_s=min(link.latency_s for link in listed),
     )
