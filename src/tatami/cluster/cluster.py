@@ -165,10 +165,10 @@ class Cluster:
         return found
 
     @cached_property
-    def link_table(self) -> LinkTable | None:
+    def link_table(self) -> PairTable | None:
         """None where few pairs of hosts have a link of their own: then the links are quickly gone through."""
         hosts = len({processor.host for processor in self.processors})
-        return LinkTable(self) if hosts**2 <= _DENSE * len(self.links) else None
+        return PairTable(self) if hosts**2 <= _DENSE * len(self.links) else None
 
     @cached_property
     def fastest_link(self) -> Link:
@@ -185,7 +185,7 @@ class Cluster:
         return self.links.get((first, second), self.local if first == second else self.network)
 
 
-class LinkTable:
+class PairTable:
     """Every link between two hosts of a cluster, as arrays: a loop over the 61,075 of 350 hosts would be slow."""
 
     def __init__(self, cluster: Cluster) -> None:
