@@ -297,4 +297,5 @@ def test_pieces_are_written_by_one_of_their_owners_and_all_write_about_as_much()
     writers = share_out(pieces)
     assert all(writer in owners for writer, (_, owners) in zip(writers, pieces, strict=True))
     loads = [sum(size for writer, (size, _) in zip(writers, pieces, strict=True) if writer == rank) for rank in range(4)]
-    assert loads == [40, 30, 20, 20]
+    # Largest first, each to the owner with least so far: 40 to rank 0, 30 to 1, 20 to 2, 10 of [0, 1] to 1, 10 of all to 3.
+    assert loads == [40, 40, 20, 10]
