@@ -1,6 +1,6 @@
 """What splits in a module that cannot be followed, said by its author: `register`.
 
-    class Heads(nn.Module): ...        # a kernel of one's own, control flow that depends on data
+    class Heads(nn.Module): ...        # a hand-written kernel, control flow that depends on data
 
     tatami.tiled.register(Heads, units="num_heads", cut={"qkv.weight": (0, 3), "out.weight": 1},
                           once=["out.bias"])
