@@ -18,8 +18,8 @@ from tatami.tiling import GRAIN
 from tatami.workload import Block, Workload
 
 REPEAT_S = 0.02
-"""Enough for a machine that nothing else uses. Where a container's quota lets a rank run for some time and then stops it for the rest
-of a period of 10 or 100 ms, that must be many periods, or what is measured is the machine and not the share of it."""
+"""Enough for a machine that nothing else uses. Where a container's quota lets a rank run for some time and then stops it for
+the rest of a period of 10 or 100 ms, that must be many periods, or what is measured is the machine and not the share of it."""
 _MAX_SAMPLES = 1024
 _FEW = 8
 """A tile of few units has this part of all."""

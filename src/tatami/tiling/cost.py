@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, final
 
 from tatami.cluster import Cluster
 from tatami.tiling.layout import Layout
@@ -42,3 +42,27 @@ class AbstractCost(ABC):
     def at_least(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> float:  # noqa: ARG002 - nothing is known
         """A lower bound of `price(...).total` that is quicker to find; planners leave out what it rules out."""
         return 0.0
+
+
+@final
+class RememberedCost(AbstractCost):
+    """`cost`, which prices each layout once: planners that are compared try layouts of each other again.
+
+    It keeps the clusters and workloads that it was asked about, so that no other object can come to have the identity of one.
+    """
+
+    def __init__(self, cost: AbstractCost) -> None:
+        self.cost = cost
+        self._asked: dict[tuple[int, int], tuple[Cluster, Workload, dict[Layout, Cost], dict[Layout, float]]] = {}
+
+    def price(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> Cost:
+        _, _, prices, _ = self._asked.setdefault((id(cluster), id(workload)), (cluster, workload, {}, {}))
+        if layout not in prices:
+            prices[layout] = self.cost.price(layout, cluster=cluster, workload=workload)
+        return prices[layout]
+
+    def at_least(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> float:
+        _, _, _, bounds = self._asked.setdefault((id(cluster), id(workload)), (cluster, workload, {}, {}))
+        if layout not in bounds:
+            bounds[layout] = self.cost.at_least(layout, cluster=cluster, workload=workload)
+        return bounds[layout]

@@ -10,7 +10,7 @@ from tatami.cluster import Cluster
 from tatami.errors import MemoryLackError, PlanError
 from tatami.tiling.alphabeta import AlphaBetaCost
 from tatami.tiling.bounds import VolumeBounds, time_bound_s, volume_bounds, volume_bytes
-from tatami.tiling.cost import AbstractCost, Cost
+from tatami.tiling.cost import AbstractCost, Cost, RememberedCost
 from tatami.tiling.even import EvenPlanner
 from tatami.tiling.fit import fit, leaving_out, with_remedies
 from tatami.tiling.grid import GridPlanner
@@ -123,12 +123,15 @@ def plan(
         PlanError: an unknown planner; invalid speeds; more processors than samples.
         MemoryLackError: the processors do not hold the network; says who lacks how much, and what would do.
     """
-    (result,) = compare([planner], cluster=cluster, workload=workload, speeds=speeds, cost=cost)
+    if speeds is not None:
+        cluster = with_speeds(cluster, speeds)
+    cost = RememberedCost(AlphaBetaCost() if cost is None else cost)
+    (result,) = compare([planner], cluster=cluster, workload=workload, cost=cost)
     if result.planner not in (EvenPlanner.name, TimedPlanner.name):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # What was asked for comes again where equal shares do not fit into memory.
-            even = compare([EvenPlanner.name, planner], cluster=cluster, workload=workload, speeds=speeds, cost=cost)[0]
+            even = compare([EvenPlanner.name, planner], cluster=cluster, workload=workload, cost=cost)[0]
         if even.predicted_s * _WORTH_TELLING < result.predicted_s:
             warnings.warn(
                 f"{result.planner} is predicted to take {format_duration(result.predicted_s, digits=3)} an iteration, and even "
@@ -138,18 +141,18 @@ def plan(
     return result
 
 
-def _planned(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Plan:
+def _planned(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: RememberedCost) -> Plan:
     layout, slow, small = fit(planner, cluster=cluster, workload=workload, cost=cost)
     for told in leaving_out(planner.name, slow, small, workload=workload):
         warnings.warn(told, stacklevel=3)
-    time_cost = cost if isinstance(cost, AlphaBetaCost) else AlphaBetaCost()
+    time_cost = cost.cost if isinstance(cost.cost, AlphaBetaCost) else AlphaBetaCost()
     return Plan(
         planner=planner.name,
         workload=workload,
         layout=layout,
         tiling=layout.cut(samples=workload.samples, units=workload.units),
         t_comm=PaperCost().price(layout, cluster=cluster, workload=workload).total,
-        predicted=time_cost.price(layout, cluster=cluster, workload=workload),
+        predicted=(cost if time_cost is cost.cost else time_cost).price(layout, cluster=cluster, workload=workload),
         bound_s=time_bound_s(cluster, workload=workload, cost=time_cost),
         volume_bytes=volume_bytes(layout, workload=workload, cluster=cluster),
         volume_bounds=volume_bounds(
@@ -178,7 +181,7 @@ def compare(
     if speeds is not None:
         cluster = with_speeds(cluster, speeds)
     check_sizes(cluster, workload=workload)
-    choose_by = AlphaBetaCost() if cost is None else cost
+    choose_by = cost if isinstance(cost, RememberedCost) else RememberedCost(AlphaBetaCost() if cost is None else cost)
     plans, refused = [], []
     for planner in listed:
         try:
