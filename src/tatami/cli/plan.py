@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from tatami.cli.settings import takes
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, parse_speeds, read_cluster
 from tatami.errors import InputError
 from tatami.planning import compared
 from tatami.report import blank, check_path, draw_text, draw_tiling, save
 from tatami.tiling import Plan, with_speeds
-from tatami.workload import VOCABULARY, gpt_workload, net_workload
+from tatami.workload import VOCABULARY, Workload, gpt_workload, net_workload
 
 _GPT = "A GPT"
 EPILOG = """
@@ -32,70 +33,82 @@ A cluster.toml is written by [bold]tatami probe[/], or by hand.
 """
 
 
-def plan(
+@dataclass(frozen=True, kw_only=True)
+class PlanJob:
+    """What `tatami plan` can be asked for; the options say what each field is."""
+
     cluster: Annotated[
         Path | None, typer.Argument(metavar="CLUSTER.TOML", help="The machines and their links.", show_default=False)
-    ] = None,
-    *,
+    ] = None
     speeds: Annotated[
         str | None, typer.Option(help="Relative speeds, one for each rank, without a file or in place of the file's.")
-    ] = None,
-    net: Annotated[str, typer.Option(help="Sizes of the layers: inputs-hidden-...-outputs.")] = "203-80-26",
-    samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch; of a GPT, sequences.")] = 1024,
+    ] = None
+    net: Annotated[str, typer.Option(help="Sizes of the layers: inputs-hidden-...-outputs.")] = "203-80-26"
+    samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch; of a GPT, sequences.")] = 1024
     model: Annotated[
         str | None,
         typer.Option(metavar="gpt", help="A model, for --net.", rich_help_panel=_GPT, show_default=False),
-    ] = None,
-    layers: Annotated[int, typer.Option(min=1, rich_help_panel=_GPT)] = 12,
-    width: Annotated[int, typer.Option(min=1, help="Of a token's vector.", rich_help_panel=_GPT)] = 768,
-    heads: Annotated[int, typer.Option(min=1, rich_help_panel=_GPT)] = 12,
+    ] = None
+    layers: Annotated[int, typer.Option(min=1, rich_help_panel=_GPT)] = 12
+    width: Annotated[int, typer.Option(min=1, help="Of a token's vector.", rich_help_panel=_GPT)] = 768
+    heads: Annotated[int, typer.Option(min=1, rich_help_panel=_GPT)] = 12
     kv_heads: Annotated[
         int | None, typer.Option(min=1, help="Of keys and values, where fewer.", rich_help_panel=_GPT, show_default=False)
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Of a sequence.", rich_help_panel=_GPT)] = 1024,
-    vocabulary: Annotated[int, typer.Option(min=1, help="Tokens there are.", rich_help_panel=_GPT)] = VOCABULARY,
+    ] = None
+    tokens: Annotated[int, typer.Option(min=1, help="Of a sequence.", rich_help_panel=_GPT)] = 1024
+    vocabulary: Annotated[int, typer.Option(min=1, help="Tokens there are.", rich_help_panel=_GPT)] = VOCABULARY
     planner: Annotated[
         list[str] | None, typer.Option(help="Only this planner; may be given again for more.", show_default=False)
-    ] = None,
+    ] = None
     plot: Annotated[
         Path | None, typer.Option(help="Draw the best tiling into this file (.png, .pdf or .svg).", show_default=False)
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list with a record for each planner.")] = False,
-) -> None:
+    ] = None
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list with a record for each planner.")] = False
+
+    @property
+    def workload(self) -> Workload:
+        """The network that is laid out.
+
+        Raises:
+            InputError: an unknown model, or invalid sizes of its layers.
+        """
+        if self.model is None:
+            return net_workload(self.net, samples=self.samples)
+        if self.model != "gpt":
+            raise InputError(f"there is no model {self.model!r} here; choose gpt, or give --net the sizes of the layers")
+        return gpt_workload(
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            tokens=self.tokens,
+            vocabulary=self.vocabulary,
+            samples=self.samples,
+        )
+
+
+@takes(PlanJob)
+def plan(job: PlanJob) -> None:
     """Lay a network over machines that are not alike, and compare the planners.
 
     Nothing is started: the times are predicted, from the speeds and the links, for one iteration over the whole batch.
     """
-    if plot is not None:
-        check_path(plot, force=force)
-    machines = _machines(cluster, speeds)
-    if model is None:
-        workload = net_workload(net, samples=samples)
-    elif model == "gpt":
-        workload = gpt_workload(
-            layers=layers,
-            width=width,
-            heads=heads,
-            kv_heads=kv_heads,
-            tokens=tokens,
-            vocabulary=vocabulary,
-            samples=samples,
-        )
-    else:
-        raise InputError(f"there is no model {model!r} here; choose gpt, or give --net the sizes of the layers")
-    found = compared(planner, cluster=machines, workload=workload)
+    if job.plot is not None:
+        check_path(job.plot, force=job.force)
+    machines = _machines(job.cluster, job.speeds)
+    found = compared(job.planner, cluster=machines, workload=job.workload)
     plans, best = found.plans, found.best
-    if plot is not None:
-        _draw(best, machines, plot, force=force)
-    if as_json:
+    if job.plot is not None:
+        _draw(best, machines, job.plot, force=job.force)
+    if job.as_json:
         show_json([plan_record(each, weighted=found.weighted) for each in plans])
         return
     show(*found.tables, found.advice)
     if len(plans) == 1:
         show("", draw_text(best.tiling, speeds=machines.speeds, width=72))
-    if plot is not None:
-        show(f"{best.planner} is drawn in {plot}")
+    if job.plot is not None:
+        show(f"{best.planner} is drawn in {job.plot}")
 
 
 def plan_record(plan: Plan, *, weighted: Plan | None) -> dict[str, Any]:

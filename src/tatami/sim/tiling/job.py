@@ -1,18 +1,15 @@
-"""A tiled run on simulated machines, with the library's own controller at its checks."""
+"""The settings of a tiled run on simulated machines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
-from tatami.retiling import Alarm, Decision, Glance, Retiler
+from tatami.retiling import Retiler
 from tatami.sim.allreduce import Software
 from tatami.sim.platforms import AbstractPlatform
-from tatami.sim.stage import Stage, play
 from tatami.sim.tiling.changes import Change
-from tatami.sim.tiling.run import TilingPlay
 from tatami.sim.tiling.work import NO_STARTUP, Startup
 from tatami.tiling import AlphaBetaCost, Layout, Tiling
 from tatami.workload import Workload
@@ -106,73 +103,3 @@ class TilingJob:
     def _some_names(self) -> list[str]:
         names = [processor.name for processor in self.cluster.processors]
         return names if len(names) <= 8 else [*names[:8], "..."]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TilingRun:
-    """What came of it.
-
-    Attributes:
-        total_s: of all iterations, checks and moves.
-        iteration_s: from the end of the iteration before (or of its check) until the last rank's; of every iteration.
-        compute_s: the longest and the shortest local compute of every iteration.
-        decisions: of the checks.
-        move_s: of each decision, what moving took.
-        tilings: at the end.
-        bytes_moved: by all ranks together.
-        num_simulated: iterations that were not left out.
-        alarms, glances: of the `Watcher`; empty with another rule.
-    """
-
-    total_s: float
-    iteration_s: tuple[float, ...]
-    compute_s: tuple[tuple[float, float], ...]
-    decisions: tuple[Decision, ...]
-    move_s: tuple[float, ...]
-    tilings: tuple[Tiling, ...]
-    bytes_moved: float
-    num_simulated: int
-    alarms: tuple[Alarm, ...] = ()
-    glances: tuple[Glance, ...] = ()
-
-
-def rehearse(job: TilingJob) -> TilingRun:
-    """Simulate in this process, which must be one of `Runs`."""
-
-    def act(stage: Stage) -> Callable[[], TilingRun]:
-        run = TilingPlay(
-            stage,
-            cluster=job.cluster,
-            workload=job.workload,
-            layout=job.layout,
-            tiling=job.first_tiling,
-            tilings=job.first_tilings,
-            iterations=job.iterations,
-            flop_per_s=job.true_flop_per_s,
-            changes=job.changes,
-            retiler=job.retiler,
-            known_speeds=job.known_speeds,
-            state_copies=job.state_copies,
-            startup=job.startup,
-            software=job.software,
-            skip=job.skip,
-        )
-
-        def finish() -> TilingRun:
-            return TilingRun(
-                total_s=run.total_s,
-                iteration_s=tuple(run.iteration_s),
-                compute_s=tuple(run.compute_s),
-                decisions=tuple(run.decisions),
-                move_s=tuple(run.move_s),
-                tilings=run.floor.tilings,
-                bytes_moved=run.bytes_moved,
-                num_simulated=run.num_simulated,
-                alarms=tuple(run.watcher.alarms) if run.watcher else (),
-                glances=tuple(run.watcher.glances) if run.watcher else (),
-            )
-
-        run.start()
-        return finish
-
-    return play(job.platform, act)

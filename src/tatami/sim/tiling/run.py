@@ -8,18 +8,16 @@ an iteration has gone like the one before, to the rank, the next ones do too, un
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from tatami.cluster import Cluster
-from tatami.retiling import Controller, Decision, Retiler, Timing, Watcher, moves
-from tatami.sim.allreduce import Software
-from tatami.sim.stage import Stage, Then
-from tatami.sim.tiling.changes import Change, Speeds
+from tatami.retiling import Alarm, Controller, Decision, Glance, Timing, Watcher, moves
+from tatami.sim.stage import Stage, Then, play
+from tatami.sim.tiling.changes import Speeds
 from tatami.sim.tiling.floor import Floor
 from tatami.sim.tiling.iteration import Iteration, Times
-from tatami.sim.tiling.work import Startup
-from tatami.tiling import Layout, Tiling
-from tatami.workload import Workload
+from tatami.sim.tiling.job import TilingJob
+from tatami.tiling import Tiling
 
 _TOGETHER = 1e-9
 """Relative: two iterations that differ by less are alike."""
@@ -29,42 +27,49 @@ _LEAST_S = 3e-9
 """SimGrid tells no times apart that are nearer than 1e-9 s."""
 
 
-class TilingPlay:
-    """The state of one run. Arguments as of `TilingJob`."""
+@dataclass(frozen=True, kw_only=True)
+class TilingRun:
+    """The result of a simulated tiled run.
 
-    def __init__(
-        self,
-        stage: Stage,
-        *,
-        cluster: Cluster,
-        workload: Workload,
-        layout: Layout | None,
-        tiling: Tiling,
-        tilings: Sequence[Tiling],
-        iterations: int,
-        flop_per_s: dict[str, float],
-        changes: Sequence[Change],
-        retiler: Retiler | None,
-        known_speeds: bool,
-        state_copies: int,
-        startup: Startup,
-        software: Software,
-        skip: bool,
-    ) -> None:
+    Attributes:
+        total_s: of all iterations, checks and moves.
+        iteration_s: from the end of the iteration before (or of its check) until the last rank's; of every iteration.
+        compute_s: the longest and the shortest local compute of every iteration.
+        decisions: of the checks.
+        move_s: of each decision, what moving took.
+        tilings: at the end.
+        bytes_moved: by all ranks together.
+        num_simulated: iterations that were not left out.
+        alarms, glances: of the `Watcher`; empty with another rule.
+    """
+
+    total_s: float
+    iteration_s: tuple[float, ...]
+    compute_s: tuple[tuple[float, float], ...]
+    decisions: tuple[Decision, ...]
+    move_s: tuple[float, ...]
+    tilings: tuple[Tiling, ...]
+    bytes_moved: float
+    num_simulated: int
+    alarms: tuple[Alarm, ...] = ()
+    glances: tuple[Glance, ...] = ()
+
+
+class TilingPlay:
+    """The state of one run of `job` on `stage`."""
+
+    def __init__(self, stage: Stage, job: TilingJob) -> None:
         self._stage = stage
-        self._cluster = cluster
-        self._workload = workload
-        self._iterations = iterations
-        self._speeds = Speeds(flop_per_s, changes=changes)
-        self._state_copies = state_copies
-        self._startup = startup
-        self._software = software
-        self._skip = skip
+        self._job = job
+        self._cluster = job.cluster
+        self._workload = job.workload
+        self._speeds = Speeds(job.true_flop_per_s, changes=job.changes)
         self._controller: Controller | Watcher | None = None
-        if retiler is not None:
-            assert layout is not None
-            kind = Watcher if retiler.watches else Controller
-            self._controller = kind(retiler, cluster=cluster, workload=workload, layout=layout, known_speeds=known_speeds)
+        if job.retiler is not None:
+            assert job.layout is not None
+            self._controller = (Watcher if job.retiler.watches else Controller)(
+                job.retiler, cluster=job.cluster, workload=job.workload, layout=job.layout, known_speeds=job.known_speeds
+            )
         self._window: dict[int, list[Timing]] = defaultdict(list)
         self._last: dict[int, Times] | None = None
         self._iteration = 0
@@ -72,7 +77,7 @@ class TilingPlay:
         self._ahead_s = 0.0
         self._skipped_bytes = 0.0
         self._bytes_before = 0.0
-        self.floor = self._laid(tiling, tilings)
+        self.floor = self._laid(job.first_tiling, job.first_tilings)
         self.iteration_s: list[float] = []
         self.compute_s: list[tuple[float, float]] = []
         self.decisions: list[Decision] = []
@@ -85,18 +90,21 @@ class TilingPlay:
         return self._stage.now_s + self._ahead_s
 
     @property
-    def total_s(self) -> float:
-        """Until the last iteration ended, its check and the moving after it included."""
-        return self._since_s
-
-    @property
-    def watcher(self) -> Watcher | None:
-        """What watches the run; None with a rule of DRPM."""
-        return self._controller if isinstance(self._controller, Watcher) else None
-
-    @property
-    def bytes_moved(self) -> float:
-        return self._stage.bytes_moved + self._skipped_bytes
+    def result(self) -> TilingRun:
+        """What came of the run, once it has ended."""
+        watcher = self._controller if isinstance(self._controller, Watcher) else None
+        return TilingRun(
+            total_s=self._since_s,
+            iteration_s=tuple(self.iteration_s),
+            compute_s=tuple(self.compute_s),
+            decisions=tuple(self.decisions),
+            move_s=tuple(self.move_s),
+            tilings=self.floor.tilings,
+            bytes_moved=self._stage.bytes_moved + self._skipped_bytes,
+            num_simulated=self.num_simulated,
+            alarms=tuple(watcher.alarms) if watcher else (),
+            glances=tuple(watcher.glances) if watcher else (),
+        )
 
     def start(self) -> None:
         """Begin with all ranks at once."""
@@ -108,12 +116,12 @@ class TilingPlay:
             tilings=tilings,
             workload=self._workload,
             cluster=self._cluster,
-            startup=self._startup,
+            startup=self._job.startup,
         )
 
     def _next(self, leads_s: dict[int, float]) -> None:
         """Begin the next iteration, each rank so long after the first."""
-        if self._iteration == self._iterations:
+        if self._iteration == self._job.iterations:
             return
         self._iteration += 1
         self.num_simulated += 1
@@ -126,7 +134,7 @@ class TilingPlay:
             speeds=self._speeds,
             begin_s={rank: now_s + lead_s for rank, lead_s in leads_s.items()},
             ahead_s=self._ahead_s,
-            software=self._software,
+            software=self._job.software,
             done=self._ended,
         )
 
@@ -135,7 +143,7 @@ class TilingPlay:
         self._note(times, took_s=now_s - self._since_s)
         last, self._last = self._last, times
         self._since_s = now_s
-        if last is not None and self._skip and _alike(times, last):
+        if last is not None and self._job.skip and _alike(times, last):
             self._leave_out(times, took_s=self.iteration_s[-1])
         first_s = min(each.ended_s for each in times.values())
         leads_s = {rank: each.ended_s - first_s for rank, each in times.items()}
@@ -186,7 +194,7 @@ class TilingPlay:
 
     def _leave_out(self, times: dict[int, Times], *, took_s: float) -> None:
         """Go on to the last iteration before something happens, as if each had been like this one."""
-        stop: float = min(self._iterations, self._speeds.next_iteration - 1)
+        stop: float = min(self._job.iterations, self._speeds.next_iteration - 1)
         if self._controller is not None:
             every = 1 if self._controller.retiler.watches else self._controller.retiler.every
             stop = min(stop, -(-self._iteration // every) * every)
@@ -225,7 +233,7 @@ class TilingPlay:
         sizes: dict[tuple[int, int], int] = defaultdict(int)
         rank_of = self._cluster.rank_of
         for block, old, new in zip(self._workload.blocks, before, self.floor.tilings, strict=True):
-            unit_bytes = block.unit_parameters * self._workload.element_bytes * (1 + self._state_copies)
+            unit_bytes = block.unit_parameters * self._workload.element_bytes * (1 + self._job.state_copies)
             for move in moves(old, new):
                 sizes[rank_of[move.source], rank_of[move.dest]] += move.units.size * unit_bytes
         going = len(sizes)
@@ -254,3 +262,14 @@ def _alike(times: dict[int, Times], last: dict[int, Times]) -> bool:
             if abs(one - two) > _LEAST_S + _TOGETHER * max(one, two):
                 return False
     return True
+
+
+def rehearse(job: TilingJob) -> TilingRun:
+    """Simulate in this process, which must be one of `Runs`."""
+
+    def act(stage: Stage) -> Callable[[], TilingRun]:
+        run = TilingPlay(stage, job)
+        run.start()
+        return lambda: run.result
+
+    return play(job.platform, act)
