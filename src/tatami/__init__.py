@@ -1,9 +1,9 @@
 """Tatami: train one PyTorch network on machines that are not alike."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from tatami import errors
+from tatami.lazy import lazy_names
 
 if TYPE_CHECKING:
     from tatami.checkpoints.multi_node_checkpoint import MultiNodeCheckpoint
@@ -53,39 +53,29 @@ __all__ = [
 ]
 
 # A name is imported when it is first asked for: torch alone takes seconds, and `tatami plan` must answer in milliseconds.
-_HOMES = {
-    "Cluster": "tatami.cluster",
-    "DataParallel": "tatami.parallel.data_parallel",
-    "Link": "tatami.cluster",
-    "MultiNodeBatchNorm": "tatami.parallel.batch_norm",
-    "MultiNodeChainList": "tatami.parallel.chain_list",
-    "MultiNodeCheckpoint": "tatami.checkpoints.multi_node_checkpoint",
-    "MultiNodeOptimizer": "tatami.parallel.multi_node_optimizer",
-    "ParallelConv": "tatami.parallel.parallel_conv",
-    "Plan": "tatami.tiling",
-    "PlanComparison": "tatami.planning",
-    "Processor": "tatami.cluster",
-    "Retiler": "tatami.retiling.retiler",
-    "TiledModel": "tatami.tiled.model",
-    "Tiling": "tatami.tiling",
-    "Trainer": "tatami.tiled.trainer",
-    "Workload": "tatami.workload",
-    "init": "tatami.comm.detect",
-    "plan": "tatami.planning",
-    "scatter_dataset": "tatami.parallel.scattering",
-    "steps": "tatami.elastic.steps",
-    "tile": "tatami.tiled.tile",
-}
-
-
 if not TYPE_CHECKING:  # a type checker would take every misspelt name for one of these
-
-    def __getattr__(name: str) -> object:
-        if name not in _HOMES:
-            raise AttributeError(f"module 'tatami' has no attribute {name!r}; it has {', '.join(__all__)}")
-        value = getattr(import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "tatami.checkpoints.multi_node_checkpoint": ("MultiNodeCheckpoint",),
+            "tatami.cluster": ("Cluster", "Link", "Processor"),
+            "tatami.comm.detect": ("init",),
+            "tatami.elastic.steps": ("steps",),
+            "tatami.parallel.batch_norm": ("MultiNodeBatchNorm",),
+            "tatami.parallel.chain_list": ("MultiNodeChainList",),
+            "tatami.parallel.data_parallel": ("DataParallel",),
+            "tatami.parallel.multi_node_optimizer": ("MultiNodeOptimizer",),
+            "tatami.parallel.parallel_conv": ("ParallelConv",),
+            "tatami.parallel.scattering": ("scatter_dataset",),
+            "tatami.planning": ("PlanComparison", "plan"),
+            "tatami.retiling.retiler": ("Retiler",),
+            "tatami.tiled.model": ("TiledModel",),
+            "tatami.tiled.tile": ("tile",),
+            "tatami.tiled.trainer": ("Trainer",),
+            "tatami.tiling": ("Plan", "Tiling"),
+            "tatami.workload": ("Workload",),
+        },
+    )
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,8 @@
 """The parameter server that keeps training when machines die."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from tatami.lazy import lazy_names
 from tatami.server.consistency import ASP, BSP, SSP, Backup
 from tatami.server.recovery import Checkpoint, FromServers, Ignore
 
@@ -40,30 +40,21 @@ __all__ = [
 ]
 
 # The decisions are pure; what brings torch and Ray is imported when it is first asked for.
-_HOMES = {
-    "SGD": "tatami.server.optimizers",
-    "Adam": "tatami.server.optimizers",
-    "Failure": "tatami.server.report",
-    "Pool": "tatami.engine.pool",
-    "RunContext": "tatami.server.run_context",
-    "RunReport": "tatami.server.report",
-    "RunSettings": "tatami.server.run_settings",
-    "RunControl": "tatami.server.run_control",
-    "TaskPhase": "tatami.server.phases",
-    "engine": "tatami.engine.ray_engine",
-    "resume": "tatami.server.training",
-    "train": "tatami.server.training",
-}
-
-
 if not TYPE_CHECKING:  # a type checker would take every misspelt name for one of these
-
-    def __getattr__(name: str) -> object:
-        if name not in _HOMES:
-            raise AttributeError(f"module 'tatami.server' has no attribute {name!r}; it has {', '.join(__all__)}")
-        value = getattr(import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "tatami.engine.pool": ("Pool",),
+            "tatami.engine.ray_engine": ("engine",),
+            "tatami.server.optimizers": ("SGD", "Adam"),
+            "tatami.server.phases": ("TaskPhase",),
+            "tatami.server.report": ("Failure", "RunReport"),
+            "tatami.server.run_context": ("RunContext",),
+            "tatami.server.run_control": ("RunControl",),
+            "tatami.server.run_settings": ("RunSettings",),
+            "tatami.server.training": ("resume", "train"),
+        },
+    )
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,27 @@
+"""Packages whose names are imported when they are first asked for: torch alone takes seconds to import."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+
+
+def lazy_names(package: str, modules: Mapping[str, tuple[str, ...]]) -> Callable[[str], object]:
+    """The `__getattr__` of a package.
+
+    Args:
+        package: its name; it has an `__all__`.
+        modules: the public names of each module that is not imported at once.
+    """
+    homes = {name: module for module, names in modules.items() for name in names}
+
+    def look_up(name: str) -> object:
+        here = sys.modules[package]
+        if name not in homes:
+            raise AttributeError(f"module '{package}' has no attribute {name!r}; it has {', '.join(here.__all__)}")
+        value = getattr(import_module(homes[name]), name)
+        setattr(here, name, value)
+        return value
+
+    return look_up
