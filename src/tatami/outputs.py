@@ -164,7 +164,7 @@ def _check_room(path: Path) -> None:
         try:
             os.lstat(above / each.name)
         except FileNotFoundError:
-            pass
+            pass  # What is wanted: the name is free, and short enough for the file system.
         except OSError as error:
             raise _cannot_be_written(path, error) from None
     if not above.is_dir():
@@ -176,7 +176,7 @@ def _check_writable(folder: Path, *, of: Path) -> None:
     """Whether files can be made in `folder`: one without a name is."""
     try:
         with tempfile.TemporaryFile(dir=folder):
-            pass
+            pass  # That it could be made is the answer.
     except OSError as error:
         raise _cannot_be_written(of, error) from None
 

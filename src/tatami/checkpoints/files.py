@@ -149,7 +149,7 @@ def _look(folder: Path, *, step: int) -> Seen:
     try:
         manifest = read_manifest(folder)
     except FileNotFoundError:
-        pass
+        pass  # A checkpoint without a manifest was never finished, which is no problem to report.
     except CheckpointError as error:
         problem = str(error)
     files = {}

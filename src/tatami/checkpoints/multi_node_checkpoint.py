@@ -334,7 +334,7 @@ class MultiNodeCheckpoint:
         except Exception as error:
             failed = error
         for _ in each:
-            pass
+            pass  # Only the fetching counts: a rank that stopped here would leave the others waiting for its part.
 
         def settled() -> State:
             if failed is not None:

@@ -77,7 +77,7 @@ def _common(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    pass  # `--version` does its work in its own callback; this function only declares the option.
 
 
 def main() -> None:

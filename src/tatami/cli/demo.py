@@ -84,7 +84,7 @@ def _demo_rank(runs: dict[str, Prepared], comm: AbstractCommunicator, *, out: Pa
 
     log_on_rank_0(comm)
     first = next(iter(runs.values()))
-    say = tell if comm.rank == 0 and not as_json else _say_nothing
+    say = tell if comm.rank == 0 and not as_json else lambda _message: None
     if comm.rank == 0:
         say(f"digits {first.net} on {comm.size} ranks, {first.batch_size} samples an iteration")
         tell_emulation(first)
@@ -116,10 +116,6 @@ _TOLD = {
     "srpm": "2. SRPM, which knows the speeds: tiles as large as the ranks are fast.",
     "drpm": "3. DRPM, which knows no speeds: it begins evenly, measures, and re-tiles while it trains.",
 }
-
-
-def _say_nothing(message: str) -> None:
-    pass
 
 
 def _efficiency_record(found: Efficiency | None) -> dict[str, Any]:

@@ -88,5 +88,5 @@ def _core_share(*, clock: Clock, cpu_s: Callable[[], float]) -> float:
     """CPU seconds that a rank gets in a second in which it wants all."""
     start_s, start_cpu_s = clock.now_s(), cpu_s()
     while (spent_s := clock.now_s() - start_s) < _SPIN_S:
-        pass
+        pass  # The loop itself is the measurement: it wants a whole core, and CPU time says how much it got.
     return min(1.0, max(0.01, (cpu_s() - start_cpu_s) / spent_s))

@@ -86,7 +86,8 @@ class Coordinator:
         self._actions.clear()
         self._now_s = event.at_s
         if self._take(event):
-            # Each step leaves a phase or opens a round; it ends where the next event must come from outside.
+            # One event may allow several steps. Each step leaves a phase or opens a round, so the loop ends: at the latest
+            # where the run waits for an event from outside.
             while self._step():
                 pass
         return tuple(self._actions)

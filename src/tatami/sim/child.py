@@ -191,9 +191,14 @@ def _stay() -> None:
 
 
 def _portable(error: Exception) -> Exception:
+    """The error itself if it survives being sent to another process; otherwise a `SimulationError` with its class and text.
+
+    An exception is pickled as its class and its arguments, and is built from them again. A constructor that takes other
+    arguments than it passes on may then raise anything, so every exception is caught here. Nothing is lost: the text travels.
+    """
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # every error that a constructor may raise
+    except Exception:
         return SimulationError(f"{type(error).__name__}: {error}")
     return error
 

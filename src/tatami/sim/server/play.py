@@ -157,7 +157,7 @@ class ServerPlay:
                 self._drop_all()
                 self._end(action.cause.value)
             case act.DeclareDead() | act.DeclareServerDead() | act.Retire() | act.Warn():
-                pass
+                pass  # These end processes or tell the user; a simulated process that has no task costs nothing.
 
     def _later(self, delay_s: float, event: Callable[[], ev.Event]) -> None:
         if delay_s > 0:
