@@ -137,6 +137,11 @@ class Roster:
 
     # -- questions ------------------------------------------------------------------------------------------------
 
+    @property
+    def clocks(self) -> tuple[tuple[int, int], ...]:
+        """Rounds done, by worker."""
+        return tuple((place.worker, place.clock) for place in self.in_order())
+
     def in_order(self) -> list[Place]:
         return [place for _, place in sorted(self.places.items())]
 

@@ -27,8 +27,8 @@ from tatami.server.report import Failure, RunReport
 from tatami.server.run_context import RunContext
 from tatami.server.run_control import RunControl
 from tatami.server.server_process import ServerProcess
+from tatami.server.standing import RunPhase
 from tatami.server.state import Coordinator
-from tatami.server.steps import RunPhase
 from tatami.server.storage import Published, Storage
 from tatami.server.terms import Terms
 from tatami.server.witness import Witness

@@ -7,9 +7,6 @@ is applied; and the run ends, provided that what each action asks for happens or
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-
 from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.actions import Action, Cause, Contribution
@@ -20,7 +17,8 @@ from tatami.server.protocol import Protocol
 from tatami.server.recovery import Remedy
 from tatami.server.roster import Roster
 from tatami.server.saving import Saved, Saving
-from tatami.server.steps import RunPhase
+from tatami.server.standing import RunPhase, Standing
+from tatami.server.upkeep import Upkeep
 
 
 class Coordinator:
@@ -29,35 +27,35 @@ class Coordinator:
     Args:
         protocol: the terms of the run.
         resumed: the checkpoint that the servers were loaded from; None for a new run.
-
-    Attributes:
-        phase: what the servers are at.
-        version: commits that are applied on all shards. In lockstep that is the number of rounds done.
-        attempt: roll-backs so far; a push of an earlier attempt is void.
     """
 
     def __init__(self, protocol: Protocol, *, resumed: Saved | None = None) -> None:
         self.protocol = protocol
-        self.phase = RunPhase.STARTING
-        self.version = 0 if resumed is None else resumed.version
-        self.attempt = 0
+        self._run = Standing(version=0 if resumed is None else resumed.version)
         self._saving = Saving(protocol, saved=resumed)
-        self._actions: list[Action] = []
         clocks = {} if resumed is None else dict(resumed.clocks)
-        self._roster = Roster(protocol, clocks=clocks, slowest=self._saving.clock, do=self._do)
+        self._roster = Roster(protocol, clocks=clocks, slowest=self._saving.clock, do=self._run.do)
         self._fleet = Fleet(protocol)
         self._commit = Commit(protocol)
-        self._ticket = 0
-        self._copying: tuple[int, ...] = ()
-        self._copies_due: set[tuple[int, int]] = set()
-        self._reading: tuple[int, ...] = ()
-        self._writing: act.WriteCheckpoint | None = None
-        self._stopping: act.Stop | None = None
-        self._roll_back = False
+        rolls_back = protocol.recovery.remedy is Remedy.ROLL_BACK
+        self._upkeep = Upkeep(self._run, roster=self._roster, fleet=self._fleet, saving=self._saving, rolls_back=rolls_back)
         self._rejected_in_a_row = 0
-        self._now_s = 0.0
         self._opened_s: dict[int, float] = {}
-        self._write_began_s = 0.0
+
+    @property
+    def phase(self) -> RunPhase:
+        """What the servers are at."""
+        return self._run.phase
+
+    @property
+    def version(self) -> int:
+        """Commits that are applied on all shards. In lockstep that is the number of rounds done."""
+        return self._run.version
+
+    @property
+    def attempt(self) -> int:
+        """Roll-backs so far; a push of an earlier attempt is void."""
+        return self._run.attempt
 
     @property
     def places(self) -> dict[int, Place]:
@@ -77,20 +75,20 @@ class Coordinator:
     @property
     def clocks(self) -> tuple[tuple[int, int], ...]:
         """Rounds done, by worker."""
-        return tuple((worker, place.clock) for worker, place in sorted(self.places.items()))
+        return self._roster.clocks
 
     def handle(self, event: ev.Event) -> tuple[Action, ...]:
         """What is to be done about `event`, in this order; nothing once the run is over."""
         if self.phase is RunPhase.DONE:
             return ()
-        self._actions.clear()
-        self._now_s = event.at_s
+        self._run.actions.clear()
+        self._run.now_s = event.at_s
         if self._take(event):
             # One event may allow several steps. Each step leaves a phase or opens a round, so the loop ends: at the latest
             # where the run waits for an event from outside.
             while self._step():
                 pass
-        return tuple(self._actions)
+        return tuple(self._run.actions)
 
     # -- events ---------------------------------------------------------------------------------------------------
 
@@ -100,7 +98,7 @@ class Coordinator:
             case ev.ShardReceived():
                 return self._receive(event)
             case ev.Started():
-                self.phase = RunPhase.COLLECT
+                self._run.phase = RunPhase.COLLECT
                 for _ in range(self.protocol.spares):
                     self._roster.start_spare()
             case ev.UpdateRejected():
@@ -111,16 +109,16 @@ class Coordinator:
             case ev.ShardSummed() | ev.ShardApplied() | ev.ShardCopied():
                 return self._acknowledge(event)
             case ev.CheckpointWritten() | ev.CheckpointFailed():
-                self._written(event)
+                self._upkeep.written(event)
             case ev.CheckpointRead():
-                self._was_read(event)
+                self._upkeep.was_read(event)
             case ev.ResultFetched():
-                if self.phase is RunPhase.FETCH and event.ticket == self._ticket:
-                    self._do(act.Finish(version=self.version))
+                if self._run.awaits(RunPhase.FETCH, event.ticket):
+                    self._run.do(act.Finish(version=self.version))
             case ev.ProcessDied():
                 self._lose(event.process)
             case ev.ProcessLate():
-                self._do(act.DeclareDead(process=event.process))
+                self._run.do(act.DeclareDead(process=event.process))
                 self._lose(event.process)
             case ev.SpareReady():
                 self._roster.is_ready(event.process)
@@ -131,7 +129,7 @@ class Coordinator:
             case ev.ServerDied():
                 self._lose_server(event.server)
             case ev.ServerLate():
-                self._do(act.DeclareServerDead(server=event.server))
+                self._run.do(act.DeclareServerDead(server=event.server))
                 self._lose_server(event.server)
             case ev.ServerReady():
                 self._fleet.is_ready(event.server)
@@ -177,141 +175,30 @@ class Coordinator:
         held_a_place = self._roster.lose(process)
         void = self.phase in (RunPhase.READ, RunPhase.RESTART)
         if held_a_place and self.protocol.recovery.remedy is Remedy.ROLL_BACK and not void:
-            self._roll_back = True
+            self._run.roll_back = True
 
     def _acknowledge(self, event: ev.ShardSummed | ev.ShardApplied | ev.ShardCopied) -> bool:
         expected = {ev.ShardSummed: RunPhase.SUM, ev.ShardApplied: RunPhase.APPLY, ev.ShardCopied: RunPhase.COPY}[type(event)]
-        if self.phase is not expected or event.ticket != self._ticket:
+        if not self._run.awaits(expected, event.ticket):
             return False
         if isinstance(event, ev.ShardCopied):
-            self._copies_due.discard((event.shard, event.server))
-            return not self._copies_due
+            self._upkeep.one_copied(event)
+            return self._upkeep.is_copied
         norm = event.squared_norm if isinstance(event, ev.ShardSummed) else None
         self._commit.done(event.shard, event.server, squared_norm=norm)
         return not self._commit.is_awaited
 
-    # -- servers --------------------------------------------------------------------------------------------------
-
     def _lose_server(self, server: int) -> None:
-        if not self._fleet.lose(server):
-            return
-        if self._fleet.lost_shards() or self.phase is RunPhase.RESTART:
-            self._restart_servers(server)
-            return
-        self._replace_server(server)
-        self._commit.lose(server)
-        for place in self.places.values():
-            self._see_whether_pushed(place)
-        match self.phase:
-            case RunPhase.WRITE:
-                self._write()
-            case RunPhase.READ:
-                self._read()
-            case RunPhase.FETCH:
-                self._fetch()
-            case RunPhase.COPY:
-                self._copy()
-
-    def _replace_server(self, server: int) -> None:
-        """Have the copies that a server held made again on a new one."""
-        what = f"server {server} is gone; its shards live on elsewhere"
-        if self._stopping is not None or self._roster.all_done():
-            return
-        if self._roster.restarts_left:
-            self._roster.restarts_left -= 1
-            self._start_server(server)
-            self._roster.warn(f"{what}, and are copied to a new one")
-        else:
-            self._roster.warn(f"{what}, without another copy from now on: all restarts are used up")
-
-    def _start_server(self, server: int) -> None:
-        self._fleet.starting.add(server)
-        self._do(act.StartServer(server=server))
-
-    def _restart_servers(self, server: int) -> None:
-        gone = self._fleet.gone()
-        saved = self._saving.saved
-        can = self.protocol.recovery.remedy is Remedy.ROLL_BACK and saved is not None and self._stopping is None
-        if not can or self._roster.restarts_left < len(gone):
-            where = "nothing was saved" if saved is None else f"the last checkpoint is of version {saved.version}"
-            reason = f"server {server} is gone, and with it the only copy of its shards; {where}. replicas=2 survives this"
-            self._do(act.Stop(cause=Cause.SHARDS_LOST, reason=reason, saved=saved is not None))
-            return
-        self.phase = RunPhase.RESTART
-        for each in gone:
-            self._roster.restarts_left -= 1
-            self._start_server(each)
-
-    def _copy(self) -> None:
-        """Copy shards to new servers. No worker computes meanwhile, so no update can reach one copy and miss the other."""
-        self.phase = RunPhase.COPY
-        self._ticket += 1
-        copies = self._fleet.copies_due()
-        self._copies_due = {(shard, server) for shard, _, server in copies}
-        self._copying = tuple(self._fleet.blank)
-        for shard, source, server in copies:
-            names = {"ticket": self._ticket, "shard": shard, "source": source, "server": server}
-            self._do(act.CopyShard(attempt=self.attempt, clocks=self.clocks, **names))
-
-    def _copied(self) -> None:
-        for server in self._copying:
-            self._fleet.filled(server)
-        self.phase = RunPhase.COLLECT
-
-    # -- checkpoints ----------------------------------------------------------------------------------------------
-
-    def _write(self) -> None:
-        self.phase = RunPhase.WRITE
-        self._ticket += 1
-        self._write_began_s = self._now_s
-        self._writing = act.WriteCheckpoint(ticket=self._ticket, version=self.version, clocks=self.clocks)
-        self._do(self._writing)
-
-    def _written(self, event: ev.CheckpointWritten | ev.CheckpointFailed) -> None:
-        if self.phase is not RunPhase.WRITE or event.ticket != self._ticket or self._writing is None:
-            return
-        self.phase = RunPhase.COLLECT
-        self._saving.clock = self._slowest()  # where it failed, too: not at once again, but after the next interval
-        if isinstance(event, ev.CheckpointWritten):
-            saved = Saved(version=self._writing.version, clocks=self._writing.clocks)
-            self._saving.written(saved, took_s=self._now_s - self._write_began_s)
-        elif self._stopping is None and self._saving.is_vital:
-            self._do(act.Stop(cause=Cause.CHECKPOINT, reason=f"the first checkpoint failed: {event.reason}", saved=False))
-        else:
-            self._roster.warn(f"no checkpoint was written at version {self.version}: {event.reason}")
-        if self._stopping is not None:
-            self._do(replace(self._stopping, saved=isinstance(event, ev.CheckpointWritten)))
-
-    def _read(self) -> None:
-        assert self._saving.saved is not None  # written before the first round is opened
-        self.phase = RunPhase.READ
-        self._roll_back = False
-        self._ticket += 1
-        self.attempt += 1
-        self._reading = self._fleet.up()
-        version = self._saving.saved.version
-        self._do(act.ReadCheckpoint(ticket=self._ticket, version=version, attempt=self.attempt, servers=self._reading))
-
-    def _was_read(self, event: ev.CheckpointRead) -> None:
-        if self.phase is not RunPhase.READ or event.ticket != self._ticket:
-            return
-        for server in self._reading:
-            self._fleet.filled(server)
-        saved = Saved(version=event.version, clocks=event.clocks)
-        self.version, self._saving.saved = saved.version, saved
-        self._saving.clock = saved.slowest
-        self._roster.return_to(dict(saved.clocks), slowest=saved.slowest)
-        self.phase = RunPhase.COLLECT
-
-    def _fetch(self) -> None:
-        self.phase = RunPhase.FETCH
-        self._ticket += 1
-        self._do(act.FetchResult(ticket=self._ticket))
+        if self._upkeep.lose_server(server):
+            self._commit.lose(server)
+            for place in self.places.values():
+                self._see_whether_pushed(place)
+            self._upkeep.order_again()
 
     def _rescue(self, cause: Cause, reason: str) -> None:
         """Stop as soon as the state of the last commit is on disk."""
-        if self._stopping is None:
-            self._stopping = act.Stop(cause=cause, reason=reason, saved=False)
+        if self._run.stopping is None:
+            self._run.stopping = act.Stop(cause=cause, reason=reason, saved=False)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -332,10 +219,10 @@ class Coordinator:
                 self._apply()
             case RunPhase.APPLY if not self._commit.is_awaited:
                 self._committed()
-            case RunPhase.COPY if not self._copies_due:
-                self._copied()
+            case RunPhase.COPY if self._upkeep.is_copied:
+                self._upkeep.all_copied()
             case RunPhase.RESTART if not self._fleet.starting:
-                self._read()
+                self._upkeep.read()
             case _:
                 return False
         return True
@@ -346,8 +233,8 @@ class Coordinator:
         # opens; and lost copies wait until all workers are idle: an update that is pushed while a shard is being copied would
         # be in one copy and not in the other.
         all_done = self._roster.all_done()
-        if self._roll_back and self._stopping is None and not all_done:
-            self._read()
+        if self._run.roll_back and self._run.stopping is None and not all_done:
+            self._upkeep.read()
             return False
         for place in () if self.protocol.consistency.lockstep else self.places.values():
             if place.status is Status.OUT:
@@ -359,15 +246,15 @@ class Coordinator:
             self._rescue(Cause.TOO_FEW_WORKERS, few)
         all_done = self._roster.all_done()
         due = self._saving.due(slowest=self._slowest(), workers=len(self.places), last=all_done)
-        if self._stopping is not None or due:
-            self._write()
+        if self._run.stopping is not None or due:
+            self._upkeep.write()
             return False
         if all_done:
-            self._fetch()
+            self._upkeep.fetch()
             return False
         if self._fleet.blank and self._roster.all_idle():
-            self._copy()
-            return not self._copies_due
+            self._upkeep.copy()
+            return self._upkeep.is_copied
         self._open()
         return self._close()
 
@@ -390,7 +277,7 @@ class Coordinator:
             if place.status is Status.IDLE:
                 place.status = Status.BUSY
                 place.members = members
-                self._opened_s[place.worker] = self._now_s
+                self._opened_s[place.worker] = self._run.now_s
                 if place.process is not None:
                     self._send(place)
 
@@ -421,18 +308,15 @@ class Coordinator:
             if place.pushed_by is not None
         )
         if self.protocol.clips:
-            self.phase = RunPhase.SUM
-            self._ticket += 1
-            self._do_all(self._commit.sums(self._fleet, ticket=self._ticket))
+            self._run.do_all(self._commit.sums(self._fleet, ticket=self._run.begin(RunPhase.SUM)))
         else:
             self._apply()
         return True
 
     def _apply(self) -> None:
-        self.phase = RunPhase.APPLY
-        self._ticket += 1
+        ticket = self._run.begin(RunPhase.APPLY)
         clocks, version = self._clocks_afterwards(), self.version + 1
-        self._do_all(self._commit.applies(self._fleet, ticket=self._ticket, version=version, clocks=clocks))
+        self._run.do_all(self._commit.applies(self._fleet, ticket=ticket, version=version, clocks=clocks))
 
     def _clocks_afterwards(self) -> dict[int, int]:
         contributions = self._commit.contributions
@@ -441,36 +325,27 @@ class Coordinator:
         return dict(self.clocks) | {each.worker: each.round + 1 for each in contributions}
 
     def _committed(self) -> None:
-        self.version += 1
+        self._run.version += 1
         self._rejected_in_a_row = 0
         contributions = self._commit.contributions
-        self._saving.round_took(self._now_s - self._opened_s[contributions[0].worker])
+        self._saving.round_took(self._run.now_s - self._opened_s[contributions[0].worker])
         concerned = self.places if self.protocol.consistency.lockstep else {each.worker for each in contributions}
         for worker, clock in self._clocks_afterwards().items():
             if worker in concerned:
                 self.places[worker].reset(clock)
         self._commit.contributions = ()
-        self.phase = RunPhase.COLLECT
+        self._run.phase = RunPhase.COLLECT
 
     # -- actions --------------------------------------------------------------------------------------------------
 
     def _slowest(self) -> int:
         return self._roster.slowest(default=self._saving.clock)
 
-    def _do(self, action: Action) -> None:
-        if isinstance(action, act.Finish | act.Stop):
-            self.phase = RunPhase.DONE
-        self._actions.append(action)
-
-    def _do_all(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            self._do(action)
-
     def _send(self, place: Place) -> None:
-        if self._roll_back or self.phase in (RunPhase.READ, RunPhase.RESTART):
+        if self._run.roll_back or self.phase in (RunPhase.READ, RunPhase.RESTART):
             return  # tasks begun before are void; the round opens again after reading
         assert place.process is not None
-        self._do(
+        self._run.do(
             act.SendTask(
                 worker=place.worker,
                 process=place.process,
