@@ -2,6 +2,9 @@
 
 Where several runs have one platform, a fork of it, the keeper, builds that once; runs are forks of the keeper then. Building
 100,000 hosts takes SimGrid half a minute.
+
+Messages are pickles, over pipes that only this program and the processes that it started can write to. Nothing is ever
+unpickled that came from a file or a network.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from typing import IO, Any, BinaryIO, NoReturn
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import IO, Any, NoReturn
 
 from tatami.errors import MissingExtraError, SimulationError
 from tatami.sim.engine import simgrid
-from tatami.sim.frames import read_frame, write_frame
 from tatami.sim.platforms.base import AbstractPlatform
 from tatami.sim.stage import build
 
@@ -34,18 +38,18 @@ def main(parent: int) -> None:
     Each is answered by ("value", what the function said), ("raised", an error), or ("died", (exit code, last words)).
     """
     _end_with(parent)
-    jobs = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb")
+    jobs = Connection(os.dup(0), writable=False)
+    answers = Connection(os.dup(1), readable=False)
     os.dup2(2, 1)  # what is printed must not be taken for an answer
     _load_quietly()
     keeper: _Keeper | None = None
     while True:
         try:
-            function, argument, platform = read_frame(jobs)
+            function, argument, platform = jobs.recv()
         except EOFError:
             return
         if platform is None:
-            write_frame(answers, _forked(function, argument))
+            answers.send(_forked(function, argument))
             continue
         if keeper is not None and keeper.platform != platform:
             keeper.end()
@@ -54,9 +58,9 @@ def main(parent: int) -> None:
             keeper = _Keeper(platform)
         try:
             answer = keeper.ask(function, argument)
-        except (BrokenPipeError, EOFError):  # the platform cannot be built
+        except (EOFError, OSError):  # the platform cannot be built
             answer, keeper = ("died", keeper.last_words()), None
-        write_frame(answers, answer)
+        answers.send(answer)
 
 
 def _load_quietly() -> None:
@@ -77,28 +81,27 @@ class _Keeper:
 
     def __init__(self, platform: AbstractPlatform) -> None:
         self.platform = platform
-        read_job, write_job = os.pipe()
-        read_answer, write_answer = os.pipe()
+        jobs, self._jobs = Pipe(duplex=False)
+        self._answers, answers = Pipe(duplex=False)
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the process lives
 
         def keep() -> NoReturn:
-            os.close(write_job)
-            os.close(read_answer)
-            _keep(platform, os.fdopen(read_job, "rb"), os.fdopen(write_answer, "wb"))
+            self._jobs.close()
+            self._answers.close()
+            _keep(platform, jobs, answers)
 
         self._pid = _fork(keep, words=self._words)
-        os.close(read_job)
-        os.close(write_answer)
-        self._jobs, self._answers = os.fdopen(write_job, "wb"), os.fdopen(read_answer, "rb")
+        jobs.close()
+        answers.close()
 
     def ask(self, function: Any, argument: Any) -> tuple[str, Any]:
         """The answer to a job.
 
         Raises:
-            BrokenPipeError, EOFError: the keeper has died.
+            EOFError, OSError: the keeper has died.
         """
-        write_frame(self._jobs, (function, argument))
-        kind, value = read_frame(self._answers)
+        self._jobs.send((function, argument))
+        kind, value = self._answers.recv()
         return kind, value
 
     def end(self) -> None:
@@ -108,14 +111,13 @@ class _Keeper:
 
     def last_words(self) -> tuple[int, str]:
         """Exit code and words, once it has died or is about to."""
-        with suppress(BrokenPipeError):  # a job that it did not live to read
-            self._jobs.close()
+        self._jobs.close()
         self._answers.close()
         with self._words:
             return _end_of(self._pid, self._words)
 
 
-def _keep(platform: AbstractPlatform, jobs: BinaryIO, answers: BinaryIO) -> NoReturn:
+def _keep(platform: AbstractPlatform, jobs: Connection, answers: Connection) -> NoReturn:
     error: Exception | None = None
     try:
         build(platform)
@@ -123,10 +125,10 @@ def _keep(platform: AbstractPlatform, jobs: BinaryIO, answers: BinaryIO) -> NoRe
         error = _portable(raised)
     while True:
         try:
-            function, argument = read_frame(jobs)
+            function, argument = jobs.recv()
         except EOFError:
             os._exit(0)
-        write_frame(answers, _forked(function, argument) if error is None else ("raised", error))
+        answers.send(_forked(function, argument) if error is None else ("raised", error))
 
 
 def _fork(body: Callable[[], NoReturn], *, words: IO[bytes]) -> int:
@@ -150,33 +152,33 @@ def _end_of(pid: int, words: IO[bytes]) -> tuple[int, str]:
 
 def _forked(function: Any, argument: Any) -> tuple[str, Any]:
     """Run in a fork: what it answers, or how it died and what it wrote."""
-    told, tells = os.pipe()
+    told, tells = Pipe(duplex=False)
 
     def run() -> NoReturn:
-        os.close(told)
-        _run(function, argument, os.fdopen(tells, "wb"))
+        told.close()
+        _run(function, argument, tells)
 
     with tempfile.TemporaryFile() as words:
         child = _fork(run, words=words)
-        os.close(tells)
-        with os.fdopen(told, "rb") as answer:
+        tells.close()
+        with told:
             try:
-                kind, value = read_frame(answer)
-            except EOFError:
+                kind, value = told.recv()
+            except (EOFError, OSError):  # it died before it answered, or while it did
                 return "died", _end_of(child, words)
         os.waitpid(child, 0)
         return kind, value
 
 
-def _run(function: Any, argument: Any, answer: BinaryIO) -> NoReturn:
+def _run(function: Any, argument: Any, answer: Connection) -> NoReturn:
     _stay()
     gc.freeze()  # what is there already stays to the end
     gc.set_threshold(_GC_THRESHOLD)
     try:
-        write_frame(answer, ("value", function(argument)))
+        answer.send(("value", function(argument)))
     except Exception as error:  # it is raised where this run was asked for
-        write_frame(answer, ("raised", _portable(error)))
-    # Without the interpreter's farewell: SimGrid's actors are threads that would be waited for.
+        answer.send(("raised", _portable(error)))
+    # The interpreter's own exit would wait for SimGrid's actors, which are threads that never end.
     os._exit(0)
 
 

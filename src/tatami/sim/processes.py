@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 import pickle
-import selectors
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tatami.errors import SimulationError
 from tatami.sim.engine import require_simgrid
-from tatami.sim.frames import read_frame, write_frame
 
 if TYPE_CHECKING:
     from tatami.sim.platforms.base import AbstractPlatform
@@ -37,6 +37,13 @@ class _Order:
     deadline_s: float
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Child:
+    process: subprocess.Popen[bytes]
+    jobs: Connection
+    answers: Connection
+
+
 class Runs:
     """Child processes in which runs take place, at most `cores` at a time; to be used in a `with`.
 
@@ -47,8 +54,8 @@ class Runs:
     def __init__(self, *, cores: int | None = None) -> None:
         require_simgrid()
         self._cores = cores or len(os.sched_getaffinity(0))
-        self._idle: list[subprocess.Popen[bytes]] = []
-        self._busy: dict[subprocess.Popen[bytes], _Order] = {}
+        self._idle: list[_Child] = []
+        self._busy: dict[_Child, _Order] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -59,11 +66,10 @@ class Runs:
     def close(self) -> None:
         """End all children, and the runs in them."""
         for child in [*self._idle, *self._busy]:
-            child.kill()
-            child.wait()
-            for pipe in (child.stdin, child.stdout):
-                if pipe is not None:
-                    pipe.close()
+            child.process.kill()
+            child.process.wait()
+            child.jobs.close()
+            child.answers.close()
         self._idle, self._busy = [], {}
 
     def map(
@@ -100,7 +106,7 @@ class Runs:
                     child = self._idle.pop() if self._idle else _start()
                     self._busy[child] = _Order(index=index, deadline_s=time.monotonic() + timeout_s)
                     built = None if platform is None else platform(jobs[index])
-                    write_frame(cast(Any, child.stdin), (function, jobs[index], built))
+                    child.jobs.send((function, jobs[index], built))
                 for child in self._ready(timeout_s):
                     order = self._busy.pop(child)
                     results[order.index] = _outcome(child)
@@ -116,31 +122,32 @@ class Runs:
         """`function` of one job, in a process of its own."""
         return self.map(function, [job], timeout_s=timeout_s)[0]
 
-    def _ready(self, timeout_s: float) -> list[subprocess.Popen[bytes]]:
-        with selectors.DefaultSelector() as selector:
-            for child in self._busy:
-                selector.register(cast(Any, child.stdout), selectors.EVENT_READ, child)
-            remaining_s = min(order.deadline_s for order in self._busy.values()) - time.monotonic()
-            found = selector.select(max(0.0, remaining_s))
+    def _ready(self, timeout_s: float) -> list[_Child]:
+        remaining_s = min(order.deadline_s for order in self._busy.values()) - time.monotonic()
+        found = wait([child.answers for child in self._busy], max(0.0, remaining_s))
         if not found:
             raise SimulationError(
                 f"a simulated run took longer than {timeout_s:g} s and was ended; raise timeout_s, or simulate less at a time"
             )
-        return [key.data for key, _ in found]
+        return [child for child in self._busy if child.answers in found]
 
 
-def _start() -> subprocess.Popen[bytes]:
+def _start() -> _Child:
     # -m finds this package by the same path as this process did, also from another working directory.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-m", "tatami.sim.child", str(os.getpid())]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    its_jobs, jobs = Pipe(duplex=False)
+    answers, its_answers = Pipe(duplex=False)
+    with its_jobs, its_answers:
+        process = subprocess.Popen(command, stdin=its_jobs.fileno(), stdout=its_answers.fileno(), env=environment)
+    return _Child(process=process, jobs=jobs, answers=answers)
 
 
-def _outcome(child: subprocess.Popen[bytes]) -> Any:
+def _outcome(child: _Child) -> Any:
     try:
-        kind, value = read_frame(cast(Any, child.stdout))
-    except (EOFError, pickle.UnpicklingError):
-        raise SimulationError(f"the process that starts simulated runs ended with exit code {child.wait()}") from None
+        kind, value = child.answers.recv()
+    except (EOFError, OSError, pickle.UnpicklingError):
+        raise SimulationError(f"the process that starts simulated runs ended with exit code {child.process.wait()}") from None
     if kind == "died":
         code, words = value
         raise SimulationError(f"a simulated run ended with {_how(code)}; it said: {words[-_LAST_WORDS:].strip() or 'nothing'}")
