@@ -371,22 +371,27 @@ def test_drpm_settles_and_settles_again(rule: str) -> None:
     assert found.num_simulated < 80
 
 
-@needs_simgrid
-def test_what_slows_down_is_noticed_in_three_iterations_and_given_less_until_it_is_as_fast_again() -> None:
-    found = rehearsed(
+def slowed(*, factor: float, start: int, stop: int, iterations: int) -> TilingRun:
+    """Four equal processors, the last of which has `factor` of its speed from iteration `start` until `stop`."""
+    return rehearsed(
         job(
             [1.0, 1.0, 1.0, 1.0],
             layout=grid(2, 2),
-            iterations=160,
+            iterations=iterations,
             retiler=Retiler(),
             known_speeds=True,
             flop_per_s=10 * MFLOP,
             changes=(
-                Change(processor="p3", factor=0.25, at_iteration=61),
-                Change(processor="p3", factor=1.0, at_iteration=111),
+                Change(processor="p3", factor=factor, at_iteration=start),
+                Change(processor="p3", factor=1.0, at_iteration=stop),
             ),
         )
     )
+
+
+@needs_simgrid
+def test_what_slows_down_is_noticed_in_three_iterations_and_given_less_until_it_is_as_fast_again() -> None:
+    found = slowed(factor=0.25, start=61, stop=111, iterations=160)
     moved = [decision for decision in found.decisions if decision.remaps]
     assert 62 <= moved[0].iteration <= 65
     assert all(decision.iteration > 60 for decision in found.decisions)
@@ -399,20 +404,7 @@ def test_what_slows_down_is_noticed_in_three_iterations_and_given_less_until_it_
 
 @needs_simgrid
 def test_a_rank_that_all_but_stops_is_left_out_in_the_simulation_and_taken_in_again() -> None:
-    found = rehearsed(
-        job(
-            [1.0, 1.0, 1.0, 1.0],
-            layout=grid(2, 2),
-            iterations=200,
-            retiler=Retiler(),
-            known_speeds=True,
-            flop_per_s=10 * MFLOP,
-            changes=(
-                Change(processor="p3", factor=0.002, at_iteration=41),
-                Change(processor="p3", factor=1.0, at_iteration=101),
-            ),
-        )
-    )
+    found = slowed(factor=0.002, start=41, stop=101, iterations=200)
     without = [decision for decision in found.decisions if decision.remaps and "p3" not in decision.layout.processors]
     assert without
     assert "p3" in found.decisions[-1].layout.processors

@@ -269,7 +269,7 @@ def _make_group(path: Path) -> None:
 
 
 def _remove_group(path: Path) -> None:
-    """A process that has just died may hold its group for some milliseconds more; one that has just come is ended too."""
+    """Remove a group. A process that has just died may hold it for some milliseconds; one that has just come is ended."""
     deadline_s = time.monotonic() + _END_PATIENCE_S
     while True:
         try:

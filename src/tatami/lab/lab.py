@@ -267,7 +267,7 @@ class Lab:
             self._network.shape(wire)
 
     def _write_files(self) -> None:
-        """What `enter.py` reads, once for every process."""
+        """Write the files that `enter.py` reads, once for every process."""
         folder = Path(self._state.folder)
         (folder / "sys").mkdir()
         addresses = {SWITCH: switch_address(), **{host.name: host.address for host in self.plan.hosts}}
@@ -328,7 +328,7 @@ class Lab:
         return self.plan.by_name[name]
 
     def _ranks(self, name: str) -> tuple[int, ...]:
-        """Of a processor, or of all processors of a host."""
+        """The ranks of a processor, or of all processors of a host."""
         if name in self.plan.by_name:
             return self.plan.by_name[name].processors
         if name in self.plan.cluster.rank_of:

@@ -147,7 +147,7 @@ def _classes(wire: ShapedDevice) -> list[tuple[int, Link]]:
 
 
 def _waiting_packets(link: Link) -> int:
-    """As many as can be under way at once, twice: netem drops what is more."""
+    """Twice as many packets as can be under way at once: netem drops any more."""
     return max(1000, round(2 * link.bandwidth_bytes_per_s * link.latency_s / 1500))
 
 

@@ -130,7 +130,7 @@ def take_away(state: LabState) -> None:
 
 
 def _start_time(pid: int) -> int | None:
-    """None where there is no such process, or only what its parent has not asked about yet."""
+    """When the process was started; None where it does not run, also where its parent has not asked for its end yet."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a run leaves that ended before its last round, and how to go on with it."""
+"""What a run that ended before its last round leaves behind, and how to go on from there."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def check_directory(directory: Path) -> None:
 
 
 def versions(directory: Path) -> tuple[int, ...]:
-    """Those of which there is a checkpoint, whole or not, the oldest first."""
+    """The versions of which there is a checkpoint, whole or damaged, the oldest first."""
     return tuple(int(folder.name.removeprefix("version-")) for folder in _folders(directory))
 
 
@@ -162,7 +162,7 @@ def _check_snapshots(snapshots: Sequence[Mapping[str, Vector]]) -> None:
 
 
 def _clocks(listed: Any) -> tuple[tuple[int, int], ...]:
-    """The rounds done by each worker. Raises ValueError where they cannot be."""
+    """The rounds done by each worker. Raises ValueError where they are invalid."""
     clocks: dict[int, int] = {}
     for each in listed:
         if len(each) != 2 or not all(type(number) is int and number >= 0 for number in each):

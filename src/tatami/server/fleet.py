@@ -25,20 +25,20 @@ class Fleet:
         return tuple(server for server in self._protocol.holders(shard) if server in self.whole)
 
     def lose(self, server: int) -> bool:
-        """A server is gone; whether it was there."""
+        """Note that a server is gone; returns whether it was there."""
         known = server in self.whole | self.starting | self.blank
         for group in (self.whole, self.starting, self.blank):
             group.discard(server)
         return known
 
     def is_ready(self, server: int) -> None:
-        """A server is up; one that was declared dead meanwhile is not."""
+        """Note that a server is up, unless it was declared dead in the meantime."""
         if server in self.starting:
             self.starting.discard(server)
             self.blank.add(server)
 
     def filled(self, server: int) -> None:
-        """A server has got all its shards, if it is still there."""
+        """Note that a server holds all its shards, if it is still there."""
         if server in self.blank:
             self.blank.discard(server)
             self.whole.add(server)

@@ -60,7 +60,7 @@ class Course:
 
 @lru_cache(maxsize=2)
 def _order(samples: int, seed: int) -> torch.Tensor:
-    """Of an epoch, (samples,); its rounds ask for it one after the other."""
+    """The order of the samples in an epoch, (samples,); kept, since the rounds of an epoch ask one after the other."""
     return torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
 
 
@@ -148,7 +148,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def signature(model: nn.Module) -> str:
-    """The same for models that have the same trainable parameters."""
+    """A text that is the same for models that have the same trainable parameters."""
     return "; ".join(
         f"{name} {tuple(each.shape)} {each.dtype}" for name, each in model.named_parameters() if each.requires_grad
     )

@@ -43,16 +43,16 @@ class Ledger:
         self._warnings: list[str] = []
 
     def began(self, *, startup_s: float) -> None:
-        """The first round begins, at 0 s, after so long a start."""
+        """Note that the first round begins, at 0 s, after a start of `startup_s`."""
         self._startup_s = startup_s
         self._reached_s.append(0.0)
 
     def worked(self, *, worker: int, round: int, outcome: TaskOutcome) -> None:
-        """A task has ended."""
+        """Note how a task ended."""
         self._outcomes[worker, round] = outcome
 
     def applies(self, version: int, contributions: Sequence[Contribution]) -> None:
-        """These are being added up, and make this version."""
+        """Note which updates are being added up for this version."""
         parts = [self._outcomes[each.worker, each.round] for each in contributions]
         samples = sum(part.samples for part in parts)
         self._sizes[version] = len(parts), samples
@@ -69,7 +69,7 @@ class Ledger:
         return True
 
     def failed(self, failure: Failure) -> None:
-        """A process is gone."""
+        """Note that a process is gone."""
         self.failures.append(failure)
         names = ("who", "process", "how", "at_s", "silent_s")
         self._write("failure", iteration=failure.round, values={name: getattr(failure, name) for name in names})
@@ -89,7 +89,7 @@ class Ledger:
         return max((key for key, outcome in self._outcomes.items() if not math.isfinite(outcome.loss)), key=lambda key: key[1])
 
     def report(self, *, workers: int) -> RunReport:
-        """All of it so far."""
+        """The report of the run so far."""
         return with_costs(
             RunReport(
                 recovery=self._recovery,

@@ -14,7 +14,7 @@ _SMALL_BYTES = 1 << 20
 
 
 def cut(size: int, *, shards: int) -> list[slice]:
-    """Stretches of a vector of `size` elements, as long as each other up to one element: a big tensor is divided."""
+    """Stretches of a vector of `size` elements. Their lengths differ by at most one: a large tensor is divided."""
     bounds = [size * shard // shards for shard in range(shards + 1)]
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 

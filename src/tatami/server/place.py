@@ -58,11 +58,11 @@ class Place:
         self._status = value
 
     def vanish(self) -> None:
-        """The place is gone from the run."""
+        """Take the place out of the run's counts."""
         self.counts[self._status] -= 1
 
     def reset(self, clock: int) -> None:
-        """Be at the beginning of round `clock`."""
+        """Go to the beginning of round `clock`."""
         self.clock = clock
         self.status = Status.IDLE
         self.received = set()

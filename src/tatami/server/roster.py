@@ -49,18 +49,18 @@ class Roster:
         self._next_process += 1
 
     def join(self) -> None:
-        """One worker more is wanted."""
+        """Note that one more worker is wanted."""
         self._joins += 1
         self.start_spare()
 
     def is_ready(self, process: int) -> None:
-        """A spare is up; one that was declared dead meanwhile is not."""
+        """Note that a spare is up, unless it was declared dead in the meantime."""
         if process in self.starting:
             self.starting.discard(process)
             self.ready.append(process)
 
     def lose(self, process: int) -> bool:
-        """A process is gone; whether it held a place."""
+        """Note that a process is gone; returns whether it held a place."""
         self.starting.discard(process)
         if process in self.ready:
             self.ready.remove(process)

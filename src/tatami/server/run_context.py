@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """Of one call of `train` or `resume`; none of it changes what is computed.
+    """The surroundings of one call of `train` or `resume`; none of it changes what is computed.
 
     Attributes:
         address: of a Ray cluster; None runs on this machine.

@@ -46,7 +46,7 @@ class RunControl:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Those that were noticed so far."""
+        """The failures that were noticed so far."""
         return tuple(self._ledger.failures)
 
     def pids(self) -> dict[str, int]:

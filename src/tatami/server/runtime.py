@@ -40,7 +40,7 @@ _START_AGAIN = 6
 
 
 class Runtime:
-    """One run: what the coordinator orders is done here, and what comes of it is told to the coordinator.
+    """One run: it carries out what the coordinator orders, and tells the coordinator what followed.
 
     Attributes:
         control: what `on_round` is given.
@@ -169,7 +169,7 @@ class Runtime:
                 crew.look_for_lost_starts()
 
     def _read(self, *, timeout_s: float = 0.0) -> bool:
-        """Take note of what has ended, signs of life among it; whether the run goes on."""
+        """Take note of the calls that have ended, signs of life among them; returns whether the run goes on."""
         self._calls.wait(timeout_s=timeout_s, is_over=lambda: self._end is not None)
         return self._end is None
 
@@ -331,7 +331,7 @@ class Runtime:
         self._tell(event(at_s=self._now_s(), server=server))
 
     def _begin_again(self, crew: Crew, number: int, *, start: Callable[[int], None], late: bool) -> None:
-        """Nothing has been done yet that could be lost: what ends now is started once more, where its node is not at fault."""
+        """Start a process again that ended before the first round: nothing has been computed yet that could be lost."""
         limit_s = crew.signs()[number].limit_s if late and not crew.members[number].is_ready else None
         crew.kill(number)
         if limit_s is not None and len(self._nodes.alive()) < 2:
@@ -360,7 +360,7 @@ class Runtime:
         )
 
     def _see_whether_apart(self) -> None:
-        """Say where the death of one node would take all copies of a shard along, though there are other nodes."""
+        """Warn where one node holds all copies of a shard although there are other nodes."""
         nodes = {number: member.node for number, member in self._servers.members.items()}
         num_nodes = len(self._nodes.alive())
         if num_nodes < 2:

@@ -49,7 +49,7 @@ class Standing:
         self.actions: list[Action] = []
 
     def begin(self, phase: RunPhase) -> int:
-        """Order something new of the servers: the ticket of the orders."""
+        """Start what the servers do next; returns the ticket of the orders for it."""
         self.phase = phase
         self.ticket += 1
         return self.ticket

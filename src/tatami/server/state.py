@@ -59,17 +59,17 @@ class Coordinator:
 
     @property
     def places(self) -> dict[int, Place]:
-        """By worker number."""
+        """The places of the run, by worker number."""
         return self._roster.places
 
     @property
     def servers(self) -> frozenset[int]:
-        """Those that hold all their shards."""
+        """The servers that hold all their shards."""
         return frozenset(self._fleet.whole)
 
     @property
     def num_spares(self) -> int:
-        """Processes that are up and stand by."""
+        """The number of processes that are up and stand by."""
         return len(self._roster.ready)
 
     @property
@@ -78,7 +78,7 @@ class Coordinator:
         return self._roster.clocks
 
     def handle(self, event: ev.Event) -> tuple[Action, ...]:
-        """What is to be done about `event`, in this order; nothing once the run is over."""
+        """The actions that answer `event`, in their order; none once the run is over."""
         if self.phase is RunPhase.DONE:
             return ()
         self._run.actions.clear()
@@ -93,7 +93,7 @@ class Coordinator:
     # -- events ---------------------------------------------------------------------------------------------------
 
     def _take(self, event: ev.Event) -> bool:
-        """Note what happened; whether anything may follow from it."""
+        """Note what happened; returns whether anything may follow from it."""
         match event:
             case ev.ShardReceived():
                 return self._receive(event)
@@ -282,13 +282,13 @@ class Coordinator:
                     self._send(place)
 
     def _closes(self) -> bool:
-        """Whether what is there is to be applied now."""
+        """Whether the updates that have arrived are applied now."""
         counts = self._roster.counts
         pushed, waiting, out = counts[Status.PUSHED], counts[Status.BUSY], counts[Status.OUT]
         return pushed > 0 and self.protocol.consistency.closes(pushed=pushed, waiting=waiting, out=out)
 
     def _close(self) -> bool:
-        """Apply what is ready to be; whether there was anything."""
+        """Apply the updates that are ready; returns whether there were any."""
         counts = self._roster.counts
         if counts[Status.OUT] and not counts[Status.PUSHED] and not counts[Status.BUSY]:
             for place in self.places.values():  # no worker of this round is left: it starts over with the workers that come

@@ -36,7 +36,7 @@ class Upkeep:
     # -- servers --------------------------------------------------------------------------------------------------
 
     def lose_server(self, server: int) -> bool:
-        """A server is gone; whether the run goes on with the copies that the others hold."""
+        """Note that a server is gone; returns whether the run goes on with the copies that the others hold."""
         if not self._fleet.lose(server):
             return False
         if self._fleet.lost_shards() or self._run.phase is RunPhase.RESTART:
@@ -104,11 +104,11 @@ class Upkeep:
             self._run.do(act.CopyShard(attempt=self._run.attempt, clocks=self._roster.clocks, **names))
 
     def one_copied(self, event: ev.ShardCopied) -> None:
-        """A new server holds a copy of a shard."""
+        """Note that a new server holds a copy of a shard."""
         self._copies_due.discard((event.shard, event.server))
 
     def all_copied(self) -> None:
-        """The new servers hold all their shards."""
+        """Note that the new servers hold all their shards."""
         for server in self._copying:
             self._fleet.filled(server)
         self._run.phase = RunPhase.COLLECT
@@ -152,7 +152,7 @@ class Upkeep:
         self._run.do(order)
 
     def was_read(self, event: ev.CheckpointRead) -> None:
-        """All are where they were when the checkpoint was written."""
+        """Note that all servers are back at the checkpoint."""
         if not self._run.awaits(RunPhase.READ, event.ticket):
             return
         for server in self._reading:

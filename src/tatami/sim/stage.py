@@ -26,7 +26,7 @@ _SAME_TIME_S = 1e-9
 
 @dataclass(eq=False, slots=True)
 class Going:
-    """Something that goes on: what `Stage.cancel` takes.
+    """An activity or a timer that goes on; `Stage.cancel` takes it.
 
     Attributes:
         number: in the order in which things were started.
@@ -90,7 +90,7 @@ class Stage:
         return going
 
     def cancel(self, going: Going) -> None:
-        """Break something off; it may have ended."""
+        """Break an activity or a timer off; it may have ended already."""
         if going.ended:
             return
         going.ended = True

@@ -1,8 +1,8 @@
 """Waiting for whichever of some activities ends next.
 
-Of few, the actor that asks waits itself. Of very many, others wait for it, each for its share: where one of n activities ends
-that an actor waits for, SimGrid 4.1 takes all n off a list, from its front, which are n^2 / 2 moves; for 100,000 that is 14 s.
-With g actors they are n^2 / 2g.
+The actor that asks waits for a few activities itself. For very many it has other actors wait, each for its share. The reason:
+when one of the n activities that an actor waits for ends, SimGrid 4.1 takes all n off a list, from its front, which makes
+n^2 / 2 moves; for 100,000 activities that takes 14 s. With g actors there are n^2 / 2g moves.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class _Others:
         return [activity for share in shares for activity in share]
 
     def _wait_for(self, share: list[Any]) -> None:
-        # How one that was cancelled ends, a computation or a transfer; one that fails by itself still shows that later.
+        # These end a computation or a transfer that was cancelled. One that fails by itself is still seen to have failed later.
         with suppress(self._simgrid.CancelException, self._simgrid.NetworkFailureException):
             self._simgrid.ActivitySet(share).wait_any()
         self._shares.append(share)

@@ -108,7 +108,7 @@ def _size(size_bytes: float) -> str:
 
 
 def _remedies(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Iterator[str]:
-    """What would do, found by trying."""
+    """The remedies that would work, found by trying."""
     if cluster.size > _MOST_TRIED:
         return
     samples = _most_samples(planner, cluster=cluster, workload=workload, cost=cost)
@@ -150,7 +150,7 @@ def _grown(cluster: Cluster, *, count: int) -> Cluster:
 
 
 def leaving_out(planner: str, slow: tuple[str, ...], small: tuple[str, ...], *, workload: Workload) -> Iterator[str]:
-    """What to warn of."""
+    """The warning about processors that are left out."""
     if slow:
         yield (
             f"{planner} leaves out {', '.join(slow)}: too slow for one of {workload.samples} samples and one of "

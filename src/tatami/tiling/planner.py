@@ -59,7 +59,7 @@ def best_grid(build: Callable[[int], Layout], *, cluster: Cluster, workload: Wor
 
 
 def cheapest_whole(layouts: Sequence[Layout], *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout | None:
-    """As `cheapest`, of the layouts in which every processor has work; None where there is none.
+    """Like `cheapest`, among the layouts in which every processor has work; None where there is none.
 
     They are looked at in the order of what they cost at least, and no more of them once the rest cannot be cheaper: of a
     hundred partitions of ten thousand processors a few are priced.

@@ -27,7 +27,7 @@ _ROWS = 256
 
 @final
 class TimedPlanner(AbstractPlanner):
-    """Whatever `cost` finds cheapest, of many partitions and of what the other planners say; so it is worse than none of them.
+    """The layout that `cost` finds cheapest, among many partitions and the other planners' layouts: no other planner is better.
 
     Eq. 8 counts elements and knows neither links nor what every rank of a column repeats. This planner takes the dynamic
     program's partition for many numbers of columns, in ascending order and host by host (columns that stay on one host use its

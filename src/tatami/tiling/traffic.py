@@ -84,12 +84,12 @@ class Traffic:
 
     @property
     def sums(self) -> tuple[PlannedSum, ...]:
-        """All of them."""
+        """All sums, those of columns first."""
         return (*(each for column in self.columns for each in column), *self.gradients)
 
     @property
     def size_bytes(self) -> int:
-        """Of all messages together; a native sum counts as bandwidth-optimal."""
+        """The size of all messages together; a native sum counts as bandwidth-optimal."""
         return sum(sent_bytes(each) for each in self.sums)
 
 
@@ -143,15 +143,15 @@ def column_sums(workload: Workload, *, samples: int) -> tuple[tuple[SumKind, int
 
 
 def _even(elements: int, num_sums: int, samples: int) -> tuple[int, ...]:
-    """What each of a block's sums carries; where they are not alike, about that."""
+    """The elements that each of a block's sums carries, on average where the sums differ."""
     return (round(elements * samples / num_sums),) * num_sums if num_sums else ()
 
 
 def sum_algorithm(hosts: Sequence[str]) -> str:
     """The algorithm that sums a vector over ranks on these hosts, by its name in `tatami.collective.ALGORITHMS`.
 
-    Two swap what they have. More on one host leave it to their library, which knows of their shared memory. Between hosts
-    everyone sends to everyone; where there are very many, by halving and doubling.
+    Two ranks swap what they have. More ranks on one host leave it to their library, which uses their shared memory. Between
+    hosts every rank sends to every other; where there are very many, by halving and doubling.
     """
     if len(hosts) == 2:
         return "direct"

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 
 class Remedy(Enum):
-    """What becomes of the task of a worker that died."""
+    """What happens to the task of a worker that died."""
 
     REDO = "redo"
     """A spare does it again; the round waits."""

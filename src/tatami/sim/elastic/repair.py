@@ -86,7 +86,7 @@ class _Play:
         )
 
     def _train(self) -> None:
-        """All steps at once that end before anything happens; the one after them is open then."""
+        """Do all steps at once that end before the next event; the step after them is open then."""
         left_s = self._events.next_s - self._began_s
         left = self._setup.iterations - self._steps
         whole = left if math.isinf(left_s) else min(left, max(0, math.floor(left_s / self._iteration_s)))
@@ -115,7 +115,7 @@ class _Play:
         self._tell(Entered(member=name, group=None, layout=held.layout, workload=self._setup.workload))
 
     def _done(self) -> None:
-        """What they did is done: what the ranks say of it."""
+        """Report, as the ranks do, that what they did is done."""
         match self._doing:
             case _Doing.TRAINING | _Doing.ASKED:
                 self._finish_step()

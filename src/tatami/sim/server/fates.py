@@ -15,7 +15,7 @@ from tatami.sim.stage import Going, Stage
 
 @dataclass(slots=True, kw_only=True)
 class _Life:
-    """Of the process that holds a place: `ends` is in computing seconds or at a time, as `strikes` says."""
+    """The life of the process that holds a place. `ends` is in seconds of computing, or a time, as `strikes` says."""
 
     process: int
     generation: int

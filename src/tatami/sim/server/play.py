@@ -192,7 +192,7 @@ class ServerPlay:
             self.opened_s, self.opened_bytes = self._stage.now_s, self._stage.bytes_moved
 
     def _exchange(self, task: SimulatedTask, part: TaskPart, *, then: Callable[[SimulatedTask], None]) -> None:
-        """With the servers that stand for all of them; a push goes to every copy."""
+        """Exchange with the servers that stand for all of them; a push goes to every copy."""
         num_servers, num = len(self.setup.servers), self.setup.servers_of_one
         sizes: dict[int, float] = {}
         for piece in range(num):
@@ -210,7 +210,7 @@ class ServerPlay:
             self._has_computed(task)
             return
         duration_s = self._duration_s(task)
-        self._fates.computes(task.order.worker, duration_s)  # first, so that who dies at the end of it has not computed all
+        self._fates.computes(task.order.worker, duration_s)  # first: a worker that dies at the end of it has not computed all
         task.compute(self._stage, duration_s=duration_s, then=self._has_computed)
 
     def _duration_s(self, task: SimulatedTask) -> float:
@@ -225,7 +225,7 @@ class ServerPlay:
         self._push()
 
     def _push(self) -> None:
-        """Let those push who have computed, when their time has come."""
+        """Let the workers push that have computed: all together or each at once, as the setup says."""
         together = self.setup.push == "together" and self.setup.consistency.lockstep
         # A worker that has begun is idle only where a process is dead; looking at all 10,000 each time would take long.
         if together and len(self._computing) > len(self._dead):
@@ -303,7 +303,7 @@ class ServerPlay:
             if going is None:
                 continue
             self._stage.cancel(going)
-            # Another copy goes on with a pull, from its beginning; a push that the other copies have is whole without this one.
+            # A pull starts again from another copy; a push that the other copies have is whole without this one.
             if task.part is TaskPart.PULL:
                 task.drop(self._stage)
                 self._exchange(task, TaskPart.PULL, then=self._pulled)
@@ -405,7 +405,7 @@ class ServerPlay:
         return True
 
     def _resume(self, version: int) -> None:
-        """Go on as a run would that begins with this version: who holds a place is called by its number again."""
+        """Go on like a run that begins with this version, in which every process has the number of its place again."""
         clocks = tuple((worker, version) for worker in range(len(self.setup.workers)))
         self._saved = Saved(version=version, clocks=clocks)
         self._clocks = {version: clocks}

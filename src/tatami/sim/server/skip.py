@@ -1,4 +1,4 @@
-"""Rounds that nothing disturbs are all alike: one of them is simulated, and the others are passed over."""
+"""Undisturbed rounds are all alike, so one of them is simulated, and the others are passed over."""
 
 from __future__ import annotations
 

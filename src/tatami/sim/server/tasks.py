@@ -71,7 +71,7 @@ class SimulatedTask:
         self.going[-1] = stage.after(duration_s, computed)
 
     def drop(self, stage: Stage) -> None:
-        """Break it off."""
+        """Break the task off: its transfers and its computation end."""
         for going in self.going.values():
             stage.cancel(going)
         self.going.clear()

@@ -124,7 +124,7 @@ class Floor:
 
 
 def _legs(work: Work, sums: Sequence[FloorSum]) -> tuple[Leg, ...]:
-    """Those of one rank; what it computes without a sum between becomes one."""
+    """The legs of one rank; computations without a sum between them become one leg."""
 
     def of(kind: SumKind, block: int) -> tuple[FloorSum, ...]:
         return tuple(each for each in sums if each.planned.kind is kind and each.planned.block == block)

@@ -52,7 +52,7 @@ class AbstractParts(ABC):
 
 @dataclass(eq=False, kw_only=True)
 class PartForward:
-    """Stands in the place of a module's `forward`.
+    """Stands in place of a module's `forward`.
 
     Attributes:
         module: whose forward it is.
@@ -125,7 +125,11 @@ def _slots(module: nn.Module, *, skip: frozenset[str]) -> dict[str, Slot]:
 
 @contextmanager
 def _replaced(slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Other tensors in the place of parameters, for one call."""
+    """Other tensors in place of parameters, for one call.
+
+    A module reads its parameters by their names from these dicts, so this is how it can be given others. Only the call inside
+    of the `with` sees them: a forward pass runs in one thread, and what was there comes back, also after an error.
+    """
     before = [owner[name] for owner, name in slots]
     try:
         for (owner, name), tensor in zip(slots, tensors, strict=True):
@@ -180,7 +184,7 @@ class _Tie(torch.autograd.Function):
 
 
 class _Nothing(torch.autograd.Function):
-    """Zeros in the place of a result; what was added to it once has its gradient all the same."""
+    """Zeros in place of a result; what was added to it once has its gradient all the same."""
 
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
