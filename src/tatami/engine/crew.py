@@ -16,8 +16,7 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tatami.engine.calls import Calls
-from tatami.engine.nodes import Nodes
-from tatami.engine.placement import choose_node
+from tatami.engine.nodes import Nodes, choose_node
 from tatami.engine.pool import Pool
 from tatami.engine.processes import Identity, is_running, kill, machine
 from tatami.engine.silence import Listening, Sign

@@ -1,9 +1,10 @@
-"""The nodes that processes can be started on: those that answer, not those that Ray still believes in."""
+"""The nodes that processes can be started on, which are those that answer, and the choice of one of them."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ray
@@ -44,6 +45,21 @@ class Nodes:
             return [node["NodeID"] for node in believed]
         answering = [node for node in believed if _answers(node["NodeManagerAddress"], node["NodeManagerPort"])]
         return [node["NodeID"] for node in answering or believed]
+
+
+def choose_node(nodes: Sequence[str], *, taken: Iterable[str], apart_from: Iterable[str] = ()) -> str | None:
+    """The node that a process is to be started on; None where there is no choice.
+
+    Args:
+        nodes: the best come first where nothing else decides.
+        taken: the nodes of the processes that run, one entry for each.
+        apart_from: nodes to be avoided, if there is another.
+    """
+    if len(nodes) < 2:
+        return None
+    avoided = set(apart_from)
+    load = Counter(taken)
+    return min(nodes, key=lambda node: (node in avoided, load[node], nodes.index(node)))
 
 
 def _answers(address: str, port: int) -> bool:

@@ -7,7 +7,7 @@ Method", IPSJ journal 2005/2006, section 5.
 
 from tatami.retiling.controller import Controller
 from tatami.retiling.decision import Decision, DecisionKind
-from tatami.retiling.moves import Move, moved_bytes, moves
+from tatami.retiling.moves import Move, moves
 from tatami.retiling.retiler import Retiler
 from tatami.retiling.timing import Timing
 from tatami.retiling.watching import Alarm, Glance, Watcher
@@ -22,6 +22,5 @@ __all__ = [
     "Retiler",
     "Timing",
     "Watcher",
-    "moved_bytes",
     "moves",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tatami.errors import PlanError
@@ -53,11 +53,6 @@ def moves(old: Tiling, new: Tiling) -> tuple[Move, ...]:
     for tile in newcomers:
         result[tile.processor] += _from_all(tile, old, sent)
     return tuple(move for own in result.values() for move in _merged(own))
-
-
-def moved_bytes(given: Iterable[Move], *, unit_bytes: float) -> float:
-    """Bytes that travel in all, at `unit_bytes` for each unit (weights and optimizer state)."""
-    return unit_bytes * sum(move.units.size for move in given)
 
 
 def _without(wanted: Span, held: Span) -> Iterator[Span]:

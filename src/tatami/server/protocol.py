@@ -73,3 +73,8 @@ class Protocol:
     def holders(self, shard: int) -> tuple[int, ...]:
         """The servers that keep this shard, first the one it belongs to."""
         return tuple((shard + copy) % self.servers for copy in range(self.replicas))
+
+    def partners(self, server: int) -> tuple[int, ...]:
+        """The servers that hold copies of the same shards as this one; they should be on other nodes."""
+        together = {other for shard in range(self.shards) if server in (held := self.holders(shard)) for other in held}
+        return tuple(sorted(together - {server}))

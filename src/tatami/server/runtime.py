@@ -22,7 +22,6 @@ from tatami.server.aftermath import aftermath
 from tatami.server.ledger import Ledger, Sink
 from tatami.server.optimizers import Vector
 from tatami.server.pieces import cut
-from tatami.server.placement import partners
 from tatami.server.report import Failure, RunReport
 from tatami.server.run_context import RunContext
 from tatami.server.run_control import RunControl
@@ -303,7 +302,7 @@ class Runtime:
                     actor.load.remote(shard, terms.snapshots[shard], attempt=0, clocks=self.coordinator.clocks)
             return employed
 
-        self._servers.start(server, employ=employ, apart_from=partners(self.protocol, server))
+        self._servers.start(server, employ=employ, apart_from=self.protocol.partners(server))
 
     def _server_up(self, server: int, member: Member) -> None:
         if self.coordinator.phase is not RunPhase.STARTING:

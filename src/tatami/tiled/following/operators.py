@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tatami.tiled.following.atoms import Atom, Axes, Axis, cut, extent, leaves, mix, regroup, unify, whole_axis
+from tatami.tiled.following.atoms import Atom, Axes, Axis, cut, extent, mix, regroup, unify, whole_axis
 
 aten = torch.ops.aten
 
@@ -474,10 +474,3 @@ _RULES: dict[Any, Rule] = {
     aten.embedding.default: _embedding,
     aten.cat.default: _concatenate,
 }
-
-
-def atoms_of(following: Following, node: fx.Node) -> set[Atom]:
-    """All atoms that lie on the axes of a node's tensors."""
-    axes = following.axes.get(node, ())
-    tensors = axes if isinstance(axes, tuple) else (axes,)
-    return {leaf for tensor in tensors for axis in tensor or () for leaf in leaves(axis)}
