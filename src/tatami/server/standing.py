@@ -28,7 +28,7 @@ class Standing:
     """The standing of one run.
 
     Attributes:
-        phase: what the servers are at.
+        phase: what the servers do now.
         version: commits that are applied on all shards. In lockstep that is the number of rounds done.
         attempt: roll-backs so far; a push of an earlier attempt is void.
         ticket: the number of the latest order to the servers. Their answers to earlier orders are void.
@@ -55,7 +55,7 @@ class Standing:
         return self.ticket
 
     def awaits(self, phase: RunPhase, ticket: int) -> bool:
-        """Whether an answer with this ticket is to what the servers are at."""
+        """Whether an answer with this ticket belongs to what the servers do now."""
         return self.phase is phase and self.ticket == ticket
 
     def do(self, action: Action) -> None:

@@ -44,7 +44,7 @@ class Coordinator:
 
     @property
     def phase(self) -> RunPhase:
-        """What the servers are at."""
+        """What the servers do now."""
         return self._run.phase
 
     @property
@@ -204,9 +204,12 @@ class Coordinator:
 
     def _step(self) -> bool:
         """Go on by one step, if that is possible without another event."""
-        # `handle` calls this until it returns False, because one event may allow several steps: when the last shard is applied,
-        # the commit is counted, the next round opens, and its tasks are sent. Each step leaves a state that is whole by itself,
-        # so that any event may come next. Vacant places are filled first, as a death is possible in every phase.
+        # `handle` calls this until it returns False, because one event may allow several steps. An example with 2 shards: the
+        # ShardApplied of shard 1 arrives after that of shard 0. APPLY is over, so the first step counts the commit and goes to
+        # COLLECT; the second step opens the next round and sends its tasks; the third finds nothing to do before a push comes.
+        # Each step leaves a state that is whole by itself, so that any event may come next, and none has to be kept for later.
+        # Vacant places are filled before anything else, since a process can die in every phase: a place that was left vacant
+        # through a SUM or an APPLY would have its task sent a whole phase later.
         if self.phase is RunPhase.DONE:
             return False
         is_over = self.phase is RunPhase.STARTING or self._roster.all_done()
@@ -298,7 +301,7 @@ class Coordinator:
         if not self._closes():
             return False
         # In the order of the workers, not of arrival: float addition is not associative, and only a fixed order gives the same
-        # bits in every run. Without lockstep each update is a commit by itself; the oldest goes first, lest it starve.
+        # bits in every run. Without lockstep each update is a commit of its own, the oldest first: none waits without end.
         pushed = [place for place in self._roster.in_order() if place.status is Status.PUSHED]
         if not self.protocol.consistency.lockstep:
             pushed = [min(pushed, key=lambda place: (place.clock, place.worker))]

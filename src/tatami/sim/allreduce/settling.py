@@ -2,7 +2,7 @@
 
 Let x(r) be when each rank was done with round r. In a phase whose rounds are alike, and in which all ranks are, x(r + 1)
 follows from x(r) alone, and shifting x(r) by a time shifts x(r + 1) by the same. So once x(r) = x(r - 1) + d for all ranks,
-it is so for ever.
+it is so forever.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 CHECKS = (3, 7, 14, 28, 56, 112, 224, 448, 896)
-"""Rounds after which it is looked at: all ranks wait there for the last, and go on with the leads they had."""
+"""Rounds after which the leads are compared: all ranks wait there for the last, and go on with the leads they had."""
 _TOGETHER = 1e-7
 """Of a round: parts that differ by an element are to count as alike."""
 _LEAST_S = 2e-9

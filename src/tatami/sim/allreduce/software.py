@@ -42,8 +42,8 @@ class Software:
     Attributes:
         message_s: the sender's, for each message of two sides; its messages of a round leave one after the other (LogP's o).
         put_s: the same for a put, which no receiver has to match.
-        gap_s: at the least between two messages that one rank begins to send (LogP's g): what a message costs its processor
-            where that does not add up with what the wires take.
+        gap_s: the least time between two messages that one rank begins to send (LogP's g): what a message costs its
+            processor where that does not add up with what the wires take.
         pieces: what messages of some sizes take more than latency and bandwidth say, by rising size; in between it is
             interpolated, from 0 for no bytes, and beyond the last it grows with the size.
         sum_bytes_per_s: at which what arrived is added to what is there.

@@ -13,7 +13,7 @@ from tatami.sim.elastic.setup import MOST_IN_VAIN, LossySetup
 def rehearse_restart(setup: LossySetup, *, seed: int) -> LossyRun:
     """Simulate one run, whose machines live as long as `seed` says.
 
-    At a death all that is left starts again, without the dead machine. A machine that comes back is taken in kindly: all finish
+    After a death the machines that are left start again. A machine that comes back interrupts no step: all machines finish
     their step, write a checkpoint, and start again with it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What came of a rehearsed run that lost and gained machines."""
+"""The result of a rehearsed run that lost and gained machines."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tatami.sim.stage import Going, Stage
 
 
 class TaskPart(Enum):
-    """What a task is at."""
+    """The parts of a task, in their order."""
 
     PULL = "pull"
     COMPUTE = "compute"
@@ -25,7 +25,7 @@ class SimulatedTask:
     order: what the coordinator asked for.
     host: where.
     left: of the work, 1 for all of it.
-    part: what it is at.
+    part: the one that goes on now.
     began_s: when that began.
     going: the transfers that are under way, by the server at their other end; the computation by -1.
     """

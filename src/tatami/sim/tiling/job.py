@@ -37,8 +37,8 @@ class TilingJob:
         skip: whether iterations that repeat themselves are left out.
 
     Raises:
-        PlanError: no layout and no tilings, or both; a processor that the cluster has not; fewer hosts than
-            processors.
+        PlanError: no layout and no tilings, or both; a processor that is not in the cluster; fewer hosts
+            than processors.
     """
 
     platform: AbstractPlatform
@@ -59,7 +59,7 @@ class TilingJob:
 
     def __post_init__(self) -> None:
         if (self.layout is None) == (self.tilings is None):
-            raise PlanError("a tiled run is of a layout or of tilings, one of them")
+            raise PlanError("a tiled run needs either a layout or tilings, and not both")
         if self.tilings is not None and (self.retiler or not self.tilings or len(self.tilings) != len(self.workload.blocks)):
             raise PlanError("tilings are one for each block of the workload, and are not re-tiled: give a layout for that")
         if self.iterations < 1:

@@ -91,7 +91,7 @@ class TilingPlay:
 
     @property
     def result(self) -> TilingRun:
-        """What came of the run, once it has ended."""
+        """The result of the run, once it has ended."""
         watcher = self._controller if isinstance(self._controller, Watcher) else None
         return TilingRun(
             total_s=self._since_s,
