@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from tatami.server import actions as act
 from tatami.server import events as ev
-from tatami.server.place import Status
 from tatami.server.protocol import Protocol
 from tatami.server.recovery import Remedy
 from tatami.server.saving import Saved
@@ -17,7 +16,7 @@ from tatami.sim.server.result import Period, SimulatedFailure
 from tatami.sim.server.setup import ServerSetup
 from tatami.sim.server.skip import Skipping
 from tatami.sim.server.storage import SimulatedStorage
-from tatami.sim.server.tasks import SimulatedTask, TaskPart
+from tatami.sim.server.tasks import SimulatedTasks
 from tatami.sim.stage import Stage
 
 _ENDLESS = 10**9
@@ -54,7 +53,15 @@ class ServerPlay:
     ) -> None:
         self.setup = setup
         self._stage = stage
-        self._fates = Fates(setup, stage, seed=seed, period=period, strike=self._strike, cut=self._cut, mend=self._mend)
+        self._fates = Fates(
+            setup,
+            stage,
+            seed=seed,
+            period=period,
+            strike=self._strike,
+            cut=self._cut,
+            mend=lambda worker: self._tasks.mend(worker),
+        )
         self._storage = SimulatedStorage(setup, stage)
         self._skipping = Skipping(setup, period=period if skips else None)
         self._whole = setup.server_mtbf_s is not None or setup.replicas > 1
@@ -74,14 +81,20 @@ class ServerPlay:
         )
         self._events: deque[ev.Event] = deque()
         self._telling = False
-        self._tasks: dict[int, SimulatedTask] = {}
-        self._done_fraction: dict[int, float] = {}
-        self._computing: set[int] = set()
-        self._computed: list[SimulatedTask] = []
         self._booting = 0
         self._applying = 0
         self._dead: set[int] = set()
         self._servers_up = set(range(len(setup.servers)))
+        self._tasks = SimulatedTasks(
+            setup,
+            stage,
+            self._fates,
+            protocol=self._coordinator.protocol,
+            places=lambda: self._coordinator.places,
+            dead=self._dead,
+            servers_up=self._servers_up,
+            tell=self._tell,
+        )
         self._saved = Saved(version=0, clocks=())
         self._clocks: dict[int, tuple[tuple[int, int], ...]] = {}
         self.failures: list[SimulatedFailure] = []
@@ -122,7 +135,8 @@ class ServerPlay:
         now_s = self._stage.now_s
         match action:
             case act.SendTask():
-                self._send_task(action)
+                self._note_opening()
+                self._tasks.begin(action)
             case act.SumShard():
                 self._tell(
                     ev.ShardSummed(at_s=now_s, ticket=action.ticket, shard=action.shard, server=action.server, squared_norm=0.0)
@@ -147,14 +161,14 @@ class ServerPlay:
                 self._clocks[action.version] = action.clocks
                 self._storage.write(self._writers(), then=lambda: self._written(action))
             case act.ReadCheckpoint():
-                self._drop_all()
+                self._tasks.drop_all()
                 self._storage.read(self._writers(), then=lambda: self._read(action))
             case act.FetchResult():
                 self._tell(ev.ResultFetched(at_s=now_s, ticket=action.ticket))
             case act.Finish():
                 self._end(None)
             case act.Stop():
-                self._drop_all()
+                self._tasks.drop_all()
                 self._end(action.cause.value)
             case act.DeclareDead() | act.DeclareServerDead() | act.Retire() | act.Warn():
                 pass  # These end processes or tell the user; a simulated process that has no task costs nothing.
@@ -169,95 +183,9 @@ class ServerPlay:
         self.ended_s, self.stopped = self._stage.now_s, reason
         self._fates.end()
 
-    # -- tasks ----------------------------------------------------------------------------------------------------
-
-    def _send_task(self, order: act.SendTask) -> None:
-        self._note_opening()
-        worker = order.worker
-        if (before := self._tasks.pop(worker, None)) is not None:
-            before.drop(self._stage)
-        if not order.redone:
-            self._done_fraction.pop(worker, None)
-        done = self._done_fraction.get(worker, 0.0) if self.setup.resume == "continue" else 0.0
-        task = SimulatedTask(order=order, host=self.setup.workers[worker], left=1.0 - done)
-        self._tasks[worker] = task
-        self._computing.add(worker)
-        self._fates.takes(worker, order.process)
-        if order.process in self._dead:
-            return  # it died while the order was under way; the coordinator will hear of it
-        self._exchange(task, TaskPart.PULL, then=self._pulled)
-
     def _note_opening(self) -> None:
         if self.opened_s is None:
             self.opened_s, self.opened_bytes = self._stage.now_s, self._stage.bytes_moved
-
-    def _exchange(self, task: SimulatedTask, part: TaskPart, *, then: Callable[[SimulatedTask], None]) -> None:
-        """Exchange with the servers that stand for all of them; a push goes to every copy."""
-        num_servers, num = len(self.setup.servers), self.setup.servers_of_one
-        sizes: dict[int, float] = {}
-        for piece in range(num):
-            shard = (task.order.worker + piece) % num_servers if num < num_servers else piece
-            holders = [(shard + copy) % num_servers for copy in range(self.setup.replicas)]
-            holders = [holder for holder in holders if holder in self._servers_up]
-            for holder in holders if part is TaskPart.PUSH else holders[:1]:
-                sizes[holder] = sizes.get(holder, 0.0) + self.setup.model_bytes / num
-        if sizes:
-            task.exchange(self._stage, part, sizes=sizes, hosts=self.setup.servers, then=then)
-            self._fates.hold_back(task.order.worker, task.going.values())
-
-    def _pulled(self, task: SimulatedTask) -> None:
-        if task.left <= 0:  # a spare takes over from one that had computed all
-            self._has_computed(task)
-            return
-        duration_s = self._duration_s(task)
-        self._fates.computes(task.order.worker, duration_s)  # first: a worker that dies at the end of it has not computed all
-        task.compute(self._stage, duration_s=duration_s, then=self._has_computed)
-
-    def _duration_s(self, task: SimulatedTask) -> float:
-        return self.setup.task_flop * task.left / float(self._stage.hosts[task.host].speed)
-
-    def _has_computed(self, task: SimulatedTask) -> None:
-        self._fates.has_computed(task.order.worker)
-        task.part = TaskPart.WAIT
-        task.left = 0.0
-        self._computing.discard(task.order.worker)
-        self._computed.append(task)
-        self._push()
-
-    def _push(self) -> None:
-        """Let the workers push that have computed: all together or each at once, as the setup says."""
-        together = self.setup.push == "together" and self.setup.consistency.lockstep
-        # A worker that has begun is idle only where a process is dead; looking at all 10,000 each time would take long.
-        if together and len(self._computing) > len(self._dead):
-            return
-        if together and any(self._coordinator.places[worker].status is Status.BUSY for worker in self._computing):
-            return
-        ready, self._computed = self._computed, []
-        for task in sorted(ready, key=lambda each: each.order.worker) if together else ready:
-            self._exchange(task, TaskPart.PUSH, then=self._pushed)
-
-    def _pushed(self, task: SimulatedTask) -> None:
-        order, now_s = task.order, self._stage.now_s
-        del self._tasks[order.worker]
-        name = {"worker": order.worker, "process": order.process, "round": order.round, "attempt": order.attempt}
-        protocol = self._coordinator.protocol
-        self._tell(
-            *(
-                ev.ShardReceived(at_s=now_s, shard=shard, server=server, **name)
-                for shard in range(protocol.shards)
-                for server in protocol.holders(shard)
-                if server in order.servers
-            )
-        )
-
-    def _drop_all(self) -> None:
-        for worker, task in self._tasks.items():
-            self._fates.breaks_off(worker)
-            task.drop(self._stage)
-        self._tasks.clear()
-        self._done_fraction.clear()
-        self._computing.clear()
-        self._computed.clear()
 
     # -- failures -------------------------------------------------------------------------------------------------
 
@@ -275,21 +203,12 @@ class ServerPlay:
         if process is None or process in self._dead:
             return
         self._dead.add(process)
-        self._fates.breaks_off(worker)
-        if (task := self._tasks.pop(worker, None)) is not None:
-            if task.part is TaskPart.COMPUTE:
-                share = (self._stage.now_s - task.began_s) / max(self._duration_s(task), 1e-300)
-                task.left *= 1.0 - min(1.0, share)
-            self._done_fraction[worker] = 1.0 - task.left
-            task.drop(self._stage)
-            if task in self._computed:
-                self._computed.remove(task)
-                self._computing.add(worker)
+        self._tasks.break_off(worker)
 
         def tell() -> None:
             kind = ev.ProcessLate if late else ev.ProcessDied
             self._tell(kind(at_s=self._stage.now_s, process=process))
-            self._push()
+            self._tasks.push()
 
         if detected_s > 0:
             self._stage.after(detected_s, tell)
@@ -298,17 +217,7 @@ class ServerPlay:
 
     def _lose_server(self, server: int) -> None:
         self._servers_up.discard(server)
-        for task in list(self._tasks.values()):
-            going = task.going.pop(server, None)
-            if going is None:
-                continue
-            self._stage.cancel(going)
-            # A pull starts again from another copy; a push that the other copies have is whole without this one.
-            if task.part is TaskPart.PULL:
-                task.drop(self._stage)
-                self._exchange(task, TaskPart.PULL, then=self._pulled)
-            elif not task.going:
-                self._pushed(task)
+        self._tasks.lose_server(server)
         self._later(self.setup.detection_s, lambda: ev.ServerDied(at_s=self._stage.now_s, server=server))
 
     def _cut(self, worker: int) -> None:
@@ -316,15 +225,9 @@ class ServerPlay:
         self.failures.append(
             SimulatedFailure(at_s=self._stage.now_s, kind="link", number=worker, round=self._coordinator.version)
         )
-        if (task := self._tasks.get(worker)) is not None and task.part is not TaskPart.COMPUTE:
-            self._fates.hold_back(worker, task.going.values())
+        self._tasks.cut(worker)
         if 0 < self.setup.detection_s < self.setup.link_repair_s:
             self._stage.after(self.setup.detection_s, lambda: self._lose_worker(worker, detected_s=0.0, late=True))
-
-    def _mend(self, worker: int) -> None:
-        if (task := self._tasks.get(worker)) is not None and task.part is not TaskPart.COMPUTE:
-            for going in task.going.values():
-                going.activity.resume()
 
     # -- machines that start --------------------------------------------------------------------------------------
 
