@@ -485,7 +485,7 @@ def test_bad_input() -> None:
         job([1.0], iterations=0)
     with pytest.raises(PlanError, match="3 true speeds are given for 2 processors"):
         job([1.0, 1.0], speeds=(1.0, 1.0, 1.0))
-    with pytest.raises(PlanError, match="of a layout or of tilings, one of them"):
+    with pytest.raises(PlanError, match="needs either a layout or tilings, and not both"):
         job([1.0], layout=None)
     with pytest.raises(PlanError, match="are not re-tiled"):
         job([1.0, 1.0], tilings=grid(1, 2).cut_blocks(NETTALK), retiler=Retiler())
