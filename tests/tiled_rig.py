@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import nn
 
+from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.tiled import TiledModel, tile, whole_state_dict
 from tatami.tiling import Layout
@@ -80,6 +81,7 @@ class Network:
     frozen: bool = False
     unused: bool = False
 
+    @one_at_a_time
     def build(self, dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(3)
         modules: list[nn.Module] = []

@@ -58,6 +58,9 @@ class _Quantity:
     examples: str
 
     def parse(self, value: object, *, largest: float) -> float:
+        return _parsed(self, value, largest) if isinstance(value, str) else self.parse_exactly(value, largest=largest)
+
+    def parse_exactly(self, value: object, *, largest: float) -> float:
         return float(self.at_most(largest, self.exact(value), seen=value))
 
     def at_most(self, largest: float, number: Fraction, *, seen: object) -> Fraction:
@@ -67,7 +70,7 @@ class _Quantity:
 
     def exact(self, value: object) -> Fraction:
         if isinstance(value, str):
-            number = _read(self, value)
+            number = self.read(value)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             if not -_LARGEST <= value <= _LARGEST:  # nan too: it compares false
                 raise InputError(f"must be a finite number, not {_shown(value)}")
@@ -111,9 +114,9 @@ class _Quantity:
 
 
 @functools.lru_cache(maxsize=1024)
-def _read(quantity: _Quantity, text: str) -> Fraction:
-    """A file of 60,000 links has few different texts."""
-    return quantity.read(text)
+def _parsed(quantity: _Quantity, text: str, largest: float) -> float:
+    """A file of 60,000 links has few different texts, and each is parsed once."""
+    return quantity.parse_exactly(text, largest=largest)
 
 
 def _prefixed(prefixes: Mapping[str, Fraction], *symbols: str, factor: Fraction = _SI[""]) -> dict[str, Fraction]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from drawing import one_at_a_time
 from tatami.cluster import Cluster
 from tatami.comm import AbstractCommunicator
 from tatami.comm.threads import run_threads
@@ -22,6 +23,7 @@ from tatami.testing.worlds import World
 SPEEDS = [1.0, 0.5, 0.25, 1.0]
 
 
+@one_at_a_time
 def network() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 2)).double()

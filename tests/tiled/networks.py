@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from drawing import one_at_a_time
 from tatami.tiled import register
 
 VOCABULARY = 11
@@ -439,6 +440,7 @@ CASES: dict[str, Case] = {
 }
 
 
+@one_at_a_time
 def build(case: Case) -> Any:
     """The network of a case in double precision."""
     torch.manual_seed(3)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.parallel import MultiNodeLoader
@@ -30,6 +31,7 @@ Plain = tuple[list[float], dict[str, torch.Tensor]]
 class TwoInputs(nn.Module):
     """Takes two named inputs; where it is given labels, it has its loss in its output, as networks of Hugging Face."""
 
+    @one_at_a_time
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -14,6 +14,7 @@ from networks import GPT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from drawing import one_at_a_time
 from tatami.checkpoints.sharing import share_out
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import run_threads
@@ -30,6 +31,7 @@ ADAM = partial(torch.optim.Adam, lr=0.02, eps=1e-6)
 """With the usual eps, the bias of keys, whose gradient cancels to rounding noise, would make steps of 1e-10 out of that."""
 
 
+@one_at_a_time
 def network() -> nn.Module:
     torch.manual_seed(0)
     first = [nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3), nn.BatchNorm1d(3)]

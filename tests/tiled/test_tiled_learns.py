@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.datasets import Dataset, load
 from tatami.testing.worlds import World
@@ -76,6 +77,7 @@ def test_digits_in_shuffled_batches_with_dropout_and_a_retiling(world: World) ->
     pytest.importorskip("sklearn", reason="digits come with scikit-learn")
     train, test = load("digits", targets="classes").split(test_fraction=0.25, seed=0)
 
+    @one_at_a_time
     def build() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Dropout(0.2), nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 10))

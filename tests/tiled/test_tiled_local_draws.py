@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError
 from tatami.testing.worlds import World
@@ -30,6 +31,7 @@ class Noisy(nn.Module):
         return self.head(output[:, -1]), dropped
 
 
+@one_at_a_time
 def network() -> nn.Module:
     torch.manual_seed(1)
     return Noisy()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.testing.worlds import World
 from tatami.tiled import TiledModel, move, whole_state_dict
@@ -24,6 +25,7 @@ def x_of(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+@one_at_a_time
 def mlp(seed: int = 1) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
@@ -86,6 +88,7 @@ def test_a_second_backward_through_the_same_graph_is_refused_as_ever(world: Worl
 class Outputs(nn.Module):
     """Two pairs of different units, outputs in a dict, one of them an input of the other."""
 
+    @one_at_a_time
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(2)
@@ -131,6 +134,7 @@ def test_parameters_that_share_a_gradient_tensor_are_each_summed_once(world: Wor
     """For one sample, `shift`, `again` and the pair's output have one gradient tensor: summing must not change it."""
 
     class Shifted(nn.Module):
+        @one_at_a_time
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(2)
@@ -219,6 +223,7 @@ def test_clipping_is_by_the_global_norm(world: World) -> None:
 
 
 def test_evaluation_in_the_middle_of_training_changes_nothing(world: World) -> None:
+    @one_at_a_time
     def build() -> nn.Module:
         torch.manual_seed(4)
         return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 3), nn.Dropout(0.1)).double()
@@ -267,6 +272,7 @@ def test_layers_shared_by_name_stay_shared(world: World) -> None:
     """One dropout under two names and one parameter under two names of one module."""
 
     class Shared(nn.Module):
+        @one_at_a_time
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(2)

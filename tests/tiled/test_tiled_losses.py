@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.testing.worlds import World
@@ -23,6 +24,7 @@ SAMPLES = 7
 SGD = functools.partial(torch.optim.SGD, lr=0.01)
 
 
+@one_at_a_time
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import ClosedError
 from tatami.testing.worlds import World
@@ -36,6 +37,7 @@ def count(comm: AbstractCommunicator, operation: str, into: list[Any]) -> None:
     setattr(comm, operation, noting)
 
 
+@one_at_a_time
 def two_pairs() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))

@@ -11,6 +11,7 @@ import torch
 from networks import CASES, build
 from torch import nn
 
+from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import CommError, ModelError, TrainingError
 from tatami.testing.worlds import World
@@ -22,6 +23,7 @@ NORM_TYPES = [1.0, 2.0, 3.5, math.inf, -math.inf, 0.0]
 Use = Callable[[Any], Any]
 
 
+@one_at_a_time
 def network() -> nn.Module:
     torch.manual_seed(1)
     layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from drawing import one_at_a_time
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import ClusterError, InputError, ModelError, PlanError
@@ -22,6 +23,7 @@ from tatami.tiled import TiledModel, move, tile
 from tiled_rig import simple_layout, some_layouts, tiled
 
 
+@one_at_a_time
 def mlp() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.wrapper import WrappedCommunicator
 from tatami.errors import CommError
@@ -44,6 +45,7 @@ class Machine:
             self.sleep(self.model.local_work / self.speed / 1e6)
 
 
+@one_at_a_time
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, UNITS), nn.Tanh(), nn.Linear(UNITS, 2)).double()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from drawing import one_at_a_time
 from tatami.comm.agreement import DEBUG_VARIABLE
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
@@ -25,6 +26,7 @@ SAMPLES = 40
 SGD = partial(torch.optim.SGD, lr=0.01)
 
 
+@one_at_a_time
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError, OutputExistsError
 from tatami.records import Records
@@ -25,6 +26,7 @@ SAMPLES = 23
 SGD = partial(torch.optim.SGD, lr=0.2, momentum=0.9)
 
 
+@one_at_a_time
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3), nn.LayerNorm(3), nn.Linear(3, 2)).double()

@@ -12,6 +12,7 @@ from networks import GPT, LowRank, low_rank_gpt
 from torch import nn
 from torch.amp import GradScaler
 
+from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError
 from tatami.retiling import Retiler
@@ -23,6 +24,7 @@ SAMPLES = 23
 SGD = partial(torch.optim.SGD, lr=0.2, momentum=0.9)
 
 
+@one_at_a_time
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3), nn.LayerNorm(3), nn.Linear(3, 2)).to(dtype)
@@ -198,6 +200,7 @@ def test_float16_by_the_trainer_uses_a_scaler(world: World) -> None:
 def test_tied_and_frozen_weights_from_the_first_batch(world: World, kind: str) -> None:
     """The Trainer is given the network, which it tiles with its first batch; a GPT, with Adam, in updates of two batches."""
 
+    @one_at_a_time
     def build() -> nn.Module:
         torch.manual_seed(3)
         return (GPT(layers=1) if kind == "tied" else low_rank_gpt()).double()

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from drawing import one_at_a_time
 from tatami.checkpoints import tensors
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import CheckpointError, NotFiniteError, OutputExistsError
@@ -31,6 +32,7 @@ class Network(nn.Module):
 
     counts: torch.Tensor
 
+    @one_at_a_time
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)

@@ -140,10 +140,11 @@ def simulate_server(job: SimulateServerJob) -> None:
     """Simulate training on parameter servers, and what the deaths of workers cost under each recovery."""
     from tatami.sim.server import simulate_server as simulated
 
-    losses = None if job.plot is None else job.plot.with_name(f"{job.plot.stem}-per-failure{job.plot.suffix}")
-    for path in (job.plot, losses):
-        if path is not None:
-            check_path(path, force=job.force)
+    losses = None
+    if job.plot is not None:
+        check_path(job.plot, force=job.force)
+        losses = job.plot.with_name(f"{job.plot.stem}-per-failure{job.plot.suffix}")
+        check_path(losses, force=job.force)
     swept = parse_sweep(job.sweep, known=_SWEPT)
     cases: list[tuple[str | None, ServerSetup]] = []
     for value in swept.values:

@@ -193,21 +193,26 @@ class PairTable:
         shape = (len(self._index), len(self._index))
         self._bandwidth_bytes_per_s = np.full(shape, cluster.network.bandwidth_bytes_per_s)
         self._latency_s = np.full(shape, cluster.network.latency_s)
-        for (one, other), link in cluster.links.items():
-            if one in self._index and other in self._index:
-                pair = [self._index[one], self._index[other]]
-                self._bandwidth_bytes_per_s[pair, pair[::-1]] = link.bandwidth_bytes_per_s
-                self._latency_s[pair, pair[::-1]] = link.latency_s
+        known = [
+            (self._index[one], self._index[other], link.bandwidth_bytes_per_s, link.latency_s)
+            for (one, other), link in cluster.links.items()
+            if one in self._index and other in self._index
+        ]
+        if known:
+            ones, others, bandwidths_bytes_per_s, latencies_s = (list(column) for column in zip(*known, strict=True))
+            for pair in ((ones, others), (others, ones)):
+                self._bandwidth_bytes_per_s[pair] = bandwidths_bytes_per_s
+                self._latency_s[pair] = latencies_s
         # A host's link to itself is no link between two hosts.
         np.fill_diagonal(self._bandwidth_bytes_per_s, np.inf)
         np.fill_diagonal(self._latency_s, -np.inf)
 
     def between(self, hosts: Iterable[str]) -> Link | None:
         """The least bandwidth and the greatest latency between any two of `hosts`, as one link; None for one host."""
-        at = [self._index[host] for host in hosts]
+        at = np.array([self._index[host] for host in hosts])
         if len(at) < 2:
             return None
-        pairs = np.ix_(at, at)
+        pairs = at[:, np.newaxis], at
         return Link(
             bandwidth_bytes_per_s=float(self._bandwidth_bytes_per_s[pairs].min()), latency_s=float(self._latency_s[pairs].max())
         )

@@ -1,0 +1,23 @@
+"""Ranks that are threads share torch's random state: what seeds it and draws from it is done by one of them at a time."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_LOCK = threading.RLock()
+
+
+def one_at_a_time(draw: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """A function that seeds torch's random state first, and is called by several ranks."""
+
+    @functools.wraps(draw)
+    def alone(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
+        with _LOCK:
+            return draw(*arguments, **options)
+
+    return alone
