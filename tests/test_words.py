@@ -13,7 +13,11 @@ FORBIDDEN = {
     r"can not": "cannot",
     r"(?:what|that) cannot be(?=[.,;:])": "invalid ...",
     r"(?<!there )(?:is|are) no (?:\w+ )?(?:tensor|file|folder|number|module|event|name|names|TOML|text)": "is not a ...",
-    r"aforesaid|thereof|whereby|hence|whence|thence|nought": "a word of today",
+    r"aforesaid|thereof|whereby|hence|whence|thence|nought|lest|likewise|farewell": "a word of today",
+    r"for ever": "forever",
+    r"choose of": "choose one of",
+    r"what came of": "the result of",
+    r"is none of puts|slip of the pen|taken in kindly|or the like": "say what is meant",
 }
 """As whole words. A picture of mats is for the name, the page of the concept and the logo."""
 MATS_ARE_FOR = {"README.md", "docs/concepts.md"}

@@ -98,7 +98,7 @@ def replacing(path: Path | str, *, force: bool = False) -> Iterator[Path]:
     Raises:
         OutputExistsError: `path` exists and `force` was not given; also where it came to be in the meantime.
         InputError: `path` is not a regular file.
-        OSError: the disk is full, or the like; what was there before is untouched.
+        OSError: the file cannot be written, for example because the disk is full; what was there before is untouched.
     """
     path = Path(path)
     _refuse(path, force=force)

@@ -22,7 +22,7 @@ LARGEST_SIZE_BYTES = 2**63 - 1
 LARGEST_BANDWIDTH_BYTES_PER_S = 1e18
 LARGEST_DURATION_S = 1e12
 LARGEST_SPEED = 1e24
-"""More is a slip of the pen, and sums and products of it would no longer be numbers."""
+"""A larger value is a typing error, and sums and products of it would overflow."""
 _LARGEST = sys.float_info.max
 _LONGEST_TEXT = 100
 _SI = {

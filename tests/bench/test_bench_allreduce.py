@@ -72,7 +72,7 @@ def test_where_put_and_all_gather_cross() -> None:
 def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(InputError, match="at least 4 bytes, one float32; not 3"):
         AllReduceBenchmark(sizes_bytes=(3,)).check()
-    with pytest.raises(InputError, match="no all-reduce 'best'; choose of: auto, mpi, gloo, native"):
+    with pytest.raises(InputError, match="no all-reduce 'best'; choose one of: auto, mpi, gloo, native"):
         AllReduceBenchmark(algorithms=("best",)).check()
     with pytest.raises(InputError, match="at least 2"):
         run_threads(lambda comm: list(bench_put(QUICK, comm)), size=1)

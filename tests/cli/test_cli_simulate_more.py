@@ -76,7 +76,7 @@ def test_planners_side_by_side_and_swept() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([*ALLREDUCE, "--algorithms", "tree"], "no all-reduce 'tree'; choose of: native, ring"),
+        ([*ALLREDUCE, "--algorithms", "tree"], "no all-reduce 'tree'; choose one of: native, ring"),
         ([*ALLREDUCE, "--algorithms", "torus", "--grids", "3x3"], "what fits: 1x8, 2x4, 4x2, 8x1"),
         ([*ALLREDUCE, "--algorithms", "torus", "--grids", "big"], "--grids is all, or MxN"),
         ([*ALLREDUCE, "--sweep", "colour=1,2"], "no 'colour' to be swept; there are: latency, message, native"),

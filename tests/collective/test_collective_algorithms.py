@@ -202,9 +202,9 @@ def test_a_fixed_order_is_given_or_refused() -> None:
 
 
 def test_an_unknown_name_lists_the_choices() -> None:
-    with pytest.raises(ScheduleError, match=r"there is no all-reduce 'rnig'; choose of: native, ring, .*hierarchical"):
+    with pytest.raises(ScheduleError, match=r"there is no all-reduce 'rnig'; choose one of: native, ring, .*hierarchical"):
         build("rnig", ranks=2, size=4)
-    with pytest.raises(ScheduleError, match="no all-reduce for across 'star'; choose of"):
+    with pytest.raises(ScheduleError, match="no all-reduce for across 'star'; choose one of"):
         build("ring", ranks=2, size=4, across="star")
 
 
@@ -230,7 +230,7 @@ def test_what_cannot_be_built_is_refused() -> None:
         build("ring", ranks=2, size=4, hosts=["a"] * 3)
     with pytest.raises(ScheduleError, match="2 hosts are named for 3 ranks"):
         hierarchical(3, 4, hosts=["a", "b"])
-    with pytest.raises(ScheduleError, match="sync='barrier' does not synchronise; choose of 'fence', 'pscw', 'lock'"):
+    with pytest.raises(ScheduleError, match="sync='barrier' does not synchronise; choose one of 'fence', 'pscw', 'lock'"):
         build("torus_put", ranks=4, size=4, sync=Sync.BARRIER)
 
 

@@ -147,9 +147,9 @@ def test_a_grid_that_does_not_fit_is_refused(world: World) -> None:
 @pytest.mark.ranks(2)
 def test_what_cannot_be_is_refused(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
-        with pytest.raises(InputError, match="no all-reduce 'fastest'; choose of: auto, native"):
+        with pytest.raises(InputError, match="no all-reduce 'fastest'; choose one of: auto, native"):
             AllReduce(comm, AllReduceSpec(size=10, algorithm="fastest"))
-        with pytest.raises(InputError, match="no reduction 'product'; choose of 'sum', 'mean', 'max', 'min'"):
+        with pytest.raises(InputError, match="no reduction 'product'; choose one of 'sum', 'mean', 'max', 'min'"):
             AllReduce(comm, AllReduceSpec(size=10, op="product"))  # type: ignore[arg-type]
         with pytest.raises(InputError, match="no sync 'wait'"):
             tuned_allreduce(torch.ones(3), comm, sync="wait")

@@ -1,4 +1,4 @@
-"""Real jobs: they end well, and when a rank fails they end and say which, though the other ranks would wait for ever."""
+"""Real jobs: they end well, and when a rank fails they end and say which, though the other ranks would wait forever."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_what_a_window_refuses(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         with pytest.raises(InputError, match="0 or more elements, not -1"):
             comm.window(-1, torch.float32)
-        with pytest.raises(InputError, match="'barrier' does not synchronise puts; choose of 'fence', 'pscw', 'lock'"):
+        with pytest.raises(InputError, match="'barrier' does not synchronise puts; choose one of 'fence', 'pscw', 'lock'"):
             comm.window(4, torch.float32, sync=Sync.BARRIER)
         window = comm.window(4, torch.float32, sync=Sync.PSCW)
         with pytest.raises(InputError, match=r"fence\(\) synchronises windows made with sync='fence'; .* sync='pscw'"):

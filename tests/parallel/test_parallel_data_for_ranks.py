@@ -229,7 +229,7 @@ def test_samplers_that_differ_are_told_apart(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         with pytest.raises(InputError, match=r"rank 0 has data_source of length 5, rank 1 has data_source of length 6"):
             SynchronizedSampler(range(5 + comm.rank), comm)
-        with pytest.raises(InputError, match="no share 'some'; choose of all, equal, exact"):
+        with pytest.raises(InputError, match="no share 'some'; choose one of all, equal, exact"):
             SynchronizedSampler(range(5), comm, share="some")  # type: ignore[arg-type]
 
     world(body)

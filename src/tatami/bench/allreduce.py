@@ -51,14 +51,14 @@ class AllReduceBenchmark:
     def check(self) -> None:
         """
         Raises:
-            InputError: a size below one element, or a name that is none.
+            InputError: a size below one element, or an unknown name.
         """
         for size_bytes in self.sizes_bytes:
             if size_bytes < ELEMENT_BYTES:
                 raise InputError(f"a message has at least {ELEMENT_BYTES} bytes, one float32; not {size_bytes}")
         for name in self.algorithms:
             if name not in (AUTO, *RIVALS) and split_name(name)[0] not in ALGORITHMS:
-                raise InputError(f"there is no all-reduce {name!r}; choose of: {AUTO}, {', '.join((*RIVALS, *ALGORITHMS))}")
+                raise InputError(f"there is no all-reduce {name!r}; choose one of: {AUTO}, {', '.join((*RIVALS, *ALGORITHMS))}")
 
 
 def bench_allreduce(benchmark: AllReduceBenchmark, comm: AbstractCommunicator) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ class Weight(nn.Module):
 
     Args:
         elements: of float32.
-        task_s: that a forward pass sleeps, in the place of work.
+        task_s: that a forward pass sleeps, in place of work.
     """
 
     def __init__(self, elements: int, *, task_s: float = 0.0) -> None:

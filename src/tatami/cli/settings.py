@@ -27,7 +27,7 @@ def takes(kind: type[Settings]) -> Callable[[Callable[[Settings], None]], Callab
             run(kind(**values))
 
         functools.update_wrapper(command, run, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
-        del command.__wrapped__  # type: ignore[attr-defined] # whose signature would be read in the place of this one
+        del command.__wrapped__  # type: ignore[attr-defined] # whose signature would be read in place of this one
         command.__annotations__ = {name: hints[name] for name in options}
         command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [

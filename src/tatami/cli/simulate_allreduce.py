@@ -86,7 +86,7 @@ def simulate_allreduce(job: SimulateAllReduceJob) -> None:
     )
     names = [name.strip() for name in job.algorithms.split(",")]
     if unknown := [name for name in names if name not in ALGORITHMS]:
-        raise InputError(f"there is no all-reduce {unknown[0]!r}; choose of: {', '.join(ALGORITHMS)}")
+        raise InputError(f"there is no all-reduce {unknown[0]!r}; choose one of: {', '.join(ALGORITHMS)}")
     cases: list[tuple[str | None, AbstractPlatform, Case]] = []
     for value in swept.values:
         swept_to = {} if value is None else {swept.name: swept.read(_SWEPT[swept.name], value)}

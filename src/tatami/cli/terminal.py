@@ -85,7 +85,7 @@ def _show_warning(
 
 
 def _show_table(console: Console, table: Table) -> None:
-    """As rich where it fits, else as plain text: a table that is cut is none."""
+    """As rich where it fits, else as plain text: a table that is cut cannot be read."""
     rich_table = table.to_rich()
     rich_table.show_edge = False
     if console.measure(rich_table, options=console.options.update(max_width=1000)).maximum <= console.width:

@@ -30,8 +30,8 @@ def accumulate_halves(*, sync: Sync = Sync.PSCW, fixed_order: bool = False) -> H
     """Reduce-scatter by accumulate, all-gather by put.
 
     Raises:
-        ScheduleError: a synchronisation that is none of puts, or LOCK with a fixed order: under locks a fast rank's accumulate
-            may come before a slow one's of an earlier round.
+        ScheduleError: a synchronisation that cannot order puts, or LOCK with a fixed order: under locks a fast rank's
+            accumulate may come before a slow one's of an earlier round.
     """
     check_one_sided(sync, algorithm="accumulate")
     if fixed_order and sync is Sync.LOCK:
@@ -58,5 +58,5 @@ def check_one_sided(sync: Sync, *, algorithm: str) -> None:
     if not sync.one_sided:
         choices = ", ".join(repr(kind.value) for kind in Sync if kind.one_sided)
         raise ScheduleError(
-            f"{algorithm} puts into windows, which sync={sync.value!r} does not synchronise; choose of {choices}"
+            f"{algorithm} puts into windows, which sync={sync.value!r} does not synchronise; choose one of {choices}"
         )

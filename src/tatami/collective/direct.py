@@ -1,4 +1,4 @@
-"""Everyone to everyone, directly: an all-reduce of messages, and the patterns of one-sided reduce-scatters and shared windows.
+"""Every rank to every other: an all-reduce of messages, and the patterns of one-sided reduce-scatters and shared windows.
 
 No partial sum travels: each rank's own elements go straight to the rank that completes them. It moves (k-1)/k of the vector, as
 every reduce-scatter, in k - 1 transfers for each rank that need no partner in between. So a slow rank does not hold up another
@@ -16,7 +16,7 @@ from tatami.collective.schedule import Phase, Schedule, check_problem
 from tatami.collective.step import RankGroup, Role, Step, Via
 
 WHOLE_BYTES = 16 * 1024
-"""Up to so much to send, everyone sends the whole vector to everyone, in one phase: a message costs more than its bytes."""
+"""Up to this size every rank sends its whole vector to all others, in one phase: a message costs more than its bytes."""
 DIRECT_ORDER = "in the order of the ranks"
 
 
@@ -76,7 +76,7 @@ class DirectAllGather(AbstractPattern):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedAllReduce(AbstractPattern):
-    """Member i adds everyone's part i into its own vector, then stores it into everyone's: one round, two barriers.
+    """Member i adds part i of all members into its own vector, then stores it into theirs: one round, two barriers.
 
     No other rank touches part i of any vector, so ranks need not wait between the sum and the stores.
     """
@@ -101,7 +101,7 @@ class SharedAllReduce(AbstractPattern):
 
 @dataclass(frozen=True, kw_only=True)
 class WholeExchange(AbstractPattern):
-    """Everyone sends all it has to everyone, and adds what comes."""
+    """Every member sends all it has to all others, and adds what comes."""
 
     role = Role.ALL_REDUCE
     title = "all-reduce by whole messages"
@@ -122,7 +122,7 @@ def sends_whole(ranks: int, size: float, *, element_bytes: int) -> bool:
 
 
 def direct(ranks: int, size: int, *, element_bytes: int = 4, decided_by: int | None = None) -> Schedule:
-    """Straight from everyone to everyone, in one phase (`sends_whole`) or two. Order of the sum: by rank, fixed.
+    """Straight from every rank to every other, in one phase (`sends_whole`) or two. Order of the sum: by rank, fixed.
 
     Args:
         ranks: P.

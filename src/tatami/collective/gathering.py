@@ -34,7 +34,7 @@ def gather_schedule(way: str, *, ranks: int, size: int) -> Schedule:
         InputError: an unknown way, or fewer than 2 ranks.
     """
     if way not in _WAYS:
-        raise InputError(f"there is no way {way!r} to gather; choose of: {', '.join(_WAYS)}")
+        raise InputError(f"there is no way {way!r} to gather; choose one of: {', '.join(_WAYS)}")
     if ranks < 2:
         raise InputError(f"put and all-gather are between ranks: at least 2, not {ranks}")
     what, sync = _WAYS[way]

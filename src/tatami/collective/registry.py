@@ -98,7 +98,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="direct",
-            summary="everyone to everyone, in one round or two",
+            summary="every rank to every other, in one round or two",
             build=lambda p: direct(p.ranks, p.size, element_bytes=p.element_bytes, decided_by=p.decided_by),
         ),
         Algorithm(
@@ -188,5 +188,5 @@ def _across(algorithm: str, problem: Problem, ranks: int, size: int) -> Schedule
 
 def _entry(name: str, *, what: str) -> Algorithm:
     if name not in ALGORITHMS:
-        raise ScheduleError(f"there is no {what} {name!r}; choose of: {', '.join(ALGORITHMS)}")
+        raise ScheduleError(f"there is no {what} {name!r}; choose one of: {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name]

@@ -1,6 +1,6 @@
 """The shared window: ranks of one host reduce straight from their neighbours' memory.
 
-Nothing is sent. Rank i reads part i of everyone's vector, sums, and stores the result into everyone's: two barriers and one
+Nothing is sent. Rank i reads part i of all ranks' vectors, sums, and stores the result into all of them: two barriers and one
 pass over memory, the limit of what one-sided communication can be inside a host.
 """
 

@@ -34,7 +34,7 @@ def torus_put(
         scatter: whose reduce-scatter the rows use; its gather is not.
 
     Raises:
-        ScheduleError: M x N is not P, or `sync` is none of puts.
+        ScheduleError: M x N is not P, or `sync` cannot order puts.
     """
     check_one_sided(sync, algorithm="torus_put")
     halves = replace(scatter, gather=Doubling(via=Via.PUT), gather_sync=sync)

@@ -83,7 +83,7 @@ class AllReduceSpec:
         if self.wire is not None and (self.wire not in FLOAT_DTYPES) != (self.dtype not in FLOAT_DTYPES):
             raise InputError(f"all-reduce: {_name(self.dtype)} cannot travel as {_name(self.wire)}")
         if self.algorithm != AUTO and self.algorithm not in ALGORITHMS:
-            raise InputError(f"there is no all-reduce {self.algorithm!r}; choose of: {AUTO}, {', '.join(ALGORITHMS)}")
+            raise InputError(f"there is no all-reduce {self.algorithm!r}; choose one of: {AUTO}, {', '.join(ALGORITHMS)}")
 
 
 class AllReduce:
@@ -263,7 +263,7 @@ def _one_of(kind: type[Choice], value: Choice | str) -> Choice:
         return kind(value)
     except ValueError as error:
         choices = ", ".join(repr(each.value) for each in kind)
-        raise InputError(f"all-reduce: there is no {kind.__name__.lower()} {value!r}; choose of {choices}") from error
+        raise InputError(f"all-reduce: there is no {kind.__name__.lower()} {value!r}; choose one of {choices}") from error
 
 
 def _name(dtype: torch.dtype) -> str:

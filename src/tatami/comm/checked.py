@@ -316,7 +316,7 @@ class CheckedCommunicator(ObjectMessages):
     def _check_other(self, operation: str, peer: int) -> None:
         if peer == self.rank:
             raise InputError(
-                f"{operation}: rank {peer} would wait for itself for ever; copy the tensor, or use isend with irecv"
+                f"{operation}: rank {peer} would wait for itself forever; copy the tensor, or use isend with irecv"
             )
 
     def _check_tensor(self, operation: str, tensor: torch.Tensor) -> None:

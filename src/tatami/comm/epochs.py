@@ -36,7 +36,7 @@ class AbstractEpochs(ABC):
 
 
 class FenceEpochs(AbstractEpochs):
-    """Everyone of the window meets before the first round and after each."""
+    """All ranks of the window meet before the first round and after each."""
 
     def enter(self) -> None:
         self.window.fence()

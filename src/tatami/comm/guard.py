@@ -2,7 +2,7 @@
 
 MPI's launchers kill all ranks as soon as one has died, and cannot tell afterwards which was the first. So `tatami run` puts
 this small parent above each rank: it outlives the rank just long enough to say so. It also ends by a signal when the rank ended
-with an exit code, because before MPI is up MPICH's launcher lets the other ranks wait for ever otherwise.
+with an exit code, because before MPI is up MPICH's launcher lets the other ranks wait forever otherwise.
 
 (Ranks of MPICH on this machine alone need no guard: `tatami.comm.local` watches them itself.)
 

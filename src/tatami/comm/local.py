@@ -138,7 +138,7 @@ class LocalJob:
             self._check_start()
 
     def _check_start(self) -> None:
-        """MPI begins on all ranks or on none: those that have begun it wait for one that has ended without, for ever."""
+        """MPI begins on all ranks or on none: those that have begun it wait for one that has ended without, forever."""
         if self._absent and self._server.joined:
             waiting = format_ranks(sorted(self._server.joined))
             self._fail(

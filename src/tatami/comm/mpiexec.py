@@ -132,7 +132,7 @@ def show(data: bytes) -> None:
 
 
 def show_error(data: bytes) -> None:
-    """Onto standard error, likewise."""
+    """The same for standard error."""
     _write(sys.stderr, data)
 
 

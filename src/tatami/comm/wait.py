@@ -1,4 +1,4 @@
-"""The one way to wait for another rank: spin briefly, then sleep in growing steps, and never for ever.
+"""The one way to wait for another rank: spin briefly, then sleep in growing steps, and never forever.
 
 Where every rank has a core of its own, polling answers in microseconds (2 ranks: a barrier in 2 us) and costs no other rank
 anything: a wait polls for `spin_s`, yielding the core between polls. Where ranks outnumber cores, a rank that polls keeps its

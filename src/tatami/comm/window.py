@@ -4,7 +4,7 @@ Two kinds, both holding torch tensors where MPI or the host's memory has them, s
 
 * `AbstractWindow` (`communicator.window(...)`): remote memory access across any ranks, for one kind of synchronisation:
 
-      Sync.FENCE   fence(); put(...); fence()                                     everyone meets
+      Sync.FENCE   fence(); put(...); fence()                                     all ranks meet
       Sync.PSCW    post(sources); start(targets); put(...); complete(); wait()    only the peers of this epoch
       Sync.LOCK    put(...); flush(target)                                        tell the target by a message of your own
 
@@ -69,7 +69,7 @@ class AbstractWindow(ABC):
 
     @abstractmethod
     def fence(self) -> None:
-        """Everyone meets; what was put before is there after."""
+        """All ranks meet; what was put before is there afterwards."""
 
     @abstractmethod
     def post(self, sources: Sequence[int]) -> None:
@@ -143,13 +143,13 @@ def check_window(size: int, sync: Sync) -> None:
     """Refuse what no window can be.
 
     Raises:
-        InputError: a negative size, or a synchronisation that is none of puts.
+        InputError: a negative size, or a synchronisation that cannot order puts.
     """
     if size < 0:
         raise InputError(f"a window holds 0 or more elements, not {size}")
     if not sync.one_sided:
         choices = ", ".join(repr(kind.value) for kind in Sync if kind.one_sided)
-        raise InputError(f"sync={sync.value!r} does not synchronise puts; choose of {choices}")
+        raise InputError(f"sync={sync.value!r} does not synchronise puts; choose one of {choices}")
 
 
 def check_access(tensor: torch.Tensor, window: torch.Tensor, *, peer: int, ranks: int, start: int, what: str) -> None:

@@ -76,7 +76,7 @@ def drawn(samples: int, *, total: int, seed: int, name: str) -> np.ndarray[tuple
     """The indices of `samples` of `total`, none twice: the head of the permutation that belongs to `seed`.
 
     Raises:
-        InputError: there are not that many, or `seed` is none.
+        InputError: there are not that many, or an invalid `seed`.
     """
     check_seed(seed)
     if not 0 < samples <= total:

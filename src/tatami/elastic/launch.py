@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticResult:
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
         values: what the function returned, by the name of the member; of those that were there at the end.

@@ -104,7 +104,7 @@ class Judge:
         Args:
             conditions: of Ray's processes, by id.
             waits_for_s: how long this process has been in one call of Ray.
-            waits_in: what it is at.
+            waits_in: the function that it waits in.
             now_s: on a clock that stands still while this is not called.
         """
         for process in self._processes:

@@ -20,7 +20,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """`enter.py --launch DIR [OPTIONS] HOST WORDS...`: what Hydra calls in the place of ssh, its words meant for a shell.
+    """`enter.py --launch DIR [OPTIONS] HOST WORDS...`: what Hydra calls in place of ssh, its words meant for a shell.
 
     `enter.py --rank DIR COMMAND...`: a rank, on its host already, joins the groups of its processor.
     `enter.py HOST-FILE GROUP COMMAND...`: any other process.

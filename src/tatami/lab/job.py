@@ -49,7 +49,7 @@ class LabJob:
 
     Args:
         process: mpiexec.
-        is_deserted: whether hosts are lost, and on no other one is a process of this job left: mpiexec would wait for ever.
+        is_deserted: whether hosts are lost, and on no other one is a process of this job left: mpiexec would wait forever.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], *, is_deserted: Callable[[], bool]) -> None:
@@ -126,7 +126,7 @@ def spawn_on(
 
 
 def write_launch_script(folder: Path) -> None:
-    """What mpiexec calls in the place of ssh. A script, for it takes the name of one program without arguments."""
+    """What mpiexec calls in place of ssh. A script, for it takes the name of one program without arguments."""
     script = folder / LAUNCH_SCRIPT
     words = [sys.executable, "-I", "-S", str(ENTER), "--launch", str(folder)]
     script.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")

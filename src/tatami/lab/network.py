@@ -34,7 +34,7 @@ class ShapedDevice:
         namespace: where the device is.
         device: its name.
         match: `dst` at a host's end, `src` at the port's.
-        network: the link to everyone else.
+        network: the link to all others.
         exceptions: the other links, by the host's index.
     """
 

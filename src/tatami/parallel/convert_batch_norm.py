@@ -16,7 +16,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def create_mnbn_model(model: Module, comm: AbstractCommunicator) -> Module:
-    """A copy of `model` with a `MultiNodeBatchNorm` in the place of each nn.BatchNorm1d, 2d, 3d and nn.SyncBatchNorm.
+    """A copy of `model` with a `MultiNodeBatchNorm` in place of each nn.BatchNorm1d, 2d, 3d and nn.SyncBatchNorm.
 
     Everything else is a deep copy: values, settings, hooks, and what was shared in `model` is shared in the copy.
 

@@ -63,7 +63,7 @@ class SynchronizedSampler(Sampler[int]):
                 not one for each rank; a rank too slow for a sample of each batch.
         """
         if share not in get_args(Share):
-            raise InputError(f"there is no share {share!r}; choose of {', '.join(get_args(Share))}")
+            raise InputError(f"there is no share {share!r}; choose one of {', '.join(get_args(Share))}")
         facts: dict[str, Any] = {"data_source of length": len(data_source), "share": share, "shuffle": shuffle}
         self._speed_shares = _speed_shares(speeds, global_batch, share, comm)
         if self._speed_shares is not None:

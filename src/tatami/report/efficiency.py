@@ -58,7 +58,7 @@ class EfficiencyRound:
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What came of all rounds.
+    """The result of all rounds.
 
     Attributes:
         gamma: the median.

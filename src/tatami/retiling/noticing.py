@@ -259,7 +259,7 @@ _ROOT_HALF = 0.7071067811865476
 
 
 def log(values: Vector) -> Vector:
-    """The natural logarithm to 1e-9, with the same bits on every machine, which a library's own has not."""
+    """The natural logarithm to 1e-9, with the same bits on every machine, unlike that of a library."""
     mantissa, exponent = np.frexp(values)
     low = mantissa < _ROOT_HALF
     mantissa = np.where(low, 2.0 * mantissa, mantissa)

@@ -9,7 +9,7 @@ Times are means over the last L iterations; an ability is the slope of the line 
 
 t1 contains the wait for the slowest of the column, which makes the members of a column look alike, and no cut inside a column
 removes an imbalance between columns. So this rule may do too little (a rank 1.5 times too slow in its column may give a ratio
-of 0.8) or too much (re-map columns at every check, for ever, with nothing gained). `tatami.retiling.settling` does neither.
+of 0.8) or too much (re-map columns at every check, forever, with nothing gained). `tatami.retiling.settling` does neither.
 """
 
 from __future__ import annotations

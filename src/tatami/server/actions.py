@@ -53,7 +53,7 @@ class StartSpare:
 
 @dataclass(frozen=True, kw_only=True)
 class StartServer:
-    """Start a server in the place of one that is gone; a `ServerReady` or a `ServerDied` must follow."""
+    """Start a server in place of one that is gone; a `ServerReady` or a `ServerDied` must follow."""
 
     server: int
 

@@ -56,7 +56,7 @@ def write(directory: Path, snapshots: Sequence[Mapping[str, Vector]], *, saved: 
     """Write a checkpoint in one step, and remove all but the newest two.
 
     Raises:
-        OSError: the disk is full, or the like; the checkpoints before are untouched.
+        OSError: a file cannot be written, for example because the disk is full; the checkpoints before are untouched.
     """
     final = _folder(directory, saved.version)
     for part in directory.glob(".part-*"):  # of a driver that died while writing; a directory is of one run

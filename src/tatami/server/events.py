@@ -155,6 +155,6 @@ class ServerLate(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerReady(Event):
-    """A server that was started in the place of a dead one is up, and holds nothing yet."""
+    """A server that was started in place of a dead one is up, and holds nothing yet."""
 
     server: int

@@ -32,7 +32,7 @@ class AbstractBatches(ABC):
 
     Attributes:
         num_samples: of an epoch; None where that is not known before its end.
-        num_batches: likewise.
+        num_batches: the same.
         batch_size: of the global batch, the last one of an epoch apart; None where it is not known before the first.
     """
 

@@ -32,7 +32,7 @@ class ModelCheckpoint:
     Attributes:
         dirpath: of this rank; shared between ranks or not.
         every_n_train_steps: updates from one checkpoint to the next.
-        every_n_epochs: likewise; where no other interval is given, every epoch. What ends `fit` is saved in any case.
+        every_n_epochs: the same in epochs; where no interval is given, every epoch. What ends `fit` is saved in any case.
         train_time_interval: "10 min", seconds, or a `timedelta`, by the clock of rank 0.
         keep: how many are kept.
         copies: on how many other ranks' disks each shard is kept beside its own, where disks are not shared.

@@ -1,4 +1,4 @@
-"""Layers that look at the whole batch, in the place of the plain model's: dropout and batch normalization."""
+"""Layers that look at the whole batch, in place of the plain model's: dropout and batch normalization."""
 
 from __future__ import annotations
 

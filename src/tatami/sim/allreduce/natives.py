@@ -87,7 +87,7 @@ def find_native(name: str) -> NativeRule:
         InputError: there is none; lists those there are.
     """
     if name not in NATIVES:
-        raise InputError(f"there is no rule {name!r} for native collectives; choose of: {', '.join(NATIVES)}")
+        raise InputError(f"there is no rule {name!r} for native collectives; choose one of: {', '.join(NATIVES)}")
     return NATIVES[name]
 
 

@@ -68,7 +68,7 @@ class Tree(AbstractPlatform):
     """Groups on one backbone.
 
     A path goes from a machine through its link, the backbones and links above it, the backbone where both sides meet, and down
-    the other side likewise. Hosts are named by their place, as "cluster3/node7".
+    the other side in the same way. Hosts are named by their place, as "cluster3/node7".
     """
 
     name: str

@@ -59,7 +59,7 @@ class ServerSetup:
             ("computing", as in the paper), or always ("anytime").
         deaths: of workers, at given times: (seconds after the start, worker).
         mtbf_s: mean time to a worker's death; None for never.
-        server_mtbf_s, link_mtbf_s: likewise of a server, and of a worker's own link.
+        server_mtbf_s, link_mtbf_s: the same for a server, and for a worker's own link.
         link_repair_s: until a broken link is back.
         detection_s: between a death and the coordinator's learning of it.
         spawn_s: to start a machine.
