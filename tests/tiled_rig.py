@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from drawing import one_at_a_time
+from tatami.comm import Recording
 from tatami.comm.base import AbstractCommunicator
 from tatami.tiled import TiledModel, tile, whole_state_dict
 from tatami.tiling import Layout
@@ -195,8 +197,38 @@ def simple_layout(*columns: Sequence[int], widths: Sequence[float] | None = None
     )
 
 
+class Placed(Recording):
+    """Notes what is sent, between ranks that think they are on these hosts; each part notes its own."""
+
+    def __init__(self, inner: AbstractCommunicator, *, hosts: tuple[str, ...]) -> None:
+        super().__init__(inner)
+        self._placed = hosts
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return self._placed
+
+    def split(self, color: int | None, *, key: int = 0) -> Self | None:
+        part = self.inner.split(color, key=key)
+        if part is None:
+            return None
+        return type(self)(part, hosts=tuple(part.allgather_object(self._placed[self.rank])))
+
+
+def hosts_of(size: int, kind: str) -> tuple[str, ...]:
+    return {"one": ("h",) * size, "apart": tuple(f"h{i}" for i in range(size)), "two": tuple(f"h{i % 2}" for i in range(size))}[
+        kind
+    ]
+
+
 def tiled(
-    model: nn.Module, comm: AbstractCommunicator, *, layout: Layout, batch_size: int, reduction: str | None = "mean"
+    model: nn.Module,
+    comm: AbstractCommunicator,
+    *,
+    layout: Layout,
+    batch_size: int,
+    reduction: str | None = "mean",
+    wire: str | None = None,
 ) -> TiledModel:
     """`tatami.tile` as the tests call it."""
     assert reduction in ("mean", "sum", None)
@@ -207,6 +239,7 @@ def tiled(
         speeds="equal",
         layout=layout,
         reduction="mean" if reduction == "mean" else "sum" if reduction == "sum" else None,
+        wire=wire,
     )
 
 

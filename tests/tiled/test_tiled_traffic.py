@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -21,30 +19,12 @@ from tatami.sim.tiling.floor import Floor
 from tatami.testing.worlds import World
 from tatami.tiled import TiledModel, move, tile
 from tatami.tiling import Layout, SumKind
-from tiled_rig import Network, layouts, networks, some_layouts, tiled
+from tiled_rig import Network, Placed, hosts_of, layouts, networks, some_layouts, tiled
 
 pytestmark = pytest.mark.mpi
 
 Sent = tuple[str, int | None, int]
 """An operation, to whom, and its bytes."""
-
-
-class Placed(Recording):
-    """Notes what is sent, between ranks that think they are on these hosts; each part notes its own."""
-
-    def __init__(self, inner: AbstractCommunicator, *, hosts: tuple[str, ...]) -> None:
-        super().__init__(inner)
-        self._placed = hosts
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        return self._placed
-
-    def split(self, color: int | None, *, key: int = 0) -> Self | None:
-        part = self.inner.split(color, key=key)
-        if part is None:
-            return None
-        return type(self)(part, hosts=tuple(part.allgather_object(self._placed[self.rank])))
 
 
 def noted(calls: list[Call]) -> list[Sent]:
@@ -97,19 +77,20 @@ def check_step(model: TiledModel, x: torch.Tensor, *, cluster: Cluster) -> None:
             assert ready.schedule == ready.planned.schedule, "the simulator replays the very schedule"
 
 
-def hosts_of(size: int, kind: str) -> tuple[str, ...]:
-    return {"one": ("h",) * size, "apart": tuple(f"h{i}" for i in range(size)), "two": tuple(f"h{i % 2}" for i in range(size))}[
-        kind
-    ]
-
-
 def cluster_of(hosts: tuple[str, ...]) -> Cluster:
     return Cluster(processors=tuple(Processor(name=f"p{rank}", speed=1.0, host=host) for rank, host in enumerate(hosts)))
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(network=networks(), data=st.data(), kind=st.sampled_from(["one", "apart", "two"]))
-def test_a_step_sends_what_is_described(world: World, network: Network, data: st.DataObject, kind: str) -> None:
+@given(
+    network=networks(),
+    data=st.data(),
+    kind=st.sampled_from(["one", "apart", "two"]),
+    wire=st.sampled_from([None, "bfloat16", "float16"]),
+)
+def test_a_step_sends_what_is_described(
+    world: World, network: Network, data: st.DataObject, kind: str, wire: str | None
+) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     # All parameters take part: those without a gradient travel as zeros, but their blocks' inputs need no sum.
     network = Network(sizes=network.sizes, biases=network.biases, activations=network.activations, frozen=network.frozen)
@@ -119,7 +100,7 @@ def test_a_step_sends_what_is_described(world: World, network: Network, data: st
     hosts = hosts_of(world.size, kind)
 
     def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, Placed(comm, hosts=hosts), layout=one, batch_size=samples)
+        model = tiled(built, Placed(comm, hosts=hosts), layout=one, batch_size=samples, wire=wire)
         x = torch.rand(samples, network.sizes[0], generator=torch.Generator().manual_seed(0), dtype=dtype)
         check_step(model, x, cluster=cluster_of(hosts))
         move(model, other, optimizer=None)
@@ -129,8 +110,8 @@ def test_a_step_sends_what_is_described(world: World, network: Network, data: st
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("kind", ["one", "apart"])
-def test_long_sums_and_large_replicated_gradients_are_described(world: World, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "wire"), [("one", None), ("one", "bfloat16"), ("apart", None), ("apart", "bfloat16")])
+def test_long_sums_and_large_replicated_gradients_are_described(world: World, kind: str, wire: str | None) -> None:
     """A column sum of more than 16 KiB, and replicated gradients too large to ride along."""
     torch.manual_seed(0)
     built = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 130), nn.Tanh(), nn.Linear(130, 130))
@@ -138,7 +119,7 @@ def test_long_sums_and_large_replicated_gradients_are_described(world: World, ki
 
     def body(comm: AbstractCommunicator) -> set[SumKind]:
         for layout in some_layouts(world.size):
-            model = tiled(built, Placed(comm, hosts=hosts), layout=layout, batch_size=60)
+            model = tiled(built, Placed(comm, hosts=hosts), layout=layout, batch_size=60, wire=wire)
             x = torch.rand(60, 6, generator=torch.Generator().manual_seed(0))
             check_step(model, x, cluster=cluster_of(hosts))
         return {each.kind for each in model.traffic.sums}

@@ -107,6 +107,7 @@ def prepare(job: TrainJob) -> Prepared:
         workload = net_workload(task.net, samples=batch_size)
     else:
         workload = workload_of(model, find_blocks(model, sample=sample), samples=batch_size)
+    workload = replace(workload, wire=job.wire)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rank 0 names the processors without work when it plans
         plan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,6 +57,9 @@ class PlanJob:
     ] = None
     tokens: Annotated[int, typer.Option(min=1, help="Of a sequence.", rich_help_panel=_GPT)] = 1024
     vocabulary: Annotated[int, typer.Option(min=1, help="Tokens there are.", rich_help_panel=_GPT)] = VOCABULARY
+    wire: Annotated[
+        str | None, typer.Option(metavar="NAME", help="bfloat16 or float16, if sums are to travel so.", show_default=False)
+    ] = None
     planner: Annotated[
         list[str] | None, typer.Option(help="Only this planner; may be given again for more.", show_default=False)
     ] = None
@@ -97,7 +100,7 @@ def plan(job: PlanJob) -> None:
     if job.plot is not None:
         check_path(job.plot, force=job.force)
     machines = _machines(job.cluster, job.speeds)
-    found = compared(job.planner, cluster=machines, workload=job.workload)
+    found = compared(job.planner, cluster=machines, workload=replace(job.workload, wire=job.wire))
     plans, best = found.plans, found.best
     if job.plot is not None:
         _draw(best, machines, job.plot, force=job.force)

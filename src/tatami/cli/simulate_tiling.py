@@ -53,6 +53,9 @@ class SimulateTilingJob(LossOptions):
     samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch.")] = 1024
     planner: Annotated[str, typer.Option(metavar="A,B,...", help="Planners.")] = DEFAULT_PLANNER
     iterations: Annotated[int, typer.Option(min=1, help="How many.")] = 20
+    wire: Annotated[
+        str | None, typer.Option(metavar="NAME", help="bfloat16 or float16, if sums are to travel so.", show_default=False)
+    ] = None
     slow: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME:F@WHEN", help="F times slower from iteration:N, or from a time, as 2s; may be given again."),
@@ -106,7 +109,7 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
     labels, jobs = [], []
     for value in swept.values:
         given = {} if value is None else {swept.name: swept.read(_SWEPT[swept.name], value)}
-        workload = net_workload(job.net, samples=given.get("samples", job.samples))
+        workload = replace(net_workload(job.net, samples=given.get("samples", job.samples)), wire=job.wire)
         iterations = given.get("iterations", job.iterations)
         changes = (*(_change(text) for text in job.slow or ()), *_trace(job.trace, machines, iterations=iterations))
         for name in job.planner.split(","):
@@ -182,7 +185,7 @@ def _simulate_losses(job: SimulateTilingJob) -> None:
     cases = simulate_losses(
         job,
         machines=None if job.machines is not None else _machines(job.cluster, job.speeds),
-        workload=net_workload(job.net, samples=job.samples),
+        workload=replace(net_workload(job.net, samples=job.samples), wire=job.wire),
         planner=job.planner,
         iterations=job.iterations,
         as_json=job.as_json,

@@ -134,6 +134,14 @@ class TrainJob:
             rich_help_panel=_RANKS,
         ),
     ] = DEFAULT_PLANNER
+    wire: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="bfloat16 or float16: sums over ranks travel so, half the bytes. Default: as they are, exact.",
+            rich_help_panel=_RANKS,
+        ),
+    ] = None
     retile: Annotated[
         bool,
         typer.Option("--retile", help="With any method: re-tile while training as ranks change.", rich_help_panel=_RANKS),

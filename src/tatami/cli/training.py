@@ -104,6 +104,7 @@ def train(
             sample=prepared.sample,
             speeds=_speeds(prepared),
             planner=prepared.planner,
+            wire=job.wire,
             quiet=True,
             pace=pace,
         )

@@ -10,7 +10,7 @@ import torch
 
 from tatami.collective import Schedule, Step, sums_of
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.reduction import Op, combine
+from tatami.comm.reduction import HALF_DTYPES, Op, combine
 from tatami.errors import ScheduleError
 
 
@@ -89,8 +89,14 @@ class MessageRound:
 def add_in_order(out: torch.Tensor, contributions: Sequence[torch.Tensor], *, op: Op = Op.SUM) -> None:
     """The reduction of `contributions`, from the first to the last, into `out`, which may be one of them; spoils the others.
 
-    Reducing the same contributions in the same order gives the same bits.
+    Reducing the same contributions in the same order gives the same bits. Those of half precision are summed in float32.
     """
+    if out.dtype in HALF_DTYPES:
+        sums = contributions[0].float()
+        for other in contributions[1:]:
+            combine(sums, other, op)
+        out.copy_(sums)
+        return
     total, last = contributions[0], contributions[-1]
     for other in contributions[1:-1]:
         combine(total, other, op)

@@ -144,13 +144,14 @@ def _shared(model: nn.Module) -> set[str]:
     return {name for each in names.values() if len(each) > 1 for name in each}
 
 
-def workload_of(model: nn.Module, found: Blocks, *, samples: int) -> Workload:
+def workload_of(model: nn.Module, found: Blocks, *, samples: int, wire: str | None = None) -> Workload:
     """The workload of `model` with the blocks that `find_blocks` found in it.
 
     Args:
         model: the network, whole.
         found: its blocks.
         samples: the global batch.
+        wire: to what sums are rounded on their way; None: they travel as they are.
     """
     tiled = {name for block in found.blocks for name in block.cuts}
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -161,7 +162,8 @@ def workload_of(model: nn.Module, found: Blocks, *, samples: int) -> Workload:
         trained_tensors=len(trained),
         replicated_parameters=sum(parameter.numel() for parameter in replicated),
         replicated_flop_per_sample=_replicated_flop(model, found, replicated),
-        # Half precision is summed, and therefore travels, in float32.
+        wire=wire,
+        # Half precision is summed, and therefore travels, in float32 unless a wire is named.
         element_bytes=max((4, *(parameter.element_size() for parameter in trained.values()))),
     )
 

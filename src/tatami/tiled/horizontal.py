@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.tiled.rows import Rows, blocks, flat_rows, pack
-from tatami.tiled.vector_sum import VectorSum
+from tatami.tiled.vector_sum import VectorSum, wire_dtype
 from tatami.tiling import Span, Tiling
 from tatami.tiling.traffic import SumKind, gradient_sums
 
@@ -54,13 +54,17 @@ class HorizontalExchange:
         comm: all ranks of the tiled model.
         tilings: one for each pair of the network; the same columns, cut for that pair's units.
         names: the processor of every rank.
+        wire: to what gradients are rounded on their way, this rank's own, too; None: they travel as they are.
     """
 
-    def __init__(self, comm: AbstractCommunicator, *, tilings: Sequence[Tiling], names: Sequence[str]) -> None:
+    def __init__(
+        self, comm: AbstractCommunicator, *, tilings: Sequence[Tiling], names: Sequence[str], wire: str | None = None
+    ) -> None:
         self._comm = comm
         self._tilings = tuple(tilings)
         self._names = tuple(names)
-        self._vectors = VectorSum(comm)
+        self._wire = wire
+        self._vectors = VectorSum(comm, wire=wire)
         self._rooms: dict[tuple[object, ...], _Room] = {}
         self._shapes: tuple[object, ...] = ()
         me = names[comm.rank]
@@ -81,6 +85,7 @@ class HorizontalExchange:
             unit_elements=unit_elements,
             riders=riders,
             element_bytes=element_bytes,
+            wire=self._wire,
             names=names,
             hosts=dict(zip(names, self._comm.hosts, strict=True)),
         )
@@ -112,19 +117,20 @@ class HorizontalExchange:
         All owners of a unit end with the same bits, and the order of summation is the same in every run. The tensors of `pairs`
         must be contiguous. Gradients of replicated parameters may be other layers' gradients too, and stay as they are.
         """
-        wire = _wire_dtype([rows.tensor for pair in pairs for rows in pair] + list(replicated))
-        there = [[Rows(rows.tensor.to(wire), rows.runs) for rows in pair] for pair in pairs]
-        riders = [tensor.to(wire, copy=True, memory_format=torch.contiguous_format) for tensor in replicated]
+        dtype = _sum_dtype([rows.tensor for pair in pairs for rows in pair] + list(replicated))
+        there = [[Rows(rows.tensor.to(dtype), rows.runs) for rows in pair] for pair in pairs]
+        riders = [tensor.to(dtype, copy=True, memory_format=torch.contiguous_format) for tensor in replicated]
         num_riders = sum(tensor.numel() for tensor in riders)
-        shapes = (wire, num_riders, *(tuple(rows.per_unit for rows in pair) for pair in there))
+        shapes = (dtype, num_riders, *(tuple(rows.per_unit for rows in pair) for pair in there))
         if shapes != self._shapes:
-            self._plan([sum(r.per_unit for r in pair) for pair in there], num_riders, element_bytes=wire.itemsize)
+            self._plan([sum(r.per_unit for r in pair) for pair in there], num_riders, element_bytes=dtype.itemsize)
             self._shapes = shapes
         ride = self._rides
         if not ride:
             self._all_reduce(riders)
 
-        own = torch.cat([rider.view(-1) for rider in riders]) if ride and riders else torch.empty(0, dtype=wire)
+        wire = wire_dtype(self._wire) or dtype
+        own = torch.cat([rider.view(-1) for rider in riders]).to(wire) if ride and riders else torch.empty(0, dtype=wire)
         heard: dict[int, torch.Tensor] = {}
         for transfer, room in self._exchange(0, there, own):
             for pair, index, span, pieces in room.pieces:
@@ -160,6 +166,8 @@ class HorizontalExchange:
                 for pair, index, span, pieces in room.pieces:
                     for piece, view in zip(pieces, pairs[pair][index].cut(span), strict=True):
                         piece.copy_(view)
+                        if self._wire is not None:
+                            view.copy_(piece)  # rounded, as the others will have it
                 if transfer.carries_replicated:
                     room.riders.copy_(riders)
             sends.append(self._comm.isend(room.buffer, transfer.peer, tag=_TAG + phase))
@@ -218,12 +226,12 @@ class HorizontalSum(torch.autograd.Function):
         return None, *ctx.exchange(grads)
 
 
-def _wire_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """One dtype for all; sums of half precision are taken, and so must travel, in float32."""
-    wire = torch.float32
+def _sum_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """One dtype for all; half precision is summed in float32, and without a `wire` must travel so."""
+    dtype = torch.float32
     for tensor in tensors:
-        wire = torch.promote_types(wire, tensor.dtype)
-    return wire
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
 
 
 def _sum_in_order(
@@ -236,7 +244,7 @@ def _sum_in_order(
         heard: of every other column, as `own`.
     """
     contributions = [own if column == mine else heard[column] for column in range(num_columns)]
-    total = contributions[0].clone()
+    total = contributions[0].to(tensors[0].dtype, copy=True)
     for contribution in contributions[1:]:
         total += contribution
     for rows, span, pieces in blocks(total, [(flat_rows(tensor), Span(0, tensor.numel())) for tensor in tensors]):

@@ -40,7 +40,7 @@ from tatami.tiled.vertical import ColumnComm
 from tatami.tiled.whole_batch import UnitFactor
 from tatami.tiled.whole_layers import WholeBatchNorm, WholeDropout
 from tatami.tiling import Layout, Span, Tile, Tiling, Traffic, spans, traffic_of
-from tatami.tiling.traffic import gradient_sums, told_elements
+from tatami.tiling.traffic import gradient_sums, riding_elements, size_digits
 from tatami.workload import Workload
 
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None))
@@ -87,6 +87,7 @@ class TiledModel(nn.Module):
         phases: Phases,
         generator: torch.Generator,
         draws: LocalDraws | None = None,
+        wire: str | None = None,
     ) -> None:
         super().__init__()
         self.comm = comm
@@ -98,9 +99,9 @@ class TiledModel(nn.Module):
         self.generator = generator
         self.draws = draws
         self.found: Blocks = found
-        self.workload: Workload = workload_of(module, found, samples=batch_size)
+        self.workload: Workload = workload_of(module, found, samples=batch_size, wire=wire)
         self._description = describe(module, found, workload=self.workload)
-        self._column = ColumnComm(phases)
+        self._column = ColumnComm(phases, wire=wire)
         several = comm.size > 1 or comm.changes
         self._rank: RankContext = RankContext(column=self._column, comm=comm if several else None, generator=generator)
         self._widths: dict[int, tuple[int, ...]] = {}
@@ -305,9 +306,9 @@ class TiledModel(nn.Module):
         gradients = gradient_sums(
             self.tilings,
             unit_elements=[sum(rows.per_unit for rows in block if rows.tensor.requires_grad) for block in self.block_rows()],
-            riders=self.workload.replicated_parameters
-            + told_elements(self.workload.trained_tensors, columns=len(self.tiling.columns)),
+            riders=riding_elements(self.workload, columns=len(self.tiling.columns)),
             element_bytes=self.workload.element_bytes,
+            wire=self.workload.wire,
             names=self.names,
             hosts=hosts,
         )
@@ -508,11 +509,12 @@ class TiledModel(nn.Module):
             }
             # A parameter without part in the loss has no gradient, which to an optimizer is not the same as one of 0. Where
             # the forward pass depends on the samples, it has part if it had on any rank.
-            # Behind them, the number of samples of every column's batch, which each column fills in for itself.
-            sizes = [0.0] * len(self.tiling.columns)
+            # Behind them, the number of samples of every column's batch, which each column fills in for itself, in digits.
+            mine = size_digits(samples, wire=self.workload.wire)
+            digits = [[0] * len(mine) for _ in self.tiling.columns]
             if self.tile is not None:
-                sizes[self.tile.column] = float(samples)
-            told = torch.tensor([*(float(grad is not None) for grad in grads), *sizes])
+                digits[self.tile.column] = mine
+            told = torch.tensor([*(float(grad is not None) for grad in grads), *(float(d) for own in digits for d in own)])
             tiled = set()
             pairs = []
             for rows_of_block in self.block_rows():
@@ -527,7 +529,8 @@ class TiledModel(nn.Module):
             replicated = {key: grad for key, grad in by_parameter.items() if key not in tiled}
             *sums, told = self._exchange.sum_(pairs, [*replicated.values(), told])
             numbers = told.tolist()
-            used, sizes = numbers[: len(grads)], numbers[len(grads) :]
+            used, rest = numbers[: len(grads)], numbers[len(grads) :]
+            sizes = [sum(d * 256**i for i, d in enumerate(rest[at : at + len(mine)])) for at in range(0, len(rest), len(mine))]
             if len(set(sizes)) > 1:
                 raise different_sizes(sizes, columns=self._columns())
             by_parameter.update(zip(replicated, sums, strict=True))

@@ -66,7 +66,7 @@ def place(
         layout=layout,
         tilings=tuple(tilings),
         column=column if column is not None and column.size > 1 else None,
-        exchange=None if everyone else HorizontalExchange(comm, tilings=tilings, names=names),
+        exchange=None if everyone else HorizontalExchange(comm, tilings=tilings, names=names, wire=workload.wire),
     )
 
 

@@ -28,7 +28,7 @@ from tatami.tiled.model import TiledModel
 from tatami.tiled.phases import Phases
 from tatami.tiling import DEFAULT_PLANNER, Layout, Plan, plan
 from tatami.tiling.cost import AbstractCost
-from tatami.workload import Workload
+from tatami.workload import Workload, check_wire
 
 _SHOWN = 8
 
@@ -45,6 +45,7 @@ def tile(
     cost: AbstractCost | None = None,
     reduction: LossReduction | None = None,
     random: Literal["plain", "local"] = "plain",
+    wire: str | None = None,
     quiet: bool = False,
     clock: Clock | None = None,
     pace: Pace = NO_PACE,
@@ -71,6 +72,9 @@ def tile(
         random: what random layers draw: "plain", what the plain model would, and those that cannot are refused; or "local":
             those that cannot (dropout inside of `nn.LSTM`, functional dropout) draw for each column by itself, its ranks alike,
             reproducible from the seed and the number of the training pass.
+        wire: "bfloat16" or "float16": gradients, and sums inside a column, travel so between hosts: half the bytes, rounded
+            before and after they are added up (in float32). Every rank has the same bits; they are no longer those of the plain
+            run. None: as exact as the weights' dtype. float16 overflows above 65504; bfloat16 does not.
         quiet: do not print the tiling (rank 0 does otherwise).
         clock, pace: for tests (see `tatami.clock`).
 
@@ -83,6 +87,7 @@ def tile(
         check_reduction(reduction)
     if random not in ("plain", "local"):
         raise InputError(f"random must be 'plain' or 'local', not {random!r}")
+    check_wire(wire)
     cluster = _given(speeds, comm)
     if isinstance(comm, ElasticCommunicator):
         layout = _renamed(layout, cluster or Cluster.from_speeds([1.0] * comm.size), comm)
@@ -92,6 +97,7 @@ def tile(
         "planner": planner,
         "reduction": reduction,
         "random": random,
+        "wire": wire,
         "speeds": cluster,
         "layout": layout,
     }
@@ -101,7 +107,7 @@ def tile(
     comm.barrier()  # torch.fx patches nn.Module for the whole process while it traces, and ranks may be threads of one process
     found = find_blocks(whole, sample=sample, random=random)
     same_everywhere(comm, {"blocks": found.blocks}, where="tatami.tile", error=PlanError)
-    workload = workload_of(whole, found, samples=batch_size)
+    workload = workload_of(whole, found, samples=batch_size, wire=wire)
     if cluster is None:
         if sample is not None:
             flop = workload.flop(width=1.0, height=1.0) / workload.samples
@@ -133,6 +139,7 @@ def tile(
         phases=Phases(clock=clock, pace=pace),
         generator=generator,
         draws=_draws(generator, found) if random == "local" else None,
+        wire=wire,
     )
 
 
@@ -176,9 +183,10 @@ def _told(planned: Plan) -> str:
     columns = " | ".join(_few([" ".join(_few(column.processors)) for column in planned.layout.columns]))
     widths = " + ".join(_few([str(column[0].samples.size) for column in planned.tiling.columns]))
     left_out = f"; left out: {', '.join(planned.left_out)}" if planned.left_out else ""
+    rounded = f"; sums travel as {planned.workload.wire}" if planned.workload.wire is not None else ""
     return (
         f"tatami: {planned.planner} lays {planned.tiling.samples} samples x {planned.tiling.units} units as [{columns}], "
-        f"samples {widths}; predicted efficiency {1 / (1 + planned.gap):.0%}{left_out}"
+        f"samples {widths}; predicted efficiency {1 / (1 + planned.gap):.0%}{left_out}{rounded}"
     )
 
 

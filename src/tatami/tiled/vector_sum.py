@@ -14,20 +14,32 @@ _KEPT = 64
 """So many sizes are kept unrolled: a network has a few, batches of changing sizes have more."""
 
 
+def wire_dtype(wire: str | None) -> torch.dtype | None:
+    """One of `tatami.workload.WIRES` as torch names it."""
+    return None if wire is None else {"bfloat16": torch.bfloat16, "float16": torch.float16}[wire]
+
+
 class VectorSum:
     """Sums tensors over all ranks of one communicator; the same bits on every rank.
 
     Args:
         comm: the ranks.
+        wire: to what elements are rounded on their way, this rank's own, too; None: they travel as they are. What the library
+            sums (`tatami.tiling.traffic.sum_wire`) stays as it is.
     """
 
-    def __init__(self, comm: AbstractCommunicator) -> None:
+    def __init__(self, comm: AbstractCommunicator, *, wire: str | None = None) -> None:
         self._comm = comm
+        self._wire = wire_dtype(wire)
         self._native = sum_algorithm(comm.hosts) == "native"
         self._sums: dict[tuple[int, torch.dtype], MessageSum] = {}
 
-    def sum_(self, tensor: torch.Tensor) -> None:
+    def sum_(self, tensor: torch.Tensor, *, exact: bool = False) -> None:
         """Sum `tensor`, of any shape, over the ranks, in place. Collective. Half precision travels, and is summed, in float32.
+
+        Args:
+            tensor: what this rank has.
+            exact: whatever the wire is, it travels as it is.
 
         Raises:
             CommTimeoutError, RankDiedError: a rank did not come.
@@ -36,10 +48,13 @@ class VectorSum:
             self._comm.allreduce(tensor)
             return
         values = tensor.detach()
-        if values.is_contiguous() and values.dtype not in HALF_DTYPES:
+        dtype = torch.float32 if values.dtype in HALF_DTYPES else values.dtype
+        if self._wire is not None and not exact:
+            dtype = self._wire
+        if values.is_contiguous() and values.dtype is dtype:
             self._run(values.view(-1))
             return
-        copied = values.to(torch.float32 if values.dtype in HALF_DTYPES else values.dtype, copy=True).reshape(-1)
+        copied = values.to(dtype, copy=True).reshape(-1)
         self._run(copied)
         values.copy_(copied.view(values.shape))
 

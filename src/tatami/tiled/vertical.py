@@ -25,8 +25,9 @@ class ColumnComm:
         comm: the ranks of the column; None where the rank is alone in it, or has no tile.
     """
 
-    def __init__(self, phases: Phases) -> None:
+    def __init__(self, phases: Phases, *, wire: str | None = None) -> None:
         self.comm: AbstractCommunicator | None = None
+        self._wire = wire
         self.phases = phases
         self._sum: VectorSum | None = None
 
@@ -40,14 +41,14 @@ class ColumnComm:
         if self.comm is not None:
             self.comm.close()
         self.comm = comm
-        self._sum = None if comm is None else VectorSum(comm)
+        self._sum = None if comm is None else VectorSum(comm, wire=self._wire)
 
-    def sum_(self, tensor: torch.Tensor) -> None:
-        """Sum `tensor` over the column, in place."""
+    def sum_(self, tensor: torch.Tensor, *, exact: bool = False) -> None:
+        """Sum `tensor` over the column, in place; what is `exact` is not rounded on its way."""
         if self._sum is None:
             return
         with self.phases.during(IterationPhase.VERTICAL):
-            self._sum.sum_(tensor)
+            self._sum.sum_(tensor, exact=exact)
 
 
 class _SumOverColumn(torch.autograd.Function):

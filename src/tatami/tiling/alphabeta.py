@@ -17,7 +17,7 @@ from tatami.tiling.layout import Layout
 from tatami.tiling.links import LinkGroup, SlowestLink
 from tatami.tiling.span import FEW
 from tatami.tiling.sum_price import sum_size
-from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS, sum_algorithm, told_elements
+from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS, riding_elements, sum_algorithm
 from tatami.workload import Workload
 
 FLOP_PER_S = 1e9
@@ -93,13 +93,14 @@ def _vertical_s(names: tuple[str, ...], width: float, workload: Workload, links:
         for block, count in workload.kinds
         for elements, sums in block.column_sums
     ]
-    return _sums_s(algorithm, names, sizes, workload.element_bytes, links)
+    return _sums_s(algorithm, names, sizes, workload, links)
 
 
 def _sums_s(
-    algorithm: str, names: Sequence[str], sizes: Sequence[tuple[int, float]], element_bytes: int, links: SlowestLink
+    algorithm: str, names: Sequence[str], sizes: Sequence[tuple[int, float]], workload: Workload, links: SlowestLink
 ) -> float:
     """Of sums over the same processors: how many there are of so many elements each."""
+    element_bytes = workload.element_bytes if algorithm == "native" else workload.wire_bytes
     own = [links.cluster.by_name[name] for name in names]
     link = links.among(names)
     message_s = max(processor.message_s for processor in own)
@@ -134,20 +135,20 @@ def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> flo
             cuts = [column.cuts if fine else _cuts(column.unit_sizes(units)) for column in layout.columns]
             # One message carries all blocks, so the messages of the finest count.
             owned, latencies_s, neighbours = _owned(layout, cuts, links)
-            share = 2 * (num_columns - 1) / num_columns * (each * workload.element_bytes)
+            share = 2 * (num_columns - 1) / num_columns * (each * workload.wire_bytes)
             wire_s = [spent + share * own_s for spent, own_s in zip(wire_s, owned, strict=True)]
             heights = (bottom - top for column in cuts for top, bottom in pairwise(column))
             copied_s = [
                 spent + 2 * share * height / processor.copy_bytes_per_s
                 for spent, height, processor in zip(copied_s, heights, own, strict=True)
             ]
-    riders = workload.replicated_parameters + told_elements(workload.trained_tensors, columns=num_columns)
+    riders = riding_elements(workload, columns=num_columns)
     apart_s, riding_bytes = 0.0, 0.0
     if riders <= RIDE_ALONG_ELEMENTS:
-        riding_bytes = (num_columns - 1) * riders * workload.element_bytes
+        riding_bytes = (num_columns - 1) * riders * workload.wire_bytes
     else:
         algorithm = sum_algorithm([links.host[name] for name in layout.processors])
-        apart_s = _sums_s(algorithm, layout.processors, [(1, riders)], workload.element_bytes, links)
+        apart_s = _sums_s(algorithm, layout.processors, [(1, riders)], workload, links)
         if not workload.blocks:
             return apart_s
     riding_s = riding_bytes / links.among(layout.processors).bandwidth_bytes_per_s
@@ -172,7 +173,7 @@ def _horizontal_at_least_s(layout: Layout, workload: Workload, links: SlowestLin
     crowd = max(Counter(links.host.values()).values())
     link = cluster.network if num_columns > crowd and not cluster.links else cluster.fastest_link
     rounds = 1 if num_columns == 2 else 2
-    size_bytes = 2 * (num_columns - 1) / num_columns * elements * workload.element_bytes * height
+    size_bytes = 2 * (num_columns - 1) / num_columns * elements * workload.wire_bytes * height
     message_s = cluster.by_name[name].message_s
     return size_bytes / link.bandwidth_bytes_per_s + rounds * link.latency_s + 2 * rounds * (num_columns - 1) * message_s
 

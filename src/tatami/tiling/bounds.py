@@ -64,10 +64,10 @@ def volume_bytes(layout: Layout, *, workload: Workload, cluster: Cluster) -> flo
         for block, count in workload.kinds:
             for elements, sums in block.column_sums:
                 size = width * workload.samples * elements / sums
-                one = sum_size(algorithm, members=members, size=size, element_bytes=workload.element_bytes)
+                one = sum_size(algorithm, members=members, size=size, element_bytes=workload.wire_bytes)
                 sent += count * sums * members * one.share * size
     sent += 2 * (len(layout.columns) - 1) * workload.horizontal_elements
-    return sent * workload.element_bytes
+    return sent * workload.wire_bytes
 
 
 def time_bound_s(cluster: Cluster, *, workload: Workload, cost: AlphaBetaCost) -> float:
@@ -125,7 +125,7 @@ class _Floor:
         return cls(
             area_flop=fsum(flop),
             width_flop=repeated,
-            horizontal_bytes=workload.element_bytes
+            horizontal_bytes=workload.wire_bytes
             * fsum(flop)
             * min(own / each for own, each in zip(elements, flop, strict=True) if each),
         )

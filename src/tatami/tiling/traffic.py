@@ -24,10 +24,13 @@ from tatami.collective import Explicit, Phase, RankGroup, Role, Schedule, Step, 
 from tatami.tiling.horizontal import Message, horizontal_messages
 from tatami.tiling.tiling import Tiling
 from tatami.workload import Workload
+from tatami.workload.workload import HALF_BYTES
 
 RIDE_ALONG_ELEMENTS = 16_384
 """Replicated gradients up to this size ride on the messages between owners. Larger ones are worth an all-reduce of their own,
 which moves at most twice their size for each rank instead of C - 1 times."""
+SIZE_DIGITS = 5
+"""Of base 256: numbers up to 10^12."""
 _MOST_DIRECT = 16
 """So many ranks sum directly: in 2 (k - 1) messages for each. More do it by halving and doubling, as many bytes in 2 log2 k."""
 
@@ -57,6 +60,7 @@ class PlannedSum:
         processors: who takes part; rank r of the schedule runs on `processors[r]`.
         schedule: how, over `schedule.size` elements.
         element_bytes: of one element as it travels.
+        wire: the dtype of half precision to which elements are rounded on their way; None: they travel as they are.
         messages: of gradients: which units of which blocks each message carries.
         riders: of gradients: the elements of replicated ones, the last of the vector; on messages that say so.
     """
@@ -66,6 +70,7 @@ class PlannedSum:
     processors: tuple[str, ...]
     schedule: Schedule
     element_bytes: int
+    wire: str | None = None
     messages: tuple[Message, ...] = ()
     riders: int = 0
 
@@ -106,14 +111,17 @@ def traffic_of(tilings: Sequence[Tiling], *, workload: Workload, names: Sequence
     for column in tilings[0].columns:
         members = tuple(tile.processor for tile in column)
         own = [hosts[name] for name in members]
+        wire = sum_wire(own, workload.wire)
+        element_bytes = _sent_bytes(workload.element_bytes, wire)
         columns.append(
             tuple(
                 PlannedSum(
                     kind=kind,
                     block=block,
                     processors=members,
-                    schedule=sum_schedule(own, size=size, element_bytes=workload.element_bytes),
-                    element_bytes=workload.element_bytes,
+                    schedule=sum_schedule(own, size=size, element_bytes=element_bytes),
+                    element_bytes=element_bytes,
+                    wire=wire,
                 )
                 for kind, block, size in column_sums(workload, samples=column[0].samples.size)
                 if size and len(members) > 1
@@ -124,8 +132,9 @@ def traffic_of(tilings: Sequence[Tiling], *, workload: Workload, names: Sequence
         gradients=gradient_sums(
             tilings,
             unit_elements=[block.unit_parameters for block in workload.blocks],
-            riders=workload.replicated_parameters + told_elements(workload.trained_tensors, columns=len(columns)),
+            riders=riding_elements(workload, columns=len(columns)),
             element_bytes=workload.element_bytes,
+            wire=workload.wire,
             names=names,
             hosts=hosts,
         ),
@@ -160,6 +169,11 @@ def sum_algorithm(hosts: Sequence[str]) -> str:
     return "direct" if len(hosts) <= _MOST_DIRECT else "halving_doubling"
 
 
+def sum_wire(hosts: Sequence[str], wire: str | None) -> str | None:
+    """As what elements travel in a sum over ranks on these hosts; what a library sums in its memory stays as it is."""
+    return None if sum_algorithm(hosts) == "native" else wire
+
+
 def sum_schedule(hosts: Sequence[str], *, size: int, element_bytes: int) -> Schedule:
     """How a vector of `size` elements is summed over ranks on these hosts."""
     return _sum_schedule(sum_algorithm(hosts), len(hosts), size, element_bytes)
@@ -170,9 +184,17 @@ def _sum_schedule(algorithm: str, ranks: int, size: int, element_bytes: int) -> 
     return build(algorithm, ranks=ranks, size=size, element_bytes=element_bytes)
 
 
-def told_elements(trained_tensors: int, *, columns: int) -> int:
-    """What ranks tell each other beside gradients: which tensors had part in the loss, and each column's number of samples."""
-    return trained_tensors + columns
+def riding_elements(workload: Workload, *, columns: int) -> int:
+    """Elements of replicated gradients, and of what ranks tell each other beside them.
+
+    That is which tensors had part in the loss, and each column's number of samples, in `size_digits`.
+    """
+    return workload.replicated_parameters + workload.trained_tensors + columns * (1 if workload.wire is None else SIZE_DIGITS)
+
+
+def size_digits(samples: int, *, wire: str | None) -> list[int]:
+    """A number of samples in elements that the wire carries as they are: half precision has whole numbers up to 256."""
+    return [samples] if wire is None else [samples >> 8 * digit & 255 for digit in range(SIZE_DIGITS)]
 
 
 def gradient_sums(
@@ -181,6 +203,7 @@ def gradient_sums(
     unit_elements: Sequence[int],
     riders: int,
     element_bytes: int,
+    wire: str | None,
     names: Sequence[str],
     hosts: Mapping[str, str],
 ) -> tuple[PlannedSum, ...]:
@@ -191,6 +214,7 @@ def gradient_sums(
         unit_elements: of each block, the elements that travel for each unit.
         riders: elements of replicated gradients, and what else is told.
         element_bytes: of one.
+        wire: as what it travels; None: as it is.
         names: all processors in the order of the ranks.
         hosts: of each.
     """
@@ -203,14 +227,17 @@ def gradient_sums(
         messages = _with_riders(messages, tiling=tiling, names=names)
     sums = []
     if not rides:
-        schedule = sum_schedule([hosts[name] for name in names], size=riders, element_bytes=element_bytes)
+        own = [hosts[name] for name in names]
+        apart = sum_wire(own, wire)
+        apart_bytes = _sent_bytes(element_bytes, apart)
         sums.append(
             PlannedSum(
                 kind=SumKind.REPLICATED,
                 block=None,
                 processors=tuple(names),
-                schedule=schedule,
-                element_bytes=element_bytes,
+                schedule=sum_schedule(own, size=riders, element_bytes=apart_bytes),
+                element_bytes=apart_bytes,
+                wire=apart,
             )
         )
     if messages:
@@ -221,12 +248,17 @@ def gradient_sums(
                 block=None,
                 processors=tuple(names),
                 schedule=schedule,
-                element_bytes=element_bytes,
+                element_bytes=_sent_bytes(element_bytes, wire),
+                wire=wire,
                 messages=messages,
                 riders=riders if rides else 0,
             )
         )
     return tuple(sums)
+
+
+def _sent_bytes(element_bytes: int, wire: str | None) -> int:
+    return element_bytes if wire is None else HALF_BYTES
 
 
 def _owners_messages(blocks: Sequence[tuple[Tiling, int]], *, columns: int) -> tuple[Message, ...]:

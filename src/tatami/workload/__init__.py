@@ -15,10 +15,11 @@ from tatami.workload.network import (
 )
 from tatami.workload.section import Section
 from tatami.workload.table1 import Counts, PairSizes, backward_counts, forward_counts, iteration_counts
-from tatami.workload.workload import Workload
+from tatami.workload.workload import WIRES, Workload, check_wire
 
 __all__ = [
     "VOCABULARY",
+    "WIRES",
     "Activation",
     "Block",
     "Counts",
@@ -28,6 +29,7 @@ __all__ = [
     "Section",
     "Workload",
     "backward_counts",
+    "check_wire",
     "forward_counts",
     "gpt_workload",
     "iteration_counts",

@@ -17,6 +17,10 @@ MOST_SAMPLES = 10**12
 """Of a batch: far below what a float counts exactly."""
 
 
+WIRES = ("bfloat16", "float16")
+"""As what numbers of more bytes may travel."""
+HALF_BYTES = 2
+"""Of an element of either."""
 _AMOUNTS = ("sample_flop", "state_bytes_per_parameter", "replicated_activation_bytes")
 
 
@@ -34,6 +38,7 @@ class Workload:
             the outputs costs the same for one unit as for all. In flop at the rank's speed; 0 where it was not measured
             (`tatami.tiled.measure_sample_flop`).
         element_bytes: 4 for float32.
+        wire: one of `WIRES`: what is summed over ranks is rounded to it on its way; None: it travels as it is.
         state_bytes_per_parameter: what a processor keeps for each trained weight: the weight, its gradient, and the optimizer's
             state. 16 for float32 and Adam, which has two moments; 8 for plain SGD, 12 with momentum.
         trained_tensors: how many trained weights there are, in all layers: ranks tell each other which had part in the loss.
@@ -46,6 +51,7 @@ class Workload:
     replicated_flop_per_sample: int = 0
     sample_flop: float = 0.0
     element_bytes: int = 4
+    wire: str | None = None
     state_bytes_per_parameter: float = 16.0
     replicated_activation_bytes: float = 0.0
     trained_tensors: int = 0
@@ -55,6 +61,7 @@ class Workload:
             raise PlanError(f"a workload needs at least 1 sample, not {self.samples}")
         if self.samples > MOST_SAMPLES:
             raise PlanError(f"a workload has at most {MOST_SAMPLES:,} samples, not {shortened(str(self.samples))}")
+        check_wire(self.wire)
         for name in _AMOUNTS:
             if not 0 <= getattr(self, name) < math.inf:
                 raise PlanError(f"{name} of a workload must be a finite number >= 0, not {getattr(self, name)}")
@@ -103,19 +110,24 @@ class Workload:
         return sum(block.parameters for block in self.blocks)
 
     @property
+    def wire_bytes(self) -> int:
+        """Of an element on its way between hosts."""
+        return self.element_bytes if self.wire is None else HALF_BYTES
+
+    @property
     def vertical_bytes(self) -> int:
         """`vertical_elements` in bytes: beta of the communication volume, per unit of width."""
-        return self.vertical_elements * self.element_bytes
+        return self.vertical_elements * self.wire_bytes
 
     @property
     def horizontal_bytes(self) -> int:
         """`horizontal_elements` in bytes: alpha of the communication volume, per unit of height."""
-        return self.horizontal_elements * self.element_bytes
+        return self.horizontal_elements * self.wire_bytes
 
     @property
     def replicated_bytes(self) -> int:
         """Gradients of the layers outside of blocks, summed across columns whatever the heights are."""
-        return self.replicated_parameters * self.element_bytes
+        return self.replicated_parameters * self.wire_bytes
 
     @property
     def replicated_state_bytes(self) -> float:
@@ -171,3 +183,13 @@ class Workload:
 
     def with_samples(self, samples: int) -> Workload:
         return replace(self, samples=samples)
+
+
+def check_wire(wire: str | None) -> None:
+    """Whether sums can travel as `wire`.
+
+    Raises:
+        PlanError: it is none of `WIRES`.
+    """
+    if wire is not None and wire not in WIRES:
+        raise PlanError(f"wire must be {' or '.join(WIRES)}, or None: sums travel as they are; not {shortened(str(wire))!r}")

@@ -50,7 +50,7 @@ class SplitLogits(torch.Tensor):
         """All classes, as an ordinary tensor. Collective over the column."""
         whole = self.part.new_zeros(self.shape)
         whole[..., self.span.slice()] = self.part
-        self.column.sum_(whole)
+        self.column.sum_(whole, exact=True)
         return whole
 
     @classmethod
@@ -238,7 +238,7 @@ class _Losses(torch.autograd.Function):
             table[-1] = torch.where(here, part.gather(-1, place.unsqueeze(-1)).squeeze(-1), 0.0)
         else:
             table[comm.rank] = -torch.inf
-        logits.column.sum_(table)
+        logits.column.sum_(table, exact=True)
         total = torch.logsumexp(table[:-1], 0)
         ctx.save_for_backward(part, total, place, here, counts)
         ctx.logits = logits.detach()
