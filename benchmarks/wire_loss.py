@@ -21,7 +21,7 @@ from torch import nn
 from tatami import Trainer, tile
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import run_threads
-from tatami.datasets import load_digits
+from tatami.datasets.digits import load_digits
 from tatami.tiling import Layout
 from tatami.tiling.layout import Column
 
