@@ -12,13 +12,8 @@ from torch import nn
 from tatami.tiled.vertical import ColumnComm, copy_to_column, sum_over_column
 
 
-class TiledFirst(nn.Module):
-    """The first Linear of a pair, whose weight was cut: uneven rows of it.
-
-    Attributes:
-        weight: (units_here, inputs) of (units, inputs).
-        bias: (units_here,) of (units,), or None.
-    """
+class _CutLinear(nn.Module):
+    """The weight and the bias of a Linear that was cut, under their names."""
 
     bias: nn.Parameter | None
 
@@ -27,6 +22,15 @@ class TiledFirst(nn.Module):
         self.column = column
         self.weight = linear.weight
         self.bias = linear.bias
+
+
+class TiledFirst(_CutLinear):
+    """The first Linear of a pair, whose weight was cut: uneven rows of it.
+
+    Attributes:
+        weight: (units_here, inputs) of (units, inputs).
+        bias: (units_here,) of (units,), or None.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(samples_here, ..., inputs) to (samples_here, ..., units_here)."""
@@ -36,21 +40,13 @@ class TiledFirst(nn.Module):
         return f"inputs={self.weight.shape[1]}, units_here={self.weight.shape[0]}"
 
 
-class TiledSecond(nn.Module):
+class TiledSecond(_CutLinear):
     """The second Linear of a pair, whose weight was cut: uneven columns of it. Its output is summed over the column of ranks.
 
     Attributes:
         weight: (outputs, units_here) of (outputs, units).
         bias: (outputs,), the same on every rank, or None.
     """
-
-    bias: nn.Parameter | None
-
-    def __init__(self, linear: nn.Linear, *, column: ColumnComm) -> None:
-        super().__init__()
-        self.column = column
-        self.weight = linear.weight
-        self.bias = linear.bias
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(samples_here, ..., units_here) to (samples_here, ..., outputs), the whole sum on every rank of the column."""
