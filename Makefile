@@ -39,7 +39,7 @@ LAUNCH_CHAOS_RUNS := 100
 CHAOS_SEED := 0
 CHAOS_RAYLET_RUNS := 20
 
-.PHONY: help setup demo docs test test-busy simgrid chaos lab-setup lab-test check format bench clean
+.PHONY: help setup demo docs test test-busy simgrid chaos lab-setup lab-test check format bench watched clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -105,6 +105,9 @@ check: setup  ## ruff, mypy --strict, import-linter
 format: setup  ## let ruff put imports and lines in order
 	$(BIN)/python -m ruff check --fix-only
 	$(BIN)/python -m ruff format
+
+watched: setup  ## courses with machines that become slow, in labs, as JSON lines; some 2 hours of an idle machine
+	$(BIN)/python benchmarks/watched.py --out benchmarks/results/watched.jsonl
 
 bench: setup  ## all benchmarks, and the paper's evaluation in labs; most of an hour on a machine that does nothing else
 	$(BIN)/python benchmarks/record.py

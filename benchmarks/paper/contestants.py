@@ -19,11 +19,11 @@ import torch.distributed
 from torch import nn
 
 from paper.breakdown import RankIteration
-from paper.setting import DDP_WEIGHTED, DYNAMIC, layout_of
+from paper.setting import DDP_WEIGHTED, DYNAMIC, ORACLE, layout_of
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
-from tatami.tiled import tile
+from tatami.tiled import move, tile
 from tatami.tiled.retiling import Check, Retiling
 from tatami.tiling import Span, largest_remainder, spans
 from tatami.workload import Workload
@@ -123,6 +123,11 @@ class Tiled(AbstractContestant):
         """The column of every rank that has a tile."""
         tiles = self.model.tiling.by_processor
         return {rank: tiles[name].column for rank, name in enumerate(self.model.names) if name in tiles}
+
+    def lay(self, cluster: Cluster) -> None:
+        """Lie as is best for these machines, at once. Collective."""
+        self._optimizer.zero_grad(set_to_none=True)
+        move(self.model, layout_of(ORACLE, cluster=cluster, workload=self._task.workload), optimizer=self._optimizer)
 
     def run(self, times: int) -> None:
         model, optimizer = self.model, self._optimizer

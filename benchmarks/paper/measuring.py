@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from paper.breakdown import breakdown, mean_breakdown
 from paper.contestants import AbstractContestant, PaperTask, Rival, Serial, Tiled, make_task, start_rivals
-from paper.setting import RIVALS, EvaluationJob, method, paper_efficiency
+from paper.setting import ORACLE, RIVALS, EvaluationJob, method, paper_efficiency
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
@@ -61,7 +61,7 @@ class Measuring:
         )
         if job.course:
             for name in job.contestants:
-                self._course(name)
+                (self._traced if job.trace else self._course)(name)
             return
         if any(name in RIVALS for name in job.contestants):
             start_rivals(self._comm, interface="eth0")
@@ -206,6 +206,49 @@ class Measuring:
         )
         if step is not None:
             self._ask(step.host, next(each.speed for each in job.cluster.processors if each.host == step.host))
+
+    def _traced(self, name: str) -> None:
+        """One contestant through all changes of the trace; its moves count, the lab's own work does not."""
+        job = self._job
+        contestant = self._make(name)
+        assert isinstance(contestant, Tiled)
+        first = {each.host: each.speed for each in job.cluster.processors}
+        factors = dict.fromkeys(first, 1.0)
+        done, spent_s, moved_s = 0, 0.0, 0.0
+        for change in (*job.trace, None):
+            stop = job.course if change is None else change.after_iteration
+            self._comm.barrier()
+            begun_s = self._clock.now_s()
+            contestant.run(stop - done)
+            spent_s, done = spent_s + self._clock.now_s() - begun_s, stop
+            if change is None:
+                break
+            self._ask(change.host, change.speed)
+            factors[change.host] = change.speed / first[change.host]
+            if name == ORACLE:
+                begun_s = self._clock.now_s()
+                contestant.lay(self._at(factors))
+                moved_s += self._clock.now_s() - begun_s
+        walls = self._comm.allgather_object([each.wall_s for each in contestant.iterations])
+        self._say(
+            "traced",
+            contestant=name,
+            total_s=max(self._comm.allgather_object(spent_s + moved_s)),
+            told_moves_s=max(self._comm.allgather_object(moved_s)),
+            iteration_s=[max(ranks) for ranks in zip(*walls, strict=True)],
+            trace=[asdict(change) for change in job.trace],
+            checks=_told(contestant),
+            **self._laid(contestant.model.layout),
+        )
+        for host, factor in factors.items():
+            if factor != 1.0:
+                self._ask(host, first[host])
+
+    def _at(self, factors: Mapping[str, float]) -> Cluster:
+        """The machines as measured, their speeds times these, by host."""
+        asked = {each.name: factors[each.host] for each in self._job.cluster.processors}
+        own = tuple(replace(each, speed=each.speed * asked[each.name]) for each in self.cluster.processors)
+        return replace(self.cluster, processors=own)
 
     def _ask(self, host: str, speed: float) -> None:
         """Another speed for a host; returns when it has it."""

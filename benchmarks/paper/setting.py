@@ -14,7 +14,17 @@ from typing import Any, Literal, final
 from tatami.cluster import Cluster, Link, Processor
 from tatami.errors import InputError
 from tatami.retiling import Retiler
-from tatami.tiling import AbstractCost, AbstractPlanner, Cost, EvenPlanner, GridRevPlanner, Layout, find_planner, plan
+from tatami.tiling import (
+    DEFAULT_PLANNER,
+    AbstractCost,
+    AbstractPlanner,
+    Cost,
+    EvenPlanner,
+    GridRevPlanner,
+    Layout,
+    find_planner,
+    plan,
+)
 from tatami.workload import Workload
 
 Condition = Literal["A", "B"]
@@ -34,10 +44,12 @@ batch, and is then a few per cent of an iteration even on a tenth of a core. The
 GIGABIT, FAST_ETHERNET = 125e6, 12.5e6
 _LATENCY_S = 50e-6
 
+ORACLE = "oracle"
+"""Is told every change, and lays the tiles for it at once."""
 DDP, DDP_WEIGHTED = "ddp", "ddp-weighted"
 RIVALS = (DDP, DDP_WEIGHTED)
 _GRIDS: Mapping[str, AbstractPlanner] = MappingProxyType({"even": EvenPlanner(), "h-rev": GridRevPlanner()})
-_STATIC = ("weighted", "srpm", "srpm-merged", "timed")
+_STATIC = ("weighted", "srpm", "srpm-merged", "timed", ORACLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +107,7 @@ class EvaluationJob:
         serial_s: how long every rank trains alone, once before, and once in all rounds together.
         course: iterations of each contestant's course, where courses are measured and not blocks.
         step: what happens in the middle of each course.
+        trace: what happens in each course, in order, where an oracle that is told of it takes part as well.
     """
 
     part: str
@@ -110,6 +123,7 @@ class EvaluationJob:
     serial_s: float = 8.0
     course: int = 0
     step: SpeedChange | None = None
+    trace: tuple[SpeedChange, ...] = ()
     seed: int = field(default=0)
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,9 +145,12 @@ class EvaluationJob:
 def job_from_dict(values: Mapping[str, Any]) -> EvaluationJob:
     """What `EvaluationJob.to_dict` wrote."""
     step = values["step"]
-    return EvaluationJob(
-        **{**values, "contestants": tuple(values["contestants"]), "step": None if step is None else SpeedChange(**step)}
-    )
+    read = {
+        "contestants": tuple(values["contestants"]),
+        "step": None if step is None else SpeedChange(**step),
+        "trace": tuple(SpeedChange(**change) for change in values["trace"]),
+    }
+    return EvaluationJob(**{**values, **read})
 
 
 def grids(num: int) -> tuple[str, ...]:
@@ -158,7 +175,9 @@ def layout_of(contestant: str, *, cluster: Cluster, workload: Workload) -> Layou
         level = cluster if dynamic.speeds else with_equal_speeds(cluster)
         return plan(dynamic.retiler.planner, cluster=level, workload=workload).layout
     if contestant in _STATIC:
-        return plan(find_planner(contestant), cluster=cluster, workload=workload).layout
+        return plan(
+            DEFAULT_PLANNER if contestant == ORACLE else find_planner(contestant), cluster=cluster, workload=workload
+        ).layout
     name, _, columns = contestant.rpartition("-")
     if name not in _GRIDS or not columns.isdigit():
         raise InputError(f"there is no contestant {contestant!r} of the evaluation that lays out tiles")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 from tatami import tiling
 from tatami.cluster import Cluster
 from tatami.errors import InputError, MemoryLackError, PlanError
-from tatami.report import Table, memory_table, planner_table
+from tatami.report import Table, memory_table, planner_table, sized_table
 from tatami.tiling import AbstractCost, AbstractPlanner, Plan, WeightedPlanner, advise, compare
 from tatami.workload import Workload
 
@@ -53,10 +53,10 @@ class PlanComparison:
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """The planners, and how full the memory is where it is given."""
-        memory = memory_table(self.plans, cluster=self.cluster)
+        """The planners, how full the memory is where it is given, and speeds that depend on the size of the tile."""
         table = planner_table(self.plans, weighted=self.weighted)
-        return (table,) if memory is None else (table, memory)
+        others = (memory_table(self.plans, cluster=self.cluster), sized_table(self.best, cluster=self.cluster))
+        return (table, *(each for each in others if each is not None))
 
     def __str__(self) -> str:
         return "\n\n".join(part for part in (self.summary, *(table.to_text() for table in self.tables), self.advice) if part)

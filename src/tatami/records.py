@@ -11,6 +11,9 @@ from typing import Any, Self, TextIO
 from tatami.errors import MissingExtraError
 from tatami.outputs import check_folder, check_output
 
+_MOST_CURVES = 64
+"""Of one mapping, such as the speeds of the ranks, in TensorBoard."""
+
 
 class Records:
     """Writes records as JSON lines, and their numbers to TensorBoard. Only rank 0 is given one with files.
@@ -62,7 +65,7 @@ class Records:
         return self._file is not None or self._board is not None or self.kept is not None
 
     def write(self, event: str, *, iteration: int, values: dict[str, Any]) -> None:
-        """Record that `event` happened after `iteration`; numbers among `values` become TensorBoard curves."""
+        """Record that `event` happened after `iteration`; numbers among `values`, and in their mappings, become curves."""
         if self.kept is not None:
             self.kept.append({"event": event, "iteration": iteration, **values})
         if self._file is not None:
@@ -71,6 +74,10 @@ class Records:
             for name, value in values.items():
                 if isinstance(value, (int, float)):
                     self._board.add_scalar(f"{event}/{name}", value, iteration)
+                elif isinstance(value, Mapping) and len(value) <= _MOST_CURVES:
+                    for key, each in value.items():
+                        if isinstance(each, (int, float)):
+                            self._board.add_scalar(f"{event}/{name}/{key}", each, iteration)
 
     def close(self) -> None:
         if self._file is not None:

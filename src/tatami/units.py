@@ -170,6 +170,13 @@ _SPEED = _Quantity(
     printed=("Pflop/s", "Tflop/s", "Gflop/s", "Mflop/s", "kflop/s", "flop/s"),
     examples="'10 Gflop/s' or '1.5 Tflop/s'",
 )
+_FLOP = _Quantity(
+    name="an amount of computing",
+    si="flop",
+    units=_prefixed(_SI, "flop", "FLOP"),
+    printed=("Pflop", "Tflop", "Gflop", "Mflop", "kflop", "flop"),
+    examples="'10 Mflop' or '2.5 Gflop'",
+)
 
 
 def parse_size(value: object) -> int:
@@ -226,6 +233,20 @@ def parse_speed(value: object) -> float:
 def format_speed(speed_flop_per_s: float, *, digits: int | None = None) -> str:
     """ "10 Gflop/s"; exact where `digits` is None. For measured speeds; a relative one is printed as the number it is."""
     return _SPEED.format(speed_flop_per_s, digits=digits)
+
+
+def parse_flop(value: object) -> float:
+    """Flop of "10 Mflop", or a plain number.
+
+    Raises:
+        InputError: no such amount, negative, or not finite; shows the accepted forms.
+    """
+    return _FLOP.parse(value, largest=_LARGEST)
+
+
+def format_flop(work_flop: float, *, digits: int | None = None) -> str:
+    """ "10 Mflop"; exact where `digits` is None."""
+    return _FLOP.format(work_flop, digits=digits)
 
 
 def _exact_size(size_bytes: int) -> str:

@@ -138,6 +138,23 @@ def test_records_of_a_long_run_of_many_ranks_fit_and_the_page_tells_what_it_left
     assert thinned(range(10), 4) == [0, 3, 6, 9]
 
 
+def test_alarms_and_what_was_lost_against_prices_are_shown_of_a_run_that_is_watched() -> None:
+    alarm = {"what": "the link h0 - h1", "at": 33, "began": 31, "slower": 2.5, "error": 0.04}
+    watch = {"event": "watch", "speeds": {"p0": 1.0, "p1": 0.5}, "num_alarms": 1, "price_s": {"re-map whole": 0.5, "free": 0.0}}
+    records = [
+        {**watch, "iteration": 33, "lost_s": {"re-map whole": 0.1, "free": 0.0}, "alarms": [alarm]},
+        {**watch, "iteration": 40, "lost_s": {"re-map whole": 0.4, "free": 0.0}, "alarms": []},
+    ]
+    facts = facts_of(recorded([*a_run(), *records]))
+    assert [(row["iteration"], row["what"]) for row in facts.alarms] == [(33, "the link h0 - h1")]
+    assert [(row["iteration"], row["share"]) for row in facts.accounts] == [(33, 0.2), (40, 0.8)]
+    assert {row["speed"] for row in facts.speeds if row["iteration"] == 33} == {1.0, 0.5}
+    text = page_of(recorded([*a_run(), *records]), title="watched")
+    for said in ("<h2>Alarms</h2>", "2.50 (+- 4%)", "the link h0 - h1", "What was lost, and what moving costs"):
+        assert said in text
+    assert "accounts" in charts_of(facts)
+
+
 def test_what_an_older_log_lacks_is_said() -> None:
     old = [{"event": "train", "iteration": 10, "epoch": 1, "loss": 1.0, "samples_per_s": 5.0}]
     assert set(charts_of(facts_of(recorded(old)))) == {"loss", "rate"}

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tatami.cluster import SpeedTable, speed_at
 from tatami.retiling.sizes import SizedTimes
 
 
@@ -20,13 +21,16 @@ def test_nothing_is_known_at_first_and_then_of_one_processor_only() -> None:
     sizes = learned((100.0, 2.0))
     assert sizes.at(0, work=7.0) == 2.0
     assert sizes.at(1, work=7.0) is None
-    assert sizes.relative(1, work=7.0, now=100.0) == 1.0
+    assert sizes.speed(1, work=7.0, speed=3.0) == 3.0
 
 
-def test_between_two_sizes_it_is_a_straight_line_and_outside_flat() -> None:
+def test_a_size_between_two_is_as_slow_as_the_larger_and_outside_it_is_flat() -> None:
     sizes = learned((100.0, 2.0), (300.0, 3.0))
-    assert [sizes.at(0, work=work) for work in (50, 100, 200, 300, 900)] == [2.0, 2.0, 2.5, 3.0, 3.0]
-    assert sizes.relative(0, work=200.0, now=100.0) == 1.25
+    assert [sizes.at(0, work=work) for work in (50, 100, 200, 300, 900)] == pytest.approx([2.0, 2.0, 3.0, 3.0, 3.0])
+    found = sizes.speed(0, work=200.0, speed=8.0)
+    assert [speed_at(found, work) for work in (200, 100, 300)] == pytest.approx([8.0, 12.0, 8.0])
+    # Where the larger is faster, time is a straight line: 200 s for 100, 300 s for 300.
+    assert learned((100.0, 2.0), (300.0, 1.0)).at(0, work=200.0) == pytest.approx(1.25)
 
 
 def test_a_time_that_is_expected_makes_no_point() -> None:
@@ -43,7 +47,20 @@ def test_a_slower_processor_is_slower_at_every_size() -> None:
     sizes = learned((100.0, 2.0), (300.0, 3.0))
     sizes.scale(0, 2.0)
     assert sizes.points(0) == ((100.0, 4.0), (300.0, 6.0))
-    assert sizes.relative(0, work=300.0, now=100.0) == 1.5
+    assert speed_at(sizes.speed(0, work=100.0, speed=3.0), 300.0) == pytest.approx(2.0)
+
+
+def test_a_larger_tile_that_takes_less_time_makes_an_older_point_void() -> None:
+    assert learned((100.0, 3.0), (200.0, 1.0)).points(0) == ((200.0, 1.0),)
+    assert learned((200.0, 1.0), (100.0, 3.0)).points(0) == ((100.0, 3.0),)
+
+
+def test_of_a_table_that_was_given_the_form_is_believed_and_the_height_is_measured() -> None:
+    sizes = SizedTimes(1, given={0: SpeedTable([(100.0, 1.0), (300.0, 0.5)])})
+    sizes.learn(0, work=100.0, per_work_s=4.0, error=0.01)
+    assert sizes.points(0) == ((100.0, 4.0), (300.0, 8.0))
+    sizes.learn(0, work=300.0, per_work_s=4.5, error=0.01)
+    assert sizes.points(0) == ((100.0, 4.0), (300.0, 4.5))
 
 
 @given(points=st.lists(st.tuples(st.floats(1.0, 1e6), st.floats(1e-6, 1.0)), min_size=1, max_size=20), work=st.floats(0.1, 1e7))

@@ -12,7 +12,8 @@ from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.wrapper import WrappedCommunicator
 from tatami.errors import CommError
-from tatami.retiling import Retiler
+from tatami.records import Records
+from tatami.retiling import Decision, Retiler
 from tatami.testing.worlds import World
 from tatami.tiled import Check, IterationPhase, Retiling, TiledModel, Trainer, move, tile, whole_state_dict
 from tatami.tiled.retiling import _Probe
@@ -179,11 +180,20 @@ def test_a_slow_rank_is_noticed_and_relieved_within_few_iterations_and_training_
         torch.autograd.backward(nn.functional.mse_loss(plain(x), y))
         plain_steps.step()
 
-    def body(comm: AbstractCommunicator) -> tuple[list[Check], list[str]]:
+    def body(comm: AbstractCommunicator) -> tuple[list[Check], list[Decision]]:
         machine = Machine(1.0)
         model = laid(built, comm, machine)
         optimizer = ADAM(model.parameters())
-        trainer = Trainer(model, optimizer=optimizer, loss=nn.MSELoss(), retile=None if by_hand else Retiler())
+        records = Records()
+        records.kept = []
+        trainer = Trainer(
+            model,
+            optimizer=optimizer,
+            loss=nn.MSELoss(),
+            retile=None if by_hand else Retiler(),
+            records=records,
+            record_every=1,
+        )
         retiling = Retiling(model, optimizer, retiler=Retiler()) if by_hand else None
 
         def go(iterations: int) -> list[Check]:
@@ -202,11 +212,19 @@ def test_a_slow_rank_is_noticed_and_relieved_within_few_iterations_and_training_
             machine.speed /= 3
         checks = go(30)
         assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="parameters")
-        return checks, [check.decision.reason for check in checks]
+        if comm.rank == 0 and not by_hand:
+            watched = [record for record in records.kept if record["event"] == "watch"]
+            first = next(alarm for record in watched for alarm in record["alarms"])
+            assert (first["what"], first["began"]) == ("p1", 31)
+            assert first["slower"] == pytest.approx(3.0, rel=0.1)
+            assert all(price_s > 0 for record in watched for price_s in record["price_s"].values())
+            assert set(watched[-1]["speeds"]) == set(model.names)
+        return checks, [check.decision for check in checks]
 
     results = world(body)
-    checks, reasons = results[0]
-    assert all(other == reasons for _, other in results)
+    checks, decisions = results[0]
+    # Equal floating-point numbers, in layouts, speeds and ratios: to the bit.
+    assert all(other == decisions for _, other in results)
     moved = [check for check in checks if check.decision.remaps]
     assert 33 <= moved[0].decision.iteration <= 36
     assert moved[0].imbalance > 2
@@ -320,3 +338,42 @@ def test_a_rank_that_was_left_out_is_as_slow_as_it_was_known_to_be_until_its_pro
     assert probe.per_work_s(7.0) == 0.125 / 4
     clock.step_s = 4.0
     assert probe.per_work_s(7.0) == 0.25
+
+
+class Looked(Machine):
+    """A machine on which looking at the clock takes time as well, by its speed: so a probe sees how fast it is."""
+
+    def now_s(self) -> float:
+        self.sleep(1e-9 / self.speed)
+        return super().now_s()
+
+
+@pytest.mark.ranks(4)
+def test_a_rank_that_all_but_stops_is_left_out_and_taken_in_again_when_it_is_itself(world: World) -> None:
+    built, plain = network(), network()
+    x, y = data()
+    plain_steps = ADAM(plain.parameters())
+    for _ in range(170):
+        plain_steps.zero_grad()
+        torch.autograd.backward(nn.functional.mse_loss(plain(x), y))
+        plain_steps.step()
+
+    def body(comm: AbstractCommunicator) -> tuple[list[Decision], list[int]]:
+        machine = Looked(1.0)
+        model = laid(built, comm, machine)
+        trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), retile=Retiler())
+        decisions, tiles = [], []
+        for iterations, factor in ((30, 1 / 1000), (40, 1000), (100, 1.0)):
+            checks = trainer.fit((x, y), batch_size=SAMPLES, iterations=iterations).checks
+            decisions += [check.decision for check in checks if check.decision.remaps]
+            tiles.append(len(model.tiling.tiles))
+            if comm.rank == 1:
+                machine.speed *= factor
+        assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="parameters")
+        return decisions, tiles
+
+    results = world(body)
+    decisions, tiles = results[0]
+    assert all(each == results[0] for each in results)
+    assert tiles == [4, 3, 4]
+    assert len(decisions) <= 6

@@ -191,7 +191,7 @@ def _emulation(job: TrainJob, machines: Cluster | None) -> Emulation | None:
     if not job.emulate:
         return None
     assert machines is not None
-    return emulated_factors([processor.speed for processor in machines.processors])
+    return emulated_factors(machines.plain_speeds("--emulate"))
 
 
 def _check_memory(task: Task) -> None:

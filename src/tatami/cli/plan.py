@@ -14,7 +14,7 @@ from tatami.cluster import Cluster, parse_speeds, read_cluster
 from tatami.errors import InputError
 from tatami.planning import compared
 from tatami.report import blank, check_path, draw_text, draw_tiling, save
-from tatami.tiling import Plan, with_speeds
+from tatami.tiling import Plan, at_tiles, with_speeds
 from tatami.workload import VOCABULARY, Workload, gpt_workload, net_workload
 
 _GPT = "A GPT"
@@ -105,17 +105,20 @@ def plan(job: PlanJob) -> None:
     if job.plot is not None:
         _draw(best, machines, job.plot, force=job.force)
     if job.as_json:
-        show_json([plan_record(each, weighted=found.weighted) for each in plans])
+        show_json([plan_record(each, weighted=found.weighted, machines=machines) for each in plans])
         return
     show(*found.tables, found.advice)
     if len(plans) == 1:
-        show("", draw_text(best.tiling, speeds=machines.speeds, width=72))
+        show("", draw_text(best.tiling, speeds=_speeds(best, machines), width=72))
     if job.plot is not None:
         show(f"{best.planner} is drawn in {job.plot}")
 
 
-def plan_record(plan: Plan, *, weighted: Plan | None) -> dict[str, Any]:
-    """What `--json` says of a plan. `columns` are processor names, `samples` a column's, `units` those of its tiles."""
+def plan_record(plan: Plan, *, weighted: Plan | None, machines: Cluster) -> dict[str, Any]:
+    """What `--json` says of a plan. `columns` are processor names, `samples` a column's, `units` those of its tiles.
+
+    `speeds` are those of the tiles, where they depend on the size.
+    """
     columns = plan.tiling.columns
     return {
         "planner": plan.planner,
@@ -131,6 +134,7 @@ def plan_record(plan: Plan, *, weighted: Plan | None) -> dict[str, Any]:
         "against_weighted": weighted.predicted_s / plan.predicted_s if weighted else None,
         "memory_bytes": dict(plan.memory_bytes),
         "left_out": list(plan.left_out),
+        "speeds": _speeds(plan, machines),
     }
 
 
@@ -144,8 +148,12 @@ def _machines(file: Path | None, speeds: str | None) -> Cluster:
     return machines if speeds is None else with_speeds(machines, parse_speeds(speeds, expected=machines.size))
 
 
+def _speeds(plan: Plan, machines: Cluster) -> dict[str, float]:
+    return at_tiles(machines, plan.layout, workload=plan.workload).speeds
+
+
 def _draw(plan: Plan, machines: Cluster, path: Path, *, force: bool) -> None:
     figure, ax = blank()
-    draw_tiling(ax, plan.tiling, speeds=machines.speeds)
+    draw_tiling(ax, plan.tiling, speeds=_speeds(plan, machines))
     ax.set_title(f"{plan.planner}: {plan.tiling.samples} samples x {plan.tiling.units} units")
     save(figure, path, force=force)

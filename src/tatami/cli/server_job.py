@@ -115,7 +115,7 @@ class ServerTrainJob(ServerOutputs):
             clip_norm=self.clip_norm,
             recovery=self._recovery(),
             consistency=self._consistency(),
-            speeds=() if self.cluster is None else tuple(each.speed for each in read_cluster(self.cluster).processors),
+            speeds=() if self.cluster is None else read_cluster(self.cluster).plain_speeds("the parameter server"),
             heartbeat_s=self.heartbeat,
             save_every=self.save_every,
             seed=self.seed,

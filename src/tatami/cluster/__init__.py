@@ -1,6 +1,7 @@
 """What machines there are."""
 
 from tatami.cluster.cluster import LOCAL_LINK, NETWORK_LINK, Cluster, Link, Processor
+from tatami.cluster.speed_table import SpeedTable, at_sizes, fastest, speed_at
 from tatami.cluster.speeds import check_speeds, parse_speeds
 from tatami.cluster.toml import cluster_toml, read_cluster, write_cluster
 
@@ -10,9 +11,13 @@ __all__ = [
     "Cluster",
     "Link",
     "Processor",
+    "SpeedTable",
+    "at_sizes",
     "check_speeds",
     "cluster_toml",
+    "fastest",
     "parse_speeds",
     "read_cluster",
+    "speed_at",
     "write_cluster",
 ]

@@ -9,8 +9,9 @@ from functools import cached_property
 
 import numpy as np
 
+from tatami.cluster.speed_table import SpeedTable
 from tatami.cluster.speeds import speed_problem
-from tatami.errors import ClusterError
+from tatami.errors import ClusterError, shortened
 from tatami.units import LARGEST_BANDWIDTH_BYTES_PER_S, format_duration, parse_size
 
 SMALLEST_BANDWIDTH_BYTES_PER_S = 1e-3
@@ -27,7 +28,7 @@ class Processor:
 
     Attributes:
         name: how tilings and logs call it.
-        speed: relative, or flop/s once measured; only ratios count.
+        speed: relative, or flop/s once measured; only ratios count. A `SpeedTable` where it depends on the size of the tile.
         host: the machine it sits in; processors of one host talk over the local link.
         memory_bytes: None where it is not known, and then no limit.
         memory: the same as a text, such as "8 GiB".
@@ -136,7 +137,8 @@ class Cluster:
     @classmethod
     def from_speeds(cls, speeds: Sequence[float], *, host: str = "localhost") -> Cluster:
         """Processors p0, p1, ... of the given relative speeds, all on one host."""
-        return cls(processors=tuple(Processor(name=f"p{i}", speed=float(s), host=host) for i, s in enumerate(speeds)))
+        kept = (s if isinstance(s, SpeedTable) else float(s) for s in speeds)
+        return cls(processors=tuple(Processor(name=f"p{i}", speed=speed, host=host) for i, speed in enumerate(kept)))
 
     @property
     def size(self) -> int:
@@ -154,6 +156,24 @@ class Cluster:
     @property
     def speeds(self) -> dict[str, float]:
         return {processor.name: processor.speed for processor in self.processors}
+
+    @cached_property
+    def sized(self) -> tuple[str, ...]:
+        """The processors whose speed depends on the size of their tile."""
+        return tuple(processor.name for processor in self.processors if isinstance(processor.speed, SpeedTable))
+
+    def plain_speeds(self, what: str) -> tuple[float, ...]:
+        """The speeds in the order of the ranks, for `what`, which can only use numbers.
+
+        Raises:
+            ClusterError: some depend on the size of the tile; names them.
+        """
+        if self.sized:
+            raise ClusterError(
+                f"{what} needs one speed for each processor, but those of {shortened(', '.join(self.sized))} depend on the "
+                "size of the tile: give them a number in place of the table"
+            )
+        return tuple(processor.speed for processor in self.processors)
 
     @cached_property
     def links_of_hosts(self) -> dict[str, dict[str, Link]]:

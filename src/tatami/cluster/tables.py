@@ -14,9 +14,10 @@ import cattrs
 from cattrs.gen import make_dict_structure_fn
 
 from tatami.cluster.cluster import MOST_PROCESSORS, Link, Processor, link_problems
+from tatami.cluster.speed_table import SpeedTable, points_problem
 from tatami.cluster.speeds import speed_problem
 from tatami.errors import InputError, shortened
-from tatami.units import parse_bandwidth, parse_duration, parse_size, parse_speed
+from tatami.units import parse_bandwidth, parse_duration, parse_flop, parse_size, parse_speed
 
 _LONGEST_NAME = 255
 _MOST_COMPARED = 1000
@@ -184,8 +185,26 @@ def _name(value: object) -> str:
 
 
 def _speed(value: object) -> float:
+    if not isinstance(value, list):
+        return _plain_speed(value)
+    points = []
+    for index, pair in enumerate(value):
+        if not (isinstance(pair, list) and len(pair) == 2):
+            raise InputError(f"must be a list of [size, speed], as ['10 Mflop', 0.5]; its item {index} is {_shown(pair)}")
+        size, speed = pair
+        try:
+            points.append((parse_flop(size), _plain_speed(speed)))
+        except InputError as error:
+            raise InputError(f"item {index}: {error}") from None
+    points.sort()
+    if problem := points_problem(tuple(points)):
+        raise InputError(problem)
+    return SpeedTable(points)
+
+
+def _plain_speed(value: object) -> float:
     if not isinstance(value, int | float | str) or isinstance(value, bool):
-        raise InputError(f"must be a number > 0, or a text such as '10 Gflop/s', not {_shown(value)}")
+        raise InputError(f"must be a number > 0, a text such as '10 Gflop/s', or a list of [size, speed], not {_shown(value)}")
     try:
         speed = parse_speed(value) if isinstance(value, str) else float(value)
     except OverflowError:  # an integer of more than 308 digits

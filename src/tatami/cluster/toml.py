@@ -10,7 +10,8 @@ latency = "50 us"
 
 [[processors]]
 name = "old{i}"                           # with count: old0 ... old3
-speed = 1.0                               # relative, or "10 Gflop/s"
+speed = 1.0                               # relative, or "10 Gflop/s", or by the size of the tile, in flop of an iteration:
+                                          # [["10 Mflop", 0.5], ["1 Gflop", 1.0]]; a larger tile must not take less time
 spread = 0.02                             # of the measured speed, relative; may be left out
 message = "30 us"                         # what a message costs it, sent or received; may be left out
 copy = "20 Gbit/s"                        # at which it copies into messages and out of them; may be left out
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from tatami.cluster.cluster import LOCAL_LINK, MOST_PROCESSORS, NETWORK_LINK, Cluster, Link
+from tatami.cluster.speed_table import SpeedTable
 from tatami.cluster.tables import nearest, numbered, structure
 from tatami.errors import MOST_PROBLEMS, ClusterError, shortened
 from tatami.inputs import read_toml
@@ -85,7 +87,7 @@ def cluster_toml(cluster: Cluster) -> str:
         if hosts.issuperset(pair):
             blocks.append(["[[links]]", f"hosts = [{', '.join(map(_text, pair))}]", *_link_lines(link)])
     for processor in cluster.processors:
-        lines = ["[[processors]]", f"name = {_text(processor.name)}", f"speed = {processor.speed!r}"]
+        lines = ["[[processors]]", f"name = {_text(processor.name)}", f"speed = {_speed_text(processor.speed)}"]
         if processor.spread is not None:
             lines.append(f"spread = {processor.spread!r}")
         if processor.message_s:
@@ -97,6 +99,10 @@ def cluster_toml(cluster: Cluster) -> str:
             lines.append(f"memory = {_text(format_size(processor.memory_bytes))}")
         blocks.append(lines)
     return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
+
+
+def _speed_text(speed: float) -> str:
+    return repr([list(point) for point in speed.points] if isinstance(speed, SpeedTable) else speed)
 
 
 def _link_lines(link: Link) -> list[str]:

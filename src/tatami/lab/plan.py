@@ -112,7 +112,7 @@ def plan_lab(cluster: Cluster, *, cores: float) -> LabPlan:
         cores: of this machine, that the lab may use; may be a fraction.
 
     Raises:
-        ClusterError: host names that no machine can have, all of them at once.
+        ClusterError: host names that no machine can have, all of them at once; speeds that depend on the size of the tile.
         InputError: `cores` is not a finite number > 0, or there are more hosts than addresses.
     """
     if not (math.isfinite(cores) and cores > 0):
@@ -124,7 +124,7 @@ def plan_lab(cluster: Cluster, *, cores: float) -> LabPlan:
         raise ClusterError("this cluster cannot be played in a lab; rename hosts in the cluster file:", problems=problems)
     if len(places) > NETWORK.num_addresses - 4:
         raise InputError(f"{len(places)} hosts are too many for one lab; it has {NETWORK.num_addresses - 4} addresses")
-    speeds = [processor.speed for processor in cluster.processors]
+    speeds = cluster.plain_speeds("a lab, which gives each processor its share of a core,")
     scale = min(LARGEST_SHARE / max(speeds), FULLEST * cores / math.fsum(speeds))
     hosts = tuple(Host(name=name, index=i, processors=tuple(ranks)) for i, (name, ranks) in enumerate(places.items()))
     return LabPlan(cluster=cluster, hosts=hosts, cores=cores, scale=scale)

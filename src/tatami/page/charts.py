@@ -29,6 +29,8 @@ def charts_of(facts: RunFacts) -> dict[str, Spec]:
         charts["rate"] = _rate(facts)
     if facts.speeds:
         charts["speeds"] = _speeds(facts)
+    if facts.accounts:
+        charts["accounts"] = _accounts(facts)
     if facts.links:
         charts["links"] = _links(facts)
     return charts
@@ -152,16 +154,41 @@ def _rate(facts: RunFacts) -> Spec:
 
 
 def _speeds(facts: RunFacts) -> Spec:
-    return _chart(
-        facts.speeds,
-        height=220,
-        mark={"type": "line", "interpolate": "step-after", "point": True, "strokeWidth": 2, "tooltip": True},
-        encoding={
+    line = {
+        "mark": {"type": "line", "interpolate": "step-after", "point": True, "strokeWidth": 2, "tooltip": True},
+        "encoding": {
             "x": _axis("iteration", "iteration"),
             "y": _axis("speed", "speed, of the fastest", scale={"domain": [0, 1]}, axis={"tickCount": 5}),
             "color": _rank_color(facts),
         },
-    )
+    }
+    alarms = {
+        "data": {"values": facts.alarms},
+        "mark": {"type": "point", "shape": "triangle-down", "color": "currentColor", "filled": True, "size": 70},
+        "encoding": {
+            "x": _axis("iteration", "iteration"),
+            "y": {"value": 6},
+            "tooltip": [{"field": "what"}, {"field": "slower", "title": "times as long", "format": ".3~f"}, {"field": "began"}],
+        },
+    }
+    return _chart(facts.speeds, height=220, layer=[line, alarms, _moved(facts)] if facts.alarms else [line])
+
+
+def _accounts(facts: RunFacts) -> Spec:
+    line = {
+        "mark": {"type": "line", "point": True, "strokeWidth": 2, "tooltip": True},
+        "encoding": {
+            "x": _axis("iteration", "iteration"),
+            "y": _axis("share", "lost / price of moving", scale={"domainMin": 0}, axis={"tickCount": 5}),
+            "color": {"field": "what", "type": "nominal", "title": None, "legend": {"orient": "bottom"}},
+        },
+    }
+    due = {
+        "data": {"values": [{"share": 1}]},
+        "mark": {"type": "rule", "color": "currentColor", "strokeDash": [4, 4]},
+        "encoding": {"y": _axis("share", "lost / price of moving")},
+    }
+    return _chart(facts.accounts, height=220, layer=[line, due, _moved(facts)])
 
 
 def _links(facts: RunFacts) -> Spec:

@@ -31,6 +31,8 @@ class RunFacts:
         losses: `iteration`, `loss`, `what`.
         rates: `iteration`, `rate` in samples per second.
         speeds: `iteration`, `rank`, `speed` relative to the fastest rank at that time.
+        alarms: of a run that is watched: `iteration` after which it was noticed, `what`, `began`, `slower` times, `error`.
+        accounts: of such a run: `iteration`, `what` could be moved to, `share` of its price that was lost since the change.
         decisions: those that changed something: `iteration`, `decision`, `reason`, `imbalance`, `moved_units`.
         num_checks: looks at the balance, those that kept the tiling among them.
         deaths: `when`, `what`, `repair`, `lost`.
@@ -46,6 +48,8 @@ class RunFacts:
     losses: list[Row] = field(default_factory=list)
     rates: list[Row] = field(default_factory=list)
     speeds: list[Row] = field(default_factory=list)
+    alarms: list[Row] = field(default_factory=list)
+    accounts: list[Row] = field(default_factory=list)
     decisions: list[Row] = field(default_factory=list)
     num_checks: int = 0
     deaths: list[Row] = field(default_factory=list)
@@ -74,7 +78,8 @@ def facts_of(run: RecordedRun) -> RunFacts:
     _add_floors(facts, run.of("tiling"))
     _add_phases(facts, run.of("phases"))
     _add_curves(facts, run)
-    _add_speeds(facts, run.of("tiling", "check"))
+    _add_speeds(facts, run.of("tiling", "check", "watch"))
+    _add_watched(facts, run.of("watch"))
     _add_decisions(facts, run.of("check"))
     facts.deaths = [_death(record) for record in run.of("failure", "members", "error", "warning")]
     return facts
@@ -155,6 +160,20 @@ def _add_speeds(facts: RunFacts, records: list[Mapping[str, Any]]) -> None:
         top = max(record["speeds"].values())
         for name, speed in record["speeds"].items():
             facts.speeds.append({"iteration": record["iteration"], "rank": name, "speed": finite(speed / top)})
+
+
+def _add_watched(facts: RunFacts, records: list[Mapping[str, Any]]) -> None:
+    made = [
+        {"iteration": alarm["at"], **{name: alarm[name] for name in ("what", "began", "slower", "error")}}
+        for record in records
+        for alarm in record["alarms"]
+    ]
+    facts.alarms = _kept(facts, made, 200, "alarms")
+    for record in _kept(facts, records, MOST_POINTS, "records of what was lost"):
+        for kind, price_s in record["price_s"].items():
+            if price_s > 0:
+                share = finite(record["lost_s"][kind] / price_s)
+                facts.accounts.append({"iteration": record["iteration"], "what": kind, "share": share})
 
 
 def _add_decisions(facts: RunFacts, checks: list[Mapping[str, Any]]) -> None:

@@ -28,7 +28,9 @@ _SECTIONS = {
     "links": ("Bytes by link", "What an iteration sends from rank to rank with the tiling above, as planned."),
     "loss": ("Loss", "Dashed upright lines: the tiling changed."),
     "rate": ("Throughput", "As rank 0 saw it."),
-    "speeds": ("Speeds of the ranks", "As estimated, relative to the fastest at that time."),
+    "speeds": ("Speeds of the ranks", "As estimated, relative to the fastest at that time. Triangles are alarms."),
+    "accounts": ("What was lost, and what moving costs", "Since the change began, of the price. Tiles move before it is 1, or "
+                 "at once where more was lost until the change was noticed."),
 }  # fmt: skip
 _OF_TILING = ("floor", "phases", "links")
 
@@ -83,7 +85,8 @@ def page_of(run: RecordedRun, *, title: str) -> str:
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in facts.notes),
         floor="".join(_figure(name, charts) for name in _OF_TILING),
         slider=_slider(facts),
-        curves="".join(_figure(name, charts) for name in _SECTIONS if name not in _OF_TILING),
+        curves="".join(_figure(name, charts) for name in _SECTIONS if name not in (*_OF_TILING, *_absent(charts))),
+        alarms=_alarms(facts),
         decisions=_decisions(facts),
         deaths=_deaths(facts),
         settings=_settings(run),
@@ -178,6 +181,21 @@ def _decisions(facts: RunFacts) -> str:
     ]
     told = f"<p>The balance was looked at {_times(facts.num_checks)}; what changed something:</p>"
     return told + _table(["after iteration", "decision", "slowest / fastest", "unit rows moved", "reason"], rows)
+
+
+def _absent(charts: Mapping[str, Any]) -> set[str]:
+    """Sections of which runs by other rules have nothing to tell."""
+    return {"accounts"} - set(charts)
+
+
+def _alarms(facts: RunFacts) -> str:
+    if not facts.alarms:
+        return ""
+    rows = [
+        [f"{row['iteration']:,}", row["what"], f"{row['slower']:.2f} (+- {row['error']:.0%})", f"{row['began']:,}"]
+        for row in facts.alarms
+    ]
+    return f"<section><h2>Alarms</h2>{_table(['after iteration', 'what', 'times as long', 'since iteration'], rows)}</section>"
 
 
 def _deaths(facts: RunFacts) -> str:

@@ -20,14 +20,14 @@ class SpeedShares:
 
     Raises:
         InputError: not one speed for each rank.
-        ClusterError: a speed that is not a finite number above 0.
+        ClusterError: a speed that is not a finite number above 0, or that depends on the size of the tile.
     """
 
     def __init__(self, speeds: Cluster | Sequence[float], comm: AbstractCommunicator, *, where: str) -> None:
         cluster = speeds if isinstance(speeds, Cluster) else Cluster.from_speeds(speeds)
         if cluster.size != comm.size:
             raise InputError(f"{where}: there are {comm.size} ranks but {cluster.size} speeds; give one for each rank")
-        self.speeds = tuple(processor.speed for processor in cluster.processors)
+        self.speeds = cluster.plain_speeds(where)
         self._rank, self._where = comm.rank, where
 
     def sizes(self, samples: int) -> tuple[int, ...]:

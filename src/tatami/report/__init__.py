@@ -7,7 +7,7 @@ from tatami.report.efficiency import Efficiency, EfficiencyRound, efficiency
 from tatami.report.phases import draw_schedule
 from tatami.report.picture import FORMATS, blank, check_path, save
 from tatami.report.shares import draw_shares
-from tatami.report.tables import MethodResult, Table, memory_table, planner_table, run_table
+from tatami.report.tables import MethodResult, Table, memory_table, planner_table, run_table, sized_table
 from tatami.report.tiles import draw_tiling
 from tatami.report.watched import draw_watched
 
@@ -32,4 +32,5 @@ __all__ = [
     "planner_table",
     "run_table",
     "save",
+    "sized_table",
 ]

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from tatami.cluster import Cluster
+from tatami.cluster import Cluster, SpeedTable
 from tatami.errors import InputError, MissingExtraError
 from tatami.report.efficiency import Efficiency
 from tatami.report.words import percent
-from tatami.tiling import Plan, Tiling
-from tatami.units import format_duration, format_size
+from tatami.tiling import Plan, Tiling, tile_flop
+from tatami.tiling.alphabeta import MEASURED_FROM
+from tatami.units import format_duration, format_flop, format_size, format_speed
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -174,6 +175,29 @@ def memory_table(plans: Sequence[Plan], *, cluster: Cluster) -> Table | None:
         rows=tuple(rows),
         numbers=frozenset({2, 3, 4}),
     )
+
+
+def sized_table(plan: Plan, *, cluster: Cluster) -> Table | None:
+    """The speeds that depend on the size of the tile, and what they are under `plan`; None where none does."""
+    flop = tile_flop(plan.layout, workload=plan.workload)
+    rows = []
+    for name, own in flop.items():
+        speed = cluster.by_name[name].speed
+        if isinstance(speed, SpeedTable):
+            points = [f"{format_flop(size, digits=3)}: {_speed(at)}" for size, at in speed.points]
+            rows.append((name, _shortened(points), format_flop(own, digits=3), _speed(speed.at(own))))
+    if not rows:
+        return None
+    return Table(
+        title=f"speeds by the size of the tile, and under {plan.planner}",
+        headers=("processor", "speed by size", "tile", "speed"),
+        rows=tuple(rows),
+        numbers=frozenset({2, 3}),
+    )
+
+
+def _speed(speed: float) -> str:
+    return format_speed(speed, digits=3) if speed >= MEASURED_FROM else f"{speed:.3g}"
 
 
 def run_table(runs: Sequence[MethodResult]) -> Table:

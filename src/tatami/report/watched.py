@@ -54,6 +54,10 @@ def draw_watched(
         ax.step([*at, iterations], [*shares, shares[-1]], where="post", **style)
     top = 1.0
     for alarm in alarms:
+        if alarm.link is not None:
+            below.axvline(alarm.iteration, color="0.5", linewidth=1.0, linestyle=":")
+            below.annotate(f"{' - '.join(alarm.link)}: {alarm.slower:.1f} x", (alarm.iteration, 1.0), fontsize=8)
+            continue
         rank = names.index(alarm.processor)
         share = next((g.speeds[rank] for g in glances if g.iteration >= alarm.iteration), math.nan)
         first = next((g.speeds[rank] for g in glances if math.isfinite(g.speeds[rank])), math.nan)

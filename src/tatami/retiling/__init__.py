@@ -5,12 +5,13 @@ Ozawa, Sugaya, Aso: "Parallelizing of a Back Propagation in Heterogeneous Enviro
 Method", IPSJ journal 2005/2006, section 5.
 """
 
+from tatami.retiling.alarms import Alarm, Glance
 from tatami.retiling.controller import Controller
 from tatami.retiling.decision import Decision, DecisionKind
 from tatami.retiling.moves import Move, moves
 from tatami.retiling.retiler import Retiler
 from tatami.retiling.timing import Timing
-from tatami.retiling.watching import Alarm, Glance, Watcher
+from tatami.retiling.watching import Watcher
 
 __all__ = [
     "Alarm",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tatami.cluster import speed_at
 from tatami.tiling import Column, Layout
 from tatami.workload import Workload
 
@@ -46,17 +47,23 @@ def forecast(layout: Layout, *, workload: Workload, speeds: Mapping[str, float])
     """Work over speed, block by block, in whole samples and units."""
     slowest, of_each = 0.0, []
     for column, samples in zip(layout.columns, layout.sample_sizes(workload.samples), strict=True):
-        spent = dict.fromkeys(column.processors, 0.0)
-        together = 0.0
-        for section in workload.sections:
-            sizes = zip(column.processors, column.unit_sizes(section.units), strict=True)
-            times = [samples * section.work(size) / speeds[name] for name, size in sizes]
-            together += max(times)
-            for name, time in zip(column.processors, times, strict=True):
-                spent[name] += time
-        slowest = max(slowest, together)
-        of_each += [time for time in spent.values() if time]
+        works = [[samples * section.work(size) for size in column.unit_sizes(section.units)] for section in workload.sections]
+        sizes = [sum(own) / workload.work_flop for own in zip(*works, strict=True)]
+        rates = [speed_at(speeds[name], size) for name, size in zip(column.processors, sizes, strict=True)]
+        times = [[work / rate for work, rate in zip(own, rates, strict=True)] for own in works]
+        slowest = max(slowest, sum(map(max, times)))
+        of_each += [spent for spent in map(sum, zip(*times, strict=True)) if spent]
     return Forecast(ratio=min(of_each) / max(of_each), slowest=slowest)
+
+
+def works_of(layout: Layout, *, workload: Workload) -> dict[str, float]:
+    """`Workload.tile_work` of every processor that has a tile."""
+    works = {}
+    for column, samples in zip(layout.columns, layout.sample_sizes(workload.samples), strict=True):
+        sizes = [column.unit_sizes(block.units) for block in workload.blocks]
+        for place, name in enumerate(column.processors):
+            works[name] = workload.tile_work([size[place] for size in sizes], samples=samples)
+    return works
 
 
 def _heights(speeds: Sequence[float], *, least: float) -> tuple[float, ...]:

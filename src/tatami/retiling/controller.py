@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import final
 
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
 from tatami.retiling.ability import ability
 from tatami.retiling.columns import forecast
+from tatami.retiling.deciding import AbstractDecider
 from tatami.retiling.decision import Decision, DecisionKind, Verdict, tell
 from tatami.retiling.moves import moves
 from tatami.retiling.published import published
@@ -15,19 +17,16 @@ from tatami.retiling.retiler import Retiler
 from tatami.retiling.settling import MEMORY, settling
 from tatami.retiling.situation import SIGNALS, Signal, Situation, Window, points
 from tatami.retiling.timing import Timing
-from tatami.tiling import AbstractCost, Layout, Tiling
+from tatami.tiling import AbstractCost, Layout
 from tatami.workload import Workload
 
 LEAST_POINTS = 2
 """Points since the last re-mapping that a check needs of every processor: a line has two."""
 
 
-class Controller:
-    """Decides at every check whether to re-tile.
-
-    Every rank runs its own on the same timings and comes to the same decisions; nothing else need be agreed upon. Iterations
-    are counted from 1.
-    """
+@final
+class Controller(AbstractDecider):
+    """Decides at every check whether to re-tile, by the rules of DRPM. Iterations are counted from 1."""
 
     def __init__(
         self,
@@ -39,47 +38,25 @@ class Controller:
         known_speeds: bool = False,
         cost: AbstractCost | None = None,
     ) -> None:
-        """Start from `layout`.
-
-        Args:
-            retiler: the settings.
-            cluster: all processors; their speeds count where `known_speeds`, and for who is never measured.
-            workload: what is laid out.
-            layout: the layout in force; may leave processors out.
-            known_speeds: whether `layout` was planned from speeds; `retiler.known_speeds` overrides it.
-            cost: what the planner chooses by; see `tatami.tiling.plan`.
+        """Start from `layout`; arguments as of `AbstractDecider`.
 
         Raises:
-            PlanError: the layout has a processor that the cluster has not, or the rule is one for `Watcher`.
+            PlanError: as there, and where the rule is one for `Watcher`.
+            ClusterError: a speed depends on the size of the tile, which these rules do not know.
         """
         if retiler.watches:
             raise PlanError(
                 f"Controller checks every few iterations, by the rules of DRPM, and not by {retiler.rule!r}: take "
                 "`tatami.retiling.Watcher`, or Retiler(rule='settling')"
             )
-        strangers = sorted(set(layout.processors) - set(cluster.by_name))
-        if strangers:
-            raise PlanError(f"the layout has {', '.join(strangers)}, but the cluster only {', '.join(cluster.by_name)}")
-        self.retiler = retiler
-        self.cluster = cluster
-        self.workload = workload
-        self.layout = layout
+        cluster.plain_speeds(f"Retiler(rule={retiler.rule!r})")
+        super().__init__(retiler, cluster=cluster, workload=workload, layout=layout, known_speeds=known_speeds, cost=cost)
         self.checks = 0
-        self._cost = cost
-        self._first = not (known_speeds if retiler.known_speeds is None else retiler.known_speeds)
+        self._first = not self._known_speeds
         self._since: int | None = None
         self._streak = 0
         self._kept: dict[str, dict[int, Timing]] = {}
         self._last: dict[Signal, dict[str, float]] = {signal: {} for signal in SIGNALS}
-
-    @property
-    def tiling(self) -> Tiling:
-        """The layout in force, cut for the workload."""
-        return self.layout.cut(samples=self.workload.samples, units=self.workload.units)
-
-    def due(self, iteration: int) -> bool:
-        """Whether a check follows after this iteration."""
-        return self.retiler.due(iteration)
 
     def observe(self, iteration: int, timings: Iterable[Timing]) -> Decision:
         """Check the balance after `iteration`.
@@ -122,11 +99,7 @@ class Controller:
         placed = set(self.layout.processors)
         fresh: dict[str, list[Timing]] = {name: [] for name in self.cluster.by_name if name in placed}
         for timing in timings:
-            if timing.processor not in self.cluster.by_name:
-                raise PlanError(
-                    f"a timing of {timing.processor!r} in iteration {timing.iteration}, but the cluster only has "
-                    f"{', '.join(self.cluster.by_name)}"
-                )
+            self._check_known(timing)
             if timing.processor in fresh and timing.work > 0 and (self._since is None or timing.iteration > self._since):
                 fresh[timing.processor].append(timing)
         recent: dict[str, tuple[Timing, ...]] = {}

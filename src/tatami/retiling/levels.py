@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tatami.cluster import Cluster
-from tatami.retiling.columns import forecast
+from tatami.cluster import Cluster, at_sizes
+from tatami.retiling.columns import forecast, works_of
 from tatami.retiling.decision import DecisionKind
 from tatami.retiling.moves import moves
 from tatami.retiling.situation import Situation
-from tatami.tiling import AlphaBetaCost, Column, Layout
+from tatami.tiling import AlphaBetaCost, Column, Layout, at_tiles, with_speeds
 from tatami.tiling.memory import lacking_bytes
+from tatami.tiling.timed import balanced
 from tatami.workload import Workload
 
 LEAVE_BELOW = 0.25
 """A processor that has lost more than three quarters of its speed may be more trouble than help, and is tried without."""
+
+_MOST_BEHIND = 4
+_MOST_SWAPPED = 64
+"""Of more processors the swaps would take longer than what they are to save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,37 +46,45 @@ def levels(
     speeds: Mapping[str, float],
     *,
     fixed_s: float,
-    sized: Callable[[Layout], Mapping[str, float]] | None = None,
 ) -> tuple[float, tuple[Level, ...]]:
     """The time of an iteration as the tiles lie, and what would be faster, cheapest first.
 
     Args:
         situation: the layout in force.
-        speeds: `tile_work` per second of every processor.
+        speeds: `tile_work` per second of every processor; may depend on the size of the tiles.
         fixed_s: what each re-tiling costs beside its rows.
-        sized: the speeds under another layout, where they depend on the size of the tiles.
     """
     now = situation.layout
+    works = works_of(now, workload=situation.workload)
+    here = at_sizes(speeds, works)
     found: dict[Layout, DecisionKind] = {}
-    shifted = shift_samples(now, speeds=speeds, workload=situation.workload)
+    shifted = shift_samples(now, speeds=here, workload=situation.workload)
     if not lacking_bytes(shifted, cluster=situation.cluster, workload=situation.workload):
         found.setdefault(shifted, DecisionKind.SAMPLES)
-    found.setdefault(situation.columns(speeds), DecisionKind.COLUMNS)
-    whole = situation.whole(speeds)
+    found.setdefault(situation.columns(here), DecisionKind.COLUMNS)
+    whole = situation.whole(here)
     found.setdefault(whole, DecisionKind.WHOLE)
-    if sized is not None and (there := sized(whole)) != speeds:
+    there = at_sizes(speeds, works_of(whole, workload=situation.workload))
+    if there != here:
         found.setdefault(situation.whole(there), DecisionKind.WHOLE)
-    given = situation.cluster.speeds
+    if situation.cluster.sized:
+        # Only with tables that were given: of what a few tiles have shown, planners would try one size after the other.
+        found.setdefault(situation.whole(speeds), DecisionKind.WHOLE)
+    given = at_tiles(situation.cluster, now, workload=situation.workload).speeds
     placed = set(now.processors)
-    lost = {name: speeds[name] / given[name] for name in placed}
+    lost = {name: here[name] / given[name] for name in placed}
     usual = sorted(lost.values())[len(lost) // 2]
     slow = min(lost, key=lambda name: lost[name])
     if len(placed) > 1 and lost[slow] < LEAVE_BELOW * usual:
         found.setdefault(situation.without(slow, speeds), DecisionKind.LEAVE)
+    for name in _behind(situation):
+        found.setdefault(situation.without(name, speeds), DecisionKind.LEAVE)
+    if situation.slow_hosts:
+        found.setdefault(_swapped(situation, here), DecisionKind.WHOLE)
     stay_s = iteration_s(now, situation=situation, speeds=speeds)
     listed = []
     for layout, kind in found.items():
-        takes_s = iteration_s(layout, situation=situation, speeds=speeds if sized is None else sized(layout))
+        takes_s = iteration_s(layout, situation=situation, speeds=speeds)
         if layout == now or takes_s >= stay_s:
             continue
         price_s = fixed_s + rows_s(now, layout, cluster=situation.cluster, workload=situation.workload)
@@ -94,14 +107,38 @@ def iteration_s(layout: Layout, *, situation: Situation, speeds: Mapping[str, fl
     return compute_s + (price.vertical + price.horizontal if price.unit == "s" else 0.0)
 
 
-def works_of(layout: Layout, *, workload: Workload) -> dict[str, float]:
-    """`Workload.tile_work` of every processor that has a tile."""
-    works = {}
-    for column, samples in zip(layout.columns, layout.sample_sizes(workload.samples), strict=True):
-        sizes = [column.unit_sizes(block.units) for block in workload.blocks]
-        for place, name in enumerate(column.processors):
-            works[name] = workload.tile_work([size[place] for size in sizes], samples=samples)
-    return works
+def _behind(situation: Situation) -> list[str]:
+    """The processors behind slow links, where they are alone on their host and few."""
+    hosts: dict[str, list[str]] = defaultdict(list)
+    for name in situation.layout.processors:
+        hosts[situation.cluster.by_name[name].host].append(name)
+    alone = [hosts[host][0] for host in situation.slow_hosts if len(hosts[host]) == 1]
+    return alone[:_MOST_BEHIND] if len(situation.layout.processors) > 1 else []
+
+
+def _swapped(situation: Situation, speeds: Mapping[str, float]) -> Layout:
+    """The columns as they are, but for one processor behind a slow link, which changes places with that which makes it fastest.
+
+    Planners order processors by speed and host; that two of them should not meet is known only here.
+    """
+    now, workload = situation.layout, situation.workload
+    best, least_s = now, iteration_s(now, situation=situation, speeds=speeds)
+    names = now.processors
+    behind = [name for name in names if situation.cluster.by_name[name].host in situation.slow_hosts[:_MOST_BEHIND]]
+    if len(names) > _MOST_SWAPPED:
+        return now
+    plain = with_speeds(situation.cluster, speeds).by_name
+    for one in behind:
+        for other in names:
+            places = {one: other, other: one}
+            columns = [[plain[places.get(name, name)] for name in column.processors] for column in now.columns]
+            layout = balanced(columns, workload=workload)
+            if other == one or layout is None or layout.empty(workload):
+                continue
+            takes_s = iteration_s(layout, situation=situation, speeds=speeds)
+            if takes_s < least_s and not lacking_bytes(layout, cluster=situation.cluster, workload=workload):
+                best, least_s = layout, takes_s
+    return best
 
 
 def shift_samples(layout: Layout, *, speeds: Mapping[str, float], workload: Workload) -> Layout:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tatami.cluster import Cluster
+from tatami.cluster import Cluster, SpeedTable, at_sizes
 from tatami.errors import MemoryLackError
 from tatami.retiling.ability import Balance, Point, balance, estimate
-from tatami.retiling.columns import Forecast, forecast, recut
+from tatami.retiling.columns import Forecast, forecast, recut, works_of
 from tatami.retiling.retiler import Retiler
 from tatami.retiling.timing import Timing
-from tatami.tiling import AbstractCost, AlphaBetaCost, Layout, compare, with_speeds
+from tatami.tiling import AbstractCost, AbstractPlanner, AlphaBetaCost, Layout, compare, find_planner, with_speeds
 from tatami.tiling.memory import lacking_bytes, squeezed
 from tatami.workload import Workload
 
@@ -39,6 +39,7 @@ class Situation:
         first: nothing is known yet: no speeds were given, and nothing was estimated before.
         streak: re-mappings since the balance was last good.
         cost: what planners choose by.
+        slow_hosts: at the ends of links that became slower.
     """
 
     retiler: Retiler
@@ -51,6 +52,7 @@ class Situation:
     first: bool
     streak: int
     cost: AbstractCost | None
+    slow_hosts: tuple[str, ...] = ()
 
     def balance(self, signal: Signal, *, window: Window) -> Balance | None:
         """How even `window` was."""
@@ -73,10 +75,19 @@ class Situation:
         cost = AlphaBetaCost() if self.cost is None else self.cost
         if isinstance(cost, AlphaBetaCost):
             cost = replace(cost, flop_per_s=1.0)
-        measured = {name: speed * self.workload.work_flop for name, speed in speeds.items()}
+        flop = self.workload.work_flop
+        planner = (
+            self.retiler.planner if isinstance(self.retiler.planner, AbstractPlanner) else find_planner(self.retiler.planner)
+        )
+        if not planner.sized:
+            speeds = at_sizes(speeds, works_of(self.layout, workload=self.workload))
+        measured = {
+            name: speed.scaled(size=flop, speed=flop) if isinstance(speed, SpeedTable) else speed * flop
+            for name, speed in speeds.items()
+        }
         try:
             # Unlike `plan`, this does not warn at every check of every rank that another planner would be faster.
-            (best,) = compare([self.retiler.planner], cluster=cluster, workload=self.workload, speeds=measured, cost=cost)
+            (best,) = compare([planner], cluster=cluster, workload=self.workload, speeds=measured, cost=cost)
         except MemoryLackError:
             return self.layout
         return best.layout

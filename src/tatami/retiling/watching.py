@@ -16,15 +16,18 @@ next must be worth four times its price, and so on until one does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from typing import final
 
 import numpy as np
 
-from tatami.cluster import Cluster
-from tatami.errors import PlanError
+from tatami.cluster import Cluster, SpeedTable, speed_at
+from tatami.retiling.alarms import Alarm, Glance, tell_alarm
+from tatami.retiling.columns import works_of
+from tatami.retiling.deciding import AbstractDecider
 from tatami.retiling.decision import Decision, DecisionKind, tell_speeds
-from tatami.retiling.levels import Level, iteration_s, levels, works_of
+from tatami.retiling.levels import Level, iteration_s, levels
+from tatami.retiling.link_watch import LinkWatch
 from tatami.retiling.moves import moves
 from tatami.retiling.noticing import Detector, Vector
 from tatami.retiling.rental import Rental, expected_rest
@@ -32,7 +35,7 @@ from tatami.retiling.retiler import Retiler
 from tatami.retiling.situation import SIGNALS, Situation
 from tatami.retiling.sizes import SizedTimes
 from tatami.retiling.timing import Timing
-from tatami.tiling import AbstractCost, Layout, Tiling
+from tatami.tiling import AbstractCost, Layout
 from tatami.workload import Workload
 
 CERTAINTY = 4.0
@@ -50,54 +53,13 @@ _ENOUGH = 8
 _MOST_KEPT = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class Alarm:
-    """A processor became slower or faster.
+@final
+class Watcher(AbstractDecider):
+    """Decides after every iteration.
 
     Attributes:
-        processor: its name.
-        iteration: after which it was noticed.
-        began: the first iteration that was like this.
-        before_s, after_s: seconds per work.
-        error: relative standard error of `after_s`.
-    """
-
-    processor: str
-    iteration: int
-    began: int
-    before_s: float
-    after_s: float
-    error: float
-
-    @property
-    def slower(self) -> float:
-        """How many times as long it takes."""
-        return self.after_s / self.before_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class Glance:
-    """What was known at one moment, for the picture.
-
-    Attributes:
-        iteration: after which.
-        speeds: work per second, in the order of the cluster; NaN where nothing was measured.
-        loss_s: of each level that could be moved to since the change began.
-        price_s: of moving there.
-    """
-
-    iteration: int
-    speeds: tuple[float, ...]
-    loss_s: Mapping[DecisionKind, float]
-    price_s: Mapping[DecisionKind, float]
-
-
-class Watcher:
-    """Decides after every iteration. Every rank runs its own on the same timings and comes to the same decisions, bit for bit.
-
-    Attributes:
-        layout: the one in force.
         alarms: all so far.
+        links: between columns, which are watched as well.
         glances: the last few thousand looks.
     """
 
@@ -111,22 +73,17 @@ class Watcher:
         known_speeds: bool = False,
         cost: AbstractCost | None = None,
     ) -> None:
-        """Start from `layout`; arguments as of `Controller`."""
-        strangers = sorted(set(layout.processors) - set(cluster.by_name))
-        if strangers:
-            raise PlanError(f"the layout has {', '.join(strangers)}, but the cluster only {', '.join(cluster.by_name)}")
-        self.retiler = retiler
-        self.cluster = cluster
-        self.workload = workload
-        self.layout = layout
+        """Start from `layout`; arguments as of `AbstractDecider`."""
+        super().__init__(retiler, cluster=cluster, workload=workload, layout=layout, known_speeds=known_speeds, cost=cost)
         self.alarms: list[Alarm] = []
         self.glances: deque[Glance] = deque(maxlen=_MOST_KEPT)
-        self._known_speeds = known_speeds if retiler.known_speeds is None else retiler.known_speeds
-        self._cost = cost
+        self.links = LinkWatch(cluster, workload=workload)
         self._rank_of = cluster.rank_of
         self._detector = Detector((cluster.size,))
-        self._sizes = SizedTimes(cluster.size)
-        self._works = self._works_now()
+        self._sizes = SizedTimes(cluster.size, given=_in_work(cluster, workload=workload))
+        self._works: Vector = np.zeros(cluster.size)
+        self._sized_at: Vector = np.full(cluster.size, workload.samples * workload.units / cluster.size)
+        self._lie()
         self._last: Vector = np.full(cluster.size, np.nan)
         self._accounts: dict[DecisionKind, Rental] = {}
         self._levels: tuple[Level, ...] = ()
@@ -142,18 +99,9 @@ class Watcher:
         self._decisions = 0
 
     @property
-    def tiling(self) -> Tiling:
-        """The layout in force, cut for the workload."""
-        return self.layout.cut(samples=self.workload.samples, units=self.workload.units)
-
-    @property
     def works(self) -> dict[str, float]:
         """`Workload.tile_work` of every processor that has a tile."""
         return works_of(self.layout, workload=self.workload)
-
-    def due(self, iteration: int) -> bool:
-        """Whether timings are wanted after this iteration: of every one."""
-        return self.retiler.due(iteration)
 
     def per_work_s(self, processor: str) -> float:
         """Seconds per work of a processor, as last known; NaN where it never was."""
@@ -164,34 +112,27 @@ class Watcher:
         self._fixed_s = max(0.0, took_s - self._predicted_move_s)
 
     def observe(self, iteration: int, timings: Iterable[Timing]) -> Decision | None:
-        """Take the times of an iteration; None where there is nothing to say.
-
-        Args:
-            iteration: the one that was completed, from 1. A re-tiling takes effect after it.
-            timings: of this iteration, of every processor that has a tile.
-
-        Raises:
-            PlanError: a timing of a processor that the cluster has not.
-        """
         values = np.full(self.cluster.size, np.nan)
         for timing in timings:
-            rank = self._rank_of.get(timing.processor)
-            if rank is None:
-                raise PlanError(
-                    f"a timing of {timing.processor!r} in iteration {timing.iteration}, but the cluster only has "
-                    f"{', '.join(self.cluster.by_name)}"
-                )
+            self._check_known(timing)
             if timing.work > 0:
-                values[rank] = timing.compute_s / timing.work
+                values[self._rank_of[timing.processor]] = timing.compute_s / timing.work
         return self.take(iteration, values)
 
-    def take(self, iteration: int, values: Vector) -> Decision | None:
-        """As `observe`, with seconds per work in the order of the cluster; NaN or 0 where there is none."""
+    def take(self, iteration: int, values: Vector, *, late_s: Sequence[float] = ()) -> Decision | None:
+        """As `observe`, of numbers.
+
+        Args:
+            iteration: as there.
+            values: seconds per work in the order of the cluster; NaN or 0 where there is none.
+            late_s: of each of `links.messages`, how long it took; 0 or less where that is not known.
+        """
         before = self._detector.level.copy()
         changed = self._detector.step(values)
         fresh: list[Alarm] = []
         if changed.any():
             fresh = self._note(iteration, np.flatnonzero(changed), before)
+        fresh += self._note_links(iteration, late_s)
         since = iteration - max(self._since, self._change_at - 1)
         if fresh or since in _LOOK_AT:
             self._look(iteration, lost=since)
@@ -228,22 +169,42 @@ class Watcher:
             )
             fresh.append(alarm)
             self._sizes.scale(rank, alarm.slower)
-            self._change_at = alarm.began
-            # A change lasts until its processor is nearer to what it was than to what it became.
-            began, usual_s = self._slow_since.pop(alarm.processor, (alarm.began, alarm.before_s))
-            if began < alarm.began and abs(alarm.after_s - usual_s) < abs(alarm.after_s - alarm.before_s):
-                self._lengths.append(alarm.began - began)
-            else:
-                self._slow_since[alarm.processor] = (began, usual_s)
+            self._remember(alarm)
+        return fresh
+
+    def _note_links(self, iteration: int, late_s: Sequence[float]) -> list[Alarm]:
+        fresh = [
+            Alarm(
+                processor="",
+                link=change.hosts,
+                iteration=iteration,
+                began=iteration - change.count + 1,
+                before_s=change.before,
+                after_s=change.after,
+                error=change.error,
+            )
+            for change in self.links.take(late_s)
+        ]
+        for alarm in fresh:
+            self._remember(alarm)
+        return fresh
+
+    def _remember(self, alarm: Alarm) -> None:
+        self._change_at = alarm.began
+        # A change lasts until what changed is nearer to what it was than to what it became.
+        began, usual_s = self._slow_since.pop(alarm.name, (alarm.began, alarm.before_s))
+        if began < alarm.began and abs(alarm.after_s - usual_s) < abs(alarm.after_s - alarm.before_s):
+            self._lengths.append(alarm.began - began)
+        else:
+            self._slow_since[alarm.name] = (began, usual_s)
         # What the last move brought can no longer be told from what this change took.
         self._promise = None
-        self.alarms += fresh
-        return fresh
+        self.alarms.append(alarm)
 
     def _situation(self) -> Situation:
         return Situation(
             retiler=self.retiler,
-            cluster=self.cluster,
+            cluster=self.links.cluster,
             workload=self.workload,
             layout=self.layout,
             recent={},
@@ -252,6 +213,7 @@ class Watcher:
             first=False,
             streak=0,
             cost=self._cost,
+            slow_hosts=self.links.slow_hosts,
         )
 
     def _speeds(self) -> dict[str, float]:
@@ -260,29 +222,25 @@ class Watcher:
         enough = (detector.count >= _ENOUGH) | ((detector.count > 0) & (self._since == 0)) | ~np.isfinite(self._last)
         enough |= (detector.count > 0) & (detector.count < detector.count.max())
         self._last = np.where(enough & np.isfinite(detector.level), detector.level, self._last)
-        given = np.array(list(self.cluster.speeds.values()))
+        given = np.array(
+            [speed_at(speed, work) for speed, work in zip(self.cluster.speeds.values(), self._flop(), strict=True)]
+        )
         speeds = 1.0 / self._last
         known = np.isfinite(speeds)
         scale = np.sort((speeds / given)[known])[known.sum() // 2] if known.any() else 1.0
         found = np.where(known, speeds, given * scale)
         return dict(zip(self.cluster.by_name, map(float, found), strict=True))
 
-    def _sized(self, speeds: Mapping[str, float]) -> Callable[[Layout], Mapping[str, float]] | None:
-        """Speeds under another layout; None where no processor's depends on the size of its tile."""
-        curved = [(name, rank) for name, rank in self._rank_of.items() if len(self._sizes.points(rank)) > 1]
-        if not curved:
-            return None
+    def _flop(self) -> Iterable[float]:
+        """Of every processor's tile; of its last one where it has none."""
+        return map(float, self._sized_at * self.workload.work_flop)
 
-        def under(layout: Layout) -> Mapping[str, float]:
-            works = works_of(layout, workload=self.workload)
-            there = {
-                name: speeds[name] / self._sizes.relative(rank, work=works[name], now=float(self._works[rank]))
-                for name, rank in curved
-                if name in works
-            }
-            return {**speeds, **there}
-
-        return under
+    def _by_size(self, speeds: Mapping[str, float]) -> dict[str, float]:
+        """The same as functions of the size of the tile, where they are known to depend on it."""
+        return {
+            name: self._sizes.speed(rank, work=float(self._sized_at[rank]), speed=speeds[name])
+            for name, rank in self._rank_of.items()
+        }
 
     def _learn_sizes(self) -> None:
         """What the tiles as they lie have shown."""
@@ -292,9 +250,12 @@ class Watcher:
             if self._works[rank] > 0:
                 self._sizes.learn(rank, work=float(self._works[rank]), per_work_s=level_s, error=error)
 
-    def _works_now(self) -> Vector:
+    def _lie(self) -> None:
+        """Take note of the tiles as they lie."""
         works = self.works
-        return np.array([works.get(name, 0.0) for name in self.cluster.by_name])
+        self._works = np.array([works.get(name, 0.0) for name in self.cluster.by_name])
+        self._sized_at = np.where(self._works > 0, self._works, self._sized_at)
+        self.links.lie(self.layout)
 
     def _look(self, iteration: int, *, lost: int) -> None:
         """Weigh again. `lost` iterations have gone by as the last of them."""
@@ -308,7 +269,7 @@ class Watcher:
         situation = self._situation()
         old = {level.kind: level for level in self._levels}
         was_s = self._stay_s
-        self._stay_s, found = levels(situation, speeds, fixed_s=self._fixed_s, sized=self._sized(speeds))
+        self._stay_s, found = levels(situation, self._by_size(speeds), fixed_s=self._fixed_s)
         self._settle_promise(speeds, situation)
         error = float(np.nanmax(errors))
         least_s = max(LEAST_GAIN, CERTAINTY * error) * self._stay_s
@@ -351,7 +312,7 @@ class Watcher:
         speeds = self._speeds()
         situation = self._situation()
         old = self.tiling
-        told = "; ".join(_tell(alarm) for alarm in fresh)
+        told = "; ".join(tell_alarm(alarm) for alarm in fresh)
         ratio = situation.forecast(self.layout, speeds).ratio
         if chosen is None:
             best = min(self._levels, key=lambda level: level.iteration_s, default=None)
@@ -397,7 +358,7 @@ class Watcher:
             account.loss_s = 0.0
         self._levels = ()
         self.layout = chosen.layout
-        self._works = self._works_now()
+        self._lie()
         self._since = iteration
         self._detector.restart()
 
@@ -417,6 +378,11 @@ class Watcher:
         )
 
 
-def _tell(alarm: Alarm) -> str:
-    how = f"{alarm.slower:.2f} times as long" if alarm.slower > 1 else f"{alarm.slower:.2f} of its time"
-    return f"{alarm.processor} takes {how} (+- {alarm.error:.0%}) since iteration {alarm.began}"
+def _in_work(cluster: Cluster, *, workload: Workload) -> dict[int, SpeedTable]:
+    """The speeds that depend on the size of the tile, by rank, in units of work."""
+    scale = 1.0 / workload.work_flop
+    return {
+        rank: each.speed.scaled(size=scale, speed=scale)
+        for rank, each in enumerate(cluster.processors)
+        if isinstance(each.speed, SpeedTable)
+    }

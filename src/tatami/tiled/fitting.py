@@ -213,7 +213,12 @@ class Fit:
         rate = updated.samples / max(history.iteration_s[-1], 1e-9)
         setup.progress.advance(updated.samples, fields={"loss": f"{updated.loss:.4g}"})
         self._recorder.iterated(
-            check, iteration=position.iteration, epoch=position.epoch, loss=updated.loss, samples_per_s=rate
+            check,
+            iteration=position.iteration,
+            epoch=position.epoch,
+            loss=updated.loss,
+            samples_per_s=rate,
+            watcher=setup.retiling.watcher if setup.retiling is not None else None,
         )
         if check is not None:
             history.checks.append(check)

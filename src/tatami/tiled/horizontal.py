@@ -14,6 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tatami.comm.base import AbstractCommunicator
+from tatami.tiled.link_times import LinkTimes
 from tatami.tiled.rows import Rows, blocks, flat_rows, pack
 from tatami.tiled.vector_sum import VectorSum, wire_dtype
 from tatami.tiling import Span, Tiling
@@ -111,8 +112,12 @@ class HorizontalExchange:
         for receives in self._receives:
             receives.sort(key=lambda transfer: (transfer.column, transfer.peer))
 
-    def sum_(self, pairs: Sequence[Sequence[Rows]], replicated: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def sum_(
+        self, pairs: Sequence[Sequence[Rows]], replicated: Sequence[torch.Tensor], *, times: LinkTimes | None = None
+    ) -> list[torch.Tensor]:
         """Sum over the columns: the tensors of every pair in place, the replicated ones into the new tensors that it returns.
+
+        `times` are told when the messages of the first phase leave and come.
 
         All owners of a unit end with the same bits, and the order of summation is the same in every run. The tensors of `pairs`
         must be contiguous. Gradients of replicated parameters may be other layers' gradients too, and stay as they are.
@@ -132,7 +137,7 @@ class HorizontalExchange:
         wire = wire_dtype(self._wire) or dtype
         own = torch.cat([rider.view(-1) for rider in riders]).to(wire) if ride and riders else torch.empty(0, dtype=wire)
         heard: dict[int, torch.Tensor] = {}
-        for transfer, room in self._exchange(0, there, own):
+        for transfer, room in self._exchange(0, there, own, times):
             for pair, index, span, pieces in room.pieces:
                 for view, piece in zip(there[pair][index].cut(span), pieces, strict=True):
                     view.add_(piece)
@@ -140,7 +145,7 @@ class HorizontalExchange:
                 heard[transfer.column] = room.riders
         if ride and riders:
             _sum_in_order(riders, own, heard, mine=self._column, num_columns=self._num_columns)
-        for _, room in self._exchange(1, there, own):
+        for _, room in self._exchange(1, there, own, None):
             for pair, index, span, pieces in room.pieces:
                 for view, piece in zip(there[pair][index].cut(span), pieces, strict=True):
                     view.copy_(piece)
@@ -151,7 +156,9 @@ class HorizontalExchange:
                     rows.tensor.copy_(total.tensor)
         return [rider.to(tensor.dtype) for tensor, rider in zip(replicated, riders, strict=True)]
 
-    def _exchange(self, phase: int, pairs: Sequence[Sequence[Rows]], riders: torch.Tensor) -> Iterator[tuple[_Transfer, _Room]]:
+    def _exchange(
+        self, phase: int, pairs: Sequence[Sequence[Rows]], riders: torch.Tensor, times: LinkTimes | None
+    ) -> Iterator[tuple[_Transfer, _Room]]:
         """Post everything, then hand out what arrives, in the order of the columns, while the rest is still under way."""
         sends = []
         arrivals = []
@@ -170,9 +177,14 @@ class HorizontalExchange:
                             view.copy_(piece)  # rounded, as the others will have it
                 if transfer.carries_replicated:
                     room.riders.copy_(riders)
+            if times is not None:
+                times.sends(transfer.peer)
             sends.append(self._comm.isend(room.buffer, transfer.peer, tag=_TAG + phase))
         for request, transfer, room in arrivals:
-            request.wait()
+            if times is None:
+                request.wait()
+            else:
+                times.wait(request, transfer.peer)
             yield transfer, room
         for request in sends:
             request.wait()

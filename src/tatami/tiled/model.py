@@ -24,6 +24,7 @@ from tatami.tiled.describing import Description, describe
 from tatami.tiled.exactness import BATCH_NORMS
 from tatami.tiled.following.running import LocalForward
 from tatami.tiled.horizontal import HorizontalSum
+from tatami.tiled.link_times import LinkTimes
 from tatami.tiled.local_draws import LocalDraws
 from tatami.tiled.losses import LossReduction, check_reduction
 from tatami.tiled.norms import WholeNorms
@@ -68,6 +69,7 @@ class TiledModel(nn.Module):
         layout: who lies where, in fractions.
         tilings: the layout, cut for each block; one in all where the network has none.
         phases: where the time goes.
+        link_times: when messages between columns left and came.
         reduction: what the loss does with the samples: "mean" or "sum"; None: not known, and then there is no backward pass.
         draws: what random layers draw that cannot draw as the plain model does; None where there are none.
         norms: of whole gradients and weights. What is computed from one `.grad` by hand, its norm too, is over the units here.
@@ -96,6 +98,7 @@ class TiledModel(nn.Module):
         self.names = tuple(processor.name for processor in cluster.processors)
         self._reduction = reduction
         self.phases = phases
+        self.link_times = LinkTimes(phases.clock)
         self.generator = generator
         self.draws = draws
         self.found: Blocks = found
@@ -527,7 +530,7 @@ class TiledModel(nn.Module):
                     ]
                 )
             replicated = {key: grad for key, grad in by_parameter.items() if key not in tiled}
-            *sums, told = self._exchange.sum_(pairs, [*replicated.values(), told])
+            *sums, told = self._exchange.sum_(pairs, [*replicated.values(), told], times=self.link_times)
             numbers = told.tolist()
             used, rest = numbers[: len(grads)], numbers[len(grads) :]
             sizes = [sum(d * 256**i for i, d in enumerate(rest[at : at + len(mine)])) for at in range(0, len(rest), len(mine))]

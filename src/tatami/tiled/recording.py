@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +15,11 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import TatamiError
 from tatami.page import RecordedRun, check_page, write_page
 from tatami.records import Records
+from tatami.retiling import Watcher
 from tatami.tiled.model import TiledModel
 from tatami.tiled.phases import PhaseTimes
 from tatami.tiled.retiling import Check
-from tatami.tiling import link_bytes
+from tatami.tiling import at_tiles, link_bytes
 from tatami.tiling.traffic import sent_bytes
 
 
@@ -34,14 +36,26 @@ class RunRecorder:
         self._model, self._records, self._every = model, records, every
         self._spent_s: dict[str, float] = {}
         self._num_spent = 0
+        self._watched_to = 0
         self._is_wanted = False
 
     def begin(self, *, iteration: int) -> None:
         """Agree on whether there is anything to record, and tell of the first tiling. Collective."""
         self._is_wanted = self._model.comm.bcast_object(self._records.wanted)
-        self._tell_tiling(iteration, why="at the start", speeds=self._model.cluster.speeds)
+        model = self._model
+        speeds = at_tiles(model.cluster, model.layout, workload=model.workload).speeds
+        self._tell_tiling(iteration, why="at the start", speeds=speeds)
 
-    def iterated(self, check: Check | None, *, iteration: int, epoch: int, loss: float, samples_per_s: float) -> None:
+    def iterated(
+        self,
+        check: Check | None,
+        *,
+        iteration: int,
+        epoch: int,
+        loss: float,
+        samples_per_s: float,
+        watcher: Watcher | None = None,
+    ) -> None:
         """After every iteration. Collective where `every` of them are full, or the tiling changes."""
         if not self._is_wanted:
             return
@@ -49,6 +63,8 @@ class RunRecorder:
         is_due = iteration % self._every == 0
         if is_due or (check is not None and check.moved is not None):
             self._tell_phases(iteration)  # of one tiling each
+        if watcher is not None and (is_due or check is not None):
+            self._tell_watched(watcher, iteration)
         if check is not None:
             self._tell_check(check, iteration)
         if is_due:
@@ -75,6 +91,28 @@ class RunRecorder:
             ranks = dict(zip(self._model.names, told, strict=True))
             self._records.write("phases", iteration=iteration, values={"iterations": self._num_spent, "ranks": ranks})
         self._spent_s, self._num_spent = {}, 0
+
+    def _tell_watched(self, watcher: Watcher, iteration: int) -> None:
+        """What is known of the speeds, what was lost against what moving costs, and the alarms since the last time."""
+        if not self._records.wanted or not watcher.glances:
+            return
+        glance = watcher.glances[-1]
+        fresh = [alarm for alarm in watcher.alarms if alarm.iteration > self._watched_to]
+        if glance.iteration <= self._watched_to and not fresh:
+            return
+        self._watched_to = iteration
+        speeds = zip(self._model.names, glance.speeds, strict=True)
+        values = {
+            "speeds": {name: speed for name, speed in speeds if math.isfinite(speed)},
+            "lost_s": {kind.value: loss_s for kind, loss_s in glance.loss_s.items()},
+            "price_s": {kind.value: price_s for kind, price_s in glance.price_s.items()},
+            "num_alarms": len(watcher.alarms),
+            "alarms": [
+                {"what": each.name, "at": each.iteration, "began": each.began, "slower": each.slower, "error": each.error}
+                for each in fresh
+            ],
+        }
+        self._records.write("watch", iteration=iteration, values=values)
 
     def _tell_check(self, check: Check, iteration: int) -> None:
         decision = check.decision

@@ -19,7 +19,8 @@ from tatami.clock import Clock
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.retiling import Controller, Decision, Retiler, Timing, Watcher
-from tatami.retiling.levels import works_of
+from tatami.retiling.columns import works_of
+from tatami.retiling.link_watch import WatchedMessage
 from tatami.tiled.model import TiledModel
 from tatami.tiled.moving import Moved, move
 from tatami.tiled.optimizers import check_optimizer
@@ -103,8 +104,9 @@ class Retiling:
     def told(self) -> list[float]:
         """This rank's part of what `heard` wants the sum of over all ranks: for each rank two numbers, of which others have 0.
 
-        They are its compute time per work since the last call, and how long the last re-tiling took it. None where the rule
-        gathers by itself.
+        They are its compute time per work since the last call, and how long the last re-tiling took it. Behind them is a number
+        for each message that is watched: the receiver adds when it came, and the sender takes off when it left. None where the
+        rule gathers by itself.
         """
         if self.watcher is None:
             return []
@@ -118,11 +120,19 @@ class Retiling:
         elif model.tile is None and self.iteration % _PROBE_EVERY == 0:
             table[model.comm.rank] = self._probe.per_work_s(self.watcher.per_work_s(model.name))
         table[model.comm.size + model.comm.rank], self._moved_s = self._moved_s, 0.0
-        return table
+        return table + [self._late_s(message) for message in self.watcher.links.messages]
+
+    def _late_s(self, message: WatchedMessage) -> float:
+        rank, times = self._model.comm.rank, self._model.link_times
+        if rank == message.source:
+            return -times.sent_s.get(message.dest, 0.0)
+        return times.arrived_s.get(message.source, 0.0) if rank == message.dest else 0.0
 
     def heard(self, summed: Sequence[float]) -> None:
         """The sum of `told` over all ranks."""
-        self._heard = list(summed) if self.watcher is not None else None
+        if self.watcher is not None:
+            self._heard = list(summed)
+            self._model.link_times.begin()
 
     def step(self, *, companions: Mapping[nn.Parameter, torch.Tensor] | None = None) -> Check | None:
         """End the iteration. Collective. Returns the check if one was due.
@@ -163,12 +173,13 @@ class Retiling:
             comm.allreduce(table)
             self.heard(table.tolist())
         assert self._heard is not None
-        per_work_s, took_s = self._heard[: comm.size], self._heard[comm.size :]
+        per_work_s, took_s = self._heard[: comm.size], self._heard[comm.size : 2 * comm.size]
+        late_s = self._heard[2 * comm.size :]
         self._heard = None
         if any(took_s):
             watcher.moved(max(took_s))
         before = watcher.layout
-        decision = watcher.take(self.iteration, np.array(per_work_s))
+        decision = watcher.take(self.iteration, np.array(per_work_s), late_s=late_s)
         if decision is None:
             return None
         names = zip(self._model.names, per_work_s, strict=True)

@@ -14,7 +14,7 @@ from tatami.tiling.paper import PaperCost
 from tatami.tiling.plan import DEFAULT_PLANNER, PLANNERS, Plan, check_sizes, compare, find_planner, plan
 from tatami.tiling.planner import AbstractPlanner
 from tatami.tiling.span import FEW, Span, largest_remainder, spans, whole_shares
-from tatami.tiling.speeds import with_speeds
+from tatami.tiling.speeds import at_equal_times, at_tiles, tile_flop, with_speeds
 from tatami.tiling.srpm import SrpmPlanner, SrpmTable, srpm_table
 from tatami.tiling.tile import Tile
 from tatami.tiling.tiling import Group, Tiling
@@ -55,6 +55,8 @@ __all__ = [
     "VolumeBounds",
     "WeightedPlanner",
     "advise",
+    "at_equal_times",
+    "at_tiles",
     "check_sizes",
     "compare",
     "find_planner",
@@ -65,6 +67,7 @@ __all__ = [
     "remove_small_groups",
     "spans",
     "srpm_table",
+    "tile_flop",
     "time_bound_s",
     "traffic_of",
     "volume_bounds",

@@ -9,7 +9,7 @@ from math import fsum, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from tatami.cluster import Cluster, Link
+from tatami.cluster import Cluster, Link, fastest
 from tatami.tiling.alphabeta import AlphaBetaCost
 from tatami.tiling.layout import Layout
 from tatami.tiling.sum_price import sum_size
@@ -77,7 +77,7 @@ def time_bound_s(cluster: Cluster, *, workload: Workload, cost: AlphaBetaCost) -
     are (two members; a tile over the whole width or height pays nothing on that axis), at the best link of the cluster. The
     bound is the least T with sum A_i(T) >= 1, by bisection.
     """
-    speeds = np.array([processor.speed for processor in cluster.processors]) * cost.scale(cluster)
+    speeds = np.array([fastest(processor.speed) for processor in cluster.processors]) * cost.scale(cluster)
     floor = _Floor.of(workload)
     alone_s = (floor.area_flop + floor.width_flop) / float(speeds.max())
     if cluster.size == 1:

@@ -8,9 +8,10 @@ from statistics import NormalDist, fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from tatami.cluster import Processor
+from tatami.cluster import Processor, SpeedTable, at_sizes
 from tatami.tiling.layout import Column, Layout
 from tatami.tiling.span import FEW
+from tatami.tiling.speeds import tile_flop
 from tatami.workload import Workload
 
 _RANGE = 2.7
@@ -44,7 +45,9 @@ def scatter(processors: Sequence[Processor]) -> float:
 
 
 def compute_time(layout: Layout, *, speeds: Mapping[str, float], workload: Workload) -> float:
-    """Of the column that takes longest: flop over speed."""
+    """Of the column that takes longest: flop over speed, that of the tile's size where it depends on it."""
+    if any(isinstance(speed, SpeedTable) for speed in speeds.values()):
+        speeds = at_sizes(speeds, tile_flop(layout, workload=workload))
     widths = layout.sample_shares(workload.samples)
     deepest = max(len(column.processors) for column in layout.columns)
     if all(section.units >= FEW * deepest for section in workload.sections):

@@ -16,6 +16,7 @@ class EvenPlanner(AbstractPlanner):
     """N_DP equal columns of equal tiles, filled in the order of the ranks; the cheapest N_DP."""
 
     name: ClassVar[str] = "even"
+    sized: ClassVar[bool] = True
 
     def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
         names = [processor.name for processor in cluster.processors]

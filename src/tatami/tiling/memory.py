@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from tatami.cluster import Cluster
 from tatami.tiling.layout import Column, Layout
+from tatami.tiling.speeds import at_equal_times
 from tatami.workload import Workload
 
 Vector = NDArray[np.float64]
@@ -62,6 +63,7 @@ def squeezed(layout: Layout, *, cluster: Cluster, workload: Workload) -> Layout 
     time T does: w (F h + G) / v <= T. Both limits fall with w; the widest that a column can be within T is found by bisection,
     and so is the least T in which the columns together are as wide as the batch.
     """
+    cluster = at_equal_times(cluster, workload=workload)
     limits = np.array([_given_bytes(cluster, name) for name in layout.processors])
     lowered = limits.copy()
     for _ in range(_CUTS):

@@ -32,6 +32,7 @@ class SrpmMergedPlanner(AbstractPlanner):
     """
 
     name: ClassVar[str] = "srpm-merged"
+    sized: ClassVar[bool] = True
     threshold: float = SMALL_GROUP
 
     def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:

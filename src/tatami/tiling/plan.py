@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tatami.cluster import Cluster
-from tatami.errors import MemoryLackError, PlanError
+from tatami.errors import MemoryLackError, PlanError, shortened
 from tatami.tiling.alphabeta import AlphaBetaCost
 from tatami.tiling.bounds import VolumeBounds, time_bound_s, volume_bounds, volume_bytes
 from tatami.tiling.cost import AbstractCost, Cost, RememberedCost
@@ -120,7 +120,8 @@ def plan(
             `AlphaBetaCost`, what predicts the time. `AlphaBetaCost()` where None.
 
     Raises:
-        PlanError: an unknown planner; invalid speeds; more processors than samples.
+        PlanError: an unknown planner; invalid speeds, or speeds by size that the planner does not understand; more processors
+            than samples.
         MemoryLackError: the processors do not hold the network; says who lacks how much, and what would do.
     """
     if speeds is not None:
@@ -175,12 +176,14 @@ def compare(
 ) -> tuple[Plan, ...]:
     """The plans of several planners (all of them where None), in their order, to put side by side.
 
-    Those whose layouts the memory does not hold are left out, with a warning, unless no other is left. Raises as `plan`.
+    Those whose layouts the memory does not hold are left out, with a warning, unless no other is left, and so are those of all
+    that cannot plan with speeds by size. Raises as `plan`.
     """
     listed = [find_planner(one) if isinstance(one, str) else one for one in (tuple(PLANNERS) if planners is None else planners)]
     if speeds is not None:
         cluster = with_speeds(cluster, speeds)
     check_sizes(cluster, workload=workload)
+    listed = _that_know_sizes(listed, cluster=cluster, asked=planners is not None)
     choose_by = cost if isinstance(cost, RememberedCost) else RememberedCost(AlphaBetaCost() if cost is None else cost)
     plans, refused = [], []
     for planner in listed:
@@ -194,6 +197,21 @@ def compare(
     for _, lack in refused:
         warnings.warn(str(lack), stacklevel=2)
     return tuple(plans)
+
+
+def _that_know_sizes(planners: list[AbstractPlanner], *, cluster: Cluster, asked: bool) -> list[AbstractPlanner]:
+    """Those that can plan for speeds which depend on the size of the tile, where there are such; others that were asked for
+    by name are refused."""
+    able = [planner for planner in planners if planner.sized or not cluster.sized]
+    unable = ", ".join(planner.name for planner in planners if planner not in able)
+    if unable and asked:
+        raise PlanError(
+            f"{unable} can only plan with one speed for each processor, but those of {shortened(', '.join(cluster.sized))} "
+            f"depend on the size of the tile: take planner {DEFAULT_PLANNER!r}, or give a number in place of the table"
+        )
+    if unable:
+        warnings.warn(f"left out, as they need one speed for each processor: {unable}", stacklevel=3)
+    return able
 
 
 def find_planner(name: str) -> AbstractPlanner:

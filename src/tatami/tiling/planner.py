@@ -31,6 +31,9 @@ class AbstractPlanner(ABC):
     name: ClassVar[str]
     """How `plan` and the command line call it."""
 
+    sized: ClassVar[bool] = False
+    """Whether `layout` understands speeds that depend on the size of the tile; a cluster of those is refused elsewhere."""
+
     @abstractmethod
     def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
         """A layout of all processors of the cluster.

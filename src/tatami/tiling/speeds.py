@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import fsum
 
-from tatami.cluster import Cluster
+from tatami.cluster import Cluster, SpeedTable, at_sizes, speed_at
 from tatami.errors import PlanError
+from tatami.tiling.layout import Layout
+from tatami.workload import Workload
+
+_BISECTIONS = 100
 
 
 def with_speeds(cluster: Cluster, speeds: Mapping[str, float] | Sequence[float]) -> Cluster:
@@ -36,4 +41,51 @@ def with_speeds(cluster: Cluster, speeds: Mapping[str, float] | Sequence[float])
         if not (math.isfinite(speed) and speed > 0):
             raise PlanError(f"the speed of {name} must be a finite number > 0, not {speed}")
     pairs = zip(cluster.processors, listed, strict=True)
-    return replace(cluster, processors=tuple(replace(processor, speed=float(speed)) for processor, speed in pairs))
+    return replace(cluster, processors=tuple(replace(processor, speed=_kept(speed)) for processor, speed in pairs))
+
+
+def _kept(speed: float) -> float:
+    return speed if isinstance(speed, SpeedTable) else float(speed)
+
+
+def at_equal_times(cluster: Cluster, *, workload: Workload) -> Cluster:
+    """The cluster at plain speeds: where some depend on the size of the tile, those at which all take the same time.
+
+    The largest tiles that processors can do in a time T grow with T; at the least T in which they cover the workload, areas in
+    proportion to these speeds take T each (Lastovetsky, Reddy: Data partitioning with a functional performance model, 2007).
+    """
+    if not cluster.sized:
+        return cluster
+    work = workload.flop(width=1.0, height=1.0)
+    if not work:
+        return with_speeds(cluster, [float(processor.speed) for processor in cluster.processors])
+    low, high = 0.0, min(work / speed_at(processor.speed, work) for processor in cluster.processors)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if fsum(_size_in(processor.speed, middle) for processor in cluster.processors) >= work:
+            high = middle
+        else:
+            low = middle
+    return with_speeds(cluster, [_size_in(processor.speed, high) / high for processor in cluster.processors])
+
+
+def _size_in(speed: float, time: float) -> float:
+    return speed.size_in(time) if isinstance(speed, SpeedTable) else speed * time
+
+
+def at_tiles(cluster: Cluster, layout: Layout, *, workload: Workload) -> Cluster:
+    """The cluster at the plain speeds of the tiles that lie."""
+    if not cluster.sized:
+        return cluster
+    return with_speeds(cluster, at_sizes(cluster.speeds, tile_flop(layout, workload=workload)))
+
+
+def tile_flop(layout: Layout, *, workload: Workload) -> dict[str, float]:
+    """What every tile computes in an iteration, as planners price it."""
+    found = {}
+    for column, width in zip(layout.columns, layout.sample_shares(workload.samples), strict=True):
+        shares = [(section, column.unit_shares(section.units)) for section in workload.sections]
+        for place, name in enumerate(column.processors):
+            flop = fsum(section.flop(own[place] * section.units) for section, own in shares)
+            found[name] = width * workload.samples * flop
+    return found

@@ -18,6 +18,7 @@ from tatami.tiling.layout import Column, Layout
 from tatami.tiling.memory import lacking_bytes
 from tatami.tiling.paper import PaperCost, eq8_factors
 from tatami.tiling.planner import AbstractPlanner, ascending, cheapest
+from tatami.tiling.speeds import at_equal_times
 from tatami.tiling.weighted import data_parallel
 from tatami.workload import Workload
 
@@ -30,8 +31,10 @@ class SrpmPlanner(AbstractPlanner):
     """Ozawa, Sugaya and Aso, section 4: ascending order, straight columns, the number of columns that minimises Eq. 8."""
 
     name: ClassVar[str] = "srpm"
+    sized: ClassVar[bool] = True
 
     def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:  # noqa: ARG002 - Eq. 8 decides
+        cluster = at_equal_times(cluster, workload=workload)
         order = ascending(cluster)
         if not workload.blocks:
             return data_parallel(order)

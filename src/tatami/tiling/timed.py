@@ -17,6 +17,7 @@ from tatami.tiling.layout import Column, Layout
 from tatami.tiling.merge import SrpmMergedPlanner
 from tatami.tiling.planner import AbstractPlanner, ascending, cheapest_whole
 from tatami.tiling.span import FEW
+from tatami.tiling.speeds import at_equal_times, at_tiles
 from tatami.tiling.srpm import SrpmPlanner, srpm_table
 from tatami.tiling.weighted import WeightedPlanner
 from tatami.workload import Workload
@@ -35,6 +36,7 @@ class TimedPlanner(AbstractPlanner):
     """
 
     name: ClassVar[str] = "timed"
+    sized: ClassVar[bool] = True
 
     def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
         others: tuple[AbstractPlanner, ...] = (
@@ -45,9 +47,17 @@ class TimedPlanner(AbstractPlanner):
             GridPlanner(),
             GridRevPlanner(),
         )
-        layouts = [other.layout(cluster=cluster, workload=workload, cost=cost) for other in others]
-        layouts += _partitions(cluster, workload=workload)
+
+        def tried(plain: Cluster) -> list[Layout]:
+            layouts = [other.layout(cluster=plain, workload=workload, cost=cost) for other in others]
+            return [*layouts, *_partitions(plain, workload=workload)]
+
+        layouts = tried(at_equal_times(cluster, workload=workload))
         found = cheapest_whole(layouts, cluster=cluster, workload=workload, cost=cost)
+        if found is not None and cluster.sized:
+            # What every rank of a column repeats makes tiles larger than their areas: once more, at the speeds of these.
+            layouts = [found, *tried(at_tiles(cluster, found, workload=workload))]
+            found = cheapest_whole(layouts, cluster=cluster, workload=workload, cost=cost)
         return layouts[0] if found is None else found
 
 

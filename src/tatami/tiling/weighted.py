@@ -10,6 +10,7 @@ from tatami.cluster import Cluster, Processor
 from tatami.tiling.cost import AbstractCost
 from tatami.tiling.layout import Column, Layout
 from tatami.tiling.planner import AbstractPlanner
+from tatami.tiling.speeds import at_equal_times
 from tatami.workload import Workload
 
 
@@ -18,9 +19,10 @@ class WeightedPlanner(AbstractPlanner):
     """One column for each processor (C = N), in the order of the ranks, as wide as it is fast."""
 
     name: ClassVar[str] = "weighted"
+    sized: ClassVar[bool] = True
 
     def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:  # noqa: ARG002 - no choice
-        return data_parallel(cluster.processors)
+        return data_parallel(at_equal_times(cluster, workload=workload).processors)
 
 
 def data_parallel(processors: Sequence[Processor]) -> Layout:

@@ -10,7 +10,7 @@ from tatami.errors import InputError
 from tatami.server.consistency import BSP, AbstractConsistency
 from tatami.server.recovery import AbstractRecovery, FromServers
 from tatami.server.recovery.checkpoint import YEAR_S
-from tatami.sim.platforms import AbstractPlatform, preset
+from tatami.sim.platforms import AbstractPlatform, ClusterPlatform, preset
 
 _MOST_FLOWS = 2000
 
@@ -99,6 +99,8 @@ class ServerSetup:
     spread: int | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.platform, ClusterPlatform):
+            self.platform.cluster.plain_speeds("a simulated parameter server")
         num_hosts = len(self.platform.hosts)
         wanted = len(self.workers) + len(self.servers) + len(self.checkpoints.store)
         if wanted > num_hosts:

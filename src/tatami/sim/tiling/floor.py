@@ -5,11 +5,11 @@ What is sent is `tatami.tiling.traffic_of`'s to say, which the ranks of a run re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from tatami.cluster import Cluster, Processor
+from tatami.cluster import Cluster, Processor, SpeedTable
 from tatami.collective import Schedule
 from tatami.sim.allreduce import NATIVES, expand
 from tatami.sim.tiling.work import NO_STARTUP, Startup, Work, work_of
@@ -75,6 +75,7 @@ class Floor:
         tilings: Sequence[Tiling],
         workload: Workload,
         cluster: Cluster,
+        speeds: Mapping[str, float] | None = None,
         startup: Startup = NO_STARTUP,
     ) -> None:
         """Prepare a tiling.
@@ -84,6 +85,7 @@ class Floor:
             tilings: the same for the units of each block of the workload; none where it has none.
             workload: what is laid out.
             cluster: rank r runs on its processor r.
+            speeds: flop/s by name. Where one depends on the size of the tile, flop are counted at that of its largest size.
             startup: what each tile costs beyond its area.
         """
         self.tilings = tuple(tilings)
@@ -105,6 +107,7 @@ class Floor:
             for name in (tile.processor for tile in column):
                 tiles = [each.by_processor[name] for each in tilings]
                 work = work_of(tiles, samples=samples, workload=workload, startup=startup)
+                work = _at_its_size(work, speed=(speeds or {}).get(name, 1.0))
                 rank = self._rank_of[name]
                 self.legs[rank] = _legs(work, ready)
                 self.update_flop[rank] = work.update_flop
@@ -121,6 +124,18 @@ class Floor:
             schedule=self._schedules[key],
             processors=tuple(self._cluster.by_name[name] for name in planned.processors),
         )
+
+
+def _at_its_size(work: Work, *, speed: float) -> Work:
+    """As much work as takes as long at the speed for large tiles as this one does at that of its size."""
+    if not isinstance(speed, SpeedTable) or not work.total_flop:
+        return work
+    more = float(speed) / speed.at(work.total_flop)
+    return Work(
+        forward=tuple(more * flop for flop in work.forward),
+        backward=tuple(more * flop for flop in work.backward),
+        update_flop=more * work.update_flop,
+    )
 
 
 def _legs(work: Work, sums: Sequence[FloorSum]) -> tuple[Leg, ...]:

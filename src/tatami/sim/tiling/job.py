@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tatami.cluster import Cluster
+from tatami.cluster import Cluster, SpeedTable
 from tatami.errors import PlanError
 from tatami.retiling import Retiler
 from tatami.sim.allreduce import Software
@@ -97,7 +97,10 @@ class TilingJob:
         scale = AlphaBetaCost(flop_per_s=self.flop_per_s).scale(self.cluster)
         names = [processor.name for processor in self.cluster.processors]
         speeds = self.speeds or tuple(self.cluster.speeds.values())
-        return {name: speed * scale for name, speed in zip(names, speeds, strict=True)}
+        return {
+            name: speed.scaled(speed=scale) if isinstance(speed, SpeedTable) else speed * scale
+            for name, speed in zip(names, speeds, strict=True)
+        }
 
     @property
     def _some_names(self) -> list[str]:

@@ -116,6 +116,7 @@ class TilingPlay:
             tilings=tilings,
             workload=self._workload,
             cluster=self._cluster,
+            speeds=self._job.true_flop_per_s,
             startup=self._job.startup,
         )
 

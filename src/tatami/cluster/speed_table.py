@@ -1,0 +1,122 @@
+"""A speed that depends on the size of the tile: a small one leaves a GPU idle, a large one outgrows a CPU's cache.
+
+    Processor(name="gpu0", speed=SpeedTable([(1e6, 1e11), (1e9, 4e12), (1e11, 6e12)]))
+
+Sizes are what a tile computes in an iteration, in the unit of the speed: flop, or units of work where speeds count those.
+Time is a straight line between the sizes, so that `t0 + a x` needs two of them; outside of them the speed stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping
+from typing import final
+
+from tatami.cluster.speeds import speed_problem
+from tatami.errors import ClusterError
+
+MOST_POINTS = 64
+LARGEST_SIZE = 1e30
+_ROUNDING = 1e-9
+
+
+@final
+class SpeedTable(float):
+    """A speed by size. As a number it is the speed at its largest size, for what needs no more than a number.
+
+    Args:
+        points: (size, speed), at least two; a larger tile must not take less time.
+
+    Attributes:
+        points: in the order of their sizes.
+
+    Raises:
+        ClusterError: says what is wrong with the points.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __new__(cls, points: Iterable[tuple[float, float]]) -> SpeedTable:
+        kept = tuple(sorted((float(size), float(speed)) for size, speed in points))
+        if problem := points_problem(kept):
+            raise ClusterError(f"this speed by size cannot be used: it {problem}")
+        table = super().__new__(cls, kept[-1][1])
+        table.points = kept
+        return table
+
+    def __getnewargs__(self) -> tuple[tuple[tuple[float, float], ...]]:  # type: ignore[override]
+        return (self.points,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SpeedTable) and self.points == other.points
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.points)
+
+    def __repr__(self) -> str:
+        return f"SpeedTable({list(self.points)})"
+
+    @property
+    def fastest(self) -> float:
+        """At the size where it is: no tile is computed at a higher speed."""
+        return max(speed for _, speed in self.points)
+
+    def at(self, size: float) -> float:
+        """The speed at which a tile of this size is computed."""
+        index = bisect_left(self.points, (size, 0.0))
+        if index == 0 or index == len(self.points):
+            return self.points[min(index, len(self.points) - 1)][1]
+        (low, slow), (high, fast) = self.points[index - 1], self.points[index]
+        low_time = low / slow
+        return size / (low_time + (high / fast - low_time) * ((size - low) / (high - low)))
+
+    def size_in(self, time: float) -> float:
+        """The largest tile that takes at most this time."""
+        times = [size / speed for size, speed in self.points]
+        index = bisect_right(times, time)
+        if index == 0 or index == len(times):
+            return time * self.points[min(index, len(times) - 1)][1]
+        (low, _), (high, _) = self.points[index - 1], self.points[index]
+        return low + (high - low) * ((time - times[index - 1]) / (times[index] - times[index - 1]))
+
+    def scaled(self, *, size: float = 1.0, speed: float = 1.0) -> SpeedTable:
+        """In other units: every size and every speed times these."""
+        return SpeedTable((own * size, fast * speed) for own, fast in self.points)
+
+
+def points_problem(points: tuple[tuple[float, float], ...]) -> str | None:
+    """Why these points, in the order of their sizes, make no `SpeedTable`; None where they do."""
+    if not 2 <= len(points) <= MOST_POINTS:
+        return f"must have from 2 to {MOST_POINTS} sizes, not {len(points)}; one speed for all sizes is a number"
+    last_size, last_time = 0.0, 0.0
+    for size, speed in points:
+        if not 0 < size <= LARGEST_SIZE:
+            return f"must have sizes > 0 and at most {LARGEST_SIZE:g} flop, not {size:g}"
+        if problem := speed_problem(speed):
+            return f"has a speed that {problem}"
+        if size == last_size:
+            return f"has two speeds for size {size:g}"
+        if size / speed < last_time * (1 - _ROUNDING):
+            times = f"{size / speed:.6g} after {last_time:.6g}"
+            return f"lets a tile of {size:g} flop take less time than one of {last_size:g}: {times}"
+        last_size, last_time = size, size / speed
+    return None
+
+
+def speed_at(speed: float, size: float) -> float:
+    """A speed for a tile of this size, whether it depends on it or not."""
+    return speed.at(size) if isinstance(speed, SpeedTable) else speed
+
+
+def at_sizes(speeds: Mapping[str, float], sizes: Mapping[str, float]) -> dict[str, float]:
+    """Plain speeds by name; those without a size are as at their largest."""
+    return {name: speed_at(speed, sizes.get(name, math.inf)) for name, speed in speeds.items()}
+
+
+def fastest(speed: float) -> float:
+    """The most that a speed can be."""
+    return speed.fastest if isinstance(speed, SpeedTable) else speed
