@@ -34,7 +34,7 @@ def evaluate(
     if metrics and objective.training_step is not None:
         raise InputError("metrics are of outputs, which a training_step keeps to itself; give the Trainer a loss instead")
     batches.compare(model.comm)
-    sums = torch.zeros(1 + len(metrics), dtype=torch.float64)
+    sums = torch.zeros(1 + len(metrics), dtype=torch.float64, device="cpu")
     samples = 0
     with _looking(model, precision):
         for portion in batches.epoch(0, model, agree=True):
