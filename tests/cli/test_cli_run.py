@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tatami.cli.app import app
+from tatami.cluster.device_choice import DEVICE_VARIABLE
 from tatami.comm import launch
 
 SCRIPT = """
@@ -70,3 +73,38 @@ def test_ranks_hosts_and_exit_code_are_handed_through(monkeypatch: pytest.Monkey
     result = CliRunner().invoke(app, ["run", "-n", "5", "--hosts", "a:3,b:2", "-m", "package"])
     assert result.exit_code == 7
     assert seen == [(["-m", "package"], {"ranks": 5, "hosts": ["a:3", "b:2"]})]
+
+
+def test_a_device_is_asked_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICE_VARIABLE, "cpu")
+    told: list[str] = []
+
+    def run(*_: object, **__: object) -> int:
+        told.append(os.environ[DEVICE_VARIABLE])
+        return 0
+
+    monkeypatch.setattr(launch, "run", run)
+    assert CliRunner().invoke(app, ["run", "--device", "auto", "script.py"]).exit_code == 0
+    assert told == ["auto"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "gpu"], "--device 'gpu': choose one of: auto, cpu, cuda"),
+        (["--device", "auto", "--elastic"], "--device: an elastic run computes on CPUs"),
+    ],
+)
+def test_a_device_that_cannot_be_had_is_refused(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["run", *arguments, "script.py"])
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("words", [["run", "x.py"], ["train"], ["probe"]])
+def test_a_card_is_refused_where_there_is_none(words: list[str]) -> None:
+    command, *script = words
+    result = CliRunner().invoke(app, [command, "--device", "cuda", *script])
+    assert result.exit_code == 2
+    assert "torch finds no CUDA device on this host" in " ".join(result.stderr.split())

@@ -67,7 +67,7 @@ def test_parts(world: World) -> None:
         ([X, torch.eye(2).to_sparse()], r"x\[1\] is a torch\.sparse_coo tensor"),
         (
             {"m": torch.ones(2, device="meta")},
-            r"x\['m'\] is on meta, and this communicator moves CPU tensors: give x\['m'\]",
+            r"x\['m'\] is on meta, where a tensor has a shape and no values",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from tatami.comm.base import AbstractCommunicator
 from tatami.testing.worlds import World
 from tatami.tiled import TiledModel, move, tile, whole_state_dict
+from tatami.tiled.batch import on_device
 from tatami.tiling import Column, Layout
 from tiled_rig import assert_close, gradients, whole_gradients
 
@@ -25,7 +27,7 @@ def loss_of(output: Any) -> torch.Tensor:
     Of Hugging Face's outputs the logits are taken: their losses are computed in single precision.
     """
     flat = logits_of(output).flatten(1)
-    weights = torch.linspace(-1.0, 1.0, flat.shape[1], dtype=flat.dtype)
+    weights = torch.linspace(-1.0, 1.0, flat.shape[1], dtype=flat.dtype, device=flat.device)
     return ((flat * weights).sum(1) + flat.square().mean(1)).mean()
 
 
@@ -98,8 +100,19 @@ def plain_run(case: Case) -> tuple[list[dict[str, torch.Tensor | None]], dict[st
         return seen, model.state_dict(), logits_of(run(model, batches[0]))
 
 
-def check_equal(world: World, case: Case) -> None:
-    """Gradients of five steps over two re-tilings, parameters and buffers after them, and evaluation."""
+def check_equal(
+    world: World,
+    case: Case,
+    *,
+    device_of: Callable[[int], Any] = lambda rank: None,  # noqa: ARG005
+) -> None:
+    """Gradients of five steps over two re-tilings, parameters and buffers after them, and evaluation.
+
+    Args:
+        world: of ranks.
+        case: the network.
+        device_of: rank -> the device that it computes on; None: the CPU.
+    """
     expected_grads, expected_state, expected_output = plain_run(case)
     batches = batches_of(case)
     network = build(case)
@@ -107,7 +120,13 @@ def check_equal(world: World, case: Case) -> None:
 
     def body(comm: AbstractCommunicator) -> None:
         layouts = [random_layout(comm.size, seed) for seed in range(3)]
-        model = tile(network, comm, batch_size=SAMPLES, sample=batches[0], speeds="equal", layout=layouts[0], reduction="mean")
+        device = device_of(comm.rank)
+        model = tile(
+            network, comm, batch_size=SAMPLES, sample=batches[0], speeds="equal", layout=layouts[0], reduction="mean",
+            device=device, quiet=True,
+        )  # fmt: skip
+        assert all(parameter.device == model.device for parameter in model.parameters())
+        assert device is None or model.device == torch.device(device)
         optimizer = adam(model)
         for step, batch in enumerate(batches):
             if step in (2, 4):
@@ -121,6 +140,7 @@ def check_equal(world: World, case: Case) -> None:
         assert_close(state, expected_state, what="after the last step")
         model.eval()
         with torch.no_grad():
-            assert_close({"output": logits_of(run(model, batches[0]))}, {"output": expected_output}, what="evaluation")
+            output = logits_of(run(model, on_device(batches[0], model.device))).to("cpu")
+            assert_close({"output": output}, {"output": expected_output}, what="evaluation")
 
     world(body)

@@ -117,7 +117,7 @@ class GPT(nn.Module):
     def forward(self, idx: torch.Tensor) -> torch.Tensor:
         _, t = idx.size()
         assert t <= self.block_size, f"Cannot forward sequence of length {t}"
-        x = self.wte(idx) + self.wpe(torch.arange(t))
+        x = self.wte(idx) + self.wpe(torch.arange(t, device=idx.device))
         for block in self.h:
             x = block(x)
         result: torch.Tensor = self.lm_head(self.ln_f(x))
@@ -165,7 +165,8 @@ class GroupedAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, _ = x.shape
-        angle = torch.arange(t, dtype=x.dtype)[:, None] / torch.arange(1, self.size + 1, dtype=x.dtype)
+        kind: Any = {"dtype": x.dtype, "device": x.device}
+        angle = torch.arange(t, **kind)[:, None] / torch.arange(1, self.size + 1, **kind)
         q = self.q_norm(self.q_proj(x).view(b, t, -1, self.size)).transpose(1, 2)
         k = self.k_proj(x).view(b, t, -1, self.size).transpose(1, 2)
         v = self.v_proj(x).view(b, t, -1, self.size).transpose(1, 2)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tatami.cli.devices import DEVICE_HELP, check_device
 from tatami.cli.numbers import MOST_RANKS
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, write_cluster
@@ -38,6 +39,7 @@ def probe(
     hosts: Annotated[str | None, typer.Option(metavar="A:4,B:4", help="Machines to start on; this one if left out.")] = None,
     net: Annotated[str, typer.Option(metavar="SIZES", help="The network whose work is timed.")] = "203-80-26",
     samples: Annotated[int, typer.Option(min=1, metavar="N", help="Of a batch.")] = 1024,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help=DEVICE_HELP)] = "cpu",
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write this cluster.toml.")] = None,
     backend: Annotated[
         str | None, typer.Option(metavar="NAME", help="mpi, threads or single. Default: mpi for more than one rank.")
@@ -53,6 +55,7 @@ def probe(
     from tatami.cli.ranks import num_started, on_ranks
     from tatami.tiled.probe import probe as measure
 
+    check_device(device, hosts=hosts)
     workload = net_workload(net, samples=samples)
     started = num_started()
     if output is not None and started is None:
@@ -61,7 +64,7 @@ def probe(
     def body(comm: AbstractCommunicator) -> None:
         if comm.rank == 0 and output is not None:
             check_output(output, force=force)
-        cluster = measure(workload, comm)
+        cluster = measure(workload, comm, device=device)
         if comm.rank == 0:
             _tell(cluster, output=output, force=force, as_json=as_json)
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from tatami.cli.devices import DEVICE_HELP, ask_for_device
 from tatami.cli.numbers import MOST_RANKS
 from tatami.cli.terminal import show_json
 from tatami.errors import InputError
@@ -37,6 +38,9 @@ def run(
     hosts: Annotated[
         str | None, typer.Option(help="Machines to start on, as node1:4,node2:4; this one if left out.", show_default=False)
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="auto|cpu|cuda", help=DEVICE_HELP, show_default="the script's choice")
+    ] = None,
     elastic: Annotated[
         bool, typer.Option("--elastic", help="Ranks on Ray: the others go on where one dies. The script loops by tatami.steps.")
     ] = False,
@@ -55,6 +59,10 @@ def run(
 
     A rank that fails ends them all, and the last line says which one it was. With --elastic a rank that dies does not.
     """
+    if elastic and device not in (None, "cpu"):
+        raise InputError("--device: an elastic run computes on CPUs; leave --device or --elastic out")
+    if device is not None:
+        ask_for_device(device, hosts=hosts)
     if elastic:
         _run_elastic(command, ranks=ranks, hosts=hosts, address=address, copies=copies, report=report, as_json=as_json)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tatami.cli.devices import check_device
 from tatami.cli.settings import takes
 from tatami.cli.terminal import show_json
 from tatami.cli.train_job import TrainJob
@@ -44,6 +45,7 @@ def train(job: TrainJob) -> None:
     from tatami.cli.ranks import check_backend, num_started, on_ranks
 
     check_backend(job.backend)
+    check_device(job.device, hosts=job.hosts)
     job = replace(job, ranks=job.ranks or num_started())
     prepared = prepare(job)
 

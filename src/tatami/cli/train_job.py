@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tatami.cli.devices import DEVICE_HELP
 from tatami.cli.numbers import MOST_RANKS, finite
 from tatami.inputs import LARGEST_SEED
 from tatami.tiling import DEFAULT_PLANNER
@@ -158,6 +159,7 @@ class TrainJob:
     hosts: Annotated[
         str | None, typer.Option(metavar="A:4,B:4", help="Machines to start on; this one if left out.", rich_help_panel=_RANKS)
     ] = None
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help=DEVICE_HELP, rich_help_panel=_RANKS)] = "cpu"
     backend: Annotated[
         str | None,
         typer.Option(

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from tatami.cli.job import Prepared
+from tatami.cli.terminal import tell
 from tatami.clock import NO_PACE, Pace
 from tatami.comm import AbstractCommunicator
 from tatami.datasets import Dataset
@@ -105,9 +106,12 @@ def train(
             speeds=_speeds(prepared),
             planner=prepared.planner,
             wire=job.wire,
+            device=job.device,
             quiet=True,
             pace=pace,
         )
+        if comm.rank == 0 and model.comm.on_devices:
+            tell(model.comm.describe())
         first = model.tiling
         trainer = Trainer(
             model,

@@ -23,6 +23,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.comm.checked import DTYPES
 from tatami.comm.execute import Executor, Program
 from tatami.comm.reduction import FLOAT_DTYPES, HALF_DTYPES, Reduction
+from tatami.comm.staging import is_movable
 from tatami.comm.tuning import choose, split_name
 from tatami.errors import ClosedError, InputError
 
@@ -130,7 +131,7 @@ class AllReduce:
         self._program: Program | None = executor_of(comm).prepare(self.schedule, dtype=wire, reduction=spec.op)
         # Values that travel in another dtype are converted from the user's buffer, and back into it.
         self._is_staged = wire != spec.dtype
-        self.buffer = torch.zeros(spec.size, dtype=spec.dtype) if self._is_staged else self._program.vector
+        self.buffer = torch.zeros(spec.size, dtype=spec.dtype, device="cpu") if self._is_staged else self._program.vector
 
     @staticmethod
     def _chosen(comm: AbstractCommunicator, spec: AllReduceSpec, *, hosts: tuple[str, ...]) -> AllReduceSpec:
@@ -164,7 +165,7 @@ class AllReduce:
         """Give windows and buffers back."""
         if self._program is not None:
             program, self._program = self._program, None
-            self.buffer = torch.empty(0, dtype=self.buffer.dtype)
+            self.buffer = self.buffer.new_empty(0)
             program.close()
 
     def __enter__(self) -> Self:
@@ -189,16 +190,16 @@ def tuned_allreduce(
 ) -> None:
     """The reduction of everyone's `tensor` into everyone's `tensor`, in place; of any shape and strides.
 
-    It is copied into the buffer of an `AllReduce` that is kept for the next call, and back. Ranks that give tensors of
-    different sizes are told so when a size is new to all of them, and always with `TATAMI_DEBUG=1`, which costs an exchange for
-    each call; otherwise such a call ends by its timeout.
+    It is copied into the buffer of an `AllReduce`, in host memory, that is kept for the next call, and back. Ranks that give
+    tensors of different sizes are told so when a size is new to all of them, and always with `TATAMI_DEBUG=1`, which costs an
+    exchange for each call; otherwise such a call ends by its timeout.
 
     Raises:
-        InputError: as `AllReduce`; a tensor that is not on the CPU.
+        InputError: as `AllReduce`; a tensor that is not dense.
         CommTimeoutError, RankDiedError: a rank did not come.
     """
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        raise InputError(f"tuned_allreduce moves dense CPU tensors; this one is {tensor.layout} on {tensor.device}")
+    if not is_movable(tensor) or tensor.layout != torch.strided:
+        raise InputError(f"tuned_allreduce moves dense tensors; this one is {tensor.layout} on {tensor.device}")
     spec = AllReduceSpec(
         size=tensor.numel(),
         dtype=tensor.dtype,

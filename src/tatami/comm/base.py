@@ -12,6 +12,7 @@ import torch
 from tatami.collective import Sync
 from tatami.comm.reduction import Op
 from tatami.comm.roll_call import AbstractRollCall
+from tatami.comm.transport import Route, Transport
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow, refuse_windows
 
 Attached = TypeVar("Attached")
@@ -39,10 +40,11 @@ class AbstractRequest(ABC):
 class AbstractCommunicator(ABC):
     """Ranks that can talk to each other, and the operations they talk with.
 
-    Tensors are CPU tensors of any shape and of dtype float64, float32, bfloat16, float16, int64, int32, uint8 or bool; they are
-    used where they lie, without a copy, when they are contiguous. `out` tensors are written in place. Sums of bfloat16 and
-    float16 are taken in float32. Collectives must be called by all ranks in the same order. All waits end: after
-    `timeout_s` seconds with a `CommTimeoutError`, or with a `RankDiedError` where the death of a peer is known.
+    Tensors are of any shape and of dtype float64, float32, bfloat16, float16, int64, int32, uint8 or bool. Contiguous ones of
+    the CPU are used where they lie, without a copy; those of a device pass through host memory, unless `use_device` found that
+    these ranks can do without. `out` tensors are written in place. Sums of bfloat16 and float16
+    are taken in float32. Collectives must be called by all ranks in the same order. All waits end: after `timeout_s` seconds
+    with a `CommTimeoutError`, or with a `RankDiedError` where the death of a peer is known.
 
     Sizes in `counts` are numbers of elements, one for each rank, and may differ and be zero. `None` means equal parts.
     """
@@ -116,6 +118,34 @@ class AbstractCommunicator(ABC):
         if found is None:
             found = self._attached[kind] = make(self)
         return found
+
+    @abstractmethod
+    def use_device(self, device: torch.device | str) -> Route:
+        """Say on which device the tensors of this rank lie from now on, and find out how they then travel. Collective.
+
+        It is asked of all ranks, because what carries a collective must be the same on all of them: where it was not called,
+        tensors of a device go through host memory. In collectives all ranks then give tensors of their devices, or all give
+        tensors of the CPU. Parts made by `split` later on know it as well.
+        """
+
+    @property
+    def device(self) -> torch.device | None:
+        """On which the tensors of this rank lie, as `use_device` was told; None until then."""
+        return None
+
+    @property
+    @abstractmethod
+    def transport(self) -> Transport:
+        """What carries tensors of a device; host memory until `use_device`."""
+
+    @property
+    @abstractmethod
+    def on_devices(self) -> bool:
+        """Whether some rank has said by `use_device` that its tensors lie on another device than the CPU."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Which ranks there are, on what they compute, how their tensors travel and why: sentences for people."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """What all communicators share: arguments checked once, and tensors brought into the form that backends move.
 
 A backend inherits from `CheckedCommunicator` and supplies the `_start_...` operations. They are handed arguments that are known
-to be right and contiguous CPU tensors; reductions get float64, float32, int64, int32 and uint8 only.
+to be right and contiguous tensors, of the CPU unless `_takes` says more; reductions get float64, float32, int64, int32 and
+uint8 only. What lies on a device passes through host memory here, and nowhere else (`tatami.comm.staging`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from tatami.comm.agreement import debugging, same_everywhere
 from tatami.comm.base import AbstractRequest, parts
 from tatami.comm.objects import ObjectMessages
 from tatami.comm.reduction import HALF_DTYPES, Op
+from tatami.comm.staging import from_host, host_room, is_movable, is_on_host, own_device, place_of, to_host
+from tatami.comm.transport import DevicePlace, Route, Transport, choose_route, describe_route
 from tatami.errors import ClosedError, InputError
 
 DTYPES = (
@@ -80,6 +83,9 @@ class CheckedCommunicator(ObjectMessages):
         self._closed = False
         self._rank = rank
         self._hosts = hosts
+        self._places: tuple[DevicePlace, ...] | None = None
+        self._route: Route | None = None
+        self._device: torch.device | None = None
 
     @property
     def rank(self) -> int:
@@ -92,6 +98,62 @@ class CheckedCommunicator(ObjectMessages):
     @property
     def hosts(self) -> tuple[str, ...]:
         return self._hosts
+
+    # -- where tensors lie --------------------------------------------------------------------------------------------
+
+    def use_device(self, device: torch.device | str) -> Route:
+        self._check_open("use_device")
+        device = own_device(device)
+        card, name = place_of(device, host=self.hosts[self.rank])
+        on_card = device.type == "cuda"
+        mine = DevicePlace(
+            host=self.hosts[self.rank],
+            kind=device.type,
+            card=card,
+            name=name,
+            has_nccl=on_card and self._has_nccl(),
+            mpi_takes_cuda=on_card and self._takes_cuda(),
+        )
+        self._device = device
+        return self._lie_at(tuple(self.allgather_object(mine)))
+
+    @property
+    def device(self) -> torch.device | None:
+        return self._device
+
+    @property
+    def transport(self) -> Transport:
+        return Transport.HOST if self._route is None else self._route.transport
+
+    @property
+    def on_devices(self) -> bool:
+        return any(place.kind != "cpu" for place in self._places or ())
+
+    def describe(self) -> str:
+        places = self._places or tuple(DevicePlace(host=host) for host in self.hosts)
+        return describe_route(places, self._route or choose_route(places), library=self.library)
+
+    def _lie_at(self, places: tuple[DevicePlace, ...]) -> Route:
+        self._places, self._route = places, choose_route(places)
+        return self._route
+
+    def _inherit(self, part: CheckedCommunicator, ranks: Sequence[int]) -> None:
+        """A part made by `split` lies where its ranks lie here, and has a route of its own: a column may be all of GPUs."""
+        if self._places is not None:
+            part._lie_at(tuple(self._places[rank] for rank in ranks))
+            part._device = self._device
+
+    def _has_nccl(self) -> bool:
+        """Whether this backend could run NCCL."""
+        return False
+
+    def _takes_cuda(self) -> bool:
+        """Whether the library below takes CUDA memory itself, and says so."""
+        return False
+
+    def _takes(self, tensor: torch.Tensor, *, message: bool = False) -> bool:  # noqa: ARG002 - for those that tell them apart
+        """Whether a collective, or a message, of this backend takes the tensor where it lies."""
+        return is_on_host(tensor)
 
     def _split_ranks(self, color: int | None, key: int) -> list[int] | None:
         """For `split`: the ranks of this color by (key, rank); None where the color is None. Collective."""
@@ -159,15 +221,15 @@ class CheckedCommunicator(ObjectMessages):
 
     def isend(self, tensor: torch.Tensor, dest: int, *, tag: int = 0) -> AbstractRequest:
         self._check_peer("send", dest, tag)
-        return self._start_send(self._readable("send", tensor), dest, tag)
+        return self._start_send(self._readable("send", tensor, message=True), dest, tag)
 
     def irecv(self, out: torch.Tensor, source: int, *, tag: int = 0) -> AbstractRequest:
         self._check_peer("recv", source, tag)
         self._check_tensor("recv", out)
-        if out.is_contiguous():
+        if out.is_contiguous() and self._takes(out, message=True):
             return self._start_recv(out.detach(), source, tag)
-        staged = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        return ThenRequest(self._start_recv(staged, source, tag), lambda: out.detach().copy_(staged))
+        room = self._writable(out, message=True)
+        return ThenRequest(self._start_recv(room, source, tag), lambda: _bring_back(room, out))
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -178,7 +240,7 @@ class CheckedCommunicator(ObjectMessages):
     def bcast(self, tensor: torch.Tensor, *, root: int = 0) -> None:
         self._check_root("bcast", root)
         self._check_tensor("bcast", tensor)
-        flat = tensor.detach().contiguous()
+        flat = self._form(tensor) if self.rank == root else self._writable(tensor)
         self._start_bcast(flat, root).wait()
         if self.rank != root:
             _bring_back(flat, tensor)
@@ -198,7 +260,7 @@ class CheckedCommunicator(ObjectMessages):
         self._check_same_dtype("gather", tensor, out)
         sizes = self._counts("gather", counts, out.numel())
         self._check_part("gather", mine.numel(), sizes)
-        flat = _writable(out)
+        flat = self._writable(out)
         self._start_gather(mine, flat, root, sizes).wait()
         _bring_back(flat, out)
 
@@ -218,7 +280,7 @@ class CheckedCommunicator(ObjectMessages):
             self._check_part("scatter", out.numel(), sizes)
         elif counts is not None:
             self._check_counts("scatter", counts, out.numel(), part=True)
-        flat = _writable(out)
+        flat = self._writable(out)
         self._start_scatter(whole, flat, root, sizes).wait()
         _bring_back(flat, out)
 
@@ -228,7 +290,7 @@ class CheckedCommunicator(ObjectMessages):
         mine = self._readable("allgather", tensor)
         sizes = self._counts("allgather", counts, out.numel())
         self._check_part("allgather", mine.numel(), sizes)
-        flat = _writable(out)
+        flat = self._writable(out)
         self._start_allgather(mine, flat, sizes).wait()
         _bring_back(flat, out)
 
@@ -249,7 +311,7 @@ class CheckedCommunicator(ObjectMessages):
             raise InputError(
                 f"alltoall: rank {self.rank} sends itself {sends[self.rank]} elements but expects {recvs[self.rank]}"
             )
-        flat = _writable(out)
+        flat = self._writable(out)
         self._start_alltoall(mine, flat, sends, recvs).wait()
         _bring_back(flat, out)
 
@@ -258,7 +320,7 @@ class CheckedCommunicator(ObjectMessages):
         self._check_tensor("reduce", tensor)
         if self.size == 1:
             return
-        form, op = _reducible(tensor, op)
+        form, op = _reducible(self._form(tensor), op)
         self._start_reduce(form, root, op).wait()
         if self.rank == root:
             _bring_back(form, tensor)
@@ -268,9 +330,9 @@ class CheckedCommunicator(ObjectMessages):
         self._check_tensor("allreduce", tensor)
         if self.size == 1:
             return DoneRequest()
-        form, op = _reducible(tensor, op)
+        form, op = _reducible(self._form(tensor), op)
         request = self._start_allreduce(form, op)
-        if form.data_ptr() == tensor.data_ptr():
+        if _is_same(form, tensor):
             return request
         return ThenRequest(request, lambda: _bring_back(form, tensor))
 
@@ -281,8 +343,10 @@ class CheckedCommunicator(ObjectMessages):
         self._check_same_dtype("reduce_scatter", tensor, out)
         sizes = self._counts("reduce_scatter", counts, tensor.numel())
         self._check_part("reduce_scatter", out.numel(), sizes)
-        form, op = _reducible(tensor, op)
-        part = _writable(out) if form.dtype == out.dtype else torch.empty(out.shape, dtype=form.dtype, device=out.device)
+        form, op = _reducible(self._form(tensor), op)
+        part = self._writable(out)
+        if form.dtype != out.dtype:
+            part = torch.empty(out.shape, dtype=form.dtype, device=form.device)
         self._start_reduce_scatter(form, part, sizes, op).wait()
         _bring_back(part, out)
 
@@ -320,10 +384,8 @@ class CheckedCommunicator(ObjectMessages):
             )
 
     def _check_tensor(self, operation: str, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu":
-            raise InputError(
-                f"{operation}: this communicator moves CPU tensors; this one is on {tensor.device}: move it with .cpu()"
-            )
+        if not is_movable(tensor):
+            raise InputError(f"{operation}: a tensor of the device 'meta' has a shape and no values that could be moved")
         if tensor.dtype not in DTYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise InputError(f"{operation}: {tensor.dtype} is not moved between ranks; convert it to one of: {names}")
@@ -365,9 +427,19 @@ class CheckedCommunicator(ObjectMessages):
             )
         return parts(elements, counts, size=self.size)
 
-    def _readable(self, operation: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _readable(self, operation: str, tensor: torch.Tensor, *, message: bool = False) -> torch.Tensor:
         self._check_tensor(operation, tensor)
-        return tensor.detach().contiguous()
+        return self._form(tensor, message=message)
+
+    def _form(self, tensor: torch.Tensor, *, message: bool = False) -> torch.Tensor:
+        """A contiguous form of `tensor` where the backend can read it."""
+        return tensor.detach().contiguous() if self._takes(tensor, message=message) else to_host(tensor)
+
+    def _writable(self, out: torch.Tensor, *, message: bool = False) -> torch.Tensor:
+        """`out` itself where it can be written through, otherwise a stand-in of its size, for `_bring_back`."""
+        if not self._takes(out, message=message):
+            return host_room(out)
+        return out.detach() if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -375,15 +447,19 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def _writable(out: torch.Tensor) -> torch.Tensor:
-    """`out` itself where it can be written through, otherwise a stand-in of its size, for `_bring_back`."""
-    return out.detach() if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+def _is_same(form: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether what is written to `form` is in `tensor` already."""
+    return form.device == tensor.device and form.data_ptr() == tensor.data_ptr()
 
 
 def _bring_back(form: torch.Tensor, tensor: torch.Tensor) -> None:
     """The values of `form` into the `tensor` it stands for, unless they share their memory."""
-    if form.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(form.view(torch.bool) if tensor.dtype == torch.bool and form.dtype == torch.uint8 else form)
+    if not _is_same(form, tensor):
+        values = form.view(torch.bool) if tensor.dtype == torch.bool and form.dtype == torch.uint8 else form
+        if values.device == tensor.device:
+            tensor.detach().copy_(values)
+        else:
+            from_host(values, tensor)
 
 
 def _reducible(tensor: torch.Tensor, op: Op) -> tuple[torch.Tensor, Op]:

@@ -115,14 +115,14 @@ class _Unrolling:
         memory = None if self.shared is None else self.shared[0].tensor
         if memory is None and schedule.shared:
             # Alone on its host: the others make their windows over memory there is, which all must do alike.
-            memory = torch.zeros(schedule.size, dtype=dtype)
+            memory = torch.zeros(schedule.size, dtype=dtype, device="cpu")
         for sync in dict.fromkeys(phase.sync for phase in schedule.phases if phase.sync.one_sided):
             window = self.comm.window(schedule.size, dtype, sync=sync, memory=memory)
             self.windows.append(window)
             self.by_sync[sync] = window
             memory = window.tensor
-        self.vector = torch.zeros(schedule.size, dtype=dtype) if memory is None else memory
-        self.scratch = torch.empty(self._scratch_size(), dtype=dtype)
+        self.vector = torch.zeros(schedule.size, dtype=dtype, device="cpu") if memory is None else memory
+        self.scratch = torch.empty(self._scratch_size(), dtype=dtype, device="cpu")
 
     def program(self) -> Program:
         actions: list[Operation] = []

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tatami.cluster.device_choice import DEVICE_VARIABLE
 from tatami.comm.guard import LAST_WORDS, WATCHED
 from tatami.comm.leftovers import without_leftovers
 from tatami.comm.local import LocalJob
@@ -148,6 +149,7 @@ def launch_command(launcher: Launcher, command: Sequence[str], *, ranks: int, ho
         flags += ["--allow-run-as-root"] if os.geteuid() == 0 else []
         # On one machine no rank needs TCP, for which each would listen on all interfaces.
         flags += ["--host", ",".join(hosts)] if hosts is not None else ["--mca", "btl", "^tcp"]
+        flags += ["-x", DEVICE_VARIABLE] if DEVICE_VARIABLE in os.environ else []
     else:
         flags += ["-hosts", ",".join(hosts)] if hosts is not None else ["-launcher", "fork", "-iface", _LOOPBACK]
     return [str(launcher.program), *flags, *command]

@@ -99,7 +99,7 @@ def _half_block(
     mine: torch.Tensor, sums: Sequence[torch.Tensor], stores: Sequence[torch.Tensor], *, op: Op, divisor: int | None
 ) -> list[BoundCall]:
     """bfloat16 and float16: reduced in float32, rounded once, stored."""
-    total = torch.empty(mine.shape, dtype=torch.float32)
+    total = torch.empty(mine.shape, dtype=torch.float32, device=mine.device)
     reduce = _torch_kit(op).reduce
     calls: list[BoundCall] = [(_copy, total, mine)]
     if op is Op.SUM:

@@ -11,6 +11,9 @@ from tatami.clock import Clock
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.wait import Waiting, WaitPolicy, wait_until
 
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+"""An empty message, given and taken."""
+
 POLLS = 400
 """Looks at a counter before the core is offered to others, where every rank has one: some 20 microseconds."""
 
@@ -22,8 +25,8 @@ def notices(comm: AbstractCommunicator, *, to: Sequence[int] = (), by: Sequence[
         CommTimeoutError: names a rank whose message did not come, or that did not take its own.
         RankDiedError: as the communicator.
     """
-    requests = [comm.irecv(torch.empty(0), rank, tag=tag) for rank in by]
-    requests += [comm.isend(torch.empty(0), rank, tag=tag) for rank in to]
+    requests = [comm.irecv(_NOTHING, rank, tag=tag) for rank in by]
+    requests += [comm.isend(_NOTHING, rank, tag=tag) for rank in to]
     for request in requests:
         request.wait()
 

@@ -71,8 +71,8 @@ def measure_message_costs(
 def _burst_s(comm: AbstractCommunicator, size_bytes: int, *, clock: Clock, cpu_s: Callable[[], float]) -> float:
     """CPU seconds of one message, sent or received, of a burst to the next rank and from the one before."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    values = [torch.zeros(size_bytes, dtype=torch.uint8) for _ in range(_BURST)]
-    rooms = [torch.empty(size_bytes, dtype=torch.uint8) for _ in range(_BURST)]
+    values = [torch.zeros(size_bytes, dtype=torch.uint8, device="cpu") for _ in range(_BURST)]
+    rooms = [torch.empty(size_bytes, dtype=torch.uint8, device="cpu") for _ in range(_BURST)]
     comm.barrier()
     start_s = cpu_s()
     requests = [comm.irecv(room, before) for room in rooms] + [comm.isend(each, after) for each in values]

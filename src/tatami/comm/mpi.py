@@ -24,7 +24,8 @@ from tatami.comm.mpi_roll_call import MpiRollCall
 from tatami.comm.mpi_window import AbstractMpiCommunicator, MpiSharedWindow, MpiWindow
 from tatami.comm.reduction import Op, combine
 from tatami.comm.roll_call import AbstractRollCall, ProcessPlace
-from tatami.comm.session import abandoned, load_mpi, say_goodbye_with, stop_all_ranks
+from tatami.comm.session import abandoned, load_mpi, say_goodbye_with, stop_all_ranks, takes_cuda
+from tatami.comm.transport import Transport
 from tatami.comm.wait import Waiting, wait_policy, wait_until
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow, check_window
 from tatami.errors import CommError, InputError
@@ -169,6 +170,7 @@ class MpiCommunicator(AbstractMpiCommunicator):
         hosts = tuple(self.hosts[member] for member in members)
         made = MpiCommunicator(part, mpi=self.mpi, hosts=hosts, timeout_s=self.timeout_s, clock=self.clock)
         made.policy = self.policy
+        self._inherit(made, members)
         self._parts = [*(each for each in self._parts if not each._closed), made]
         return made
 
@@ -229,11 +231,20 @@ class MpiCommunicator(AbstractMpiCommunicator):
 
     # -- point to point -----------------------------------------------------------------------------------------------
 
+    def _takes_cuda(self) -> bool:
+        return takes_cuda(self.mpi)
+
+    def _takes(self, tensor: torch.Tensor, *, message: bool = False) -> bool:
+        # MPI libraries have no nonblocking reductions of device memory; their messages are what they all have.
+        return super()._takes(tensor) or (tensor.is_cuda and message and self.transport is Transport.MPI)
+
     def _start_send(self, tensor: torch.Tensor, dest: int, tag: int) -> AbstractRequest:
+        _settle(tensor)
         request = self._comm.Isend(self.as_buffer(tensor), dest, tag)
         return MpiRequest(self, [request], operation="send", keep=(tensor,), peer=dest, tag=tag)
 
     def _start_recv(self, out: torch.Tensor, source: int, tag: int) -> AbstractRequest:
+        _settle(out)
         request = self._comm.Irecv(self.as_buffer(out), source, tag)
         return MpiRequest(self, [request], operation="recv", keep=(out,), peer=source, tag=tag, room_bytes=out.nbytes)
 
@@ -326,3 +337,9 @@ class MpiCommunicator(AbstractMpiCommunicator):
         sizes = [count * tensor.itemsize for count in counts]
         starts = list(accumulate(sizes[:-1], initial=0))
         return [self._memory(tensor), (sizes, starts), self.mpi.BYTE]
+
+
+def _settle(tensor: torch.Tensor) -> None:
+    """MPI knows no streams: what the device is to do with the tensor before must be done."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()

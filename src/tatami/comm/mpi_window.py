@@ -238,5 +238,5 @@ class MpiSharedWindow(AbstractSharedWindow):
 def _tensor(memory: Any, size: int, dtype: torch.dtype) -> torch.Tensor:
     """The beginning of MPI's memory as a tensor (size,)."""
     if size == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype, count=size)

@@ -32,6 +32,7 @@ from tatami.comm.loads import loads_and_stores
 from tatami.comm.reduction import HALF_DTYPES, Op, Reduction, divide
 from tatami.comm.wait import Waiting, wait_policy, wait_until
 from tatami.comm.window import AbstractSharedWindow
+from tatami.errors import InputError
 
 _PAGE_BYTES = 4096
 
@@ -87,9 +88,12 @@ def overlap(
         hosts: of each rank, to group them otherwise than by their hosts, for tries on one machine.
 
     Raises:
-        InputError: an unknown algorithm, or a dtype that cannot be reduced.
+        InputError: an unknown algorithm, a dtype that cannot be reduced, or an algorithm for vectors on a device.
     """
-    on_cpu = device is None or device.type == "cpu"
+    # Decided for all ranks: one on a CPU and one on a card must take the same way.
+    on_cpu = not any(comm.allgather_object(device is not None and device.type != "cpu"))
+    if algorithm is not None and not on_cpu:
+        raise InputError(f"algorithm={algorithm!r} reduces in host memory; leave it out where parameters lie on a device")
     places = tuple(hosts) if hosts is not None else comm.hosts
     if algorithm is None and on_cpu and comm.has_windows and _shares(places, dtype):
         return SharedOverlap(comm, sizes=sizes, dtype=dtype, hosts=places)

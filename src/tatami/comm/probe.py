@@ -62,7 +62,7 @@ def link_ranks(hosts: tuple[str, ...]) -> Mapping[tuple[str, str], tuple[int, in
 
 def _round_trip_s(comm: AbstractCommunicator, one: int, other: int, *, size_bytes: int, repeats: int, clock: Clock) -> float:
     """The median over `repeats` of there and back, the same on every rank. Collective."""
-    message = torch.zeros(size_bytes, dtype=torch.uint8)
+    message = torch.zeros(size_bytes, dtype=torch.uint8, device="cpu")
     seconds = []
     comm.barrier()
     for _ in range(repeats + _WARM_UPS):

@@ -137,6 +137,6 @@ class MessageSum:
             CommTimeoutError, RankDiedError: a rank did not come.
         """
         if self._scratch is None or self._scratch.dtype != vector.dtype:
-            self._scratch = torch.empty(max((each.scratch_size for each in self._rounds), default=0), dtype=vector.dtype)
+            self._scratch = vector.new_empty(max((each.scratch_size for each in self._rounds), default=0))
         for each in self._rounds:
             each.bound(vector, self._scratch, self._comm, tag=self._tag)()

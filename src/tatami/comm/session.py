@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from types import ModuleType, TracebackType
 from typing import Any, Never
@@ -106,6 +108,14 @@ def _stop_on_thread_exception(args: threading.ExceptHookArgs) -> None:
     if args.exc_value is not None and args.exc_type is not SystemExit:
         thread = f" in thread {args.thread.name!r}" if args.thread is not None else ""
         stop_on_failure(args.exc_value, trace=args.exc_traceback, thread=thread)
+
+
+def takes_cuda(mpi: ModuleType) -> bool:
+    """Whether the MPI library says that it takes CUDA memory (`MPIX_Query_cuda_support`, of Open MPI and MPICH alike)."""
+    for library in (None, mpi.__file__):
+        with suppress(OSError, AttributeError):
+            return bool(ctypes.CDLL(library).MPIX_Query_cuda_support())
+    return False
 
 
 def _say_goodbye(mpi: ModuleType) -> None:

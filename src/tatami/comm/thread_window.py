@@ -56,7 +56,7 @@ class ThreadWindow(AbstractWindow):
         check_epoch_call("post", self.sync)
         self._sources = tuple(sources)
         for source in sources:
-            self._comm.isend(torch.empty(0), source, tag=_POSTED)
+            self._comm.isend(torch.empty(0, dtype=torch.uint8, device="cpu"), source, tag=_POSTED)
 
     def start(self, targets: Sequence[int]) -> None:
         check_epoch_call("start", self.sync)
@@ -66,7 +66,7 @@ class ThreadWindow(AbstractWindow):
     def complete(self) -> None:
         check_epoch_call("complete", self.sync)
         for target in self._targets:
-            self._comm.isend(torch.empty(0), target, tag=_COMPLETED)
+            self._comm.isend(torch.empty(0, dtype=torch.uint8, device="cpu"), target, tag=_COMPLETED)
         self._targets = ()
 
     def wait(self) -> None:

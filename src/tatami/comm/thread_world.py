@@ -152,13 +152,15 @@ class ThreadCommunicator(CheckedCommunicator):
         ranks = self._split_ranks(color, key)
         if ranks is None:
             return None
-        return ThreadCommunicator(
+        part = ThreadCommunicator(
             self.world,
             members=tuple(self._members[rank] for rank in ranks),
             rank=ranks.index(self.rank),
             group=(self._group, self._num_splits, color),
             timeout_s=self.timeout_s,
         )
+        self._inherit(part, ranks)
+        return part
 
     def close(self) -> None:
         self._closed = True
@@ -176,13 +178,13 @@ class ThreadCommunicator(CheckedCommunicator):
     ) -> AbstractWindow:
         check_window(size, sync)
         own = self.duplicate()
-        tensors = own._exchange_tensors(torch.zeros(size, dtype=dtype) if memory is None else memory)
+        tensors = own._exchange_tensors(torch.zeros(size, dtype=dtype, device="cpu") if memory is None else memory)
         return ThreadWindow(own, tensors, sync=sync, lock=self.world.changed)
 
     def shared_window(self, size: int, dtype: torch.dtype) -> AbstractSharedWindow:
         check_window(size, Sync.PSCW)
         own = self.duplicate()
-        return ThreadSharedWindow(own, own._exchange_tensors(torch.zeros(size, dtype=dtype)))
+        return ThreadSharedWindow(own, own._exchange_tensors(torch.zeros(size, dtype=dtype, device="cpu")))
 
     def _exchange_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Everyone's `tensor`, itself, in the order of the ranks. Collective."""

@@ -5,7 +5,7 @@ Every communicator has process groups of its own, made on the job's store, so th
 * Collectives move bytes of every dtype; only all-reduce and reduce know types. What gloo or NCCL lacks is made of what
   both have: an uneven all-gather of broadcasts, gather and scatter of an all-to-all, a reduce-scatter of an all-to-all whose
   parts are added in the order of the ranks.
-* Messages go over gloo; those of CUDA tensors by way of the CPU, because NCCL knows no tags. A message tells its size first:
+* Messages go over gloo; those of CUDA tensors through host memory, because NCCL knows no tags. A message tells its size first:
   gloo ends the process when more comes than there is room for. A wait for a message happens in a thread of its own:
   gloo closes all connections when it gives up a wait itself.
 """
@@ -34,9 +34,11 @@ from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest
 from tatami.comm.checked import CheckedCommunicator, DoneRequest, ThenRequest, as_bytes
 from tatami.comm.reduction import Op, combine
 from tatami.comm.roll_call import AbstractRollCall, ProcessPlace
+from tatami.comm.staging import is_on_host
 from tatami.comm.store_roll_call import StoreRollCall
 from tatami.comm.thread_world import wrong_size
 from tatami.comm.threads import single_communicator
+from tatami.comm.transport import Transport, gather_roots
 from tatami.comm.wait import Waiting, wait_policy, wait_until
 from tatami.errors import CommError, InputError, RankDiedError
 
@@ -77,7 +79,7 @@ class WorkRequest(AbstractRequest):
     def wait(self) -> None:
         communicator = self._communicator
         start_s = communicator.clock.now_s()
-        if self._keep[0].device.type == "cpu":
+        if is_on_host(self._keep[0]):
             # Gloo's own wait sleeps, and gives the core to gloo's threads.
             for work in self._works:
                 while not work.is_completed() and (left_s := communicator.left_s(start_s)) > 0:
@@ -155,7 +157,7 @@ class MessageRequest(AbstractRequest):
 class TorchdistCommunicator(CheckedCommunicator):
     """One rank of a torch.distributed job, or of a part of it made by `split`.
 
-    CUDA tensors are taken too where NCCL is there; all ranks of a collective must then give CUDA tensors. Ranks that give a
+    Collectives of CUDA tensors are NCCL's once `use_device` has found that every rank has a card of its own. Ranks that give a
     collective different sizes are ended by gloo, with its message.
     """
 
@@ -298,6 +300,7 @@ class TorchdistCommunicator(CheckedCommunicator):
             off=self._off,
         )
         self._parts.add(part)
+        self._inherit(part, ranks)
         if self._severed:
             part.sever()
         return part
@@ -332,7 +335,8 @@ class TorchdistCommunicator(CheckedCommunicator):
         for other in range(self.size):
             if other != self.rank and gloo is not None:
                 with suppress(RuntimeError):
-                    gloo.recv([torch.empty(1)], other, _FIRST_PAYLOAD_TAG).wait(timedelta(milliseconds=1))
+                    room = torch.empty(1, dtype=torch.float32, device="cpu")
+                    gloo.recv([room], other, _FIRST_PAYLOAD_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         if not self._closed:
@@ -360,10 +364,10 @@ class TorchdistCommunicator(CheckedCommunicator):
         if dest == self.rank:
             return self._alone.isend(tensor, 0, tag=tag)
         waiting = Waiting(operation="send", rank=self.rank, size=self.size, peer=dest, tag=tag)
-        payload = as_bytes(tensor.cpu())
+        payload = as_bytes(tensor)
         self._num_sent[dest] += 1
         payload_tag = _FIRST_PAYLOAD_TAG + self._num_sent[dest] % _NUM_PAYLOAD_TAGS
-        header = torch.tensor([payload.numel(), payload_tag])
+        header = torch.tensor([payload.numel(), payload_tag], dtype=torch.int64, device="cpu")
         with _over_its_link(waiting):
             works = [self._gloo.send([header], dest, tag)]
             if payload.numel():
@@ -380,7 +384,7 @@ class TorchdistCommunicator(CheckedCommunicator):
             return self._alone.irecv(out, 0, tag=tag)
         waiting = Waiting(operation="recv", rank=self.rank, size=self.size, peer=source, tag=tag)
         gloo = self._gloo
-        header = torch.empty(_HEADER_ELEMENTS, dtype=torch.int64)
+        header = torch.empty(_HEADER_ELEMENTS, dtype=torch.int64, device="cpu")
         with _over_its_link(waiting):
             told = gloo.recv([header], source, tag)
 
@@ -388,20 +392,18 @@ class TorchdistCommunicator(CheckedCommunicator):
             told.wait()
             size_bytes, payload_tag = header.tolist()
             fits = size_bytes == out.nbytes
-            room = as_bytes(out) if fits and out.device.type == "cpu" else torch.empty(size_bytes, dtype=torch.uint8)
+            room = as_bytes(out) if fits else torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
             if size_bytes:
                 gloo.recv([room], source, payload_tag).wait()
             if not fits:
                 raise CommError(f"{waiting.describe()}: {wrong_size(size_bytes, out.nbytes)}")
-            if out.device.type != "cpu":
-                as_bytes(out).copy_(room)
 
         return MessageRequest(self, waiting, move)
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def _start_barrier(self) -> AbstractRequest:
-        return self._start_allreduce(torch.zeros(1), Op.SUM, operation="barrier")
+        return self._start_allreduce(torch.zeros(1, dtype=torch.float32, device="cpu"), Op.SUM, operation="barrier")
 
     def _start_bcast(self, tensor: torch.Tensor, root: int) -> AbstractRequest:
         return self._works("bcast", [self._bcast_work(tensor, root)], tensor)
@@ -422,7 +424,8 @@ class TorchdistCommunicator(CheckedCommunicator):
     def _start_allgather(self, tensor: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...]) -> AbstractRequest:
         rooms = torch.split(out.view(-1), list(counts))
         rooms[self.rank].copy_(tensor.view(-1))
-        works = [self._bcast_work(room, rank) for rank, room in enumerate(rooms) if room.numel()]
+        with self._grouped(out) as works:
+            works += [self._bcast_work(rooms[root], root) for root in gather_roots(counts)]
         return self._works("allgather", works, out)
 
     def _start_alltoall(
@@ -474,6 +477,18 @@ class TorchdistCommunicator(CheckedCommunicator):
         options.rootRank, options.rootTensor = root, 0
         return self._group(tensor).broadcast([as_bytes(tensor)], options)
 
+    @contextmanager
+    def _grouped(self, tensor: torch.Tensor) -> Iterator[list[Any]]:
+        """Works that are begun together: to NCCL one operation, which would otherwise carry them out one after the other."""
+        works: list[Any] = []
+        if is_on_host(tensor):
+            yield works
+            return
+        group = self._group(tensor)
+        group._start_coalescing()
+        yield works
+        works[:] = [group._end_coalescing()]
+
     def _works(self, operation: str, works: list[Any], *keep: torch.Tensor) -> WorkRequest:
         return WorkRequest(self, works, self._gloo, operation, *keep)
 
@@ -482,17 +497,21 @@ class TorchdistCommunicator(CheckedCommunicator):
         return tuple(count if rank == peer else 0 for rank in range(self.size))
 
     def _group(self, tensor: torch.Tensor) -> Any:
-        if tensor.device.type == "cpu":
+        if is_on_host(tensor):
             return self._gloo
         if self._nccl is None:
             make: Any = dist.ProcessGroupNCCL
-            self._nccl = make(c10d.PrefixStore(f"{self._name}/nccl", self._store), self.rank, self.size)
+            options = make.Options()
+            # A rank that does not come is found here first; NCCL's own watchdog, which ends the process, is the last resort.
+            options._timeout = timedelta(seconds=2 * self.timeout_s)
+            self._nccl = make(c10d.PrefixStore(f"{self._name}/nccl", self._store), self.rank, self.size, options)
         return self._nccl
 
-    def _check_tensor(self, operation: str, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "cuda" and dist.is_nccl_available():
-            return
-        super()._check_tensor(operation, tensor)
+    def _has_nccl(self) -> bool:
+        return bool(dist.is_nccl_available())
+
+    def _takes(self, tensor: torch.Tensor, *, message: bool = False) -> bool:
+        return super()._takes(tensor) or (tensor.is_cuda and not message and self.transport is Transport.NCCL)
 
 
 _open: weakref.WeakSet[TorchdistCommunicator] = weakref.WeakSet()

@@ -12,6 +12,7 @@ from tatami.collective import Sync
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.reduction import Op
 from tatami.comm.roll_call import AbstractRollCall
+from tatami.comm.transport import Route, Transport
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow
 
 
@@ -79,6 +80,25 @@ class WrappedCommunicator(AbstractCommunicator):
         self._before("split")
         part = self.inner.split(color, key=key)
         return None if part is None else self._wrap(part)
+
+    def use_device(self, device: torch.device | str) -> Route:
+        self._before("use_device")
+        return self.inner.use_device(device)
+
+    @property
+    def device(self) -> torch.device | None:
+        return self.inner.device
+
+    @property
+    def transport(self) -> Transport:
+        return self.inner.transport
+
+    @property
+    def on_devices(self) -> bool:
+        return self.inner.on_devices
+
+    def describe(self) -> str:
+        return self.inner.describe()
 
     def close(self) -> None:
         self.inner.close()

@@ -10,7 +10,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.functions.chain import Chain, all_here, chains_of, retained_last, to_visit
 from tatami.functions.joining import touched
 
-_SEED = torch.zeros(())
+_SEED = torch.zeros((), dtype=torch.float32, device="cpu")
 """The gradient of a token: backward begins there, and nothing flows."""
 
 _LARGE = 16 * 1024

@@ -23,7 +23,7 @@ NO_GRAPH_TASK = -1
 MOST_OPERATIONS = 10_000
 """So many operations of a communicator may wait for a backward pass: each keeps some 10 kB of graph and of messages."""
 
-_OVER = torch.zeros(())
+_OVER = torch.zeros((), dtype=torch.float32, device="cpu")
 """In the place of the tokens of a chain that is over, which would keep its graph."""
 
 
@@ -43,7 +43,7 @@ class Chain:
     def __init__(self, number: int, owner: object) -> None:
         self.number = number
         self.owner = owner
-        self.first = torch.zeros((), requires_grad=True)
+        self.first = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         self.last = self.first
         self.location = b""
         self.num_operations = 0

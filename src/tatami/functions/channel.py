@@ -6,7 +6,6 @@ until it is asked for; so messages may come in another order than they are asked
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Never
 
@@ -55,7 +54,6 @@ class Channel:
         self.policy: WaitPolicy = getattr(_innermost(comm), "policy", POLITE)
         self.peer_reports = PeerReports(rank=comm.rank, size=comm.size)
         self.failure: str | None = None
-        self.takes_cuda = _takes_cuda(comm)
         self.memory = Memory()
         self.chains = chains_of(comm)
         self._wire = wire_of(comm)
@@ -182,7 +180,7 @@ class Channel:
         head = read_head(chunk)
         wire = read_wire(chunk, head.label_bytes)
         if wire is None:
-            long = torch.empty(head.label_bytes, dtype=torch.uint8)
+            long = torch.empty(head.label_bytes, dtype=torch.uint8, device="cpu")
             self.comm.irecv(long, peer, tag=TAG).wait()
             wire = long.numpy().tobytes()
         if head.kind >= REPORT:
@@ -286,13 +284,6 @@ class Channel:
 def _innermost(comm: AbstractCommunicator) -> AbstractCommunicator:
     inner = getattr(comm, "inner", None)
     return _innermost(inner) if isinstance(inner, AbstractCommunicator) else comm
-
-
-def _takes_cuda(comm: AbstractCommunicator) -> bool:
-    """Whether it is one of torch.distributed with NCCL, which takes CUDA tensors too; it is not loaded to find out."""
-    torchdist = sys.modules.get("tatami.comm.torchdist")
-    is_torchdist = torchdist is not None and isinstance(_innermost(comm), torchdist.TorchdistCommunicator)
-    return is_torchdist and torch.distributed.is_nccl_available()
 
 
 def channel_of(comm: AbstractCommunicator) -> Channel:

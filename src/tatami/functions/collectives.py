@@ -161,10 +161,10 @@ def collective(
     flat: dict[int, tuple[range, Packed]] = {}
     for x in parts.values():
         if id(x) not in flat:
-            tensors, content = flatten(x, operation=name, cuda=channel.takes_cuda)
+            tensors, content = flatten(x, operation=name)
             flat[id(x)] = range(len(inputs), len(inputs) + len(tensors)), content
             inputs += tensors
-    expected = None if pattern is None else flatten(pattern, operation=name, cuda=channel.takes_cuda)[1]
+    expected = None if pattern is None else flatten(pattern, operation=name)[1]
     agree(name, comm, root=root, pattern=expected, same_shapes=same_shapes, location=location)
     number = channel.peer_reports.begin_collective(name, root, location)
     outgoing = [Outgoing(peer, number, flat[id(x)][1], flat[id(x)][0]) for peer, x in parts.items() if peer != comm.rank]
@@ -188,7 +188,9 @@ def collective(
         comm.barrier()  # nothing moves, but a closed communicator must say so
     exchange.move(inputs)
     came = iter(exchange.record(inputs, delegate=delegate))
-    result = {each.peer: unflatten(each.content.spec, came) for each in exchange.received if each.peer in sources}
+    result = {
+        each.peer: unflatten(each.content.spec, came, device=comm.device) for each in exchange.received if each.peer in sources
+    }
     if comm.rank in sources:
         # A sum touches the chain by the parts of the others; a loss made of this rank's own part alone would not.
         delegate_here = None if same_shapes or exchange.chain is None else exchange.delegate()

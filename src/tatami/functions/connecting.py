@@ -17,14 +17,14 @@ class _PseudoConnect(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.delegate = (inputs[0].shape, inputs[0].dtype)
+        ctx.delegate = (inputs[0].shape, inputs[0].dtype, inputs[0].device)
         ctx.mark_non_differentiable(*[x for x in output if not (x.is_floating_point() or x.is_complex())])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        shape, dtype = ctx.delegate
-        return (torch.zeros(shape, dtype=dtype) if dtype.is_floating_point else None, *grads)
+        shape, dtype, device = ctx.delegate
+        return (torch.zeros(shape, dtype=dtype, device=device) if dtype.is_floating_point else None, *grads)
 
 
 def pseudo_connect(delegate: torch.Tensor | None, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -247,7 +247,7 @@ class Exchange:
 
     def delegate(self) -> torch.Tensor:
         """A scalar zero through which backward comes to this exchange, and to all before it."""
-        return torch.zeros(()) if self.chain is None else self.chain.last
+        return torch.zeros((), dtype=torch.float32, device="cpu") if self.chain is None else self.chain.last
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -299,7 +299,7 @@ class Exchange:
                     grad = next(present)
                     sums[index] = grad if so_far is None else so_far + grad
                 elif leaf.wants and so_far is None:
-                    sums[index] = torch.zeros(leaf.shape, dtype=leaf.dtype)
+                    sums[index] = torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")
         return sums
 
 

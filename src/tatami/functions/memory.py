@@ -29,18 +29,18 @@ class Memory:
         Its memory is lent again when the last tensor that lies in it is gone. It cannot be resized.
         """
         if size_bytes < _LEAST_BYTES:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         free = self._free.get(size_bytes)
         if free:
             memory = free.pop()
             self._free_bytes -= size_bytes
         else:
-            memory = torch.empty(size_bytes, dtype=torch.uint8)
+            memory = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         # The tensor made from this array is the only one to keep it, for as long as its storage is used.
         lent = memory.numpy()
         weakref.finalize(lent, _give_back, weakref.ref(self), memory).atexit = False
         # Not a view of it: torch refuses to change views that a function of autograd returned in place.
-        return torch.empty(0, dtype=dtype).set_(torch.from_numpy(lent).untyped_storage()).resize_(shape)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(torch.from_numpy(lent).untyped_storage()).resize_(shape)
 
     def take_back(self, memory: torch.Tensor) -> None:
         """What lay in `memory` is gone."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-_ZERO = torch.zeros(())
+_ZERO = torch.zeros((), dtype=torch.float32, device="cpu")
 """What tokens are copied from, faster than making new ones. Each has its own memory, because users may add to delegates."""
 
 

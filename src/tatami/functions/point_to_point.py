@@ -92,7 +92,7 @@ def _point_to_point(
     tensors: list[torch.Tensor] = []
     outgoing: Sequence[Outgoing] = ()
     if dest is not None:
-        tensors, content = flatten(x, operation=name, cuda=channel.takes_cuda)
+        tensors, content = flatten(x, operation=name)
         outgoing = (Outgoing(dest, channel.next_number("to", dest, tag), content, range(len(tensors))),)
     sources = () if source is None else ((source, channel.next_number("from", source, tag)),)
     exchange = Exchange(
@@ -100,7 +100,7 @@ def _point_to_point(
     )
     exchange.move(tensors)
     came = exchange.record(tensors, delegate=delegate)
-    result = None if source is None else unflatten(exchange.received[0].content.spec, iter(came))
+    result = None if source is None else unflatten(exchange.received[0].content.spec, iter(came), device=comm.device)
     return result, exchange.delegate()
 
 

@@ -10,7 +10,6 @@ import torch
 from tatami.collective.direct import sends_whole
 from tatami.comm.base import AbstractCommunicator
 from tatami.functions.calling import check_order
-from tatami.functions.channel import channel_of
 from tatami.functions.collectives import check_root, collective, one_for_each
 from tatami.functions.replay import replayed
 from tatami.functions.structure import Structure, flatten, unflatten
@@ -28,7 +27,7 @@ def allreduce(x: Structure, comm: AbstractCommunicator, *extra: Never) -> Struct
     check_order("allreduce", comm, extra)
 
     def run() -> Structure:
-        tensors, content = flatten(x, operation="allreduce", cuda=channel_of(comm).takes_cuda)
+        tensors, content = flatten(x, operation="allreduce")
         # As the all-reduce `direct`, whose two phases are exchanges with a backward of their own.
         if comm.size == 1 or sends_whole(comm.size, sum(tensor.nbytes for tensor in tensors), element_bytes=1):
             return _sum_of_all(x, comm)
@@ -92,8 +91,8 @@ def _summed(name: str, comm: AbstractCommunicator, parts: dict[int, Structure]) 
 
 def _add_up(structures: Sequence[Structure]) -> Structure:
     """Leaf by leaf, in order; halves in float32."""
-    columns = [flatten(each, operation="sum", cuda=True)[0] for each in structures]
-    spec = flatten(structures[0], operation="sum", cuda=True)[1].spec
+    columns = [flatten(each, operation="sum")[0] for each in structures]
+    spec = flatten(structures[0], operation="sum")[1].spec
     return unflatten(spec, (_sum(column) for column in zip(*columns, strict=True)))
 
 

@@ -65,10 +65,10 @@ class Packed:
     wants_all: bool
 
 
-def flatten(value: Structure, *, operation: str, cuda: bool = False) -> tuple[list[torch.Tensor], Packed]:
+def flatten(value: Structure, *, operation: str) -> tuple[list[torch.Tensor], Packed]:
     """The tensors of `value` in order, and what is needed to put it together again. Gradients are wanted in grad mode.
 
-    Where `cuda`, CUDA tensors are taken too, by differentiable copies on the CPU.
+    Of tensors on a device, differentiable copies on the CPU: their gradients take the same way back.
 
     Raises:
         InputError: something in it is not a tensor, or one that is not moved; names its path.
@@ -77,36 +77,31 @@ def flatten(value: Structure, *, operation: str, cuda: bool = False) -> tuple[li
         return [value], _of_one(value.dtype, value.shape, value.requires_grad and torch.is_grad_enabled())
     tensors: list[torch.Tensor] = []
     # A wanted gradient is decided here, once: autograd may be off by the time the message is packed.
-    spec = _flatten(value, tensors, operation, "", (torch.is_grad_enabled(), cuda))
+    spec = _flatten(value, tensors, operation, "", torch.is_grad_enabled())
     return tensors, packed(spec)
 
 
-def _flatten(value: Structure, tensors: list[torch.Tensor], operation: str, path: str, modes: tuple[bool, bool]) -> Spec:
-    """`modes`: whether gradients are on, and whether CUDA tensors are taken."""
+def _flatten(value: Structure, tensors: list[torch.Tensor], operation: str, path: str, grad: bool) -> Spec:
+    """`grad`: whether gradients are on."""
     if isinstance(value, torch.Tensor):
-        grad, cuda = modes
         device = value.device.type
         if value.layout != torch.strided:
             raise InputError(f"{operation}: x{path} is a {value.layout} tensor; convert it with .to_dense()")
-        if device != "cpu" and not (cuda and device == "cuda"):
-            raise InputError(
-                f"{operation}: x{path} is on {value.device}, and this communicator moves CPU tensors: give x{path}.cpu(), and "
-                "bring what arrives to its device with .to(device); gradients take the same way back. CUDA tensors are taken "
-                "as they are under torchrun, where torch has NCCL"
-            )
+        if device == "meta":
+            raise InputError(f"{operation}: x{path} is on meta, where a tensor has a shape and no values that could be moved")
         tensors.append(value if device == "cpu" else value.cpu())
         return Leaf(value.dtype, tuple(value.shape), grad and value.requires_grad, device)
     if value is None:
         return None
     if type(value) is tuple:
-        return tuple([_flatten(item, tensors, operation, f"{path}[{i}]", modes) for i, item in enumerate(value)])
+        return tuple([_flatten(item, tensors, operation, f"{path}[{i}]", grad) for i, item in enumerate(value)])
     if type(value) is list:
-        return _List(tuple([_flatten(item, tensors, operation, f"{path}[{i}]", modes) for i, item in enumerate(value)]))
+        return _List(tuple([_flatten(item, tensors, operation, f"{path}[{i}]", grad) for i, item in enumerate(value)]))
     if type(value) is dict:
         for key in value:
             if not isinstance(key, str | int):
                 raise InputError(f"{operation}: x{path} is a dict with the key {key!r}; keys must be of type str or int")
-        items = tuple([_flatten(item, tensors, operation, f"{path}[{key!r}]", modes) for key, item in value.items()])
+        items = tuple([_flatten(item, tensors, operation, f"{path}[{key!r}]", grad) for key, item in value.items()])
         return _Dict(tuple(value), items)
     kind = type(value)
     raise InputError(
@@ -115,17 +110,19 @@ def _flatten(value: Structure, tensors: list[torch.Tensor], operation: str, path
     )
 
 
-def unflatten(spec: Spec, tensors: Iterator[torch.Tensor]) -> Structure:
-    """The structure of `spec` with its leaves from `tensors`, each on the kind of device it came from."""
+def unflatten(spec: Spec, tensors: Iterator[torch.Tensor], *, device: torch.device | None = None) -> Structure:
+    """The structure of `spec` with its leaves from `tensors`, on `device`; None: each on the kind of device it came from."""
     if isinstance(spec, Leaf):
         tensor = next(tensors)
+        if device is not None:
+            return tensor.to(device)
         return tensor if spec.device == "cpu" else tensor.to(spec.device)
     if isinstance(spec, tuple):
-        return tuple([unflatten(item, tensors) for item in spec])
+        return tuple([unflatten(item, tensors, device=device) for item in spec])
     if isinstance(spec, _List):
-        return [unflatten(item, tensors) for item in spec.items]
+        return [unflatten(item, tensors, device=device) for item in spec.items]
     if isinstance(spec, _Dict):
-        return {key: unflatten(item, tensors) for key, item in zip(spec.keys, spec.items, strict=True)}
+        return {key: unflatten(item, tensors, device=device) for key, item in zip(spec.keys, spec.items, strict=True)}
     return None
 
 

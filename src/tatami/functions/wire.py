@@ -52,7 +52,7 @@ class AbstractWire(ABC):
 
     def new_chunk(self) -> Chunk:
         """Memory for a message, with nothing in it."""
-        tensor = torch.zeros(self.chunk_bytes, dtype=torch.uint8)
+        tensor = torch.zeros(self.chunk_bytes, dtype=torch.uint8, device="cpu")
         view = tensor.numpy().data.cast("B")
         return Chunk(tensor, view, tensor.data_ptr(), self._spec(tensor), self.chunk_bytes)
 

@@ -108,7 +108,9 @@ class MultiNodeBatchNorm(AbstractSpanning, _BatchNorm):
             variance, mean = torch.var_mean(values, over, correction=0)
         else:
             mean = variance = values.sum(over)
-        told = functions.allgather((torch.stack((mean, variance)), torch.tensor(count)), self.comm)
+        told = functions.allgather(
+            (torch.stack((mean, variance)), torch.tensor(count, dtype=torch.int64, device="cpu")), self.comm
+        )
         for rank, (both, _) in enumerate(told):
             if both.shape[1] != self.num_features:
                 raise CommError(
@@ -116,8 +118,9 @@ class MultiNodeBatchNorm(AbstractSpanning, _BatchNorm):
                     f"{self.num_features}; all ranks need the same network"
                 )
         total = sum(int(number) for _, number in told)
-        shares = torch.tensor([int(number) / max(total, 1) for _, number in told], dtype=values.dtype).view(-1, 1)
-        means, variances = torch.stack([both.to(values.dtype) for both, _ in told], dim=1)
+        shares = torch.tensor([int(number) / max(total, 1) for _, number in told], dtype=values.dtype, device="cpu")
+        shares = shares.to(values.device).view(-1, 1)
+        means, variances = torch.stack([both.to(values) for both, _ in told], dim=1)
         mean = (shares * means).sum(0)
         return mean, (shares * (variances + (means - mean) ** 2)).sum(0), total
 

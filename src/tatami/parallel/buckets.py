@@ -143,7 +143,7 @@ class Bucket:
                 view.zero_()
             else:  # from passes before this one, that were not reduced
                 self.store(index, parameters[index])
-        self._used.copy_(torch.tensor([float(place.parameter in self._stored) for place in self.layout.places]))
+        self._used.copy_(self._used.new_tensor([float(place.parameter in self._stored) for place in self.layout.places]))
         self._stored.clear()
         self._given.clear()
 

@@ -119,7 +119,7 @@ class MultiNodeChainList(AbstractSpanning):
                 else:
                     delegate = functions.send(result, self.comm, dest=rank, tag=tag)
         if all(ports.outputs is not None for ports in self._ports):
-            return torch.zeros(()) if delegate is None else delegate
+            return torch.zeros((), dtype=torch.float32, device="cpu") if delegate is None else delegate
         return connected(delegate, output)
 
     def _pairs(self, what: str, ranks: Ranks, tags_what: str, tags: int | Sequence[int]) -> tuple[tuple[int, int], ...] | None:

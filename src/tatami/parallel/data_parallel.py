@@ -272,7 +272,7 @@ class _Weight:
     def __init__(self, comm: AbstractCommunicator, samples: int) -> None:
         self._mine = samples
         self._ranks = comm.size
-        self._total = torch.tensor([samples])
+        self._total = torch.tensor([samples], dtype=torch.int64, device="cpu")
         self._request: AbstractRequest | None = comm.iallreduce(self._total)
 
     def __call__(self) -> float:

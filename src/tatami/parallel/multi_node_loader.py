@@ -99,7 +99,7 @@ class MultiNodeLoader:
             yield _put_together(content, self._arrive)
 
     def _arrive(self, slot: _Slot) -> torch.Tensor:
-        tensor = torch.empty(slot.shape, dtype=slot.dtype)
+        tensor = torch.empty(slot.shape, dtype=slot.dtype, device="cpu")
         self._comm.bcast(tensor, root=self._root)
         return tensor
 

@@ -115,7 +115,7 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
         def averaged() -> float:
             with torch.enable_grad():
                 value: Any = closure()
-            loss = torch.tensor([value.item() if isinstance(value, torch.Tensor) else value], dtype=torch.float64)
+            loss = torch.tensor([value.item() if isinstance(value, torch.Tensor) else value], dtype=torch.float64, device="cpu")
             weight = self._weight(num_samples)
             self._average(weight)
             loss = loss * weight if weight else torch.zeros_like(loss)
@@ -183,7 +183,7 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
         """How much heavier than the mean rank this one weighs."""
         if num_samples is None:
             return 1.0
-        total = torch.tensor([num_samples])
+        total = torch.tensor([num_samples], dtype=torch.int64, device="cpu")
         self._comm.allreduce(total)
         return num_samples * self._comm.size / max(1, int(total))
 

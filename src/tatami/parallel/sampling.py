@@ -160,7 +160,7 @@ class SynchronizedSampler(Sampler[int]):
         order: Sequence[int] = range(self._num_samples)
         if self._shuffle:
             generator = torch.Generator().manual_seed((self._seed + self._epoch) % 2**64)
-            order = torch.randperm(self._num_samples, generator=generator).tolist()
+            order = torch.randperm(self._num_samples, generator=generator, dtype=torch.int64, device="cpu").tolist()
         if self._speed_shares is not None:
             batches = self._batches(self._speed_shares)
             return [order[start + index] for start, span in batches for index in range(span.start, span.stop)]

@@ -129,7 +129,7 @@ def scatter_dataset(
     order: Sequence[int] = range(total)
     if shuffle:
         generator = torch.Generator().manual_seed(check_seed(comm.bcast_object(seed, root=root)))
-        order = torch.randperm(total, generator=generator).tolist()
+        order = torch.randperm(total, generator=generator, dtype=torch.int64, device="cpu").tolist()
     shares = [share_of(total, rank=rank, ranks=comm.size, equal=force_equal_length) for rank in range(comm.size)]
     parts = [[order[index] for index in share] for share in shares]
     mine = parts[comm.rank]
@@ -174,9 +174,9 @@ def _part(dataset: Any, indices: Sequence[int]) -> Any:
     if isinstance(dataset, list | tuple):
         return [dataset[index] for index in indices]
     if isinstance(dataset, torch.Tensor):
-        return dataset[torch.tensor(indices, dtype=torch.int64)]
+        return dataset[torch.tensor(indices, dtype=torch.int64, device="cpu")]
     if isinstance(dataset, np.ndarray):
         return dataset[np.array(indices, dtype=np.int64)]
     if isinstance(dataset, TensorDataset):
-        return TensorDataset(*(each[torch.tensor(indices, dtype=torch.int64)] for each in dataset.tensors))
+        return TensorDataset(*(each[torch.tensor(indices, dtype=torch.int64, device="cpu")] for each in dataset.tensors))
     return Subset(dataset, indices)

@@ -54,8 +54,8 @@ def average_gradients(model: nn.Module, comm: AbstractCommunicator, *, algorithm
         for each in same:
             if each.grad is not None and each.grad.layout != torch.strided:
                 raise InputError(f"a gradient is {each.grad.layout}; ranks average dense gradients only")
-        has = torch.tensor([each.grad is not None for each in same], dtype=same[0].dtype)
-        flat = [torch.zeros(each.numel(), dtype=each.dtype) if each.grad is None else each.grad.flatten() for each in same]
+        has = torch.tensor([each.grad is not None for each in same], dtype=same[0].dtype, device=same[0].device)
+        flat = [each.new_zeros(each.numel()) if each.grad is None else each.grad.flatten() for each in same]
         vector = torch.cat([*flat, has])
         tuned_allreduce(vector, comm, algorithm=algorithm)
         *sums, counts = torch.split(vector, [*(each.numel() for each in same), len(same)])

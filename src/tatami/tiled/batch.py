@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from tatami.errors import InputError
 from tatami.tiling import Span
@@ -53,6 +54,17 @@ def cut_batch(batch: Any, span: Span, *, samples: int) -> Any:
             return batch[span.slice()]
         return type(batch)([cut_batch(value, span, samples=samples) for value in batch])
     return batch
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on `device`, in the same structure."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):  # of a class that torch does not look into
+            return {key: on_device(value, device) for key, value in leaf.items()}
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+    return pytree.tree_map(move, batch)
 
 
 def _are_texts(batch: tuple[Any, ...] | list[Any]) -> bool:

@@ -36,7 +36,11 @@ def evaluate(
     if metrics and objective.training_step is not None:
         raise InputError("metrics are of outputs, which a training_step keeps to itself; give the Trainer a loss instead")
     batches.compare(model.comm)
+<<<<<<< HEAD
     sums = torch.zeros(2 + len(metrics), dtype=torch.float64)
+=======
+    sums = torch.zeros(1 + len(metrics), dtype=torch.float64, device="cpu")
+>>>>>>> gpus
     samples = 0
     with _looking(model, precision):
         for portion in batches.epoch(0, model, agree=True):

@@ -135,7 +135,8 @@ class HorizontalExchange:
             self._all_reduce(riders)
 
         wire = wire_dtype(self._wire) or dtype
-        own = torch.cat([rider.view(-1) for rider in riders]).to(wire) if ride and riders else torch.empty(0, dtype=wire)
+        like = _first(riders, there)
+        own = torch.cat([rider.view(-1) for rider in riders]).to(wire) if ride and riders else like.new_empty(0, dtype=wire)
         heard: dict[int, torch.Tensor] = {}
         for transfer, room in self._exchange(0, there, own, times):
             for pair, index, span, pieces in room.pieces:
@@ -199,7 +200,7 @@ class HorizontalExchange:
             parts = [(pair, index, span) for pair, span in transfer.spans for index in range(len(pairs[pair]))]
             num_riders = riders.numel() if transfer.carries_replicated else 0
             size = sum(pairs[pair][index].per_unit * span.size for pair, index, span in parts)
-            buffer = torch.empty(size + num_riders, dtype=riders.dtype)
+            buffer = riders.new_empty(size + num_riders)
             views = blocks(buffer, [(pairs[pair][index], span) for pair, index, span in parts])
             pieces = tuple((*part, block) for part, (_, _, block) in zip(parts, views, strict=True))
             room = self._rooms[key] = _Room(buffer, pieces, buffer[size:])
@@ -207,7 +208,7 @@ class HorizontalExchange:
 
     def _all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
         """Sum large replicated gradients over all ranks, one rank speaking for each column."""
-        flat = torch.zeros(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype)
+        flat = tensors[0].new_zeros(sum(tensor.numel() for tensor in tensors))
         whole = [(flat_rows(tensor), Span(0, tensor.numel())) for tensor in tensors]
         if self._speaks_for_column:
             pack(flat, whole)
@@ -236,6 +237,11 @@ class HorizontalSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return None, *ctx.exchange(grads)
+
+
+def _first(riders: Sequence[torch.Tensor], pairs: Sequence[Sequence[Rows]]) -> torch.Tensor:
+    """One of the tensors that are summed, on whose device messages are."""
+    return riders[0] if riders else next(rows.tensor for pair in pairs for rows in pair)
 
 
 def _sum_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:

@@ -12,7 +12,7 @@ from tatami.comm.agreement import debugging, same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.datasets.samples import Samples
 from tatami.errors import InputError
-from tatami.tiled.batch import cut_batch, samples_of, tensors_of
+from tatami.tiled.batch import cut_batch, on_device, samples_of, tensors_of
 from tatami.tiled.batches import AbstractBatches, LocalBatch
 from tatami.tiled.model import TiledModel
 from tatami.tiled.phases import IterationPhase
@@ -57,13 +57,18 @@ class IndexedBatches(AbstractBatches):
         del most, agree  # a batch is not fetched before it is asked for, and all ranks know how many there are
         order = None
         if self._seed is not None:
-            order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed((self._seed + number) % 2**64))
+            order = torch.randperm(
+                self.num_samples,
+                generator=torch.Generator().manual_seed((self._seed + number) % 2**64),
+                dtype=torch.int64,
+                device="cpu",
+            )
         for start in range(skip * self.batch_size, self.num_samples, self.batch_size):
             size = min(self.batch_size, self.num_samples - start)
             with model.phases.during(IterationPhase.OUTSIDE):
                 span = model.local_span(size)
                 mine = Span(start + span.start, start + span.stop)
-                here = self._fetch(mine, None if order is None else order[mine.slice()])
+                here = on_device(self._fetch(mine, None if order is None else order[mine.slice()]), model.device)
             yield LocalBatch(size=size, here=here, is_last=start + size == self.num_samples)
 
     def facts(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class LocalDraws:
     def __init__(self, generator: torch.Generator, *, functions: Collection[Any] = ()) -> None:
         own = torch.Generator()
         own.set_state(generator.get_state())
-        self._seed = int(torch.randint(2**62, (1,), generator=own))
+        self._seed = int(torch.randint(2**62, (1,), generator=own, dtype=torch.int64, device="cpu"))
         self._functions = _DRAWING | frozenset(functions)
         self.num_passes = 0
         """Training passes until now, the same on all ranks: with the seed, all that the next draws depend on."""

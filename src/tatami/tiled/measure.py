@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from tatami.clock import NO_PACE, Clock, Pace, SystemClock
 from tatami.comm.base import AbstractCommunicator
 from tatami.tiled.following.capturing import Sample, unchanged
+from tatami.tiled.stopwatch import stopwatch_of
 from tatami.tiling import GRAIN
 from tatami.workload import Block, Workload
 
@@ -23,6 +24,9 @@ the rest of a period of 10 or 100 ms, that must be many periods, or what is meas
 _MAX_SAMPLES = 1024
 _FEW = 8
 """A tile of few units has this part of all."""
+_WARM_UP_S = 0.3
+"""So long a device works before it is timed: its libraries choose their kernels, and its clock rises."""
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,7 @@ def measure_speed(
     repeats: int = 5,
     repeat_s: float = REPEAT_S,
     dtype: torch.dtype = torch.float32,
+    device: torch.device = _CPU,
     clock: Clock | None = None,
     pace: Pace = NO_PACE,
 ) -> Speed:
@@ -54,15 +59,13 @@ def measure_speed(
         repeats: how many times; one more, which warms up, is not counted.
         repeat_s: how long each takes at least.
         dtype: of weights and samples.
+        device: where they lie.
         clock, pace: see `tatami.clock`.
     """
-    clock = clock or SystemClock()
     workload = workload.with_samples(min(workload.samples, _MAX_SAMPLES))
-    passes = [_Pass(block, samples=workload.samples, dtype=dtype) for block in workload.blocks]
-    flop = workload.flop_per_area + workload.samples * workload.sample_flop
-    counted = [flop / _time_s(passes, repeat_s=repeat_s, clock=clock, pace=pace) for _ in range(repeats + 1)][1:]
-    median = statistics.median(counted)
-    return Speed(flop_per_s=median, spread=(max(counted) - min(counted)) / median)
+    timer = _Timer(device=device, repeat_s=repeat_s, clock=clock or SystemClock(), pace=pace)
+    passes = [_Pass(block, samples=workload.samples, dtype=dtype, device=device) for block in workload.blocks]
+    return timer.speed(passes, flop=workload.flop_per_area + workload.samples * workload.sample_flop, repeats=repeats)
 
 
 def measure_speeds(
@@ -72,12 +75,13 @@ def measure_speeds(
     repeats: int = 5,
     repeat_s: float = REPEAT_S,
     dtype: torch.dtype = torch.float32,
+    device: torch.device = _CPU,
     clock: Clock | None = None,
     pace: Pace = NO_PACE,
 ) -> list[Speed]:
     """Every rank's speed, timed on all ranks at once, as they will run. Collective."""
     comm.barrier()
-    mine = measure_speed(workload, repeats=repeats, repeat_s=repeat_s, dtype=dtype, clock=clock, pace=pace)
+    mine = measure_speed(workload, repeats=repeats, repeat_s=repeat_s, dtype=dtype, device=device, clock=clock, pace=pace)
     return list(comm.allgather_object(mine))
 
 
@@ -95,20 +99,17 @@ def measure_network_speeds(
     """Every rank's speed at the network itself, forward and backward over a sample batch, on all ranks at once. Collective.
 
     Args:
-        model: the whole network; running statistics and random state are put back.
-        sample: its inputs.
+        model: the whole network, on the device that is to be timed; running statistics and random state are put back.
+        sample: its inputs, there as well.
         comm: the ranks.
         flop_per_sample: what the workload counts for one sample of the whole network.
         repeats, repeat_s, clock, pace: as `measure_speed`.
     """
-    clock = clock or SystemClock()
-    flop = flop_per_sample * sample.samples
+    timer = _Timer(device=next(model.parameters()).device, repeat_s=repeat_s, clock=clock or SystemClock(), pace=pace)
     comm.barrier()
     with unchanged(model):
-        passes = [_NetworkPass(model, sample)]
-        counted = [flop / _time_s(passes, repeat_s=repeat_s, clock=clock, pace=pace) for _ in range(repeats + 1)][1:]
-    median = statistics.median(counted)
-    return list(comm.allgather_object(Speed(flop_per_s=median, spread=(max(counted) - min(counted)) / median)))
+        mine = timer.speed([_NetworkPass(model, sample)], flop=flop_per_sample * sample.samples, repeats=repeats)
+    return list(comm.allgather_object(mine))
 
 
 def measure_sample_flop(
@@ -126,18 +127,19 @@ def measure_sample_flop(
     A rank that computes at `a` flop/s takes (F + G) / a for a tile of F flop; two tiles tell `a` and G. G is that of the
     library and the network rather than the machine's, so the median of the ranks counts.
     """
-    clock = clock or SystemClock()
+    timer = _Timer(device=_CPU, repeat_s=repeat_s, clock=clock or SystemClock(), pace=pace)
     workload = workload.with_samples(min(workload.samples, _MAX_SAMPLES))
     blocks = {share: [replace(block, units=_part_of(block.units, share)) for block in workload.blocks] for share in (1, _FEW)}
     tiles = {share: replace(workload, blocks=tuple(each), sample_flop=0.0) for share, each in blocks.items()}
     passes = {
-        share: [_Pass(block, samples=tile.samples, dtype=dtype) for block in tile.blocks] for share, tile in tiles.items()
+        share: [_Pass(block, samples=tile.samples, dtype=dtype, device=_CPU) for block in tile.blocks]
+        for share, tile in tiles.items()
     }
     most_flop, least_flop = (_flop(tiles[share]) for share in (1, _FEW))
     comm.barrier()
     found = []
     for _ in range(repeats + 1):
-        most_s, least_s = (_time_s(passes[share], repeat_s=repeat_s, clock=clock, pace=pace) for share in (1, _FEW))
+        most_s, least_s = (timer.seconds(passes[share]) for share in (1, _FEW))
         flop_per_s = (most_flop - least_flop) / max(most_s - least_s, 1e-12)
         found.append(max(0.0, flop_per_s * least_s - least_flop))
     everywhere = comm.allgather_object(statistics.median(found[1:]))
@@ -155,28 +157,47 @@ def _flop(workload: Workload) -> float:
     return replace(workload, replicated_flop_per_sample=0).flop(width=1.0, height=1.0)
 
 
-def _time_s(passes: Sequence[_Pass | _NetworkPass], *, repeat_s: float, clock: Clock, pace: Pace) -> float:
-    """Seconds of all `passes`, repeated for `repeat_s` at least."""
-    start_s = clock.now_s()
-    rounds, spent_s = 0, 0.0
-    while spent_s < repeat_s:
-        for each in passes:
-            pace.begin()
-            each.run()
-            pace.end()
-        rounds += 1
-        spent_s = clock.now_s() - start_s
-    return spent_s / rounds
+@dataclass(frozen=True, kw_only=True)
+class _Timer:
+    """Times passes on one device."""
+
+    device: torch.device
+    repeat_s: float
+    clock: Clock
+    pace: Pace
+
+    def speed(self, passes: Sequence[_Pass | _NetworkPass], *, flop: float, repeats: int) -> Speed:
+        """Of passes of `flop` in all, from `repeats` after one that warms up."""
+        if self.device.type != "cpu":
+            replace(self, repeat_s=_WARM_UP_S).seconds(passes)
+        counted = [flop / self.seconds(passes) for _ in range(repeats + 1)][1:]
+        median = statistics.median(counted)
+        return Speed(flop_per_s=median, spread=(max(counted) - min(counted)) / median)
+
+    def seconds(self, passes: Sequence[_Pass | _NetworkPass]) -> float:
+        """Of all `passes`, repeated for `repeat_s` at least."""
+        stopwatch = stopwatch_of(self.device, self.clock)
+        start_s = self.clock.now_s()
+        rounds, spent_s = 0, 0.0
+        while spent_s < self.repeat_s:
+            for each in passes:
+                self.pace.begin()
+                each.run()
+                stopwatch.finish()
+                self.pace.end()
+            rounds += 1
+            spent_s = self.clock.now_s() - start_s
+        return spent_s / rounds
 
 
 class _Pass:
     """Forward and backward through one block, computed as two linear layers of its sizes; a bias counts as one more input."""
 
-    def __init__(self, block: Block, *, samples: int, dtype: torch.dtype) -> None:
+    def __init__(self, block: Block, *, samples: int, dtype: torch.dtype, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def random(*shape: int) -> torch.Tensor:
-            return torch.rand(*shape, generator=generator).to(dtype)
+            return torch.rand(*shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
 
         inputs = block.unit_parameters - block.forward_elements
         self._x = random(samples, inputs).requires_grad_(block.backward_elements > 0)

@@ -71,9 +71,9 @@ class MirrorRows:
         kept = [tensor for _, tensor in self.tensors]
         given, has_grad = _values(own)
         came = [torch.empty_like(tensor) for tensor in kept]
-        told = torch.empty(len(kept), dtype=torch.uint8)
+        told = torch.empty(len(kept), dtype=torch.uint8, device="cpu")
         bundle = torch.cat([as_bytes(each.contiguous()) for each in (has_grad, *given)])
-        room = torch.empty(len(told) + sum(each.numel() * each.element_size() for each in came), dtype=torch.uint8)
+        room = has_grad.new_empty(len(told) + sum(each.numel() * each.element_size() for each in came))
         requests = [comm.irecv(room, owner, tag=_TAG), comm.isend(bundle, keeper, tag=_TAG)]
         for request in requests:
             request.wait()
@@ -95,11 +95,11 @@ def _values(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.
         has_grad.append(is_parameter and tensor.grad is not None)
         value = tensor.grad if is_parameter else tensor
         values.append(torch.zeros_like(tensor) if value is None else value.detach())
-    return values, torch.tensor(has_grad, dtype=torch.uint8)
+    return values, torch.tensor(has_grad, dtype=torch.uint8, device="cpu")
 
 
 def _copy_of_nothing(rows: Rows) -> torch.Tensor:
     shape = list(rows.tensor.shape)
     shape[rows.runs.axis] = 0
-    empty = torch.empty(shape, dtype=rows.tensor.dtype)
+    empty = rows.tensor.new_empty(shape)
     return nn.Parameter(empty, rows.tensor.requires_grad) if isinstance(rows.tensor, nn.Parameter) else empty

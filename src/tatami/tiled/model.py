@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError, TrainingError
-from tatami.tiled.batch import cut_batch, samples_of, tensors_of
+from tatami.tiled.batch import cut_batch, on_device, samples_of, tensors_of
 from tatami.tiled.blocks import Blocks, workload_of
 from tatami.tiled.compiling import refuse_compiling
 from tatami.tiled.context import ModuleContext, RankContext
@@ -93,6 +93,7 @@ class TiledModel(nn.Module):
     ) -> None:
         super().__init__()
         self.comm = comm
+        self._device = next(module.parameters()).device
         self.cluster = cluster
         self.speeds_known = speeds_known
         self.names = tuple(processor.name for processor in cluster.processors)
@@ -144,7 +145,7 @@ class TiledModel(nn.Module):
             batch: tensors (samples, ...), or tuples, lists and dicts of them; all ranks must pass the same global batch.
 
         Returns:
-            Views (samples_here, ...), in the same structure.
+            Views (samples_here, ...), in the same structure; where this rank computes on a device, copies there.
 
         Raises:
             InputError: tensors of different numbers of samples, or what cannot be cut into samples.
@@ -164,7 +165,8 @@ class TiledModel(nn.Module):
         span = self.local_span(samples)
         if self.comm.size > 1:
             self._watch.announce(samples, tensors, everywhere=everywhere)
-        return cut_batch(batch, span, samples=samples)
+        here = cut_batch(batch, span, samples=samples)
+        return here if self._device.type == "cpu" else on_device(here, self._device)
 
     def local_span(self, samples: int) -> Span:
         """Which samples of a global batch of `samples` are this rank's; announces that the next forward pass is over them."""
@@ -293,6 +295,11 @@ class TiledModel(nn.Module):
         return self.names[self.comm.rank]
 
     @property
+    def device(self) -> torch.device:
+        """Where this rank's weights lie, and its samples must."""
+        return self._device
+
+    @property
     def tiling(self) -> Tiling:
         """The tiling of the pair that has most units."""
         return largest(self.tilings)
@@ -411,6 +418,7 @@ class TiledModel(nn.Module):
                 context=self._context(blocks),
                 units=units_here,
                 plainly=self.found.runs_plainly(whole, name),
+                device=self._device,
             )
         for number, part in enumerate(self.found.parts):
             part.install(whole, self._context(self.found.of_part(number)))
@@ -517,7 +525,8 @@ class TiledModel(nn.Module):
             digits = [[0] * len(mine) for _ in self.tiling.columns]
             if self.tile is not None:
                 digits[self.tile.column] = mine
-            told = torch.tensor([*(float(grad is not None) for grad in grads), *(float(d) for own in digits for d in own)])
+            numbers = [*(float(grad is not None) for grad in grads), *(float(d) for own in digits for d in own)]
+            told = torch.tensor(numbers, dtype=torch.float32, device="cpu").to(self._device)
             tiled = set()
             pairs = []
             for rows_of_block in self.block_rows():

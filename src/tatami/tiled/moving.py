@@ -98,7 +98,7 @@ def _replace(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
     """Give `tensor` other data, of any shape."""
     # Where a loss of an earlier step is still alive, so is autograd's accumulator of this parameter, which expects gradients
     # of the old shape. torch resets it only when the dtype changes.
-    tensor.data = torch.empty(0, dtype=torch.float16 if tensor.dtype is not torch.float16 else torch.float32)
+    tensor.data = tensor.data.new_empty(0, dtype=torch.float16 if tensor.dtype is not torch.float16 else torch.float32)
     tensor.data = replacement
 
 
@@ -135,7 +135,10 @@ def _exchange(
             if each.source == model.name:
                 views = [view for rows in bundles[index] for view in rows.cut(_shift(each.units, had))]
                 outgoing.setdefault(rank_of[each.dest], []).extend(views)
-    buffers = {peer: torch.empty(sum(map(_bytes, views)), dtype=torch.uint8) for peer, views in incoming.items()}
+    buffers = {
+        peer: torch.empty(sum(map(_bytes, views)), dtype=torch.uint8, device=views[0].device)
+        for peer, views in incoming.items()
+    }
     packed = {peer: torch.cat([as_bytes(view.contiguous()) for view in views]) for peer, views in outgoing.items()}
     requests = [model.comm.irecv(buffer, peer, tag=_TAG) for peer, buffer in buffers.items()]
     requests += [model.comm.isend(buffer, peer, tag=_TAG) for peer, buffer in packed.items()]
@@ -169,7 +172,7 @@ def _shift(span: Span, origin: Span) -> Span:
 def _empty(rows: Rows, units: int) -> torch.Tensor:
     shape = list(rows.tensor.shape)
     shape[rows.runs.axis] = units * rows.runs.per_unit
-    return torch.empty(shape, dtype=rows.tensor.dtype)
+    return rows.tensor.new_empty(shape)
 
 
 def _bytes(view: torch.Tensor) -> int:

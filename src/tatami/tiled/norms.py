@@ -35,11 +35,11 @@ class WholeNorms:
         """
         here = [self._here(tensor, norm_type) for tensor in tensors]
         if self._comm.size == 1:
-            return torch.tensor(here, dtype=torch.float64)
+            return torch.tensor(here, dtype=torch.float64, device="cpu")
         holders = self._holders()
         # One row for each rank of the first column, and a last one for what every rank has whole: rank 0's counts, because
         # ranks of different machines may differ in the last bit. A sum in which all but one are zero changes no bit.
-        rows = torch.zeros(len(holders) + 1, len(tensors), dtype=torch.float64)
+        rows = torch.zeros(len(holders) + 1, len(tensors), dtype=torch.float64, device="cpu")
         for index, (norm, split) in enumerate(zip(here, tiled, strict=True)):
             if split and self._comm.rank in holders:
                 rows[holders.index(self._comm.rank), index] = norm
@@ -49,7 +49,7 @@ class WholeNorms:
             self._comm.allreduce(rows)
         # Of norms of parts, the norm is the norm of the whole; but numbers of elements that are not zero are added up.
         parts = rows[:-1].sum(0) if norm_type == 0 else torch.linalg.vector_norm(rows[:-1], norm_type, dim=0)
-        return torch.where(torch.tensor(tiled), parts, rows[-1])
+        return torch.where(torch.tensor(tiled, dtype=torch.bool, device="cpu"), parts, rows[-1])
 
     @staticmethod
     def _here(tensor: torch.Tensor, norm_type: float) -> float:

@@ -9,8 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
+
+import torch
 
 from tatami.clock import NO_PACE, Clock, Pace, SystemClock
+from tatami.tiled.stopwatch import AbstractStopwatch, HostStopwatch, stopwatch_of
 
 
 class IterationPhase(Enum):
@@ -68,6 +72,7 @@ class Phases:
     def __init__(self, *, clock: Clock | None = None, pace: Pace = NO_PACE) -> None:
         self.clock = clock or SystemClock()
         self.pace = pace
+        self.stopwatch: AbstractStopwatch = HostStopwatch(self.clock)
         self.current = IterationPhase.OUTSIDE
         self._since_s = self.clock.now_s()
         self._spent_s = dict.fromkeys(IterationPhase, 0.0)
@@ -103,6 +108,9 @@ class Phases:
     def finish_iteration(self) -> PhaseTimes:
         """End the iteration; the next one begins with the next forward pass. Returns where its time went."""
         self.enter(IterationPhase.OUTSIDE)
+        return self._begin_next()
+
+    def _begin_next(self) -> PhaseTimes:
         spent_s = self._spent_s
         self._spent_s = dict.fromkeys(IterationPhase, 0.0)
         self.last = PhaseTimes(
@@ -113,3 +121,60 @@ class Phases:
             update_s=spent_s[IterationPhase.UPDATE],
         )
         return self.last
+
+
+class DevicePhases(Phases):
+    """The stopwatch of a rank whose work is done by a device, behind its back.
+
+    `enter` leaves a mark in the order of the work. What lies between the marks is read when the iteration ends, or when
+    `computed_s` is asked for.
+
+    Args:
+        stopwatch: of the device.
+        clock, pace: as of `Phases`. Where there is a pace, the host waits for the device at the end of each stretch of compute,
+            because a pace goes by the clock of the host.
+    """
+
+    def __init__(self, stopwatch: AbstractStopwatch, *, clock: Clock | None = None, pace: Pace = NO_PACE) -> None:
+        self._marks: list[tuple[IterationPhase, Any]] = []
+        super().__init__(clock=clock, pace=pace)
+        self.stopwatch = stopwatch
+
+    def enter(self, phase: IterationPhase) -> None:
+        if self.current in _COMPUTE and self.pace is not NO_PACE:
+            self.stopwatch.finish()
+            self.pace.end()
+        self._marks.append((phase, self.stopwatch.mark()))
+        self.current = phase
+        if phase in _COMPUTE:
+            self.pace.begin()
+
+    @property
+    def computed_s(self) -> float:
+        self._read()
+        return self._computed_s
+
+    @computed_s.setter
+    def computed_s(self, computed_s: float) -> None:
+        self._computed_s = computed_s
+
+    def finish_iteration(self) -> PhaseTimes:
+        self.enter(IterationPhase.OUTSIDE)
+        self._read()
+        return self._begin_next()
+
+    def _read(self) -> None:
+        """Wait for the last mark, and count what lies between the marks. The last one stays, for the phase that is running."""
+        for (phase, began), (_, ended) in zip(self._marks[:-1], self._marks[1:], strict=True):
+            spent_s = self.stopwatch.between_s(began, ended)
+            self._spent_s[phase] += spent_s
+            if phase in _COMPUTE:
+                self._computed_s += spent_s
+        del self._marks[:-1]
+
+
+def phases_of(device: torch.device, *, clock: Clock | None = None, pace: Pace = NO_PACE) -> Phases:
+    """The stopwatch of a rank that computes on `device`."""
+    if device.type == "cpu":
+        return Phases(clock=clock, pace=pace)
+    return DevicePhases(stopwatch_of(device, clock or SystemClock()), clock=clock, pace=pace)

@@ -6,12 +6,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from tatami.clock import NO_PACE, Clock, Pace
 from tatami.cluster import Cluster, Link, Processor
 from tatami.cluster.cluster import LOCAL_LINK, NETWORK_LINK
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.message_cost import measure_message_costs
 from tatami.comm.probe import link_ranks, measure_links
+from tatami.tiled.devices import settle_devices, with_memory
 from tatami.tiled.measure import measure_speeds
 from tatami.workload import Workload
 
@@ -23,7 +26,13 @@ _REPEAT_S = 0.25
 
 
 def probe(
-    workload: Workload, comm: AbstractCommunicator, *, repeats: int = 7, clock: Clock | None = None, pace: Pace = NO_PACE
+    workload: Workload,
+    comm: AbstractCommunicator,
+    *,
+    repeats: int = 7,
+    device: torch.device | str = "cpu",
+    clock: Clock | None = None,
+    pace: Pace = NO_PACE,
 ) -> Cluster:
     """The cluster that the ranks of `comm` make up: the same on every rank. Collective.
 
@@ -33,9 +42,11 @@ def probe(
     Args:
         workload: what will be trained.
         repeats: timings to take the median of.
+        device: of this rank, see `tatami.tile`; the memory of a card is its processor's.
         clock, pace: see `tatami.clock`.
     """
-    speeds = measure_speeds(workload, comm, repeats=repeats, repeat_s=_REPEAT_S, clock=clock, pace=pace)
+    here = settle_devices(comm, device)
+    speeds = measure_speeds(workload, comm, repeats=repeats, repeat_s=_REPEAT_S, device=here, clock=clock, pace=pace)
     costs = measure_message_costs(comm)
     memory_bytes = comm.allgather_object(_memory_bytes() // comm.local_size)
     processors = tuple(
@@ -54,12 +65,13 @@ def probe(
         hosts: _rounded_link(_without_messages(link, [costs[rank].message_s for rank in link_ranks(comm.hosts)[hosts]]))
         for hosts, link in measure_links(comm).items()
     }
-    return Cluster(
+    found = Cluster(
         processors=processors,
         local=_slowest(links, of_one_host=True) or LOCAL_LINK,
         network=_slowest(links, of_one_host=False) or NETWORK_LINK,
         links=links if len(set(comm.hosts)) > 1 else {},
     )
+    return with_memory(found, comm, here)
 
 
 def _slowest(links: Mapping[tuple[str, str], Link], *, of_one_host: bool) -> Link | None:

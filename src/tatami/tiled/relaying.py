@@ -238,7 +238,10 @@ def _exchange(
             incoming.setdefault(names.index(take.source), []).extend(targets)
         elif take.source == name:
             outgoing.setdefault(names.index(take.dest), []).extend(sources)
-    rooms = {peer: torch.empty(sum(map(_bytes, views)), dtype=torch.uint8) for peer, views in incoming.items()}
+    rooms = {
+        peer: torch.empty(sum(map(_bytes, views)), dtype=torch.uint8, device=views[0].device)
+        for peer, views in incoming.items()
+    }
     packed = {peer: torch.cat([as_bytes(view.contiguous()) for view in views]) for peer, views in outgoing.items()}
     requests = [model.comm.irecv(room, peer, tag=_TAG) for peer, room in rooms.items()]
     requests += [model.comm.isend(bundle, peer, tag=_TAG) for peer, bundle in packed.items()]
@@ -274,12 +277,12 @@ def _units_kept(tilings: Sequence[Tiling], index: int, kept_for: str | None, kin
 def _empty(rows: Rows, units: int) -> torch.Tensor:
     shape = list(rows.tensor.shape)
     shape[rows.runs.axis] = units * rows.runs.per_unit
-    return torch.empty(shape, dtype=rows.tensor.dtype)
+    return rows.tensor.new_empty(shape)
 
 
 def _replace(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
     # As in `tatami.tiled.moving`: torch resets what autograd remembers of a parameter only when its dtype changes.
-    tensor.data = torch.empty(0, dtype=torch.float16 if tensor.dtype is not torch.float16 else torch.float32)
+    tensor.data = tensor.data.new_empty(0, dtype=torch.float16 if tensor.dtype is not torch.float16 else torch.float32)
     tensor.data = replacement
 
 

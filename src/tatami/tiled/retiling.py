@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from tatami.clock import Clock
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.retiling import Controller, Decision, Retiler, Timing, Watcher
@@ -25,6 +24,7 @@ from tatami.tiled.model import TiledModel
 from tatami.tiled.moving import Moved, move
 from tatami.tiled.optimizers import check_optimizer
 from tatami.tiled.phases import PhaseTimes
+from tatami.tiled.stopwatch import AbstractStopwatch
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Retiling:
         )
         self._controller = controller if isinstance(controller, Controller) else None
         self.watcher = controller if isinstance(controller, Watcher) else None
-        self._probe = _Probe(model.phases.clock)
+        self._probe = _Probe(model.phases.stopwatch, model.device)
         self._computed_s = model.phases.computed_s
         self._moved_s = 0.0
         self._heard: list[float] | None = None
@@ -169,7 +169,7 @@ class Retiling:
     def _watch(self, watcher: Watcher, *, companions: Mapping[nn.Parameter, torch.Tensor] | None) -> Check | None:
         comm = self._model.comm
         if self._heard is None:
-            table = torch.tensor(self.told(), dtype=torch.float64)
+            table = torch.tensor(self.told(), dtype=torch.float64, device="cpu")
             comm.allreduce(table)
             self.heard(table.tolist())
         assert self._heard is not None
@@ -210,9 +210,9 @@ class Retiling:
 class _Probe:
     """How fast a rank is that was left out, by a matrix product: it was as slow as it was known to be when it first looked."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._matrix = torch.ones(_PROBE_SIZE, _PROBE_SIZE)
+    def __init__(self, stopwatch: AbstractStopwatch, device: torch.device) -> None:
+        self._stopwatch = stopwatch
+        self._matrix = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=torch.float32, device=device)
         self._first: tuple[float, float] | None = None
 
     def per_work_s(self, known_s: float) -> float:
@@ -224,9 +224,9 @@ class _Probe:
         return then_s * took_s / first_s if first_s > 0 else then_s
 
     def _time_s(self) -> float:
-        began_s = self._clock.now_s()
+        began = self._stopwatch.mark()
         self._matrix @ self._matrix
-        return self._clock.now_s() - began_s
+        return self._stopwatch.between_s(began, self._stopwatch.mark())
 
 
 def _mean_compute_s(timings: list[Timing]) -> dict[str, float]:

@@ -191,8 +191,8 @@ def _some_of(tensor: torch.Tensor) -> TensorNumbers:
     """Elements of samples spread over the batch, at another place in each."""
     samples = tensor.detach()[:: max(1, -(-tensor.shape[0] // _NUMBERS))]
     rows = samples.reshape(len(samples), -1) if tensor.numel() else samples.reshape(0, 1)
-    places = (torch.arange(len(rows)) * 7919) % max(1, rows.shape[1])
-    found = tuple(_real(rows[torch.arange(len(rows)), places]).reshape(-1).tolist())
+    each = torch.arange(len(rows), dtype=torch.int64, device=rows.device)
+    found = tuple(_real(rows[each, (each * 7919) % max(1, rows.shape[1])]).reshape(-1).tolist())
     tolerance = 0.0 if _is_exact(tensor) else _TOLERANCE
     return TensorNumbers(form=_form(tensor), numbers=found, slack=tuple(tolerance * abs(number) for number in found))
 
@@ -200,7 +200,7 @@ def _some_of(tensor: torch.Tensor) -> TensorNumbers:
 def _sums_of(tensor: torch.Tensor) -> TensorNumbers:
     """The sum of all elements, and one in which each counts by its place."""
     flat = _real(tensor.detach()).reshape(-1)
-    weighed = flat @ torch.linspace(1.0, 2.0, flat.numel(), dtype=torch.float64)
+    weighed = flat @ torch.linspace(1.0, 2.0, flat.numel(), dtype=flat.dtype, device=flat.device)
     slack = _SUM_TOLERANCE * float(flat.abs().sum()) if not _is_exact(tensor) else 1e-9 * float(flat.abs().sum())
     return TensorNumbers(form=_form(tensor), numbers=(float(flat.sum()), float(weighed)), slack=(slack, slack))
 

@@ -34,7 +34,9 @@ def _deciding_alike(unscale: Callable[..., Any]) -> Callable[..., Any]:
         found: dict[torch.device, torch.Tensor] = unscale(scaler, optimizer, *args, **kwargs)
         comm = _comm_of(optimizer)
         if comm is not None:
-            worst = torch.tensor([max((float(each) for each in found.values()), default=0.0)])
+            worst = torch.tensor(
+                [max((float(each) for each in found.values()), default=0.0)], dtype=torch.float32, device="cpu"
+            )
             comm.allreduce(worst, op=Op.MAX)
             for each in found.values():
                 each.copy_(worst.view(each.shape))

@@ -16,7 +16,7 @@ _TAG = 9
 
 
 def whole_state_dict(model: TiledModel, *, root: int = 0) -> dict[str, torch.Tensor]:
-    """The state dict of the plain model, on `root`; an empty one on the other ranks. Collective.
+    """The state dict of the plain model, on `root`, in host memory; an empty one on the other ranks. Collective.
 
     Units come from the first column, whose ranks hold each unit once.
     """
@@ -24,7 +24,7 @@ def whole_state_dict(model: TiledModel, *, root: int = 0) -> dict[str, torch.Ten
     sliced = sliced_tensors(model)
     for name, value in model.module.state_dict().items():
         if name not in sliced:
-            whole[name] = value.detach().clone()
+            whole[name] = value.detach().to("cpu", copy=True)
             continue
         block, runs = sliced[name]
         gathered = _gather(model, Rows(value.detach(), runs), block=block, root=root)
@@ -85,14 +85,14 @@ def _gather(model: TiledModel, mine: Rows, *, block: int, root: int) -> torch.Te
         return None
     shape = list(mine.tensor.shape)
     shape[mine.runs.axis] = tiling.units * mine.runs.per_unit
-    whole = Rows(torch.empty(shape, dtype=mine.tensor.dtype), mine.runs)
+    whole = Rows(torch.empty(shape, dtype=mine.tensor.dtype, device="cpu"), mine.runs)
     for rank, units in holders.items():
         if not units.size:
             continue
         held = mine.tensor
         if rank != root:
             shape[mine.runs.axis] = units.size * mine.runs.per_unit
-            held = torch.empty(shape, dtype=mine.tensor.dtype)
+            held = torch.empty(shape, dtype=mine.tensor.dtype, device="cpu")
             comm.recv(held, rank, tag=_TAG)
         for part, piece in zip(whole.cut(units), Rows(held, mine.runs).cut(Span(0, units.size)), strict=True):
             part.copy_(piece)

@@ -18,14 +18,16 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.comm.elastic import ElasticCommunicator
 from tatami.errors import InputError, PlanError
 from tatami.parallel.synchronizing import broadcast_model
+from tatami.tiled.batch import on_device
 from tatami.tiled.blocks import Blocks, find_blocks, workload_of
 from tatami.tiled.describing import describe
+from tatami.tiled.devices import settle_devices, with_memory
 from tatami.tiled.following.capturing import Sample
 from tatami.tiled.local_draws import LocalDraws
 from tatami.tiled.losses import LossReduction, check_reduction
 from tatami.tiled.measure import measure_network_speeds, measure_speeds
 from tatami.tiled.model import TiledModel
-from tatami.tiled.phases import Phases
+from tatami.tiled.phases import phases_of
 from tatami.tiling import DEFAULT_PLANNER, Layout, Plan, plan
 from tatami.tiling.cost import AbstractCost
 from tatami.workload import Workload, check_wire
@@ -46,6 +48,7 @@ def tile(
     reduction: LossReduction | None = None,
     random: Literal["plain", "local"] = "plain",
     wire: str | None = None,
+    device: torch.device | str | None = None,
     quiet: bool = False,
     clock: Clock | None = None,
     pace: Pace = NO_PACE,
@@ -75,19 +78,24 @@ def tile(
         wire: "bfloat16" or "float16": gradients, and sums inside a column, travel so between hosts: half the bytes, rounded
             before and after they are added up (in float32). Every rank has the same bits; they are no longer those of the plain
             run. None: as exact as the weights' dtype. float16 overflows above 65504; bfloat16 does not.
+        device: where this rank computes: "auto" (a card of its host to itself, or else the CPU), "cpu", "cuda" (a card of its
+            host, in turn), "cuda:0"; each rank may say another. None: what `tatami run --device` says, or else where the
+            weights of `model` are. The network is followed on the CPU; everything else happens on the device (docs/gpus.md).
         quiet: do not print the tiling (rank 0 does otherwise).
         clock, pace: for tests (see `tatami.clock`).
 
     Raises:
         ModelError: no pair to tile, or a layer that a tiled run could not compute exactly.
         PlanError: invalid speeds, more ranks than samples or units, or settings that differ between ranks.
-        InputError: networks that differ between ranks in more than values.
+        InputError: networks that differ between ranks in more than values; on all ranks: a device that is not there, or what
+            is not done on one.
     """
     if reduction is not None:
         check_reduction(reduction)
     if random not in ("plain", "local"):
         raise InputError(f"random must be 'plain' or 'local', not {random!r}")
     check_wire(wire)
+    target = settle_devices(comm, device, model=model, random=random)
     cluster = _given(speeds, comm)
     if isinstance(comm, ElasticCommunicator):
         layout = _renamed(layout, cluster or Cluster.from_speeds([1.0] * comm.size), comm)
@@ -103,22 +111,27 @@ def tile(
     }
     same_everywhere(comm, facts, where="tatami.tile", error=PlanError)
     whole = copy.deepcopy(model)
+    if target.type != "cpu":
+        whole, sample = whole.to("cpu"), on_device(sample, torch.device("cpu"))
     broadcast_model(whole, comm, where="tatami.tile")
     comm.barrier()  # torch.fx patches nn.Module for the whole process while it traces, and ranks may be threads of one process
     found = find_blocks(whole, sample=sample, random=random)
     same_everywhere(comm, {"blocks": found.blocks}, where="tatami.tile", error=PlanError)
     workload = workload_of(whole, found, samples=batch_size, wire=wire)
+    if target.type != "cpu":
+        whole = whole.to(target)
     if cluster is None:
         if sample is not None:
             flop = workload.flop(width=1.0, height=1.0) / workload.samples
-            given = Sample.of(sample)
+            given = Sample.of(on_device(sample, target))
             measured = measure_network_speeds(whole, given, comm, flop_per_sample=max(flop, 1.0), clock=clock, pace=pace)
         else:
             # A network without blocks and without a sample cannot be run here; a perceptron stands for it.
             timed = workload if workload.blocks else Workload.mlp(256, 256, 256, samples=256)
-            measured = measure_speeds(timed, comm, dtype=next(whole.parameters()).dtype, clock=clock, pace=pace)
+            dtype = next(whole.parameters()).dtype
+            measured = measure_speeds(timed, comm, dtype=dtype, device=target, clock=clock, pace=pace)
         cluster = Cluster.from_speeds([speed.flop_per_s for speed in measured])
-        cluster = _named(cluster, comm)
+        cluster = _named(with_memory(cluster, comm, target), comm)
     if layout is None:
         planned = decided_on_root(comm, functools.partial(plan, planner, cluster=cluster, workload=workload, cost=cost))
         layout = planned.layout
@@ -127,16 +140,20 @@ def tile(
     generator = torch.Generator()
     generator.set_state(comm.bcast_object(torch.get_rng_state()))
     # Its messages have tags, which are the user's on the user's communicator.
+    own = comm.duplicate()
+    own.use_device(target)
+    if comm.rank == 0 and not quiet and own.on_devices:
+        print(f"tatami: {own.describe()}", flush=True)
     return TiledModel(
         whole,
-        comm.duplicate(),
+        own,
         found=found,
         layout=layout,
         cluster=cluster,
         speeds_known=not isinstance(speeds, str) or speeds != "equal",
         batch_size=batch_size,
         reduction=reduction,
-        phases=Phases(clock=clock, pace=pace),
+        phases=phases_of(target, clock=clock, pace=pace),
         generator=generator,
         draws=_draws(generator, found) if random == "local" else None,
         wire=wire,

@@ -185,7 +185,7 @@ class Updates:
         told = [share, float(not finite), float(batch.is_last), missing, *map(float, signals.values())]
         if self.retiling is not None:
             told += self.retiling.told()
-        sums = torch.tensor(told, dtype=torch.float64)
+        sums = torch.tensor(told, dtype=torch.float64, device="cpu")
         request = model.comm.iallreduce(sums) if model.comm.size > 1 else None
         return _Report(sums=sums, request=request, value=value, signals=tuple(signals))
 

@@ -7,6 +7,8 @@ import torch
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.reduction import HALF_DTYPES
 from tatami.comm.rounds import MessageSum
+from tatami.comm.staging import from_host, is_on_host, to_host
+from tatami.comm.transport import Transport
 from tatami.tiling.traffic import sum_algorithm, sum_schedule
 
 _TAG = 9
@@ -48,6 +50,15 @@ class VectorSum:
             self._comm.allreduce(tensor)
             return
         values = tensor.detach()
+        if not is_on_host(values):
+            # Once here and back, where the messages of the sum would each go their own way. NCCL sums where they lie.
+            if self._comm.transport is Transport.NCCL:
+                self._comm.allreduce(tensor)
+                return
+            copied = to_host(values)
+            self.sum_(copied, exact=exact)
+            from_host(copied, values)
+            return
         dtype = torch.float32 if values.dtype in HALF_DTYPES else values.dtype
         if self._wire is not None and not exact:
             dtype = self._wire

@@ -50,6 +50,8 @@ def dropout(context: ModuleContext, x: torch.Tensor, p: float, shape: Shape) -> 
     """
     if p == 1.0:
         return x * torch.zeros_like(x)
+    if context.rank.comm is None and x.is_cuda:  # no other rank must draw the same
+        return torch.nn.functional.dropout(x, p)
     return x * _noise(context, x, p, shape)
 
 
@@ -80,7 +82,7 @@ def attention(
     root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     weights = (q * root) @ (k * root).transpose(-2, -1)
     if is_causal:
-        attn_mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+        attn_mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
     if attn_mask is not None:
         # As torch does: a sum keeps nothing for its backward pass.
         if attn_mask.dtype is torch.bool:
@@ -130,12 +132,12 @@ def batch_norm(
     else:
         mean = variance = values.sum(over)
     units = channels[0] if channels and isinstance(channels[0], UnitFactor) else None
-    positions = None if units is None else _unit_positions(context, units)
+    positions = None if units is None else _unit_positions(context, units).to(x.device)
     num_channels = x.shape[1] if units is None else units.size
     told = _Everywhere.apply(torch.stack((mean, variance)), rank, positions, num_channels)  # type: ignore[no-untyped-call]
     # Means and variances of parts, put together: Chan, Golub, LeVeque: Algorithms for computing the sample variance (1983),
     # equation 2.1. Sums of squares would lose the digits in which mean and values agree.
-    shares = torch.tensor([width / rank.samples for width in rank.widths], dtype=values.dtype).view(-1, 1)
+    shares = _column([width / rank.samples for width in rank.widths], values)
     means, variances = told[:, 0], told[:, 1]
     mean = (shares * means).sum(0)
     variance = (shares * (variances + (means - mean) ** 2)).sum(0)
@@ -228,24 +230,31 @@ def _noise(context: ModuleContext, x: torch.Tensor, p: float, shape: Shape) -> t
         whole = list(x.shape)
     else:
         whole = [_length(rank, factors, here) for factors, here in zip(shape, x.shape, strict=True)]
+    # All ranks draw the noise of the whole on their CPUs, whose numbers are the same on all of them; cards have others.
     # torch draws in the order of memory, and so must we: the outermost axis in memory first.
     strides = x.stride()
     order = sorted(range(x.dim()), key=lambda axis: (-strides[axis], axis))
-    noise = torch.empty([whole[axis] for axis in order], dtype=x.dtype).bernoulli_(1.0 - p, generator=rank.generator)
+    noise = torch.empty([whole[axis] for axis in order], dtype=x.dtype, device="cpu").bernoulli_(
+        1.0 - p, generator=rank.generator
+    )
     noise = noise.permute([order.index(axis) for axis in range(x.dim())]).div_(1.0 - p)
     if rank.comm is None:
-        return noise
+        return noise.to(x.device)
     for axis, factors in enumerate(shape):
         if factors == ("samples",):
             noise = noise.narrow(axis, rank.mine.start, rank.mine.size)
         elif any(factor == "samples" or isinstance(factor, UnitFactor) for factor in factors):
             noise = noise.index_select(axis, _positions(context, factors))
+<<<<<<< HEAD
     return _alone(noise)
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that is kept for backward, without what it is a view of: the noise of the whole batch, or a packed qkv."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
+=======
+    return noise.to(x.device)
+>>>>>>> gpus
 
 
 def _length(rank: RankContext, factors: tuple[Factor, ...], here: int) -> int:
@@ -260,20 +269,28 @@ def _length(rank: RankContext, factors: tuple[Factor, ...], here: int) -> int:
 
 def _positions(context: ModuleContext, factors: tuple[Factor, ...]) -> torch.Tensor:
     """Where on an axis of the whole the elements that are here lie."""
-    positions = torch.zeros(1, dtype=torch.long)
+    positions = torch.zeros(1, dtype=torch.int64, device="cpu")
     for factor in factors:
         if isinstance(factor, UnitFactor):
             size, inside = factor.size, _unit_positions(context, factor)
         elif factor == "samples":
             size = context.rank.samples
-            inside = torch.arange(context.rank.mine.start, context.rank.mine.stop)
+            inside = _range(context.rank.mine.start, context.rank.mine.stop)
         else:
             assert factor is not None
-            size, inside = factor, torch.arange(factor)
+            size, inside = factor, _range(0, factor)
         positions = (positions.view(-1, 1) * size + inside).view(-1)
     return positions
 
 
 def _unit_positions(context: ModuleContext, factor: UnitFactor) -> torch.Tensor:
     span = context.units[factor.block]()
-    return torch.cat([torch.arange(start + span.start * inner, start + span.stop * inner) for start, inner in factor.runs])
+    return torch.cat([_range(start + span.start * inner, start + span.stop * inner) for start, inner in factor.runs])
+
+
+def _range(start: int, stop: int) -> torch.Tensor:
+    return torch.arange(start, stop, dtype=torch.int64, device="cpu")
+
+
+def _column(numbers: list[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=like.dtype, device="cpu").to(like.device).view(-1, 1)

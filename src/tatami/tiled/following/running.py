@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from tatami.errors import ModelError
@@ -27,6 +28,7 @@ class LocalForward:
         context: what they ask.
         units: for each block, the units here and how many there are.
         plainly: whether it may run as the user wrote it where all units are here.
+        device: on which it runs; the network was followed on the CPU.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class LocalForward:
         context: ModuleContext,
         units: tuple[Callable[[], tuple[Span, int]], ...],
         plainly: bool,
+        device: torch.device,
     ) -> None:
         self._module = module
         self._name = name
@@ -46,6 +49,7 @@ class LocalForward:
         self._units = units
         self._plain = module.forward
         self._plainly = plainly
+        self._graphs = {training: _on_device(followed.mode(training).local.graph, device) for training in (True, False)}
         self._owners = {
             training: [_owner(module, tensor) for tensor in followed.mode(training).program.tensors]
             for training in (True, False)
@@ -62,7 +66,8 @@ class LocalForward:
         self._check(mode.program, leaves)
         tensors = [owner[name] for owner, name in self._owners[self._module.training]]
         inputs = (leaves[index] for index in mode.program.given)
-        results = mode.local.graph(self._context, mode.local.facts, *(here.size for here, _ in units), *tensors, *inputs)
+        graph = self._graphs[self._module.training]
+        results = graph(self._context, mode.local.facts, *(here.size for here, _ in units), *tensors, *inputs)
         return pytree.tree_unflatten(results, mode.program.out_spec)
 
     @property
@@ -91,6 +96,22 @@ class LocalForward:
 
 
 _REMEDY = "tile the network with a sample batch (sample=) that is like those it will get"
+
+
+def _on_device(graph: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """A program whose new tensors (positions, masks) are made on `device`: they would be where the program was followed."""
+    if device.type == "cpu":
+        return graph
+    moved = copy.deepcopy(graph)
+
+    def move(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    for node in moved.graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, move)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, move)
+    moved.recompile()
+    return moved
 
 
 def _owner(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:

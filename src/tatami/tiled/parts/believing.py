@@ -228,7 +228,7 @@ def believe_embedding(layer: nn.Embedding, tokens: torch.Tensor) -> None:
         expected = whole(tokens)
         given = torch.stack([EmbeddingPart(half, context)(tokens) for half, context in halves]).sum(0)
         compare([given], [expected], "an embedding")
-        weights = torch.linspace(-1.0, 1.0, expected.numel(), dtype=expected.dtype).view(expected.shape)
+        weights = torch.linspace(-1.0, 1.0, expected.numel(), dtype=expected.dtype, device=expected.device).view(expected.shape)
         for result in (expected, given) if whole.weight.requires_grad else ():
             (result * weights).sum().backward()
     if whole.weight.grad is not None:

@@ -158,6 +158,7 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, column: ColumnComm, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.column = column
         ctx.likes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        ctx.device = tensors[0].device
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
@@ -168,10 +169,12 @@ class _Enter(torch.autograd.Function):
         asked = [index for index, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         double = any(ctx.likes[index][1] is torch.float64 for index in asked)
         wire = torch.float64 if double else torch.float32
-        whole = [
-            (torch.zeros(ctx.likes[index][0], dtype=wire) if grads[index] is None else grads[index].to(wire)).reshape(-1)  # type: ignore[union-attr]
-            for index in asked
-        ]
+        whole = []
+        for index in asked:
+            grad = grads[index]
+            if grad is None:
+                grad = torch.zeros(ctx.likes[index][0], dtype=wire, device=ctx.device)
+            whole.append(grad.to(wire).reshape(-1))
         total = torch.cat(whole)
         ctx.column.sum_(total)
         result: list[torch.Tensor | None] = [None] * len(grads)

@@ -1,0 +1,66 @@
+"""How long stretches of work take: by the clock of the host, or by what a device's stream has reached.
+
+A device works behind the host: when a call returns, the work was only ordered. So a moment is a mark in the stream, and the
+time between two marks is asked for when both were reached, at the end of an iteration, without a wait in the middle of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from tatami.clock import Clock
+
+
+class AbstractStopwatch(ABC):
+    """Takes moments, and tells what lies between two of them."""
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """This moment; never waits."""
+
+    @abstractmethod
+    def between_s(self, began: Any, ended: Any) -> float:
+        """Seconds between two marks; waits until the second is reached."""
+
+    def finish(self) -> None:  # noqa: B027 - the host is never behind itself
+        """Wait until all that was ordered is done."""
+
+
+class HostStopwatch(AbstractStopwatch):
+    """By the clock of the host, for work that is done when its call returns."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def mark(self) -> float:
+        return self._clock.now_s()
+
+    def between_s(self, began: float, ended: float) -> float:
+        return ended - began
+
+
+class CudaStopwatch(AbstractStopwatch):
+    """By events in the current stream of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between_s(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3
+
+    def finish(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+def stopwatch_of(device: torch.device, clock: Clock) -> AbstractStopwatch:
+    """That of a device; of what is no CUDA device the host's."""
+    return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch(clock)
