@@ -187,7 +187,7 @@ class Updates:
         return is_whole
 
     def made(self) -> Updated:
-        """What came of the update that is complete. Raises as `add`."""
+        """The result of the update that is complete. Raises as `add`."""
         given = self._end()
         mean = self._loss / self._samples if self._model.reduction == "mean" else self._loss
         updated = Updated(loss=mean, samples=self._samples, signals=given)
