@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +15,7 @@ from torch import nn
 import tatami
 from tatami.elastic.moments import Moment
 from tatami.elastic.steps import steps
-from tatami.tiled import TiledModel, whole_state_dict
+from tatami.tiled import Callback, LRSchedulerConfig, TiledModel, whole_state_dict
 from tatami.tiling import Column, Layout
 
 STEPS = 6
@@ -44,9 +47,13 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def optimizer_of(module: nn.Module, kind: str) -> torch.optim.Optimizer:
+    return optimizer_of_parameters(module.parameters(), kind=kind)
+
+
+def optimizer_of_parameters(parameters: Iterable[nn.Parameter], *, kind: str) -> torch.optim.Optimizer:
     if kind == "adam":
-        return torch.optim.Adam(module.parameters(), lr=0.02)
-    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.Adam(parameters, lr=0.02)
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 def train(columns: int, kind: str, count: int) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -93,10 +100,87 @@ def train_until_alone() -> tuple[int, dict[str, torch.Tensor]]:
             if model.comm.rank == 0:
                 print(f"there are {size} ranks", flush=True)
             if model.name == "p2" and size == 2:
-                loop.leave()
+                os.kill(os.getpid(), signal.SIGTERM)  # the notice of a spot instance
         if size == 1:
             break
     return loop.number, loop.whole(lambda: whole_state_dict(model))
+
+
+def fit(columns: int, data: str = "tensors", folder: str | None = None, count: int = STEPS) -> tuple[Any, ...]:
+    """All that a Trainer does besides: accumulating, clipping, a schedule, epochs with a validation, shuffled data."""
+    comm = tatami.init()
+    torch.manual_seed(11)
+    layout = LAYOUTS[columns] if comm.size == 3 else None
+    model = tatami.tile(network(), comm, batch_size=SAMPLES, layout=layout, speeds="equal", reduction="mean", quiet=True)
+    trainer = trainer_of(model, folder=folder)
+    history = trainer.fit(data_of(data), iterations=count, validation=batch(1), batch_size=size_of(data))
+    return (
+        history.losses,
+        history.validation,
+        trainer.predict(batch(2)[0], batch_size=SAMPLES),
+        trainer.optimizer.param_groups[0]["lr"],
+    )
+
+
+def fit_until_joined() -> tuple[Any, ...]:
+    """Two ranks, and three updates more when there is a third."""
+    comm = tatami.init()
+    torch.manual_seed(11)
+    model = tatami.tile(network(), comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True)
+    until = _UntilJoined()
+    trainer = trainer_of(model, until)
+    history = trainer.fit(data_of("tensors"), iterations=100_000, validation=batch(1), batch_size=SAMPLES)
+    trained = trainer.iteration, history.losses, history.validation
+    return *trained, trainer.predict(batch(2)[0], batch_size=SAMPLES), trainer.optimizer.param_groups[0]["lr"], until.seen
+
+
+def trainer_of(model: TiledModel, *callbacks: Any, folder: str | None = None) -> tatami.Trainer:
+    return tatami.Trainer(
+        model,
+        optimizer=functools.partial(optimizer_of_parameters, kind="adam"),
+        loss=nn.MSELoss(),
+        scheduler=LRSchedulerConfig(
+            scheduler=functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9), interval="step"
+        ),
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.3,
+        callbacks=callbacks,
+        checkpoint=None if folder is None else tatami.tiled.ModelCheckpoint(dirpath=folder, every_n_train_steps=1),
+        seed=5,
+    )
+
+
+def data_of(kind: str) -> Any:
+    """Four batches an epoch, the last of which is smaller; the order is drawn."""
+    data = tuple(torch.cat(parts)[:40] for parts in zip(*(batch(10 + number) for number in range(4)), strict=True))
+    if kind == "tensors":
+        return data
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data), batch_size=SAMPLES, shuffle=True)
+
+
+def size_of(kind: str) -> int | None:
+    return SAMPLES if kind == "tensors" else None
+
+
+class _UntilJoined(Callback):
+    def __init__(self) -> None:
+        self.left = 3
+        self.seen = 0
+
+    def on_train_batch_end(self, trainer: tatami.Trainer, loss: float) -> None:
+        del loss
+        time.sleep(0.02)  # the work of a larger network
+        self.seen += 1
+        if self.seen == trainer.iteration == 2 and trainer.model.comm.rank == 0:
+            print("two updates", flush=True)
+        self.left -= trainer.model.comm.size == 3
+        trainer.should_stop = self.left <= 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"left": self.left}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.left = state["left"]
 
 
 class Killer:
@@ -109,6 +193,21 @@ class Killer:
     def __call__(self, moment: Moment, name: str, step: int) -> None:
         if (name, moment, step) in self._faults:
             os.kill(os.getpid(), self._how)
+
+
+class KillerOfAll:
+    """Ends some members at one moment: each waits for the others, and none is repaired before all are dead."""
+
+    def __init__(self, names: tuple[str, ...], moment: Moment, step: int, *, folder: str) -> None:
+        self._names, self._when, self._folder = names, (moment, step), folder
+
+    def __call__(self, moment: Moment, name: str, step: int) -> None:
+        if name in self._names and (moment, step) == self._when:
+            marks = [os.path.join(self._folder, each) for each in self._names]
+            open(marks[self._names.index(name)], "w").close()
+            while not all(map(os.path.exists, marks)):
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def plain(kind: str, count: int) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ from tatami.comm.elastic import ElasticCommunicator
 from tatami.errors import InputError
 from tatami.membership import Held, Regroup, mirrors_of, takes
 from tatami.retiling import Retiler
-from tatami.tiled import Retiling, Trainer, tile, whole_state_dict
+from tatami.tiled import ModelCheckpoint, Retiling, Trainer, tile, whole_state_dict
 from tatami.tiled.mirroring import MirrorRows
 from tatami.tiled.relaying import relay
 from tatami.tiling import Column, Layout
@@ -107,7 +107,12 @@ def test_what_does_not_follow_changes_of_the_ranks_is_refused() -> None:
         model = tile(network(), ElasticCommunicator(inner, names=NAMES[:2]), batch_size=4, speeds=(1, 1), reduction="mean")
         with pytest.raises(InputError, match="Retiling cannot be used in an elastic run"):
             Retiling(model, torch.optim.SGD(model.parameters(), lr=0.1), retiler=Retiler())
-        with pytest.raises(InputError, match="The Trainer cannot be used in an elastic run"):
-            Trainer(model, optimizer=partial(torch.optim.SGD, lr=0.1), loss=nn.MSELoss())
+        sgd, x = partial(torch.optim.SGD, lr=0.1), torch.ones(4, 4, dtype=torch.float64)
+        with pytest.raises(InputError, match=r"Trainer\(retile=...\) cannot be used in an elastic run"):
+            Trainer(model, optimizer=sgd, loss=nn.MSELoss(), retile=Retiler())
+        with pytest.raises(InputError, match=r"ModelCheckpoint\(copies=...\) cannot be used in an elastic run"):
+            Trainer(model, optimizer=sgd, loss=nn.MSELoss(), checkpoint=ModelCheckpoint(dirpath=".", copies=1))
+        with pytest.raises(InputError, match="no elastic run repairs it"):
+            Trainer(model, optimizer=sgd, loss=nn.MSELoss()).fit((x, x[:, :2]), batch_size=4, iterations=1)
 
     run_threads(body, size=2)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ import torch
 pytest.importorskip("ray", reason="Ray is not installed")
 
 import elastic_scripts as scripts
-from elastic_scripts import Killer
+from elastic_scripts import Killer, KillerOfAll
 
 from tatami.elastic.launch import ElasticResult, run_elastic
 from tatami.elastic.moments import Moment
@@ -94,6 +97,84 @@ def test_a_rank_that_dies_while_the_death_of_another_is_repaired(pool: Pool, mom
     assert set(result.values) == {"p2"}
     check(result)
     assert len(result.report.changes) == (2 if moment in done_before else 1)
+
+
+@functools.cache
+def undisturbed_fit(data: str, count: int) -> tuple[Any, ...]:
+    return scripts.fit(0, data, None, count)
+
+
+@pytest.mark.parametrize(("columns", "data", "moment"), [(1, "loader", Moment.BACKWARD), (2, "tensors", Moment.BEFORE_UPDATE)])
+def test_the_trainer_goes_on_where_a_rank_is_killed(pool: Pool, columns: int, data: str, moment: Moment) -> None:
+    """Also from a mirror; past the point the update is finished where any that is left has passed it, too."""
+    result = run_patiently(functools.partial(scripts.fit, columns, data), ranks=3, hook=Killer(("p1", moment, 3)), pool=pool)
+    assert set(result.values) == {"p0", "p2"}
+    (change,) = result.report.changes
+    assert change.settled in ({"redone"} if moment is Moment.BACKWARD else {"redone", "finished"})
+    for told in result.values.values():
+        check_fit(told, undisturbed_fit(data, scripts.STEPS))
+
+
+def check_fit(told: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    """Losses and validations from where the rank has been there, and what the network then is."""
+    losses, validation, outputs, rate = told
+    torch.testing.assert_close(losses, expected[0][-len(losses) :], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(validation, expected[1][len(expected[1]) - len(validation) :], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(outputs, expected[2], rtol=1e-10, atol=1e-10)
+    assert rate == expected[3]
+
+
+def test_a_rank_that_joins_a_trainer_goes_on_with_the_same_numbers(pool: Pool) -> None:
+    runtimes: list[ElasticRuntime] = []
+
+    def listen(_name: str, text: str) -> None:
+        if text == "two updates":
+            runtimes[0].add()
+
+    result = run_patiently(scripts.fit_until_joined, ranks=2, on_start=runtimes.append, pool=pool, on_line=listen)
+    assert [change.members for change in result.report.changes] == [("p0", "p1", "p2")]
+    count = result.values["p0"][0]
+    assert {name: told[0] for name, told in result.values.items()} == dict.fromkeys(("p0", "p1", "p2"), count)
+    assert result.values["p2"][-1] in (3, 4)  # the wish to stop goes with the next update, or with the end of the epoch
+    losses, validation, *rest = undisturbed_fit("tensors", count)
+    validated = result.values["p0"][2]  # at the end of an epoch, callbacks stop a run after its validation, iterations before
+    torch.testing.assert_close(validated[: len(validation)], validation, rtol=1e-10, atol=1e-10)
+    for told in result.values.values():
+        check_fit(told[1:-1], (losses, validated, *rest))
+
+
+def test_deaths_of_all_copies_cost_the_steps_since_the_last_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    faults = KillerOfAll(("p1", "p2"), Moment.BEFORE_FORWARD, 5, folder=str(tmp_path))
+    script = functools.partial(scripts.fit, 1, "tensors", str(tmp_path / "checkpoints"))
+    result = run_patiently(script, ranks=3, hook=faults, pool=pool)
+    assert set(result.values) == {"p0"}
+    check_fit(result.values["p0"], undisturbed_fit("tensors", scripts.STEPS))
+    change = result.report.changes[-1]
+    assert (change.settled, change.members) == ("returned", ("p0",))
+    assert change.steps_lost == 5 - change.step > 0
+    assert f"{change.steps_lost} steps are lost" in str(change)
+
+
+def test_two_that_die_at_once_leave_the_third_where_it_holds_all(pool: Pool, tmp_path: Path) -> None:
+    faults = KillerOfAll(("p0", "p1"), Moment.BEFORE_FORWARD, 3, folder=str(tmp_path))
+    result = run_patiently(functools.partial(scripts.train, 3, "sgd", scripts.STEPS), ranks=3, hook=faults, pool=pool)
+    assert set(result.values) == {"p2"}
+    check(result)
+
+
+def test_a_rank_that_is_stopped_is_noticed_by_its_silence(pool: Pool) -> None:
+    result = run_elastic(
+        functools.partial(scripts.train, 2, "sgd", scripts.STEPS),
+        ranks=3,
+        hook=Killer(("p1", Moment.FORWARD, 3), how=signal.SIGSTOP),
+        pool=pool,
+        heartbeat_s=6.0,
+        patience_s=200.0,
+        timeout_s=200.0,
+    )
+    assert set(result.values) == {"p0", "p2"}
+    check(result)
+    assert "p1 gave no sign of life" in result.report.changes[0].reason
 
 
 def test_all_copies_lost_is_an_error_that_names_them(pool: Pool) -> None:

@@ -75,6 +75,9 @@ class World:
         self.chaos = self.random.randint(0, 6)
         self.columns = self.random.choice([1, 2, 3, None])
         self.stop: EndRun | None = None
+        self.saves = self.random.choice([True, False])
+        self.saved: int | None = None
+        self.returns = 0
         layout = self.plan(first)
         for rank in self.ranks.values():
             self.own(rank, layout)
@@ -91,7 +94,7 @@ class World:
 
     def own(self, rank: Rank, layout: Layout) -> None:
         tile = layout.cut_blocks(WORKLOAD)[0].by_processor[rank.name]
-        rank.rows = {(unit, False): 0 for unit in range(tile.units.start, tile.units.stop)}
+        rank.rows = {(unit, False): rank.steps for unit in range(tile.units.start, tile.units.stop)}
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -163,6 +166,7 @@ class World:
                     outcome=rank.outcome,
                     ended=ended,
                     admits=rank.steps % 3 != 1,
+                    has_checkpoint=self.saved is not None,
                 )
             )
             rank.halting = None
@@ -180,9 +184,14 @@ class World:
         rank.order, rank.group, rank.asked, rank.stage, rank.stalled = change, change.group, False, "body", False
 
     def restart(self, rank: Rank, action: Restart) -> None:
-        if action.group < rank.group:
+        if action.ticket < rank.ticket:
             return
-        rank.group, rank.stage = action.group, "door"
+        rank.ticket, rank.group, rank.stage, rank.halting = action.ticket, action.group, "door", None
+        if action.returns:
+            assert self.saved is not None
+            self.returns += 1
+            rank.sections, rank.steps, rank.outcome = 0, self.saved, None
+            rank.order, rank.asked, rank.stalled = None, False, False
         layout = self.plan_of_group(action.group)
         self.own(rank, layout)
         self.tell(Entered(member=rank.name, group=rank.group, layout=layout, workload=WORKLOAD))
@@ -237,6 +246,8 @@ class World:
             rank.rows = {row: updates + 1 for row, updates in rank.rows.items()}
             assert outcome == f"loss {rank.steps}", (rank, outcome)
             rank.steps += 1
+            if self.saves and self.random.random() < 0.5:
+                self.saved = rank.steps - 1  # all have come so far
             assert all(updates == rank.steps for updates in rank.rows.values()), rank
         else:
             change = rank.order

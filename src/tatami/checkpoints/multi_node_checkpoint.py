@@ -113,10 +113,19 @@ class MultiNodeCheckpoint:
             raise InputError(f"copies={copies} for {comm.size} ranks; choose 0 to {comm.size - 1} other ranks to keep one")
         if keep < 1:
             raise InputError(f"keep must be at least 1, not {keep}")
-        self._sets = parse_replica_sets(replica_sets, ranks=comm.size)
-        self._directories: list[Path] = self._comm.allgather_object(self._directory)
+        self._replica_sets = replica_sets
+        self.regroup()
         self._comm.timeout_s = timeout_s
         self._together("checkpoints cannot be written", self._probe)
+
+    def regroup(self) -> None:
+        """The ranks of the communicator are others than before. What they were writing is left as it is, no checkpoint."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            with contextlib.suppress(OSError, InputError):
+                writing.wait()
+        self._sets = parse_replica_sets(self._replica_sets, ranks=self._comm.size)
+        self._directories: list[Path] = self._comm.allgather_object(self._directory)
 
     def save(self, step: int, state: State) -> Path:
         """Keep `state` as that of `step`; returns the folder. Older checkpoints are removed when this one is whole.

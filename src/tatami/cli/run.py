@@ -51,6 +51,9 @@ def run(
     report: Annotated[
         Path | None, typer.Option(help="With --elastic: write what was lost and repaired to this file.", show_default=False)
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="With --elastic: draw who was there when, and what was lost.", show_default=False)
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="After the script's own output, one line of JSON: exit code and seconds.")
     ] = False,
@@ -64,9 +67,11 @@ def run(
     if device is not None:
         ask_for_device(device, hosts=hosts)
     if elastic:
-        _run_elastic(command, ranks=ranks, hosts=hosts, address=address, copies=copies, report=report, as_json=as_json)
+        if hosts is not None:
+            raise InputError("--hosts is for MPI; an elastic run is spread over the nodes of a Ray cluster: --address")
+        _run_elastic(command, ranks=ranks, address=address, copies=copies, report=report, plot=plot, as_json=as_json)
         return
-    for name, value in (("--address", address), ("--report", report)):
+    for name, value in (("--address", address), ("--report", report), ("--plot", plot)):
         if value is not None:
             raise InputError(f"{name} is for elastic runs: add --elastic, or leave it out")
     from tatami.comm import launch
@@ -82,16 +87,19 @@ def _run_elastic(
     command: list[str],
     *,
     ranks: int,
-    hosts: str | None,
     address: str | None,
     copies: int,
     report: Path | None,
+    plot: Path | None,
     as_json: bool,
 ) -> None:
-    if hosts is not None:
-        raise InputError("--hosts is for MPI; an elastic run is spread over the nodes of a Ray cluster: --address")
     if report is not None:
         check_output(report, force=False)
+    from tatami.report import blank, check_path, draw_members, save
+
+    if plot is not None:
+        check_path(plot)
+        figure, ax = blank()
     from tatami.elastic.launch import Script, run_elastic
 
     result = run_elastic(
@@ -104,6 +112,9 @@ def _run_elastic(
     )
     if report is not None:
         result.report.save(report)
+    if plot is not None:
+        draw_members(ax, result.report)
+        save(figure, plot)
     if as_json:
         changes = [asdict(change) for change in result.report.changes]
         seconds = result.report.startup_s + result.report.total_s

@@ -84,6 +84,11 @@ class AbstractCommunicator(ABC):
         return False
 
     @property
+    def group(self) -> int:
+        """How often the ranks have changed, as far as this one has seen; a death that was repaired is a change."""
+        return 0
+
+    @property
     def local_rank(self) -> int:
         """This rank among those of its own host."""
         return sum(host == self.hosts[self.rank] for host in self.hosts[: self.rank])

@@ -24,22 +24,27 @@ class ElasticCommunicator(WrappedCommunicator):
         super().__init__(inner)
         self.names = tuple(names)
         self._duplicates: list[ElasticCommunicator] = []
+        self._of: ElasticCommunicator | None = None
+        self._group = 0
 
     @property
     def changes(self) -> bool:
         return True
+
+    @property
+    def group(self) -> int:
+        return self._group
 
     def regroup(self, inner: AbstractCommunicator, *, names: Sequence[str]) -> None:
         """From now on the members are the ranks of `inner`; its duplicates' too. Collective among them.
 
         All members have made the same number of duplicates by then, as they run the same script.
         """
-        timeout_s, inner.timeout_s = self.timeout_s, self.timeout_s
-        inners = [inner.duplicate() for _ in self._duplicates]
+        inner.timeout_s = self.timeout_s
+        for duplicate in self._duplicates:
+            duplicate.regroup(inner.duplicate(), names=names)
         self.inner, self.names = inner, tuple(names)
-        for duplicate, its_inner in zip(self._duplicates, inners, strict=True):
-            its_inner.timeout_s = timeout_s
-            duplicate.inner, duplicate.names = its_inner, self.names
+        self._group += 1
 
     def forget(self) -> None:
         """The script begins again, and makes its duplicates again."""
@@ -48,7 +53,13 @@ class ElasticCommunicator(WrappedCommunicator):
     def duplicate(self) -> Self:
         other = ElasticCommunicator(self.inner.duplicate(), names=self.names)
         self._duplicates.append(other)
+        other._of = self
         return other
+
+    def close(self) -> None:
+        super().close()
+        if self._of is not None and self in self._of._duplicates:
+            self._of._duplicates.remove(self)
 
     def split(self, color: int | None, *, key: int = 0) -> AbstractCommunicator | None:  # type: ignore[override]
         return self.inner.split(color, key=key)

@@ -2,6 +2,7 @@
 
 from tatami.elastic.launch import ElasticResult, run_elastic
 from tatami.elastic.report import ElasticReport, MemberChange
-from tatami.elastic.steps import RepairedStep, Stateful, Steps, steps
+from tatami.elastic.steps import RepairedStep, Steps, steps
+from tatami.tiled.repairing import Stateful
 
 __all__ = ["ElasticReport", "ElasticResult", "MemberChange", "RepairedStep", "Stateful", "Steps", "run_elastic", "steps"]

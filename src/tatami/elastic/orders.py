@@ -75,7 +75,8 @@ class CarriedOut:
 
     Attributes:
         step: that is done next.
-        settled: what became of the step that was open: "finished", "redone" or "none".
+        settled: what became of the step that was open: "finished", "redone" or "none"; or "returned", to a checkpoint.
+        steps_lost: that had been made since that checkpoint.
         spent_s: of the dropped step, until this rank noticed.
         repair_s: from then until now.
     """
@@ -85,6 +86,7 @@ class CarriedOut:
     settled: str
     spent_s: float
     repair_s: float
+    steps_lost: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,3 +128,4 @@ class HaltAnswer:
     outcome: Any
     ended: bool
     admits: bool
+    has_checkpoint: bool

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import os
 import queue
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,9 +21,11 @@ from ray import cloudpickle
 from tatami.comm.elastic import set_elastic_world
 from tatami.elastic.moments import MomentHook
 from tatami.elastic.orders import Assignment, HaltAnswer, Order, Report, Said, ScriptEnded, ScriptFailed
-from tatami.elastic.session import BeginAgain, Session, set_session
+from tatami.elastic.session import Session, set_session
+from tatami.elastic.steps import repairs_of_fit
 from tatami.engine.processes import Identity, identity
 from tatami.errors import CommError
+from tatami.tiled.repairing import BeginAgain, set_repairs
 
 _COLLECT_S = 5.0
 
@@ -43,6 +47,18 @@ class RankProcess:
         # torch does much for the first time in its first backward pass: a process that stands by has that behind it.
         torch.nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()
         self._session: Session | None = None
+        if threading.current_thread() is threading.main_thread():  # where signals are handled
+            self._otherwise = signal.signal(signal.SIGTERM, self._given_notice)
+
+    def _given_notice(self, number: int, frame: FrameType | None) -> None:
+        """SIGTERM, as of a spot instance: leave between two steps. A second one ends the process at once."""
+        session = self._session
+        if session is not None and session.entered and not session.is_leaving:
+            session.leave()
+        elif callable(self._otherwise):
+            self._otherwise(number, frame)
+        else:
+            sys.exit(1)
 
     def employ(self, assignment: Assignment, pickled_spec: bytes) -> Identity:
         """Become a member: the script begins in a thread of its own."""
@@ -51,6 +67,7 @@ class RankProcess:
         spec: RankSpec = cloudpickle.loads(pickled_spec)
         session = self._session = Session(assignment, hook=spec.hook)
         set_session(session)
+        set_repairs(repairs_of_fit)
         sys.stdout, sys.stderr = _Lines(session), _Lines(session)
         threading.Thread(target=_run, args=(session, spec.function), name="tatami-script", daemon=True).start()
         return identity()
@@ -63,6 +80,7 @@ class RankProcess:
         if session is not None and session.comm is not None:
             session.comm.close()
         set_session(None)
+        set_repairs(None)
         set_elastic_world(None)
 
     def watch(self, pause_s: float) -> None:

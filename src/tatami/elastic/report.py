@@ -20,7 +20,9 @@ class MemberChange:
         at_s: when the run heard of it, since its first step began.
         reason: who died, left or joined.
         step: that was done next.
-        settled: what became of the step that was open: "finished", "redone", or "none" where none was.
+        settled: what became of the step that was open: "finished", "redone", or "none" where none was; "returned" where all
+            holders of some units were gone, and the run went back to its last checkpoint.
+        steps_lost: that are done again since that checkpoint.
         members: afterwards.
         halted_s: from then until all had stopped.
         laid_s: from then until all went on.
@@ -39,9 +41,11 @@ class MemberChange:
     lost_s: float
     moved_units: int
     tiling: Mapping[str, Any] | None = None
+    steps_lost: int = 0
 
     def __str__(self) -> str:
-        what = {"finished": "was finished", "redone": "is done again", "none": "begins"}[self.settled]
+        returned = f"comes next, {self.steps_lost} steps are lost,"
+        what = {"finished": "was finished", "redone": "is done again", "none": "begins", "returned": returned}[self.settled]
         return (
             f"{self.reason}: step {self.step if self.settled != 'finished' else self.step - 1} {what}, "
             f"{len(self.members)} ranks go on after {format_duration(self.lost_s, digits=3)}"
@@ -57,12 +61,14 @@ class ElasticReport:
         total_s: from then to the end.
         changes: of the members, in the order of time; not the first formation.
         first_tiling: of the first formation, as in `MemberChange`.
+        first_members: of the first formation.
     """
 
     startup_s: float
     total_s: float
     changes: tuple[MemberChange, ...]
     first_tiling: Mapping[str, Any] | None = None
+    first_members: tuple[str, ...] = ()
 
     @property
     def lost_s(self) -> float:

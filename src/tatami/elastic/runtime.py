@@ -95,6 +95,7 @@ class _Pending:
     halted_s: float = 0.0
     change: Regroup | None = None
     spent_s: float = 0.0
+    steps_lost: int = 0
     settled: str = "none"
     step: int = 0
 
@@ -145,6 +146,7 @@ class ElasticRuntime:
         self._pending: _Pending | None = None
         self._has_begun = False
         self._first_tiling: dict[str, Any] | None = None
+        self._first_members: tuple[str, ...] = ()
         self._deadlines: dict[str, float] = {}
         self._released: set[str] = set()
         self._end: EndRun | ScriptFailed | None = None
@@ -202,6 +204,7 @@ class ElasticRuntime:
             total_s=now_s - self._zero_s,
             changes=tuple(self.changes),
             first_tiling=self._first_tiling,
+            first_members=self._first_members,
         )
 
     def _is_over(self) -> bool:
@@ -291,6 +294,7 @@ class ElasticRuntime:
                 outcome=answer.outcome,
                 ended=answer.ended,
                 admits=answer.admits,
+                has_checkpoint=answer.has_checkpoint,
             )
         )
 
@@ -361,12 +365,22 @@ class ElasticRuntime:
                 self._values[name] = report.value
                 self._tell(Ended(member=name))
             case ScriptFailed():
-                self._end = self._end or report
+                if name in self.members:
+                    self._end = self._end or report
+                else:
+                    self._turn_away(name, report)
             case Said():
                 if self._on_line is not None:
                     self._on_line(name, report.text)
             case WantsToLeave():
                 self._tell(Leaving(member=name))
+
+    def _turn_away(self, name: str, failed: ScriptFailed) -> None:
+        """A process that was to join has failed before it was let in: the others do without it."""
+        print(f"tatami: {name} does not join the run, as its script failed:\n{failed.trace}", file=sys.stderr, flush=True)
+        self._tell(Died(member=name))
+        self._released.add(name)
+        self._crew.kill(self._number(name))
 
     def _entered(self, name: str, told: EnteredLoop) -> None:
         self._processors[name] = replace(told.processor, name=name)
@@ -384,6 +398,7 @@ class ElasticRuntime:
         if pending is not None and pending.change is not None and pending.change.ticket == done.ticket:
             pending.spent_s = max(pending.spent_s, done.spent_s)
             pending.step = done.step
+            pending.steps_lost = max(pending.steps_lost, done.steps_lost)
             if done.settled != "none" and pending.settled != "finished":
                 pending.settled = done.settled
         if pending is None or pending.change is None or self._machine.stage is not RunStage.CHANGING:
@@ -398,6 +413,7 @@ class ElasticRuntime:
         else:
             self._has_begun = True
             self._first_tiling = self._tiling(pending.change.layout)
+            self._first_members = pending.change.members
             self._zero_s = self._clock.now_s()
 
     def _laid_tickets(self) -> tuple[int, ...]:
@@ -412,6 +428,7 @@ class ElasticRuntime:
             reason=pending.change.reason,
             step=pending.step,
             settled=pending.settled,
+            steps_lost=pending.steps_lost,
             members=pending.change.members,
             halted_s=pending.halted_s,
             laid_s=laid_s,

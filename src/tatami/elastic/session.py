@@ -30,18 +30,16 @@ from tatami.elastic.orders import (
     Order,
     RegroupOrder,
     Report,
+    WantsToLeave,
 )
 from tatami.elastic.store import reach_store
-from tatami.errors import CommError, TrainingError
+from tatami.errors import CommError, InputError, TrainingError
 from tatami.membership import Dismiss, Regroup, Restart
+from tatami.tiled.repairing import BeginAgain
 
 ORDER_TIMEOUT_S = 900.0
 """For so long a parked rank waits for orders: longer than anything that the run waits for itself."""
 _Value = TypeVar("_Value")
-
-
-class BeginAgain(BaseException):
-    """Ends a script that is to begin again; no `except Exception` of the user's catches it."""
 
 
 class Training(Protocol):
@@ -89,7 +87,11 @@ class Session:
         self.group = assignment.group
         self.sections = 0
         self.entered = False
+        self.joins = assignment.joins
+        self.returns = False
+        self.has_checkpoint = False
         self.is_over = False
+        self.is_leaving = False
         self.comm: ElasticCommunicator | None = None
         self._clock = clock or SystemClock()
         self._hook = hook
@@ -101,6 +103,7 @@ class Session:
         self._laying: OpenSection | None = None
         self._is_due = False
         self._was_finished = False
+        self._steps_before: int | None = None
         # Shared with Ray's threads, under the condition:
         self._moved = threading.Condition()
         self._ticket = -1
@@ -128,18 +131,24 @@ class Session:
             if self._ticket > ticket:
                 return None
             admits = self._open is None or self._open.admits
-            return HaltAnswer(sections=self.sections, outcome=self._outcome, ended=self._has_ended, admits=admits)
+            return HaltAnswer(
+                sections=self.sections,
+                outcome=self._outcome,
+                ended=self._has_ended,
+                admits=admits,
+                has_checkpoint=self.has_checkpoint,
+            )
 
     def obey(self, order: Order, *, ticket: int) -> None:
         """Hand in an order, which the script's thread carries out when it is parked."""
+        if isinstance(order, Restart) and ticket >= self._ticket:
+            self._call_off()  # before the order is there: what is formed by it must not be broken
         with self._moved:
             if ticket < self._ticket:
                 return
             self._ticket = ticket
             self._order = order
             self._moved.notify_all()
-        if isinstance(order, Restart):
-            self._call_off()
 
     def _call_off(self) -> None:
         """Break all that this rank communicates by, and what it forms."""
@@ -173,13 +182,26 @@ class Session:
                 self._off = threading.Event()
                 self.group = order.group
             assert self.comm is not None
+            if order.returns:
+                self._forget()
+            self._training = None
+            old = self.comm.inner
             self.comm.forget()
             try:
                 self.comm.regroup(self._form(order.group, order.members), names=order.members)
+                _leave(old)
             except CommError as error:
                 self.stuck(error)
             else:
                 return
+
+    def _forget(self) -> None:
+        """The run goes back to its last checkpoint: what this rank holds is dropped."""
+        if self._training is not None and not (self.joins or self.returns):
+            self._steps_before = self._training.step_number
+        self.returns, self.entered, self.joins = True, False, False
+        self.sections, self._outcome = 0, None
+        self._change = self._open = self._laying = self._began_s = None
 
     def stuck(self, error: CommError) -> None:
         """Before the loop: communication failed."""
@@ -187,8 +209,12 @@ class Session:
 
     def enter(self, training: Training) -> None:
         """The script has come to its loop: wait to be let in, and take what the run has."""
+        if self._training is not None:
+            raise InputError(
+                "an elastic run has one loop, and this script has come to a second one: train in one loop, or one fit"
+            )
         self._training = training
-        self.report(training.entering(None if self.assignment.joins else self.group))
+        self.report(training.entering(None if self.joins else self.group))
         self._park_and_obey()
         self.entered = True
 
@@ -212,12 +238,11 @@ class Session:
         self.comm.allreduce(total)
         is_due = bool(total[-1] > 0)
         self._commit(total[:-1].tolist())
-        self._is_due = is_due
+        self._is_due = self._is_due or is_due
 
-    def end_section(self) -> None:
-        """After a section that was passed: park here if a change is due."""
+    def before_step(self) -> None:
+        """Park here if a change is due: what follows the last step is done, so that a newcomer can begin with the next."""
         if self._is_due:
-            self._is_due = False
             self._park_and_obey()
 
     def repair(self, error: BaseException) -> bool:
@@ -246,6 +271,11 @@ class Session:
         with self._moved:
             self._has_ended = True
             self._moved.notify_all()
+
+    def leave(self) -> None:
+        """Ask that this rank may leave; it goes between two steps."""
+        self.is_leaving = True
+        self.report(WantsToLeave())
 
     def report(self, what: Report) -> None:
         self.reports.put(what)
@@ -296,7 +326,7 @@ class Session:
                 self._moved.notify_all()
                 order = self._await_order()
                 self._order, self._is_parked = None, False
-                self._is_asked = False
+                self._is_asked = self._is_due = False
                 self._off = threading.Event()
             if isinstance(order, Restart):
                 with self._moved:
@@ -316,11 +346,14 @@ class Session:
                 continue
             self._was_finished = settled == "finished"
             assert self._training is not None
+            step, before, self._steps_before = self._training.step_number, self._steps_before, None
+            self.returns = False
             self.report(
                 CarriedOut(
                     ticket=order.change.ticket,
-                    step=self._training.step_number,
-                    settled=settled,
+                    step=step,
+                    settled=settled if before is None else "returned",
+                    steps_lost=0 if before is None else before - step,
                     spent_s=spent_s if settled == "redone" else 0.0,
                     repair_s=self._clock.now_s() - noticed_s,
                 )
@@ -359,9 +392,7 @@ class Session:
         group = self._form(change.group, change.members)
         self.comm.regroup(group, names=change.members)
         self._forming = None
-        if isinstance(old, TorchdistCommunicator):
-            old.sever()
-            old.close()
+        _leave(old)
         self.at(Moment.TAKING)
         put_in_place = training.relay(change, name=self.name, cluster=Cluster(processors=order.processors))
 
@@ -401,6 +432,12 @@ class Session:
             store, rank=rank, size=len(members), name=f"group/{group}", timeout_s=timeout_s, off=self._off
         )
         return self._forming
+
+
+def _leave(group: AbstractCommunicator) -> None:
+    if isinstance(group, TorchdistCommunicator):
+        group.sever()
+        group.close()
 
 
 _session: list[Session] = []

@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 
 from tatami.cluster import Cluster
 from tatami.elastic.moments import Moment
-from tatami.elastic.orders import EnteredLoop, WantsToLeave
+from tatami.elastic.orders import EnteredLoop
 from tatami.elastic.session import OpenSection, Session, current_session
 from tatami.errors import CommError, InputError
 from tatami.membership import Regroup
@@ -32,7 +32,9 @@ from tatami.tiled.mirroring import MirrorRows
 from tatami.tiled.model import TiledModel
 from tatami.tiled.optimizers import check_optimizer
 from tatami.tiled.phases import IterationPhase
+from tatami.tiled.random_state import random_state, set_random_state
 from tatami.tiled.relaying import common_state, load_common_state, relay
+from tatami.tiled.repairing import FitState, Stateful
 
 _MOMENTS = {
     IterationPhase.FORWARD: Moment.FORWARD,
@@ -40,14 +42,6 @@ _MOMENTS = {
     IterationPhase.BACKWARD: Moment.BACKWARD,
     IterationPhase.HORIZONTAL: Moment.HORIZONTAL,
 }
-
-
-class Stateful(Protocol):
-    """What a newcomer is given the state of, such as a schedule."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
 
 
 def steps(
@@ -73,6 +67,11 @@ def steps(
     return Steps(model, optimizer, count=count, carry=carry or {}, session=current_session())
 
 
+def repairs_of_fit(model: TiledModel, optimizer: torch.optim.Optimizer, state: FitState) -> Steps:
+    """For the Trainer, whose updates are steps."""
+    return Steps(model, optimizer, count=0, carry={"fit": state}, session=current_session(), put_back=state.put_back)
+
+
 class Steps:
     """See `steps`."""
 
@@ -84,6 +83,7 @@ class Steps:
         count: int,
         carry: Mapping[str, Stateful],
         session: Session | None,
+        put_back: Callable[[], None] = lambda: None,
     ) -> None:
         check_optimizer(optimizer)
         self.model = model
@@ -92,18 +92,41 @@ class Steps:
         self.number = 0
         self._count = count
         self._carry = carry
+        self._put_back = put_back
         self._mirror = MirrorRows(model, optimizer)
         self._before: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[RepairedStep]:
+        self.enter()
+        while self.number < self._count:
+            yield self.step()
+        self.whole(lambda: None)  # no rank leaves the loop while another may have to come back to it
+
+    @property
+    def joins(self) -> bool:
+        """Whether this rank joins a run that is under way."""
+        return self.session is not None and self.session.joins
+
+    @property
+    def returns(self) -> bool:
+        """Whether the run goes back to its last checkpoint."""
+        return self.session is not None and self.session.returns
+
+    def saved(self) -> None:
+        """There is a checkpoint of all of training that the script goes on from when it begins again."""
+        if self.session is not None:
+            self.session.has_checkpoint = True
+
+    def enter(self) -> None:
+        """Wait to be let in."""
         if self.session is not None:
             if self.session.is_watched:
                 self._watch_phases()
             self.session.enter(self)
-        while self.number < self._count:
-            yield RepairedStep(self)
-        if self.session is not None:
-            self.session.section(lambda: None)  # no rank leaves the loop while another may have to come back to it
+
+    def step(self) -> RepairedStep:
+        """The next one."""
+        return RepairedStep(self)
 
     def whole(self, body: Callable[[], Any]) -> Any:
         """What `body`, a collective such as `tatami.tiled.whole_state_dict(model)`, returns; again where a rank dies in it."""
@@ -112,7 +135,7 @@ class Steps:
     def leave(self) -> None:
         """Ask that this rank may leave, as after the notice of a spot instance: it goes between two of the next steps."""
         if self.session is not None:
-            self.session.report(WantsToLeave())
+            self.session.leave()
 
     # -- for the session ------------------------------------------------------------------------------------------------
 
@@ -158,7 +181,8 @@ class Steps:
         self._before = {
             "buffers": [(buffer, buffer.detach().clone()) for buffer in model.module.buffers()],
             "generator": model.generator.get_state(),
-            "chance": torch.get_rng_state(),
+            "draws": None if model.draws is None else model.draws.state_dict(),
+            "chance": random_state(),
         }
 
     def put_back(self) -> None:
@@ -168,9 +192,12 @@ class Steps:
             for buffer, value in self._before["buffers"]:
                 buffer.copy_(value)
         model.generator.set_state(self._before["generator"])
-        torch.set_rng_state(self._before["chance"])
+        if model.draws is not None:
+            model.draws.load_state_dict(self._before["draws"])
+        set_random_state(self._before["chance"])
         self.optimizer.zero_grad(set_to_none=True)
         model.phases.finish_iteration()
+        self._put_back()
 
     def mirror_gradients(self) -> None:
         """Let the neighbour that keeps this rank's units have their gradients, where there is one."""
@@ -211,9 +238,12 @@ class RepairedStep:
         self.is_done = False
         self._steps = steps
         self._is_updating = False
+        self._apply: Callable[[list[float]], object] = lambda _: steps.optimizer.step()
 
     def __enter__(self) -> Self:
         steps, session = self._steps, self._steps.session
+        if session is not None:
+            session.before_step()
         steps.optimizer.zero_grad(set_to_none=True)
         if session is not None:
             steps.keep()
@@ -227,13 +257,23 @@ class RepairedStep:
         Args:
             loss: of this rank's samples; `loss` becomes that of the global batch.
         """
-        self._is_updating = True
-        model, session = self._steps.model, self._steps.session
+        model = self._steps.model
         mine = model.local_span_size
         weight = mine[0] / mine[1] if model.reduction == "mean" else 1.0
         share = loss.item() * weight if model.speaks_for_column and mine[0] else 0.0
+        self.pass_point(torch.tensor([share], dtype=torch.float64))
+
+    def pass_point(self, sums: torch.Tensor, *, apply: Callable[[list[float]], object] | None = None) -> None:
+        """Sum over the ranks, the loss first, when all have all their gradients; then make the update.
+
+        Args:
+            sums: of this rank.
+            apply: given the sums over all, makes the update, and sends nothing; None: the optimizer's step.
+        """
+        self._is_updating = True
+        self._apply = apply or self._apply
+        model, session = self._steps.model, self._steps.session
         self._steps.mirror_gradients()
-        sums = torch.tensor([share], dtype=torch.float64)
         with model.phases.during(IterationPhase.HORIZONTAL):
             if session is not None:
                 session.pass_point(sums)
@@ -246,7 +286,7 @@ class RepairedStep:
         steps, session = self._steps, self._steps.session
         if session is not None:
             session.at(Moment.BEFORE_UPDATE)
-        steps.optimizer.step()
+        self._apply(outcome)
         if session is not None:
             session.at(Moment.IN_UPDATE)
         steps.model.phases.finish_iteration()
@@ -261,8 +301,6 @@ class RepairedStep:
         if error is None:
             if not self._is_updating:
                 raise InputError(f"step {self.number} ended without step.update(loss), so nothing was trained by it")
-            if session is not None:
-                session.end_section()
             return False
         if session is None or not isinstance(error, CommError) or session.is_over:
             return False

@@ -52,11 +52,16 @@ class Release:
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """Before the first section: these members form a group and begin their scripts again."""
+    """These members form a group and begin their scripts again: before the first section, or where units are lost.
+
+    Attributes:
+        returns: they go on from the last checkpoint, with no section passed.
+    """
 
     ticket: int
     group: int
     members: tuple[str, ...]
+    returns: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,12 @@ rank keeps a mirror: a copy of its neighbour's units, which applies the same upd
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from tatami.tiling import Layout, Span, Tiling
 from tatami.workload import Workload
@@ -76,8 +79,8 @@ def takes(
 ) -> tuple[tuple[Take, ...], tuple[Lost, ...]]:
     """From whom every rank of `after` takes its units, and which units cannot be had.
 
-    What a rank holds already it takes from itself. The rest it takes from the one of the holders that has been asked for
-    least, so that the work of sending is shared.
+    What a rank holds already it takes from itself. The rest it takes from the column that has been asked for least by then, or
+    from the mirrors, so that the work of sending is shared.
 
     Args:
         before: who held what.
@@ -87,38 +90,95 @@ def takes(
     """
     found: list[Take] = []
     lost: list[Lost] = []
-    asked: Counter[str] = Counter()
+    alive = frozenset(sources)
+    asked: Counter[int] = Counter()
     tilings = zip(before.layout.cut_blocks(workload), after.layout.cut_blocks(workload), strict=True)
     for block, (old, new) in enumerate(tilings):
-        everyone = _pieces(old, before.mirrors)
-        holders = [piece for piece in everyone if piece[0] in sources]
-        for dest, wanted, to_mirror in _pieces(new, after.mirrors):
+        layers = [_Layer(pieces) for pieces in _layers(old, before.mirrors, alive)]
+        own: dict[str, list[_Piece]] = {}
+        for piece in (piece for layer in layers for piece in layer.pieces):
+            own.setdefault(piece.holder, []).append(piece)
+        # The layer of which each holder has been asked for least comes first; what is asked for next counts at once.
+        queue = [(asked[index] / max(len(layer.pieces), 1), index) for index, layer in enumerate(layers)]
+        heapify(queue)
+        for dest, wanted, to_mirror in (piece for pieces in _layers(new, after.mirrors, None) for piece in pieces):
             missing = [wanted]
-            nearest_first = sorted(holders, key=lambda piece: (piece[0] != dest, asked[piece[0]], piece[2]))
-            for source, held, from_mirror in nearest_first:
-                left: list[Span] = []
-                for span in missing:
-                    common = span & held
-                    if not common.size:
-                        left.append(span)
-                        continue
-                    left += [rest for rest in (Span(span.start, common.start), Span(common.stop, span.stop)) if rest.size]
-                    names = {"block": block, "units": common, "from_mirror": from_mirror, "to_mirror": to_mirror}
-                    found.append(Take(dest=dest, source=source, **names))  # type: ignore[arg-type]
-                    asked[source] += common.size if source != dest else 0
-                missing = left
-            lost += [
-                Lost(block=block, units=span, held_by=tuple(sorted({name for name, held, _ in everyone if (held & span).size})))
-                for span in missing
-            ]
+            for piece in sorted(own.get(dest, ()), key=lambda piece: piece.is_mirror):
+                missing = _taken(found, missing, piece, block=block, dest=dest, to_mirror=to_mirror)
+            used = []
+            while missing and queue:
+                index = heappop(queue)[1]
+                before_size = sum(span.size for span in missing)
+                for piece in [piece for span in missing for piece in layers[index].over(span)]:
+                    missing = _taken(found, missing, piece, block=block, dest=dest, to_mirror=to_mirror)
+                asked[index] += before_size - sum(span.size for span in missing)
+                used.append(index)
+            for index in used:
+                heappush(queue, (asked[index] / max(len(layers[index].pieces), 1), index))
+            if missing:
+                everyone = [piece for pieces in _layers(old, before.mirrors, None) for piece in pieces]
+                lost += [
+                    Lost(
+                        block=block,
+                        units=span,
+                        held_by=tuple(sorted({piece.holder for piece in everyone if (piece.units & span).size})),
+                    )
+                    for span in missing
+                ]
     return tuple(found), _merged(lost)
 
 
-def _pieces(tiling: Tiling, mirrors: Sequence[Mirror]) -> list[tuple[str, Span, bool]]:
-    """Holder, units, whether in its mirror; nothing that is empty."""
-    owned = [(tile.processor, tile.units, False) for tile in tiling.tiles]
-    kept = [(mirror.keeper, tiling.by_processor[mirror.owner].units, True) for mirror in mirrors]
-    return [piece for piece in owned + kept if piece[1].size]
+class _Piece(NamedTuple):
+    """Units that a rank holds, in its mirror or in its own tile."""
+
+    holder: str
+    units: Span
+    is_mirror: bool
+
+
+class _Layer:
+    """Pieces of which no two have a unit in common."""
+
+    def __init__(self, pieces: Sequence[_Piece]) -> None:
+        self.pieces = sorted(pieces, key=lambda piece: piece.units.start)
+        self._starts = [piece.units.start for piece in self.pieces]
+
+    def over(self, span: Span) -> list[_Piece]:
+        """Those that may have units of `span`."""
+        first = max(bisect_right(self._starts, span.start) - 1, 0)
+        return self.pieces[first : bisect_left(self._starts, span.stop)]
+
+
+def _layers(tiling: Tiling, mirrors: Sequence[Mirror], alive: Collection[str] | None) -> list[list[_Piece]]:
+    """The columns, and the mirrors: what those hold that are alive, or all; nothing that is empty."""
+    columns = [[_Piece(tile.processor, tile.units, False) for tile in column] for column in tiling.columns]
+    kept = [_Piece(mirror.keeper, tiling.by_processor[mirror.owner].units, True) for mirror in mirrors]
+    return [
+        [piece for piece in layer if piece.units.size and (alive is None or piece.holder in alive)]
+        for layer in [*columns, kept]
+    ]
+
+
+def _taken(found: list[Take], missing: Sequence[Span], piece: _Piece, *, block: int, dest: str, to_mirror: bool) -> list[Span]:
+    """Take of what is missing what this piece has; returns what is missing still."""
+    left: list[Span] = []
+    for span in missing:
+        common = span & piece.units
+        if not common.size:
+            left.append(span)
+            continue
+        left += [rest for rest in (Span(span.start, common.start), Span(common.stop, span.stop)) if rest.size]
+        found.append(
+            Take(
+                dest=dest,
+                source=piece.holder,
+                block=block,
+                units=common,
+                from_mirror=piece.is_mirror,
+                to_mirror=to_mirror,
+            )
+        )
+    return left
 
 
 def _merged(lost: Sequence[Lost]) -> tuple[Lost, ...]:

@@ -70,6 +70,7 @@ class Halted(_OfMember):
         outcome: what the last of them gave; the same for all who pass it.
         ended: its script has come to its end.
         admits: newcomers may begin where it is: in a step, or between two.
+        has_checkpoint: there is one of all of training, which any ranks can go on from.
     """
 
     ticket: int
@@ -77,6 +78,7 @@ class Halted(_OfMember):
     outcome: Any = None
     ended: bool = False
     admits: bool = True
+    has_checkpoint: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

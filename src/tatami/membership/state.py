@@ -80,6 +80,8 @@ class Membership:
         self._halted: dict[str, ev.Halted] = {}
         self._change: act.Regroup | None = None
         self._stalls = 0
+        self._has_checkpoint = False
+        self._returns = False
         self._reasons: list[str] = []
         self._broken: list[str] = []
         self._actions: list[Action] = []
@@ -122,6 +124,7 @@ class Membership:
                 if event.ticket == self._ticket and event.member in self._awaited:
                     self._awaited.discard(event.member)
                     self._halted[event.member] = event
+                    self._has_checkpoint = self._has_checkpoint or event.has_checkpoint
                     self._see_whether_halted()
             case ev.Laid():
                 if event.ticket == self._ticket and event.member in self._awaited and self.stage is RunStage.CHANGING:
@@ -149,7 +152,8 @@ class Membership:
     def _see_whether_started(self) -> None:
         if self._entered >= set(self.members):
             self._halted = {each: ev.Halted(member=each, ticket=self._ticket, sections=0) for each in self.members}
-            self._reasons.append("the run begins")
+            self._reasons.append("the run goes on from its last checkpoint" if self._returns else "the run begins")
+            self._returns = False
             self._decide()
 
     def _let_go(self, member: str) -> None:
@@ -195,7 +199,25 @@ class Membership:
             self._stop(EndCause.NO_MEMBERS, f"{self._why}, and no rank is left to begin with")
             return
         self._ticket += 1
-        self._do(act.Restart(ticket=self._ticket, group=self.group, members=self.members))
+        self._do(act.Restart(ticket=self._ticket, group=self.group, members=self.members, returns=self._returns))
+
+    def _return(self, reason: str) -> None:
+        """No rank holds some of the units any more: all that are left, and those that wait, go back to the last checkpoint."""
+        for name in self._leaving & self._alive:
+            self._forget(name)
+            self._do(act.Release(member=name))
+        self.members, self._waiting = (*self.members, *self._waiting), []
+        self.sections, self._halted, self._stalls = 0, {}, 0
+        self._reasons[:] = [reason]
+        self.stage, self._returns = RunStage.STARTING, True
+        self._begin_again()
+
+    def _stop_or_return(self, reason: str) -> None:
+        """No member is left."""
+        if self._has_checkpoint and self._waiting:
+            self._return(reason)
+        else:
+            self._stop(EndCause.NO_MEMBERS, reason)
 
     def _stall(self, event: ev.Stalled) -> None:
         if event.group != self.group or event.member not in self._alive or self.stage in (RunStage.HALTING, RunStage.DONE):
@@ -225,7 +247,7 @@ class Membership:
         self.stage = RunStage.HALTING
         self._await()
         if not self._awaited:
-            self._stop(EndCause.NO_MEMBERS, f"{self._why}, and no rank is left")
+            self._stop_or_return(f"{self._why}, and no rank is left that holds the network")
             return
         self._do(act.Abort(members=self._living(), ticket=self._ticket))
 
@@ -256,7 +278,7 @@ class Membership:
                 self._waiting = [*(name for name in change.newcomers if name in self._alive), *self._waiting]
                 self._halted = {name: told for name, told in self._halted.items() if name in self.members}
         if not self._halted:
-            self._stop(EndCause.NO_MEMBERS, f"{self._why}, and no rank is left that holds the network")
+            self._stop_or_return(f"{self._why}, and no rank is left that holds the network")
             return
         passed = max(told.sections for told in self._halted.values())
         finish = tuple(name for name, told in self._halted.items() if told.sections == passed - 1)
@@ -281,7 +303,9 @@ class Membership:
         assert self._workload is not None
         here = tuple(name for name in self.members if name in self._alive)
         going = tuple(name for name in here if name in self._leaving)
-        newcomers = tuple(self._waiting) if all(told.admits for told in self._halted.values()) else ()
+        # What follows a step that is only now finished is still to be done, and a newcomer would be given the state before it.
+        admits = not finish and all(told.admits for told in self._halted.values())
+        newcomers = tuple(self._waiting) if admits else ()
         staying = (*(name for name in here if name not in self._leaving), *newcomers)
         if not staying:
             self._stop(EndCause.NO_MEMBERS, f"{self._why}, and no rank is left")
@@ -301,6 +325,9 @@ class Membership:
             for name in going:
                 self._forget(name)
                 self._do(act.Release(member=name))
+        if lost and self._has_checkpoint:
+            self._return(self._what_is_lost(lost, advises=False))
+            return
         if lost:
             self._stop(EndCause.UNITS_LOST, self._what_is_lost(lost))
             return
@@ -354,13 +381,15 @@ class Membership:
         self.members = change.members
         self.held = Held(layout=change.layout, mirrors=change.mirrors)
 
-    def _what_is_lost(self, lost: Sequence[Lost]) -> str:
+    def _what_is_lost(self, lost: Sequence[Lost], *, advises: bool = True) -> str:
         what = "; ".join(
             f"units {each.units.start} to {each.units.stop - 1} of block {each.block}, held by {' and '.join(each.held_by)},"
             for each in lost
         )
+        if not advises:
+            return f"{self._why}, with which {what} are lost"
         advice = "copies=2 survives the death of one rank at a time" if self._copies == 1 else "more columns survive more"
-        return f"{self._why}, with which {what} are lost. {advice}; a checkpoint survives all of them"
+        return f"{self._why}, with which {what} are lost. {advice}; a checkpoint (Trainer(checkpoint=...)) survives all of them"
 
     def _stop(self, cause: EndCause, reason: str) -> None:
         self.stage = RunStage.DONE

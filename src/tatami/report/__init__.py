@@ -4,6 +4,7 @@ from tatami.report.bandwidth import draw_bandwidth
 from tatami.report.course import CoursePoint, draw_course
 from tatami.report.drawing import draw_text
 from tatami.report.efficiency import Efficiency, EfficiencyRound, efficiency
+from tatami.report.members import draw_members
 from tatami.report.phases import draw_schedule
 from tatami.report.picture import FORMATS, blank, check_path, save
 from tatami.report.shares import draw_shares
@@ -22,6 +23,7 @@ __all__ = [
     "check_path",
     "draw_bandwidth",
     "draw_course",
+    "draw_members",
     "draw_schedule",
     "draw_shares",
     "draw_text",

@@ -74,6 +74,14 @@ class AbstractBatches(ABC):
         """What is needed beside the number of batches to go on with the next one: the random state, and the loader's own."""
         return {"now": random_state()}
 
+    def begin_again(self) -> None:
+        """Go through the data from the beginning, also where a pass was broken off.
+
+        Raises:
+            InputError: they can be gone through only once.
+        """
+        self.seek(self.position())
+
     def seek(self, position: dict[str, Any]) -> None:
         """What `position` returned, before an epoch that is gone on with."""
         set_random_state(position["now"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -76,6 +76,9 @@ class TrainingCheckpoints:
         settings: where, and how many are kept.
         model: its ranks.
 
+    Attributes:
+        on_whole: called where there is one to go on from.
+
     Raises:
         InputError: the folder cannot be written to; says on which rank.
     """
@@ -83,13 +86,21 @@ class TrainingCheckpoints:
     def __init__(self, settings: ModelCheckpoint, model: TiledModel) -> None:
         self._store = MultiNodeCheckpoint(settings.dirpath, model.comm, copies=settings.copies, keep=settings.keep)
         self._settings = settings
+        self._group = model.comm.group
+        self._comm = model.comm
         self._has_begun = False
         self._last: int | None = None
+        self.on_whole: Callable[[], None] = lambda: None
 
     @property
     def is_written(self) -> bool:
         """Whether this rank has written its part of what is under way."""
         return self._store.is_written
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there is one to be finished; one that ranks began which have changed since is left as it is, and is none."""
+        return self._has_begun and self._group == self._comm.group
 
     def begin(self, setup: TrainingSetup, position: TrainingPosition, batches: AbstractBatches) -> None:
         """Save in the background; what was under way is finished before.
@@ -104,9 +115,13 @@ class TrainingCheckpoints:
 
     def finish(self) -> None:
         """Wait for what is under way. Raises as `begin`."""
+        if self._group != self._comm.group:
+            self._store.regroup()
+            self._group, self._has_begun, self._last = self._comm.group, False, None
         if self._has_begun:
             self._has_begun = False
             self._store.finish()
+            self.on_whole()
 
     def is_saved(self, position: TrainingPosition) -> bool:
         """Whether the last update is in a checkpoint."""
@@ -126,9 +141,10 @@ class TrainingCheckpoints:
             return False
         assembly, common, own = found.state
         assembly.commit()
-        _restore(setup, position, common)
+        restore_progress(setup, position, common)
         batches.seek(own)
         self._last = position.iteration
+        self.on_whole()
         return True
 
     def close(self) -> None:
@@ -143,17 +159,25 @@ def _state(setup: TrainingSetup, position: TrainingPosition, batches: AbstractBa
     if model.comm.rank == 0:
         common = {
             **common_state(model, optimizer),
-            "position": dataclasses.asdict(position),
+            **progress_state(setup, position),
             "data": _facts(setup, batches),
-            "generator": model.generator.get_state(),
-            "draws": model.draws.state_dict() if model.draws is not None else None,
-            "scaler": setup.updates.scaler.state_dict(),
-            "learning_rate": setup.learning_rate.state_dict() if setup.learning_rate is not None else None,
-            "callbacks": setup.callbacks.state_dict(),
             "names": list(model.names),
             "layout": [[column.width, list(column.processors), list(column.heights)] for column in model.layout.columns],
         }
     return {"common": common, "shard": shard_of(model, optimizer), "own": batches.position()}
+
+
+def progress_state(setup: TrainingSetup, position: TrainingPosition) -> State:
+    """How far training has come, with what has a state beside the weights and the optimizer; the same on all ranks."""
+    model = setup.model
+    return {
+        "position": dataclasses.asdict(position),
+        "generator": model.generator.get_state(),
+        "draws": model.draws.state_dict() if model.draws is not None else None,
+        "scaler": setup.updates.scaler.state_dict(),
+        "learning_rate": setup.learning_rate.state_dict() if setup.learning_rate is not None else None,
+        "callbacks": setup.callbacks.state_dict(),
+    }
 
 
 def _facts(setup: TrainingSetup, batches: AbstractBatches) -> dict[str, Any]:
@@ -193,7 +217,8 @@ def _assembled(
     return assembly, common, own
 
 
-def _restore(setup: TrainingSetup, position: TrainingPosition, common: Mapping[str, Any]) -> None:
+def restore_progress(setup: TrainingSetup, position: TrainingPosition, common: Mapping[str, Any]) -> None:
+    """What `progress_state` returned, on whatever ranks."""
     for name, value in common["position"].items():
         setattr(position, name, value)
     setup.model.generator.set_state(common["generator"])

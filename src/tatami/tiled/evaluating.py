@@ -35,12 +35,8 @@ def evaluate(
     """
     if metrics and objective.training_step is not None:
         raise InputError("metrics are of outputs, which a training_step keeps to itself; give the Trainer a loss instead")
-    batches.compare(model.comm)
-<<<<<<< HEAD
-    sums = torch.zeros(2 + len(metrics), dtype=torch.float64)
-=======
-    sums = torch.zeros(1 + len(metrics), dtype=torch.float64, device="cpu")
->>>>>>> gpus
+    _begin(model, batches)
+    sums = torch.zeros(2 + len(metrics), dtype=torch.float64, device="cpu")
     samples = 0
     with _looking(model, precision):
         for portion in batches.epoch(0, model, agree=True):
@@ -75,7 +71,7 @@ def predict(model: TiledModel, batches: AbstractBatches, objective: Objective, *
     Raises:
         InputError: the ranks were given different data.
     """
-    batches.compare(model.comm)
+    _begin(model, batches)
     outputs = []
     structure: Any = None
     with _looking(model, precision):
@@ -88,6 +84,12 @@ def predict(model: TiledModel, batches: AbstractBatches, objective: Objective, *
             outputs.append([_joined([columns[index][place] for index in sorted(columns)]) for place in range(len(leaves))])
     whole = [_joined([parts[place] for parts in outputs]) for place in range(len(outputs[0]))]
     return pytree.tree_unflatten(whole, structure)
+
+
+def _begin(model: TiledModel, batches: AbstractBatches) -> None:
+    if model.comm.changes:
+        batches.begin_again()
+    batches.compare(model.comm)
 
 
 @contextmanager

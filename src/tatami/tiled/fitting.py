@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from tatami.tiled.batches import AbstractBatches
-from tatami.tiled.checkpointing import ModelCheckpoint, TrainingCheckpoints
+from tatami.errors import InputError
+from tatami.tiled.batches import AbstractBatches, LocalBatch
+from tatami.tiled.checkpointing import ModelCheckpoint, TrainingCheckpoints, progress_state, restore_progress
 from tatami.tiled.evaluating import evaluate
 from tatami.tiled.history import History
 from tatami.tiled.limits import Limits
 from tatami.tiled.metrics import Metric
 from tatami.tiled.recording import RunRecorder
+from tatami.tiled.repairing import BeginAgain, RepairedUpdate, Repairs
 from tatami.tiled.retiling import Check
 from tatami.tiled.setup import TrainingPosition, TrainingSetup
 from tatami.tiled.updating import Updated
 
 _STOP, _TIME, _WRITTEN, _DUE = "callback", "time", "written", "due"
 """What the ranks tell each other with every batch."""
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,9 @@ class Fit:
         limits: when it ends.
         validation: after every epoch; None: none.
         checkpoint, checkpoints: when the state is saved, and how; None: never.
+
+    Attributes:
+        repairs: of an elastic run, in which ranks come and go.
     """
 
     def __init__(
@@ -59,7 +66,9 @@ class Fit:
         self._checkpoint, self._checkpoints = checkpoint, checkpoints
         self._begun_s = self._saved_s = setup.clock.now_s()
         self._wants_checkpoint = False
-        self._recorder = RunRecorder(setup.model, setup.records, every=setup.record_every)
+        self._recorder = RunRecorder(setup.model, setup.records, every=setup.record_every, whole=self.whole)
+        self._kept: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        self.repairs: Repairs | None = None
         self.history = History()
 
     def run(self) -> None:
@@ -68,16 +77,22 @@ class Fit:
         self._setup.model.train()
         self._setup.progress.start("training", total=self._total_samples())
         try:
-            self._recorder.begin(iteration=self._position.iteration)
             call("on_fit_start", self._trainer)
+            joins = False
+            if self.repairs is not None:
+                joins = self.repairs.joins
+                self._batches.begin_again()
+                self.repairs.number = self._position.iteration
+                self.repairs.enter()
+            if not joins:
+                self._recorder.begin(iteration=self._position.iteration)
             while not self._has_ended():
                 if self._epoch() or self._end_epoch():
                     break
-            if self._checkpoints is not None:
-                if not self._checkpoints.is_saved(self._position):
-                    self._save()
-                self._checkpoints.finish()
+            self.whole(self._save_last)  # and no rank leaves the loop while another may have to come back to it
             call("on_fit_end", self._trainer)
+        except BeginAgain:
+            raise
         except BaseException as error:
             self._recorder.failed(error, iteration=self._position.iteration)
             call("on_exception", self._trainer, error)
@@ -85,6 +100,36 @@ class Fit:
         finally:
             self._setup.updates.forget()
             self._setup.progress.finish()
+
+    # -- where ranks come and go ---------------------------------------------------------------------------------------
+
+    def whole(self, body: Callable[[], _Value]) -> _Value:
+        """What `body`, a collective, returns; in an elastic run, again where a rank dies in it."""
+        return body() if self.repairs is None else self.repairs.whole(body)
+
+    def put_back(self) -> None:
+        """As it was when the update that is under way began."""
+        position, data = self._kept
+        for name, value in position.items():
+            setattr(self._position, name, value)
+        self._setup.updates.forget()
+        self._batches.seek(data)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a rank that joins."""
+        return {
+            **progress_state(self._setup, self._position),
+            "data": self._batches.position(),
+            "spent_s": self._setup.clock.now_s() - self._begun_s,
+            "is_recorded": self._recorder.is_wanted,
+            "wants_checkpoint": self._wants_checkpoint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        restore_progress(self._setup, self._position, state)
+        self._batches.seek(state["data"])
+        self._begun_s = self._setup.clock.now_s() - state["spent_s"]
+        self._recorder.is_wanted, self._wants_checkpoint = state["is_recorded"], state["wants_checkpoint"]
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -98,24 +143,10 @@ class Fit:
 
     def _epoch(self) -> bool:
         """What is left of an epoch; True if training is to end here."""
-        setup, position, limits = self._setup, self._position, self._limits
-        most = None
-        if limits.iterations is not None:
-            left = limits.iterations - (position.iteration - position.begun_iteration)
-            most = left * setup.settings.accumulate_grad_batches
+        setup, position = self._setup, self._position
         setup.callbacks.call("on_train_epoch_start", self._trainer)
         start_s = setup.clock.now_s()
-        for batch in self._batches.epoch(position.epoch, setup.model, skip=position.batch, most=most):
-            position.batch += 1
-            updated = setup.updates.add(
-                batch,
-                iteration=position.iteration + 1,
-                epoch=position.epoch,
-                batch_number=position.batch,
-                signals=self._signals(),
-            )
-            if updated is None:
-                continue
+        for updated, ends_epoch in self._updates():
             position.iteration += 1
             check = self._retile()
             self.history.losses.append(updated.loss)
@@ -125,11 +156,60 @@ class Fit:
             if setup.learning_rate is not None:
                 setup.learning_rate.step("step", {"train_loss": updated.loss})
             self._record(check, updated)
-            self._look_after_checkpoints(updated, ends_epoch=batch.is_last)
+            self._look_after_checkpoints(updated, ends_epoch=ends_epoch)
             if self._is_over(updated):
                 return True
             start_s = setup.clock.now_s()
         return False
+
+    def _updates(self) -> Iterator[tuple[Updated, bool]]:
+        """The updates of what is left of an epoch, each with whether the epoch ends with it."""
+        repairs, updates = self.repairs, self._setup.updates
+        if repairs is None:
+            for batch in self._drawn():
+                if self._add(batch):
+                    yield updates.made(), batch.is_last
+            return
+        drawn: Iterator[LocalBatch] | None = None
+        is_last = False
+        ends_epoch = self._position.batch > 0 and self._position.batch == self._batches.num_batches
+        while not ends_epoch:
+            with repairs.step() as update:
+                self._kept = dataclasses.asdict(self._position), self._batches.position()
+                drawn = drawn or self._drawn()
+                for batch in drawn:
+                    is_last = batch.is_last
+                    if self._add(batch, update):
+                        break
+                else:
+                    raise InputError("the data gave no batch, though the epoch had not ended: every pass must give the same")
+            if update.is_done:
+                if ends_epoch := is_last:
+                    next(drawn, None)  # let it see its end
+                yield updates.made(), ends_epoch
+            else:
+                drawn = None  # of the batches as they were cut for the ranks of before
+
+    def _drawn(self) -> Iterator[LocalBatch]:
+        """The batches of what is left of an epoch, as far as the limits go."""
+        position, limits, most = self._position, self._limits, None
+        if limits.iterations is not None:
+            left = limits.iterations - (position.iteration - position.begun_iteration)
+            most = left * self._setup.settings.accumulate_grad_batches
+        return self._batches.epoch(position.epoch, self._setup.model, skip=position.batch, most=most)
+
+    def _add(self, batch: LocalBatch, update: RepairedUpdate | None = None) -> bool:
+        """Whether the update is complete."""
+        position = self._position
+        position.batch += 1
+        return self._setup.updates.add(
+            batch,
+            iteration=position.iteration + 1,
+            epoch=position.epoch,
+            batch_number=position.batch,
+            signals=self._signals(),
+            update=update,
+        )
 
     def _end_epoch(self) -> bool:
         """True if a callback wants to stop."""
@@ -139,22 +219,28 @@ class Fit:
         position.epoch += 1
         position.begin_epoch()
         if self._validation is not None:
-            batches, metrics = self._validation.batches, self._validation.metrics
-            found = evaluate(setup.model, batches, setup.objective, metrics=metrics, precision=setup.settings.precision)
+            found = self.whole(self._validate)
             self.history.validation.append(found)
-            setup.records.write("validation", iteration=position.iteration, values={"epoch": position.epoch, **found})
+            self._recorder.write("validation", iteration=position.iteration, values={"epoch": position.epoch, **found})
             values |= found
         if setup.learning_rate is not None:
             setup.learning_rate.step("epoch", values)
         stops = False
         if len(setup.callbacks):
             setup.callbacks.call("on_train_epoch_end", self._trainer, values)
-            stops = any(setup.model.comm.allgather_object(self._trainer.should_stop))
+            stops = any(self.whole(lambda: setup.model.comm.allgather_object(self._trainer.should_stop)))
         if self._checkpoint is not None and (self._wants_checkpoint or self._checkpoint.is_due_after_epoch(position)):
             self._save()
         if stops:
             self.history.stopped = "callback"
         return stops
+
+    def _validate(self) -> dict[str, float]:
+        setup, validation = self._setup, self._validation
+        assert validation is not None
+        return evaluate(
+            setup.model, validation.batches, setup.objective, metrics=validation.metrics, precision=setup.settings.precision
+        )
 
     def _is_over(self, updated: Updated) -> bool:
         limits, history = self._limits, self.history
@@ -185,24 +271,33 @@ class Fit:
     def _look_after_checkpoints(self, updated: Updated, *, ends_epoch: bool) -> None:
         if self._checkpoints is None or self._checkpoint is None:
             return
-        if updated.signals[_WRITTEN] == self._setup.model.comm.size:
-            self._checkpoints.finish()
+        if updated.signals[_WRITTEN] == self._setup.model.comm.size and self._checkpoints.is_under_way:
+            self.whole(self._checkpoints.finish)
         if self._checkpoint.is_due(self._position) or updated.signals[_DUE]:
             if ends_epoch:
                 self._wants_checkpoint = True  # after the validation, so that it is not saved twice
             else:
                 self._save()
 
+    def _save_last(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
+            if not self._checkpoints.is_saved(self._position):
+                self._checkpoints.begin(self._setup, self._position, self._batches)
+                self._checkpoints.finish()
+
     def _save(self) -> None:
-        assert self._checkpoints is not None
-        self._checkpoints.begin(self._setup, self._position, self._batches)
+        checkpoints = self._checkpoints
+        assert checkpoints is not None
+        self.whole(lambda: checkpoints.begin(self._setup, self._position, self._batches))
         self._wants_checkpoint = False
         self._saved_s = self._setup.clock.now_s()
 
     def _retile(self) -> Check | None:
         setup = self._setup
         if setup.retiling is None:
-            setup.model.phases.finish_iteration()
+            if self.repairs is None:
+                setup.model.phases.finish_iteration()
             return None
         check = setup.retiling.step(companions=setup.good.companions())
         setup.good.moved()

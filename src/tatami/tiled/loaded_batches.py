@@ -79,6 +79,8 @@ class LoadedBatches(AbstractBatches):
             self._batches = self._loader_state = None
 
     def position(self) -> dict[str, Any]:
+        if self._sought:
+            return dict(self._sought)
         own: dict[str, Any] = {"ahead": self._is_ahead}
         if self._is_resumable:
             own["loader"] = self._loader.state_dict() if self._batches is None else self._loader_state
@@ -91,6 +93,14 @@ class LoadedBatches(AbstractBatches):
     def seek(self, position: dict[str, Any]) -> None:
         self._sought = position
         self._batches = self._first = None
+
+    def begin_again(self) -> None:
+        if isinstance(self._loader, Iterator):
+            raise InputError(
+                "the data are an iterator, which can be gone through once, and in an elastic run a batch may have to be drawn "
+                "again: give what begins again, as a DataLoader"
+            )
+        super().begin_again()
 
     def _go_on(self, skip: int) -> Any:
         """The first batch that was not used before."""

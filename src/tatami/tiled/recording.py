@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -30,18 +30,22 @@ class RunRecorder:
         model: that is trained.
         records: of rank 0.
         every: iterations between two records of losses and phases.
+        whole: makes a collective; in an elastic run, again where a rank dies in it.
+
+    Attributes:
+        is_wanted: whether anything is recorded; the same on all ranks.
     """
 
-    def __init__(self, model: TiledModel, records: Records, *, every: int) -> None:
-        self._model, self._records, self._every = model, records, every
+    def __init__(self, model: TiledModel, records: Records, *, every: int, whole: Callable[[Callable[[], Any]], Any]) -> None:
+        self._model, self._records, self._every, self._whole = model, records, every, whole
         self._spent_s: dict[str, float] = {}
         self._num_spent = 0
         self._watched_to = 0
-        self._is_wanted = False
+        self.is_wanted = False
 
     def begin(self, *, iteration: int) -> None:
         """Agree on whether there is anything to record, and tell of the first tiling. Collective."""
-        self._is_wanted = self._model.comm.bcast_object(self._records.wanted)
+        self.is_wanted = self._whole(lambda: self._model.comm.bcast_object(self._records.wanted))
         model = self._model
         speeds = at_tiles(model.cluster, model.layout, workload=model.workload).speeds
         self._tell_tiling(iteration, why="at the start", speeds=speeds)
@@ -57,7 +61,7 @@ class RunRecorder:
         watcher: Watcher | None = None,
     ) -> None:
         """After every iteration. Collective where `every` of them are full, or the tiling changes."""
-        if not self._is_wanted:
+        if not self.is_wanted:
             return
         self._add(self._model.phases.last)
         is_due = iteration % self._every == 0
@@ -68,13 +72,16 @@ class RunRecorder:
         if check is not None:
             self._tell_check(check, iteration)
         if is_due:
-            self._records.write(
-                "train", iteration=iteration, values={"epoch": epoch, "loss": loss, "samples_per_s": samples_per_s}
-            )
+            self.write("train", iteration=iteration, values={"epoch": epoch, "loss": loss, "samples_per_s": samples_per_s})
 
     def failed(self, error: BaseException, *, iteration: int) -> None:
         """An error ends the run, perhaps on this rank alone."""
-        self._records.write("error", iteration=iteration, values={"kind": type(error).__name__, "message": str(error)})
+        self.write("error", iteration=iteration, values={"kind": type(error).__name__, "message": str(error)})
+
+    def write(self, event: str, *, iteration: int, values: dict[str, Any]) -> None:
+        """On rank 0, which in an elastic run may be another one than before."""
+        if self._model.comm.rank == 0:
+            self._records.write(event, iteration=iteration, values=values)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -86,10 +93,11 @@ class RunRecorder:
         self._num_spent += 1
 
     def _tell_phases(self, iteration: int) -> None:
-        told = self._model.comm.gather_object(self._spent_s)
+        model = self._model
+        names, told = self._whole(lambda: (model.names, model.comm.gather_object(self._spent_s)))
         if told is not None and self._num_spent:
-            ranks = dict(zip(self._model.names, told, strict=True))
-            self._records.write("phases", iteration=iteration, values={"iterations": self._num_spent, "ranks": ranks})
+            ranks = dict(zip(names, told, strict=True))
+            self.write("phases", iteration=iteration, values={"iterations": self._num_spent, "ranks": ranks})
         self._spent_s, self._num_spent = {}, 0
 
     def _tell_watched(self, watcher: Watcher, iteration: int) -> None:
@@ -123,7 +131,7 @@ class RunRecorder:
             "moved_units": check.moved.num_units if check.moved else 0,
             "speeds": dict(decision.speeds),
         }
-        self._records.write("check", iteration=iteration, values=values)
+        self.write("check", iteration=iteration, values=values)
         if check.moved is not None:
             self._tell_tiling(iteration, why=decision.reason, speeds=decision.speeds)
 
@@ -139,7 +147,7 @@ class RunRecorder:
             "sent_bytes": link_bytes(traffic),
             "native_bytes": sum(map(sent_bytes, native)),
         }
-        self._records.write("tiling", iteration=iteration, values=values)
+        self.write("tiling", iteration=iteration, values=values)
 
 
 class RunPage:

@@ -113,7 +113,7 @@ def common_state(model: TiledModel, optimizer: torch.optim.Optimizer) -> dict[st
         "tensors": tensors,
         "groups": groups,
         "generator": model.generator.get_state(),
-        "passes": model.draws.num_passes if model.draws is not None else 0,
+        "draws": None if model.draws is None else model.draws.state_dict(),
         "training": model.training,
     }
 
@@ -128,7 +128,7 @@ def load_common_state(model: TiledModel, optimizer: torch.optim.Optimizer, state
         group.update(told)
     model.generator.set_state(state["generator"])
     if model.draws is not None:
-        model.draws.num_passes = state["passes"]
+        model.draws.load_state_dict(state["draws"])
     model.train(state["training"])
 
 

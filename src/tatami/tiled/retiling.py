@@ -60,8 +60,8 @@ def refuse_elastic(comm: AbstractCommunicator, what: str) -> None:
     """
     if comm.changes:
         raise InputError(
-            f"{what} cannot be used in an elastic run: it does not follow ranks that die or join. Write the loop with "
-            "tatami.steps (docs/repair.md), or start the script with `tatami run` without --elastic"
+            f"{what} cannot be used in an elastic run: it does not follow ranks that die or join. Leave it out "
+            "(docs/repair.md), or start the script with `tatami run` without --elastic"
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ from tatami.tiled.objective import Objective, TrainingStep
 from tatami.tiled.optimizers import check_optimizer
 from tatami.tiled.precision import Precision
 from tatami.tiled.recording import RunPage
+from tatami.tiled.repairing import Repairs, repairs_of
 from tatami.tiled.retiling import Retiling, refuse_elastic
 from tatami.tiled.scheduling import LearningRate, LRSchedulerConfig, MakeScheduler
 from tatami.tiled.setup import TrainingPosition, TrainingSetup
@@ -46,6 +47,7 @@ from tatami.tiled.tile import tile as tile_network
 from tatami.tiled.updating import Updates, UpdateSettings
 from tatami.tiled.weights import load_model, save_model
 
+_Value = TypeVar("_Value")
 _SAMPLES = 4
 """So many samples of the first batch show what a network can be split into; more tell nothing new."""
 
@@ -132,9 +134,10 @@ class Trainer:
         self._checkpoint = checkpoint
         self._checkpoints: TrainingCheckpoints | None = None
         self._setup: TrainingSetup | None = None
+        self._repairs: Repairs | None = None
         used = model.comm if isinstance(model, TiledModel) else comm
-        if used is not None:
-            refuse_elastic(used, "The Trainer")
+        if used is not None and used.changes:
+            self._refuse_elastic(used)
         if isinstance(model, TiledModel):
             self._take(model)
         elif comm is None:
@@ -234,8 +237,6 @@ class Trainer:
         setup = self._setup
         assert setup is not None
         self._position.begin_fit()
-        if resume:
-            self._resume(resume, batches)
         self.should_stop = False
         run = Fit(
             self,
@@ -247,6 +248,12 @@ class Trainer:
             checkpoint=self._checkpoint,
             checkpoints=self._checkpoints,
         )
+        self._repairs = repairs = run.repairs = repairs_of(model, self.optimizer, run)
+        if repairs is not None and self._checkpoints is not None:
+            self._checkpoints.on_whole = repairs.saved
+        returns = repairs is not None and repairs.returns
+        if not (returns and self._resume(True, batches)) and resume and not (repairs is not None and repairs.joins):
+            self._resume(resume, batches)
         with self._page.writing(model.comm, setup.records) if self._page is not None else nullcontext():
             run.run()
         return run.history
@@ -267,7 +274,8 @@ class Trainer:
         """
         wanted, batches = metrics_of(metrics), batches_of(data, batch_size=batch_size)
         self._tile_with(batches)
-        return evaluate(self.model, batches, self._objective, metrics=wanted, precision=self._settings.precision)
+        precision = self._settings.precision
+        return self._whole(lambda: evaluate(self.model, batches, self._objective, metrics=wanted, precision=precision))
 
     def predict(self, data: TrainingData, *, batch_size: int | None = None) -> Any:
         """The outputs of the network for all of `data`, in order, the same on every rank. Collective.
@@ -281,7 +289,7 @@ class Trainer:
         """
         batches = batches_of(data, batch_size=batch_size)
         self._tile_with(batches)
-        return predict(self.model, batches, self._objective, precision=self._settings.precision)
+        return self._whole(lambda: predict(self.model, batches, self._objective, precision=self._settings.precision))
 
     def save(self, path: Path | str, *, force: bool = False) -> None:
         """Write the ordinary state dict of the plain model as safetensors. Collective.
@@ -289,13 +297,32 @@ class Trainer:
         Where `path` exists and `force` is not given, that file is kept, the weights are written beside it under a free name,
         and the error says where. See `tatami.tiled.save_model`.
         """
-        save_model(self.model, path, force=force)
+        self._whole(lambda: save_model(self.model, path, force=force))
 
     def load(self, path: Path | str) -> None:
         """Load weights of the plain model, whatever tiling they were trained on. Collective."""
-        load_model(self.model, path)
+        self._whole(lambda: load_model(self.model, path))
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _whole(self, body: Callable[[], _Value]) -> _Value:
+        """What `body`, a collective, returns; in an elastic run, again where a rank dies in it."""
+        return body() if self._repairs is None else self._repairs.whole(body)
+
+    def _refuse_elastic(self, comm: AbstractCommunicator) -> None:
+        """
+        Raises:
+            InputError: this Trainer has what does not follow ranks that die or join.
+        """
+        kept = self._checkpoint is not None and self._checkpoint.copies > 0
+        for is_given, what in (
+            (self._retiler is not None, "Trainer(retile=...)"),
+            (self._page is not None, "Trainer(report=...)"),
+            (self._settings.precision == "16-mixed", "Trainer(precision='16-mixed')"),
+            (kept, "ModelCheckpoint(copies=...)"),
+        ):
+            if is_given:
+                refuse_elastic(comm, what)
 
     def _tile_with(self, batches: AbstractBatches) -> None:
         """Tile the network, where it is not tiled yet, with the first batch as its sample."""
@@ -320,6 +347,7 @@ class Trainer:
         good = GoodState(model, folder=self._rescue_dir)
         retiling = Retiling(model, self.optimizer, retiler=self._retiler) if self._retiler is not None else None
         is_first = model.comm.rank == 0
+        writes = is_first or model.comm.changes  # as any rank may become the first
         self._setup = TrainingSetup(
             model=model,
             optimizer=self.optimizer,
@@ -330,13 +358,14 @@ class Trainer:
             learning_rate=LearningRate(schedule, self.optimizer) if schedule is not None else None,
             retiling=retiling,
             callbacks=self._callbacks,
-            records=self._records if self._records is not None and is_first else Records(),
+            records=self._records if self._records is not None and writes else Records(),
             record_every=self._record_every,
             progress=self._progress if self._progress is not None and is_first else NoProgress(),
             clock=self._clock,
         )
 
-    def _resume(self, resume: Literal[True] | Path | str, batches: AbstractBatches) -> None:
+    def _resume(self, resume: Literal[True] | Path | str, batches: AbstractBatches) -> bool:
+        """Whether there was a checkpoint."""
         setup = self._setup
         assert setup is not None
         if resume is True:
@@ -345,12 +374,14 @@ class Trainer:
             found = self._checkpoints.resume(setup, self._position, batches)
         else:
             elsewhere = TrainingCheckpoints(ModelCheckpoint(dirpath=resume), setup.model)
+            elsewhere.on_whole = self._repairs.saved if self._repairs is not None else elsewhere.on_whole
             found = elsewhere.resume(setup, self._position, batches)
             elsewhere.close()
             if not found:
                 raise CheckpointError(f"there is no checkpoint in {resume}")
         if found and self._retiler is not None:
             setup.retiling = setup.updates.retiling = Retiling(setup.model, setup.optimizer, retiler=self._retiler)
+        return found
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: TiledModel) -> None:

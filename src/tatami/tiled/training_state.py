@@ -66,10 +66,12 @@ def common_state(model: TiledModel, optimizer: torch.optim.Optimizer) -> State:
     groups = []
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
-        groups.append({"names": [names[id(parameter)] for parameter in group["params"]], "settings": settings})
+        own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]  # and not mirrors of others
+        groups.append({"names": own, "settings": settings})
     counters = {
         names[id(parameter)]: {key: value for key, value in state.items() if key not in _elementwise(optimizer, parameter)}
         for parameter, state in optimizer.state.items()
+        if id(parameter) in names
     }
     shapes = {name: [list(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in _whole(model).items()}
     return {"tensors": shapes, "optimizer": {"kind": type(optimizer).__name__, "groups": groups, "counters": counters}}

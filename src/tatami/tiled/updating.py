@@ -7,8 +7,9 @@ targets out, by the share of them that counts.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from tatami.tiled.model import TiledModel
 from tatami.tiled.objective import Objective
 from tatami.tiled.phases import IterationPhase
 from tatami.tiled.precision import Precision, autocast, check_precision
+from tatami.tiled.repairing import RepairedUpdate
 from tatami.tiled.retiling import Retiling
 
 
@@ -77,12 +79,27 @@ class _Report:
         request: of the sums under way; None where the rank is alone.
         value: the loss here.
         signals: their names.
+        size: how many ranks there are.
+        samples: of the batch, over all ranks.
     """
 
     sums: torch.Tensor
     request: AbstractRequest | None
     value: float
     signals: tuple[str, ...]
+    size: int
+    samples: int
+
+    @property
+    def counted(self) -> float:
+        """How many samples' worth of targets were not left out."""
+        return self.samples - float(self.sums[3])
+
+    @property
+    def tells_of_error(self) -> bool:
+        """Whether a loss is not finite or of no target, or the epoch ends on some ranks only."""
+        _, num_bad, num_ends, *_ = self.sums.tolist()
+        return bool(num_bad > 0 or self.counted == 0 or 0 < num_ends < self.size)
 
 
 class Updates:
@@ -117,16 +134,28 @@ class Updates:
         """Begin an update: what was accumulated is left out."""
         self._num_batches = self._samples = self._first_size = 0
         self._loss = self._counted = 0.0
+        self._end: Callable[[], dict[str, int]] = dict
 
     def add(
-        self, batch: LocalBatch, *, iteration: int, epoch: int, batch_number: int, signals: Mapping[str, bool]
-    ) -> Updated | None:
+        self,
+        batch: LocalBatch,
+        *,
+        iteration: int,
+        epoch: int,
+        batch_number: int,
+        signals: Mapping[str, bool],
+        update: RepairedUpdate | None = None,
+    ) -> bool:
         """Forward and backward over one batch, and the update if it is complete. Collective.
 
         Args:
             batch: the batch.
             iteration, epoch, batch_number: which this is, for errors.
             signals: what this rank tells the others; the same names on all ranks.
+            update: of an elastic run, which makes it where all ranks have come so far; otherwise it is made here.
+
+        Returns:
+            Whether the update is complete; `made` tells of it.
 
         Raises:
             NotFiniteError: on all ranks, the loss is NaN or infinite; the last good parameters are back in the model.
@@ -141,42 +170,82 @@ class Updates:
         with autocast(self._settings.precision, self._device), counting or nullcontext():
             loss = self._objective(model, batch.here)
         left_out = counting.left_out(loss) * num_here if counting is not None else 0.0
-        # Where every iteration is watched, its times go with the sum of the loss, which then waits for the gradients.
-        watched = self.retiling is not None and self.retiling.watcher is not None
-        report = None if watched else self._begin_report(loss, batch, num_here=num_here, left_out=left_out, signals=signals)
+        if left_out and update is not None and self._settings.gradient_clip_val is not None:
+            raise InputError(
+                "this batch leaves targets out (ignore_index), and an elastic run knows how many the ranks left out only after it "
+                "has clipped the gradients. Leave gradient_clip_val out, or use a loss with reduction='sum'"
+            )
+        # Where every iteration is watched, its times go with the sum of the loss, which then waits for the gradients; where it
+        # is repaired, the sum says that all gradients are there.
+        is_late = update is not None or (self.retiling is not None and self.retiling.watcher is not None)
+        report = None if is_late else self._begin_report(loss, batch, num_here=num_here, left_out=left_out, signals=signals)
         weight = size / self._first_size if model.reduction == "mean" else 1.0
         scaled: torch.Tensor = self.scaler.scale(loss if weight == 1.0 else loss * weight)
         scaled.backward()  # type: ignore[no-untyped-call]
-        report = report or self._begin_report(loss, batch, num_here=num_here, left_out=left_out, signals=signals)
-        value, counted, given = self._end_report(report, batch, iteration=iteration, epoch=epoch, batch_number=batch_number)
-        self._loss += value
-        self._counted += counted
+        is_whole = self._num_batches + 1 >= self._settings.accumulate_grad_batches or batch.is_last
+        report = report or self._begin_report(
+            loss, batch, num_here=num_here, left_out=left_out, signals=signals, is_sent=update is None or not is_whole
+        )
         self._samples += size
         self._num_batches += 1
-        if self._num_batches < self._settings.accumulate_grad_batches and not batch.is_last:
-            return None
-        self._update(iteration)
-        mean = self._loss / self._counted if model.reduction == "mean" else self._loss
+        end = functools.partial(self._end_batch, report, batch, iteration=iteration, epoch=epoch, batch_number=batch_number)
+        if not is_whole:
+            end()
+        elif update is None:
+            given = end()
+            self._end = lambda: given
+            self._weigh(self._counted)
+            self._ready_gradients()
+            self._step(iteration)
+        else:
+            self._end = end
+            self._ready_gradients()
+            update.pass_point(report.sums, apply=functools.partial(self._apply, report, iteration))
+        return is_whole
+
+    def made(self) -> Updated:
+        """The result of the update that is complete. Raises as `add`."""
+        given = self._end()
+        mean = self._loss / self._counted if self._model.reduction == "mean" else self._loss
         updated = Updated(loss=mean, samples=self._samples, signals=given)
         self.forget()
         return updated
 
-    def _update(self, iteration: int) -> None:
-        model, settings = self._model, self._settings
-        if model.reduction == "mean" and self._counted != self._first_size:
-            grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-            torch._foreach_mul_(grads, self._first_size / self._counted)
+    def _ready_gradients(self) -> None:
+        """What is left to be done about the gradients of all batches together. Collective where they are clipped."""
         self.scaler.unscale_(self._optimizer)
-        if settings.gradient_clip_val is not None:
-            model.clip_grad_norm_(settings.gradient_clip_val)
+        if self._settings.gradient_clip_val is not None:
+            self._model.clip_grad_norm_(self._settings.gradient_clip_val)
+
+    def _weigh(self, counted: float) -> None:
+        """Make sums of gradients of means over the first batch's samples those of the mean over all targets that count."""
+        if self._model.reduction == "mean" and counted != self._first_size:
+            grads = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+            torch._foreach_mul_(grads, self._first_size / counted)
+
+    def _apply(self, report: _Report, iteration: int, sums: list[float]) -> None:
+        """All ranks have all their gradients. Sends nothing; where the sums tell of an error, `made` raises it on all ranks."""
+        report.sums.copy_(torch.tensor(sums, dtype=torch.float64))
+        if not report.tells_of_error:
+            self._weigh(self._counted + report.counted)
+            self._step(iteration)
+
+    def _step(self, iteration: int) -> None:
         self._good.keep(iteration - 1)
         self.scaler.step(self._optimizer)
         self.scaler.update()
 
     def _begin_report(
-        self, local_loss: torch.Tensor, batch: LocalBatch, *, num_here: int, left_out: float, signals: Mapping[str, bool]
+        self,
+        local_loss: torch.Tensor,
+        batch: LocalBatch,
+        *,
+        num_here: int,
+        left_out: float,
+        signals: Mapping[str, bool],
+        is_sent: bool = True,
     ) -> _Report:
-        """Start the sums over the ranks; they travel while backward computes."""
+        """Start the sums over the ranks, if they are to be sent; they travel while backward computes."""
         model = self._model
         value = local_loss.item() if num_here else 0.0
         weight = num_here if model.reduction == "mean" else 1.0
@@ -186,33 +255,37 @@ class Updates:
         if self.retiling is not None:
             told += self.retiling.told()
         sums = torch.tensor(told, dtype=torch.float64, device="cpu")
-        request = model.comm.iallreduce(sums) if model.comm.size > 1 else None
-        return _Report(sums=sums, request=request, value=value, signals=tuple(signals))
+        size = model.comm.size
+        request = model.comm.iallreduce(sums) if is_sent and size > 1 else None
+        return _Report(sums=sums, request=request, value=value, signals=tuple(signals), size=size, samples=batch.size)
 
-    def _end_report(
+    def _end_batch(
         self, report: _Report, batch: LocalBatch, *, iteration: int, epoch: int, batch_number: int
-    ) -> tuple[float, float, dict[str, int]]:
-        """The loss, of means times their samples; how many samples' worth of targets count; how many ranks gave each signal."""
+    ) -> dict[str, int]:
+        """Add its loss; returns how many ranks gave each signal."""
         comm = self._model.comm
         if report.request is not None:
             with self._model.phases.during(IterationPhase.HORIZONTAL):
                 report.request.wait()
-        loss, num_bad, num_ends, left_out, *rest = report.sums.tolist()
+        loss, num_bad, _, _, *rest = report.sums.tolist()
         given = dict(zip(report.signals, map(int, rest), strict=False))
         if self.retiling is not None:
             self.retiling.heard(rest[len(given) :])
-        if num_bad or left_out == batch.size:
+        if num_bad or report.counted == 0:
             self._rescue(report.value if num_bad else math.nan, iteration)  # a mean over no target is NaN
-        if 0 < num_ends < comm.size:
+        if report.tells_of_error:
             ends = problems_of(comm, "ends" if batch.is_last else None)
             check_ends(ends, size=comm.size, batch=batch_number, epoch=epoch)
-        return float(loss), batch.size - left_out, given
+            raise InputError(f"a rank that has gone since was given other data: its epoch {epoch} did not end as the others'")
+        self._loss += loss
+        self._counted += report.counted
+        return given
 
     def _rescue(self, local_loss: float, iteration: int) -> None:
         """The loss is not finite: save the last parameters whose loss was, and say where it happened."""
         comm = self._model.comm
         bad = problems_of(comm, None if math.isfinite(local_loss) else local_loss)
-        rank, value = next(iter(bad.items()))
+        rank, value = next(iter(bad.items()), (-1, math.nan))  # in an elastic run it may have died since
         saved = self._good.rescue()
         others = f" (and on ranks {sorted(bad)[1:]})" if len(bad) > 1 else ""
         raise NotFiniteError(

@@ -245,16 +245,12 @@ def _noise(context: ModuleContext, x: torch.Tensor, p: float, shape: Shape) -> t
             noise = noise.narrow(axis, rank.mine.start, rank.mine.size)
         elif any(factor == "samples" or isinstance(factor, UnitFactor) for factor in factors):
             noise = noise.index_select(axis, _positions(context, factors))
-<<<<<<< HEAD
-    return _alone(noise)
+    return _alone(noise).to(x.device)
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that is kept for backward, without what it is a view of: the noise of the whole batch, or a packed qkv."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
-=======
-    return noise.to(x.device)
->>>>>>> gpus
 
 
 def _length(rank: RankContext, factors: tuple[Factor, ...], here: int) -> int:

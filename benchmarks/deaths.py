@@ -1,0 +1,445 @@
+"""What a death costs, by four ways to go on:  python benchmarks/deaths.py [--deaths 10] [--step-s 2.0] [--contestants ...]
+
+The same network, the same global batches and the same time of a step (every rank sleeps for `--step-s`, so that all of them fit
+on any machine) under
+
+- tatami: `tatami.elastic`, where the others repair the run and a new rank joins it;
+- torchrun: its elastic restart of all ranks, from a checkpoint after every step;
+- torchft: a lighthouse and a manager for each rank (`pip install torchft-nightly`; left out by name where it is not installed);
+- server: `tatami.server` with `FromServers()`.
+
+One rank is killed (SIGKILL) or stopped (SIGSTOP) at a random moment of every `EVERY`-th step. Each line tells of one contestant
+and one signal: the seconds by which such a step was longer than the median of the others, how many steps were made again, how
+many samples were in no update, and how far the final parameters are from those of the same run without deaths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from tatami.bench.interleaved import machine
+
+RESULTS = Path(__file__).parent / "results" / "deaths.jsonl"
+EVERY = 4
+"""Steps from death to death: the rank that replaces the dead one must be up again."""
+BATCH = 64
+LIMIT_S = 1800.0
+"""For one contestant."""
+
+State = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is run; read by the processes of all contestants.
+
+    Attributes:
+        delays: seconds after the beginning of a step at which a rank is struck, by step.
+        folder: where the ranks leave what they have to tell.
+    """
+
+    steps: int
+    step_s: float
+    ranks: int
+    heartbeat_s: float
+    number: int
+    delays: Mapping[int, float]
+    folder: str
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)).double()
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(BATCH, 64) and (BATCH,): the global batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, 64, generator=generator).double(), torch.randint(10, (BATCH,), generator=generator)
+
+
+def plain(steps: int) -> State:
+    """One process, no deaths."""
+    model = network()
+    optimizer = optimizer_of(model)
+    for step in range(steps):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return model.state_dict()
+
+
+def strike(case: Case, step: int) -> None:
+    """In the rank to be struck, at the beginning of a step: each step once."""
+    if step not in case.delays:
+        return
+    try:
+        (case.path / f"struck-{step}").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    threading.Timer(case.delays[step], os.kill, [os.getpid(), case.number]).start()
+
+
+def reached(case: Case, step: int) -> None:
+    """By one rank, after a step."""
+    with (case.path / "reached").open("a") as file:
+        print(step, time.time(), file=file)
+
+
+def outcome(case: Case, name: str, state: State, *, expected: State, samples_lost: int | None = 0) -> dict[str, Any]:
+    """The line of a contestant, from when the steps were reached; of a step that was made again, the last time counts."""
+    lines = [line.split() for line in (case.path / "reached").read_text().splitlines()]
+    made = Counter(int(step) for step, _ in lines)
+    at_s = {int(step): float(when) for step, when in lines}
+    spans = {step: at_s[step] - at_s[step - 1] for step in at_s if step - 1 in at_s}
+    usual = statistics.median(span for step, span in spans.items() if step not in case.delays)
+    lost = [spans[step] - usual for step in case.delays]
+    off = max(float((state[key] - value).abs().max()) for key, value in expected.items())
+    return {
+        "contestant": name,
+        "deaths": len(lost),
+        "step_median_s": usual,
+        "lost_mean_s": statistics.mean(lost),
+        "lost_s": lost,
+        "steps_again": made.total() - len(made),
+        "samples_lost": samples_lost if samples_lost is None else samples_lost + BATCH * (case.steps - len(made)),
+        "parameters_off": off,
+    }
+
+
+# -- tatami -------------------------------------------------------------------------------------------------------------------
+
+
+def with_tatami(case: Case) -> dict[str, Any]:
+    """The others repair the run; a new rank is started for the dead one, and let in when it is up."""
+    from tatami.elastic import MemberChange, run_elastic
+    from tatami.elastic.runtime import ElasticRuntime
+
+    runtimes: list[ElasticRuntime] = []
+
+    def replace(change: MemberChange) -> None:
+        for _ in range(case.ranks - len(change.members)):
+            runtimes[0].add()
+
+    result = run_elastic(
+        partial(_tatami_rank, case),
+        ranks=case.ranks,
+        heartbeat_s=case.heartbeat_s,
+        on_change=replace,
+        on_start=runtimes.append,
+    )
+    return outcome(case, "tatami", next(iter(result.values.values())), expected=plain(case.steps))
+
+
+def _tatami_rank(case: Case) -> State:
+    import tatami
+    from tatami.tiled import whole_state_dict
+
+    comm = tatami.init()
+    model = tatami.tile(network(), comm, batch_size=BATCH, speeds="equal", reduction="mean", quiet=True)
+    optimizer = optimizer_of(model)
+    loop = tatami.steps(model, optimizer, count=case.steps)
+    for step in loop:
+        with step:
+            if comm.rank == 1:
+                strike(case, step.number)
+            time.sleep(case.step_s)
+            x, y = model.local(*batch(step.number))
+            loss = nn.functional.cross_entropy(model(x), y) if len(y) else model(x).sum()
+            loss.backward()
+            step.update(loss)
+        if step.is_done and comm.rank == 0:
+            reached(case, step.number)
+    state: State = loop.whole(lambda: whole_state_dict(model))
+    return state
+
+
+# -- torchrun -----------------------------------------------------------------------------------------------------------------
+
+
+def with_torchrun(case: Case) -> dict[str, Any]:
+    """Every rank is started again, and reads the checkpoint of the last step."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
+    words += [f"--max-restarts={10 * len(case.delays)}", __file__, "--rank-of", "torchrun", "--case", case.folder]
+    # Without the second, the ranks of a restart find the addresses of the dead in the store that both share, and never meet.
+    settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    _end_well(case, [_started(case, words, settings, log="torchrun")])
+    saved = torch.load(case.path / "saved.pt", weights_only=True)
+    return outcome(case, "torchrun", saved["model"], expected=plain(case.steps))
+
+
+def _torchrun_rank(case: Case) -> None:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=case.heartbeat_s))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = network()
+    optimizer = optimizer_of(model)
+    done, saved = 0, case.path / "saved.pt"
+    if saved.exists():
+        state = torch.load(saved, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done = state["done"]
+    parallel = DistributedDataParallel(model)
+    for step in range(done, case.steps):
+        if rank == 1:
+            strike(case, step)
+        time.sleep(case.step_s)
+        x, y = batch(step)
+        optimizer.zero_grad()
+        share = y[rank::size]
+        loss = nn.functional.cross_entropy(parallel(x[rank::size]), share) * len(share) * size / BATCH
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if rank == 0:
+            torch.save(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "done": step + 1}, case.path / "part.pt"
+            )
+            os.replace(case.path / "part.pt", saved)
+            reached(case, step)
+    dist.destroy_process_group()
+
+
+# -- torchft ------------------------------------------------------------------------------------------------------------------
+
+
+def with_torchft(case: Case) -> dict[str, Any]:
+    """A step in which a rank dies is given up and made again; the dead one starts again and fetches the weights."""
+    if find_spec("torchft") is None:
+        return {"contestant": "torchft", "left_out": "torchft is not installed: pip install torchft-nightly"}
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=round(1000 * case.heartbeat_s)
+    )
+    settings = {"OMP_NUM_THREADS": "1", "TORCHFT_LIGHTHOUSE": lighthouse.address()}
+    words = [sys.executable, __file__, "--rank-of", "torchft", "--case", case.folder, "--number"]
+    try:
+        ranks = [partial(_started, case, [*words, str(rank)], settings, log=f"torchft-{rank}") for rank in range(case.ranks)]
+        _end_well(case, [start() for start in ranks], again=ranks)
+    finally:
+        lighthouse.shutdown()
+    return outcome(case, "torchft", torch.load(case.path / "saved.pt", weights_only=True), expected=plain(case.steps))
+
+
+def _torchft_rank(case: Case, number: int) -> None:
+    import torch.distributed as dist
+    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+    timeout = timedelta(seconds=case.heartbeat_s)
+    store: Any = cast(Any, dist).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    model = network()
+    plain_optimizer = optimizer_of(model)
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        plain_optimizer.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timeout),
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": plain_optimizer.state_dict()},
+        min_replica_size=1,
+        use_async_quorum=False,
+        timeout=timeout,
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        hostname="127.0.0.1",
+        replica_id=f"rank{number}",
+    )
+    parallel, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, plain_optimizer)
+    while (step := manager.current_step()) < case.steps:
+        optimizer.zero_grad()  # the quorum
+        step = manager.current_step()
+        if number == 1:
+            strike(case, step)
+        rank, size = manager.participating_rank() or 0, manager.num_participants()
+        time.sleep(case.step_s)
+        x, y = batch(step)
+        share = y[rank::size]
+        loss = nn.functional.cross_entropy(parallel(x[rank::size]), share) * len(share) * size / BATCH
+        loss.backward()
+        optimizer.step()
+        if number == 0 and manager.current_step() > step:
+            reached(case, step)
+    if number == 0:
+        torch.save(model.state_dict(), case.path / "saved.pt")
+    manager.shutdown()
+
+
+# -- tatami.server ------------------------------------------------------------------------------------------------------------
+
+
+def with_server(case: Case) -> dict[str, Any]:
+    """A spare takes the place of the dead worker. The server draws its batches: its own undisturbed run is compared with."""
+    from tatami import server
+
+    timers: list[threading.Timer] = []
+
+    def train(delays: Mapping[int, float], step_s: float) -> tuple[State, server.RunReport]:
+        def on_round(run: server.RunControl) -> None:
+            if run.version in delays:
+                timers.append(threading.Timer(delays[run.version], os.kill, [run.pids()["worker 1"], case.number]))
+                timers[-1].start()
+
+        def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            time.sleep(step_s)
+            return nn.functional.cross_entropy(output, target)
+
+        settings = server.RunSettings(
+            rounds=case.steps,
+            workers=case.ranks,
+            servers=2,
+            spares=1,
+            restarts=2 * len(case.delays),
+            batch_size=BATCH,
+            optimizer=server.SGD(lr=0.1, momentum=0.9),
+            heartbeat_s=case.heartbeat_s,
+        )
+        x, y = (torch.cat(parts) for parts in zip(*map(batch, range(case.steps)), strict=True))
+        model, report = server.train(
+            network, loss_fn, dataset=(x, y), settings=settings, context=server.RunContext(on_round=on_round)
+        )
+        return model.state_dict(), report
+
+    expected, _ = train({}, 0.0)
+    state, report = train(case.delays, case.step_s)
+    for timer in timers:
+        timer.join()
+    (case.path / "reached").write_text("".join(f"{step} {at_s}\n" for step, at_s in enumerate(report.reached_s, start=-1)))
+    return outcome(case, "server", state, expected=expected, samples_lost=None)
+
+
+# -- all ----------------------------------------------------------------------------------------------------------------------
+
+CONTESTANTS: dict[str, Callable[[Case], dict[str, Any]]] = {
+    "tatami": with_tatami,
+    "torchrun": with_torchrun,
+    "torchft": with_torchft,
+    "server": with_server,
+}
+
+
+def _started(case: Case, words: list[str], settings: Mapping[str, str], *, log: str) -> subprocess.Popen[bytes]:
+    with (case.path / f"{log}.log").open("ab") as file:
+        return subprocess.Popen(words, env={**os.environ, **settings}, stdout=file, stderr=file)
+
+
+def _end_well(
+    case: Case, running: list[subprocess.Popen[bytes]], *, again: Sequence[Callable[[], subprocess.Popen[bytes]]] | None = None
+) -> None:
+    """Wait for all; with `again`, start those that fail again, and kill and start again what is stopped for the heartbeat."""
+    end_s = time.monotonic() + LIMIT_S
+    stopped_s: dict[int, float] = {}
+    try:
+        while any(each.poll() is None for each in running):
+            if time.monotonic() > end_s:
+                raise SystemExit(f"no end after {LIMIT_S:.0f} s; the logs are in {case.folder}")
+            for number, each in enumerate(running):
+                is_stuck = again is not None and each.poll() is None and _is_stopped(each.pid)
+                if is_stuck and time.monotonic() - stopped_s.setdefault(each.pid, time.monotonic()) > case.heartbeat_s:
+                    each.kill()
+                    each.wait()
+                if again is not None and each.poll() not in (None, 0):
+                    running[number] = again[number]()
+            time.sleep(0.05)
+    finally:
+        for each in running:
+            if each.poll() is None:
+                each.terminate()  # torchrun ends its ranks
+                each.wait(timeout=60)
+    if bad := [each.returncode for each in running if each.returncode]:
+        logs = "\n".join(path.read_text()[-4000:] for path in sorted(case.path.glob("*.log")))
+        raise SystemExit(f"exit codes {bad}\n{logs}")
+
+
+def _is_stopped(pid: int) -> bool:
+    from tatami.engine.processes import is_stopped
+
+    return is_stopped(pid)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deaths", type=int, default=10)
+    parser.add_argument("--step-s", type=float, default=2.0)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--heartbeat-s", type=float, default=5.0, help="a rank that is silent for longer counts as dead")
+    parser.add_argument("--signals", default="KILL,STOP")
+    parser.add_argument("--contestants", default=",".join(CONTESTANTS))
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--rank-of", choices=("torchrun", "torchft"), help=argparse.SUPPRESS)
+    parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.rank_of:
+        case = _read(options.case)
+        return _torchrun_rank(case) if options.rank_of == "torchrun" else _torchft_rank(case, options.number)
+    chance = random.Random(0)
+    delays = {EVERY * (number + 1): chance.uniform(0.1, 0.9) * options.step_s for number in range(options.deaths)}
+    facts = {"step_s": options.step_s, "ranks": options.ranks, "heartbeat_s": options.heartbeat_s, "machine": machine()}
+    lines: list[dict[str, Any]] = [{"command": " ".join(["python", "benchmarks/deaths.py", *sys.argv[1:]]), **facts}]
+    for name in options.signals.split(","):
+        for contestant in options.contestants.split(","):
+            with tempfile.TemporaryDirectory() as folder:
+                case = Case(
+                    steps=max(delays) + EVERY,
+                    step_s=options.step_s,
+                    ranks=options.ranks,
+                    heartbeat_s=options.heartbeat_s,
+                    number=int(getattr(signal, f"SIG{name}")),
+                    delays=delays,
+                    folder=folder,
+                )
+                (case.path / "case.json").write_text(json.dumps(asdict(case)))
+                lines.append({"signal": name, **CONTESTANTS[contestant](case)})
+            print(json.dumps(lines[-1]), flush=True)
+    options.output.parent.mkdir(exist_ok=True)
+    options.output.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    print(options.output)
+    return None
+
+
+def _read(folder: Path) -> Case:
+    facts = json.loads((folder / "case.json").read_text())
+    return Case(**{**facts, "delays": {int(step): delay for step, delay in facts["delays"].items()}})
+
+
+if __name__ == "__main__":
+    main()
