@@ -77,6 +77,7 @@ class Fit:
                 if not self._checkpoints.is_saved(self._position):
                     self._save()
                 self._checkpoints.finish()
+            self._recorder.ended(self.history.stopped, iteration=self._position.iteration)
             call("on_fit_end", self._trainer)
         except BaseException as error:
             self._recorder.failed(error, iteration=self._position.iteration)
