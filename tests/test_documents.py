@@ -18,7 +18,15 @@ from tatami.errors import InputError
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PROGRAMS = ("from-ddp.md", "slurm.md", "notebook.md")
+PROGRAMS = (
+    "tutorial.md",
+    "gpt-at-home.md",
+    "from-ddp.md",
+    "slurm.md",
+    "ray.md",
+    "notebook.md",
+    "when-a-machine-dies.md",
+)
 """Pages all of whose blocks run, one after the other, as a reader would paste them; the README's program is an example."""
 BLOCK = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 

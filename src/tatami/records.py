@@ -32,12 +32,13 @@ class Records:
 
     def __init__(
         self,
-        path: Path | None = None,
+        path: Path | str | None = None,
         *,
-        tensorboard: Path | None = None,
+        tensorboard: Path | str | None = None,
         force: bool = False,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
+        path = None if path is None else Path(path)
         if path is not None:
             check_output(path, force=force)
         if tensorboard is not None:

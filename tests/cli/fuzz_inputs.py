@@ -75,6 +75,7 @@ BY_NAME |= dict.fromkeys(split("tensorboard|out|directory"), FOLDERS)
 """Texts and paths of special kinds, by the name of the option."""
 
 BASES = {
+    "doctor": ["--quick"],
     "plan": ["--speeds", "1,1"],
     "probe": ["-n", "2"],
     "run": ["-n", "2", "script.py"],
@@ -103,6 +104,8 @@ FILES = {
         ["train", "--model", "gpt", "--samples", "1000000", "--text", "{}"],
     ],
     "lab check": [["lab", "check", "{}"]],
+    "watch": [["watch", "--once", "{}"]],
+    "examples": [["examples", "{}"]],
     "server": [
         ["server", "train", "{}"],
         ["server", "train", "script.py", "--cluster", "{}"],

@@ -27,6 +27,7 @@ MEMORY_BYTES = 4 << 30
 INPUTS = list(fuzz_inputs(app))
 GROUPS = sorted({arguments[0] for arguments in INPUTS})
 STARTS = (
+    "tatami.doctor.examine",
     "tatami.bench.server.bench_round",
     "tatami.bench.train.bench_train",
     "tatami.server.training.run_training",

@@ -267,7 +267,7 @@ def test_a_run_that_fails_leaves_its_page(world: World, tmp_path_factory: pytest
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-LOOK = """<style>html { width: 390px }</style><script>addEventListener("load", () => setTimeout(() => {
+LOOK = """<style>html { width: WIDTHpx }</style><script>addEventListener("load", () => setTimeout(() => {
   const slider = document.getElementById("step");
   slider.value = 2; slider.dispatchEvent(new Event("input"));
   setTimeout(() => {
@@ -282,20 +282,29 @@ LOOK = """<style>html { width: 390px }</style><script>addEventListener("load", (
 }, 2000));</script></head>"""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to open the page in")
-def test_in_a_browser_it_draws_moves_and_asks_for_nothing(tmp_path: Path) -> None:
+def seen_in_a_browser(run: RecordedRun, folder: Path, *, width: int) -> dict[str, Any]:
+    """What `LOOK` saw; nothing was said on the console. Windows are 500 pixels wide at least."""
     assert CHROMIUM is not None
-    page = tmp_path / "run.html"
-    page.write_text(page_of(recorded(a_run()), title="run").replace("</head>", LOOK, 1), encoding="utf-8")
+    page = folder / "run.html"
+    look = LOOK.replace("WIDTH", str(width))
+    page.write_text(page_of(run, title="run").replace("</head>", look, 1), encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--enable-logging=stderr"]
-    options += [f"--user-data-dir={tmp_path / 'chromium'}", "--virtual-time-budget=20000", "--window-size=500,1600"]
+    options += [f"--user-data-dir={folder / 'chromium'}", "--virtual-time-budget=20000"]
+    options.append(f"--window-size={max(width, 500)},1600")
     ran = subprocess.run(
         [CHROMIUM, *options, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=400, check=False
     )
     assert "CONSOLE" not in ran.stderr
     found = re.search(r"<title>(.*?)</title>", ran.stdout)
     assert found is not None, ran.stderr
-    seen = json.loads(found[1])
+    seen: dict[str, Any] = json.loads(found[1])
+    return seen
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to open the page in")
+@pytest.mark.parametrize("width", [390, 1440])
+def test_in_a_browser_it_draws_moves_and_asks_for_nothing(tmp_path: Path, width: int) -> None:
+    seen = seen_in_a_browser(recorded(a_run()), tmp_path, width=width)
     assert (seen["drawn"], seen["requests"], seen["tiles"], seen["bars"]) == ("6", 0, 4, 4 * len(PHASES))
     assert seen["told"].startswith("3 of 4, after iteration 80: 4 tiles")
-    assert seen["right"] <= 390
+    assert seen["right"] <= width

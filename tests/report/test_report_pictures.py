@@ -135,7 +135,7 @@ def test_course_marks_whole_and_column_remappings_at_their_checks() -> None:
     assert draw_course(ax, checks, label="DRPM") is ax
     lines = {str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.get_lines()}  # type: ignore[arg-type]
     assert lines == {
-        "DRPM": ([20, 40, 60], [0.05, 0.03, 0.02]),
+        "DRPM": ([0, 20, 40, 60], [0.05, 0.05, 0.03, 0.02]),
         "re-mapping of the whole": ([20], [0.05]),
         "re-mapping within columns": ([40], [0.03]),
     }
@@ -151,6 +151,8 @@ def test_a_second_course_shares_the_axes_and_the_legend_of_the_marks() -> None:
     legend = ax.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["one", "re-mapping of the whole", "two"]
+    runs = [line for line in ax.get_lines() if line.get_drawstyle() == "steps-pre"]
+    assert len({str(line.get_linestyle()) for line in runs}) == 2  # told apart without colours
     assert ax.get_ylim()[1] > 0.2
 
 

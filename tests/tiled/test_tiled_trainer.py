@@ -352,7 +352,9 @@ def test_records_and_progress_are_those_of_rank_0(world: World, tmp_path_factory
                 ("train", 2),
                 ("phases", 4),
                 ("train", 4),
+                ("end", 4),
             ]
+            assert lines.pop()["stopped"] == "epochs"
             assert lines[0]["tiling"] == model.tiling.to_dict()
             assert all(set(line["ranks"]) == set(model.names) and line["iterations"] == 2 for line in lines[1::2])
             trained = lines[2::2]

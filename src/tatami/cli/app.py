@@ -14,6 +14,10 @@ from tatami.cli.bench_functions import FUNCTIONS_EPILOG, bench_functions
 from tatami.cli.bench_server import SERVER_EPILOG, bench_server
 from tatami.cli.demo import EPILOG as DEMO_EPILOG
 from tatami.cli.demo import demo
+from tatami.cli.doctor import EPILOG as DOCTOR_EPILOG
+from tatami.cli.doctor import doctor
+from tatami.cli.examples import EPILOG as EXAMPLES_EPILOG
+from tatami.cli.examples import examples
 from tatami.cli.group import Commands
 from tatami.cli.lab import lab
 from tatami.cli.plan import EPILOG as PLAN_EPILOG
@@ -33,22 +37,25 @@ from tatami.cli.train import EPILOG as TRAIN_EPILOG
 from tatami.cli.train import train
 from tatami.cli.tune import EPILOG as TUNE_EPILOG
 from tatami.cli.tune import tune
+from tatami.cli.watch import EPILOG as WATCH_EPILOG
+from tatami.cli.watch import watch
 
 app = typer.Typer(
     name="tatami",
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train one PyTorch network on machines that are not alike.",
-    epilog="New here? [bold]tatami demo[/] trains one network over four unequal ranks, three ways, in about a minute.",
+    epilog="New here? [bold]tatami demo[/] trains one network over four unequal ranks, three ways, in about a minute; "
+    "[bold]tatami doctor[/] says what is here and what is missing.",
 )
 app.command(epilog=PROBE_EPILOG)(probe)
 app.command(epilog=PLAN_EPILOG)(plan)
 app.command(epilog=RUN_EPILOG, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(run)
 app.command(epilog=TRAIN_EPILOG)(train)
+app.command(epilog=WATCH_EPILOG)(watch)
 app.command(epilog=REPORT_EPILOG)(report)
 bench.command(name="allreduce", epilog=ALLREDUCE_EPILOG)(bench_allreduce)
 bench.command(name="put-vs-allgather", epilog=PUT_EPILOG)(bench_put)
@@ -63,6 +70,8 @@ simulate.command(name="allreduce", epilog=SIMULATE_ALLREDUCE_EPILOG)(simulate_al
 simulate.command(name="tiling", epilog=TILING_EPILOG)(simulate_tiling)
 app.add_typer(simulate, name="simulate")
 app.command(epilog=DEMO_EPILOG)(demo)
+app.command(epilog=DOCTOR_EPILOG)(doctor)
+app.command(epilog=EXAMPLES_EPILOG)(examples)
 
 
 def _show_version(wanted: bool) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from tatami.cli.terminal import show, show_json, tell, width
 
@@ -13,6 +17,7 @@ if TYPE_CHECKING:
     from tatami.cli.job import Prepared
     from tatami.cli.training import TrainingOutcome
     from tatami.comm import AbstractCommunicator
+    from tatami.doctor import MachineLoad
     from tatami.report import Efficiency
 
 EPILOG = """
@@ -26,6 +31,8 @@ Ranks are slowed by sleeping after each stretch of compute, so one machine plays
 """
 _PICTURES = ("tiling.png", "course.png")
 METHODS = ("even", "srpm", "drpm")
+MUCH_OFF = 1.25
+"""An estimate of a speed that is further off than this explains a bad tiling."""
 TOLERANCE = 1e-3
 """Relative, on the final loss: three tilings add up float32 numbers in three orders, over a hundred updates."""
 
@@ -80,6 +87,7 @@ def _demo_rank(runs: dict[str, Prepared], comm: AbstractCommunicator, *, out: Pa
     from tatami.cli.results import tell_emulation
     from tatami.cli.serial import AloneBetween
     from tatami.cli.training import train
+    from tatami.doctor import LoadWatch
     from tatami.report import efficiency
 
     log_on_rank_0(comm)
@@ -89,24 +97,33 @@ def _demo_rank(runs: dict[str, Prepared], comm: AbstractCommunicator, *, out: Pa
         say(f"digits {first.net} on {comm.size} ranks, {first.batch_size} samples an iteration")
         tell_emulation(first)
     outcomes, efficiencies = {}, {}
+    comm.barrier()  # starting is work, too
+    watch, began_s = LoadWatch(), time.process_time()
     for method, prepared in runs.items():
         say(f"\n{_TOLD[method]}")
         alone = AloneBetween(prepared, comm)
         outcomes[method] = train(prepared, comm, progress=progress_of(comm), callbacks=[alone])
         rounds = alone.rounds(outcomes[method].history.iteration_s)
         efficiencies[method] = efficiency(rounds) if rounds else None
-    if comm.rank != 0:
+    used_s = comm.gather_object(time.process_time() - began_s)
+    if used_s is None:
         return
+    load = watch.load(own_s=sum(used_s))
     pictures = _draw(runs, outcomes, out)
     if as_json:
         show_json(
             [
-                {"method": method, **outcome.to_dict(), **_efficiency_record(efficiencies[method])}
+                {
+                    "method": method,
+                    **outcome.to_dict(),
+                    **_efficiency_record(efficiencies[method]),
+                    "is_machine_busy": load.is_busy if load else None,
+                }
                 for method, outcome in outcomes.items()
             ]
         )
         return
-    _report(runs, outcomes, efficiencies)
+    _report(runs, outcomes, efficiencies, load)
     for path in pictures:
         show(f"picture: {path}")
 
@@ -125,7 +142,10 @@ def _efficiency_record(found: Efficiency | None) -> dict[str, Any]:
 
 
 def _report(
-    runs: dict[str, Prepared], outcomes: dict[str, TrainingOutcome], efficiencies: dict[str, Efficiency | None]
+    runs: dict[str, Prepared],
+    outcomes: dict[str, TrainingOutcome],
+    efficiencies: dict[str, Efficiency | None],
+    load: MachineLoad | None,
 ) -> None:
     from tatami.report import MethodResult, draw_text, run_table
 
@@ -151,6 +171,11 @@ def _report(
     for method, found in efficiencies.items():
         if found is not None and found.problem:
             show(f"{method}: {found.problem}")
+    is_busy = load is not None and load.is_busy
+    if (reason := why_slower(outcomes["drpm"], outcomes["even"], told=machines.speeds, is_busy=is_busy)) is not None:
+        show("", reason)
+    if load is not None and is_busy:
+        show("", Text(f"Do not trust these times: meanwhile {load.sentence()}. The losses are right.", style="bold"))
     losses = [outcome.loss for outcome in outcomes.values()]
     apart = (max(losses) - min(losses)) / max(losses)
     same = "the same, up to rounding" if apart <= TOLERANCE else f"NOT the same: {apart:.1e} apart"
@@ -159,6 +184,32 @@ def _report(
         "",
         f"loss: {', '.join(f'{method} {outcome.loss:.7f}' for method, outcome in outcomes.items())}: {same}",
         f"accuracy: {100 * accuracy:.1f} % of {runs['drpm'].test.samples} digits that it had not seen",
+    )
+
+
+def why_slower(drpm: TrainingOutcome, even: TrainingOutcome, *, told: Mapping[str, float], is_busy: bool) -> str | None:
+    """Why DRPM ended slower than equal tiles, from what it saw; None where it did not.
+
+    Args:
+        drpm, even: how both ended.
+        told: the speeds that the ranks play, by name; only ratios count.
+        is_busy: whether other programs used the machine.
+    """
+    if drpm.iteration_s <= even.iteration_s:
+        return None
+    slower = f"DRPM is {drpm.iteration_s / even.iteration_s:.2f} times as slow as equal tiles here: "
+    moves = [check.decision.iteration for check in drpm.history.checks if check.decision.remaps]
+    if not moves:
+        last = drpm.history.checks[-1].decision.reason if drpm.history.checks else "there were too few iterations for a check"
+        return f"{slower}it never moved a tile ({last}), so both are the same but for its checks and for chance."
+    off = {name: drpm.speeds[name] / max(drpm.speeds.values()) * max(told.values()) / told[name] for name in told}
+    name = max(off, key=lambda each: abs(math.log(off[each])))
+    if not 1 / MUCH_OFF <= off[name] <= MUCH_OFF:
+        took = "took other programs' work for slowness" if is_busy else "measured iterations too short to tell"
+        return f"{slower}it took {name} for {off[name]:.2f} times as fast as it is, beside the fastest; it probably {took}."
+    return (
+        f"{slower}it knows the speeds by now, and moved tiles last after iteration {moves[-1]}, but with so little computing "
+        "the sums between tiles take the time. A larger network shows more: --net 64-3200-10."
     )
 
 

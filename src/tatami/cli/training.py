@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,7 +152,7 @@ def train(
 
 
 def course(history: History, *, every: int) -> list[CoursePoint]:
-    """The median time of an iteration between two checks, and what each check re-mapped; without checks, every `every`."""
+    """The median time of an iteration in each stretch: stretches end at every check, and after every `every` iterations."""
     kinds: dict[DecisionKind, Literal["whole", "column"]] = {
         DecisionKind.WHOLE: "whole",
         DecisionKind.COLUMNS: "column",
@@ -159,18 +160,14 @@ def course(history: History, *, every: int) -> list[CoursePoint]:
     }
     decisions = {check.decision.iteration: check.decision.kind for check in history.checks}
     total = len(history.iteration_s)
-    ends = list(decisions) or list(range(every, total + 1, every))
-    if not ends or ends[-1] != total:
-        ends.append(total)
-    starts = [0, *ends[:-1]]
+    ends = sorted({*decisions, *range(every, total + 1, every), total} - {0})
     return [
         CoursePoint(
             iteration=end,
             iteration_s=statistics.median(history.iteration_s[start:end]),
             remapping=kinds.get(decisions[end]) if end in decisions else None,
         )
-        for start, end in zip(starts, ends, strict=True)
-        if end > start
+        for start, end in pairwise([0, *ends])
     ]
 
 

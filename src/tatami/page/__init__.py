@@ -1,6 +1,17 @@
 """One HTML page of a run: the tiling over time, where the time went, losses, speeds, decisions, deaths, bytes by link."""
 
-from tatami.page.reading import RecordedRun, read_run
+from tatami.page.facts import RunFacts, facts_of
+from tatami.page.reading import GrowingLog, RecordedRun, read_run
 from tatami.page.writing import LARGEST_PAGE_BYTES, check_page, page_of, write_page
 
-__all__ = ["LARGEST_PAGE_BYTES", "RecordedRun", "check_page", "page_of", "read_run", "write_page"]
+__all__ = [
+    "LARGEST_PAGE_BYTES",
+    "GrowingLog",
+    "RecordedRun",
+    "RunFacts",
+    "check_page",
+    "facts_of",
+    "page_of",
+    "read_run",
+    "write_page",
+]

@@ -54,19 +54,61 @@ def read_run(path: Path | str) -> RecordedRun:
     records: list[Mapping[str, Any]] = []
     for number, line in enumerate(lines[:-1] if ends_whole else lines, 1):
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            records.append(_record(line, where=f"line {number} of {path}"))
+        except _NotJsonError:
             if number == len(lines) and records:
                 return RecordedRun(records=tuple(records), cut_off=True)
-            raise InputError(f"line {number} of {path} is not JSON: {shortened(line)!r}; give what --log wrote") from None
-        if not isinstance(record, dict) or not isinstance(record.get("event"), str):
-            raise InputError(
-                f"line {number} of {path} is not a record with an event: {shortened(line)!r}; give what --log wrote"
-            )
-        records.append(record)
+            raise
     if not records:
         raise InputError(f"{path} is empty: nothing was recorded")
     return RecordedRun(records=tuple(records))
+
+
+class GrowingLog:
+    """The JSON lines of a run that is still being written: each call reads what has come since the last.
+
+    Args:
+        path: of the log; it need not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_bytes = self._num_lines = 0
+        self._records: list[Mapping[str, Any]] = []
+
+    def read(self) -> RecordedRun | None:
+        """All records so far; None where nothing has come. A line that does not end yet is left for the next time.
+
+        Raises:
+            InputError: it is something else; names the line.
+        """
+        if not self._path.exists():
+            return None
+        check_input(self._path, what="the records")
+        if self._path.stat().st_size < self._read_bytes:  # a new run writes over it
+            self._read_bytes, self._num_lines, self._records = 0, 0, []
+        with self._path.open("rb") as file:
+            file.seek(self._read_bytes)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        for line in whole.decode("utf-8", errors="replace").split("\n") if newline else ():
+            self._num_lines += 1
+            self._records.append(_record(line, where=f"line {self._num_lines} of {self._path}"))
+        self._read_bytes += len(whole) + len(newline)
+        return RecordedRun(records=tuple(self._records)) if self._records else None
+
+
+class _NotJsonError(InputError):
+    """A line that may have been cut off."""
+
+
+def _record(line: str, *, where: str) -> Mapping[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        raise _NotJsonError(f"{where} is not JSON: {shortened(line)!r}; give what --log wrote") from None
+    if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+        raise InputError(f"{where} is not a record with an event: {shortened(line)!r}; give what --log wrote")
+    return record
 
 
 def _elastic(text: str) -> tuple[Mapping[str, Any], ...] | None:

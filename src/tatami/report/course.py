@@ -15,14 +15,17 @@ MARKS: dict[str, tuple[str, str, str]] = {
 }
 
 
+LINE_STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1, 1, 1)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class CoursePoint:
-    """One point of the curve: a check of the balance, and the time of the iterations before it.
+    """One stretch of the curve, which ends at a check of the balance or where it is cut.
 
     Attributes:
-        iteration: after which iteration it was taken.
-        iteration_s: seconds per iteration since the check before.
-        remapping: what was re-tiled at this check; None where nothing was.
+        iteration: the last of the stretch.
+        iteration_s: seconds per iteration in it.
+        remapping: what was re-tiled at its end; None where nothing was.
     """
 
     iteration: int
@@ -37,14 +40,18 @@ def draw_course(ax: Axes, checks: Sequence[CoursePoint], *, label: str = "time p
     """
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    ax.plot(
-        [check.iteration for check in checks],
-        [check.iteration_s for check in checks],
-        marker="o",
-        markersize=3.5,
-        linewidth=1.4,
-        label=label,
-    )
+    if checks:
+        # Each time is that of a stretch, the first one's from the beginning; lines differ in dashes, too, for print in grey.
+        num_runs = sum(line.get_drawstyle() == "steps-pre" for line in ax.get_lines())
+        times_s = [check.iteration_s for check in checks]
+        ax.plot(
+            [0, *(check.iteration for check in checks)],
+            [times_s[0], *times_s],
+            drawstyle="steps-pre",
+            linestyle=LINE_STYLES[num_runs % len(LINE_STYLES)],
+            linewidth=1.8,
+            label=label,
+        )
     named = {str(line.get_label()) for line in ax.get_lines()}
     for kind, (marker, colour, name) in MARKS.items():
         marked = [check for check in checks if check.remapping == kind]

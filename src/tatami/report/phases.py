@@ -20,7 +20,7 @@ MOST_RANKS = 32
 """More would be too small to see."""
 START, DONE = np.array([0.86, 0.92, 0.84]), np.array([0.11, 0.36, 0.22])
 """Colours of an element with this rank's contribution alone, and with everyone's."""
-STALE = "#e9e9e6"
+STALE, EDGE = "#f4f4f2", "#55554f"
 BAR_WIDTH, BAR_HEIGHT = 0.72, 0.3
 LINK = "#b5462f"
 
@@ -53,6 +53,19 @@ def draw_schedule(axes: Sequence[Axes], schedule: Schedule, *, columns: int) -> 
         _draw_links(ax, phase, columns=columns)
         _draw_ranks(ax, held, stale, columns=columns)
         ax.set_title(f"{number}. " + phase.title.replace(", ", "\n"), fontsize=9)
+    _legend(axes[0])
+
+
+def _legend(ax: Axes) -> None:
+    """Below all panels: what shades and lines mean."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    shades = {"the rank's own": START, "sums over some ranks": (START + DONE) / 2, "sums over all ranks": DONE}
+    handles = [Patch(facecolor=tuple(shade), edgecolor=EDGE, label=label) for label, shade in shades.items()]
+    handles.append(Patch(facecolor=STALE, edgecolor=EDGE, label="of no use any more"))
+    line = Line2D([], [], color=LINK, linewidth=3, alpha=0.55, label="exchange with each other")
+    ax.figure.legend(handles=[*handles, line], loc="outside lower center", ncols=5, frameon=False, fontsize=8)
 
 
 def _mark_stale(phase: Phase, stale: Sequence[npt.NDArray[np.bool_]]) -> None:
@@ -76,8 +89,8 @@ def _draw_ranks(ax: Axes, held: Sequence[Contributions], stale: Sequence[npt.NDA
             colour = STALE if stale[rank][low] else tuple(START + share * (DONE - START))
             left = x + BAR_WIDTH * low / size
             ax.add_patch(Rectangle((left, y), BAR_WIDTH * (high - low) / size, BAR_HEIGHT, facecolor=colour, linewidth=0))
-        ax.add_patch(Rectangle((x, y), BAR_WIDTH, BAR_HEIGHT, fill=False, edgecolor="#55554f", linewidth=0.8))
-        ax.text(x, y + BAR_HEIGHT + 0.04, str(rank), ha="left", va="bottom", fontsize=7, color="#55554f")
+        ax.add_patch(Rectangle((x, y), BAR_WIDTH, BAR_HEIGHT, fill=False, edgecolor=EDGE, linewidth=0.8))
+        ax.text(x, y + BAR_HEIGHT + 0.04, str(rank), ha="left", va="bottom", fontsize=7, color=EDGE)
     rows = -(-ranks // columns)
     ax.set_xlim(-0.1, columns - 1 + BAR_WIDTH + 0.1)
     ax.set_ylim(-(rows - 1) - 0.1, BAR_HEIGHT + 0.3)

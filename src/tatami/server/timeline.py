@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = {"died": "#b5392f", "hung": "#d98b1f"}
+LINES = {"died": ("--", "its death is noticed"), "hung": (":", "its silence is noticed")}
 
 
 def draw_timeline(ax: Axes, report: RunReport) -> Axes:
@@ -19,8 +20,9 @@ def draw_timeline(ax: Axes, report: RunReport) -> Axes:
     named: set[str] = set()
     for failure in report.failures:
         colour = COLOURS[failure.how]
-        label = "_" if failure.how in named else failure.how
-        ax.axvline(failure.at_s, color=colour, linewidth=1.0, linestyle="--", label=label)
+        style, label = LINES[failure.how]
+        label = "_" if failure.how in named else label
+        ax.axvline(failure.at_s, color=colour, linewidth=1.4, linestyle=style, label=label)
         place = (failure.at_s, failure.round)
         ax.annotate(failure.who, place, xytext=(4, -12), textcoords="offset points", color=colour, fontsize=9)
         named.add(failure.how)

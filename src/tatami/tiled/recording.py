@@ -74,6 +74,10 @@ class RunRecorder:
         if is_due:
             self.write("train", iteration=iteration, values={"epoch": epoch, "loss": loss, "samples_per_s": samples_per_s})
 
+    def ended(self, stopped: str, *, iteration: int) -> None:
+        """`fit` has come to its end; `stopped` says by which limit."""
+        self._records.write("end", iteration=iteration, values={"stopped": stopped})
+
     def failed(self, error: BaseException, *, iteration: int) -> None:
         """An error ends the run, perhaps on this rank alone."""
         self.write("error", iteration=iteration, values={"kind": type(error).__name__, "message": str(error)})

@@ -1,0 +1,95 @@
+"""`tatami doctor`: what is here, what differs between hosts, and what to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from tatami.cli.terminal import show, show_json, tell
+
+if TYPE_CHECKING:
+    from tatami.doctor import Diagnosis, MachineLoad
+
+EPILOG = """
+[bold]Examples[/]
+
+tatami doctor
+
+tatami doctor --hosts old,new
+
+Exit code 0: all that is installed works; 1: something does not, and the last lines say what to do.
+"""
+_LOOK_S = 0.5
+
+
+def doctor(
+    *,
+    hosts: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Look at these machines and the connections between them, too.", show_default=False),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Start nothing: only look at what is installed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
+) -> None:
+    """Find out what is here and whether it works: MPI, Ray, SimGrid, CUDA, cores, memory; and what to do where it does not.
+
+    With --hosts, on each of them by ssh, as `tatami run --hosts` starts its ranks: versions that differ, names that are not
+    known, and connections that a firewall keeps out.
+    """
+    from tatami.doctor import compared, connected, diagnosed, examine, facts_here, steps_to_take, tried
+    from tatami.doctor.hosts import host_names
+
+    names = host_names(hosts.split(",")) if hosts is not None else []
+    load = _load_now()
+    facts = facts_here()
+    found = diagnosed(facts)
+    if load is not None:
+        found.append(_told_load(load))
+    if not quick:
+        tell("trying what is installed ...", style="dim")
+        found += tried(facts)
+    if names:
+        tell(f"looking at {len(names)} hosts ...", style="dim")
+        examined = examine(names)
+        found += compared(examined.facts, silent=examined.silent)
+        found += connected(examined.reached)
+    steps = steps_to_take(found)
+    if as_json:
+        show_json({"found": [asdict(each) for each in found], "steps": steps, "facts": asdict(facts)})
+    else:
+        _show(found, steps, hosts=hosts)
+    raise typer.Exit(int(any(each.is_problem for each in found)))
+
+
+def _show(found: Sequence[Diagnosis], steps: Sequence[str], *, hosts: str | None) -> None:
+    across = max(len(each.what) for each in found)
+    for each in found:
+        mark, style = ("!!", "bold red") if each.is_problem else ("--", "dim") if each.advice else ("ok", "green")
+        show(Text.assemble((mark, style), f"  {each.what:<{across}}  ", (each.told, "bold" if each.is_problem else "")))
+    show("", "What to do:" if steps else "Nothing is missing.")
+    for number, step in enumerate(steps, 1):
+        show(f"{number:>3}. {step}")
+    if not any(each.is_problem for each in found):
+        probe = f"tatami probe -n {len(hosts.split(','))} --hosts {hosts} -o cluster.toml" if hosts else "tatami demo"
+        show("", f"What is installed works. Next: {probe}")
+
+
+def _load_now() -> MachineLoad | None:
+    from tatami.doctor import LoadWatch
+
+    watch = LoadWatch()
+    began_s = time.process_time()
+    time.sleep(_LOOK_S)
+    return watch.load(own_s=time.process_time() - began_s)
+
+
+def _told_load(load: MachineLoad) -> Diagnosis:
+    from tatami.doctor import Diagnosis
+
+    advice = "measure nothing while other programs run: times, speeds and plans from them would be theirs, too"
+    return Diagnosis(what="load", told=load.sentence(), advice=advice if load.is_busy else None)

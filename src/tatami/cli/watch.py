@@ -1,0 +1,168 @@
+"""`tatami watch`: a run in the terminal, while it runs."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from tatami.cli.terminal import is_terminal
+from tatami.clock import Clock, SystemClock
+from tatami.page import GrowingLog, RecordedRun, RunFacts, facts_of, read_run
+from tatami.page.facts import PHASES
+
+EPILOG = """
+[bold]Examples[/]
+
+tatami train -n 4 --retile --log run.jsonl &
+
+tatami watch run.jsonl
+
+Ends with Ctrl-C, or when the run has. `tatami report` makes a page of the same records.
+"""
+_LOOK_S = 0.5
+_SETTLED_LOOKS = 6
+"""After the last record of a `fit` there may come another `fit`: only so much later the run has ended."""
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_LAST = 4
+_MOST_RANKS = 16
+
+
+def watch(
+    records: Annotated[Path, typer.Argument(metavar="RUN.jsonl", help="What --log or Trainer(records=...) writes.")],
+    *,
+    once: Annotated[bool, typer.Option("--once", help="Show how it stands, and end.")] = False,
+) -> None:
+    """Show a run while it goes on: losses, the share and the time of each rank, what was re-tiled and who died.
+
+    Reads the log that the run writes, on the same machine or over a shared folder, and does not disturb it. Where the output
+    is not a terminal, it shows how the run stands and ends.
+    """
+    console = Console()
+    if once or not is_terminal(sys.stdout):
+        console.print(frame(read_run(records), name=records.name, columns=console.width))
+        return
+    try:
+        follow(GrowingLog(records), name=records.name, console=console, clock=SystemClock())
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+
+
+def follow(log: GrowingLog, *, name: str, console: Console, clock: Clock) -> None:
+    """Show the run until it has ended.
+
+    Args:
+        log: of the run.
+        name: shown above.
+        console: a terminal.
+        clock: sleeps between two looks.
+    """
+    seen, unchanged = 0, 0
+    with Live(Text(f"waiting for {name}"), console=console, auto_refresh=False) as live:
+        while True:
+            run = log.read()
+            if run is not None and len(run.records) != seen:
+                seen, unchanged = len(run.records), 0
+                live.update(frame(run, name=name, columns=console.width), refresh=True)
+            elif run is not None and run.records[-1]["event"] in ("end", "error"):
+                unchanged += 1
+                if unchanged >= _SETTLED_LOOKS:
+                    return
+            clock.sleep(_LOOK_S)
+
+
+def frame(run: RecordedRun, *, name: str, columns: int) -> Group:
+    """How a run stands, as wide as `columns` characters."""
+    facts = facts_of(run)
+    parts: list[Text | RichTable] = [Text.assemble((name, "bold"), "  ", _head(run))]
+    losses = [row["loss"] for row in facts.losses if row["what"] == "training"]
+    if losses:
+        parts.append(_curve("loss", losses, columns=columns))
+    if facts.rates:
+        parts.append(_curve("samples/s", [row["rate"] for row in facts.rates], columns=columns))
+    if facts.steps:
+        parts += [Text(""), _floor(facts), _ranks(facts)]
+    parts += _told("re-tiled", [f"after iteration {row['iteration']:,}: {row['reason']}" for row in facts.decisions])
+    parts += _told("deaths and repairs", [": ".join(filter(None, list(row.values())[:3])) for row in facts.deaths])
+    return Group(*parts)
+
+
+def sparkline(values: Sequence[float | None], *, columns: int) -> str:
+    """Values as a line of blocks, at most `columns` of them: each the last of its stretch; blank where it is none."""
+    count = min(columns, len(values))
+    shown = [values[(index + 1) * len(values) // count - 1] for index in range(count)]
+    known = [value for value in shown if value is not None and math.isfinite(value)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    step = (high - low) / (len(_BLOCKS) - 1) or 1.0
+    return "".join(
+        " " if value is None or not math.isfinite(value) else _BLOCKS[round((value - low) / step)] for value in shown
+    )
+
+
+def _head(run: RecordedRun) -> str:
+    last = run.records[-1]
+    iteration = max((record["iteration"] for record in run.records if "iteration" in record), default=0)
+    how = {"end": f"ended ({last.get('stopped', 'done')})", "error": f"ended by {last.get('kind', 'an error')}"}
+    epochs = [record["epoch"] for record in run.of("train") if "epoch" in record]
+    epoch = f", epoch {epochs[-1]}" if epochs else ""
+    return f"iteration {iteration:,}{epoch}  {how.get(last['event'], 'running')}"
+
+
+def _curve(name: str, values: Sequence[float | None], *, columns: int) -> Text:
+    known = [value for value in values if value is not None]
+    first, last = (f"{value:.4g}" for value in (known[0], known[-1])) if known else ("-", "-")
+    room = max(1, columns - 10 - len(first) - len(last) - 4)
+    return Text.assemble(f"{name:<10}", (first, "dim"), " ", (sparkline(values, columns=room), "cyan"), " ", (last, "bold"))
+
+
+def _floor(facts: RunFacts) -> Text:
+    step = facts.steps[-1]
+    columns = f"{step['columns']} column{'s' if step['columns'] != 1 else ''}"
+    changed = f", tiling {len(facts.steps)}" if len(facts.steps) > 1 else ""
+    return Text.assemble(
+        (f"{step['samples']:,} samples x {step['units']:,} units in {columns}{changed}", "bold"),
+        ("   (phases in milliseconds of an iteration)", "dim"),
+    )
+
+
+def _ranks(facts: RunFacts) -> RichTable:
+    """Of the newest tiling."""
+    number = len(facts.steps) - 1
+    area = facts.steps[-1]["samples"] * facts.steps[-1]["units"]
+    tiles = {row["rank"]: row for row in facts.tiles if row["step"] == number}
+    speeds = {row["rank"]: row["speed"] for row in facts.speeds}  # the newest of each
+    spent_ms = {(row["rank"], row["phase"]): row["ms"] for row in facts.phases if row["step"] == number}
+    table = RichTable(box=None, pad_edge=False, header_style="dim")
+    table.add_column("rank")
+    for head in ("share", "speed", *PHASES):
+        table.add_column(head, justify="right")
+    for rank in facts.ranks[:_MOST_RANKS]:
+        tile = tiles.get(rank)
+        share = 0.0 if tile is None else (tile["x2"] - tile["x1"]) * (tile["y2"] - tile["y1"]) / area
+        times = [spent_ms.get((rank, phase)) for phase in PHASES]
+        speed = speeds.get(rank)
+        table.add_row(
+            rank,
+            f"{100 * share:.1f} %",
+            "-" if speed is None else f"{speed:.2f}",
+            *("-" if time_ms is None else f"{time_ms:.3g}" for time_ms in times),
+            style="dim" if tile is None else "",
+        )
+    if len(facts.ranks) > _MOST_RANKS:
+        table.add_row(f"and {len(facts.ranks) - _MOST_RANKS} more")
+    return table
+
+
+def _told(what: str, lines: Sequence[str]) -> list[Text]:
+    if not lines:
+        return []
+    more = f" (of {len(lines)}, the last {_LAST})" if len(lines) > _LAST else ""
+    return [Text(""), Text(f"{what}{more}", style="bold"), *(Text(f"  {line}", overflow="ellipsis") for line in lines[-_LAST:])]

@@ -1,0 +1,111 @@
+"""`tatami watch`: how a run stands, from a log that grows."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tatami.cli.app import app
+from tatami.cli.watch import follow, sparkline
+from tatami.errors import InputError
+from tatami.page import GrowingLog
+from tatami.page.facts import PHASES
+
+TILES = [
+    {"processor": "p0", "column": 0, "samples": [0, 60], "units": [0, 90]},
+    {"processor": "p1", "column": 0, "samples": [0, 60], "units": [90, 120]},
+]
+RANKS = {name: {f"{phase}_s": 0.02 for phase in PHASES} for name in ("p0", "p1")}
+TILING = {"samples": 60, "units": 120, "tiles": TILES}
+RUN: list[dict[str, Any]] = [
+    {"event": "tiling", "iteration": 0, "why": "", "tiling": TILING, "speeds": {"p0": 3, "p1": 1}},
+    {"event": "phases", "iteration": 10, "iterations": 10, "ranks": RANKS},
+    {"event": "train", "iteration": 10, "epoch": 1, "loss": 2.0, "samples_per_s": 500.0},
+    {"event": "train", "iteration": 20, "epoch": 2, "loss": float("nan"), "samples_per_s": 400.0},
+    {"event": "check", "iteration": 20, "decision": "re-map whole", "reason": "p1 is slow", "imbalance": 2.0, "moved_units": 9},
+    {"event": "train", "iteration": 1030, "epoch": 3, "loss": 0.5, "samples_per_s": 450.0},
+]  # fmt: skip
+
+
+def written(path: Path, records: list[dict[str, Any]], *, rest: str = "") -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + rest, encoding="utf-8")
+    return path
+
+
+def test_the_values_of_the_log_are_shown(tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["watch", str(written(tmp_path / "run.jsonl", RUN))])
+    assert shown.exit_code == 0, shown.output
+    for words in (
+        "run.jsonl  iteration 1,030, epoch 3  running",
+        "loss      2 █ ▁ 0.5",
+        "samples/s 500 █▁▅ 450",
+        "60 samples x 120 units in 1 column",
+        "after iteration 20: p1 is slow",
+    ):
+        assert words in shown.stdout
+    lines = [line.split() for line in shown.stdout.splitlines()]
+    assert ["p0", "75.0", "%", "1.00", "2", "2", "2", "2", "2"] in lines
+    assert ["p1", "25.0", "%", "0.33", "2", "2", "2", "2", "2"] in lines
+
+
+def test_curves_are_thinned_to_the_width() -> None:
+    assert sparkline([float(n) for n in range(800)], columns=8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([3.0, None, 3.0], columns=8) == "▁ ▁"
+    assert sparkline([None], columns=8) == " "
+
+
+def test_a_log_is_read_as_it_grows(tmp_path: Path) -> None:
+    log = GrowingLog(tmp_path / "run.jsonl")
+    assert log.read() is None
+    written(tmp_path / "run.jsonl", RUN[:2], rest='{"event": "tr')
+    first = log.read()
+    assert first is not None
+    assert list(first.records) == RUN[:2]
+    assert log.read() == first
+    assert log.read() is None or len(log.read().records) == 2  # type: ignore[union-attr]
+    written(tmp_path / "run.jsonl", RUN[:3])
+    more = log.read()
+    assert more is not None
+    assert list(more.records) == RUN[:3]
+    written(tmp_path / "run.jsonl", RUN[:1])  # a new run
+    again = log.read()
+    assert again is not None
+    assert list(again.records) == RUN[:1]
+    written(tmp_path / "run.jsonl", RUN[:1], rest="no\n")
+    with pytest.raises(InputError, match=r"line 2 of .*run\.jsonl is not JSON: 'no'"):
+        log.read()
+
+
+class Steps:
+    """A clock whose sleeps are the steps of a story."""
+
+    def __init__(self, steps: list[Any]) -> None:
+        self.steps = steps
+        self.num_slept = 0
+
+    def now_s(self) -> float:
+        return 0.0
+
+    def sleep(self, duration_s: float) -> None:
+        assert duration_s < 10
+        self.num_slept += 1
+        if self.steps:
+            self.steps.pop(0)()
+
+
+def test_it_waits_for_the_log_shows_what_comes_and_ends_with_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    end = {"event": "end", "iteration": 1030, "stopped": "epochs"}
+    clock = Steps([lambda: None, lambda: written(path, RUN[:3]), lambda: written(path, [*RUN, end])])
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100)
+    follow(GrowingLog(path), name="run.jsonl", console=console, clock=clock)
+    said = screen.getvalue()
+    assert said.index("waiting for run.jsonl") < said.index("epoch 1") < said.index("ended (epochs)")
+    assert clock.num_slept < 20
