@@ -1,7 +1,7 @@
 """What must be computed."""
 
 from tatami.workload.block import Block
-from tatami.workload.gpt import FEWEST_ROWS, VOCABULARY, gpt_workload
+from tatami.workload.gpt import VOCABULARY, gpt_workload
 from tatami.workload.linear_pair import linear_pair
 from tatami.workload.network import (
     Activation,
@@ -18,7 +18,6 @@ from tatami.workload.table1 import Counts, PairSizes, backward_counts, forward_c
 from tatami.workload.workload import WIRES, Workload, check_wire
 
 __all__ = [
-    "FEWEST_ROWS",
     "VOCABULARY",
     "WIRES",
     "Activation",
