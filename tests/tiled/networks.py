@@ -358,7 +358,7 @@ class StackedExperts(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         result = torch.zeros_like(hidden_states)
-        for index in top_k_index.unique():
+        for index in top_k_index.unique():  # type: ignore[no-untyped-call]
             if index < self.num_experts:
                 row, place = torch.where(top_k_index == index)
                 y = F.linear(F.gelu(F.linear(hidden_states[row], self.up[index])), self.down[index])

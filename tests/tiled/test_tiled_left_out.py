@@ -52,7 +52,8 @@ def network() -> nn.Module:
 
 def by_hand(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     logits = model(**batch)["logits"][:, :-1]
-    return nn.CrossEntropyLoss()(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+    loss: torch.Tensor = nn.CrossEntropyLoss()(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+    return loss
 
 
 def plain_fit(batch_size: int) -> tuple[list[float], dict[str, torch.Tensor], float]:

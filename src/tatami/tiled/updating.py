@@ -172,7 +172,7 @@ class Updates:
         left_out = counting.left_out(loss) * num_here if counting is not None else 0.0
         if left_out and update is not None and self._settings.gradient_clip_val is not None:
             raise InputError(
-                "this batch leaves targets out (ignore_index), and an elastic run knows how many the ranks left out only after it "
+                "this batch leaves targets out (ignore_index), and an elastic run learns how many that are only when it "
                 "has clipped the gradients. Leave gradient_clip_val out, or use a loss with reduction='sum'"
             )
         # Where every iteration is watched, its times go with the sum of the loss, which then waits for the gradients; where it

@@ -33,7 +33,7 @@ def facts_of(
 
 def _kept_bytes(module: nn.Module, call: ModuleCall, program: FollowedProgram) -> dict[fx.Node, int]:
     """What each operation of the program makes that is kept for backward."""
-    tensors = dict(module.named_parameters(remove_duplicate=False))
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     # Running statistics are changed in place, and must not be the module's own.
     tensors |= {name: buffer.clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
     leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
@@ -41,7 +41,7 @@ def _kept_bytes(module: nn.Module, call: ModuleCall, program: FollowedProgram) -
     own = [tensors[name] for name in program.tensors]
     run = KeepingRun(program.graph, own)
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        run.run(*own, *inputs)  # type: ignore[no-untyped-call]
+        run.run(*own, *inputs)
     return run.sizes_bytes
 
 

@@ -101,7 +101,8 @@ class PartForward:
         added = [_Once.apply(owner[name], first) for owner, name in once]  # type: ignore[no-untyped-call]
         tensors = [*used[len(inputs) :], *added]
         with _replaced([*shared, *once], tensors), self.parts.with_units(self.module, self.context):
-            args, kwargs = self.parts.inputs(self.module, *pytree.tree_unflatten(leaves, structure), self.context)
+            args, kwargs = pytree.tree_unflatten(leaves, structure)
+            args, kwargs = self.parts.inputs(self.module, args, kwargs, self.context)
             result = self._plain(*args, **kwargs)
         if self.results is None:
             return result
