@@ -225,7 +225,7 @@ class Updates:
 
     def _apply(self, report: _Report, iteration: int, sums: list[float]) -> None:
         """All ranks have all their gradients. Sends nothing; where the sums tell of an error, `made` raises it on all ranks."""
-        report.sums.copy_(torch.tensor(sums, dtype=torch.float64))
+        report.sums.copy_(torch.tensor(sums, dtype=torch.float64, device="cpu"))
         if not report.tells_of_error:
             self._weigh(self._counted + report.counted)
             self._step(iteration)

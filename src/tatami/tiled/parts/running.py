@@ -222,7 +222,8 @@ class _Unused(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
         zeros = (
-            torch.zeros(shape, dtype=dtype) if need else None for (shape, dtype), need in zip(ctx.likes, needed, strict=True)
+            torch.zeros(shape, dtype=dtype, device=grad.device) if need else None
+            for (shape, dtype), need in zip(ctx.likes, needed, strict=True)
         )
         return grad, *zeros
 
