@@ -21,6 +21,8 @@ from tatami.workload import Block, Workload
 
 _ADAM = 4
 """A weight, its gradient, and two moments."""
+_STATISTICS_BYTES = 128
+"""Of one channel: means and variances of up to eight columns, and what is made of them."""
 _FOLLOWING = threading.Lock()
 """torch.fx and torch.export patch torch for the whole process while they follow a module, and ranks may be its threads."""
 
@@ -237,8 +239,14 @@ def workload_of(model: nn.Module, found: Blocks, *, samples: int, wire: str | No
         state_bytes_per_parameter=_ADAM * element_bytes,
         # Whatever the pass kept, and no unit owns.
         replicated_activation_bytes=max(0.0, kept_bytes - sum(each.units * each.unit_activation_bytes for each in blocks)),
-        replicated_frozen_bytes=sum(size for name, size in frozen.items() if name not in tiled),
+        replicated_frozen_bytes=sum(size for name, size in frozen.items() if name not in tiled) + _statistics_bytes(model),
     )
+
+
+def _statistics_bytes(model: nn.Module) -> int:
+    """What batch normalization keeps of each channel of some columns, whatever the samples are."""
+    layers = (layer for layer in model.modules() if isinstance(layer, BATCH_NORMS))
+    return sum(_STATISTICS_BYTES * layer.num_features for layer in layers)
 
 
 def _facts(found: Blocks, trained: Mapping[str, nn.Parameter], frozen: Mapping[str, int]) -> tuple[Block, ...]:
