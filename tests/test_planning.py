@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +17,7 @@ from tatami.errors import InputError, PlanError
 from tatami.planning import compared
 from tatami.tiled import find_blocks, workload_of
 from tatami.tiling import PLANNERS, Plan
-from tatami.workload import Workload
+from tatami.workload import Workload, gpt_workload
 
 SPEEDS = [1.0, 0.5, 0.25]
 
@@ -83,3 +88,25 @@ def test_what_cannot_be_planned_is_refused_with_what_to_do() -> None:
         tatami.plan(work, speeds={"p0": 1.0})
     with pytest.raises(PlanError, match="3 processors are more than the 2 samples"):
         tatami.plan(net(), speeds=SPEEDS, batch_size=2)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("letters", [96, 600], ids=["repeated", "split"])
+def test_the_closed_form_of_a_gpt_is_what_is_found_of_the_examples_network(letters: int, tied: bool) -> None:
+    """The classes of examples/nanogpt.py, and `tatami plan --model gpt`: field by field."""
+    example = Path(__file__).parent.parent / "examples" / "nanogpt.py"
+    names: dict[str, Any] = {"__name__": "nanogpt"}
+    exec(example.read_text().split("\ncomm = ")[0], names)
+    names["LETTERS"] = range(letters)
+    network = names["GPT"]()
+    if tied:
+        network.head = nn.Linear(names["WIDTH"], letters, bias=False)
+        network.head.weight = network.letters.weight
+    sample = torch.randint(letters, (4, names["TOKENS"]))
+    found = tatami.plan(network, speeds=[1.0], batch_size=64, sample=sample, planners=["even"]).workload
+    closed = gpt_workload(
+        layers=names["LAYERS"], width=names["WIDTH"], heads=names["HEADS"], tokens=names["TOKENS"], vocabulary=letters,
+        tied=tied, samples=64,
+    )  # fmt: skip
+    assert Counter(found.blocks) == Counter(closed.blocks)
+    assert replace(found, blocks=()) == replace(closed, blocks=())

@@ -346,6 +346,39 @@ class Experts(nn.Module):
         return result.view(x.shape)
 
 
+class StackedExperts(nn.Module):
+    """The experts of Hugging Face's mixtures, in one tensor each: index `num_experts` is none of them."""
+
+    def __init__(self, width: int, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.up = nn.Parameter(torch.randn(num_experts, 6, width) / width**0.5)
+        self.down = nn.Parameter(torch.randn(num_experts, width, 6) / 6**0.5)
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(hidden_states)
+        for index in top_k_index.unique():  # type: ignore[no-untyped-call]
+            if index < self.num_experts:
+                row, place = torch.where(top_k_index == index)
+                y = F.linear(F.gelu(F.linear(hidden_states[row], self.up[index])), self.down[index])
+                result.index_add_(0, row, y * top_k_weights[row, place, None])
+        return result
+
+
+class Stacked(nn.Module):
+    """A sparse mixture over them."""
+
+    def __init__(self, width: int, num_experts: int = 5) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(width, num_experts), StackedExperts(width, num_experts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, 1)
+        weights, chosen = self.router(rows).softmax(-1).topk(2, dim=-1)
+        result: torch.Tensor = self.experts(rows, chosen, weights).view(x.shape)
+        return result
+
+
 class WrittenHeads(nn.Module):
     """An attention that torch.export cannot follow: what it does depends on numbers. It is registered below."""
 
@@ -420,6 +453,9 @@ CASES: dict[str, Case] = {
     ),
     "experts": Case(
         build=lambda: GPT(layers=2, layer=_layer(nn.Identity, Experts)), draw=_tokens, blocks=("mixture of experts",) * 10
+    ),
+    "experts-in-one-tensor": Case(
+        build=lambda: GPT(layers=2, layer=_layer(nn.Identity, Stacked)), draw=_tokens, blocks=("mixture of experts",) * 2
     ),
     "registered": Case(
         build=lambda: GPT(layers=2, layer=_layer(lambda width: WrittenHeads(width, 3), nn.Identity)),

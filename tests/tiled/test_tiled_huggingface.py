@@ -1,4 +1,4 @@
-"""Networks of Hugging Face as they come, in tiny configurations: GPT-2, Llama, BERT and T5."""
+"""Networks of Hugging Face as they come, in tiny configurations: GPT-2, Llama, Mixtral, BERT and T5."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ def llama() -> Any:
         num_key_value_heads=3, max_position_embeddings=8, use_cache=False,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
+
+
+def mixtral() -> Any:
+    """Its experts are slices of one tensor."""
+    config = transformers.MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=12, intermediate_size=10, num_hidden_layers=1, num_attention_heads=3,
+        num_key_value_heads=3, max_position_embeddings=8, num_local_experts=5, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
 
 
 def bert() -> Any:
@@ -60,6 +69,7 @@ LAYER = ("attention", "linear pair")
 CASES = {
     "gpt2": Case(build=gpt2, draw=tokens, blocks=LAYER * 2),
     "llama": Case(build=llama, draw=tokens, blocks=("attention", "gated pair") * 2),
+    "mixtral": Case(build=mixtral, draw=tokens, blocks=("attention", "mixture of experts")),
     "bert": Case(build=bert, draw=classes, blocks=(*LAYER, "linear pair")),
     "t5": Case(build=t5, draw=tokens, blocks=(*LAYER * 2, "attention", *LAYER)),
 }

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tatami.errors import PlanError
 from tatami.workload import Workload, gpt_workload
 
 
-def gpt(**changed: int) -> Workload:
-    sizes = {"layers": 2, "width": 12, "heads": 3, "tokens": 5, "samples": 7, "vocabulary": 11}
+def gpt(**changed: Any) -> Workload:
+    sizes: dict[str, Any] = {"layers": 2, "width": 12, "heads": 3, "tokens": 5, "samples": 7, "vocabulary": 11}
     return gpt_workload(**(sizes | changed))
 
 
@@ -17,8 +19,8 @@ def test_the_weights_are_those_of_gpt_2() -> None:
     """124,439,808 parameters, as everybody counts them: tied embeddings, biases everywhere but at the head."""
     workload = gpt_workload(layers=12, width=768, heads=12, tokens=1024, samples=1)
     assert workload.horizontal_elements + workload.replicated_parameters == 124_439_808
-    assert len(workload.blocks) == 24
-    assert [count for _, count in workload.kinds] == [12, 12]
+    assert len(workload.blocks) == 25
+    assert [count for _, count in workload.kinds] == [12, 12, 1]
 
 
 def test_the_flop_are_six_for_each_weight_and_token_and_twelve_for_scores() -> None:
@@ -37,8 +39,20 @@ def test_blocks_by_hand() -> None:
     assert (mlp.units, mlp.unit_parameters, mlp.name) == (48, 12 + 1 + 12, "h.0.mlp")
     for block in (attention, mlp):
         assert (block.forward_elements, block.backward_elements, block.sums) == (60, 60, 2)
-    assert mlp.flop_per_unit == 3 * 5 * (2 * 24 + 10)
+    assert attention.flop_per_unit == 3 * (2 * 5 * 12 * 4 * 4 + 4 * 5 * 5 * 4)
+    assert mlp.flop_per_unit == 3 * 5 * (2 * 24 + 1)
     assert mlp.unit_activation_bytes == 2 * 5 * 4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_vocabulary_is_split_where_it_is_large(tied: bool) -> None:
+    small, large = gpt(vocabulary=511, tied=tied), gpt(vocabulary=512, tied=tied)
+    assert len(small.blocks) == 4
+    rows = large.blocks[4]
+    assert (rows.units, rows.unit_parameters) == (512, 12 if tied else 25)
+    assert small.replicated_parameters - large.replicated_parameters == 511 * rows.unit_parameters
+    ratio = small.flop(width=1.0, height=1.0) / large.flop(width=1.0, height=1.0)
+    assert ratio == pytest.approx(511 / 512, abs=0.002), "the same products, whoever computes them"
 
 
 def test_attention_grows_with_the_square_of_the_tokens() -> None:

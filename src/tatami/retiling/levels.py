@@ -124,7 +124,7 @@ def rows_s(old: Layout, new: Layout, *, cluster: Cluster, workload: Workload) ->
     sizes: dict[tuple[str, str], float] = defaultdict(float)
     before, after = old.cut_blocks(workload), new.cut_blocks(workload)
     for block, one, two in zip(workload.blocks, before, after, strict=True):
-        unit_bytes = block.unit_parameters * workload.state_bytes_per_parameter
+        unit_bytes = workload.unit_state_bytes(block)
         for move in moves(one, two):
             sizes[move.source, move.dest] += move.units.size * unit_bytes
     return carried_s(sizes, cluster=cluster)

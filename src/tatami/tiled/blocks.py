@@ -13,12 +13,16 @@ from torch.utils import _pytree as pytree
 
 from tatami.tiled.exactness import BATCH_NORMS, RandomDraws, refuse_inexact
 from tatami.tiled.following.capturing import Captured, Sample, capture
-from tatami.tiled.following.following import Followed, follow_modules
+from tatami.tiled.following.following import Followed, cut_names, follow_modules
 from tatami.tiled.linear_pairs import PairNames, find_pairs, pair_block, pair_cuts
-from tatami.tiled.parts.finding import FoundPart, find_parts
+from tatami.tiled.parts.finding import FoundPart, PartVocabulary, find_parts
 from tatami.tiled.tiled_block import TiledBlock
 from tatami.workload import Block, Workload
 
+_ADAM = 4
+"""A weight, its gradient, and two moments."""
+_STATISTICS_BYTES = 128
+"""Of one channel: means and variances of up to eight columns, and what is made of them."""
 _FOLLOWING = threading.Lock()
 """torch.fx and torch.export patch torch for the whole process while they follow a module, and ranks may be its threads."""
 
@@ -101,16 +105,17 @@ def _find_blocks(model: nn.Module, sample: Any, random: RandomDraws) -> Blocks:
     if sample is not None:
         captured = capture(model, Sample.of(sample))
         parts, why = find_parts(model, captured)
-        closed = {name for part in parts for name in part.closed}
-        pairs = tuple(pair for pair in pairs if not _lies_in(pair.first, closed) and not _lies_in(pair.second, closed))
-        taken = {name for pair in pairs for name in pair_cuts(model, pair)} | _shared(model)
-        followed, reasons = follow_modules(model, captured, taken=taken, closed=closed)
+        found = _beside(model, captured, parts, pairs)
+        if _may_be_better(model, parts, found):
+            # A module that looks up tokens itself is not followed where its vocabulary is split. Where that is worth less:
+            rest = tuple(part for part in parts if not isinstance(part, PartVocabulary))
+            other = _beside(model, captured, rest, pairs)
+            if _split_elements(model, rest, other) > _split_elements(model, parts, found):
+                parts, found = rest, other
+        pairs, followed, reasons = found
         reasons |= why
     refuse_inexact(model, followed=followed, captured=captured, random=random)
-    blocks = [
-        TiledBlock(facts=pair_block(model, pair, rows=_rows(model, pair, captured)), cuts=pair_cuts(model, pair))
-        for pair in pairs
-    ]
+    blocks = [TiledBlock(facts=_pair_facts(model, pair, captured), cuts=pair_cuts(model, pair)) for pair in pairs]
     for name, each in followed.items():
         prefix = f"{name}." if name else ""
         for block in each.blocks:
@@ -120,8 +125,66 @@ def _find_blocks(model: nn.Module, sample: Any, random: RandomDraws) -> Blocks:
     return Blocks(blocks=tuple(blocks), pairs=pairs, followed=followed, parts=parts, reasons=reasons, captured=captured)
 
 
+_Found = tuple[tuple[PairNames, ...], dict[str, Followed], dict[str, str]]
+
+
+def _beside(model: nn.Module, captured: Captured, parts: Sequence[FoundPart], pairs: Sequence[PairNames]) -> _Found:
+    """The pairs and the followed modules beside `parts`, and of other modules why they were not followed."""
+    closed = {name for part in parts for name in part.closed}
+    left = tuple(pair for pair in pairs if not _lies_in(pair.first, closed) and not _lies_in(pair.second, closed))
+    taken = {name for pair in left for name in pair_cuts(model, pair)} | _shared(model)
+    followed, reasons = follow_modules(model, captured, taken=taken, closed=closed)
+    return left, followed, reasons
+
+
+def _split_names(model: nn.Module, parts: Sequence[FoundPart], found: _Found) -> set[str]:
+    """The tensors that are split."""
+    pairs, followed, _ = found
+    names = {name for part in parts for block in part.blocks for name in block.cuts}
+    names |= {name for pair in pairs for name in pair_cuts(model, pair)}
+    return names | {cut for name, each in followed.items() for cut in cut_names(name, each)}
+
+
+def _split_elements(model: nn.Module, parts: Sequence[FoundPart], found: _Found) -> int:
+    names = _split_names(model, parts, found)
+    return sum(parameter.numel() for name, parameter in model.named_parameters() if name in names)
+
+
+def _may_be_better(model: nn.Module, parts: Sequence[FoundPart], found: _Found) -> bool:
+    """Whether more weights are left whole than the vocabulary has."""
+    vocabulary = {name for part in parts if isinstance(part, PartVocabulary) for block in part.blocks for name in block.cuts}
+    if not vocabulary:
+        return False
+    names = _split_names(model, parts, found)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.dim() > 1}
+    whole = sum(size for name, size in sizes.items() if name not in names)
+    return whole > sum(size for name, size in sizes.items() if name in vocabulary)
+
+
 def _lies_in(name: str, modules: set[str]) -> bool:
     return any(name == other or name.startswith(f"{other}.") for other in modules)
+
+
+def _pair_facts(model: nn.Module, pair: PairNames, captured: Captured | None) -> Block:
+    """The facts of a pair: as it was seen on the sample batch, or by Table 1 of the paper where there was none."""
+    rows = _rows(model, pair, captured)
+    facts = pair_block(model, pair, rows=rows)
+    kept = None if captured is None else captured.kept_between(pair.first, pair.second, units=facts.units)
+    if kept is None:
+        return facts
+    # Counted as other blocks are: products, and one for an activation; backward is twice that, less what data does not need.
+    inputs = model.get_submodule(pair.first).get_parameter("weight").shape[1]
+    outputs = model.get_submodule(pair.second).get_parameter("weight").shape[0]
+    forward_flop = 2 * (inputs + outputs) + 1
+    flop = 3 * forward_flop - (0 if facts.backward_elements else 2 * inputs)
+    return replace(
+        facts,
+        flop_per_unit=rows * flop,
+        flop_per_sample=0.0,
+        forward_fraction=forward_flop / flop,
+        unit_activation_bytes=kept / facts.units,
+        sample_activation_bytes=0.0,
+    )
 
 
 def _rows(model: nn.Module, pair: PairNames, captured: Captured | None) -> float:
@@ -156,46 +219,63 @@ def workload_of(model: nn.Module, found: Blocks, *, samples: int, wire: str | No
     tiled = {name for block in found.blocks for name in block.cuts}
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     replicated = [parameter for name, parameter in trained.items() if name not in tiled]
+    frozen = {
+        name: tensor.numel() * tensor.element_size()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if name not in trained
+    }
+    blocks = _facts(found, trained, frozen)
+    # Half precision is summed, and therefore travels, in float32 unless a wire is named.
+    element_bytes = max((4, *(parameter.element_size() for parameter in trained.values())))
+    kept_bytes = 0.0 if found.captured is None else found.captured.kept_bytes
     return Workload(
         samples=samples,
-        blocks=_facts(found, trained),
+        blocks=blocks,
         trained_tensors=len(trained),
         replicated_parameters=sum(parameter.numel() for parameter in replicated),
-        replicated_flop_per_sample=_replicated_flop(model, found, replicated),
+        replicated_flop_per_sample=_replicated_flop(found, replicated),
         wire=wire,
-        # Half precision is summed, and therefore travels, in float32 unless a wire is named.
-        element_bytes=max((4, *(parameter.element_size() for parameter in trained.values()))),
+        element_bytes=element_bytes,
+        state_bytes_per_parameter=_ADAM * element_bytes,
+        # Whatever the pass kept, and no unit owns.
+        replicated_activation_bytes=max(0.0, kept_bytes - sum(each.units * each.unit_activation_bytes for each in blocks)),
+        replicated_frozen_bytes=sum(size for name, size in frozen.items() if name not in tiled) + _statistics_bytes(model),
     )
 
 
-def _facts(found: Blocks, trained: Mapping[str, nn.Parameter]) -> tuple[Block, ...]:
+def _statistics_bytes(model: nn.Module) -> int:
+    """What batch normalization keeps of each channel of some columns, whatever the samples are."""
+    layers = (layer for layer in model.modules() if isinstance(layer, BATCH_NORMS))
+    return sum(_STATISTICS_BYTES * layer.num_features for layer in layers)
+
+
+def _facts(found: Blocks, trained: Mapping[str, nn.Parameter], frozen: Mapping[str, int]) -> tuple[Block, ...]:
     """What planners know of each block. What is frozen has no gradient to send."""
     facts: list[Block] = []
     elements: list[int] = []
+    sizes_bytes: list[int] = []
     for block in found.blocks:
-        owned = sum(trained[name].numel() for name in block.cuts if name in trained)
         if block.begins:
             facts.append(block.facts)
-            elements.append(owned)
-        else:
-            elements[-1] += owned
-    return tuple(replace(each, unit_parameters=owned // each.units) for each, owned in zip(facts, elements, strict=True))
+            elements.append(0)
+            sizes_bytes.append(0)
+        elements[-1] += sum(trained[name].numel() for name in block.cuts if name in trained)
+        sizes_bytes[-1] += sum(frozen.get(name, 0) for name in block.cuts)
+    return tuple(
+        replace(each, unit_parameters=owned // each.units, unit_frozen_bytes=size_bytes / each.units)
+        for each, owned, size_bytes in zip(facts, elements, sizes_bytes, strict=True)
+    )
 
 
-def _replicated_flop(model: nn.Module, found: Blocks, replicated: Sequence[nn.Parameter]) -> int:
+def _replicated_flop(found: Blocks, replicated: Sequence[nn.Parameter]) -> int:
     """Of what every rank of a column repeats, for each of its samples."""
     captured = found.captured
     if captured is None:
         # 2 flop per weight forward, 4 backward: exact for linear layers, too few where weights are used more than once.
         return sum(6 * parameter.numel() for parameter in replicated if parameter.dim() > 1)
-    # Of pairs as the forward pass was counted, 1 for an activation; Table 1 has some more for it.
     split = sum(
-        _rows(model, pair, captured) * (2 * block.facts.parameters + block.facts.units)
-        for pair, block in zip(found.pairs, found.blocks, strict=False)
-    )
-    split += sum(
         block.facts.forward_fraction * block.facts.flop(units=block.facts.units, samples=1.0)
-        for block in found.blocks[len(found.pairs) :]
+        for block in found.blocks
         if block.begins
     )
     return round(3 * max(0.0, captured.forward_flop - split))

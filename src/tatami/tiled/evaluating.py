@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 from tatami.errors import InputError
 from tatami.tiled.batch import samples_of
 from tatami.tiled.batches import AbstractBatches
+from tatami.tiled.counted_means import CountedMeans
 from tatami.tiled.metrics import Metric
 from tatami.tiled.model import TiledModel
 from tatami.tiled.objective import Objective
@@ -34,7 +36,7 @@ def evaluate(
     if metrics and objective.training_step is not None:
         raise InputError("metrics are of outputs, which a training_step keeps to itself; give the Trainer a loss instead")
     batches.compare(model.comm)
-    sums = torch.zeros(1 + len(metrics), dtype=torch.float64)
+    sums = torch.zeros(2 + len(metrics), dtype=torch.float64)
     samples = 0
     with _looking(model, precision):
         for portion in batches.epoch(0, model, agree=True):
@@ -43,20 +45,24 @@ def evaluate(
             counts = model.speaks_for_column and here > 0
             output: Any = None
             loss: torch.Tensor | None = None
-            if objective.training_step is not None:
-                loss = objective(model, batch)
-            else:
-                output = objective.run(model, batch)
-                loss = objective.judge(output, batch) if counts else None
+            counting = CountedMeans() if model.reduction == "mean" else None
+            with counting or nullcontext():
+                if objective.training_step is not None:
+                    loss = objective(model, batch)
+                else:
+                    output = objective.run(model, batch)
+                    loss = objective.judge(output, batch) if counts else None
             if not counts or loss is None:
                 continue
-            objective.check_targets(batch, reduction=model.reduction, rank=model.comm.rank)
-            sums[0] += loss.item() * (here if model.reduction == "mean" else 1)
-            for index, metric in enumerate(metrics.values(), start=1):
+            sums[0] += loss.item() * (here if counting is not None else 1)
+            sums[1] += here * (1 - counting.left_out(loss)) if counting is not None else 0.0
+            for index, metric in enumerate(metrics.values(), start=2):
                 sums[index] += metric(output, objective.target_of(batch)) * here
     model.comm.allreduce(sums)
-    means = (sums / samples).tolist()
-    return {"loss": means[0] if model.reduction == "mean" else sums[0].item(), **dict(zip(metrics, means[1:], strict=True))}
+    loss_sum, counted, *rest = sums.tolist()
+    means = {name: total / samples for name, total in zip(metrics, rest, strict=True)}
+    mean = loss_sum / counted if counted else math.nan
+    return {"loss": mean if model.reduction == "mean" else loss_sum, **means}
 
 
 def predict(model: TiledModel, batches: AbstractBatches, objective: Objective, *, precision: Precision | None) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -78,22 +78,14 @@ def pair_block(model: nn.Module, names: PairNames, *, rows: float = 1.0) -> Bloc
     assert isinstance(second, nn.Linear)
     # Modules are registered in the order in which data goes through them, or nearly always.
     below = itertools.takewhile(lambda item: item[0] != f"{names.first}.weight", model.named_parameters())
-    block = linear_pair(
+    return linear_pair(
         first.in_features,
         first.out_features,
         second.out_features,
         unit_bias=first.bias is not None,
         input_gradient=any(parameter.requires_grad for _, parameter in below),
+        rows=rows,
         name=names.first.rpartition(".")[0],
-    )
-    return replace(
-        block,
-        forward_elements=round(rows * block.forward_elements),
-        backward_elements=round(rows * block.backward_elements),
-        flop_per_unit=rows * block.flop_per_unit,
-        flop_per_sample=rows * block.flop_per_sample,
-        unit_activation_bytes=rows * block.unit_activation_bytes,
-        sample_activation_bytes=rows * block.sample_activation_bytes,
     )
 
 

@@ -21,6 +21,8 @@ Loss = Callable[[Any, Any], torch.Tensor]
 """(output, target) -> the mean or the sum over samples."""
 LossReduction = Literal["mean", "sum"]
 
+IGNORED = -100
+"""What torch's losses leave out unless they are told otherwise."""
 _CLASS_WEIGHTS = (nn.NLLLoss, nn.CrossEntropyLoss, F.nll_loss, F.cross_entropy)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +14,6 @@ from tatami.tiled.losses import Loss, LossReduction, check_reduction, reduction_
 TrainingStep = Callable[[Any, Any], torch.Tensor]
 """(model, batch) -> the loss over the samples of the batch, a scalar."""
 
-_IGNORED = -100
-"""What torch's losses ignore unless they are told otherwise, and with them the losses inside of networks."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
@@ -26,19 +23,15 @@ class Objective:
         loss: (output, target) -> scalar.
         training_step: (model, batch) -> scalar; does everything itself.
         target: the key of the target where a batch is a dict.
-        ignored: targets that a mean leaves out; found from `loss`.
     """
 
     loss: Loss | None = None
     training_step: TrainingStep | None = None
     target: str | None = None
-    ignored: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         if self.loss is not None and self.training_step is not None:
             raise InputError("give the Trainer a loss or a training_step, which computes the loss itself, not both")
-        own = setting_of(self.loss, "ignore_index") if self.loss is not None else _IGNORED
-        object.__setattr__(self, "ignored", own)
 
     def reduction(self, *, given: LossReduction | None, otherwise: LossReduction | None) -> LossReduction:
         """What it does with samples; see `reduction_of`.
@@ -114,23 +107,14 @@ class Objective:
             return batch
         return batch[self._target_key(batch)] if isinstance(batch, Mapping) else self._split(batch)[1]
 
-    def check_targets(self, batch: Any, *, reduction: LossReduction | None, rank: int) -> None:
-        """Refuse targets that a mean leaves out: it divides by what is left, of which a rank knows only its part.
-
-        Raises:
-            InputError: there are some.
-        """
-        if self.loss is not None:
-            y = self.target_of(batch)
-        else:
-            y = batch.get(self.target or "labels") if isinstance(batch, Mapping) else None
-        if self.ignored is None or reduction != "mean" or not isinstance(y, torch.Tensor) or y.is_floating_point():
-            return
-        if bool((y == self.ignored).any()):
-            raise InputError(
-                f"rank {rank} has targets equal to ignore_index ({self.ignored}): their mean divides by the number "
-                "of the others, so the ranks' means do not make up the global one. Use reduction='sum'"
-            )
+    def may_leave_out(self, batch: Any) -> bool:
+        """Whether a mean may leave some of these targets out; False only where that is certain."""
+        if self.loss is None:
+            return True
+        y, ignored = self.target_of(batch), setting_of(self.loss, "ignore_index")
+        if isinstance(y, torch.Tensor) and y.is_floating_point():
+            return False
+        return ignored is None or not isinstance(y, torch.Tensor) or bool((y == ignored).any())
 
     def _target_key(self, batch: Mapping[str, Any]) -> str:
         if self.target is None or self.target not in batch:

@@ -1,13 +1,15 @@
 """From batches to updates: forward, backward, the sum of the loss over the ranks, clipping, and the optimizer's step.
 
 An update may be over several batches (`accumulate_grad_batches`). Its gradient is that of one batch of all their samples: of
-means, each batch counts by its samples, so that a smaller last batch of an epoch does not count for more.
+means, each batch counts by its samples, so that a smaller last batch of an epoch does not count for more; where a mean leaves
+targets out, by the share of them that counts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +20,7 @@ from tatami.comm.base import AbstractRequest
 from tatami.errors import InputError, NotFiniteError
 from tatami.tiled.batch import samples_of
 from tatami.tiled.batches import LocalBatch
+from tatami.tiled.counted_means import CountedMeans
 from tatami.tiled.good_state import GoodState
 from tatami.tiled.loaded_batches import check_ends
 from tatami.tiled.model import TiledModel
@@ -69,8 +72,8 @@ class _Report:
     """What the ranks tell each other of a batch, while they compute its backward pass or, if they are watched, after it.
 
     Attributes:
-        sums: over the ranks: the loss; how many have a loss that is not finite; for how many the epoch ends; the signals;
-            and what `Retiling.told` says.
+        sums: over the ranks: the loss; how many have a loss that is not finite; for how many the epoch ends; how many samples'
+            worth of targets were left out; the signals; and what `Retiling.told` says.
         request: of the sums under way; None where the rank is alone.
         value: the loss here.
         signals: their names.
@@ -113,7 +116,7 @@ class Updates:
     def forget(self) -> None:
         """Begin an update: what was accumulated is left out."""
         self._num_batches = self._samples = self._first_size = 0
-        self._loss = 0.0
+        self._loss = self._counted = 0.0
 
     def add(
         self, batch: LocalBatch, *, iteration: int, epoch: int, batch_number: int, signals: Mapping[str, bool]
@@ -134,33 +137,35 @@ class Updates:
             self._optimizer.zero_grad(set_to_none=True)
             self._first_size = size
         num_here = samples_of(batch.here)
-        self._objective.check_targets(batch.here, reduction=model.reduction, rank=model.comm.rank)
-        with autocast(self._settings.precision, self._device):
+        counting = CountedMeans() if model.reduction == "mean" and self._objective.may_leave_out(batch.here) else None
+        with autocast(self._settings.precision, self._device), counting or nullcontext():
             loss = self._objective(model, batch.here)
+        left_out = counting.left_out(loss) * num_here if counting is not None else 0.0
         # Where every iteration is watched, its times go with the sum of the loss, which then waits for the gradients.
         watched = self.retiling is not None and self.retiling.watcher is not None
-        report = None if watched else self._begin_report(loss, batch, num_here=num_here, signals=signals)
+        report = None if watched else self._begin_report(loss, batch, num_here=num_here, left_out=left_out, signals=signals)
         weight = size / self._first_size if model.reduction == "mean" else 1.0
         scaled: torch.Tensor = self.scaler.scale(loss if weight == 1.0 else loss * weight)
         scaled.backward()  # type: ignore[no-untyped-call]
-        report = report or self._begin_report(loss, batch, num_here=num_here, signals=signals)
-        value, given = self._end_report(report, batch, iteration=iteration, epoch=epoch, batch_number=batch_number)
-        self._loss += value * (size if model.reduction == "mean" else 1.0)
+        report = report or self._begin_report(loss, batch, num_here=num_here, left_out=left_out, signals=signals)
+        value, counted, given = self._end_report(report, batch, iteration=iteration, epoch=epoch, batch_number=batch_number)
+        self._loss += value
+        self._counted += counted
         self._samples += size
         self._num_batches += 1
         if self._num_batches < self._settings.accumulate_grad_batches and not batch.is_last:
             return None
         self._update(iteration)
-        mean = self._loss / self._samples if model.reduction == "mean" else self._loss
+        mean = self._loss / self._counted if model.reduction == "mean" else self._loss
         updated = Updated(loss=mean, samples=self._samples, signals=given)
         self.forget()
         return updated
 
     def _update(self, iteration: int) -> None:
         model, settings = self._model, self._settings
-        if model.reduction == "mean" and self._samples != self._first_size:
+        if model.reduction == "mean" and self._counted != self._first_size:
             grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-            torch._foreach_mul_(grads, self._first_size / self._samples)
+            torch._foreach_mul_(grads, self._first_size / self._counted)
         self.scaler.unscale_(self._optimizer)
         if settings.gradient_clip_val is not None:
             model.clip_grad_norm_(settings.gradient_clip_val)
@@ -169,15 +174,15 @@ class Updates:
         self.scaler.update()
 
     def _begin_report(
-        self, local_loss: torch.Tensor, batch: LocalBatch, *, num_here: int, signals: Mapping[str, bool]
+        self, local_loss: torch.Tensor, batch: LocalBatch, *, num_here: int, left_out: float, signals: Mapping[str, bool]
     ) -> _Report:
         """Start the sums over the ranks; they travel while backward computes."""
         model = self._model
         value = local_loss.item() if num_here else 0.0
-        weight = num_here / batch.size if model.reduction == "mean" else 1.0
+        weight = num_here if model.reduction == "mean" else 1.0
         finite = math.isfinite(value)
-        share = value * weight if finite and model.speaks_for_column else 0.0
-        told = [share, float(not finite), float(batch.is_last), *map(float, signals.values())]
+        share, missing = (value * weight if finite else 0.0, left_out) if model.speaks_for_column else (0.0, 0.0)
+        told = [share, float(not finite), float(batch.is_last), missing, *map(float, signals.values())]
         if self.retiling is not None:
             told += self.retiling.told()
         sums = torch.tensor(told, dtype=torch.float64)
@@ -186,22 +191,22 @@ class Updates:
 
     def _end_report(
         self, report: _Report, batch: LocalBatch, *, iteration: int, epoch: int, batch_number: int
-    ) -> tuple[float, dict[str, int]]:
-        """The loss, and how many ranks gave each signal."""
+    ) -> tuple[float, float, dict[str, int]]:
+        """The loss, of means times their samples; how many samples' worth of targets count; how many ranks gave each signal."""
         comm = self._model.comm
         if report.request is not None:
             with self._model.phases.during(IterationPhase.HORIZONTAL):
                 report.request.wait()
-        loss, num_bad, num_ends, *rest = report.sums.tolist()
+        loss, num_bad, num_ends, left_out, *rest = report.sums.tolist()
         given = dict(zip(report.signals, map(int, rest), strict=False))
         if self.retiling is not None:
             self.retiling.heard(rest[len(given) :])
-        if num_bad:
-            self._rescue(report.value, iteration)
+        if num_bad or left_out == batch.size:
+            self._rescue(report.value if num_bad else math.nan, iteration)  # a mean over no target is NaN
         if 0 < num_ends < comm.size:
             ends = problems_of(comm, "ends" if batch.is_last else None)
             check_ends(ends, size=comm.size, batch=batch_number, epoch=epoch)
-        return float(loss), given
+        return float(loss), batch.size - left_out, given
 
     def _rescue(self, local_loss: float, iteration: int) -> None:
         """The loss is not finite: save the last parameters whose loss was, and say where it happened."""

@@ -8,6 +8,7 @@ statistics of the global batch, by one small sum over all ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -81,10 +82,12 @@ def attention(
     if is_causal:
         attn_mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
     if attn_mask is not None:
-        hides = attn_mask.dtype is torch.bool
-        weights = weights.masked_fill(~attn_mask, -math.inf) if hides else weights + attn_mask
+        # As torch does: a sum keeps nothing for its backward pass.
+        if attn_mask.dtype is torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=weights.dtype).masked_fill_(~attn_mask, -math.inf)
+        weights = weights + attn_mask
     weights = torch._safe_softmax(weights, -1)
-    return dropout(context, weights, dropout_p, shape) @ v
+    return dropout(context, weights, dropout_p, shape) @ _alone(v)
 
 
 def batch_norm(
@@ -149,6 +152,27 @@ def batch_norm(
         shift = shift + bias
     wide = (1, -1, *[1] * (x.dim() - 2))
     return torch.addcmul(shift.view(wide), values, scale.view(wide)).to(x.dtype)
+
+
+def mean_loss(
+    function: Callable[..., torch.Tensor],
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    *smoothing: float,
+) -> torch.Tensor:
+    """`torch.nn.functional.cross_entropy` or `nll_loss`, in a program as in Python, where means can be counted.
+
+    Args:
+        function: which of them.
+        input, target, weight, ignore_index, smoothing: torch's.
+        reduction: 0 for none, 1 for the mean, 2 for the sum.
+    """
+    named = {"label_smoothing": smoothing[0]} if smoothing else {}
+    reduced = ("none", "mean", "sum")[reduction]
+    return function(input, target, weight=weight, ignore_index=ignore_index, reduction=reduced, **named)
 
 
 class _Everywhere(torch.autograd.Function):
@@ -216,7 +240,12 @@ def _noise(context: ModuleContext, x: torch.Tensor, p: float, shape: Shape) -> t
             noise = noise.narrow(axis, rank.mine.start, rank.mine.size)
         elif any(factor == "samples" or isinstance(factor, UnitFactor) for factor in factors):
             noise = noise.index_select(axis, _positions(context, factors))
-    return noise
+    return _alone(noise)
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that is kept for backward, without what it is a view of: the noise of the whole batch, or a packed qkv."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
 
 
 def _length(rank: RankContext, factors: tuple[Factor, ...], here: int) -> int:

@@ -73,7 +73,7 @@ def fit(
 def _least_bytes(workload: Workload) -> float:
     """What a processor keeps that has one sample and one unit of the smallest block."""
     units = [
-        block.unit_parameters * workload.state_bytes_per_parameter + block.unit_activation_bytes + block.sample_activation_bytes
+        workload.unit_state_bytes(block) + block.unit_activation_bytes + block.sample_activation_bytes
         for block in workload.blocks
     ]
     return workload.replicated_state_bytes + workload.replicated_activation_bytes + min(units, default=0.0)

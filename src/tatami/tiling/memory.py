@@ -31,7 +31,7 @@ def memory_bytes(layout: Layout, *, workload: Workload) -> dict[str, float]:
         own = [workload.replicated_state_bytes + samples * workload.replicated_activation_bytes] * len(column.processors)
         works = [not workload.blocks] * len(column.processors)
         for block, count in workload.kinds:
-            unit_bytes = block.unit_parameters * workload.state_bytes_per_parameter + samples * block.unit_activation_bytes
+            unit_bytes = workload.unit_state_bytes(block) + samples * block.unit_activation_bytes
             for index, size in enumerate(column.unit_sizes(block.units)):
                 if size:
                     own[index] += count * (size * unit_bytes + samples * block.sample_activation_bytes)
@@ -91,7 +91,7 @@ class _Squeeze:
         self._column = np.repeat(np.arange(len(counts)), counts)
         self._speeds = np.array([cluster.by_name[name].speed for name in layout.processors])
         self._room = limits - workload.replicated_state_bytes
-        self._unit_bytes = workload.horizontal_elements * workload.state_bytes_per_parameter
+        self._unit_bytes = sum(count * block.units * workload.unit_state_bytes(block) for block, count in workload.kinds)
         beside_bytes = sum(count * block.sample_activation_bytes for block, count in workload.kinds)
         self._beside_bytes = workload.samples * (workload.replicated_activation_bytes + beside_bytes)
         self._area_bytes = workload.samples * sum(

@@ -1,4 +1,8 @@
-"""A GPT as plain facts, in closed form: two blocks a layer, its heads and its hidden units."""
+"""A GPT as plain facts, in closed form: two blocks a layer, its heads and its hidden units, and its vocabulary.
+
+What is counted, and how, is what `tatami.plan` finds of such a network on a sample batch: products, and one for each element of
+other operations.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,12 @@ from tatami.workload.workload import Workload
 
 VOCABULARY = 50_257
 """Of GPT-2."""
+FEWEST_ROWS = 512
+"""Smaller vocabularies are repeated: the sums that they would need take longer than what they save."""
 _FLOAT_BYTES = 4
+_INDEX_BYTES = 8
 _BACKWARD = 3
 """Forward and backward together, for each operation of forward: backward has two products of the same size for each."""
-_SOFTMAX_FLOP = 5
-_GELU_FLOP = 10
-_NORM_FLOP = 8
 
 
 def gpt_workload(
@@ -26,13 +30,14 @@ def gpt_workload(
     kv_heads: int | None = None,
     vocabulary: int = VOCABULARY,
     hidden: int | None = None,
+    tied: bool = True,
 ) -> Workload:
-    """One iteration of a GPT over `samples` sequences: layers of attention and an MLP, with biases, and tied embeddings.
+    """One iteration of a GPT over `samples` sequences: layers of attention and an MLP, with biases.
 
     Of each layer the attention splits over its heads (with grouped queries: over the heads of keys and values, each with its
-    queries) and the MLP over its hidden units. The embedding, the head that shares its weights, and the layer norms are
-    repeated by every rank of a column. The flop of attention grow with the square of the tokens; activations are those of
-    float32, without the scores, which `scaled_dot_product_attention` does not keep.
+    queries) and the MLP over its hidden units; a vocabulary of `FEWEST_ROWS` or more over its rows. What is left of embeddings
+    and head, and the layer norms, are repeated by every rank of a column. The flop of attention grow with the square of the
+    tokens; activations are those of float32, without the scores, which `scaled_dot_product_attention` does not keep.
 
     Args:
         layers: how many.
@@ -43,6 +48,7 @@ def gpt_workload(
         kv_heads: of keys and values; as many as `heads` where None.
         vocabulary: tokens there are.
         hidden: units of each MLP; 4 x `width` where None.
+        tied: whether the head has the weights of the embedding; otherwise it has weights of its own, and a bias.
 
     Raises:
         PlanError: a size below 1, or heads that do not divide what they share.
@@ -57,25 +63,33 @@ def gpt_workload(
         raise PlanError(f"a width of {width} does not divide by {heads} heads; take a width that is a multiple of the heads")
     if heads % kv_heads:
         raise PlanError(f"{heads} heads of queries do not divide by {kv_heads} heads of keys and values; take a divisor")
-    normed = tokens * width
+    normed, norms = tokens * width, 2 * layers + 1
     blocks = []
     for layer in range(layers):
         blocks += [
             _attention(f"h.{layer}.attn", width=width, heads=heads, kv_heads=kv_heads, tokens=tokens),
             _mlp(f"h.{layer}.mlp", width=width, hidden=hidden, tokens=tokens),
         ]
-    norms = 2 * layers + 1
+    row = width if tied else 2 * width + 1
+    split = vocabulary >= FEWEST_ROWS
+    if split:
+        blocks.append(_vocabulary("wte", vocabulary=vocabulary, width=width, tokens=tokens, row=row))
+    # Norms, what is added to what (two a layer, and the two embeddings), and the head, unless the vocabulary is split.
+    elements = (norms + 2 * layers + 1) * normed
+    head_flop = -normed / _BACKWARD if split else 2 * vocabulary * normed
     return Workload(
         samples=samples,
         blocks=tuple(blocks),
-        # The embeddings of tokens (which are the head's, too) and of places, norms, and the biases of what ends in a sum.
-        replicated_parameters=(vocabulary + tokens) * width + norms * 2 * width + 2 * layers * width,
+        # The embedding of places, norms, and the biases of what ends in a sum.
+        replicated_parameters=(0 if split else vocabulary * row) + normed + norms * 2 * width + 2 * layers * width,
         # Of each layer two norms, attention and MLP of two linear layers each, all with biases; a last norm; two embeddings.
-        trained_tensors=12 * layers + 2 + 2,
-        replicated_flop_per_sample=_BACKWARD * (2 * vocabulary * normed + _SOFTMAX_FLOP * vocabulary * tokens)
-        + _BACKWARD * norms * _NORM_FLOP * normed,
-        # What every norm reads, and the logits with their gradient.
-        replicated_activation_bytes=_FLOAT_BYTES * (norms * normed + 2 * vocabulary * tokens),
+        trained_tensors=12 * layers + 2 + 2 + (0 if tied else 2),
+        replicated_flop_per_sample=round(_BACKWARD * (elements + head_flop)),
+        # What every norm reads and gives, with means and deviations; the tokens, as they come and their places; and the logits
+        # with what a loss keeps of them.
+        replicated_activation_bytes=_FLOAT_BYTES * norms * (2 * normed + 2 * tokens)
+        + 2 * _INDEX_BYTES * tokens
+        + (0 if split else 2 * _FLOAT_BYTES * vocabulary * tokens),
     )
 
 
@@ -84,16 +98,14 @@ def _attention(name: str, *, width: int, heads: int, kv_heads: int, tokens: int)
     outputs = queries * head
     inner = outputs + 2 * head  # q, k and v of one group
     weights = width * inner + outputs * width
-    scores = queries * tokens * tokens
-    flop = 2 * tokens * weights + scores * (4 * head + _SOFTMAX_FLOP)
     return Block(
         units=kv_heads,
         unit_parameters=weights + inner,
         forward_elements=tokens * width,
         backward_elements=tokens * width,
-        flop_per_unit=_BACKWARD * flop,
-        unit_activation_bytes=_FLOAT_BYTES * tokens * (inner + outputs),
-        sample_activation_bytes=_FLOAT_BYTES * tokens * width,
+        flop_per_unit=_BACKWARD * (2 * tokens * weights + 4 * queries * tokens * tokens * head),
+        # Queries, keys and values, what comes out, and the logarithm of the sum of each query's scores.
+        unit_activation_bytes=_FLOAT_BYTES * tokens * (inner + outputs + queries),
         name=name,
         kind="attention",
         unit="head" if kv_heads == heads else "group of heads",
@@ -106,8 +118,26 @@ def _mlp(name: str, *, width: int, hidden: int, tokens: int) -> Block:
         unit_parameters=2 * width + 1,
         forward_elements=tokens * width,
         backward_elements=tokens * width,
-        flop_per_unit=_BACKWARD * tokens * (4 * width + _GELU_FLOP),
-        unit_activation_bytes=_FLOAT_BYTES * 2 * tokens,
-        sample_activation_bytes=_FLOAT_BYTES * tokens * width,
+        flop_per_unit=_BACKWARD * tokens * (4 * width + 1),
+        unit_activation_bytes=2 * _FLOAT_BYTES * tokens,  # before the activation and after it
         name=name,
+    )
+
+
+def _vocabulary(name: str, *, vocabulary: int, width: int, tokens: int, row: int) -> Block:
+    """The rows of the embedding and of the head, with its cross-entropy."""
+    return Block(
+        units=vocabulary,
+        unit_parameters=row,
+        # The embedding, and of every row of logits the logarithms of the parts' sums and the logit of the target.
+        forward_elements=tokens * width + 3 * tokens,
+        backward_elements=tokens * width,
+        flop_per_unit=max(1.0, tokens * width / vocabulary) + _BACKWARD * 2 * tokens * width,
+        forward_sums=2,
+        unit_activation_bytes=2 * _FLOAT_BYTES * tokens,
+        # The places of the tokens and of the targets, and the logarithm of every sum.
+        sample_activation_bytes=3 * _INDEX_BYTES * tokens,
+        name=name,
+        kind="vocabulary",
+        unit="row",
     )

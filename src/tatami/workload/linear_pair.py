@@ -10,7 +10,14 @@ _FLOAT_BYTES = 4
 
 
 def linear_pair(
-    inputs: int, units: int, outputs: int, *, unit_bias: bool = False, input_gradient: bool = False, name: str = ""
+    inputs: int,
+    units: int,
+    outputs: int,
+    *,
+    unit_bias: bool = False,
+    input_gradient: bool = False,
+    rows: float = 1.0,
+    name: str = "",
 ) -> Block:
     """The block of two linear layers with an activation between them, split over its hidden units.
 
@@ -22,6 +29,7 @@ def linear_pair(
         outputs: l, the outputs of the second layer.
         unit_bias: whether the first layer has a bias: one more element for each unit.
         input_gradient: whether layers with weights lie below: the backward pass then sums `inputs` elements a sample.
+        rows: that go through it for each sample: a sample of a sequence has tokens.
         name: the qualified name of the module it lies in, for words only.
 
     Raises:
@@ -36,12 +44,12 @@ def linear_pair(
     return Block(
         units=units,
         unit_parameters=inputs + outputs + unit_bias,
-        forward_elements=outputs,
-        backward_elements=inputs if input_gradient else 0,
-        flop_per_unit=iteration_counts(sizes, units=1, samples=1).flop - per_sample,
-        flop_per_sample=per_sample,
+        forward_elements=round(rows * outputs),
+        backward_elements=round(rows * inputs) if input_gradient else 0,
+        flop_per_unit=rows * (iteration_counts(sizes, units=1, samples=1).flop - per_sample),
+        flop_per_sample=rows * per_sample,
         forward_fraction=forward_counts(sizes, units=units, samples=1).flop / whole,
-        unit_activation_bytes=2 * _FLOAT_BYTES,
-        sample_activation_bytes=_FLOAT_BYTES * inputs,
+        unit_activation_bytes=rows * 2 * _FLOAT_BYTES,
+        sample_activation_bytes=rows * _FLOAT_BYTES * inputs,
         name=name,
     )

@@ -21,7 +21,7 @@ WIRES = ("bfloat16", "float16")
 """As what numbers of more bytes may travel."""
 HALF_BYTES = 2
 """Of an element of either."""
-_AMOUNTS = ("sample_flop", "state_bytes_per_parameter", "replicated_activation_bytes")
+_AMOUNTS = ("sample_flop", "state_bytes_per_parameter", "replicated_activation_bytes", "replicated_frozen_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,7 @@ class Workload:
             state. 16 for float32 and Adam, which has two moments; 8 for plain SGD, 12 with momentum.
         trained_tensors: how many trained weights there are, in all layers: ranks tell each other which had part in the loss.
         replicated_activation_bytes: what the layers outside of blocks leave behind for backward, for each sample.
+        replicated_frozen_bytes: of weights outside of blocks that are not trained, and of buffers.
     """
 
     samples: int
@@ -54,6 +55,7 @@ class Workload:
     wire: str | None = None
     state_bytes_per_parameter: float = 16.0
     replicated_activation_bytes: float = 0.0
+    replicated_frozen_bytes: float = 0.0
     trained_tensors: int = 0
 
     def __post_init__(self) -> None:
@@ -132,7 +134,11 @@ class Workload:
     @property
     def replicated_state_bytes(self) -> float:
         """What every rank keeps of the weights outside of blocks, their gradients and the optimizer's state."""
-        return self.replicated_parameters * self.state_bytes_per_parameter
+        return self.replicated_parameters * self.state_bytes_per_parameter + self.replicated_frozen_bytes
+
+    def unit_state_bytes(self, block: Block) -> float:
+        """The same of one unit of a block."""
+        return block.unit_parameters * self.state_bytes_per_parameter + block.unit_frozen_bytes
 
     @cached_property
     def vertical_exchanges(self) -> int:

@@ -211,10 +211,9 @@ class _Play:
         sizes: dict[tuple[str, str], float] = defaultdict(float)
         for take in change.takes:
             if take.source != take.dest:
-                unit_bytes = workload.blocks[take.block].unit_parameters * workload.state_bytes_per_parameter
-                sizes[take.source, take.dest] += take.units.size * unit_bytes
+                sizes[take.source, take.dest] += take.units.size * workload.unit_state_bytes(workload.blocks[take.block])
         for name in change.newcomers:
-            sizes[change.source, name] += workload.replicated_parameters * workload.state_bytes_per_parameter
+            sizes[change.source, name] += workload.replicated_state_bytes
         return carried_s(sizes, cluster=self._setup.among(tuple(self._processors[name] for name in change.members)))
 
     def _plan(self, names: tuple[str, ...]) -> Layout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 from tatami.errors import InputError
 from tatami.tiled.following.counting import ForwardFlop
 from tatami.tiled.following.exporting import ModuleCall
+from tatami.tiled.following.keeping import Keeping, Kept
 
 _FEWEST = 2
 """torch.export takes a length of 1 for a constant."""
@@ -85,6 +87,9 @@ class Captured:
         readers: of each parameter, by name: the modules that computed something with it.
         last_axis: of modules that give (..., outputs) for (..., inputs): the number of outputs.
         logits: the linear layers whose result the network returns, or takes the cross-entropy of.
+        kept: what the pass kept for backward, in its order.
+        kept_bytes: the same of one sample, with the results, and what a loss keeps of them.
+        ends: of modules: how much was kept when their first call ended.
     """
 
     calls: Mapping[str, ModuleCall]
@@ -98,6 +103,20 @@ class Captured:
     readers: Mapping[str, frozenset[str]] = field(default_factory=dict)
     logits: frozenset[str] = frozenset()
     last_axis: Mapping[str, int] = field(default_factory=dict)
+    kept: Sequence[Kept] = ()
+    kept_bytes: float = 0.0
+    ends: Mapping[str, int] = field(default_factory=dict)
+
+    def kept_between(self, first: str, second: str, *, units: int) -> float | None:
+        """Bytes of one sample that were kept from the end of one module to that of another, with `units` on the last axis.
+
+        None where one of them was not called, or not in this order.
+        """
+        begin, end = self.ends.get(first, math.inf), self.ends.get(second, -1)
+        if begin > end:
+            return None
+        pieces = self.kept[int(begin) : end]
+        return sum(each.size_bytes for each in pieces if each.last_axis == units) / self.samples
 
 
 def capture(model: nn.Module, sample: Sample) -> Captured:
@@ -106,10 +125,12 @@ def capture(model: nn.Module, sample: Sample) -> Captured:
     What differs between the two is the axis of samples, in the inputs of every module.
     """
     most = sample.part(min(sample.samples, 4))
-    watch = _Watch(model)
+    watch = _Watch(model, most)
     with watch.counted as counted:
         first = _calls(model, most, watch)
-    second = _calls(model, most.part(most.samples - 1) if most.samples > _FEWEST else _repeated(most), _Watch(model))
+    less = most.part(most.samples - 1) if most.samples > _FEWEST else _repeated(most)
+    other_watch = _Watch(model, less)
+    second = _calls(model, less, other_watch)
     calls = {}
     for name, (args, kwargs) in first.items():
         if name not in second:
@@ -131,7 +152,17 @@ def capture(model: nn.Module, sample: Sample) -> Captured:
         logits=frozenset(watch.logits),
         drawing=frozenset(watch.drawing),
         last_axis=watch.last_axis,
+        kept=tuple(watch.keeping.found.values()),
+        kept_bytes=_kept_per_sample((most.samples, watch.kept_bytes), (less.samples, other_watch.kept_bytes)),
+        ends=watch.ends,
     )
+
+
+def _kept_per_sample(one: tuple[int, int], other: tuple[int, int]) -> float:
+    """Bytes of one sample; what is kept once, however many samples there are, counts for each: a rank may have a single one."""
+    (samples, size_bytes), (other_samples, other_bytes) = one, other
+    slope = (size_bytes - other_bytes) / (samples - other_samples)
+    return max(size_bytes / samples, slope, size_bytes - slope * (samples - 1))
 
 
 def _mixes_samples(model: nn.Module, sample: Sample) -> bool:
@@ -155,8 +186,9 @@ class _Watch(TorchFunctionMode):
     Whenever a module begins or ends, what was drawn since then belongs to the one that ran.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, sample: Sample) -> None:
         super().__init__()
+        inputs = [leaf for leaf in pytree.tree_leaves((sample.args, sample.kwargs)) if isinstance(leaf, torch.Tensor)]
         self.counted = ForwardFlop()
         self.flop: dict[str, float] = {}
         self._begun: list[float] = []
@@ -166,6 +198,10 @@ class _Watch(TorchFunctionMode):
         self.last_axis: dict[str, int] = {}
         self._linear: list[tuple[str, torch.Tensor]] = []
         self._parameters = {id(parameter) for parameter in model.parameters()}
+        # A sample may be a view of a whole data set.
+        self.keeping = Keeping([*model.parameters(), *model.buffers(), *inputs])
+        self.kept_bytes = sum(leaf.numel() * leaf.element_size() for leaf in inputs)
+        self.ends: dict[str, int] = {}
         self.draws: set[str] = set()
         self.normalizes: set[str] = set()
         self._running: list[str] = []
@@ -189,6 +225,7 @@ class _Watch(TorchFunctionMode):
     def computed(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         """A module gave `output`; that of a linear layer is kept until it is known what becomes of it."""
         x = inputs[0] if inputs else None
+        self.ends.setdefault(name, len(self.keeping.found))
         if isinstance(output, torch.Tensor) and output.dim():
             if isinstance(module, nn.Linear):
                 self._linear.append((name, output))
@@ -260,9 +297,13 @@ def _calls(model: nn.Module, sample: Sample, watch: _Watch) -> dict[str, tuple[t
                 stack.callback(handle.remove)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(watch)
+        stack.enter_context(watch.keeping.watched())
         result = model(*sample.args, **sample.kwargs)
+    watch.kept_bytes += watch.keeping.size_bytes
     for leaf in pytree.tree_leaves(result):
         watch.returned(leaf)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            watch.kept_bytes += 2 * leaf.numel() * leaf.element_size()  # a loss keeps about as much of it
     return {name: call for name, call in found.items() if name not in several}
 
 

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from tatami.tiled.following.atoms import deep_leaves, extent
 from tatami.tiled.following.exporting import FollowedProgram, ModuleCall
+from tatami.tiled.following.keeping import KeepingRun
 from tatami.tiled.following.operators import CONVOLUTIONS, Following, aten
 from tatami.tiled.following.units import UnitAxis
 from tatami.workload import Block
@@ -26,7 +27,22 @@ def facts_of(
     requires_grad = any(
         isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((call.args, dict(call.kwargs)))
     )
-    return [_facts(candidate, program, following, parameters, samples, requires_grad) for candidate in candidates]
+    kept = _kept_bytes(module, call, program) if candidates else {}
+    return [_facts(candidate, program, following, parameters, samples, requires_grad, kept) for candidate in candidates]
+
+
+def _kept_bytes(module: nn.Module, call: ModuleCall, program: FollowedProgram) -> dict[fx.Node, int]:
+    """What each operation of the program makes that is kept for backward."""
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    # Running statistics are changed in place, and must not be the module's own.
+    tensors |= {name: buffer.clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
+    leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
+    inputs = [leaves[index].detach().requires_grad_(leaves[index].requires_grad) for index in program.given]
+    own = [tensors[name] for name in program.tensors]
+    run = KeepingRun(program.graph, own)
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        run.run(*own, *inputs)
+    return run.sizes_bytes
 
 
 def _facts(
@@ -36,6 +52,7 @@ def _facts(
     parameters: dict[str, nn.Parameter],
     samples: int,
     requires_grad: bool,
+    kept: dict[fx.Node, int],
 ) -> Block:
     inside = [node for node in program.graph.graph.nodes if _has(following, node, candidate) or node in candidate.exits]
     forward_flop = sum(_flop(node, following) for node in inside if node.op == "call_function")
@@ -50,8 +67,7 @@ def _facts(
     owned = sum(parameters[name].numel() for name in trained if parameters[name].requires_grad)
     forward = sum(_numel(node) for node in candidate.exits)
     backward = sum(_numel(node) for node in entered if _is_float(node)) if requires_grad else 0
-    results = [node for node in inside if _is_float(node) and node.op != "placeholder"]
-    activations = sum(_numel(node) * node.meta["val"].element_size() for node in results)
+    activations = sum(size for node, size in kept.items() if _has(following, node, candidate))
     kind, unit = _words(candidate, following, inside)
     # Backward is two products of the same size for each of forward; one where the weights are frozen or the input is data.
     backward_products = (1 if owned else 0) + (1 if requires_grad else 0.5)

@@ -93,7 +93,7 @@ def follow_modules(
             continue
         if any(f"{other}.".startswith(prefix) or prefix.startswith(f"{other}.") for other in closed):
             continue
-        used = set(taken) | {inner for other, each in found.items() for inner in _cut_names(other, each)}
+        used = set(taken) | {inner for other, each in found.items() for inner in cut_names(other, each)}
         own = _weights(module, prefix)
         spare = [elements for parameter, elements in own.items() if parameter not in used]
         if len(spare) < 2 or sum(spare) * _WORTH_FOLLOWING < sum(own.values()):
@@ -125,13 +125,14 @@ def _depth(name: str) -> int:
     return name.count(".") + 1 if name else 0
 
 
-def _cut_names(name: str, followed: Followed) -> set[str]:
+def cut_names(name: str, followed: Followed) -> set[str]:
+    """The tensors that a followed module splits, by their names in the network."""
     return {f"{name}.{tensor}" if name else tensor for block in followed.blocks for tensor in block.cuts}
 
 
 def _elements(model: nn.Module, found: Mapping[str, Followed]) -> int:
     """Of all the weights that are split."""
-    names = {tensor for name, each in found.items() for tensor in _cut_names(name, each)}
+    names = {tensor for name, each in found.items() for tensor in cut_names(name, each)}
     return sum(parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False) if name in names)
 
 

@@ -36,6 +36,11 @@ _RECURRENT = {
 }
 """Where the probability of their dropout is among the arguments; whether they train comes next."""
 _DROPOUTS = {aten.dropout.default, aten.dropout_.default}
+_LOSSES = {
+    aten.cross_entropy_loss.default: torch.nn.functional.cross_entropy,
+    aten.nll_loss_nd.default: torch.nn.functional.nll_loss,
+    aten.nll_loss.default: torch.nn.functional.nll_loss,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +171,8 @@ class _Localiser:
                 shape = self._fact(self._shape([*q[:3], k[2]], "the dropout of an attention"))
                 kwargs = {name: self._mapped(arg) for name, arg in node.kwargs.items()}
                 return self._graph.call_function(whole_batch.attention, (self._context, shape, *args), kwargs)
+        if node.target in _LOSSES and not node.kwargs:
+            return self._graph.call_function(whole_batch.mean_loss, (self._fact(_LOSSES[node.target]), *args))
         if node.target is aten.batch_norm.default and (args[5] or self._blocks(node)):
             channels = self._fact(self._axis(self._following.of(node.args[0])[1]))
             return self._graph.call_function(whole_batch.batch_norm, (self._context, channels, *args[:8]))

@@ -19,6 +19,7 @@ from tatami.tiled.context import ModuleContext, RankContext
 from tatami.tiled.cutting import cut_units_of, tensor_of
 from tatami.tiled.following.believing import compare
 from tatami.tiled.following.exporting import NotFollowedError, same_leaves
+from tatami.tiled.following.keeping import Keeping
 from tatami.tiled.parts.running import AbstractParts, PartForward, Results
 from tatami.tiled.parts.vocabulary import EmbeddingPart
 from tatami.tiled.rows import ONE_EACH, UnitRuns, cut_units
@@ -26,6 +27,7 @@ from tatami.tiled.vertical import ColumnComm
 from tatami.tiling import Span
 
 _ALIKE = 1e-9
+_FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +37,12 @@ class Believed:
     Attributes:
         results: which of its results are sums over units.
         summed_elements: of them, in the whole sample batch.
-        saved_elements: that its forward pass keeps for backward, in the whole sample batch.
+        kept_bytes: of its units, that its forward pass keeps for backward, in the whole sample batch.
     """
 
     results: Results
     summed_elements: int
-    saved_elements: int
+    kept_bytes: int
 
 
 def believe_parts(
@@ -65,10 +67,11 @@ def believe_parts(
         NotFollowedError: the parts do not make up the whole; the message says where.
     """
     result = None
+    element_bytes = max((parameter.element_size() for parameter in module.parameters()), default=_FLOAT_BYTES)
     for training in (True, False):
         whole = copy.deepcopy(module).double().train(training)
         try:
-            believed = _believe(whole, args, kwargs, parts, units, total)
+            believed = _believe(whole, args, kwargs, parts, units, total, element_bytes)
         except NotFollowedError:
             raise
         except Exception as error:  # the module is the user's, and any of its lines may fail with fewer units
@@ -87,33 +90,33 @@ def _believe(
     parts: AbstractParts,
     units: Sequence[Mapping[str, UnitRuns]],
     total: int,
+    element_bytes: int,
 ) -> Believed:
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     inputs = _copies(leaves)
     half = (total + 1) // 2
-    saved: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.numel()
-        return tensor
-
+    keeping = Keeping(whole.parameters(), double_bytes=element_bytes)
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with keeping.watched():
             expected = _run(whole, inputs, structure)
-        for parameter in whole.parameters():
-            saved.pop(parameter.untyped_storage().data_ptr(), None)
         halves = [_Half(whole, leaves, parts, units, total, span) for span in (Span(0, half), Span(half, total))]
         results = Results(summed=_summed([_run(each.forward(None), each.inputs, structure) for each in halves], expected))
         ends = [index for index, leaf in enumerate(expected) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         weights = {index: torch.randn_like(expected[index]) for index in ends}
         torch.autograd.backward([expected[index] for index in ends], [weights[index] for index in ends])
+        kept = [keeping.size_bytes]
         for each in halves:
-            given = _run(each.forward(results), each.inputs, structure)
+            keeping = Keeping(each.module.parameters(), double_bytes=element_bytes)
+            with keeping.watched():
+                given = _run(each.forward(results), each.inputs, structure)
+            kept.append(keeping.size_bytes)
             torch.autograd.backward([given[index] for index in ends], [weights[index] for index in ends])
         _compare_gradients(whole, inputs, halves, parts)
     elements = sum(leaf.numel() for leaf, summed in zip(expected, results.summed, strict=True) if summed)
-    return Believed(results=results, summed_elements=elements, saved_elements=sum(saved.values()))
+    # The whole keeps what its units do and what is beside them, the halves together that twice.
+    beside = max(0, kept[1] + kept[2] - kept[0])
+    return Believed(results=results, summed_elements=elements, kept_bytes=max(0, kept[0] - beside))
 
 
 class _Half:

@@ -11,6 +11,7 @@ how many are here, and the parts are summed. It is believed only after its own t
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ class Declaration:
     once: frozenset[str]
     scaled: tuple[str, ...]
     unit: str
+    index: str | None = None
 
 
 def register(
@@ -49,6 +51,7 @@ def register(
     once: Sequence[str] = (),
     scaled: Sequence[str] = (),
     unit: str = "unit",
+    index: str | None = None,
 ) -> None:
     """Say how the modules of a class split, where `tatami.tile` cannot find out. For the life of the process.
 
@@ -63,6 +66,8 @@ def register(
         once: tensors that are added to the sum once: the bias of the last layer.
         scaled: other attributes that are a multiple of the number of units.
         unit: what a unit is, in words.
+        index: the argument of the forward pass, a tensor of whole numbers, that says which units are to be used. Units that are
+            elsewhere are named by the number of units that are here, and the module must leave them out.
 
     Raises:
         ModelError: nothing to cut.
@@ -71,7 +76,9 @@ def register(
         raise ModelError(f"{module.__name__} was registered without a tensor that is cut; its units own nothing")
     axes = {name: axis if isinstance(axis, tuple) else (axis, 1) for name, axis in cut.items()}
     with _lock:
-        _declared[module] = Declaration(units=units, cut=axes, once=frozenset(once), scaled=tuple(scaled), unit=unit)
+        _declared[module] = Declaration(
+            units=units, cut=axes, once=frozenset(once), scaled=tuple(scaled), unit=unit, index=index
+        )
 
 
 def declaration_of(module: nn.Module) -> Declaration | None:
@@ -130,6 +137,19 @@ class DeclaredParts(AbstractParts):
     def once(self) -> frozenset[str]:
         return self.declaration.once
 
+    def routed(self) -> bool:
+        return self.declaration.index is not None
+
+    def inputs(self, module: nn.Module, args: Any, kwargs: Any, context: ModuleContext) -> tuple[Any, Any]:
+        name, span = self.declaration.index, context.units[0]()
+        if name is None:
+            return args, kwargs
+        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+        index = bound.arguments[name]
+        here = (index >= span.start) & (index < span.stop)
+        bound.arguments[name] = torch.where(here, index - span.start, max(span.size, 1))
+        return bound.args[1:], bound.kwargs
+
     @contextmanager
     def with_units(self, module: nn.Module, context: ModuleContext) -> Iterator[None]:
         here = context.units[0]().size
@@ -164,13 +184,32 @@ def declared_parts(module: nn.Module) -> DeclaredParts | None:
         ModelError: it is not what was registered.
         NotFollowedError: it cannot be split here, for a reason that is no mistake.
     """
-    declaration = declaration_of(module)
+    declaration = declaration_of(module) or _stacked_experts(module)
     if declaration is None:
         return None
     parts = DeclaredParts.of(module, declaration)
     if parts.total < 2:
         raise NotFollowedError("it was registered, and has a single unit")
     return parts
+
+
+_INDEX = "top_k_index"
+"""By it modules of Hugging Face that hold all experts in one tensor are told which of them a token goes to. One that is
+elsewhere is named by the number of experts, as in their own expert parallelism."""
+
+
+def _stacked_experts(module: nn.Module) -> Declaration | None:
+    """What is known of a module whose tensors are (experts, ...), without being registered."""
+    tensors = dict(module.named_parameters(recurse=False))
+    units = getattr(module, "num_experts", None)
+    if not isinstance(units, int) or units < 2 or not tensors or len(tensors) < len(list(module.parameters())):
+        return None
+    if any(tensor.shape[:1] != (units,) for tensor in tensors.values()) or any(True for _ in module.buffers()):
+        return None
+    if _INDEX not in inspect.signature(type(module).forward).parameters:
+        return None
+    cut = dict.fromkeys(tensors, (0, 1))
+    return Declaration(units="num_experts", cut=cut, once=frozenset(), scaled=(), unit="expert", index=_INDEX)
 
 
 def _get(module: nn.Module, name: str, what: str) -> Any:

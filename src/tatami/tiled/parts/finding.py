@@ -25,6 +25,7 @@ from tatami.tiled.tiled_block import TiledBlock
 from tatami.workload import Block
 
 _FLOAT_BYTES = 4
+_INDEX_BYTES = 8
 _BACKWARD = 3
 """Forward and backward together, for each operation of forward."""
 
@@ -115,7 +116,6 @@ def _part_of(name: str, module: nn.Module, captured: Captured) -> PartModule | N
         _refuse(module, prefix, captured)
         args, kwargs = inputs_of(captured.calls[name])
         believed = believe_parts(module, args, kwargs, parts=declared, units=[declared.cuts], total=declared.total)
-        unit, own = declared.declaration.unit, list(declared.cuts)
         facts = _facts(
             module,
             name,
@@ -123,8 +123,8 @@ def _part_of(name: str, module: nn.Module, captured: Captured) -> PartModule | N
             believed,
             units=declared.total,
             own=list(declared.cuts),
-            kind=type(module).__name__,
-            unit=unit,
+            kind="mixture of experts" if declared.routed() else type(module).__name__,
+            unit=declared.declaration.unit,
         )
         cuts = {prefix + tensor: runs for tensor, runs in declared.cuts.items()}
         blocks: tuple[TiledBlock, ...] = (TiledBlock(facts=facts, cuts=cuts),)
@@ -205,7 +205,7 @@ def _facts(
         backward_elements=entered // samples,
         flop_per_unit=max(1.0, _BACKWARD * captured.flop.get(name, 0.0) / units),
         forward_sums=sum(believed.results.summed),
-        unit_activation_bytes=believed.saved_elements * _FLOAT_BYTES / samples / units,
+        unit_activation_bytes=believed.kept_bytes / samples / units,
         name=name,
         kind=kind,
         unit=unit,
@@ -230,6 +230,7 @@ def _split_vocabulary(model: nn.Module, vocabulary: Vocabulary, captured: Captur
         ),
         forward_elements=tokens * width,
         flop_per_unit=max(1.0, tokens * width / vocabulary.rows),
+        sample_activation_bytes=_INDEX_BYTES * tokens,
         name=vocabulary.embedding,
         kind="vocabulary",
         unit="row",
@@ -248,6 +249,8 @@ def _split_vocabulary(model: nn.Module, vocabulary: Vocabulary, captured: Captur
             flop_per_unit=block.flop_per_unit + _BACKWARD * 2 * predicted * head.in_features,
             forward_sums=2,
             unit_activation_bytes=2.0 * _FLOAT_BYTES * predicted,
+            # The places of the tokens and of the targets, and the logarithm of every sum.
+            sample_activation_bytes=_INDEX_BYTES * tokens + 2 * _INDEX_BYTES * predicted,
         )
     cuts = dict.fromkeys(vocabulary.tensors, ONE_EACH)
     return PartVocabulary(vocabulary=vocabulary, blocks=(TiledBlock(facts=block, cuts=cuts),))

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from tatami.tiled.context import ModuleContext
+from tatami.tiled.cutting import tensor_of
 from tatami.tiled.vertical import ColumnComm, sum_over_column
 
 Slot = tuple[dict[str, Any], str]
@@ -48,6 +49,14 @@ class AbstractParts(ABC):
     def once(self) -> frozenset[str]:
         """The names of tensors that are added to the sum once, such as the bias of the last layer."""
         return frozenset()
+
+    def inputs(self, module: nn.Module, args: Any, kwargs: Any, context: ModuleContext) -> tuple[Any, Any]:  # noqa: ARG002
+        """What `module` is called with where it has the units of `context`."""
+        return args, kwargs
+
+    def routed(self) -> bool:
+        """Whether some of the units here may have no part in a forward pass; they have a gradient of 0 then."""
+        return False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -93,14 +102,17 @@ class PartForward:
         tensors = [*used[len(inputs) :], *added]
         with _replaced([*shared, *once], tensors), self.parts.with_units(self.module, self.context):
             args, kwargs = pytree.tree_unflatten(leaves, structure)
+            args, kwargs = self.parts.inputs(self.module, args, kwargs, self.context)
             result = self._plain(*args, **kwargs)
         if self.results is None:
             return result
         outputs, structure = pytree.tree_flatten(result)
         tied = [tensor for tensor in entered if tensor.requires_grad]
+        routed = [tensor_of(self.module, name) for name in sorted(self.parts.own())] if self.parts.routed() else []
         for index, (leaf, summed) in enumerate(zip(outputs, self.results.summed, strict=True)):
             if summed:
                 part = leaf if any_here else _Nothing.apply(leaf)  # type: ignore[no-untyped-call]
+                part = _Unused.apply(part, *routed) if routed else part  # type: ignore[no-untyped-call]
                 # The sum is taken in place: of a copy, because the module may keep its result for its backward pass.
                 outputs[index] = sum_over_column(_Tie.apply(part, *tied), column)  # type: ignore[no-untyped-call]
             elif _is_float(leaf) and (leaf.requires_grad or tied):
@@ -193,6 +205,23 @@ class _Nothing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
         return grad
+
+
+class _Unused(torch.autograd.Function):
+    """A result, and tensors of which some may have had no part in it: without one, an optimizer would leave them alone."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.likes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        zeros = (
+            torch.zeros(shape, dtype=dtype) if need else None for (shape, dtype), need in zip(ctx.likes, needed, strict=True)
+        )
+        return grad, *zeros
 
 
 class _Once(torch.autograd.Function):

@@ -18,9 +18,7 @@ from tatami.tiled.context import ModuleContext, enter, leave
 from tatami.tiled.following.capturing import Captured
 from tatami.tiled.linear_pairs import is_plain_linear
 from tatami.tiled.parts.split_logits import split_logits
-
-FEWEST_ROWS = 512
-"""Smaller vocabularies are repeated: the sums that they would need take longer than what they save."""
+from tatami.workload.gpt import FEWEST_ROWS
 
 
 @dataclass(frozen=True, kw_only=True)

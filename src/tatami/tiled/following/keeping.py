@@ -1,0 +1,89 @@
+"""What a forward pass keeps for its backward pass: memory in bytes, as autograd's own hooks see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """One piece of memory.
+
+    Attributes:
+        size_bytes: of all of it, whatever part of it is looked at.
+        last_axis: the length of the last axis of what was kept there first.
+    """
+
+    size_bytes: int
+    last_axis: int
+
+
+class Keeping:
+    """Sees what is kept; each piece of memory counts once.
+
+    Args:
+        outside: tensors that are there anyway: weights, and what a network is called with.
+        double_bytes: what an element of double precision counts: tests run in it what is trained otherwise.
+    """
+
+    def __init__(self, outside: Iterable[Any], *, double_bytes: int = 8) -> None:
+        self._outside = {_place(tensor) for tensor in outside if isinstance(tensor, torch.Tensor)}
+        self._double_bytes = double_bytes
+        self.found: dict[int, Kept] = {}
+        """By place, in the order of the pass."""
+
+    def watched(self) -> AbstractContextManager[Any]:
+        """Forward passes inside of it are seen."""
+        return torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all of it."""
+        return sum(kept.size_bytes for kept in self.found.values())
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():  # what looks at the user's operations is not to see these
+            place = _place(tensor)
+            if place and place not in self._outside and place not in self.found:
+                size_bytes = tensor.untyped_storage().nbytes()
+                if tensor.dtype is torch.float64:
+                    size_bytes = size_bytes // 8 * self._double_bytes
+                self.found[place] = Kept(size_bytes=size_bytes, last_axis=tensor.shape[-1] if tensor.dim() else 1)
+            return tensor.detach()  # the tensor itself would hold its own graph forever
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Of its memory; 0 for tensors that have none of their own."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+class KeepingRun(fx.Interpreter):
+    """Runs a program, and finds out which of its operations made what is kept.
+
+    Attributes:
+        sizes_bytes: of what each operation made.
+    """
+
+    def __init__(self, graph: fx.GraphModule, outside: Iterable[Any]) -> None:
+        super().__init__(graph, garbage_collect_values=False)  # memory that is given back could be taken for another tensor's
+        self._keeping = Keeping(outside)
+        self._made: dict[int, fx.Node] = {}
+        self.sizes_bytes: dict[fx.Node, int] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        known = len(self._keeping.found)
+        with self._keeping.watched():
+            result = super().run_node(n)
+        for place, kept in list(self._keeping.found.items())[known:]:
+            maker = self._made.get(place, n)
+            self.sizes_bytes[maker] = self.sizes_bytes.get(maker, 0) + kept.size_bytes
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self._made.setdefault(_place(tensor), n)
+        return result

@@ -1,0 +1,130 @@
+"""Means that leave targets out (`ignore_index`): exact over all ranks, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import GPT, VOCABULARY
+from torch import nn
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError, NotFiniteError
+from tatami.testing.worlds import World
+from tatami.tiled import Trainer, find_blocks, tile, whole_state_dict
+from tiled_rig import assert_close, some_layouts
+
+SAMPLES, BATCH, TOKENS = 14, 7, 6
+SGD = partial(torch.optim.SGD, lr=0.2, momentum=0.9)
+Step = Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]
+
+
+def table() -> dict[str, torch.Tensor]:
+    """Of the first batch the second half is left out; of the others a part that differs from sample to sample."""
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(VOCABULARY, (SAMPLES, TOKENS), generator=generator)
+    labels = torch.where(torch.rand(text.shape, generator=generator) < torch.rand(SAMPLES, 1, generator=generator), -100, text)
+    labels[3:BATCH] = -100
+    return {"idx": text, "labels": labels}
+
+
+class OwnLoss(nn.Module):
+    """A GPT that predicts the next token, and takes the loss itself, as those of Hugging Face do. It is followed whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.gpt = GPT(layers=1)
+
+    def forward(self, idx: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.gpt(idx)
+        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
+
+
+def network() -> nn.Module:
+    return OwnLoss().double()
+
+
+def by_hand(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(**batch)["logits"][:, :-1]
+    loss: torch.Tensor = nn.CrossEntropyLoss()(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+    return loss
+
+
+def plain_fit(batch_size: int) -> tuple[list[float], dict[str, torch.Tensor], float]:
+    model, data = network(), table()
+    steps = SGD(model.parameters())
+    losses = []
+    for start in range(0, SAMPLES, batch_size):
+        steps.zero_grad()
+        loss = model(**{key: value[start : start + batch_size] for key, value in data.items()})["loss"]
+        loss.backward()
+        steps.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        return losses, model.state_dict(), model(**data)["loss"].item()
+
+
+@pytest.mark.parametrize("step", [None, by_hand], ids=["own loss", "by hand"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_means_over_the_targets_that_count_are_those_of_one_machine(world: World, accumulate: int, step: Step | None) -> None:
+    losses, state, evaluated = plain_fit(BATCH * accumulate)
+    built, data = network(), table()
+
+    def body(comm: AbstractCommunicator) -> None:
+        for layout in some_layouts(comm.size):
+            model = tile(built, comm, batch_size=BATCH, sample=data, speeds="equal", layout=layout, reduction="mean")
+            trainer = Trainer(model, optimizer=SGD, training_step=step, accumulate_grad_batches=accumulate)
+            history = trainer.fit(data, batch_size=BATCH, epochs=1, shuffle=False)
+            assert history.losses == pytest.approx(losses, rel=1e-10)
+            assert_close(comm.bcast_object(whole_state_dict(model)), state, what=f"parameters on {layout}")
+            assert trainer.evaluate(data, batch_size=5)["loss"] == pytest.approx(evaluated, rel=1e-10)
+
+    world(body)
+
+
+def test_the_loss_inside_of_a_followed_network_is_counted_too() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.down(self.up(x) * F.silu(self.gate(x))), labels, ignore_index=1)
+
+    found = find_blocks(Gated(), sample=(torch.rand(4, 4), torch.arange(4) % 3))
+    assert [block.facts.kind for block in found.blocks] == ["gated pair"]
+    graph = found.followed[""].training.local.graph
+    assert any(getattr(node.target, "__name__", "") == "mean_loss" for node in graph.graph.nodes)
+
+
+def penalised(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output, target) + output.square().mean()
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_cannot_be_exact_is_refused_by_name(world: World, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    built = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    x, y = torch.rand(6, 4), torch.arange(6) % 3
+    weighted = partial(F.cross_entropy, weight=torch.ones(3))
+
+    def body(comm: AbstractCommunicator) -> None:
+        def fit(target: torch.Tensor, **how: Any) -> None:
+            model = tile(built, comm, batch_size=6, speeds="equal", layout=some_layouts(comm.size)[0], reduction="mean")
+            Trainer(model, optimizer=SGD, rescue_dir=tmp_path, **how).fit((x, target), batch_size=6, epochs=1)
+
+        fit(y, loss=penalised)
+        with pytest.raises(InputError, match="made of a mean that leaves targets out"):
+            fit(torch.where(y == 1, -100, y), loss=penalised)
+        with pytest.raises(InputError, match="with class weights divides by the weights of the samples that a rank sees"):
+            fit(y, training_step=lambda model, batch: weighted(model(batch[0]), batch[1]))
+        with pytest.raises(NotFiniteError, match="the loss is nan on rank 0"):
+            fit(torch.full_like(y, -100), loss=nn.CrossEntropyLoss())
+
+    world(body)

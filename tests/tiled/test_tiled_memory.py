@@ -1,0 +1,150 @@
+"""Memory of real networks: what plans say that a rank keeps is what it keeps, counted tensor by tensor, or more."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import CASES, GPT, LARGE, Case
+from torch import nn
+
+import tatami
+from tatami.cluster import Cluster, Processor
+from tatami.comm.base import AbstractCommunicator
+from tatami.comm.threads import run_threads
+from tatami.errors import MemoryLackError
+from tatami.tiled import find_blocks, move, tile, workload_of
+from tatami.tiling import Column, Layout, Plan, plan
+from tatami.tiling.memory import memory_bytes
+from tatami.workload import Workload
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is predicted to take", "ignore:.*leaves out")
+
+SAMPLES, RANKS, PLANS = 12, 3, 25
+WIDTH = 24
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.GELU(),
+        nn.Dropout(0.2), nn.Linear(32, 5), nn.Linear(5, 5).requires_grad_(False),
+    )  # fmt: skip
+
+
+NETWORKS = {
+    "gpt": Case(
+        build=lambda: GPT(width=WIDTH, vocabulary=LARGE, tied=False),
+        draw=lambda samples, generator: (torch.randint(LARGE, (samples, 8), generator=generator),),
+        blocks=(),
+    ),
+    "gpt-dropout": CASES["gpt-dropout"],
+    "resnet": CASES["resnet"],
+    "perceptron": Case(build=perceptron, draw=lambda samples, _: (torch.ones(samples, 20),), blocks=()),
+}
+
+
+def drawn(case: Case) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(3)
+    (x,) = case.draw(SAMPLES, torch.Generator().manual_seed(1))
+    assert isinstance(x, torch.Tensor)
+    return case.build(), x.float() if x.is_floating_point() else x
+
+
+class Counted:
+    """Bytes of all memory that tensors lie in, each once."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+
+    def add(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        for tensor in tensors:
+            if tensor is not None:
+                memory = tensor.untyped_storage()
+                self.sizes[memory.data_ptr()] = memory.nbytes()
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.add([tensor])
+        return tensor
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> int:
+    """One step of training; the bytes of weights, gradients, the optimizer's state and what forward keeps for backward."""
+    optimizer.zero_grad()
+    saved, state = Counted(), Counted()
+    with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
+        output = model(x)
+        flat = output.flatten(0, -2)
+        loss = F.cross_entropy(flat, torch.zeros(flat.shape[0], dtype=torch.int64))
+    # The weights are counted below, and the whole batch is not the network's.
+    for tensor in (*model.parameters(), *model.buffers(), x):
+        saved.sizes.pop(tensor.untyped_storage().data_ptr(), None)
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    state.add([*model.parameters(), *model.buffers(), *(parameter.grad for parameter in model.parameters())])
+    for each in optimizer.state.values():
+        state.add(value for value in each.values() if value.dim())
+    return sum(saved.sizes.values()) + sum(state.sizes.values())
+
+
+def capped_plans(workload: Workload, chance: random.Random) -> list[Plan]:
+    """Plans for machines of random speed and memory that hold the network."""
+    alone = Layout(columns=(Column(width=1.0, processors=("p0",), heights=(1.0,)),))
+    whole = memory_bytes(alone, workload=workload)["p0"]
+    found: list[Plan] = []
+    while len(found) < PLANS:
+        processors = tuple(
+            Processor(name=f"p{rank}", speed=chance.uniform(0.1, 1.0), memory_bytes=round(whole * chance.uniform(0.3, 1.1)))
+            for rank in range(RANKS)
+        )
+        try:
+            planned = plan(chance.choice(["timed", "srpm", "even"]), cluster=Cluster(processors=processors), workload=workload)
+        except MemoryLackError:
+            continue
+        if planned.left_out:
+            continue
+        caps = {each.name: each.memory_bytes for each in processors}
+        assert all(kept <= (caps[name] or 0) for name, kept in planned.memory_bytes.items())
+        found.append(planned)
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(NETWORKS))
+def test_of_a_hundred_capped_plans_none_exceeds_its_cap_when_it_runs(name: str) -> None:
+    """Twenty-five for each of four networks."""
+    network, x = drawn(NETWORKS[name])
+    workload = workload_of(network, find_blocks(network, sample=x[:4]), samples=SAMPLES)
+    plans = capped_plans(workload, random.Random(name))
+
+    def body(comm: AbstractCommunicator) -> list[int]:
+        first = plans[0].layout
+        model = tile(network, comm, batch_size=SAMPLES, sample=x[:4], speeds="equal", layout=first, reduction="mean")
+        optimizer = torch.optim.Adam([each for each in model.parameters() if each.requires_grad])
+        sizes = []
+        for planned in plans:
+            move(model, planned.layout, optimizer=optimizer)
+            sizes.append(step(model, optimizer, model.local(x)))
+        return sizes
+
+    measured = run_threads(body, size=RANKS, timeout_s=120)
+    said = total = 0.0
+    for number, planned in enumerate(plans):
+        for processor, kept in planned.memory_bytes.items():
+            used = measured[int(processor[1:])][number]
+            assert used <= kept, f"plan {number}: {processor} keeps {used} bytes where {kept:.0f} were planned"
+            said, total = said + kept, total + used
+    assert total > 0.6 * said, "a plan that says far too much would refuse what fits"
+
+
+def test_a_plan_of_a_network_counts_what_samples_leave_behind() -> None:
+    """Twice the samples keep more, and what is frozen is there, too."""
+    network, x = drawn(NETWORKS["gpt"])
+    network.requires_grad_(False)
+    assert isinstance(network, GPT)
+    network.lm_head.requires_grad_(True)
+    found = tatami.plan(network, speeds=[1.0], batch_size=SAMPLES, sample=x).plans[0]
+    kept = found.memory_bytes["p0"]
+    assert kept > 4 * sum(parameter.numel() for parameter in network.parameters())
+    assert tatami.plan(network, speeds=[1.0], batch_size=2 * SAMPLES, sample=x).plans[0].memory_bytes["p0"] > kept
