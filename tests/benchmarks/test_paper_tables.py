@@ -111,7 +111,7 @@ def test_pictures_hold_what_the_records_hold() -> None:
     assert len(ax.patches) == 3 * 5
     _, ax = blank()
     draw_courses(ax, RECORDS, contestants=("drpm", "L 3"), labels=("DRPM", "L = 3"))
-    assert np.asarray(ax.get_lines()[0].get_xdata()).tolist() == [5, 10, 15, 20, 25, 30, 35, 40]
+    assert np.asarray(ax.get_lines()[0].get_xdata()).tolist() == [0, 5, 10, 15, 20, 25, 30, 35, 40]  # from the first on
     _, ax = blank()
     draw_rivals(ax, RECORDS)
     assert {label.get_text() for label in ax.texts} == {"4.0", "10.0"}
