@@ -123,6 +123,7 @@ def test_weights_log_and_picture_are_left_behind(tmp_path: Path) -> None:
         "method": "timed",
         "retile": False,
         "backend": "threads",
+        "device": "cpu",
         "optimizer": "adam",
         "iterations": 20,
         "seed": 0,
