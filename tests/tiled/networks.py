@@ -180,6 +180,23 @@ class GroupedAttention(nn.Module):
         return result
 
 
+class Parallel(nn.Module):
+    """GPT-NeoX's layer, written in one module: attention and perceptron side by side."""
+
+    def __init__(self, width: int = 12, heads: int = 3) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, c = x.shape
+        q, k, v = self.qkv(x).view(b, t, self.heads, 3 * c // self.heads).transpose(1, 2).chunk(3, -1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: torch.Tensor = x + self.out(y.transpose(1, 2).reshape(b, t, c)) + self.down(F.gelu(self.up(x)))
+        return result
+
+
 class LowRank(nn.Module):
     """A linear layer that is frozen, with a trained low-rank addition."""
 
@@ -437,6 +454,7 @@ CASES: dict[str, Case] = {
         draw=_tokens,
         blocks=("attention", "gated pair") * 2,
     ),
+    "parallel": Case(build=Parallel, draw=_reals(5, 12), blocks=_GPT[:2]),
     "geglu": Case(
         build=lambda: GPT(width=12, layers=1, layer=_layer(nn.Identity, lambda width: PackedGEGLU(width, 7))),
         draw=_tokens,

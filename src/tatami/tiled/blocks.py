@@ -132,9 +132,14 @@ def _beside(model: nn.Module, captured: Captured, parts: Sequence[FoundPart], pa
     """The pairs and the followed modules beside `parts`, and of other modules why they were not followed."""
     closed = {name for part in parts for name in part.closed}
     left = tuple(pair for pair in pairs if not _lies_in(pair.first, closed) and not _lies_in(pair.second, closed))
-    taken = {name for pair in left for name in pair_cuts(model, pair)} | _shared(model)
-    followed, reasons = follow_modules(model, captured, taken=taken, closed=closed)
-    return left, followed, reasons
+    while True:
+        taken = {name for pair in left for name in pair_cuts(model, pair)} | _shared(model)
+        followed, reasons = follow_modules(model, captured, taken=taken, closed=closed)
+        # A module that runs a program of its own has no place for the layers of a pair: the program splits it, or nothing does.
+        outside = tuple(pair for pair in left if "" not in followed and not _lies_in(pair.first, set(followed)))
+        if outside == left or not followed:
+            return left, followed, reasons
+        left = outside
 
 
 def _split_names(model: nn.Module, parts: Sequence[FoundPart], found: _Found) -> set[str]:
