@@ -159,7 +159,8 @@ def with_tatami(case: Case) -> dict[str, Any]:
         on_change=replace,
         on_start=runtimes.append,
     )
-    return outcome(case, "tatami", next(iter(result.values.values())), expected=plain(case.steps))
+    (state,) = (state for state in result.values.values() if state)  # rank 0 has it
+    return outcome(case, "tatami", state, expected=plain(case.steps))
 
 
 def _tatami_rank(case: Case) -> State:
@@ -314,7 +315,8 @@ def with_server(case: Case) -> dict[str, Any]:
     def train(delays: Mapping[int, float], step_s: float) -> tuple[State, server.RunReport]:
         def on_round(run: server.RunControl) -> None:
             if run.version in delays:
-                timers.append(threading.Timer(delays[run.version], os.kill, [run.pids()["worker 1"], case.number]))
+                up = [pid for name, pid in run.pids().items() if name.startswith("worker") and pid]  # 0: not up yet
+                timers.append(threading.Timer(delays[run.version], os.kill, [up[-1], case.number]))
                 timers[-1].start()
 
         def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
