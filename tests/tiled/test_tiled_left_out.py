@@ -17,7 +17,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, NotFiniteError
 from tatami.testing.worlds import World
 from tatami.tiled import Trainer, find_blocks, tile, whole_state_dict
-from tiled_rig import assert_close, some_layouts
+from tiled_rig import assert_close, simple_layout, some_layouts
 
 SAMPLES, BATCH, TOKENS = 14, 7, 6
 SGD = partial(torch.optim.SGD, lr=0.2, momentum=0.9)
@@ -101,6 +101,23 @@ def test_the_loss_inside_of_a_followed_network_is_counted_too() -> None:
     assert [block.facts.kind for block in found.blocks] == ["gated pair"]
     graph = found.followed[""].training.local.graph
     assert any(getattr(node.target, "__name__", "") == "mean_loss" for node in graph.graph.nodes)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_loop_written_by_hand_is_told_that_its_mean_would_be_wrong(world: World) -> None:
+    built = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    x, y = torch.rand(6, 4), torch.tensor([0, -100, 2, 1, 0, 2])
+
+    def body(comm: AbstractCommunicator) -> None:
+        columns, column = simple_layout(*([rank] for rank in range(comm.size))), simple_layout(range(comm.size))
+        model = tile(built, comm, batch_size=6, speeds="equal", layout=columns, reduction="mean")
+        with pytest.raises(InputError, match=r"holds -100, which losses leave out.*reduction='sum'"):
+            model.local(x, y)
+        model.local(x, y.clamp(min=0))
+        for layout, reduction in ((column, "mean"), (columns, "sum")):
+            tile(built, comm, batch_size=6, speeds="equal", layout=layout, reduction=reduction).local(x, y)
+
+    world(body)
 
 
 def penalised(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,6 +24,20 @@ LossReduction = Literal["mean", "sum"]
 IGNORED = -100
 """What torch's losses leave out unless they are told otherwise."""
 _CLASS_WEIGHTS = (nn.NLLLoss, nn.CrossEntropyLoss, F.nll_loss, F.cross_entropy)
+
+
+def check_targets_count(tensors: Iterable[torch.Tensor]) -> None:
+    """For a loop written by hand, whose loss is not seen: its mean is divided by the targets that a rank counts itself.
+
+    Raises:
+        InputError: integers among `tensors`, of the global batch, hold the number of targets that losses leave out.
+    """
+    if any(not tensor.is_floating_point() and bool((tensor == IGNORED).any()) for tensor in tensors):
+        raise InputError(
+            f"the batch holds {IGNORED}, which losses leave out: the means of ranks that leave out different numbers of targets "
+            "do not make up the global one. Take the sum over targets, divide it by the number of those that count in the global "
+            "batch, and tile with reduction='sum'; or train with the Trainer, which counts them"
+        )
 
 
 def check_reduction(reduction: object) -> None:

@@ -26,7 +26,7 @@ from tatami.tiled.following.running import LocalForward
 from tatami.tiled.horizontal import HorizontalSum
 from tatami.tiled.link_times import LinkTimes
 from tatami.tiled.local_draws import LocalDraws
-from tatami.tiled.losses import LossReduction, check_reduction
+from tatami.tiled.losses import LossReduction, check_reduction, check_targets_count
 from tatami.tiled.norms import WholeNorms
 from tatami.tiled.optimizers import watch_optimizers
 from tatami.tiled.pair import TiledFirst, TiledSecond
@@ -148,9 +148,13 @@ class TiledModel(nn.Module):
             Views (samples_here, ...), in the same structure; where this rank computes on a device, copies there.
 
         Raises:
-            InputError: tensors of different numbers of samples, or what cannot be cut into samples.
+            InputError: tensors of different numbers of samples, or what cannot be cut into samples; targets of -100 under a
+                mean where there are several columns.
         """
-        return self.take(batch[0] if len(batch) == 1 else batch)
+        whole = batch[0] if len(batch) == 1 else batch
+        if self._reduction == "mean" and len(self.layout.columns) > 1:
+            check_targets_count(tensors_of(whole))
+        return self.take(whole)
 
     def take(self, batch: Any, *, everywhere: bool = False) -> Any:
         """As `local`, of one batch.
