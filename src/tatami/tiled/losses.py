@@ -34,9 +34,9 @@ def check_targets_count(tensors: Iterable[torch.Tensor]) -> None:
     """
     if any(not tensor.is_floating_point() and bool((tensor == IGNORED).any()) for tensor in tensors):
         raise InputError(
-            f"the batch holds {IGNORED}, which losses leave out: the means of ranks that leave out different numbers of targets "
-            "do not make up the global one. Take the sum over targets, divide it by the number of those that count in the global "
-            "batch, and tile with reduction='sum'; or train with the Trainer, which counts them"
+            f"the batch holds {IGNORED}, which losses leave out: the means of ranks that leave out different numbers of them "
+            "do not make up the global one. Take the sum over targets, divide it by how many count in the global batch, "
+            "and tile with reduction='sum'; or train with the Trainer, which counts them"
         )
 
 
