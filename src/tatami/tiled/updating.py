@@ -194,11 +194,12 @@ class Updates:
         elif update is None:
             given = end()
             self._end = lambda: given
-            self._weigh(self._counted)
+            self._weigh(self._first_size, self._counted)
             self._ready_gradients()
             self._step(iteration)
         else:
             self._end = end
+            self._weigh(self._first_size, self._samples)
             self._ready_gradients()
             update.pass_point(report.sums, apply=functools.partial(self._apply, report, iteration))
         return is_whole
@@ -217,17 +218,17 @@ class Updates:
         if self._settings.gradient_clip_val is not None:
             self._model.clip_grad_norm_(self._settings.gradient_clip_val)
 
-    def _weigh(self, counted: float) -> None:
-        """Make sums of gradients of means over the first batch's samples those of the mean over all targets that count."""
-        if self._model.reduction == "mean" and counted != self._first_size:
+    def _weigh(self, samples: float, counted: float) -> None:
+        """Make gradients of a mean over so many samples those of the mean over those that count, of all batches together."""
+        if self._model.reduction == "mean" and counted != samples:
             grads = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
-            torch._foreach_mul_(grads, self._first_size / counted)
+            torch._foreach_mul_(grads, samples / counted)
 
     def _apply(self, report: _Report, iteration: int, sums: list[float]) -> None:
         """All ranks have all their gradients. Sends nothing; where the sums tell of an error, `made` raises it on all ranks."""
         report.sums.copy_(torch.tensor(sums, dtype=torch.float64, device="cpu"))
         if not report.tells_of_error:
-            self._weigh(self._counted + report.counted)
+            self._weigh(self._samples, self._counted + report.counted)
             self._step(iteration)
 
     def _step(self, iteration: int) -> None:

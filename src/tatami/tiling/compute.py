@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tatami.cluster import Processor, SpeedTable, at_sizes
-from tatami.tiling.layout import Column, Layout
+from tatami.tiling.layout import Layout
 from tatami.tiling.span import FEW
 from tatami.tiling.speeds import tile_flop
 from tatami.workload import Workload
@@ -18,18 +18,25 @@ _RANGE = 2.7
 """Standard deviations between the largest and the smallest of the seven timings of a probe, which `Processor.spread` is."""
 
 
-def column_flop_time(column: Column, *, speeds: Mapping[str, float], workload: Workload) -> float:
-    """Flop of one sample over the speed, of the slowest of each block, summed over the blocks.
+def column_flop_times(layout: Layout, *, speeds: Mapping[str, float], workload: Workload) -> NDArray[np.float64]:
+    """Of each column: flop of one sample over the speed, of the slowest of each block, summed over the blocks.
 
     An imbalance in one block cannot be made up for in another. Six heads over speeds 1, 0.5 and 0.25 are 3, 2 and 1 of them:
     4 units of time where 3.43 would be balanced, however well the hidden units of the next block divide.
     """
-    own = [speeds[name] for name in column.processors]
-    total = 0.0
+    own = np.array([speeds[name] for name in layout.processors])
+    heights = np.array([height for column in layout.columns for height in column.heights])
+    starts = np.cumsum([0, *(len(column.processors) for column in layout.columns[:-1])])
+    deepest = max(len(column.processors) for column in layout.columns)
+    totals = np.zeros(len(starts))
     for section in workload.sections:
-        shares = column.unit_shares(section.units)
-        total += max(section.flop(share * section.units) / speed for share, speed in zip(shares, own, strict=True))
-    return total
+        shares = heights
+        if section.units < FEW * deepest:
+            shares = np.array([share for column in layout.columns for share in column.unit_shares(section.units)])
+        units = shares * section.units
+        flop = section.unit_flop * units + section.repeated_flop + np.where(units > 0, section.beside_flop, 0.0)
+        totals += np.maximum.reduceat(flop / own, starts)
+    return totals
 
 
 def scatter(processors: Sequence[Processor]) -> float:
@@ -60,25 +67,5 @@ def compute_time(layout: Layout, *, speeds: Mapping[str, float], workload: Workl
     """Of the column that takes longest: flop over speed, that of the tile's size where it depends on it."""
     if any(isinstance(speed, SpeedTable) for speed in speeds.values()):
         speeds = at_sizes(speeds, tile_flop(layout, workload=workload))
-    widths = layout.sample_shares(workload.samples)
-    deepest = max(len(column.processors) for column in layout.columns)
-    if all(section.units >= FEW * deepest for section in workload.sections):
-        return workload.samples * float((np.array(widths) * _fine_flop_times(layout, speeds=speeds, workload=workload)).max())
-    widest = max(
-        width * column_flop_time(column, speeds=speeds, workload=workload)
-        for column, width in zip(layout.columns, widths, strict=True)
-    )
-    return workload.samples * widest
-
-
-def _fine_flop_times(layout: Layout, *, speeds: Mapping[str, float], workload: Workload) -> NDArray[np.float64]:
-    """`column_flop_time` of every column, where units are so many that all are priced in fractions; to the bit."""
-    own = np.array([speeds[name] for name in layout.processors])
-    heights = np.array([height for column in layout.columns for height in column.heights])
-    starts = np.cumsum([0, *(len(column.processors) for column in layout.columns[:-1])])
-    totals = np.zeros(len(starts))
-    for section in workload.sections:
-        units = heights * section.units
-        flop = section.unit_flop * units + section.repeated_flop + np.where(units > 0, section.beside_flop, 0.0)
-        totals += np.maximum.reduceat(flop / own, starts)
-    return totals
+    widths = np.array(layout.sample_shares(workload.samples))
+    return workload.samples * float((widths * column_flop_times(layout, speeds=speeds, workload=workload)).max())

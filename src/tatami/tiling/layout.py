@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -45,6 +45,12 @@ class Column:
                 raise PlanError(f"share of {name} must be a finite number >= 0, not {share}")
         if not math.isclose(sum(self.heights), 1.0, rel_tol=1e-6):
             raise PlanError(f"the heights of column {self.processors} sum to {sum(self.heights)}, not 1")
+
+    def as_wide_as(self, width: float) -> Column:
+        """The same processors at the same heights with another fraction of the samples."""
+        column = replace(self, width=width)
+        column._sizes.update(self._sizes)  # they depend on the heights alone
+        return column
 
     @property
     def cuts(self) -> tuple[float, ...]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from math import fsum
 from typing import ClassVar, final
 
 from tatami.cluster import Cluster, Processor
-from tatami.tiling.compute import column_flop_time
+from tatami.tiling.compute import column_flop_times
 from tatami.tiling.cost import AbstractCost
 from tatami.tiling.even import EvenPlanner
 from tatami.tiling.grid import GridPlanner
@@ -84,9 +83,9 @@ def balanced(columns: Sequence[Sequence[Processor]], *, workload: Workload) -> L
     if fewest >= FEW * max(len(column) for column in columns):
         return layout
     own = {processor.name: processor.speed for column in columns for processor in column}
-    rates = [1 / column_flop_time(column, speeds=own, workload=workload) for column in layout.columns]
+    rates = [1 / float(flop_time) for flop_time in column_flop_times(layout, speeds=own, workload=workload)]
     total = fsum(rates)
-    return Layout(columns=tuple(replace(column, width=rate / total) for column, rate in zip(result, rates, strict=True)))
+    return Layout(columns=tuple(column.as_wide_as(rate / total) for column, rate in zip(result, rates, strict=True)))
 
 
 def _partitions(cluster: Cluster, *, workload: Workload) -> Iterator[Layout]:
