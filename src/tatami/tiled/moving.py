@@ -6,16 +6,16 @@ one message. Parameters keep their identity, so the optimizer goes on as if noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from tatami.comm.agreement import same_everywhere
-from tatami.comm.checked import as_bytes
 from tatami.errors import PlanError
 from tatami.retiling.moves import Move, moves
+from tatami.tiled.carrying import carry, put, room_for, units_of
 from tatami.tiled.model import TiledModel
 from tatami.tiled.rows import Rows
 from tatami.tiling import Layout, Span, Tiling
@@ -60,7 +60,7 @@ def move(
     with torch.no_grad():
         bundles = [_bundle(rows, optimizer, companions or {}) for rows in model.block_rows()]
         laid = [
-            [Rows(_empty(rows, _units(tiling, model.name).size), rows.runs) for rows in bundle]
+            [Rows(room_for(rows, units=units_of(tiling, model.name).size), rows.runs) for rows in bundle]
             for bundle, tiling in zip(bundles, after, strict=True)
         ]
         _keep(bundles, laid, before, after, model.name)
@@ -71,7 +71,7 @@ def move(
         model._adopt(placement)
         for bundle, new in zip(bundles, laid, strict=True):
             for rows, replacement in zip(bundle, new, strict=True):
-                _replace(rows.tensor, replacement.tensor)
+                put(rows.tensor, replacement.tensor)
     return Moved(num_units=sum(m.units.size for plan in plans for m in plan), sent_bytes=sent_bytes)
 
 
@@ -94,20 +94,12 @@ def _bundle(
     return bundle
 
 
-def _replace(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
-    """Give `tensor` other data, of any shape."""
-    # Where a loss of an earlier step is still alive, so is autograd's accumulator of this parameter, which expects gradients
-    # of the old shape. torch resets it only when the dtype changes.
-    tensor.data = tensor.data.new_empty(0, dtype=torch.float16 if tensor.dtype is not torch.float16 else torch.float32)
-    tensor.data = replacement
-
-
 def _keep(
     bundles: Sequence[list[Rows]], laid: Sequence[list[Rows]], before: Sequence[Tiling], after: Sequence[Tiling], name: str
 ) -> None:
     """Copy what this rank, the processor `name`, holds and goes on holding."""
     for old_rows, new_rows, old, new in zip(bundles, laid, before, after, strict=True):
-        had, has = _units(old, name), _units(new, name)
+        had, has = units_of(old, name), units_of(new, name)
         kept = had & has
         for source, target in zip(old_rows, new_rows, strict=True):
             for view, kept_view in zip(target.cut(_shift(kept, has)), source.cut(_shift(kept, had)), strict=True):
@@ -127,7 +119,7 @@ def _exchange(
     incoming: dict[int, list[torch.Tensor]] = {}
     outgoing: dict[int, list[torch.Tensor]] = {}
     for index, plan in enumerate(plans):
-        had, has = _units(before[index], model.name), _units(after[index], model.name)
+        had, has = units_of(before[index], model.name), units_of(after[index], model.name)
         for each in plan:
             if each.dest == model.name:
                 views = [view for rows in laid[index] for view in rows.cut(_shift(each.units, has))]
@@ -135,45 +127,9 @@ def _exchange(
             if each.source == model.name:
                 views = [view for rows in bundles[index] for view in rows.cut(_shift(each.units, had))]
                 outgoing.setdefault(rank_of[each.dest], []).extend(views)
-    buffers = {
-        peer: torch.empty(sum(map(_bytes, views)), dtype=torch.uint8, device=views[0].device)
-        for peer, views in incoming.items()
-    }
-    packed = {peer: torch.cat([as_bytes(view.contiguous()) for view in views]) for peer, views in outgoing.items()}
-    requests = [model.comm.irecv(buffer, peer, tag=_TAG) for peer, buffer in buffers.items()]
-    requests += [model.comm.isend(buffer, peer, tag=_TAG) for peer, buffer in packed.items()]
-    for request in requests:
-        request.wait()
-    for peer, buffer in buffers.items():
-        for view, piece in _pieces(buffer, incoming[peer]):
-            view.copy_(piece)
-    return sum(buffer.numel() for buffer in packed.values())
-
-
-def _pieces(buffer: torch.Tensor, views: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    position = 0
-    for view in views:
-        # A clone starts at an aligned address whatever came before it in the message.
-        raw = buffer[position : position + _bytes(view)].clone()
-        yield view, raw.view(view.dtype).view(view.shape)
-        position += _bytes(view)
-
-
-def _units(tiling: Tiling, name: str) -> Span:
-    tile = tiling.by_processor.get(name)
-    return Span(0, 0) if tile is None else tile.units
+    return carry(model.comm, incoming=incoming, outgoing=outgoing, tag=_TAG)
 
 
 def _shift(span: Span, origin: Span) -> Span:
     """`span` of the unit axis, counted from the first unit of `origin`."""
     return Span(span.start - origin.start, span.stop - origin.start) if span.size else Span(0, 0)
-
-
-def _empty(rows: Rows, units: int) -> torch.Tensor:
-    shape = list(rows.tensor.shape)
-    shape[rows.runs.axis] = units * rows.runs.per_unit
-    return rows.tensor.new_empty(shape)
-
-
-def _bytes(view: torch.Tensor) -> int:
-    return view.numel() * view.element_size()

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from tatami.cluster import Cluster
-from tatami.comm.checked import as_bytes
 from tatami.membership import Regroup, Take
+from tatami.tiled.carrying import carry, put, room_for, units_of
 from tatami.tiled.mirroring import MirrorRows
 from tatami.tiled.model import TiledModel
 from tatami.tiled.placement import place
@@ -67,20 +67,20 @@ def relay(
         held = {
             (index, kind): (
                 _bundle(block, optimizer),
-                _units(own_tiles[index], name) if not kind and own_tiles else _units_kept(own_tiles, index, kept_for, kind),
+                units_of(own_tiles[index], name) if not kind and own_tiles else _units_kept(own_tiles, index, kept_for, kind),
             )
             for kind, blocks in ((False, model.block_rows()), (True, mirror.blocks))
             for index, block in enumerate(blocks)
         }
         laid = {
             (index, kind): (
-                [Rows(_empty(rows, span.size), rows.runs) for rows in held[index, kind][0]],
+                [Rows(room_for(rows, units=span.size), rows.runs) for rows in held[index, kind][0]],
                 span,
             )
             for index, tiling in enumerate(tilings)
             for kind, span in (
-                (False, _units(tiling, name)),
-                (True, Span(0, 0) if keeps_for is None else _units(tiling, keeps_for)),
+                (False, units_of(tiling, name)),
+                (True, Span(0, 0) if keeps_for is None else units_of(tiling, keeps_for)),
             )
         }
         _exchange(model, _of_tensors(change.takes, model.found.blocks), held, laid, name=name, names=names)
@@ -91,7 +91,7 @@ def relay(
         with torch.no_grad():
             for key, (bundle, _) in laid.items():
                 for rows, replacement in zip(held[key][0], bundle, strict=True):
-                    _replace(rows.tensor, replacement.tensor)
+                    put(rows.tensor, replacement.tensor)
         if keeps_for is None:
             mirror.detach()
         else:
@@ -238,21 +238,7 @@ def _exchange(
             incoming.setdefault(names.index(take.source), []).extend(targets)
         elif take.source == name:
             outgoing.setdefault(names.index(take.dest), []).extend(sources)
-    rooms = {
-        peer: torch.empty(sum(map(_bytes, views)), dtype=torch.uint8, device=views[0].device)
-        for peer, views in incoming.items()
-    }
-    packed = {peer: torch.cat([as_bytes(view.contiguous()) for view in views]) for peer, views in outgoing.items()}
-    requests = [model.comm.irecv(room, peer, tag=_TAG) for peer, room in rooms.items()]
-    requests += [model.comm.isend(bundle, peer, tag=_TAG) for peer, bundle in packed.items()]
-    for request in requests:
-        request.wait()
-    for peer, room in rooms.items():
-        position = 0
-        for view in incoming[peer]:
-            # A clone starts at an aligned address whatever came before it in the message.
-            view.copy_(room[position : position + _bytes(view)].clone().view(view.dtype).view(view.shape))
-            position += _bytes(view)
+    carry(model.comm, incoming=incoming, outgoing=outgoing, tag=_TAG)
 
 
 def _views(where: tuple[Bundle, Span], units: Span) -> list[torch.Tensor]:
@@ -265,26 +251,5 @@ def _kept_for(change: Regroup, name: str) -> str | None:
     return next((mirror.owner for mirror in change.mirrors if mirror.keeper == name), None)
 
 
-def _units(tiling: Tiling, name: str) -> Span:
-    tile = tiling.by_processor.get(name)
-    return Span(0, 0) if tile is None else tile.units
-
-
 def _units_kept(tilings: Sequence[Tiling], index: int, kept_for: str | None, kind: bool) -> Span:
-    return _units(tilings[index], kept_for) if kind and tilings and kept_for is not None else Span(0, 0)
-
-
-def _empty(rows: Rows, units: int) -> torch.Tensor:
-    shape = list(rows.tensor.shape)
-    shape[rows.runs.axis] = units * rows.runs.per_unit
-    return rows.tensor.new_empty(shape)
-
-
-def _replace(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
-    # As in `tatami.tiled.moving`: torch resets what autograd remembers of a parameter only when its dtype changes.
-    tensor.data = tensor.data.new_empty(0, dtype=torch.float16 if tensor.dtype is not torch.float16 else torch.float32)
-    tensor.data = replacement
-
-
-def _bytes(view: torch.Tensor) -> int:
-    return view.numel() * view.element_size()
+    return units_of(tilings[index], kept_for) if kind and tilings and kept_for is not None else Span(0, 0)

@@ -1,0 +1,67 @@
+"""Rows on their way from rank to rank: one message for each pair of ranks and direction, and what comes put in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.comm.checked import as_bytes
+from tatami.tiled.rows import Rows
+from tatami.tiling import Span, Tiling
+
+
+def carry(
+    comm: AbstractCommunicator,
+    *,
+    incoming: Mapping[int, Sequence[torch.Tensor]],
+    outgoing: Mapping[int, Sequence[torch.Tensor]],
+    tag: int,
+) -> int:
+    """Fill the views `incoming`, by the rank they come from, with those that this rank has `outgoing` to it.
+
+    Returns:
+        The bytes that this rank sent.
+    """
+    rooms = {
+        peer: torch.empty(sum(map(_bytes, views)), dtype=torch.uint8, device=views[0].device)
+        for peer, views in incoming.items()
+    }
+    packed = {peer: torch.cat([as_bytes(view.contiguous()) for view in views]) for peer, views in outgoing.items()}
+    requests = [comm.irecv(room, peer, tag=tag) for peer, room in rooms.items()]
+    requests += [comm.isend(bundle, peer, tag=tag) for peer, bundle in packed.items()]
+    for request in requests:
+        request.wait()
+    for peer, room in rooms.items():
+        position = 0
+        for view in incoming[peer]:
+            # A clone starts at an aligned address whatever came before it in the message.
+            view.copy_(room[position : position + _bytes(view)].clone().view(view.dtype).view(view.shape))
+            position += _bytes(view)
+    return sum(bundle.numel() for bundle in packed.values())
+
+
+def units_of(tiling: Tiling, name: str) -> Span:
+    """The units of the processor `name`."""
+    tile = tiling.by_processor.get(name)
+    return Span(0, 0) if tile is None else tile.units
+
+
+def room_for(rows: Rows, *, units: int) -> torch.Tensor:
+    """An uninitialised tensor like that of `rows`, of so many units."""
+    shape = list(rows.tensor.shape)
+    shape[rows.runs.axis] = units * rows.runs.per_unit
+    return rows.tensor.new_empty(shape)
+
+
+def put(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
+    """Give `tensor` other data, of any shape."""
+    # Where a loss of an earlier step is still alive, so is autograd's accumulator of this parameter, which expects gradients
+    # of the old shape. torch resets it only when the dtype changes.
+    tensor.data = tensor.data.new_empty(0, dtype=torch.float16 if tensor.dtype is not torch.float16 else torch.float32)
+    tensor.data = replacement
+
+
+def _bytes(view: torch.Tensor) -> int:
+    return view.numel() * view.element_size()
