@@ -80,7 +80,7 @@ def test_what_cannot_be_planned_is_refused_with_what_to_do() -> None:
         tatami.plan(net(), speeds=SPEEDS)
     with pytest.raises(PlanError, match="'srpm' is a planner, and needs a cluster and a workload"):
         tatami.plan("srpm", speeds=SPEEDS)  # type: ignore[call-overload]
-    with pytest.raises(PlanError, match="in the place of the network"):
+    with pytest.raises(PlanError, match="in place of the network"):
         tatami.plan(net(), speeds=SPEEDS, batch_size=4, workload=work)  # type: ignore[call-overload]
     with pytest.raises(InputError, match=r"takes a network .*not list"):
         tatami.plan([1, 2], speeds=SPEEDS, batch_size=4)  # type: ignore[call-overload]

@@ -16,6 +16,8 @@ FORBIDDEN = {
     r"aforesaid|thereof|whereby|hence|whence|thence|nought|lest|likewise|farewell": "a word of today",
     r"for ever": "forever",
     r"choose of": "choose one of",
+    r"everyone's": "all ranks'",
+    r"in the place of": "in place of",
     r"what came of": "the result of",
     r"is none of puts|slip of the pen|taken in kindly|or the like": "say what is meant",
 }

@@ -97,13 +97,13 @@ def plan(
 
         print(tatami.plan(network, speeds=[1, 1, 0.5], batch_size=64, sample=x[:4]))
 
-    The network is followed as `tatami.tile` follows it, and is not changed. Given a planner in the place of a model, this is
+    The network is followed as `tatami.tile` follows it, and is not changed. Given a planner in place of a model, this is
     `tatami.tiling.plan(planner, cluster=..., workload=...)`, which returns that planner's `Plan`.
 
     Args:
         model: any network, or the `Workload` of one.
         cluster: the machines and their links: a `Cluster`, as `tatami.cluster.read_cluster` reads it from a file.
-        speeds: their relative speeds, in the order of the ranks; with a cluster, in the place of its own.
+        speeds: their relative speeds, in the order of the ranks; with a cluster, in place of its own.
         batch_size: the global batch. A workload has its own, and needs none.
         sample: inputs of the network for at least two samples, as for `tatami.tile`: without it only pairs of linear layers
             are found.
@@ -123,9 +123,7 @@ def plan(
             )
         return tiling.plan(model, cluster=cluster, workload=workload, speeds=speeds, cost=cost)
     if workload is not None:
-        raise PlanError(
-            "workload= goes with a planner; give the workload in the place of the network: tatami.plan(workload, ...)"
-        )
+        raise PlanError("workload= goes with a planner; give the workload in place of the network: tatami.plan(workload, ...)")
     machines = _machines(cluster, speeds)
     summary = ""
     if isinstance(model, Workload):

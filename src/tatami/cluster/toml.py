@@ -159,5 +159,5 @@ def _clashes(tables: Mapping[str, Any]) -> list[str]:
 
 
 def _listed(value: object) -> list[dict[str, Any]]:
-    """The tables of a list, an empty one in the place of what is none, so that indices stay right."""
+    """The tables of a list, an empty one in place of what is none, so that indices stay right."""
     return [item if isinstance(item, dict) else {} for item in value] if isinstance(value, list) else []

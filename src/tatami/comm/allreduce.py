@@ -141,7 +141,7 @@ class AllReduce:
         return replace(spec, algorithm=algorithm, across=across)
 
     def run(self) -> None:
-        """Reduce the buffers of all ranks into everyone's buffer.
+        """Reduce the buffers of all ranks into all ranks' buffer.
 
         Raises:
             CommTimeoutError, RankDiedError: a rank did not come; the object cannot be used any more.
@@ -188,7 +188,7 @@ def tuned_allreduce(
     fixed_order: bool = False,
     wire: torch.dtype | None = None,
 ) -> None:
-    """The reduction of everyone's `tensor` into everyone's `tensor`, in place; of any shape and strides.
+    """The reduction of all ranks' `tensor` into all ranks' `tensor`, in place; of any shape and strides.
 
     It is copied into the buffer of an `AllReduce`, in host memory, that is kept for the next call, and back. Ranks that give
     tensors of different sizes are told so when a size is new to all of them, and always with `TATAMI_DEBUG=1`, which costs an

@@ -188,7 +188,7 @@ class AbstractCommunicator(ABC):
     def gather(
         self, tensor: torch.Tensor, out: torch.Tensor | None, *, root: int = 0, counts: Sequence[int] | None = None
     ) -> None:
-        """Everyone's `tensor`, one after the other, into `out` of `root`; `out` is None elsewhere."""
+        """All ranks' `tensor`, one after the other, into `out` of `root`; `out` is None elsewhere."""
 
     @abstractmethod
     def scatter(
@@ -198,7 +198,7 @@ class AbstractCommunicator(ABC):
 
     @abstractmethod
     def allgather(self, tensor: torch.Tensor, out: torch.Tensor, *, counts: Sequence[int] | None = None) -> None:
-        """Everyone's `tensor`, one after the other, into everyone's `out`."""
+        """All ranks' `tensor`, one after the other, into all ranks' `out`."""
 
     @abstractmethod
     def alltoall(
@@ -213,21 +213,21 @@ class AbstractCommunicator(ABC):
 
     @abstractmethod
     def reduce(self, tensor: torch.Tensor, *, root: int = 0, op: Op = Op.SUM) -> None:
-        """The reduction of everyone's `tensor` into `tensor` of `root`, in place; other ranks' tensors stay as they are."""
+        """The reduction of all ranks' `tensor` into `tensor` of `root`, in place; other ranks' tensors stay as they are."""
 
     @abstractmethod
     def iallreduce(self, tensor: torch.Tensor, *, op: Op = Op.SUM) -> AbstractRequest:
         """Begin an all-reduce in place; it is complete when the request is."""
 
     def allreduce(self, tensor: torch.Tensor, *, op: Op = Op.SUM) -> None:
-        """The reduction of everyone's `tensor` into everyone's `tensor`, in place; the same bits on every rank."""
+        """The reduction of all ranks' `tensor` into all ranks' `tensor`, in place; the same bits on every rank."""
         self.iallreduce(tensor, op=op).wait()
 
     @abstractmethod
     def reduce_scatter(
         self, tensor: torch.Tensor, out: torch.Tensor, *, counts: Sequence[int] | None = None, op: Op = Op.SUM
     ) -> None:
-        """Part `rank` of the reduction of everyone's `tensor` into `out`."""
+        """Part `rank` of the reduction of all ranks' `tensor` into `out`."""
 
     # -- windows: see `tatami.comm.window` -------------------------------------------------------------------------
 
@@ -273,11 +273,11 @@ class AbstractCommunicator(ABC):
 
     @abstractmethod
     def allgather_object(self, value: Any) -> list[Any]:
-        """Everyone's `value`, in the order of the ranks."""
+        """All ranks' `value`, in the order of the ranks."""
 
     @abstractmethod
     def gather_object(self, value: Any, *, root: int = 0) -> list[Any] | None:
-        """Everyone's `value` on `root`, None elsewhere."""
+        """All ranks' `value` on `root`, None elsewhere."""
 
     def check_peers(self) -> None:  # noqa: B027 - where no death is ever known
         """For waits on memory: costs little, returns at once.

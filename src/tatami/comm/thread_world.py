@@ -187,7 +187,7 @@ class ThreadCommunicator(CheckedCommunicator):
         return ThreadSharedWindow(own, own._exchange_tensors(torch.zeros(size, dtype=dtype, device="cpu")))
 
     def _exchange_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Everyone's `tensor`, itself, in the order of the ranks. Collective."""
+        """All ranks' `tensor`, itself, in the order of the ranks. Collective."""
         with self.world.changed:
             exchange = self.world.windows.setdefault((self._group, self._num_meetings), {})
             exchange[self.rank] = tensor

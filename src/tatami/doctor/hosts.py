@@ -22,7 +22,7 @@ from tatami.doctor.facts import HostFacts
 from tatami.errors import InputError, shortened
 
 SHELL_VARIABLE = "HYDRA_LAUNCHER_EXEC"
-"""MPICH's own: the program that it calls in the place of ssh."""
+"""MPICH's own: the program that it calls in place of ssh."""
 MOST_HOSTS = 256
 PATIENCE_S = 60.0
 CONNECT_S = 3.0

@@ -44,7 +44,7 @@ def bcast(
 
 
 def gather(x: Structure, comm: AbstractCommunicator, *extra: Never, root: int = 0) -> Any:
-    """Everyone's `x`, a tuple in the order of the ranks, on `root`. Backward scatters the gradients.
+    """All ranks' `x`, a tuple in the order of the ranks, on `root`. Backward scatters the gradients.
 
     Returns:
         the tuple on `root`; a delegate elsewhere, see `send`.
@@ -88,7 +88,7 @@ def scatter(
 
 
 def allgather(x: Structure, comm: AbstractCommunicator, *extra: Never) -> tuple[Structure, ...]:
-    """Everyone's `x`, in the order of the ranks, on every rank. Backward sums the gradients that all ranks have of `x`.
+    """All ranks' `x`, in the order of the ranks, on every rank. Backward sums the gradients that all ranks have of `x`.
 
     A loss that every rank computes alike from it counts once for each rank: see `tatami.functions.share`.
 
@@ -107,7 +107,7 @@ def allgather(x: Structure, comm: AbstractCommunicator, *extra: Never) -> tuple[
 
 
 def alltoall(xs: Sequence[Structure], comm: AbstractCommunicator, *extra: Never) -> tuple[Structure, ...]:
-    """Part `rank` of everyone's sequence `xs`, in the order of the ranks. Backward brings each gradient back to its owner.
+    """Part `rank` of all ranks' sequence `xs`, in the order of the ranks. Backward brings each gradient back to its owner.
 
     Raises:
         InputError: a number of parts other than that of the ranks, something that is not a tensor.

@@ -120,7 +120,7 @@ def _embedded(text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """`value` with null in the place of NaN and infinities, which JSON does not have."""
+    """`value` with null in place of NaN and infinities, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -39,7 +39,7 @@ class DataParallel(nn.Module):
     penalty on the weights, is averaged.
 
     All ranks must call forward, with gradients enabled, and backward equally often. The weights and buffers of rank 0 are
-    everyone's at the start; buffers that forward changes (running statistics) are each rank's own from then on.
+    all ranks' at the start; buffers that forward changes (running statistics) are each rank's own from then on.
 
     Attributes:
         module: the network itself; its state dict is that of the single-process run.

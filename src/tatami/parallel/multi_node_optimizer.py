@@ -30,7 +30,7 @@ from tatami.parallel.synchronizing import broadcast_model, check_finite, check_s
 class MultiNodeOptimizer(torch.optim.Optimizer):
     """Stands in for `optimizer`, for schedulers too. All ranks must call `step` equally often.
 
-    The weights of rank 0 are everyone's from the start, so that the first step counts; so are those of layers that
+    The weights of rank 0 are all ranks' from the start, so that the first step counts; so are those of layers that
     `add_param_group` brings later. A gradient that a rank does not have counts as zeros; what no rank has stays None.
 
     Attributes:

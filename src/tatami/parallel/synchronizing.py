@@ -18,7 +18,7 @@ _LAZY = (UninitializedParameter, UninitializedBuffer)
 
 
 def broadcast_model(model: nn.Module, comm: AbstractCommunicator, *, root: int = 0, where: str = "broadcast_model") -> None:
-    """Parameters and buffers of `root` become everyone's. Collective.
+    """Parameters and buffers of `root` become all ranks'. Collective.
 
     Args:
         model: the same network on all ranks.

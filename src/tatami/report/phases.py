@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MOST_RANKS = 32
 """More would be too small to see."""
 START, DONE = np.array([0.86, 0.92, 0.84]), np.array([0.11, 0.36, 0.22])
-"""Colours of an element with this rank's contribution alone, and with everyone's."""
+"""Colours of an element with this rank's contribution alone, and with all ranks'."""
 STALE, EDGE = "#f4f4f2", "#55554f"
 BAR_WIDTH, BAR_HEIGHT = 0.72, 0.3
 LINK = "#b5462f"

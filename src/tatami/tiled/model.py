@@ -138,7 +138,7 @@ class TiledModel(nn.Module):
 
         Announces the batch: the next forward pass is over it. So take one batch at a time, and take it again after a re-tiling.
         The forward pass cannot tell from its input alone that these are samples 8 to 19 of 40, which the weight of the mean
-        and random layers depend on; a batch object in the place of tensors would tell it, but `loss(model(x), y)` would no
+        and random layers depend on; a batch object in place of tensors would tell it, but `loss(model(x), y)` would no
         longer be the loop that it is everywhere else. Input of another size than what was announced is refused.
 
         Args:
@@ -396,7 +396,7 @@ class TiledModel(nn.Module):
         self._rank.samples, self._rank.mine, self._rank.widths = samples, mine, widths
 
     def _tile(self, whole: nn.Module) -> None:
-        """Cut the tensors of the blocks, and put what runs with them in the place of what the plain model has."""
+        """Cut the tensors of the blocks, and put what runs with them in place of what the plain model has."""
         for index, block in enumerate(self.found.blocks):
             cut_units_of(whole, block.cuts, self._units(index)[0])
         for index, names in enumerate(self.found.pairs):

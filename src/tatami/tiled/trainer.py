@@ -63,7 +63,7 @@ class Trainer:
             network's own, `output.loss` or `output["loss"]`.
         comm: of a network that is not tiled yet.
         tile: tiles such a network: `functools.partial(tatami.tile, planner="srpm")`, say.
-        training_step: (model, batch) -> the loss; in the place of `loss`, where a batch is not (inputs, targets).
+        training_step: (model, batch) -> the loss; in place of `loss`, where a batch is not (inputs, targets).
         target: the key of the targets, where batches are dicts and there is a `loss`.
         reduction: of a loss that does not tell, such as a lambda or the network's own; None: its own, or that of `tatami.tile`.
         scheduler: makes a learning-rate scheduler from the optimizer, or is one; stepped after every epoch, or as

@@ -84,7 +84,7 @@ class _CopyToColumn(torch.autograd.Function):
 
 
 def sum_over_column(partial: torch.Tensor, column: ColumnComm) -> torch.Tensor:
-    """The sum over the column of everyone's partial product (samples_here, ..., outputs), in place."""
+    """The sum over the column of all ranks' partial product (samples_here, ..., outputs), in place."""
     if column.comm is None:
         return partial
     summed: torch.Tensor = _SumOverColumn.apply(partial, column)  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from tatami.tiling import Span
 
 
 class LocalForward:
-    """Stands in the place of a module's `forward`. Its tensors are cut to the units here.
+    """Stands in place of a module's `forward`. Its tensors are cut to the units here.
 
     Args:
         module: whose forward it is.

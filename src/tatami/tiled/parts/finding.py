@@ -54,7 +54,7 @@ class PartModule:
         return (self.name,)
 
     def install(self, model: nn.Module, context: ModuleContext) -> None:
-        """Put it in the place of the module's forward pass."""
+        """Put it in place of the module's forward pass."""
         module = model.get_submodule(self.name)
         module.__dict__["forward"] = PartForward(
             module=module, parts=self.parts, results=self.results, context=context, total=self.total
@@ -75,7 +75,7 @@ class PartVocabulary:
         return (self.vocabulary.embedding, *([head] if head is not None else []))
 
     def install(self, model: nn.Module, context: ModuleContext) -> None:
-        """Put the parts in the place of the layers' forward passes."""
+        """Put the parts in place of the layers' forward passes."""
         vocabularies.install(model, self.vocabulary, context)
 
 

@@ -1,7 +1,7 @@
 """Logits of which every rank of a column has some classes, and their cross-entropy without gathering them.
 
 `SplitLogits` is a tensor of the whole shape that holds the part of this rank. Views that leave the last axis alone keep it
-split, and `torch.nn.functional.cross_entropy` sums a few numbers a row over the column in the place of all logits: the
+split, and `torch.nn.functional.cross_entropy` sums a few numbers a row over the column in place of all logits: the
 logarithm of every rank's sum of exponentials, and the logit of the target. Whatever else is done with it gathers it first,
 so every loss is exact, and those that are not a cross-entropy cost a sum of all logits.
 """

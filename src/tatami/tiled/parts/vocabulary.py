@@ -108,7 +108,7 @@ def _is_plain_embedding(layer: nn.Embedding) -> bool:
 
 
 def install(model: nn.Module, vocabulary: Vocabulary, context: ModuleContext) -> None:
-    """Put the parts in the place of the layers' forward passes; their weights are cut already."""
+    """Put the parts in place of the layers' forward passes; their weights are cut already."""
     embedding = model.get_submodule(vocabulary.embedding)
     assert isinstance(embedding, nn.Embedding)
     embedding.__dict__["forward"] = EmbeddingPart(embedding, context)
