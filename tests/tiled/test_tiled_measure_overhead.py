@@ -32,7 +32,7 @@ class Computed:
 
 def fake_pass(clock: Computed) -> type:
     class Fake:
-        def __init__(self, block: Block, *, samples: int, dtype: object) -> None:  # noqa: ARG002
+        def __init__(self, block: Block, *, samples: int, dtype: object, device: object) -> None:  # noqa: ARG002
             alone = Workload(samples=samples, blocks=(block,))
             self.seconds = (alone.flop(width=1.0, height=1.0) + SAMPLE_FLOP * samples) / FLOP_PER_S
 

@@ -24,7 +24,7 @@ MOST_OPERATIONS = 10_000
 """So many operations of a communicator may wait for a backward pass: each keeps some 10 kB of graph and of messages."""
 
 _OVER = torch.zeros((), dtype=torch.float32, device="cpu")
-"""In the place of the tokens of a chain that is over, which would keep its graph."""
+"""In place of the tokens of a chain that is over, which would keep its graph."""
 
 
 class Chain:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +74,14 @@ def leave(context: ModuleContext, partial: torch.Tensor) -> torch.Tensor:
 def add_bias(whole: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """A bias, added once to the sum over the column; under autocast their dtypes differ."""
     return whole + bias.to(whole.dtype)
+
+
+def view(operation: Any, axes: tuple[int, ...], x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """As torch's; of a rank without units torch cannot tell what -1 stands for: for all of `axes` of `x`."""
+    if not x.numel():
+        sizes = [math.prod(x.shape[axis] for axis in axes) if size == -1 else size for size in sizes]
+    result: torch.Tensor = operation(x, sizes)
+    return result
 
 
 def on_channels(context: ModuleContext, operation: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> torch.Tensor:

@@ -130,6 +130,8 @@ class _Localiser:
             self._write_local_sizes(node, args)
             if node.target is aten.split.Tensor:
                 return self._graph.call_function(aten.split_with_sizes.default, tuple(args), kwargs)
+            if node.target in VIEWS and (axes := self._left_to_torch(node, args[1])):
+                return self._graph.call_function(steps.view, (self._fact(node.target), self._fact(axes), *args[:2]))
             if node.target in CONVOLUTIONS or node.target in POOLS:
                 operation = self._fact(node.target)
                 return self._graph.call_function(steps.on_channels, (self._context, operation, *args), kwargs)
@@ -231,6 +233,16 @@ class _Localiser:
             for size, static in zip(sizes, shape, strict=True)
         ]
         return [self._local_size(size, axis) for size, axis in zip(known, axes, strict=True)]
+
+    def _left_to_torch(self, node: fx.Node, sizes: Sequence[Any]) -> tuple[int, ...]:
+        """The axes of the tensor that make up the one whose size is -1; empty where there is none, or they are cut through."""
+        for size, axis in zip(sizes, self._following.of(node), strict=True):
+            if isinstance(size, int) and size == -1:
+                wanted = {id(leaf) for leaf in leaves(axis)}
+                own = [[id(leaf) for leaf in leaves(each)] for each in self._following.of(node.args[0])]
+                found = tuple(index for index, each in enumerate(own) if each and wanted.issuperset(each))
+                return found if wanted == {leaf for index in found for leaf in own[index]} else ()
+        return ()
 
     def _local_size(self, size: Any, axis: Axis) -> Any:
         if isinstance(size, int) and size == -1:
