@@ -27,9 +27,12 @@ class Group:
     heard: dict[int, float] = field(default_factory=dict)
     told: list[int] = field(default_factory=list)
     told_at_s: list[float] = field(default_factory=list)
+    silent_s: list[float] = field(default_factory=list)
+    seen_s: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.heard = dict.fromkeys(self.hang_s, 0.0)
+        self.seen_s = dict.fromkeys(self.hang_s, 0.0)
         self._read_s = 0.0
 
     def signs(self) -> Mapping[int, Sign]:
@@ -40,13 +43,15 @@ class Group:
         del self.heard[number]
         self.told.append(number)
         self.told_at_s.append(self.clock_s)
+        self.silent_s.append(self.clock_s - self.seen_s[number])
         self.clock_s += self.handler_s
 
     def read(self) -> bool:
         """A process that has not hung by then has sent something since it was read last."""
         for number in self.heard:
             if self.hang_s[number] > self._read_s:
-                self.heard[number] = self.listening.now_s
+                self.heard[number] = self.listening.heard_s
+                self.seen_s[number] = self.clock_s
         self._read_s = self.clock_s
         return True
 
@@ -104,7 +109,9 @@ def test_however_long_anything_takes_only_those_that_hang_are_told_of(
     """The driver is stopped, without a core, or in slow handlers, for as long as may be."""
     sound = dict.fromkeys(range(10, 13), NEVER)
     group = Group(dict(enumerate(hang_s)) | sound, handler_s=handler_s)
+    group.heard = dict.fromkeys(group.heard, group.listening.heard_s)
     group.run(until_s=100 * max(steps_s), steps_s=steps_s)
+    assert all(silent_s >= LIMIT_S for silent_s in group.silent_s)
     assert set(group.told) <= set(range(len(hang_s)))
     assert set(group.heard) >= set(sound)
 

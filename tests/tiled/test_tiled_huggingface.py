@@ -9,7 +9,6 @@ import torch
 from equal_runs import check_equal
 from networks import VOCABULARY, Batch, Case
 
-from tatami.errors import CommError
 from tatami.testing.worlds import World
 from tatami.tiled import find_blocks
 
@@ -80,11 +79,6 @@ CASES = {
 @pytest.mark.threads_only  # each process would follow all of them again
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_networks_of_hugging_face_equal_the_plain_ones(world: World, name: str) -> None:
-    if name == "t5" and world.size == 4:
-        # One rank of this column has no head: it differentiates the position bias that the layers share in another order.
-        with pytest.raises(CommError, match="ranks reduce tensors of different sizes"):
-            check_equal(world, CASES[name])
-        return
     check_equal(world, CASES[name])
 
 

@@ -110,7 +110,7 @@ class Crew:
         actor = None if self._pool is None else self._pool.take(self._process.__name__, node=node)
         if actor is None:
             actor = _actor(self._process, node=node)
-        member = Member(actor=actor, node=node or "", seen_s=self._now_s(), heard_s=self._listening.now_s)
+        member = Member(actor=actor, node=node or "", seen_s=self._now_s(), heard_s=self._listening.heard_s)
         self.members[number] = member
         self._calls.add(employ(actor), done=partial(self._up, number, member), failed=partial(self._dead, number, member))
 
@@ -202,7 +202,7 @@ class Crew:
         self._calls.add(pulse, done=partial(self._alive, number, member), failed=partial(self._dead, number, member))
 
     def _heard(self, member: Member) -> None:
-        member.seen_s, member.heard_s = self._now_s(), self._listening.now_s
+        member.seen_s, member.heard_s = self._now_s(), self._listening.heard_s
 
     def _alive(self, number: int, member: Member, _: Any) -> None:
         self._heard(member)

@@ -35,6 +35,11 @@ class Listening:
         self._clock_s = clock_s
         self._longest_step_s = longest_step_s
 
+    @property
+    def heard_s(self) -> float:
+        """When a sign of life that is read now was heard: not before it, as this clock shows its last step only."""
+        return self.now_s + self._longest_step_s
+
     def advance(self, clock_s: float) -> None:
         """The other clock shows `clock_s` now."""
         self.now_s += min(max(0.0, clock_s - self._clock_s), self._longest_step_s)

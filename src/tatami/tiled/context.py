@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.tiled.rows import UnitRuns, cut_units
@@ -82,6 +83,18 @@ def view(operation: Any, axes: tuple[int, ...], x: torch.Tensor, sizes: list[int
         sizes = [math.prod(x.shape[axis] for axis in axes) if size == -1 else size for size in sizes]
     result: torch.Tensor = operation(x, sizes)
     return result
+
+
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """As torch's; on a rank without heads torch leaves the mask out of the graph.
+
+    A mask may have a gradient (T5's position bias), and that is summed over the column: all ranks must come to that sum.
+    """
+    result = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    mask = args[0] if args else kwargs.get("attn_mask")
+    if result.numel() or mask is None or not mask.requires_grad:
+        return result
+    return result + 0 * mask.sum()
 
 
 def on_channels(context: ModuleContext, operation: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> torch.Tensor:

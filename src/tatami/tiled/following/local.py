@@ -130,6 +130,8 @@ class _Localiser:
             self._write_local_sizes(node, args)
             if node.target is aten.split.Tensor:
                 return self._graph.call_function(aten.split_with_sizes.default, tuple(args), kwargs)
+            if node.target is aten.scaled_dot_product_attention.default:
+                return self._graph.call_function(steps.attention, tuple(args), kwargs)
             if node.target in VIEWS and (axes := self._left_to_torch(node, args[1])):
                 return self._graph.call_function(steps.view, (self._fact(node.target), self._fact(axes), *args[:2]))
             if node.target in CONVOLUTIONS or node.target in POOLS:
