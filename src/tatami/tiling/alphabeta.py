@@ -43,7 +43,8 @@ class AlphaBetaCost(AbstractCost):
       one round where C = 2, otherwise two; the processor that takes longest counts. Gradients of layers outside of blocks
       ride along, or are summed by all.
 
-    Beside the wire, messages cost the processors that send and receive them (`Processor.message_s`), and bytes their copying.
+    Beside the wire, messages cost the processors that send and receive them (`Processor.message_s`), and bytes their copying;
+    beside the flop, a block costs its calls (`Processor.call_s`).
 
     Members of a collective go at the pace of the slowest link among them; members of one host use its local link.
 
@@ -61,8 +62,7 @@ class AlphaBetaCost(AbstractCost):
     def price(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> Cost:
         links = SlowestLink(cluster)
         return Cost(
-            compute=compute_time(layout, speeds=cluster.speeds, workload=workload)
-            / self.scale(cluster)
+            compute=self._compute_s(layout, cluster=cluster, workload=workload)
             * (1 + scatter([cluster.by_name[name] for name in layout.processors])),
             vertical=max(
                 _vertical_s(column.processors, width, workload, links)
@@ -74,7 +74,7 @@ class AlphaBetaCost(AbstractCost):
 
     def at_least(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> float:
         links = SlowestLink(cluster)
-        compute_s = compute_time(layout, speeds=cluster.speeds, workload=workload) / self.scale(cluster)
+        compute_s = self._compute_s(layout, cluster=cluster, workload=workload)
         columns = list(zip(layout.columns, layout.sample_shares(workload.samples), strict=True))
         if len(columns) > 2 * _LOOKED_AT:
             # The longest of some is not above the longest of all, and with thousands of columns much quicker to find.
@@ -82,6 +82,11 @@ class AlphaBetaCost(AbstractCost):
             columns = [*heapq.nlargest(_LOOKED_AT, columns, key=itemgetter(1)), *deepest]
         vertical_s = max(_vertical_s(column.processors, width, workload, links) for column, width in columns)
         return compute_s + vertical_s + _horizontal_at_least_s(layout, workload, links)
+
+    def _compute_s(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> float:
+        scale = self.scale(cluster)
+        calls = {each.name: each.call_s * scale for each in cluster.processors} if cluster.calls_known else None
+        return compute_time(layout, speeds=cluster.speeds, workload=workload, calls=calls) / scale
 
     def scale(self, cluster: Cluster) -> float:
         """Flop/s of speed 1 on this cluster."""
