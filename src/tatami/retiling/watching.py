@@ -33,7 +33,7 @@ from tatami.retiling.link_watch import LinkWatch
 from tatami.retiling.moves import moves
 from tatami.retiling.noticing import Vector
 from tatami.retiling.rental import Rental, expected_rest
-from tatami.retiling.situation import SIGNALS, Situation
+from tatami.retiling.situation import Situation
 from tatami.retiling.timing import Timing
 
 CERTAINTY = 4.0
@@ -144,11 +144,6 @@ class Watcher(AbstractDecider):
             cluster=self.links.cluster,
             workload=self.workload,
             layout=self.layout,
-            recent={},
-            kept={},
-            last={signal: {} for signal in SIGNALS},
-            first=False,
-            streak=0,
             cost=self._cost,
             slow_hosts=self.links.slow_hosts,
         )
