@@ -37,8 +37,8 @@ def test_each_rank_has_a_bar_from_its_joining_to_its_end_and_what_was_lost_is_a_
     assert spans == [[(0.0, 10.0)], [(0.0, 4.0)], [(6.5, 10.0)]]
     stripes = [(stripe.get_x(), stripe.get_x() + stripe.get_width()) for stripe in ax.patches]
     assert stripes == [(3.5, 4.5), (5.5, 6.5)]
-    assert [text.get_text() for text in ax.texts] == ["1.0 s", "1.0 s, 2 steps"]
-    assert ax.get_title(loc="left") == "2.00 s of 10.0 s lost"
+    assert [text.get_text() for text in ax.texts] == ["1 s", "1 s, 2 steps"]
+    assert ax.get_title(loc="left") == "2 s of 10 s lost"
 
 
 def test_an_undisturbed_run_has_bars_alone() -> None:
