@@ -8,6 +8,8 @@ from tatami.elastic import ElasticReport, MemberChange
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
+from matplotlib.patches import Rectangle
+
 from tatami.report import blank, draw_members
 
 
@@ -33,9 +35,9 @@ def test_each_rank_has_a_bar_from_its_joining_to_its_end_and_what_was_lost_is_a_
     _, ax = blank()
     draw_members(ax, report)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["p0", "p1", "p2"]
-    spans = [[(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in bar.get_paths()] for bar in ax.collections]
+    spans = [[(path.get_extents().x0, path.get_extents().x1) for path in bar.get_paths()] for bar in ax.collections]
     assert spans == [[(0.0, 10.0)], [(0.0, 4.0)], [(6.5, 10.0)]]
-    stripes = [(stripe.get_x(), stripe.get_x() + stripe.get_width()) for stripe in ax.patches]
+    stripes = [(stripe.get_x(), stripe.get_x() + stripe.get_width()) for stripe in ax.patches if isinstance(stripe, Rectangle)]
     assert stripes == [(3.5, 4.5), (5.5, 6.5)]
     assert [text.get_text() for text in ax.texts] == ["1 s", "1 s, 2 steps"]
     assert ax.get_title(loc="left") == "2 s of 10 s lost"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,7 +164,7 @@ def bytecodes(watcher: Watcher, *, ranks: int) -> int:
         assert watcher.take(iteration, np.ones(ranks), late_s=late_s) is None
     found = 0
 
-    def trace(frame: FrameType, event: str, _: object) -> object:
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal found
         frame.f_trace_opcodes = True
         found += event == "opcode"
