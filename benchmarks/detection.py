@@ -29,8 +29,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tatami.retiling.noticing import FALSE_ALARMS, Detector
+from tatami.retiling.noticing import Detector
 from tatami.retiling.rental import Rental
+from tatami.retiling.thresholds import FALSE_ALARMS
 
 RANKS, ITERATIONS = 8, 2000
 NOISES = (0.02, 0.05, 0.10)

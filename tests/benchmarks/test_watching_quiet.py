@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tatami.retiling.noticing import FALSE_ALARMS, Detector
+from tatami.retiling.noticing import Detector
+from tatami.retiling.thresholds import FALSE_ALARMS
 from watching import NOISES, RANKS, late_times, quiet, quiet_times, watcher
 
 

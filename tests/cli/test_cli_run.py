@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from tatami.cli.app import app
 from tatami.cluster.device_choice import DEVICE_VARIABLE
 from tatami.comm import launch
+from tatami.elastic import launch as elastic_launch
 
 SCRIPT = """
 import sys
@@ -99,6 +100,36 @@ def test_a_device_that_cannot_be_had_is_refused(arguments: list[str], said: str)
     result = CliRunner().invoke(app, ["run", *arguments, "script.py"])
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--elastic", "--plot", "run.bmp"], "a picture is written as .png, .pdf, .svg, not as '.bmp'"),
+        (["--elastic", "--plot", "nowhere/run.png"], "there is no folder nowhere. Make it first"),
+        (["--elastic", "--plot", "there.png"], "there.png"),
+        (["--elastic", "--report", "there.png"], "there.png"),
+        (["--plot", "run.png"], "--plot is for elastic runs: add --elastic, or leave it out"),
+        (["--report", "run.json"], "--report is for elastic runs: add --elastic, or leave it out"),
+    ],
+)
+def test_where_no_picture_or_report_can_be_written_nothing_is_started(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.png").write_text("kept")
+    (tmp_path / "script.py").write_text(SCRIPT)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(launch, "run", refuse)
+    monkeypatch.setattr(elastic_launch, "run_elastic", refuse)
+    result = CliRunner().invoke(app, ["run", *arguments, "script.py"])
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+    assert (tmp_path / "there.png").read_text() == "kept"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

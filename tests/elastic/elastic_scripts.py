@@ -164,6 +164,39 @@ def train_until_alone() -> tuple[int, dict[str, torch.Tensor]]:
     return loop.number, loop.whole(lambda: whole_state_dict(model))
 
 
+TURNS_JOINERS_AWAY = """
+import pathlib
+import sys
+import time
+
+import torch
+
+import tatami
+
+comm = tatami.init()
+if comm.size == 1:
+    raise ValueError("there is no data on this machine")
+model = tatami.tile(
+    torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)),
+    comm, batch_size=8, speeds="equal", reduction="mean", quiet=True,
+)
+loop = tatami.steps(model, torch.optim.SGD(model.parameters(), lr=0.1), count=100_000)
+for step in loop:
+    with step:
+        time.sleep(0.02)  # the work of a larger network
+        x, y = model.local(torch.ones(8, 4), torch.ones(8, 2))
+        loss = torch.nn.functional.mse_loss(model(x), y) if len(y) else (model(x) * 0).sum()
+        loss.backward()
+        step.update(loss)
+    if step.number == 0 and comm.rank == 0:
+        print("the first step is done", flush=True)
+    if loop.whole(lambda: comm.bcast_object(pathlib.Path(sys.argv[1]).exists())):
+        break
+print("the end", flush=True)
+"""
+"""A script for `tatami run --elastic -n 2`: ranks that join fail, and the others go on until a file is there."""
+
+
 def fit(columns: int, data: str = "tensors", folder: str | None = None, count: int = STEPS) -> tuple[Any, ...]:
     """All that a Trainer does besides: accumulating, clipping, a schedule, epochs with a validation, shuffled data."""
     comm = tatami.init()

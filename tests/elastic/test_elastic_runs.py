@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -11,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
 import elastic_scripts as scripts
 from elastic_scripts import Killer, KillerOfAll
 
+from tatami.cli.app import app
+from tatami.elastic import launch
 from tatami.elastic.launch import ElasticResult, run_elastic
 from tatami.elastic.moments import Moment
 from tatami.elastic.runtime import ElasticRuntime
@@ -187,6 +193,53 @@ def test_a_rank_that_is_stopped_is_noticed_by_its_silence(pool: Pool) -> None:
     assert set(result.values) == {"p0", "p2"}
     check(result)
     assert "p1 gave no sign of life" in result.report.changes[0].reason
+
+
+def test_a_rank_whose_script_fails_before_it_is_let_in_is_turned_away(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `tatami run --elastic`: the others go on, what happened is told, and the timeline is drawn."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    told = tmp_path / "told"
+    script = tmp_path / "train.py"
+    script.write_text(scripts.TURNS_JOINERS_AWAY)
+    runtimes: list[ElasticRuntime] = []
+
+    class Telling(io.StringIO):
+        """Lets the ranks end when it is told that one does not join."""
+
+        def write(self, text: str) -> int:
+            if "p2 does not join the run" in text:
+                told.touch()
+            return super().write(text)
+
+    def run_here(*arguments: Any, on_line: Any, **named: Any) -> ElasticResult:
+        def listen(name: str, text: str) -> None:
+            on_line(name, text)
+            if text == "the first step is done":
+                runtimes[0].add()
+
+        with contextlib.redirect_stderr(Telling()) as said:
+            result = run_patiently(*arguments, on_line=listen, on_start=runtimes.append, pool=pool, **named)
+        assert "as its script failed" in said.getvalue()
+        assert "ValueError: there is no data on this machine" in said.getvalue()
+        return result
+
+    monkeypatch.setattr(launch, "run_elastic", run_here)
+    report, picture = tmp_path / "run.json", tmp_path / "run.png"
+    command = ["run", "--elastic", "-n", "2", "--json", "--report", str(report), "--plot", str(picture), str(script), str(told)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    *lines, record = done.stdout.splitlines()
+    assert sorted(line for line in lines if line.startswith("p")) == [
+        "p0: the end",
+        "p0: the first step is done",
+        "p1: the end",
+    ]
+    assert (json.loads(record)["exit_code"], json.loads(record)["changes"]) == (0, [])
+    assert json.loads(report.read_text())["changes"] == []
+    assert json.loads(report.read_text())["first_members"] == ["p0", "p1"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_all_copies_lost_is_an_error_that_names_them(pool: Pool) -> None:

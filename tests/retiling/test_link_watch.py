@@ -9,7 +9,8 @@ import pytest
 
 from tatami.cluster import Cluster, Link, Processor
 from tatami.retiling import Decision, Retiler, Watcher
-from tatami.retiling.link_watch import LinkWatch, watched_messages
+from tatami.retiling.estimates import Estimates
+from tatami.retiling.link_watch import watched_messages
 from tatami.tiling import Column, Layout
 from tatami.workload import Workload
 
@@ -82,20 +83,20 @@ def linked() -> Linked:
 
 
 def test_a_link_that_takes_four_times_as_long_is_named_within_four_iterations_and_is_itself_again() -> None:
-    run = linked()
-    watch = LinkWatch(hosts(4), workload=WORK)
-    watch.lie(TWO_BY_TWO)
+    random = np.random.default_rng(0)
+    known = Estimates(hosts(4), workload=WORK, layout=TWO_BY_TWO)
+    watch = known.links
 
     def go(factor: float, iterations: int) -> list[int]:
         at = []
         for iteration in range(iterations):
-            noise = np.exp(0.05 * run.random.standard_normal(len(watch.messages)))
+            noise = np.exp(0.05 * random.standard_normal(len(watch.messages)))
             late_s = [
                 each.expected_s * float(jitter) * (factor if each.hosts == ("h0", "h2") else 1.0)
                 for each, jitter in zip(watch.messages, noise, strict=True)
             ]
-            changes = watch.take(late_s)
-            assert {each.hosts for each in changes} <= {("h0", "h2")}
+            changes = known.take(iteration, np.ones(4), late_s=late_s)
+            assert {each.link for each in changes} <= {("h0", "h2")}
             at += [iteration + 1 for _ in changes]
         return at
 
@@ -113,11 +114,20 @@ def test_a_link_that_takes_four_times_as_long_is_named_within_four_iterations_an
 
 
 def test_messages_that_were_there_already_are_no_samples() -> None:
-    watch = LinkWatch(hosts(4), workload=WORK)
-    watch.lie(TWO_BY_TWO)
+    known = Estimates(hosts(4), workload=WORK, layout=TWO_BY_TWO)
     for factor in (1.0, 100.0):
-        for _ in range(50):
-            assert watch.take([-factor] * len(watch.messages)) == []
+        for iteration in range(50):
+            assert known.take(iteration, np.ones(4), late_s=[-factor] * len(known.links.messages)) == []
+
+
+def test_of_both_directions_the_faster_message_counts() -> None:
+    links = Estimates(hosts(4), workload=WORK, layout=TWO_BY_TWO).links
+    expected_s = np.array([message.expected_s for message in links.messages])
+    assert links.pairs == (("h0", "h2"), ("h1", "h3"))
+    # Of 0 -> 2, 1 -> 3, 2 -> 0, 3 -> 1.
+    assert links.slowness(list(expected_s * [3.0, 5.0, 2.0, -1.0])) == pytest.approx([2.0, 5.0])
+    assert np.isnan(links.slowness(list(expected_s * [1.0, -1.0, 1.0, 0.0]))).tolist() == [False, True]
+    assert np.isnan(links.slowness([])).all()
 
 
 def test_the_tiles_are_laid_so_that_a_slow_link_is_not_used() -> None:

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from tatami.retiling.noticing import FALSE_ALARMS, Detector, Vector, log, mean_time_between, sums_for
+from tatami.retiling.noticing import Detector, Vector, log
+from tatami.retiling.thresholds import FALSE_ALARMS, mean_time_between, sums_for
 
 
 def markov_time_between(k: float, h: float, *, cells: int = 400) -> float:
@@ -104,6 +105,35 @@ def test_one_run_among_many_and_alone_give_the_same_bits() -> None:
         assert (together.step(row)[1] == alone.step(row[1])).all()
         assert np.array_equal(together.level[1], alone.level, equal_nan=True)
         assert np.array_equal(together.noise[1], alone.noise, equal_nan=True)
+
+
+def test_ranks_and_links_side_by_side_give_the_bits_of_each_alone() -> None:
+    rng = np.random.default_rng(6)
+    values = samples(rng, (200, 7), noise=0.05)
+    values[100:, 2] *= 1.4
+    values[120:, 5] *= 3.0
+    values[rng.random((200, 7)) < 0.1] = np.nan
+    both, ranks, links = Detector((7,), kinds=(4, 3)), Detector((4,)), Detector((3,))
+    changes = 0
+    for row in values:
+        changed = both.step(row)
+        changes += int(changed.sum())
+        assert list(changed) == [*ranks.step(row[:4]), *links.step(row[4:])]
+        assert np.array_equal(both.level, np.concatenate((ranks.level, links.level)), equal_nan=True)
+        assert np.array_equal(both.error, np.concatenate((ranks.error, links.error)), equal_nan=True)
+    assert changes == 2
+
+
+def test_after_a_re_tiling_levels_are_forgotten_and_the_noise_of_ranks_is_not() -> None:
+    rng = np.random.default_rng(7)
+    before = Detector((5,), kinds=(3, 2))
+    for values in samples(rng, (100, 5), noise=0.05):
+        before.step(values)
+    after = before.renewed((3, 4))
+    assert after.level.shape == (7,)
+    assert np.isnan(after.level).all()
+    assert list(after.noise[:3]) == list(before.noise[:3])
+    assert np.isnan(after.noise[3:]).all()
 
 
 def test_series_without_samples_wait() -> None:

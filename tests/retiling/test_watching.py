@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ import pytest
 from tatami.cluster import Cluster, Processor
 from tatami.errors import PlanError
 from tatami.retiling import Decision, DecisionKind, Retiler, Timing, Watcher
-from tatami.tiling import plan
+from tatami.tiling import Column, Layout, plan
 from tatami.workload import Workload
 
 CONDITION_A = (0.25, 0.31, 0.63, 1.0, 1.0, 0.42, 0.67, 0.63)
@@ -152,6 +155,41 @@ def test_equal_timings_give_equal_decisions_bit_for_bit() -> None:
     assert [each.reason for each in one.decisions] == [each.reason for each in other.decisions]
     assert one.watcher.layout == other.watcher.layout
     assert one.decisions
+
+
+def bytecodes(watcher: Watcher, *, ranks: int) -> int:
+    """Python instructions of a quiet iteration's watching."""
+    late_s = [message.expected_s for message in watcher.links.messages]
+    for iteration in range(1, 65):
+        assert watcher.take(iteration, np.ones(ranks), late_s=late_s) is None
+    found = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal found
+        frame.f_trace_opcodes = True
+        found += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        watcher.take(65, np.ones(ranks), late_s=late_s)
+    finally:
+        sys.settrace(before)
+    return found
+
+
+def test_a_quiet_iteration_takes_as_many_instructions_for_48_ranks_and_links_as_for_4() -> None:
+    found = []
+    for ranks in (4, 48):
+        names = tuple(f"p{i}" for i in range(ranks))
+        cluster = Cluster(processors=tuple(Processor(name=name, speed=1.0, host=f"h{name}") for name in names))
+        half = ranks // 2
+        columns = tuple(Column(width=0.5, processors=own, heights=(1 / half,) * half) for own in (names[:half], names[half:]))
+        watcher = Watcher(Retiler(), cluster=cluster, workload=NETWORK, layout=Layout(columns=columns), known_speeds=True)
+        assert len(watcher.links.messages) == ranks
+        found.append(bytecodes(watcher, ranks=ranks))
+    assert found[0] == found[1] < 1000
 
 
 def test_a_timing_of_a_stranger_is_refused() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import final
 
-from tatami.cluster import Cluster
 from tatami.errors import PlanError
 from tatami.retiling.ability import ability
 from tatami.retiling.columns import forecast
@@ -13,12 +12,9 @@ from tatami.retiling.deciding import AbstractDecider
 from tatami.retiling.decision import Decision, DecisionKind, Verdict, tell
 from tatami.retiling.moves import moves
 from tatami.retiling.published import published
-from tatami.retiling.retiler import Retiler
 from tatami.retiling.settling import MEMORY, settling
 from tatami.retiling.situation import SIGNALS, Signal, Situation, Window, points
 from tatami.retiling.timing import Timing
-from tatami.tiling import AbstractCost, Layout
-from tatami.workload import Workload
 
 LEAST_POINTS = 2
 """Points since the last re-mapping that a check needs of every processor: a line has two."""
@@ -26,31 +22,21 @@ LEAST_POINTS = 2
 
 @final
 class Controller(AbstractDecider):
-    """Decides at every check whether to re-tile, by the rules of DRPM. Iterations are counted from 1."""
+    """Decides at every check whether to re-tile, by the rules of DRPM. Iterations are counted from 1.
 
-    def __init__(
-        self,
-        retiler: Retiler,
-        *,
-        cluster: Cluster,
-        workload: Workload,
-        layout: Layout,
-        known_speeds: bool = False,
-        cost: AbstractCost | None = None,
-    ) -> None:
-        """Start from `layout`; arguments as of `AbstractDecider`.
+    Raises:
+        PlanError: as of `AbstractDecider`, and where the rule is one for `Watcher`.
+        ClusterError: a speed depends on the size of the tile, which these rules do not know.
+    """
 
-        Raises:
-            PlanError: as there, and where the rule is one for `Watcher`.
-            ClusterError: a speed depends on the size of the tile, which these rules do not know.
-        """
+    def _begin(self) -> None:
+        retiler = self.retiler
         if retiler.watches:
             raise PlanError(
                 f"Controller checks every few iterations, by the rules of DRPM, and not by {retiler.rule!r}: take "
                 "`tatami.retiling.Watcher`, or Retiler(rule='settling')"
             )
-        cluster.plain_speeds(f"Retiler(rule={retiler.rule!r})")
-        super().__init__(retiler, cluster=cluster, workload=workload, layout=layout, known_speeds=known_speeds, cost=cost)
+        self.cluster.plain_speeds(f"Retiler(rule={retiler.rule!r})")
         self.checks = 0
         self._first = not self._known_speeds
         self._since: int | None = None

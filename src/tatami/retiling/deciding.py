@@ -42,7 +42,7 @@ class AbstractDecider(ABC):
             cost: what the planner chooses by; see `tatami.tiling.plan`.
 
         Raises:
-            PlanError: the layout has a processor that the cluster has not, or the rule is another class's.
+            PlanError: the layout has a processor that the cluster has not.
         """
         strangers = sorted(set(layout.processors) - set(cluster.by_name))
         if strangers:
@@ -53,6 +53,11 @@ class AbstractDecider(ABC):
         self.layout = layout
         self._cost = cost
         self._known_speeds = known_speeds if retiler.known_speeds is None else retiler.known_speeds
+        self._begin()
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Set up what this rule keeps from one look to the next; called once, when all else is known."""
 
     @property
     def tiling(self) -> Tiling:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tatami.cluster import Cluster, Link
-from tatami.retiling.noticing import Detector, Vector
+from tatami.retiling.noticing import Vector
 from tatami.tiling import Layout, SumKind, traffic_of
 from tatami.workload import Workload
 
@@ -42,29 +42,12 @@ class WatchedMessage:
     expected_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinkChange:
-    """A link whose messages take longer, or less long.
-
-    Attributes:
-        hosts: at its ends.
-        count: samples since.
-        before, after: time over the expected time.
-        error: relative standard error of `after`.
-    """
-
-    hosts: Pair
-    count: int
-    before: float
-    after: float
-    error: float
-
-
 class LinkWatch:
     """The links of one run.
 
     Attributes:
         messages: that are watched as the tiles lie; the same on all ranks, in the same order.
+        pairs: the hosts at the ends of the links that they take.
         cluster: with its links as they are known to be now.
     """
 
@@ -73,8 +56,7 @@ class LinkWatch:
         self._workload = workload
         self._factors: dict[Pair, float] = {}
         self.messages: tuple[WatchedMessage, ...] = ()
-        self._pairs: list[Pair] = []
-        self._detector: Detector | None = None
+        self.pairs: tuple[Pair, ...] = ()
 
     @property
     def slow_hosts(self) -> tuple[str, ...]:
@@ -83,46 +65,40 @@ class LinkWatch:
         return tuple(dict.fromkeys(host for pair in slow for host in pair))
 
     def lie(self, layout: Layout) -> None:
-        """The tiles lie like this from now on; what was measured under others does not compare."""
+        """The tiles lie like this from now on."""
         self.messages = watched_messages(layout, cluster=self._first, workload=self._workload)
-        self._pairs = sorted({message.hosts for message in self.messages})
-        self._detector = Detector((len(self._pairs),)) if self._pairs else None
+        self.pairs = tuple(sorted({message.hosts for message in self.messages}))
+        of = np.array([self.pairs.index(message.hosts) for message in self.messages], dtype=np.int64)
+        self._order = np.argsort(of, kind="stable")
+        self._starts = np.searchsorted(of[self._order], np.arange(len(self.pairs)))
+        self._expected_s: Vector = np.array([message.expected_s for message in self.messages])[self._order]
+        self._unknown: Vector = np.full(len(self.pairs), np.nan)
 
-    def take(self, late_s: Sequence[float]) -> list[LinkChange]:
-        """Of each of `messages` how long it took; not above 0 where its receiver did not wait. Says which links changed."""
-        if self._detector is None or len(late_s) != len(self.messages):
-            return []
-        values: Vector = np.full(len(self._pairs), np.nan)
-        for message, took_s in zip(self.messages, late_s, strict=True):
-            if took_s > 0:
-                index = self._pairs.index(message.hosts)
-                values[index] = np.fmin(values[index], took_s / message.expected_s)
-        before = self._detector.level.copy()
-        changed = np.flatnonzero(self._detector.step(values))
-        found = [self._change(int(index), before=float(before[index])) for index in changed]
-        if found:
-            self._believe()
+    def slowness(self, late_s: Sequence[float]) -> Vector:
+        """How many times as long as expected the messages between each of `pairs` took, the faster one of both directions.
+
+        Args:
+            late_s: of each of `messages` how long it took; not above 0 where its receiver did not wait.
+
+        Returns:
+            (pairs,); NaN where no message counts, and everywhere where nothing is told of the messages.
+        """
+        if len(late_s) != len(self.messages) or not self.pairs:
+            return self._unknown
+        took_s = np.asarray(late_s, dtype=np.float64)[self._order]
+        slowness = np.where(took_s > 0, took_s / self._expected_s, np.nan)
+        found: Vector = np.fmin.reduceat(slowness, self._starts)
         return found
 
-    def _change(self, index: int, *, before: float) -> LinkChange:
-        detector = self._detector
-        assert detector is not None
-        hosts, after = self._pairs[index], float(detector.level[index])
-        factor = self._factors.get(hosts, 1.0) * after / before
+    def changed(self, hosts: Pair, *, slower: float) -> None:
+        """Planners and prices see the link as it is now: all of a transfer takes so many times as long as it did."""
+        factor = self._factors.get(hosts, 1.0) * slower
         self._factors[hosts] = 1.0 if abs(factor - 1.0) < _AS_BEFORE else factor
-        return LinkChange(
-            hosts=hosts, count=int(detector.count[index]), before=before, after=after, error=float(detector.error[index])
-        )
-
-    def _believe(self) -> None:
-        """Planners and prices see the links as they are now: all of a transfer takes so many times as long."""
         links = dict(self._first.links)
-        for hosts, factor in self._factors.items():
-            link = links.get(hosts, self._first.network)
-            if factor != 1.0:
-                links[hosts] = Link(
-                    bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / factor, latency_s=link.latency_s * factor
-                )
+        for pair, times in self._factors.items():
+            link = links.get(pair, self._first.network)
+            if times != 1.0:
+                links[pair] = Link(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / times, latency_s=link.latency_s * times)
         self.cluster = replace(self._first, links=links)
 
 

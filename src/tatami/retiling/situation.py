@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tatami.cluster import Cluster, SpeedTable, at_sizes
@@ -33,12 +33,12 @@ class Situation:
         cluster: all processors, at the speeds that the run started with.
         workload: what is laid out.
         layout: the layout in force.
+        cost: what planners choose by.
         recent: the last L iterations, as far as they came after the last re-mapping.
         kept: the windows of the last few checks since the last re-mapping, `recent` among them.
         last: the last estimates, by signal and processor, of all that were ever measured.
         first: nothing is known yet: no speeds were given, and nothing was estimated before.
         streak: re-mappings since the balance was last good.
-        cost: what planners choose by.
         slow_hosts: at the ends of links that became slower.
     """
 
@@ -46,12 +46,12 @@ class Situation:
     cluster: Cluster
     workload: Workload
     layout: Layout
-    recent: Window
-    kept: Window
-    last: Mapping[Signal, Mapping[str, float]]
-    first: bool
-    streak: int
     cost: AbstractCost | None
+    recent: Window = field(default_factory=dict)
+    kept: Window = field(default_factory=dict)
+    last: Mapping[Signal, Mapping[str, float]] = field(default_factory=lambda: {signal: {} for signal in SIGNALS})
+    first: bool = False
+    streak: int = 0
     slow_hosts: tuple[str, ...] = ()
 
     def balance(self, signal: Signal, *, window: Window) -> Balance | None:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from tatami.errors import PlanError
 
+PROBE_EVERY = 16
+"""Iterations after which a rank that was left out looks how fast it is."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:

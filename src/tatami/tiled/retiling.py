@@ -20,6 +20,7 @@ from tatami.errors import InputError
 from tatami.retiling import Controller, Decision, Retiler, Timing, Watcher
 from tatami.retiling.columns import works_of
 from tatami.retiling.link_watch import WatchedMessage
+from tatami.retiling.timing import PROBE_EVERY
 from tatami.tiled.model import TiledModel
 from tatami.tiled.moving import Moved, move
 from tatami.tiled.optimizers import check_optimizer
@@ -28,8 +29,6 @@ from tatami.tiled.stopwatch import AbstractStopwatch
 
 logger = logging.getLogger(__name__)
 
-_PROBE_EVERY = 16
-"""Iterations after which a rank that was left out looks how fast it is."""
 _PROBE_SIZE = 256
 
 
@@ -117,7 +116,7 @@ class Retiling:
         table = [0.0] * (2 * model.comm.size)
         if work > 0:
             table[model.comm.rank] = computed_s / work
-        elif model.tile is None and self.iteration % _PROBE_EVERY == 0:
+        elif model.tile is None and self.iteration % PROBE_EVERY == 0:
             table[model.comm.rank] = self._probe.per_work_s(self.watcher.per_work_s(model.name))
         table[model.comm.size + model.comm.rank], self._moved_s = self._moved_s, 0.0
         return table + [self._late_s(message) for message in self.watcher.links.messages]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tatami.retiling import Alarm, Controller, Decision, Glance, Timing, Watcher, moves
+from tatami.retiling.timing import PROBE_EVERY
 from tatami.sim.stage import Stage, Then, play
 from tatami.sim.tiling.changes import Speeds
 from tatami.sim.tiling.floor import Floor
@@ -21,8 +22,6 @@ from tatami.tiling import Tiling
 
 _TOGETHER = 1e-9
 """Relative: two iterations that differ by less are alike."""
-_PROBE_EVERY = 16
-"""Iterations between the looks of a rank that was left out, as in `tatami.tiled.retiling`."""
 _LEAST_S = 3e-9
 """SimGrid tells no times apart that are nearer than 1e-9 s."""
 
@@ -183,7 +182,7 @@ class TilingPlay:
 
     def _probe_left_out(self) -> None:
         """Ranks without a tile look now and then how fast they are; that costs the others nothing."""
-        if self._iteration % _PROBE_EVERY:
+        if self._iteration % PROBE_EVERY:
             return
         for name in self._cluster.by_name:
             rank = self._cluster.rank_of[name]

@@ -1,0 +1,155 @@
+"""What the times of a run have shown: which processors and links changed, and how fast each processor is.
+
+The compute time per work of every processor, and the slowness of every link between columns, are watched by one `Detector`: an
+iteration is one step of its arrays. `tatami.retiling.sizes` learns from each re-tiling how a processor's speed goes with the
+size of its tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tatami.cluster import Cluster, SpeedTable, speed_at
+from tatami.retiling.alarms import Alarm
+from tatami.retiling.columns import works_of
+from tatami.retiling.link_watch import LinkWatch
+from tatami.retiling.noticing import Detector, Vector
+from tatami.retiling.sizes import SizedTimes
+from tatami.tiling import Layout
+from tatami.workload import Workload
+
+_ENOUGH = 8
+"""Samples under the tiles of now that replace what was known of a processor before."""
+
+
+class Estimates:
+    """What is known of the processors and links of one run.
+
+    Attributes:
+        links: between columns.
+        works: `Workload.tile_work` of every processor, in the order of the cluster; 0 without a tile.
+        since: the iteration after which the tiles lie as they do; 0 from the start.
+    """
+
+    def __init__(self, cluster: Cluster, *, workload: Workload, layout: Layout) -> None:
+        self.links = LinkWatch(cluster, workload=workload)
+        self._cluster = cluster
+        self._workload = workload
+        self._size = cluster.size
+        self._names = tuple(cluster.by_name)
+        self._detector = Detector((self._size,))
+        self._sizes = SizedTimes(self._size, given=_in_work(cluster, workload=workload))
+        self._sized_at: Vector = np.full(self._size, workload.samples * workload.units / self._size)
+        self._last: Vector = np.full(self._size, np.nan)
+        self.lie(layout, iteration=0)
+
+    def lie(self, layout: Layout, *, iteration: int) -> None:
+        """The tiles lie like this after `iteration`; what was measured under others does not compare."""
+        works = works_of(layout, workload=self._workload)
+        self.works: Vector = np.array([works.get(name, 0.0) for name in self._names])
+        self._sized_at = np.where(self.works > 0, self.works, self._sized_at)
+        self.links.lie(layout)
+        self._detector = self._detector.renewed((self._size, *([len(self.links.pairs)] if self.links.pairs else [])))
+        self.since = iteration
+
+    def take(self, iteration: int, values: Vector, *, late_s: Sequence[float]) -> list[Alarm]:
+        """One sample of each; see `Watcher.take`. Says what changed."""
+        if self.links.pairs:
+            values = np.concatenate((values, self.links.slowness(late_s)))
+        changed = self._detector.step(values)
+        return [self._alarm(int(index), iteration) for index in np.flatnonzero(changed)] if np.count_nonzero(changed) else []
+
+    def _alarm(self, index: int, iteration: int) -> Alarm:
+        detector = self._detector
+        link = self.links.pairs[index - self._size] if index >= self._size else None
+        alarm = Alarm(
+            processor=self._names[index] if link is None else "",
+            link=link,
+            iteration=iteration,
+            began=iteration - int(detector.count[index]) + 1,
+            before_s=float(detector.before[index]),
+            after_s=float(detector.level[index]),
+            error=float(detector.error[index]),
+        )
+        if link is None:
+            self._sizes.scale(index, alarm.slower)
+        else:
+            self.links.changed(link, slower=alarm.slower)
+        return alarm
+
+    @property
+    def _level(self) -> Vector:
+        """Seconds per work of every processor as its samples under these tiles have it."""
+        return self._detector.level[: self._size]
+
+    @property
+    def _count(self) -> NDArray[np.int64]:
+        return self._detector.count[: self._size]
+
+    @property
+    def _error(self) -> Vector:
+        return self._detector.error[: self._size]
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are samples enough under these tiles to say what they brought."""
+        return bool(self._count.max() >= _ENOUGH)
+
+    def error(self, processors: Iterable[str]) -> float | None:
+        """The largest relative standard error of these speeds; None while one has samples but no noise, or none has samples."""
+        placed = [self._cluster.rank_of[name] for name in processors]
+        errors, measured = self._error[placed], self._count[placed] > 0
+        if not measured.any() or not np.isfinite(errors[measured]).all():
+            return None
+        return float(np.nanmax(errors))
+
+    def drifted(self, by: float) -> bool:
+        """Whether a level has gone further than this fraction, and its error, since `speeds` was last asked."""
+        known = np.isfinite(self._last) & (self._count > 0)
+        drift = np.abs(self._level - self._last) > np.maximum(by, 2 * self._error) * self._last
+        return bool((drift & known).any() or not np.isfinite(self._last).any())
+
+    def per_work_s(self, processor: str) -> float:
+        """Seconds per work of a processor, as last known; NaN where it never was."""
+        return float(self._last[self._cluster.rank_of[processor]])
+
+    def speeds(self) -> dict[str, float]:
+        """Work per second of every processor, as well as it is known."""
+        count = self._count
+        enough = (count >= _ENOUGH) | ((count > 0) & (self.since == 0)) | ~np.isfinite(self._last)
+        enough |= (count > 0) & (count < count.max())
+        self._last = np.where(enough & np.isfinite(self._level), self._level, self._last)
+        # Of a processor without a tile, at the size of its last one.
+        flop = map(float, self._sized_at * self._workload.work_flop)
+        given = np.array([speed_at(speed, work) for speed, work in zip(self._cluster.speeds.values(), flop, strict=True)])
+        speeds = 1.0 / self._last
+        known = np.isfinite(speeds)
+        scale = np.sort((speeds / given)[known])[known.sum() // 2] if known.any() else 1.0
+        return dict(zip(self._names, map(float, np.where(known, speeds, given * scale)), strict=True))
+
+    def by_size(self, speeds: Mapping[str, float]) -> dict[str, float]:
+        """The same as functions of the size of the tile, where they are known to depend on it."""
+        return {
+            name: self._sizes.speed(rank, work=float(self._sized_at[rank]), speed=speeds[name])
+            for rank, name in enumerate(self._names)
+        }
+
+    def learn_sizes(self) -> None:
+        """What the tiles as they lie have shown."""
+        for rank in map(int, np.flatnonzero((self._count >= _ENOUGH) & (self.works > 0))):
+            self._sizes.learn(
+                rank, work=float(self.works[rank]), per_work_s=float(self._level[rank]), error=float(self._error[rank])
+            )
+
+
+def _in_work(cluster: Cluster, *, workload: Workload) -> dict[int, SpeedTable]:
+    """The speeds that depend on the size of the tile, by rank, in units of work."""
+    scale = 1.0 / workload.work_flop
+    return {
+        rank: each.speed.scaled(size=scale, speed=scale)
+        for rank, each in enumerate(cluster.processors)
+        if isinstance(each.speed, SpeedTable)
+    }
