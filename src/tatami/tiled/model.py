@@ -36,6 +36,7 @@ from tatami.tiled.registry import register
 from tatami.tiled.rows import ONE_EACH, Rows, UnitRuns
 from tatami.tiled.same_batch import BatchWatch, different_sizes
 from tatami.tiled.scaling import watch_scalers
+from tatami.tiled.standing_in import with_stand_in, without_stand_in
 from tatami.tiled.torch_norms import watch_norms
 from tatami.tiled.vertical import ColumnComm
 from tatami.tiled.whole_batch import UnitFactor
@@ -193,9 +194,12 @@ class TiledModel(nn.Module):
         """
         if self.comm.size > 1:
             refuse_compiling()
-        self._check_batch(inputs, named_inputs)
+        has_none = self._check_batch(inputs, named_inputs) == 0 and self.comm.size > 1
+        captured = self.found.captured
+        self._column.is_silent = has_none
+        self._rank.stands_in = has_none and not (captured is not None and captured.runs_without_samples)
         if not torch.is_grad_enabled():
-            return self.module(*inputs, **named_inputs)
+            return self._run(inputs, named_inputs)
         if self.comm.size > 1:
             if self._watch.is_due:
                 with self.phases.during(IterationPhase.HORIZONTAL):
@@ -452,14 +456,18 @@ class TiledModel(nn.Module):
             return tuple(column[0].samples.size for column in self.tiling.columns)
         return self.layout.sample_sizes(samples)
 
-    def _check_batch(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> None:
-        """Whether the input is what `local` gave this rank. Without gradients, any samples that the column shares will do."""
+    def _check_batch(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> int | None:
+        """Whether the input is what `local` gave this rank. Without gradients, any samples that the column shares will do.
+
+        Returns:
+            How many samples the input has; None where it has no tensor.
+        """
         tensors = (value for value in pytree.tree_leaves((inputs, named_inputs)) if isinstance(value, torch.Tensor))
         given = next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
         if self.comm.size == 1:
             if given is not None:
                 self._announce(given, Span(0, given), (given,))
-            return
+            return given
         samples, mine = self._rank.samples, self._rank.mine
         if not torch.is_grad_enabled():
             if given and self.tile is None:
@@ -467,7 +475,7 @@ class TiledModel(nn.Module):
                     f"the input has {given} samples, but rank {self.comm.rank} was left out of the tiling and holds no units "
                     "to compute them with. Pass what model.local(...) returned for the global batch"
                 )
-            return
+            return given
         if samples == 0:
             raise InputError(
                 f"rank {self.comm.rank} does not know its samples: call model.local(...) with the global batch before each "
@@ -478,6 +486,15 @@ class TiledModel(nn.Module):
                 f"the input has {given} samples, but {mine.size} of the {samples} samples of the last batch are rank "
                 f"{self.comm.rank}'s. Pass what model.local(...) returned for the global batch"
             )
+        return given
+
+    def _run(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> Any:
+        """The network's own forward pass, over one sample where this rank has none and the network cannot run without."""
+        if not self._rank.stands_in:
+            return self.module(*inputs, **named_inputs)
+        inputs, named_inputs = with_stand_in((inputs, dict(named_inputs)))
+        captured = self.found.captured
+        return without_stand_in(self.module(*inputs, **named_inputs), None if captured is None else captured.result_axes)
 
     def _forward_with_sums(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> Any:
         """The forward pass over stand-ins of the parameters, whose gradients are summed over the columns on their way back."""
@@ -490,15 +507,15 @@ class TiledModel(nn.Module):
         # or state dict sees a view.
         trained = tuple(parameter for parameter in self._unique if parameter.requires_grad)
         if not trained:
-            return self.module(*inputs, **named_inputs)
-        exchange = functools.partial(self._sum_gradients, trained, self.tilings, self._rank.samples)
+            return self._run(inputs, named_inputs)
+        exchange = functools.partial(self._sum_gradients, trained, self.tilings, self._rank.samples, self._rank.mine.size > 0)
         stand_ins = HorizontalSum.apply(exchange, *trained)  # type: ignore[no-untyped-call]
         by_parameter = {id(p): s for p, s in zip(trained, stand_ins, strict=True)}
         for owner, name, parameter in self._slots:
             # nn.Module refuses a plain tensor as a parameter by setattr; torch.func.functional_call takes this way as well.
             owner._parameters[name] = by_parameter.get(id(parameter), parameter)
         try:
-            return self.module(*inputs, **named_inputs)
+            return self._run(inputs, named_inputs)
         finally:
             for owner, name, parameter in self._slots:
                 owner._parameters[name] = parameter
@@ -508,6 +525,7 @@ class TiledModel(nn.Module):
         trained: Sequence[nn.Parameter],
         tilings: tuple[Tiling, ...],
         samples: int,
+        has_samples: bool,
         grads: tuple[torch.Tensor | None, ...],
     ) -> tuple[torch.Tensor | None, ...]:
         """Called by autograd when every parameter's gradient from this rank's samples is there; None for those without part."""
@@ -518,6 +536,8 @@ class TiledModel(nn.Module):
         self.phases.enter(IterationPhase.HORIZONTAL)
         if self._exchange is not None:
             self._refuse_sparse(trained, grads)
+            if not has_samples:
+                grads = (None,) * len(grads)
             by_parameter = {
                 id(p): torch.zeros_like(p) if grad is None else grad.contiguous()
                 for p, grad in zip(trained, grads, strict=True)
