@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Never
 
@@ -45,6 +46,7 @@ from tatami.tiling import Layout, Span, Tile, Tiling, Traffic, spans, traffic_of
 from tatami.tiling.traffic import gradient_sums, riding_elements, size_digits
 from tatami.workload import Workload
 
+_ANY_STATE = nullcontext()
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -107,8 +109,8 @@ class TiledModel(nn.Module):
         self.workload: Workload = workload_of(module, found, samples=batch_size, wire=wire)
         self._description = describe(module, found, workload=self.workload)
         self._column = ColumnComm(phases, wire=wire)
-        several = comm.size > 1 or comm.changes
-        self._rank: RankContext = RankContext(column=self._column, comm=comm if several else None, generator=generator)
+        self._is_alone = comm.size == 1 and not comm.changes
+        self._rank: RankContext = RankContext(column=self._column, comm=None if self._is_alone else comm, generator=generator)
         self._widths: dict[int, tuple[int, ...]] = {}
         self._watch = BatchWatch(comm, columns=self._columns)
         self._adopt(self._place(layout))
@@ -126,7 +128,7 @@ class TiledModel(nn.Module):
         self.norms = WholeNorms(comm, holders=lambda: self._columns()[0], phases=phases)
         register(self)
         watch_optimizers()
-        if several:
+        if not self._is_alone:
             watch_norms()
             watch_scalers()
             for owner in {owner for owner, _, _ in self._slots}:
@@ -146,7 +148,8 @@ class TiledModel(nn.Module):
             batch: tensors (samples, ...), or tuples, lists and dicts of them; all ranks must pass the same global batch.
 
         Returns:
-            Views (samples_here, ...), in the same structure; where this rank computes on a device, copies there.
+            Views (samples_here, ...), in the same structure; where this rank computes on a device, copies there. A rank that is
+            alone gets the batch itself.
 
         Raises:
             InputError: tensors of different numbers of samples, or what cannot be cut into samples; targets of -100 under a
@@ -165,12 +168,11 @@ class TiledModel(nn.Module):
             everywhere: when the ranks compare their batches, compare those of all ranks, not only those of one column: what
                 every rank has loaded whole must be the same.
         """
-        tensors = tensors_of(batch)
         samples = samples_of(batch)
         span = self.local_span(samples)
         if self.comm.size > 1:
-            self._watch.announce(samples, tensors, everywhere=everywhere)
-        here = cut_batch(batch, span, samples=samples)
+            self._watch.announce(samples, tensors_of(batch), everywhere=everywhere)
+        here = batch if self._is_alone else cut_batch(batch, span, samples=samples)
         return here if self._device.type == "cpu" else on_device(here, self._device)
 
     def local_span(self, samples: int) -> Span:
@@ -192,30 +194,31 @@ class TiledModel(nn.Module):
                 the ranks were given different batches.
             ModelError: the network returns objects in which its tensors cannot be found.
         """
+        given = _samples_given(inputs, named_inputs)
         if self.comm.size > 1:
             refuse_compiling()
-        has_none = self._check_batch(inputs, named_inputs) == 0 and self.comm.size > 1
-        captured = self.found.captured
-        self._column.is_silent = has_none
-        self._rank.stands_in = has_none and not (captured is not None and captured.runs_without_samples)
+            self._check_batch(given)
+            captured = self.found.captured
+            self._column.is_silent = given == 0
+            self._rank.stands_in = given == 0 and not (captured is not None and captured.runs_without_samples)
+        elif given is not None and given != self._rank.samples:
+            self._announce(given, Span(0, given), (given,))
         if not torch.is_grad_enabled():
-            return self._run(inputs, named_inputs)
+            with self._drawing():
+                return self._run(inputs, named_inputs)
         if self.comm.size > 1:
             if self._watch.is_due:
                 with self.phases.during(IterationPhase.HORIZONTAL):
                     self._watch.compare()
             self._watch.end_pass()
         self.phases.enter(IterationPhase.FORWARD)
-        alone = self.comm.size == 1 and not self.comm.changes
-        if alone:
+        if self._is_alone:
             output = self.module(*inputs, **named_inputs)
-        elif self.draws is not None and self.training:
-            with self.draws.next_pass(column=self._rank.index or 0):
-                output = self._forward_with_sums(inputs, named_inputs)
+            if self._reduction is not None:
+                return output
         else:
-            output = self._forward_with_sums(inputs, named_inputs)
-        if alone and self._reduction is not None:
-            return output
+            with self._drawing():
+                output = self._forward_with_sums(inputs, named_inputs)
         samples, mine = self._rank.samples, self._rank.mine
         scale = mine.size / samples if self._reduction == "mean" else {"sum": 1.0}.get(self._reduction or "")
         leaves, structure = pytree.tree_flatten(output)
@@ -377,6 +380,7 @@ class TiledModel(nn.Module):
         self.tilings = placement.tilings
         self._widths.clear()
         self._announce(0, Span(0, 0), ())
+        self._rank.stands_in = False
         self._rank.index = self.tile.column if self.tile is not None else None
         self._rank.speaks = self.speaks_for_column
         self._column.meet(placement.column)
@@ -456,18 +460,8 @@ class TiledModel(nn.Module):
             return tuple(column[0].samples.size for column in self.tiling.columns)
         return self.layout.sample_sizes(samples)
 
-    def _check_batch(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> int | None:
-        """Whether the input is what `local` gave this rank. Without gradients, any samples that the column shares will do.
-
-        Returns:
-            How many samples the input has; None where it has no tensor.
-        """
-        tensors = (value for value in pytree.tree_leaves((inputs, named_inputs)) if isinstance(value, torch.Tensor))
-        given = next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
-        if self.comm.size == 1:
-            if given is not None:
-                self._announce(given, Span(0, given), (given,))
-            return given
+    def _check_batch(self, given: int | None) -> None:
+        """Whether input of so many samples is what `local` gave. Without gradients, any that the column shares will do."""
         samples, mine = self._rank.samples, self._rank.mine
         if not torch.is_grad_enabled():
             if given and self.tile is None:
@@ -475,7 +469,7 @@ class TiledModel(nn.Module):
                     f"the input has {given} samples, but rank {self.comm.rank} was left out of the tiling and holds no units "
                     "to compute them with. Pass what model.local(...) returned for the global batch"
                 )
-            return given
+            return
         if samples == 0:
             raise InputError(
                 f"rank {self.comm.rank} does not know its samples: call model.local(...) with the global batch before each "
@@ -486,7 +480,6 @@ class TiledModel(nn.Module):
                 f"the input has {given} samples, but {mine.size} of the {samples} samples of the last batch are rank "
                 f"{self.comm.rank}'s. Pass what model.local(...) returned for the global batch"
             )
-        return given
 
     def _run(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> Any:
         """The network's own forward pass, over one sample where this rank has none and the network cannot run without."""
@@ -495,6 +488,14 @@ class TiledModel(nn.Module):
         inputs, named_inputs = with_stand_in((inputs, dict(named_inputs)))
         captured = self.found.captured
         return without_stand_in(self.module(*inputs, **named_inputs), None if captured is None else captured.result_axes)
+
+    def _drawing(self) -> AbstractContextManager[Any]:
+        """The ranks of a column draw alike."""
+        if self.draws is None or self._is_alone:
+            return _ANY_STATE
+        column = self._rank.index or 0
+        is_training = self.training and torch.is_grad_enabled()
+        return self.draws.next_pass(column=column) if is_training else self.draws.evaluation(column=column)
 
     def _forward_with_sums(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> Any:
         """The forward pass over stand-ins of the parameters, whose gradients are summed over the columns on their way back."""
@@ -615,6 +616,17 @@ def _refuse_leaves(owner: nn.Module, inputs: Any) -> None:  # noqa: ARG001 -- a 
             "summed over the ranks. Call the model that tatami.tile returned; torch.utils.checkpoint recomputes layers outside "
             "too and cannot be used here"
         )
+
+
+def _samples_given(inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> int | None:
+    """The length of the first tensor; None where there is none with an axis. Torch's look into structures takes its time."""
+    for value in (*inputs, *named_inputs.values()):
+        if not isinstance(value, (torch.Tensor, *_PLAIN_VALUES)):
+            break
+        if isinstance(value, torch.Tensor) and value.dim():
+            return value.shape[0]
+    tensors = (value for value in pytree.tree_leaves((inputs, dict(named_inputs))) if isinstance(value, torch.Tensor))
+    return next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
 
 
 def _replace(root: nn.Module, name: str, module: nn.Module) -> None:

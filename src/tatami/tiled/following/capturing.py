@@ -191,7 +191,7 @@ def _runs_without_samples(model: nn.Module, sample: Sample) -> bool:
 
 def _mixes_samples(model: nn.Module, sample: Sample) -> bool:
     fewer = sample.part(sample.samples - 1)
-    with unchanged(model), torch.no_grad():
+    with unchanged(model), torch.no_grad(), _SteadyDraws():
         model.eval()
         whole, part = (pytree.tree_leaves(model(*each.args, **each.kwargs)) for each in (sample, fewer))
     for one, other in zip(whole, part, strict=False):
@@ -202,6 +202,17 @@ def _mixes_samples(model: nn.Module, sample: Sample) -> bool:
             if not torch.allclose(one[: fewer.samples], other, rtol=0.0, atol=_ALIKE * max(scale, 1e-30), equal_nan=True):
                 return True
     return False
+
+
+class _SteadyDraws(TorchFunctionMode):
+    """What is drawn is always the same number, so that samples that differ differ by what the network makes of them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        state = torch.get_rng_state()
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not torch.equal(state, torch.get_rng_state()):
+            result.fill_(0.5 if result.is_floating_point() else 0)
+        return result
 
 
 class _Watch(TorchFunctionMode):
