@@ -56,7 +56,8 @@ CASE = Case(build=NeedsSamples, draw=_draw, blocks=("linear pair",))
 def loss_of(output: Any) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
         return output.square().flatten(1).mean(1).mean()
-    return F.mse_loss(output["out"], torch.ones_like(output["out"])) + output["tokens"].square().mean()
+    result: torch.Tensor = F.mse_loss(output["out"], torch.ones_like(output["out"])) + output["tokens"].square().mean()
+    return result
 
 
 def output_of(output: Any) -> torch.Tensor:
