@@ -13,7 +13,8 @@ from torch import nn
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.testing.worlds import World
-from tatami.tiled import find_blocks, tile, whole_state_dict
+from tatami.tiled import tile, whole_state_dict
+from tatami.tiled.following.capturing import Sample, capture
 from tatami.tiled.standing_in import with_stand_in, without_stand_in
 from tatami.tiling import Layout
 from tiled_rig import assert_close, gradients, simple_layout, some_layouts, whole_gradients
@@ -73,6 +74,12 @@ def _layouts(size: int) -> list[Layout]:
     return [*some_layouts(size), *narrow, *uneven]
 
 
+def _few_layouts(size: int) -> list[Layout]:
+    """One in which a rank is left out, and one in which a column has no sample of the small batch."""
+    every = _layouts(size)
+    return [every[2], every[-1]] if size > 1 else every
+
+
 def _plain(case: Case, batches: list[Batch]) -> tuple[list[Any], dict[str, torch.Tensor], torch.Tensor]:
     model = build(case)
     torch.manual_seed(9)
@@ -87,6 +94,8 @@ def _plain(case: Case, batches: list[Batch]) -> tuple[list[Any], dict[str, torch
         return seen, model.state_dict(), output_of(run(model, batches[-1]))
 
 
+@pytest.mark.threads_only
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize(
     ("case", "sampled"), [(CASE, False), (CASE, True), (CASES["llama"], True)], ids=["by-hand", "sampled", "llama"]
 )
@@ -98,7 +107,7 @@ def test_a_rank_without_samples_needs_no_code_that_works_without(world: World, c
     torch.manual_seed(9)  # the state that tile() takes over for dropout
 
     def body(comm: AbstractCommunicator) -> None:
-        for layout in _layouts(comm.size):
+        for layout in _few_layouts(comm.size) if sampled else _layouts(comm.size):
             model = tile(
                 network, comm, batch_size=SIZES[0], sample=batches[0] if sampled else None, speeds="equal", layout=layout,
                 reduction="mean", quiet=True,
@@ -127,12 +136,9 @@ def test_a_rank_without_samples_needs_no_code_that_works_without(world: World, c
 def test_a_network_that_runs_without_samples_is_left_to_do_so() -> None:
     generator = torch.Generator().manual_seed(1)
     for case, runs in ((CASE, False), (CASES["llama"], False), (CASES["resnet"], True), (CASES["lstm"], True)):
-        captured = find_blocks(build(case), sample=case.draw(3, generator)).captured
-        assert captured is not None
+        captured = capture(build(case), Sample.of(case.draw(3, generator)))
         assert captured.runs_without_samples is runs
-    captured = find_blocks(build(CASE), sample=CASE.draw(3, generator)).captured
-    assert captured is not None
-    assert captured.result_axes == (0, 0, None)
+    assert capture(build(CASE), Sample.of(CASE.draw(3, generator))).result_axes == (0, 0, None)
 
 
 def test_a_sample_stands_in_and_its_results_are_none() -> None:
