@@ -34,6 +34,35 @@ def test_one_rank_against_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "plain" in table
 
 
+def test_one_rank_trains_the_models_of_tatami_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.setenv("TATAMI_THREADS", "1")
+    arguments = [
+        "bench",
+        "train",
+        "-n",
+        "1",
+        "--model",
+        "gpt",
+        "--model",
+        "cnn",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.01",
+        "--json",
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    records = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(record["net"], record["batch_size"]) for record in records] == [
+        ("gpt 2x48, 6 heads, 32 tokens", 16),
+        ("cnn 2x16", 64),
+    ]
+    assert all({"tatami_spread", "tatami-trainer_spread", "plain_spread"} <= set(record) for record in records)
+    assert CliRunner().invoke(app, ["bench", "train", "--model", "resnet"]).exit_code != 0
+
+
 def test_two_ranks_against_distributed_data_parallel(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     done = subprocess.run(

@@ -34,7 +34,10 @@ def table() -> dict[str, torch.Tensor]:
 
 
 class OwnLoss(nn.Module):
-    """A GPT that predicts the next token, and takes the loss itself, as those of Hugging Face do. It is followed whole."""
+    """A GPT that predicts the next token, and takes the loss itself, as those of Hugging Face do. It is followed whole.
+
+    It does not run without samples: of none, torch cannot tell what -1 stands for.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +45,7 @@ class OwnLoss(nn.Module):
         self.gpt = GPT(layers=1)
 
     def forward(self, idx: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.gpt(idx)
+        logits = self.gpt(idx.view(len(idx), -1))
         return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
 
 

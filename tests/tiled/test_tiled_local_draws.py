@@ -94,6 +94,63 @@ def test_random_draws_of_another_kind(world: World) -> None:
     world(body)
 
 
+class Variational(nn.Module):
+    """A variational autoencoder, which draws in evaluation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.decoder = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 5))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, log_variance = self.encoder(x).chunk(2, 1)
+        seen = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
+        return self.decoder(seen), (mean.square() + log_variance.exp() - log_variance).sum(1)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_variational_autoencoder_is_refused_for_its_draws_and_trains_with_them(world: World) -> None:
+    torch.manual_seed(1)
+    plain, x = Variational().double(), torch.rand(6, 5, dtype=torch.float64)
+    with pytest.raises(ModelError, match=r"the model itself\) \(Variational\) draws random numbers in training"):
+        find_blocks(plain, sample=x)
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tile(
+            plain, comm, batch_size=6, sample=x, speeds="equal", layout=simple_layout(range(comm.size)), reduction="mean",
+            random="local",
+        )  # fmt: skip
+        assert len(model.found.blocks) == 2
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        output, divergence = model(model.local(x))
+        (F.mse_loss(output, x) + divergence.mean()).backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            seen = model(model.local(x))
+            assert not torch.equal(seen[0], output)
+            told = [
+                output,
+                divergence,
+                *seen,
+                *(model.module.get_parameter(f"{name}.2.bias") for name in ("encoder", "decoder")),
+            ]
+            for other in comm.allgather_object([each.detach() for each in told]):
+                for mine, theirs in zip(told, other, strict=True):
+                    torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+    world(body)
+
+
+def test_a_network_that_draws_and_mixes_its_samples_is_still_told_apart() -> None:
+    class Mixing(Variational):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return super().forward(x - x.mean(0))
+
+    with pytest.raises(ModelError, match="depends on the other samples of the batch"):
+        find_blocks(Mixing(), sample=torch.rand(6, 5), random="local")
+
+
 class Looked(nn.Module):
     def __init__(self) -> None:
         super().__init__()

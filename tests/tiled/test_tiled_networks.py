@@ -22,6 +22,12 @@ def test_the_blocks_of_a_network_are_found(name: str) -> None:
     assert model.training
 
 
+def test_code_that_asks_for_the_dtype_of_its_input_is_followed_in_single_precision() -> None:
+    case = CASES["llama"]  # its rotary embeddings have the dtype of their input
+    found = find_blocks(build(case).float(), sample=case.draw(3, torch.Generator().manual_seed(1)))
+    assert tuple(block.facts.kind for block in found.blocks) == case.blocks
+
+
 @pytest.mark.parametrize("name", ["gpt-dropout", "llama", "resnet"])
 def test_a_tiled_network_equals_the_plain_one(world: World, name: str) -> None:
     check_equal(world, CASES[name])

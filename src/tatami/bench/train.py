@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import nn
 from tatami.bench.gloo import start_gloo
 from tatami.bench.interleaved import interleaved, machine
 from tatami.comm.base import AbstractCommunicator
-from tatami.tiled import Trainer, tile
+from tatami.tiled import TiledModel, Trainer, tile
+from tatami.tiled.losses import Loss
 from tatami.tiling import DEFAULT_PLANNER
 from tatami.workload import parse_net
 
@@ -28,7 +29,7 @@ class TrainBenchmark:
     """One network, on the ranks of a communicator.
 
     Attributes:
-        net: sizes of the layers, "203-80-26".
+        net: sizes of the layers, "203-80-26"; or another network in words.
         batch_size: the global batch.
         rounds: timings of each contestant, whose median counts.
         seconds: about how long one timing takes.
@@ -42,27 +43,57 @@ class TrainBenchmark:
     planner: str = DEFAULT_PLANNER
 
 
-def bench_train(benchmark: TrainBenchmark, comm: AbstractCommunicator) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainSubject:
+    """What all contestants train.
+
+    Attributes:
+        model: with the weights that all begin with; it is not changed.
+        x, y: the global batch, (samples, ...).
+        loss: a mean over samples.
+        sample: what `tatami.tile` follows the network with; None: nothing.
+    """
+
+    model: nn.Module
+    x: torch.Tensor
+    y: torch.Tensor
+    loss: Loss
+    sample: torch.Tensor | None = None
+
+
+def perceptron(benchmark: TrainBenchmark) -> TrainSubject:
+    """That of `benchmark.net`, on random numbers."""
+    sizes = parse_net(benchmark.net)
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # ranks that are threads share torch's own
+    x = torch.rand(benchmark.batch_size, sizes[0], generator=generator)
+    y = torch.rand(benchmark.batch_size, sizes[-1], generator=generator)
+    return TrainSubject(model=_mlp(sizes), x=x, y=y, loss=nn.MSELoss())
+
+
+def bench_train(
+    benchmark: TrainBenchmark, comm: AbstractCommunicator, *, subject: TrainSubject | None = None
+) -> dict[str, Any]:
     """Step times of all contestants and their ratios to Tatami's. Collective; the record is the same on every rank.
 
     One rank: the plain torch loop. Several: DistributedDataParallel over gloo. In both cases Tatami runs as a hand-written loop
     and as its Trainer.
+
+    Args:
+        benchmark: what is timed how often.
+        comm: the ranks.
+        subject: what is trained; None: the `perceptron` of the benchmark.
     """
-    sizes = parse_net(benchmark.net)
-    torch.manual_seed(0)
-    model = _mlp(sizes)
-    generator = torch.Generator().manual_seed(0)  # ranks that are threads share torch's own
-    x = torch.rand(benchmark.batch_size, sizes[0], generator=generator)
-    y = torch.rand(benchmark.batch_size, sizes[-1], generator=generator)
+    subject = subject or perceptron(benchmark)
     contestants: dict[str, Callable[[int], None]] = {
-        "tatami": _tatami_loop(model, comm, benchmark, x, y),
-        "tatami-trainer": _tatami_trainer(model, comm, benchmark, x, y),
+        "tatami": _tatami_loop(subject, comm, benchmark),
+        "tatami-trainer": _tatami_trainer(subject, comm, benchmark),
     }
     if comm.size == 1:
-        contestants["plain"] = _plain(model, x, y)
+        contestants["plain"] = _steps(copy.deepcopy(subject.model), subject)
     else:
         start_gloo(comm)
-        contestants["ddp-gloo"] = _ddp(model, comm, x, y)
+        contestants["ddp-gloo"] = _ddp(subject, comm)
     try:
         repeats = _repeats(contestants["tatami"], benchmark.seconds, comm)
         timed = interleaved(contestants, rounds=benchmark.rounds, repeats=repeats, before=comm.barrier)
@@ -92,52 +123,51 @@ def _mlp(sizes: tuple[int, ...]) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def _steps(
-    model: nn.Module, parameters_of: nn.Module, x: torch.Tensor, y: torch.Tensor, *, local: Callable[..., Any] | None = None
-) -> Callable[[int], None]:
-    loss_function = nn.MSELoss()
-    optimizer = torch.optim.SGD(parameters_of.parameters(), lr=0.1)
+def _steps(model: nn.Module, subject: TrainSubject, *, local: Callable[..., Any] | None = None) -> Callable[[int], None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def run(times: int) -> None:
         for _ in range(times):
-            here_x, here_y = (x, y) if local is None else local(x, y)
+            here_x, here_y = (subject.x, subject.y) if local is None else local(subject.x, subject.y)
             optimizer.zero_grad()
-            loss_function(model(here_x), here_y).backward()
+            subject.loss(model(here_x), here_y).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
     return run
 
 
-def _plain(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[int], None]:
-    own = copy.deepcopy(model)
-    return _steps(own, own, x, y)
-
-
-def _tatami_loop(
-    model: nn.Module, comm: AbstractCommunicator, benchmark: TrainBenchmark, x: torch.Tensor, y: torch.Tensor
-) -> Callable[[int], None]:
-    tiled = tile(
-        model, comm, batch_size=benchmark.batch_size, speeds="equal", planner=benchmark.planner, reduction="mean", quiet=True
+def _tiled(subject: TrainSubject, comm: AbstractCommunicator, benchmark: TrainBenchmark) -> TiledModel:
+    return tile(
+        subject.model,
+        comm,
+        batch_size=benchmark.batch_size,
+        sample=subject.sample,
+        speeds="equal",
+        planner=benchmark.planner,
+        reduction="mean",
+        quiet=True,
     )
-    return _steps(tiled, tiled, x, y, local=tiled.local)
 
 
-def _tatami_trainer(
-    model: nn.Module, comm: AbstractCommunicator, benchmark: TrainBenchmark, x: torch.Tensor, y: torch.Tensor
-) -> Callable[[int], None]:
-    tiled = tile(model, comm, batch_size=benchmark.batch_size, speeds="equal", planner=benchmark.planner, quiet=True)
-    trainer = Trainer(tiled, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss=nn.MSELoss())
+def _tatami_loop(subject: TrainSubject, comm: AbstractCommunicator, benchmark: TrainBenchmark) -> Callable[[int], None]:
+    tiled = _tiled(subject, comm, benchmark)
+    return _steps(tiled, subject, local=tiled.local)
+
+
+def _tatami_trainer(subject: TrainSubject, comm: AbstractCommunicator, benchmark: TrainBenchmark) -> Callable[[int], None]:
+    tiled = _tiled(subject, comm, benchmark)
+    trainer = Trainer(tiled, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss=subject.loss)
 
     def run(times: int) -> None:
-        trainer.fit((x, y), batch_size=benchmark.batch_size, iterations=times)
+        trainer.fit((subject.x, subject.y), batch_size=benchmark.batch_size, iterations=times)
 
     return run
 
 
-def _ddp(model: nn.Module, comm: AbstractCommunicator, x: torch.Tensor, y: torch.Tensor) -> Callable[[int], None]:
-    own = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
-    here_x, here_y = x.chunk(comm.size)[comm.rank].clone(), y.chunk(comm.size)[comm.rank].clone()
-    return _steps(own, own, here_x, here_y)
+def _ddp(subject: TrainSubject, comm: AbstractCommunicator) -> Callable[[int], None]:
+    own = nn.parallel.DistributedDataParallel(copy.deepcopy(subject.model))
+    x, y = (each.chunk(comm.size)[comm.rank].clone() for each in (subject.x, subject.y))
+    return _steps(own, replace(subject, x=x, y=y))
 
 
 def _repeats(run: Callable[[int], None], seconds: float, comm: AbstractCommunicator) -> int:

@@ -18,7 +18,8 @@ from tatami.units import format_duration
 from tatami.workload import parse_net
 
 if TYPE_CHECKING:
-    from tatami.bench.train import TrainBenchmark
+    from tatami.bench.train import TrainBenchmark, TrainSubject
+    from tatami.cli.tasks import Task
 
 EPILOG = """
 [bold]Examples[/]
@@ -26,9 +27,12 @@ EPILOG = """
 tatami bench train
 
 tatami bench train -n 2 --net 203-800-26 --batch-size 4096 --json
+
+tatami bench train -n 1 --model gpt --model cnn
 """
 NETS = ("203-80-26", "203-800-26")
 RANKS = (1, 2)
+BATCH_SIZE = 4096
 
 bench = typer.Typer(help="Measure Tatami against what one would run instead.", no_args_is_help=True)
 
@@ -46,7 +50,13 @@ def bench_train(
         list[str] | None,
         typer.Option(metavar="SIZES", help="May be given again. Default: 203-80-26, then 203-800-26."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="The global batch.")] = 4096,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="gpt, mlp or cnn, as tatami train has them, beside --net or in its place."),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="The global batch. Default: 4096; gpt 16, cnn 64.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Timings to take the median of.")] = 7,
     seconds: Annotated[
         float, typer.Option(callback=finite, min=0.001, metavar="S", help="About how long one timing takes.")
@@ -59,18 +69,25 @@ def bench_train(
     """
     from tatami.bench.train import TrainBenchmark
     from tatami.cli.ranks import num_started
+    from tatami.cli.tasks import task_of
+    from tatami.cli.train_job import TrainJob
 
-    nets = net or list(NETS)
+    nets = net or ([] if model else list(NETS))
     for each in nets:
         parse_net(each)
+    tasks: list[tuple[list[str], str, Task | None]] = [(["--net", each], each, None) for each in nets]
+    for name in model or ():
+        task = task_of(TrainJob(model=name))
+        tasks.append((["--model", name], task.net, task))
     os.environ.setdefault("TATAMI_THREADS", "1")
-    benchmarks = [TrainBenchmark(net=each, batch_size=batch_size, rounds=rounds, seconds=seconds) for each in nets]
     started = num_started()
     counts = ranks or RANKS if started is None else (started,)
     records = []
     for count in counts:
-        for benchmark in benchmarks:
-            record = _measured(benchmark, count)
+        for asked, words, wanted in tasks:
+            size = batch_size or (wanted.batch_size if wanted is not None else None) or BATCH_SIZE
+            benchmark = TrainBenchmark(net=words, batch_size=size, rounds=rounds, seconds=seconds)
+            record = _measured(benchmark, count, asked=asked, task=wanted)
             if record is None:
                 continue
             records.append(record)
@@ -80,21 +97,29 @@ def bench_train(
         show(_table(records))
 
 
-def _measured(benchmark: TrainBenchmark, ranks: int) -> dict[str, Any] | None:
-    """The record, on rank 0 or in the process that started the ranks; None on other ranks."""
+def _measured(benchmark: TrainBenchmark, ranks: int, *, asked: list[str], task: Task | None) -> dict[str, Any] | None:
+    """The record, on rank 0 or in the process that started the ranks; None on other ranks.
+
+    Args:
+        benchmark: what is timed how often.
+        ranks: how many.
+        asked: the option that asked for the network.
+        task: what is trained; None: the perceptron of the benchmark.
+    """
     from tatami.bench.train import bench_train
     from tatami.cli.ranks import is_rank
     from tatami.comm import init, launch
 
+    subject = None if task is None else _subject(task, benchmark.batch_size)
     if is_rank():
         comm = init()
-        record = bench_train(benchmark, comm)
+        record = bench_train(benchmark, comm, subject=subject)
         return record if comm.rank == 0 else None
     tell(f"{benchmark.net}, {ranks} rank{'s' if ranks > 1 else ''} ...", style="dim")
     if ranks == 1:
-        return bench_train(benchmark, init(backend="single"))
+        return bench_train(benchmark, init(backend="single"), subject=subject)
     said = io.StringIO()
-    command = ["-m", "tatami", "bench", "train", "-n", str(ranks), "--net", benchmark.net, "--json"]
+    command = ["-m", "tatami", "bench", "train", "-n", str(ranks), *asked, "--json"]
     command += [
         "--batch-size",
         str(benchmark.batch_size),
@@ -111,6 +136,19 @@ def _measured(benchmark: TrainBenchmark, ranks: int) -> dict[str, Any] | None:
     record = json.loads(said.getvalue().splitlines()[-1])
     assert isinstance(record, dict)
     return record
+
+
+def _subject(task: Task, batch_size: int) -> TrainSubject:
+    """A task as a benchmark has it: one batch of its samples, again and again where there are too few."""
+    import torch
+
+    from tatami.bench.train import TrainSubject
+
+    torch.manual_seed(0)
+    chosen = torch.arange(batch_size) % task.train.samples
+    x, y = task.train.x[chosen], task.train.y[chosen]
+    sample = None if task.is_perceptron else task.train.x[:4]
+    return TrainSubject(model=task.make(), x=x, y=y, loss=task.loss, sample=sample)
 
 
 def _table(records: list[dict[str, Any]]) -> Table:

@@ -20,6 +20,8 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
     Raises:
         InputError: something in it is neither a tensor nor a plain value; names where.
     """
+    if isinstance(batch, (tuple, list)) and all(isinstance(each, torch.Tensor) for each in batch):
+        return [each for each in batch if each.dim()]  # as it mostly is, and every step asks
     return [each for each in _leaves(batch, "") if isinstance(each, torch.Tensor) and each.dim()]
 
 

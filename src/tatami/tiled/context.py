@@ -32,6 +32,7 @@ class RankContext:
         widths: samples of the global batch, column by column.
         index: the number of this rank's column; None where it has no tile.
         speaks: whether this rank is the one that counts what all ranks of its column have.
+        stands_in: whether the forward pass is over a sample that stands in, because none is this rank's (see `standing_in`).
     """
 
     column: ColumnComm
@@ -42,6 +43,12 @@ class RankContext:
     widths: tuple[int, ...] = ()
     index: int | None = None
     speaks: bool = False
+    stands_in: bool = False
+
+    @property
+    def seen(self) -> Span:
+        """The samples that the forward pass is over; one that stands in draws what the first of the batch does."""
+        return Span(0, 1) if self.stands_in else self.mine
 
 
 @dataclass(frozen=True, kw_only=True)

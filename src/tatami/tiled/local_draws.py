@@ -55,8 +55,16 @@ class LocalDraws:
 
     def next_pass(self, *, column: int) -> TorchFunctionMode:
         """A context for the next training pass of a rank in this column."""
-        mixed = np.random.SeedSequence([self._seed, self.num_passes, column]).generate_state(1, np.uint64)
+        context = self._drawing(self.num_passes, column)
         self.num_passes += 1
+        return context
+
+    def evaluation(self, *, column: int) -> TorchFunctionMode:
+        """A context for a pass without training; until the next one with it, all draw the same."""
+        return self._drawing(self.num_passes, column, 1)
+
+    def _drawing(self, *place: int) -> TorchFunctionMode:
+        mixed = np.random.SeedSequence([self._seed, *place]).generate_state(1, np.uint64)
         return _Drawing(torch.Generator().manual_seed(int(mixed[0] >> np.uint64(1))).get_state(), self._functions)
 
 

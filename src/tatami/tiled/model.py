@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Never
 
@@ -36,6 +37,7 @@ from tatami.tiled.registry import register
 from tatami.tiled.rows import ONE_EACH, Rows, UnitRuns
 from tatami.tiled.same_batch import BatchWatch, different_sizes
 from tatami.tiled.scaling import watch_scalers
+from tatami.tiled.standing_in import with_stand_in, without_stand_in
 from tatami.tiled.torch_norms import watch_norms
 from tatami.tiled.vertical import ColumnComm
 from tatami.tiled.whole_batch import UnitFactor
@@ -44,6 +46,7 @@ from tatami.tiling import Layout, Span, Tile, Tiling, Traffic, spans, traffic_of
 from tatami.tiling.traffic import gradient_sums, riding_elements, size_digits
 from tatami.workload import Workload
 
+_ANY_STATE = nullcontext()
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -106,8 +109,8 @@ class TiledModel(nn.Module):
         self.workload: Workload = workload_of(module, found, samples=batch_size, wire=wire)
         self._description = describe(module, found, workload=self.workload)
         self._column = ColumnComm(phases, wire=wire)
-        several = comm.size > 1 or comm.changes
-        self._rank: RankContext = RankContext(column=self._column, comm=comm if several else None, generator=generator)
+        self._is_alone = comm.size == 1 and not comm.changes
+        self._rank: RankContext = RankContext(column=self._column, comm=None if self._is_alone else comm, generator=generator)
         self._widths: dict[int, tuple[int, ...]] = {}
         self._watch = BatchWatch(comm, columns=self._columns)
         self._adopt(self._place(layout))
@@ -125,7 +128,7 @@ class TiledModel(nn.Module):
         self.norms = WholeNorms(comm, holders=lambda: self._columns()[0], phases=phases)
         register(self)
         watch_optimizers()
-        if several:
+        if not self._is_alone:
             watch_norms()
             watch_scalers()
             for owner in {owner for owner, _, _ in self._slots}:
@@ -145,7 +148,8 @@ class TiledModel(nn.Module):
             batch: tensors (samples, ...), or tuples, lists and dicts of them; all ranks must pass the same global batch.
 
         Returns:
-            Views (samples_here, ...), in the same structure; where this rank computes on a device, copies there.
+            Views (samples_here, ...), in the same structure; where this rank computes on a device, copies there. A rank that is
+            alone gets the batch itself.
 
         Raises:
             InputError: tensors of different numbers of samples, or what cannot be cut into samples; targets of -100 under a
@@ -164,12 +168,11 @@ class TiledModel(nn.Module):
             everywhere: when the ranks compare their batches, compare those of all ranks, not only those of one column: what
                 every rank has loaded whole must be the same.
         """
-        tensors = tensors_of(batch)
         samples = samples_of(batch)
         span = self.local_span(samples)
         if self.comm.size > 1:
-            self._watch.announce(samples, tensors, everywhere=everywhere)
-        here = cut_batch(batch, span, samples=samples)
+            self._watch.announce(samples, tensors_of(batch), everywhere=everywhere)
+        here = batch if self._is_alone else cut_batch(batch, span, samples=samples)
         return here if self._device.type == "cpu" else on_device(here, self._device)
 
     def local_span(self, samples: int) -> Span:
@@ -191,27 +194,31 @@ class TiledModel(nn.Module):
                 the ranks were given different batches.
             ModelError: the network returns objects in which its tensors cannot be found.
         """
+        given = _samples_given(inputs, named_inputs)
         if self.comm.size > 1:
             refuse_compiling()
-        self._check_batch(inputs, named_inputs)
+            self._check_batch(given)
+            captured = self.found.captured
+            self._column.is_silent = given == 0
+            self._rank.stands_in = given == 0 and not (captured is not None and captured.runs_without_samples)
+        elif given is not None and given != self._rank.samples:
+            self._announce(given, Span(0, given), (given,))
         if not torch.is_grad_enabled():
-            return self.module(*inputs, **named_inputs)
+            with self._drawing():
+                return self._run(inputs, named_inputs)
         if self.comm.size > 1:
             if self._watch.is_due:
                 with self.phases.during(IterationPhase.HORIZONTAL):
                     self._watch.compare()
             self._watch.end_pass()
         self.phases.enter(IterationPhase.FORWARD)
-        alone = self.comm.size == 1 and not self.comm.changes
-        if alone:
+        if self._is_alone:
             output = self.module(*inputs, **named_inputs)
-        elif self.draws is not None and self.training:
-            with self.draws.next_pass(column=self._rank.index or 0):
-                output = self._forward_with_sums(inputs, named_inputs)
+            if self._reduction is not None:
+                return output
         else:
-            output = self._forward_with_sums(inputs, named_inputs)
-        if alone and self._reduction is not None:
-            return output
+            with self._drawing():
+                output = self._forward_with_sums(inputs, named_inputs)
         samples, mine = self._rank.samples, self._rank.mine
         scale = mine.size / samples if self._reduction == "mean" else {"sum": 1.0}.get(self._reduction or "")
         leaves, structure = pytree.tree_flatten(output)
@@ -373,6 +380,7 @@ class TiledModel(nn.Module):
         self.tilings = placement.tilings
         self._widths.clear()
         self._announce(0, Span(0, 0), ())
+        self._rank.stands_in = False
         self._rank.index = self.tile.column if self.tile is not None else None
         self._rank.speaks = self.speaks_for_column
         self._column.meet(placement.column)
@@ -452,14 +460,8 @@ class TiledModel(nn.Module):
             return tuple(column[0].samples.size for column in self.tiling.columns)
         return self.layout.sample_sizes(samples)
 
-    def _check_batch(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> None:
-        """Whether the input is what `local` gave this rank. Without gradients, any samples that the column shares will do."""
-        tensors = (value for value in pytree.tree_leaves((inputs, named_inputs)) if isinstance(value, torch.Tensor))
-        given = next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
-        if self.comm.size == 1:
-            if given is not None:
-                self._announce(given, Span(0, given), (given,))
-            return
+    def _check_batch(self, given: int | None) -> None:
+        """Whether input of so many samples is what `local` gave. Without gradients, any that the column shares will do."""
         samples, mine = self._rank.samples, self._rank.mine
         if not torch.is_grad_enabled():
             if given and self.tile is None:
@@ -479,6 +481,22 @@ class TiledModel(nn.Module):
                 f"{self.comm.rank}'s. Pass what model.local(...) returned for the global batch"
             )
 
+    def _run(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> Any:
+        """The network's own forward pass, over one sample where this rank has none and the network cannot run without."""
+        if not self._rank.stands_in:
+            return self.module(*inputs, **named_inputs)
+        inputs, named_inputs = with_stand_in((inputs, dict(named_inputs)))
+        captured = self.found.captured
+        return without_stand_in(self.module(*inputs, **named_inputs), None if captured is None else captured.result_axes)
+
+    def _drawing(self) -> AbstractContextManager[Any]:
+        """The ranks of a column draw alike."""
+        if self.draws is None or self._is_alone:
+            return _ANY_STATE
+        column = self._rank.index or 0
+        is_training = self.training and torch.is_grad_enabled()
+        return self.draws.next_pass(column=column) if is_training else self.draws.evaluation(column=column)
+
     def _forward_with_sums(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> Any:
         """The forward pass over stand-ins of the parameters, whose gradients are summed over the columns on their way back."""
         # A layer reads its parameters as `self.weight`. Were those the parameters themselves, autograd would add this rank's
@@ -490,15 +508,15 @@ class TiledModel(nn.Module):
         # or state dict sees a view.
         trained = tuple(parameter for parameter in self._unique if parameter.requires_grad)
         if not trained:
-            return self.module(*inputs, **named_inputs)
-        exchange = functools.partial(self._sum_gradients, trained, self.tilings, self._rank.samples)
+            return self._run(inputs, named_inputs)
+        exchange = functools.partial(self._sum_gradients, trained, self.tilings, self._rank.samples, self._rank.mine.size > 0)
         stand_ins = HorizontalSum.apply(exchange, *trained)  # type: ignore[no-untyped-call]
         by_parameter = {id(p): s for p, s in zip(trained, stand_ins, strict=True)}
         for owner, name, parameter in self._slots:
             # nn.Module refuses a plain tensor as a parameter by setattr; torch.func.functional_call takes this way as well.
             owner._parameters[name] = by_parameter.get(id(parameter), parameter)
         try:
-            return self.module(*inputs, **named_inputs)
+            return self._run(inputs, named_inputs)
         finally:
             for owner, name, parameter in self._slots:
                 owner._parameters[name] = parameter
@@ -508,6 +526,7 @@ class TiledModel(nn.Module):
         trained: Sequence[nn.Parameter],
         tilings: tuple[Tiling, ...],
         samples: int,
+        has_samples: bool,
         grads: tuple[torch.Tensor | None, ...],
     ) -> tuple[torch.Tensor | None, ...]:
         """Called by autograd when every parameter's gradient from this rank's samples is there; None for those without part."""
@@ -518,6 +537,8 @@ class TiledModel(nn.Module):
         self.phases.enter(IterationPhase.HORIZONTAL)
         if self._exchange is not None:
             self._refuse_sparse(trained, grads)
+            if not has_samples:
+                grads = (None,) * len(grads)
             by_parameter = {
                 id(p): torch.zeros_like(p) if grad is None else grad.contiguous()
                 for p, grad in zip(trained, grads, strict=True)
@@ -595,6 +616,17 @@ def _refuse_leaves(owner: nn.Module, inputs: Any) -> None:  # noqa: ARG001 -- a 
             "summed over the ranks. Call the model that tatami.tile returned; torch.utils.checkpoint recomputes layers outside "
             "too and cannot be used here"
         )
+
+
+def _samples_given(inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> int | None:
+    """The length of the first tensor; None where there is none with an axis. Torch's look into structures takes its time."""
+    for value in (*inputs, *named_inputs.values()):
+        if not isinstance(value, (torch.Tensor, *_PLAIN_VALUES)):
+            break
+        if isinstance(value, torch.Tensor) and value.dim():
+            return value.shape[0]
+    tensors = (value for value in pytree.tree_leaves((inputs, dict(named_inputs))) if isinstance(value, torch.Tensor))
+    return next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
 
 
 def _replace(root: nn.Module, name: str, module: nn.Module) -> None:

@@ -169,7 +169,7 @@ class Updates:
         counting = CountedMeans() if model.reduction == "mean" and self._objective.may_leave_out(batch.here) else None
         with autocast(self._settings.precision, self._device), counting or nullcontext():
             loss = self._objective(model, batch.here)
-        left_out = counting.left_out(loss) * num_here if counting is not None else 0.0
+        left_out = counting.left_out(loss) * num_here if counting is not None and num_here else 0.0
         if left_out and update is not None and self._settings.gradient_clip_val is not None:
             raise InputError(
                 "this batch leaves targets out (ignore_index), and an elastic run learns how many that are only when it "

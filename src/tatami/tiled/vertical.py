@@ -23,10 +23,12 @@ class ColumnComm:
 
     Attributes:
         comm: the ranks of the column; None where the rank is alone in it, or has no tile.
+        is_silent: whether the column has no samples, and so nothing to sum; the same on all its ranks.
     """
 
     def __init__(self, phases: Phases, *, wire: str | None = None) -> None:
         self.comm: AbstractCommunicator | None = None
+        self.is_silent = False
         self._wire = wire
         self.phases = phases
         self._sum: VectorSum | None = None
@@ -40,12 +42,12 @@ class ColumnComm:
         """From now on the column is the ranks of `comm`; takes it over, and closes the one before."""
         if self.comm is not None:
             self.comm.close()
-        self.comm = comm
+        self.comm, self.is_silent = comm, False
         self._sum = None if comm is None else VectorSum(comm, wire=self._wire)
 
     def sum_(self, tensor: torch.Tensor, *, exact: bool = False) -> None:
         """Sum `tensor` over the column, in place; what is `exact` is not rounded on its way."""
-        if self._sum is None:
+        if self._sum is None or self.is_silent:
             return
         with self.phases.during(IterationPhase.VERTICAL):
             self._sum.sum_(tensor, exact=exact)

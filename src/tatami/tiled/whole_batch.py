@@ -130,7 +130,7 @@ def batch_norm(
     if rank.mine.size:
         variance, mean = torch.var_mean(values, over, correction=0)
     else:
-        mean = variance = values.sum(over)
+        mean = variance = values[:0].sum(over)  # not of a sample that stands in
     units = channels[0] if channels and isinstance(channels[0], UnitFactor) else None
     positions = None if units is None else _unit_positions(context, units).to(x.device)
     num_channels = x.shape[1] if units is None else units.size
@@ -191,6 +191,7 @@ class _Everywhere(torch.autograd.Function):
     ) -> torch.Tensor:
         assert rank.comm is not None
         ctx.rank, ctx.positions, ctx.num_channels = rank, positions, num_channels
+        ctx.has_samples = rank.mine.size > 0
         table = mine.new_zeros(len(rank.widths), 2, num_channels)
         if rank.index is not None:
             if positions is not None:
@@ -206,9 +207,9 @@ class _Everywhere(torch.autograd.Function):
         rank: RankContext = ctx.rank
         assert rank.comm is not None
         table = grad.new_zeros(len(rank.widths), 2, ctx.num_channels)
-        if ctx.positions is not None:
+        if ctx.has_samples and ctx.positions is not None:
             table[:, :, ctx.positions] = grad
-        elif rank.speaks:
+        elif ctx.has_samples and rank.speaks:
             table.copy_(grad)
         rank.comm.allreduce(table)
         mine = table[rank.index] if rank.index is not None else torch.zeros_like(table[0])
@@ -221,7 +222,7 @@ class _Everywhere(torch.autograd.Function):
 def _noise(context: ModuleContext, x: torch.Tensor, p: float, shape: Shape) -> torch.Tensor:
     rank = context.rank
     for factors, here in zip(shape, x.shape, strict=True):
-        if rank.comm is not None and factors == ("samples",) and here != rank.mine.size:
+        if rank.comm is not None and factors == ("samples",) and here != rank.seen.size:
             raise InputError(
                 f"dropout got {here} rows where {rank.mine.size} of {rank.samples} samples are this rank's. Pass what "
                 "model.local(...) returned, and keep the samples on the first axis of what dropout is applied to"
@@ -242,7 +243,7 @@ def _noise(context: ModuleContext, x: torch.Tensor, p: float, shape: Shape) -> t
         return noise.to(x.device)
     for axis, factors in enumerate(shape):
         if factors == ("samples",):
-            noise = noise.narrow(axis, rank.mine.start, rank.mine.size)
+            noise = noise.narrow(axis, rank.seen.start, rank.seen.size)
         elif any(factor == "samples" or isinstance(factor, UnitFactor) for factor in factors):
             noise = noise.index_select(axis, _positions(context, factors))
     return _alone(noise).to(x.device)
@@ -271,7 +272,7 @@ def _positions(context: ModuleContext, factors: tuple[Factor, ...]) -> torch.Ten
             size, inside = factor.size, _unit_positions(context, factor)
         elif factor == "samples":
             size = context.rank.samples
-            inside = _range(context.rank.mine.start, context.rank.mine.stop)
+            inside = _range(context.rank.seen.start, context.rank.seen.stop)
         else:
             assert factor is not None
             size, inside = factor, _range(0, factor)

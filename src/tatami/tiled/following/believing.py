@@ -38,9 +38,36 @@ def believe(
 ) -> None:
     """Run `local` in two parts and `module` whole, both without dropout, on the inputs of `call`.
 
+    Where code asks for the dtype of its input (`torch.arange(t, dtype=x.dtype)`), the program has single precision written
+    down; where it asks for single precision itself, too. So what fails as it is written is tried in double precision.
+
     Raises:
         NotFollowedError: they differ; the message says where.
     """
+    try:
+        _believe(module, call, program, local, candidates, written=torch.float32)
+    except Exception as error:
+        if not any(_is_single(value) for node in local.graph.graph.nodes for value in (*node.args, *node.kwargs.values())):
+            raise
+        try:
+            _believe(module, call, program, local, candidates, written=torch.float64)
+        except Exception:
+            raise error from None
+
+
+def _is_single(value: Any) -> bool:
+    return value is torch.float32
+
+
+def _believe(
+    module: nn.Module,
+    call: ModuleCall,
+    program: FollowedProgram,
+    local: LocalProgram,
+    candidates: Sequence[UnitAxis],
+    *,
+    written: torch.dtype,
+) -> None:
     module = copy.deepcopy(module).double()
     leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
     # A tensor that was given twice is one tensor: some modules look at that.
@@ -55,7 +82,7 @@ def believe(
             args, kwargs = pytree.tree_unflatten(inputs, program.in_spec)
             expected = [leaf for leaf in pytree.tree_leaves(module(*args, **kwargs)) if _is_float(leaf)]
         weights = [torch.randn_like(leaf) for leaf in expected]
-        results = [[leaf for leaf in result if _is_float(leaf)] for result in _run(local, parts, program.given)]
+        results = [[leaf for leaf in result if _is_float(leaf)] for result in _run(local, parts, program.given, written)]
         for index, result in enumerate(results):
             compare(result, expected, f"the result of part {index}")
         _backward(expected, weights)
@@ -119,8 +146,12 @@ def _cuts(program: FollowedProgram, candidates: Sequence[UnitAxis]) -> dict[str,
     }
 
 
-def _run(local: LocalProgram, parts: Sequence[_Part], given: Sequence[int]) -> list[Sequence[Any]]:
-    """The program in step on all parts."""
+def _run(local: LocalProgram, parts: Sequence[_Part], given: Sequence[int], written: torch.dtype) -> list[Sequence[Any]]:
+    """The program in step on all parts, with `written` for the single precision that is written in it."""
+
+    def argument(value: Any) -> Any:
+        return written if _is_single(value) else value
+
     rank = steps.RankContext(column=ColumnComm.alone(), comm=None, generator=torch.Generator())
     inputs = []
     for part in parts:
@@ -133,7 +164,8 @@ def _run(local: LocalProgram, parts: Sequence[_Part], given: Sequence[int]) -> l
             for known, mine in zip(values, inputs, strict=True):
                 known[node] = next(mine)
             continue
-        operands = [fx.node.map_arg((node.args, node.kwargs), known.__getitem__) for known in values]
+        written_args = fx.node.map_aggregate((node.args, node.kwargs), argument)
+        operands = [fx.node.map_arg(written_args, known.__getitem__) for known in values]
         if node.op == "output":
             return [args[0] for args, _ in operands]
         if node.target is steps.enter:

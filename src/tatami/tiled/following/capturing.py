@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -90,6 +91,8 @@ class Captured:
         kept: what the pass kept for backward, in its order.
         kept_bytes: the same of one sample, with the results, and what a loss keeps of them.
         ends: of modules: how much was kept when their first call ended.
+        result_axes: of each leaf of the network's result: the axis of the samples; None where it has none.
+        runs_without_samples: whether the network runs on a batch of no sample as well, in training and in evaluation.
     """
 
     calls: Mapping[str, ModuleCall]
@@ -106,6 +109,8 @@ class Captured:
     kept: Sequence[Kept] = ()
     kept_bytes: float = 0.0
     ends: Mapping[str, int] = field(default_factory=dict)
+    result_axes: Sequence[int | None] | None = None
+    runs_without_samples: bool = False
 
     def kept_between(self, first: str, second: str, *, units: int) -> float | None:
         """Bytes of one sample that were kept from the end of one module to that of another, with `units` on the last axis.
@@ -155,6 +160,8 @@ def capture(model: nn.Module, sample: Sample) -> Captured:
         kept=tuple(watch.keeping.found.values()),
         kept_bytes=_kept_per_sample((most.samples, watch.kept_bytes), (less.samples, other_watch.kept_bytes)),
         ends=watch.ends,
+        result_axes=_result_axes(watch.results, other_watch.results),
+        runs_without_samples=_runs_without_samples(model, most),
     )
 
 
@@ -165,9 +172,26 @@ def _kept_per_sample(one: tuple[int, int], other: tuple[int, int]) -> float:
     return max(size_bytes / samples, slope, size_bytes - slope * (samples - 1))
 
 
+def _result_axes(one: Sequence[Any], other: Sequence[Any]) -> tuple[int | None, ...] | None:
+    return tuple(_sample_axis(a, b) for a, b in zip(one, other, strict=True)) if len(one) == len(other) else None
+
+
+def _runs_without_samples(model: nn.Module, sample: Sample) -> bool:
+    none = sample.part(0)
+    with unchanged(model), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for training in (True, False):
+            model.train(training)
+            try:
+                model(*none.args, **none.kwargs)
+            except Exception:  # any operation of the user's may fail; then a sample stands in
+                return False
+    return True
+
+
 def _mixes_samples(model: nn.Module, sample: Sample) -> bool:
     fewer = sample.part(sample.samples - 1)
-    with unchanged(model), torch.no_grad():
+    with unchanged(model), torch.no_grad(), _SteadyDraws():
         model.eval()
         whole, part = (pytree.tree_leaves(model(*each.args, **each.kwargs)) for each in (sample, fewer))
     for one, other in zip(whole, part, strict=False):
@@ -178,6 +202,17 @@ def _mixes_samples(model: nn.Module, sample: Sample) -> bool:
             if not torch.allclose(one[: fewer.samples], other, rtol=0.0, atol=_ALIKE * max(scale, 1e-30), equal_nan=True):
                 return True
     return False
+
+
+class _SteadyDraws(TorchFunctionMode):
+    """What is drawn is always the same number, so that samples that differ differ by what the network makes of them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        state = torch.get_rng_state()
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not torch.equal(state, torch.get_rng_state()):
+            result.fill_(0.5 if result.is_floating_point() else 0)
+        return result
 
 
 class _Watch(TorchFunctionMode):
@@ -202,6 +237,7 @@ class _Watch(TorchFunctionMode):
         self.keeping = Keeping([*model.parameters(), *model.buffers(), *inputs])
         self.kept_bytes = sum(leaf.numel() * leaf.element_size() for leaf in inputs)
         self.ends: dict[str, int] = {}
+        self.results: list[Any] = []
         self.draws: set[str] = set()
         self.normalizes: set[str] = set()
         self._running: list[str] = []
@@ -300,7 +336,8 @@ def _calls(model: nn.Module, sample: Sample, watch: _Watch) -> dict[str, tuple[t
         stack.enter_context(watch.keeping.watched())
         result = model(*sample.args, **sample.kwargs)
     watch.kept_bytes += watch.keeping.size_bytes
-    for leaf in pytree.tree_leaves(result):
+    watch.results = pytree.tree_leaves(result)
+    for leaf in watch.results:
         watch.returned(leaf)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             watch.kept_bytes += 2 * leaf.numel() * leaf.element_size()  # a loss keeps about as much of it
