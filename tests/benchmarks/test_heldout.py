@@ -41,4 +41,4 @@ def test_ranks_measure_all_tilings_in_turn(world: World) -> None:
         assert [len(each["rounds_s"]) for each in found["tilings"]] == [bed.rounds] * 2
         assert "message = " in found["cluster"]
 
-    world(body, timeout_s=60)
+    world(body)

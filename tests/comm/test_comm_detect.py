@@ -50,17 +50,19 @@ def test_a_script_started_alone_is_one_rank() -> None:
     comm = init(timeout_s=5.0)
     assert (comm.rank, comm.size, comm.local_rank, comm.local_size, comm.timeout_s) == (0, 1, 0, 1, 5.0)
     assert init() is comm
+    assert comm.timeout_s == 5.0, "what an earlier call has said stays"
 
 
 def test_inside_run_threads_init_is_the_rank_of_the_thread() -> None:
     def script(_: AbstractCommunicator) -> int:
         comm = init()
         assert init(backend="threads") is comm
+        assert comm.timeout_s == 7.0
         total = torch.tensor([comm.rank])
         comm.allreduce(total)
         return int(total)
 
-    assert run_threads(script, size=3) == [3, 3, 3]
+    assert run_threads(script, size=3, timeout_s=7.0) == [3, 3, 3]
 
 
 def test_an_unknown_backend_lists_the_choices() -> None:
