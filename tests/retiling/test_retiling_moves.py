@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from counting import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from counting import calls_of
 from tatami.errors import PlanError
 from tatami.retiling import Move, moves
 from tatami.tiling import Column, Layout, Span, Tiling

@@ -9,10 +9,10 @@ from itertools import combinations, pairwise
 from math import inf
 
 import pytest
-from counting import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from counting import calls_of
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
 from tatami.tiling import plan, srpm_table
