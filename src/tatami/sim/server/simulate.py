@@ -47,6 +47,7 @@ def simulate_server(
     seeds: Sequence[int],
     runs: Runs,
     skips: bool = True,
+    done: Callable[[int, ServerRun], None] | None = None,
 ) -> list[list[ServerRun]]:
     """Simulate every setup with every seed.
 
@@ -55,6 +56,7 @@ def simulate_server(
         seeds: of the failures.
         runs: where to; the results do not depend on how many cores it has.
         skips: rounds that nothing disturbs are simulated once.
+        done: called for each run as it ends, with the index of its setup.
 
     Returns:
         For each setup the runs in the order of the seeds.
@@ -86,7 +88,11 @@ def simulate_server(
             stopped=outcome.stopped,
         )
 
-    outcomes = runs.map(_outcome, jobs, platform=_platform)
+    def ended(job: int, outcome: SimulationOutcome) -> None:
+        if done is not None:
+            done(places[job][0], record(job, outcome))
+
+    outcomes = runs.map(_outcome, jobs, done=ended, platform=_platform)
     records = [record(job, outcome) for job, outcome in enumerate(outcomes)]
     return [records[first : first + len(seeds)] for first in range(0, len(records), max(1, len(seeds)))]
 
