@@ -40,7 +40,7 @@ class FreshEnvironment:
         run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")], cwd=ROOT)
         (self.wheel,) = (folder / "dist").glob("*.whl")
 
-    def paste(self, line: str, *, timeout_s: float = 400) -> str:
+    def paste(self, line: str, *, timeout_s: float = 1500) -> str:
         """What a line prints that a user pastes into a shell."""
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("COV")}
         path = os.pathsep.join([str(self.programs), str(Path(sys.executable).parent), environ["PATH"]])
@@ -48,7 +48,7 @@ class FreshEnvironment:
         return run(["sh", "-ec", line], cwd=self.home, env=environ | offline | {"PATH": path}, timeout_s=timeout_s)
 
 
-def run(words: Sequence[str], *, cwd: Path | None = None, env: dict[str, str] | None = None, timeout_s: float = 400) -> str:
+def run(words: Sequence[str], *, cwd: Path | None = None, env: dict[str, str] | None = None, timeout_s: float = 1500) -> str:
     done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
     return done.stdout
@@ -63,7 +63,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> FreshEnvironment:
     return environment
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_readme_runs_as_it_is_pasted(fresh: FreshEnvironment) -> None:
     said = {}
     for language, text in BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8")):

@@ -44,4 +44,4 @@ def test_ranks_measure_all_tilings_in_turn(world: World) -> None:
         assert "message = " in found["cluster"]
         assert found["cluster"].count("call = ") == 2
 
-    world(body, timeout_s=60)
+    world(body)

@@ -209,7 +209,7 @@ def test_a_rank_that_does_not_come_ends_the_wait(world: World, algorithm: str) -
     def body(comm: AbstractCommunicator) -> None:
         impatient = comm.split(0)
         assert impatient is not None
-        impatient.timeout_s = 2.0
+        impatient.timeout_s = 5.0  # the windows are made within it, too
         reduce = AllReduce(impatient, AllReduceSpec(size=10, algorithm=algorithm))
         if comm.rank == 0:
             with pytest.raises(CommTimeoutError, match=r"timed out after [\d.]+ s: .*rank 1"):

@@ -10,6 +10,8 @@ import torch
 
 from tatami.comm import AbstractCommunicator, detect, init, run_threads
 from tatami.comm.detect import detect_backend, threads_asked_for
+from tatami.comm.elastic import ElasticCommunicator, set_elastic_world
+from tatami.comm.threads import single_communicator
 from tatami.errors import InputError, MissingExtraError
 
 LAUNCHED = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID", "SLURM_PROCID", "RANK")
@@ -50,17 +52,30 @@ def test_a_script_started_alone_is_one_rank() -> None:
     comm = init(timeout_s=5.0)
     assert (comm.rank, comm.size, comm.local_rank, comm.local_size, comm.timeout_s) == (0, 1, 0, 1, 5.0)
     assert init() is comm
+    assert comm.timeout_s == 5.0, "what an earlier call has said stays"
 
 
 def test_inside_run_threads_init_is_the_rank_of_the_thread() -> None:
     def script(_: AbstractCommunicator) -> int:
         comm = init()
         assert init(backend="threads") is comm
+        assert comm.timeout_s == 7.0
         total = torch.tensor([comm.rank])
         comm.allreduce(total)
         return int(total)
 
-    assert run_threads(script, size=3) == [3, 3, 3]
+    assert run_threads(script, size=3, timeout_s=7.0) == [3, 3, 3]
+
+
+def test_in_an_elastic_run_init_leaves_its_timeout() -> None:
+    world = ElasticCommunicator(single_communicator(timeout_s=9.0), names=("p0",))
+    set_elastic_world(world)
+    try:
+        assert init() is world
+        assert world.timeout_s == 9.0
+        assert init(timeout_s=3.0).timeout_s == 3.0
+    finally:
+        set_elastic_world(None)
 
 
 def test_an_unknown_backend_lists_the_choices() -> None:

@@ -128,7 +128,7 @@ def test_a_source_that_never_completes_is_named(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         impatient = comm.split(0)
         assert impatient is not None
-        impatient.timeout_s = 0.5
+        impatient.timeout_s = 5.0  # the window is made within it, too
         window = impatient.window(4, torch.float32, sync=Sync.PSCW)
         if comm.rank == 0:
             with pytest.raises(CommTimeoutError, match="rank 1"):
@@ -141,12 +141,13 @@ def test_a_source_that_never_completes_is_named(world: World) -> None:
 def test_a_counter_barrier_names_who_did_not_come() -> None:
     memory = memoryview(bytearray(24)).cast("q")
     counters = [memory[rank : rank + 1] for rank in range(3)]
+    timeout_s = 800.0
     barriers = [
         CounterBarrier(
             counters,
             rank=rank,
             policy=wait_policy(ranks_on_host=3, cores=1, environ={}),
-            timeout_s=lambda: 0.2,
+            timeout_s=lambda: timeout_s,
             clock=SystemClock(),
             visible=lambda: None,
             polls=0,
@@ -157,8 +158,9 @@ def test_a_counter_barrier_names_who_did_not_come() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(5)
+        thread.join()
     assert memory.tolist() == [1, 1, 1]
+    timeout_s = 0.2
     with pytest.raises(CommTimeoutError, match=r"shared barrier on rank 1 of 3 timed out after .* ranks 0, 2 did not join"):
         barriers[1].wait()
 

@@ -132,7 +132,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("shell")
 def test_hosts_are_examined_and_connected_to() -> None:
-    found = examine(["127.0.0.2:4", "127.0.0.3", "127.0.0.9", "localhost"], patience_s=100.0, connect_s=30.0)
+    found = examine(["127.0.0.2:4", "127.0.0.3", "127.0.0.9", "localhost"], patience_s=800.0, connect_s=800.0)
     assert set(found.facts) == {"127.0.0.2", "127.0.0.3", "localhost"}
     assert found.silent == {"127.0.0.9": "ssh: connect to host 127.0.0.9 port 22: Connection refused"}
     assert len(found.reached) == 6
@@ -164,7 +164,7 @@ def test_a_thing_that_is_installed_and_does_not_work_is_found() -> None:
 
     good, bad, late = (
         tried(WHOLE, trials=[trial(("-c", code))], limit_s=limit_s)[0]
-        for code, limit_s in (("print('fine 3')", 100.0), ("raise OSError('no library')", 100.0), ("while 1: pass", 0.0))
+        for code, limit_s in (("print('fine 3')", 800.0), ("raise OSError('no library')", 800.0), ("while 1: pass", 0.0))
     )
     assert (good.is_problem, good.told) == (False, "works (fine 3)")
     assert (bad.is_problem, bad.told, bad.advice) == (True, "OSError: no library", "mend it")
@@ -222,12 +222,11 @@ def test_the_command_ends_with_what_to_do_and_its_exit_code(monkeypatch: pytest.
     assert invoke(app, ["doctor", "--hosts", "a,,b"]).exit_code == 2
 
 
-@pytest.mark.timeout(300)
 def test_what_is_here_is_tried() -> None:
     pytest.importorskip("mpi4py")
     from tatami.doctor.trials import TRIALS
 
-    (found,) = tried(facts_here(), trials=[trial for trial in TRIALS if trial.needs == "mpi4py"])
+    (found,) = tried(facts_here(), trials=[trial for trial in TRIALS if trial.needs == "mpi4py"], limit_s=800.0)
     assert not found.is_problem, found
     assert found.told.startswith("works (sum 3 ")
     assert facts_here().program == sys.executable

@@ -186,7 +186,7 @@ def test_a_rank_that_is_stopped_is_noticed_by_its_silence(pool: Pool) -> None:
         ranks=3,
         hook=Killer(("p1", Moment.FORWARD, 3), how=signal.SIGSTOP),
         pool=pool,
-        heartbeat_s=6.0,
+        heartbeat_s=15.0,  # the others must not be silent for so long, however busy the machine is
         patience_s=200.0,
         timeout_s=200.0,
     )

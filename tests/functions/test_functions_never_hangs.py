@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from tatami import functions
+from tatami.clock import Clock
 from tatami.comm import AbstractCommunicator
 from tatami.errors import CommError, CommTimeoutError, RankDiedError
+from tatami.functions.channel import Channel
 from tatami.functions.outbox import MANY_UNSENT
 from tatami.testing.worlds import World
 
@@ -22,15 +27,52 @@ def x_of(rank: int) -> torch.Tensor:
     return torch.full((2,), float(rank), requires_grad=True)
 
 
+class InStep:
+    """Clocks of ranks that all wait: by a hundredth of a second at each look, and none ahead of the others by more.
+
+    So no wait ends before those of the other ranks are as long, and told of, however late a rank begins.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._lock = threading.Lock()
+        self._shown_s = [0.0] * ranks
+
+    def look(self, rank: int) -> float:
+        """What the clock of a rank shows now."""
+        with self._lock:
+            behind_s = min(self._shown_s)
+            self._shown_s[rank] = behind_s + 0.01
+            return behind_s
+
+    def of(self, rank: int) -> Clock:
+        """The clock of a rank."""
+        return _ClockInStep(all_ranks=self, rank=rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ClockInStep:
+    all_ranks: InStep
+    rank: int
+
+    def now_s(self) -> float:
+        return self.all_ranks.look(self.rank)
+
+    def sleep(self, duration_s: float) -> None:
+        time.sleep(duration_s)
+
+
 def errors_of(world: World, body: Callable[[AbstractCommunicator], object], *, timeout_s: float | None = None) -> list[str]:
     """What each rank raised; `''` for nothing. No rank ends before all have raised, so that none is taken for dead.
 
     Where `timeout_s` is not given, an error that only a timeout could bring comes too late.
     """
+    clocks = InStep(world.size)
 
     def guarded(comm: AbstractCommunicator) -> str:
         hasty, problem = comm.duplicate(), ""
-        hasty.timeout_s = timeout_s or comm.timeout_s
+        if timeout_s is not None:
+            hasty.timeout_s = timeout_s
+            hasty.attached(Channel, lambda each: Channel(each, clock=clocks.of(each.rank)))
         comm.barrier()
         try:
             body(hasty)

@@ -250,7 +250,7 @@ def test_an_exception_ends_all_ranks_also_where_the_program_started_mpi_itself(t
         "    raise ZeroDivisionError('on purpose')\n"
         "if MPI.COMM_WORLD.rank == 1:\n"
         f"    fail() if {where!r} == 'main' else threading.Thread(target=fail, name='loader').start()\n"
-        "time.sleep(100)\n",
+        "time.sleep(1000)\n",
         encoding="utf-8",
     )
     command = launch_command(find_launcher(), [sys.executable, str(script)], ranks=2, hosts=None)

@@ -101,7 +101,7 @@ def test_every_rank_has_as_many_batches_as_the_others(speeds: list[float], batch
             return []
         return [len(each) for each in torch.utils.data.BatchSampler(sampler, sampler.batch_size, drop_last=False)]
 
-    sizes = run_threads(body, size=len(speeds), timeout_s=30)
+    sizes = run_threads(body, size=len(speeds))
     assert len({len(each) for each in sizes}) == 1
     if sizes[0]:
         totals = [sum(each) for each in zip(*sizes, strict=True)]
@@ -128,10 +128,10 @@ def test_what_cannot_be_shared_out_is_refused() -> None:
             model.local(torch.zeros(2), torch.zeros(3))
         model.close()
 
-    run_threads(body, size=1, timeout_s=30)
+    run_threads(body, size=1)
 
     def slow(comm: AbstractCommunicator) -> None:
         with pytest.raises(InputError, match=r"of a batch of 4 samples rank 1, of speed 0.01 among 2, would have none"):
             SpeedShares([1.0, 0.01], comm, where="here").span(4)
 
-    run_threads(slow, size=2, timeout_s=30)
+    run_threads(slow, size=2)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from counting import calls_of
 from tatami.errors import PlanError
 from tatami.retiling import Move, moves
 from tatami.tiling import Column, Layout, Span, Tiling
@@ -115,7 +115,7 @@ def test_tilings_of_different_networks_have_no_moves() -> None:
 
 
 @pytest.mark.parametrize("newcomers", [0, 500])
-def test_a_thousand_processors_take_well_under_a_second(newcomers: int) -> None:
+def test_the_work_for_a_thousand_processors_is_a_few_hundred_calls_each(newcomers: int) -> None:
     names = [f"p{i}" for i in range(1000)]
     early = names[newcomers:]
 
@@ -125,9 +125,8 @@ def test_a_thousand_processors_take_well_under_a_second(newcomers: int) -> None:
 
     old = cut([early[i : i + 25] for i in range(0, len(early), 25)], lean=3)
     new = cut([names[i : i + 40] for i in range(0, 1000, 40)], lean=5)
-    started = time.thread_time()  # which other processes do not lengthen
+    assert calls_of(lambda: moves(old, new)) < 500 * len(names)  # 300 where all are new; 0.13 s
     listed = moves(old, new)
-    assert time.thread_time() - started < 1.0
     assert sum(move.units.size for move in listed) > 0
     if newcomers:
         assert {move.dest for move in listed} >= set(names[:newcomers])

@@ -42,7 +42,7 @@ from tatami.testing.crash import Death
 RUNS = int(os.environ.get("TATAMI_CHAOS_RUNS", "10"))
 FIRST_SEED = int(os.environ.get("TATAMI_CHAOS_SEED", "0"))
 # On a busy machine sound processes may be silent for long, and two servers that are taken for dead at once are too many.
-HEARTBEAT_S = float(os.environ.get("TATAMI_CHAOS_HEARTBEAT_S", "6"))
+HEARTBEAT_S = float(os.environ.get("TATAMI_CHAOS_HEARTBEAT_S", "12"))
 ROUNDS = 12
 BATCH = 30
 X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))

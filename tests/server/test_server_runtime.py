@@ -56,6 +56,8 @@ SETTINGS: dict[str, Any] = {
     "clip_norm": 0.5,
     "heartbeat_s": 30.0,  # on a busy machine a sound process may be silent for long
 }
+HANGS_AFTER_S = 15.0
+"""Where a process is stopped on purpose: it is waited for so long, and the others must not be silent for so long."""
 ALONE = {"workers": 1, "servers": 1, "spares": 0}
 # Each phase in another round, the first and the last among them; process 3 is the spare that came for process 0.
 A_DEATH_IN_EVERY_PHASE = Crashes(
@@ -206,20 +208,20 @@ def test_ignore_goes_on_at_once_and_applies_every_round() -> None:
 
 def test_a_process_that_hangs_is_declared_dead(undisturbed: torch.Tensor) -> None:
     crash = Crash(process=1, round=1, phase=TaskPhase.BETWEEN_SHARDS, death=Death.STOP)
-    parameters, report = run(on_phase=Crashes([crash]), restarts=0, heartbeat_s=8.0)
+    parameters, report = run(on_phase=Crashes([crash]), restarts=0, heartbeat_s=HANGS_AFTER_S)
     assert torch.equal(parameters, undisturbed)
     (failure,) = report.failures
     assert (failure.process, failure.how) == (1, "hung")
-    assert failure.silent_s >= 8.0
+    assert failure.silent_s >= HANGS_AFTER_S
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_replica_survives_its_server(how: signal.Signals, undisturbed: torch.Tensor) -> None:
+@pytest.mark.parametrize(("how", "heartbeat_s"), [(signal.SIGKILL, SETTINGS["heartbeat_s"]), (signal.SIGSTOP, HANGS_AFTER_S)])
+def test_a_replica_survives_its_server(how: signal.Signals, heartbeat_s: float, undisturbed: torch.Tensor) -> None:
     def kill(runtime: RunControl) -> None:
         if runtime.version == 2:
             os.kill(runtime.pids()["server 0"], how)
 
-    parameters, report = run(replicas=2, on_round=kill, heartbeat_s=8.0, spares=0)
+    parameters, report = run(replicas=2, on_round=kill, heartbeat_s=heartbeat_s, spares=0)
     assert torch.equal(parameters, undisturbed)
     assert [failure.who for failure in report.failures] == ["server 0"]
 

@@ -217,8 +217,11 @@ def test_a_run_past_its_time_is_ended(is_built_before: bool, tmp_path: Path) -> 
     built_before = (lambda _: two_clusters(RDMA)) if is_built_before else None
     with Runs(cores=1) as own:
         own.map(_cores, [0], platform=built_before)  # so that the process that starts runs is up
-        with pytest.raises(SimulationError, match=r"longer than 2 s"):
-            own.map(_hangs, [tmp_path / "pids"], timeout_s=2, platform=built_before)
+        for timeout_s in (1, 10, 100):  # until the run has begun
+            with pytest.raises(SimulationError, match=rf"longer than {timeout_s} s"):
+                own.map(_hangs, [tmp_path], timeout_s=timeout_s, platform=built_before)
+            if (tmp_path / "pids").exists():
+                break
     pids = (tmp_path / "pids").read_text(encoding="utf-8").split()
     limit_s = time.monotonic() + 800
     while any(_is_alive(pid) for pid in pids):
@@ -226,9 +229,10 @@ def test_a_run_past_its_time_is_ended(is_built_before: bool, tmp_path: Path) -> 
         time.sleep(0.01)
 
 
-def _hangs(pids: Path) -> None:
-    pids.write_text(f"{os.getpid()} {os.getppid()}", encoding="utf-8")
-    time.sleep(60)
+def _hangs(folder: Path) -> None:
+    (folder / "part").write_text(f"{os.getpid()} {os.getppid()}", encoding="utf-8")
+    (folder / "part").rename(folder / "pids")
+    time.sleep(1000)
 
 
 def _is_alive(pid: str) -> bool:

@@ -93,9 +93,7 @@ def test_names_that_differ_in_numbers_are_one() -> None:
 
 def test_a_tiled_model_tells_it_and_tile_prints_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     model, sample = two_heads()
-    (told,) = run_threads(
-        lambda comm: tatami.tile(model, comm, batch_size=8, sample=sample, speeds="equal").describe(), size=1, timeout_s=60
-    )
+    (told,) = run_threads(lambda comm: tatami.tile(model, comm, batch_size=8, sample=sample, speeds="equal").describe(), size=1)
     assert told == described(model, sample)
     first, second = capsys.readouterr().out.splitlines()
     assert first == f"tatami: {told.summary}"

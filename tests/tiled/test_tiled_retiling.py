@@ -61,6 +61,18 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
+def trained_plainly(steps: int) -> nn.Module:
+    """The network after so many steps of Adam on one machine."""
+    plain = network()
+    x, y = data()
+    optimizer = ADAM(plain.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.autograd.backward(nn.functional.mse_loss(plain(x), y))
+        optimizer.step()
+    return plain
+
+
 def laid(built: nn.Module, comm: AbstractCommunicator, machine: Machine, *, planner: str = "srpm") -> TiledModel:
     model = tile(
         built,
@@ -173,13 +185,8 @@ def test_what_moves_is_weights_and_optimizer_state_and_no_more(world: World) -> 
 def test_a_slow_rank_is_noticed_and_relieved_within_few_iterations_and_training_stays_exact(
     world: World, by_hand: bool
 ) -> None:
-    built, plain = network(), network()
+    built, plain = network(), trained_plainly(60)
     x, y = data()
-    plain_steps = ADAM(plain.parameters())
-    for _ in range(60):
-        plain_steps.zero_grad()
-        torch.autograd.backward(nn.functional.mse_loss(plain(x), y))
-        plain_steps.step()
 
     def body(comm: AbstractCommunicator) -> tuple[list[Check], list[Decision]]:
         machine = Machine(1.0)
@@ -351,13 +358,8 @@ class Looked(Machine):
 
 @pytest.mark.ranks(4)
 def test_a_rank_that_all_but_stops_is_left_out_and_taken_in_again_when_it_is_itself(world: World) -> None:
-    built, plain = network(), network()
+    built, plain = network(), trained_plainly(170)
     x, y = data()
-    plain_steps = ADAM(plain.parameters())
-    for _ in range(170):
-        plain_steps.zero_grad()
-        torch.autograd.backward(nn.functional.mse_loss(plain(x), y))
-        plain_steps.step()
 
     def body(comm: AbstractCommunicator) -> tuple[list[Decision], list[int]]:
         machine = Looked(1.0)

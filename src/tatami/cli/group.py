@@ -18,7 +18,7 @@ _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
 USAGE_ERROR: Any = typer.BadParameter.__base__
 """All errors of options; typer brings its own copy of click, and not every version the same."""
 _LONGEST_LINE = 1000
-_GRACE_S = 1.0
+_GRACE_S = 5.0
 """What all ranks raise, rank 0 says; another rank says it only if rank 0 has not ended the job meanwhile."""
 
 

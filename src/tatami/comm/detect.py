@@ -23,7 +23,7 @@ _worlds: dict[str, AbstractCommunicator] = {}
 """The world of each backend, made once: `init` may be called again from anywhere."""
 
 
-def init(*, backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> AbstractCommunicator:
+def init(*, backend: str | None = None, timeout_s: float | None = None) -> AbstractCommunicator:
     """The communicator of all ranks that were started together with this process.
 
     In an elastic run they are its members, under mpiexec or srun MPI's ranks, under torchrun those of torch.distributed, inside
@@ -32,7 +32,8 @@ def init(*, backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) ->
 
     Args:
         backend: `mpi`, `torchdist`, `threads` or `single`; None to find out.
-        timeout_s: how long an operation may wait for another rank.
+        timeout_s: how long an operation may wait for another rank. None: as long as who started the ranks, or an earlier call,
+            has said; 60 s where none has.
 
     Raises:
         InputError: an unknown backend; threads outside of `run_threads`; torchdist without torchrun and without a process
@@ -41,7 +42,7 @@ def init(*, backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) ->
     """
     elastic = elastic_world()
     if elastic is not None and backend is None:
-        elastic.timeout_s = timeout_s
+        _set_timeout(elastic, timeout_s)
         _set_torch_threads(threads_asked_for(os.environ), ranks_on_host=elastic.local_size)
         return elastic
     inside = thread_communicator()
@@ -55,14 +56,19 @@ def init(*, backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) ->
                 "backend 'threads': this is not a rank of run_threads; start the ranks with "
                 "tatami.comm.run_threads(body, size=4), or choose 'single' for one rank"
             )
-        inside.timeout_s = timeout_s
+        _set_timeout(inside, timeout_s)
         return inside
     num_threads = threads_asked_for(os.environ)
     if backend not in _worlds:
-        _worlds[backend] = _MAKERS[backend](timeout_s)
+        _worlds[backend] = _MAKERS[backend](DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
         _set_torch_threads(num_threads, ranks_on_host=_worlds[backend].local_size)
-    _worlds[backend].timeout_s = timeout_s
+    _set_timeout(_worlds[backend], timeout_s)
     return _worlds[backend]
+
+
+def _set_timeout(comm: AbstractCommunicator, timeout_s: float | None) -> None:
+    if timeout_s is not None:
+        comm.timeout_s = timeout_s
 
 
 def detect_backend(environ: Mapping[str, str]) -> str:

@@ -26,6 +26,7 @@ from tatami.elastic.orders import (
     ScriptFailed,
     WantsToLeave,
 )
+from tatami.elastic.pending import PendingChange
 from tatami.elastic.rank_process import RankProcess
 from tatami.elastic.report import ElasticReport, MemberChange
 from tatami.elastic.store import keep_store
@@ -87,19 +88,6 @@ class ElasticTerms:
     address: str | None
 
 
-@dataclass(kw_only=True)
-class _Pending:
-    """The change that is being made, for the report."""
-
-    noticed_s: float
-    halted_s: float = 0.0
-    change: Regroup | None = None
-    spent_s: float = 0.0
-    steps_lost: int = 0
-    settled: str = "none"
-    step: int = 0
-
-
 class ElasticRuntime:
     """One run. `add` and `remove` may be called from `on_change` or another thread's `tell`."""
 
@@ -143,7 +131,7 @@ class ElasticRuntime:
         self._workload: Workload | None = None
         self._machine = Membership(tuple(self._names.values()), plan=self._plan, copies=terms.copies)
         self._values: dict[str, Any] = {}
-        self._pending: _Pending | None = None
+        self._pending: PendingChange | None = None
         self._has_begun = False
         self._first_tiling: dict[str, Any] | None = None
         self._first_members: tuple[str, ...] = ()
@@ -156,9 +144,7 @@ class ElasticRuntime:
     @property
     def members(self) -> tuple[str, ...]:
         """Names, in the order of the ranks."""
-        return (
-            tuple(self._names[number] for number in range(self.terms.ranks)) if self._machine is None else self._machine.members
-        )
+        return self._machine.members
 
     def add(self) -> str:
         """Have one more rank, from the step after its process is up. Returns its name."""
@@ -241,7 +227,7 @@ class ElasticRuntime:
 
     def _tell(self, event: MemberEvent) -> None:
         if isinstance(event, Died | Silent | Stalled) and self._pending is None and self._machine.stage is RunStage.RUNNING:
-            self._pending = _Pending(noticed_s=self._now_s())
+            self._pending = PendingChange(noticed_s=self._now_s())
         for action in self._machine.handle(event):
             self._carry_out(action)
 
@@ -253,7 +239,7 @@ class ElasticRuntime:
     def _carry_out(self, action: Action) -> None:
         match action:
             case Abort() | Ask():
-                self._pending = self._pending or _Pending(noticed_s=self._now_s())
+                self._pending = self._pending or PendingChange(noticed_s=self._now_s())
                 for name in action.members:
                     self._halt(name, action)
             case Regroup():
@@ -300,8 +286,8 @@ class ElasticRuntime:
 
     def _regroup(self, change: Regroup) -> None:
         now_s = self._now_s()
-        self._pending = self._pending or _Pending(noticed_s=now_s)
-        self._pending.change, self._pending.halted_s = change, now_s - self._pending.noticed_s
+        self._pending = self._pending or PendingChange(noticed_s=now_s)
+        self._pending.regroup(change, now_s=now_s)
         order = RegroupOrder(change=change, processors=tuple(self._processors[name] for name in change.members))
         self._deadlines = dict.fromkeys(change.members, self._listening.now_s + self.terms.patience_s)
         for name in change.members:
@@ -395,12 +381,8 @@ class ElasticRuntime:
 
     def _carried_out(self, name: str, done: CarriedOut) -> None:
         pending = self._pending
-        if pending is not None and pending.change is not None and pending.change.ticket == done.ticket:
-            pending.spent_s = max(pending.spent_s, done.spent_s)
-            pending.step = done.step
-            pending.steps_lost = max(pending.steps_lost, done.steps_lost)
-            if done.settled != "none" and pending.settled != "finished":
-                pending.settled = done.settled
+        if pending is not None:
+            pending.carried_out(done)
         if pending is None or pending.change is None or self._machine.stage is not RunStage.CHANGING:
             self._tell(Laid(member=name, ticket=done.ticket))
             return
@@ -420,22 +402,9 @@ class ElasticRuntime:
         """Of the last change that all members have carried out."""
         return () if self._machine.stage is RunStage.CHANGING else (self._machine.ticket_laid,)
 
-    def _note(self, pending: _Pending) -> None:
+    def _note(self, pending: PendingChange) -> None:
         assert pending.change is not None
-        laid_s = self._now_s() - pending.noticed_s - pending.halted_s
-        change = MemberChange(
-            at_s=pending.noticed_s,
-            reason=pending.change.reason,
-            step=pending.step,
-            settled=pending.settled,
-            steps_lost=pending.steps_lost,
-            members=pending.change.members,
-            halted_s=pending.halted_s,
-            laid_s=laid_s,
-            lost_s=pending.spent_s + pending.halted_s + laid_s,
-            moved_units=sum(take.units.size for take in pending.change.takes if take.source != take.dest),
-            tiling=self._tiling(pending.change.layout),
-        )
+        change = pending.made(now_s=self._now_s(), tiling=self._tiling(pending.change.layout))
         self.changes.append(change)
         if self._on_change is not None:
             with self._watch.elsewhere():

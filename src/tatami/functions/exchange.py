@@ -196,10 +196,7 @@ class Exchange:
 
     def _check_agreement(self, message: ReceivedMessage) -> None:
         problem = self._channel.peer_reports.collective_problem(
-            message.peer,
-            message.head,
-            their_location=message.label.location,
-            theirs=message.label.content,
+            message,
             name=self.name,
             root=self.tag,
             location=self.location,

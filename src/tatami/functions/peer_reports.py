@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from tatami.functions.inbox import ReceivedMessage
 from tatami.functions.message import Head
 from tatami.functions.structure import Packed, describe, skeleton
 
@@ -94,19 +95,11 @@ class PeerReports:
         )
 
     def collective_problem(
-        self,
-        peer: int,
-        head: Head,
-        *,
-        their_location: bytes,
-        theirs: Packed,
-        name: str,
-        root: int,
-        location: bytes,
-        mine: Packed | None,
-        same_shapes: bool,
+        self, message: ReceivedMessage, *, name: str, root: int, location: bytes, mine: Packed | None, same_shapes: bool
     ) -> str | None:
         """Why what a peer gives is not part of the collective `name` here; `mine` is what it must look like, where it must."""
+        peer, head = message.peer, message.head
+        their_location, theirs = message.label.location, message.label.content
         operation = OPERATIONS[head.operation]
         if operation != name:
             return self.disagreement(peer, operation, their_location, name, location)

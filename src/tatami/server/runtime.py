@@ -82,12 +82,10 @@ class Runtime:
         )
         self._published: Published = {shard: {} for shard in range(self.protocol.shards)}
         self._storage = Storage(
-            self.protocol,
+            terms,
             servers=self._servers,
             calls=self._calls,
             published=self._published,
-            directory=terms.directory,
-            facts=terms.facts,
             now_s=self._now_s,
             tell=self._tell,
             at_the_disk=watch.elsewhere,

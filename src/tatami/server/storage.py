@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ from tatami.server import checkpoints
 from tatami.server import events as ev
 from tatami.server.mail import referenced
 from tatami.server.optimizers import Vector
-from tatami.server.protocol import Protocol
 from tatami.server.saving import Saved
+from tatami.server.terms import Terms
 
 Published = dict[int, dict[int, Any]]
 """By shard and server: the parameters that the server has published last, or a reference to them."""
@@ -38,25 +37,23 @@ class Storage:
 
     def __init__(
         self,
-        protocol: Protocol,
+        terms: Terms,
         *,
         servers: Crew,
         calls: Calls,
         published: Published,
-        directory: Path | None,
-        facts: Mapping[str, Any],
         now_s: Callable[[], float],
         tell: Callable[[ev.Event], None],
         at_the_disk: Callable[[], AbstractContextManager[None]],
         warn: Callable[[str], None],
     ) -> None:
         self.result: Vector | None = None
-        self._protocol = protocol
+        self._protocol = terms.protocol
         self._servers = servers
         self._calls = calls
         self._published = published
-        self._directory = directory
-        self._facts = facts
+        self._directory = terms.directory
+        self._facts = terms.facts
         self._now_s = now_s
         self._tell = tell
         self._at_the_disk = at_the_disk

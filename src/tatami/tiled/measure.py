@@ -18,6 +18,7 @@ from tatami.tiled.stopwatch import stopwatch_of
 from tatami.tiling import GRAIN
 from tatami.workload import Block, Workload
 
+REPEATS = 5
 REPEAT_S = 0.02
 """Enough for a machine that nothing else uses. Where a container's quota lets a rank run for some time and then stops it for
 the rest of a period of 10 or 100 ms, that must be many periods, or what is measured is the machine and not the share of it."""
@@ -45,7 +46,7 @@ class Speed:
 def measure_speed(
     workload: Workload,
     *,
-    repeats: int = 5,
+    repeats: int = REPEATS,
     repeat_s: float = REPEAT_S,
     dtype: torch.dtype = torch.float32,
     device: torch.device = _CPU,
@@ -72,7 +73,7 @@ def measure_speeds(
     workload: Workload,
     comm: AbstractCommunicator,
     *,
-    repeats: int = 5,
+    repeats: int = REPEATS,
     repeat_s: float = REPEAT_S,
     dtype: torch.dtype = torch.float32,
     device: torch.device = _CPU,
@@ -91,8 +92,6 @@ def measure_network_speeds(
     comm: AbstractCommunicator,
     *,
     flop_per_sample: float,
-    repeats: int = 5,
-    repeat_s: float = REPEAT_S,
     clock: Clock | None = None,
     pace: Pace = NO_PACE,
 ) -> list[Speed]:
@@ -103,12 +102,12 @@ def measure_network_speeds(
         sample: its inputs, there as well.
         comm: the ranks.
         flop_per_sample: what the workload counts for one sample of the whole network.
-        repeats, repeat_s, clock, pace: as `measure_speed`.
+        clock, pace: as `measure_speed`.
     """
-    timer = _Timer(device=next(model.parameters()).device, repeat_s=repeat_s, clock=clock or SystemClock(), pace=pace)
+    timer = _Timer(device=next(model.parameters()).device, repeat_s=REPEAT_S, clock=clock or SystemClock(), pace=pace)
     comm.barrier()
     with unchanged(model):
-        mine = timer.speed([_NetworkPass(model, sample)], flop=flop_per_sample * sample.samples, repeats=repeats)
+        mine = timer.speed([_NetworkPass(model, sample)], flop=flop_per_sample * sample.samples, repeats=REPEATS)
     return list(comm.allgather_object(mine))
 
 
@@ -116,23 +115,21 @@ def measure_sample_flop(
     workload: Workload,
     comm: AbstractCommunicator,
     *,
-    repeats: int = 5,
+    repeats: int = REPEATS,
     repeat_s: float = REPEAT_S,
-    dtype: torch.dtype = torch.float32,
     clock: Clock | None = None,
-    pace: Pace = NO_PACE,
 ) -> float:
     """`Workload.sample_flop` of these machines, from tiles with all units and with an eighth of them. Collective.
 
     A rank that computes at `a` flop/s takes (F + G) / a for a tile of F flop; two tiles tell `a` and G. G is that of the
     library and the network rather than the machine's, so the median of the ranks counts.
     """
-    timer = _Timer(device=_CPU, repeat_s=repeat_s, clock=clock or SystemClock(), pace=pace)
+    timer = _Timer(device=_CPU, repeat_s=repeat_s, clock=clock or SystemClock(), pace=NO_PACE)
     workload = workload.with_samples(min(workload.samples, _MAX_SAMPLES))
     blocks = {share: [replace(block, units=_part_of(block.units, share)) for block in workload.blocks] for share in (1, _FEW)}
     tiles = {share: replace(workload, blocks=tuple(each), sample_flop=0.0) for share, each in blocks.items()}
     passes = {
-        share: [_Pass(block, samples=tile.samples, dtype=dtype, device=_CPU) for block in tile.blocks]
+        share: [_Pass(block, samples=tile.samples, dtype=torch.float32, device=_CPU) for block in tile.blocks]
         for share, tile in tiles.items()
     }
     most_flop, least_flop = (_flop(tiles[share]) for share in (1, _FEW))
