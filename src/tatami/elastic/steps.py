@@ -144,6 +144,7 @@ class Steps:
         return self.number
 
     def entering(self, group: int | None) -> EnteredLoop:
+        """What the run is told of this rank when its script comes to the loop in `group`; see `EnteredLoop`."""
         model = self.model
         return EnteredLoop(
             group=group,
@@ -154,6 +155,7 @@ class Steps:
         )
 
     def relay(self, change: Regroup, *, name: str, cluster: Cluster) -> Callable[[], None]:
+        """Take the rows that `change` gives to this rank, `name`; returns what puts them in place. Collective."""
         model, session = self.model, self.session
         assert session is not None
         put_in_place = relay(
@@ -255,7 +257,7 @@ class RepairedStep:
         """Make the update, when all ranks have all their gradients. The last thing in the `with` block.
 
         Args:
-            loss: of this rank's samples; `loss` becomes that of the global batch.
+            loss: a scalar, of this rank's samples; `loss` becomes that of the global batch.
         """
         model = self._steps.model
         mine = model.local_span_size
@@ -267,7 +269,7 @@ class RepairedStep:
         """Sum over the ranks, the loss first, when all have all their gradients; then make the update.
 
         Args:
-            sums: of this rank.
+            sums: of this rank; a vector of float64, the loss first.
             apply: given the sums over all, makes the update, and sends nothing; None: the optimizer's step.
         """
         self._is_updating = True
