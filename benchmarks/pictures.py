@@ -39,7 +39,7 @@ SPEEDS = {"p0": 1.0, "p1": 0.5, "p2": 0.4, "p3": 1.0, "p4": 0.7}
 """Of the ranks of the report's run, which play machines of these speeds; p3 and p4 join."""
 EVERY = 40
 """Updates from one change of the ranks to the next, once they are let in."""
-BATCH = 480
+BATCH = 960
 
 
 class Story(Callback):
@@ -71,7 +71,7 @@ def rank_of_the_story() -> None:
     own = comm.names[comm.rank]
     train, test = load("digits", targets="classes").split(test_fraction=0.2, seed=0)
     model = tatami.tile(
-        nn.Sequential(nn.Linear(64, 400), nn.Sigmoid(), nn.Linear(400, 10)),
+        nn.Sequential(nn.Linear(64, 80), nn.Sigmoid(), nn.Linear(80, 10)),
         comm,
         batch_size=BATCH,
         speeds=[SPEEDS[name] for name in comm.names],
@@ -80,11 +80,11 @@ def rank_of_the_story() -> None:
         quiet=True,
         pace=Slowdown(max(SPEEDS.values()) / SPEEDS[own]),
     )
-    settings = {"net": "64-400-10", "batch_size": BATCH, "planner": "srpm", "speeds": SPEEDS}
+    settings = {"net": "64-80-10", "batch_size": BATCH, "planner": "srpm", "speeds": SPEEDS}
     with Records(LOG if own == "p0" else None, force=True, settings=settings) as records:
         trainer = tatami.Trainer(
             model,
-            optimizer=partial(torch.optim.SGD, lr=0.1),
+            optimizer=partial(torch.optim.SGD, lr=0.5),
             loss=nn.CrossEntropyLoss(),
             records=records,
             callbacks=[Story()],
@@ -168,14 +168,20 @@ def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def timeline() -> None:
     """A parameter server of which a worker and a server are killed, and a worker is stopped."""
 
+    blows = [("worker 1", signal.SIGKILL), ("server 0", signal.SIGKILL), ("worker 3", signal.SIGSTOP)]
+    last = 0
+
     def strike(run: server.RunControl) -> None:
-        blows = {8: ("worker 1", signal.SIGKILL), 16: ("server 0", signal.SIGKILL), 24: ("worker 3", signal.SIGSTOP)}
-        if run.version in blows:
-            name, how = blows[run.version]
-            os.kill(run.pids()[name], how)
+        """After every eighth round at the earliest, and when the spare is up again, however busy the machine is."""
+        nonlocal last
+        pids = run.pids()
+        if blows and run.version >= last + 8 and any(name.startswith("spare") for name in pids) and blows[0][0] in pids:
+            name, how = blows.pop(0)
+            os.kill(pids[name], how)
+            last = run.version
 
     data = load("digits", targets="classes")
-    settings = server.RunSettings(rounds=32, workers=4, servers=2, spares=2, replicas=2, heartbeat_s=2.0)
+    settings = server.RunSettings(rounds=40, workers=4, servers=2, spares=1, replicas=2, heartbeat_s=2.0)
     context = server.RunContext(on_round=strike)
     outcome = server.train(network_of_the_server, slow_loss, dataset=(data.x, data.y), settings=settings, context=context)
     figure, ax = blank()

@@ -288,6 +288,7 @@ class RepairedStep:
         steps, session = self._steps, self._steps.session
         if session is not None:
             session.at(Moment.BEFORE_UPDATE)
+        steps.model.phases.enter(IterationPhase.UPDATE)
         self._apply(outcome)
         if session is not None:
             session.at(Moment.IN_UPDATE)
