@@ -139,7 +139,7 @@ def _loss(facts: RunFacts) -> Spec:
             "x": _axis("iteration", "iteration"),
             "y": _axis("loss", "loss (logarithmic)" if logarithmic else "loss", scale=scale, axis={"tickCount": 5}),
             "color": color,
-            "strokeDash": {"field": "what", "type": "nominal", "scale": {"domain": list(colours)}, "legend": None},
+            "strokeDash": {**color, "scale": {"domain": list(colours)}},
         },
     }
     return _chart(facts.losses, height=240, layer=[line, _moved(facts)])
