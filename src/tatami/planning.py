@@ -101,7 +101,7 @@ def plan(
     `tatami.tiling.plan(planner, cluster=..., workload=...)`, which returns that planner's `Plan`.
 
     Args:
-        model: any network, or the `Workload` of one.
+        model: any network, or the `Workload` of one; or a planner, with `workload`.
         cluster: the machines and their links: a `Cluster`, as `tatami.cluster.read_cluster` reads it from a file.
         speeds: their relative speeds, in the order of the ranks; with a cluster, in place of its own.
         batch_size: the global batch. A workload has its own, and needs none.

@@ -1,25 +1,25 @@
-"""The page of a run: what it reads, shows and leaves out; and in a browser, that it draws and asks for nothing."""
+"""The page of a run: what it reads, shows and leaves out."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from page_rig import a_run, recorded, tiling_record
 from torch import nn
 from typer.testing import CliRunner
 
 from tatami.cli.app import app
-from tatami.cluster import Cluster
+from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, MissingExtraError, OutputExistsError, TatamiError
-from tatami.page import LARGEST_PAGE_BYTES, RecordedRun, page_of, read_run, write_page
+from tatami.page import LARGEST_PAGE_BYTES, RecordedRun, joined, page_of, read_run, write_page
 from tatami.page.charts import charts_of
 from tatami.page.facts import PHASES, facts_of, thinned
 from tatami.planning import plan
@@ -27,6 +27,8 @@ from tatami.records import Records
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
 from tatami.tiled import Trainer
+from tatami.tiled.phases import PhaseTimes
+from tatami.tiled.recording import RunRecorder
 from tatami.tiling import link_bytes, traffic_of
 from tatami.workload import Workload
 from tiled_rig import some_layouts, tiled
@@ -34,43 +36,8 @@ from tiled_rig import some_layouts, tiled
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def tiling_record(iteration: int, speeds: list[float], *, why: str) -> dict[str, Any]:
-    cluster, workload = Cluster.from_speeds(speeds), Workload.mlp(20, 120, 10, samples=60)
-    tiling = plan("srpm", cluster=cluster, workload=workload).tiling
-    names = list(cluster.speeds)
-    traffic = traffic_of([tiling], workload=workload, names=names, hosts={name: name for name in names})
-    values = {"why": why, "tiling": tiling.to_dict(), "speeds": cluster.speeds, "sent_bytes": link_bytes(traffic)}
-    return {"event": "tiling", "iteration": iteration, **values, "native_bytes": 0}
-
-
-def a_run() -> list[dict[str, Any]]:
-    """Four ranks, three re-tilings, a death that is repaired; a loss that was not a number, and a reason that is HTML."""
-    courses = [(0, [1.0, 1, 1, 1]), (40, [1, 0.5, 1, 1]), (80, [1, 0.5, 0.25, 1]), (120, [1, 0.5, 0.25, 0.3])]
-    records: list[dict[str, Any]] = [{"event": "settings", "net": "20-120-10"}]
-    for start, speeds in courses:
-        names = [f"p{number}" for number in range(4)]
-        if start:
-            check = {"decision": "re-map whole", "reason": f"slow </script><b> at {start}", "imbalance": 2.0, "moved_units": 30}
-            records.append({"event": "check", "iteration": start, **check, "speeds": dict(zip(names, speeds, strict=True))})
-        records.append(tiling_record(start, speeds, why=f"tiling of {start}"))
-        for iteration in range(start + 10, start + 41, 10):
-            loss = float("nan") if iteration == 20 else 3.0 / iteration
-            ranks = {name: {f"{phase}_s": 0.01 * (1 + number) for phase in PHASES} for number, name in enumerate(names)}
-            records.append({"event": "phases", "iteration": iteration, "iterations": 10, "ranks": ranks})
-            records.append({"event": "train", "iteration": iteration, "epoch": 1, "loss": loss, "samples_per_s": 500.0})
-            keep = {"decision": "keep", "reason": "even", "imbalance": 1.1, "moved_units": 0, "speeds": {}}
-            records.append({"event": "check", "iteration": iteration, **keep})
-    change = {"at_s": 12.34, "reason": "p2 died", "step": 150, "settled": "redone", "members": ["p0", "p1", "p3"]}
-    records.append({"event": "members", "iteration": 150, **change, "lost_s": 0.31, "moved_units": 66})
-    return records
-
-
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def recorded(records: list[dict[str, Any]]) -> RecordedRun:
-    return RecordedRun(records=tuple(records))
 
 
 def test_the_facts_are_those_of_the_records() -> None:
@@ -159,8 +126,7 @@ def test_what_an_older_log_lacks_is_said() -> None:
     old = [{"event": "train", "iteration": 10, "epoch": 1, "loss": 1.0, "samples_per_s": 5.0}]
     assert set(charts_of(facts_of(recorded(old)))) == {"loss", "rate"}
     text = page_of(recorded(old), title="old")
-    assert "The records tell nothing of this." in text
-    assert "The records tell of no check of the balance." in text
+    assert "The records tell nothing of: the floor, time of each rank, bytes by link, speeds of the ranks, decisions." in text
 
 
 def test_logs_of_the_parameter_server_and_reports_of_elastic_runs_are_read(tmp_path: Path) -> None:
@@ -182,6 +148,34 @@ def test_logs_of_the_parameter_server_and_reports_of_elastic_runs_are_read(tmp_p
     facts = facts_of(read_run(elastic))
     assert [(step["iteration"], step["why"]) for step in facts.steps] == [(0, "at the start"), (7, "p1 died")]
     assert facts.deaths[0]["repair"] == "the open step was finished; 2 ranks go on; 4 units moved"
+
+
+def test_the_log_of_an_elastic_run_and_its_repairs_make_one_page(tmp_path: Path) -> None:
+    floor = tiling_record(0, [1, 1, 1], why="")["tiling"]
+    change = {"at_s": 3.0, "reason": "p1 died", "step": 25, "settled": "finished", "members": ["p0", "p2"], "lost_s": 0.5}
+    repairs = tmp_path / "repairs.json"
+    repairs.write_text(json.dumps({"changes": [{**change, "moved_units": 4, "tiling": floor}], "first_tiling": floor}))
+    log = [record for record in a_run() if record["event"] != "members"]
+    run = joined([recorded(log), read_run(repairs)])
+    facts = facts_of(run)
+    assert [step["iteration"] for step in facts.steps] == [0, 40, 80, 120]  # as the log has them
+    assert [row["when"] for row in facts.deaths] == ["3.0 s, iteration 25"]
+    iterations = [record["iteration"] for record in run.records if "iteration" in record]
+    assert iterations == sorted(iterations)
+    assert run.records[0]["event"] == "settings"
+    assert len(facts_of(joined([read_run(repairs)])).steps) == 2
+    with pytest.raises(InputError, match="these are logs of two runs, and a page is of one"):
+        joined([recorded(log), recorded(a_run())])
+
+
+def test_the_legend_names_what_is_drawn() -> None:
+    def colour(records: list[dict[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = charts_of(facts_of(recorded(records)))["loss"]["layer"][0]["encoding"]["color"]
+        return found
+
+    assert colour(a_run())["legend"] is None
+    validated = colour([*a_run(), {"event": "validation", "iteration": 150, "epoch": 1, "loss": 0.1}])
+    assert (validated["scale"]["domain"], validated["legend"]) == (["training", "validation"], {"orient": "bottom"})
 
 
 @pytest.mark.parametrize(
@@ -249,6 +243,42 @@ def test_the_trainer_writes_its_page(world: World, tmp_path_factory: pytest.Temp
     world(body)
 
 
+def test_where_ranks_come_and_go_each_tiling_has_its_own_phases() -> None:
+    """Rank 0 of an elastic run; the other one joins in the second iteration, and was there for one of two of the new tiling."""
+    workload = Workload.mlp(20, 12, 10, samples=60)
+    model: Any = SimpleNamespace(workload=workload, phases=SimpleNamespace())
+    model.comm = SimpleNamespace(rank=0, bcast_object=lambda value: value)
+    model.comm.gather_object = lambda own: [own, (1, {"forward_s": 5.0})]
+
+    def lie(*names: str) -> None:
+        model.names = names
+        model.cluster = Cluster(processors=tuple(Processor(name=name, speed=1.0, host="h") for name in names))
+        planned = plan("srpm", cluster=model.cluster, workload=workload)
+        model.layout, model.tiling = planned.layout, planned.tiling
+        model.traffic = traffic_of([planned.tiling], workload=workload, names=names, hosts=dict.fromkeys(names, "h"))
+
+    def iterate(iteration: int, seconds: float) -> None:
+        model.phases.last = PhaseTimes(
+            forward_s=seconds, vertical_s=seconds, backward_s=seconds, horizontal_s=seconds, update_s=seconds
+        )
+        recorder.iterated(None, iteration=iteration, epoch=0, loss=1.0, samples_per_s=1.0)
+
+    records = Records()
+    records.kept = []
+    lie("p0", "p1")
+    recorder = RunRecorder(model, records, every=4, whole=lambda body: body())
+    recorder.begin(iteration=0)
+    iterate(1, 1.0)
+    lie("p0", "p2")
+    for iteration, seconds in ((2, 100.0), (3, 3.0), (4, 3.0)):
+        iterate(iteration, seconds)
+    run = recorded(records.kept)
+    assert [(each["iteration"], each["why"]) for each in run.of("tiling")] == [(0, "at the start"), (2, "p1 gone; p2 joined")]
+    (phases,) = run.of("phases")
+    assert phases["iterations"] == 2
+    assert phases["ranks"] == {"p0": {f"{phase}_s": 6.0 for phase in PHASES}, "p2": {"forward_s": 10.0}}
+
+
 @pytest.mark.ranks(2)
 def test_a_run_that_fails_leaves_its_page(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("page")
@@ -264,47 +294,3 @@ def test_a_run_that_fails_leaves_its_page(world: World, tmp_path_factory: pytest
             assert "NotFiniteError" in path.read_text(encoding="utf-8")
 
     world(body)
-
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-LOOK = """<style>html { width: WIDTHpx }</style><script>addEventListener("load", () => setTimeout(() => {
-  const slider = document.getElementById("step");
-  slider.value = 2; slider.dispatchEvent(new Event("input"));
-  setTimeout(() => {
-    const right = Math.max(...[...document.querySelectorAll("body *")].map(each => each.getBoundingClientRect().right));
-    const tiles = document.querySelectorAll("#floor .mark-rect path").length;
-    const bars = document.querySelectorAll("#phases .mark-rect path").length;
-    const requests = performance.getEntriesByType("resource").length;
-    const told = document.getElementById("told").textContent;
-    const seen = { right, tiles, bars, requests, told, drawn: document.documentElement.dataset.drawn };
-    document.title = JSON.stringify(seen);
-  }, 1000);
-}, 2000));</script></head>"""
-
-
-def seen_in_a_browser(run: RecordedRun, folder: Path, *, width: int) -> dict[str, Any]:
-    """What `LOOK` saw; nothing was said on the console. Windows are 500 pixels wide at least."""
-    assert CHROMIUM is not None
-    page = folder / "run.html"
-    look = LOOK.replace("WIDTH", str(width))
-    page.write_text(page_of(run, title="run").replace("</head>", look, 1), encoding="utf-8")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--enable-logging=stderr"]
-    options += [f"--user-data-dir={folder / 'chromium'}", "--virtual-time-budget=20000"]
-    options.append(f"--window-size={max(width, 500)},1600")
-    ran = subprocess.run(
-        [CHROMIUM, *options, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=800, check=False
-    )
-    assert "CONSOLE" not in ran.stderr
-    found = re.search(r"<title>(.*?)</title>", ran.stdout)
-    assert found is not None, ran.stderr
-    seen: dict[str, Any] = json.loads(found[1])
-    return seen
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to open the page in")
-@pytest.mark.parametrize("width", [390, 1440])
-def test_in_a_browser_it_draws_moves_and_asks_for_nothing(tmp_path: Path, width: int) -> None:
-    seen = seen_in_a_browser(recorded(a_run()), tmp_path, width=width)
-    assert (seen["drawn"], seen["requests"], seen["tiles"], seen["bars"]) == ("6", 0, 4, 4 * len(PHASES))
-    assert seen["told"].startswith("3 of 4, after iteration 80: 4 tiles")
-    assert seen["right"] <= width

@@ -83,6 +83,21 @@ def test_a_phase_inside_of_another_resumes_it_and_outside_counts_nothing() -> No
     assert (times.backward_s, times.vertical_s) == (5, 2)
 
 
+def test_what_follows_an_iteration_that_ended_inside_of_a_phase_counts_for_nothing() -> None:
+    """As where the last sum over the ranks of an elastic run makes the update."""
+    clock = FakeClock()
+    phases = Phases(clock=clock)
+    phases.enter(IterationPhase.UPDATE)
+    with phases.during(IterationPhase.HORIZONTAL):
+        clock.sleep(1)
+        phases.finish_iteration()
+    clock.sleep(50)  # callbacks, a validation
+    phases.enter(IterationPhase.FORWARD)
+    clock.sleep(2)
+    times = phases.finish_iteration()
+    assert (times.forward_s, times.total_s) == (2, 2)
+
+
 def test_pace_is_told_of_every_stretch_of_compute_and_of_nothing_else() -> None:
     clock = FakeClock()
     phases = Phases(clock=clock, pace=Paced(clock, 10))

@@ -19,12 +19,15 @@ tatami report run.jsonl -o run.html
 
 tatami run --elastic -n 4 --report repairs.json train.py
 
-tatami report repairs.json -o repairs.html
+tatami report run.jsonl repairs.json -o run.html
 """
 
 
 def report(
-    records: Annotated[Path, typer.Argument(metavar="RUN.jsonl", help="What --log or Trainer(records=...) wrote.")],
+    records: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN.jsonl...", help="What --log or Trainer(records=...) wrote, and run --elastic --report."),
+    ],
     *,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page (.html).")],
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
@@ -33,8 +36,9 @@ def report(
 
     The page needs no network and no other file. Its charts can be read on a phone and used with the keyboard.
     """
-    from tatami.page import check_page, read_run, write_page
+    from tatami.page import check_page, joined, read_run, write_page
 
     check_page(output, force=force)
-    write_page(read_run(records), output, title=f"Run {records.stem}", force=force)
+    run = joined([read_run(each) for each in records])
+    write_page(run, output, title=f"Run {records[0].stem}", force=force)
     show(f"{output}: {format_size(output.stat().st_size, digits=3)}")

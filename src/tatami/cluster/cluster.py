@@ -140,7 +140,7 @@ class Cluster:
 
     @classmethod
     def from_speeds(cls, speeds: Sequence[float], *, host: str = "localhost") -> Cluster:
-        """Processors p0, p1, ... of the given relative speeds, all on one host."""
+        """Processors p0, p1, ... on one host, of these `speeds`: relative, or in flop/s, all in the same unit."""
         kept = (s if isinstance(s, SpeedTable) else float(s) for s in speeds)
         return cls(processors=tuple(Processor(name=f"p{i}", speed=speed, host=host) for i, speed in enumerate(kept)))
 

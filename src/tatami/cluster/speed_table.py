@@ -26,7 +26,8 @@ class SpeedTable(float):
     """A speed by size. As a number it is the speed at its largest size, for what needs no more than a number.
 
     Args:
-        points: (size, speed), at least two; a larger tile must not take less time.
+        points: (size in flop, speed in flop/s), at least two, or both in units of the cluster's own; a larger tile must not
+            take less time.
 
     Attributes:
         points: in the order of their sizes.
@@ -66,7 +67,7 @@ class SpeedTable(float):
         return max(speed for _, speed in self.points)
 
     def at(self, size: float) -> float:
-        """The speed at which a tile of this size is computed."""
+        """The speed at which a tile of `size`, in the unit of the points, is computed."""
         index = bisect_left(self.points, (size, 0.0))
         if index == 0 or index == len(self.points):
             return self.points[min(index, len(self.points) - 1)][1]
@@ -75,7 +76,7 @@ class SpeedTable(float):
         return size / (low_time + (high / fast - low_time) * ((size - low) / (high - low)))
 
     def size_in(self, time: float) -> float:
-        """The largest tile that takes at most this time."""
+        """The size of the largest tile that takes at most `time`, in the unit that size over speed has: seconds."""
         times = [size / speed for size, speed in self.points]
         index = bisect_right(times, time)
         if index == 0 or index == len(times):
@@ -84,7 +85,7 @@ class SpeedTable(float):
         return low + (high - low) * ((time - times[index - 1]) / (times[index] - times[index - 1]))
 
     def scaled(self, *, size: float = 1.0, speed: float = 1.0) -> SpeedTable:
-        """In other units: every size and every speed times these."""
+        """In other units: every size times `size`, every speed times `speed`."""
         return SpeedTable((own * size, fast * speed) for own, fast in self.points)
 
 
@@ -108,7 +109,7 @@ def points_problem(points: tuple[tuple[float, float], ...]) -> str | None:
 
 
 def speed_at(speed: float, size: float) -> float:
-    """A speed for a tile of this size, whether it depends on it or not."""
+    """What `speed` is for a tile of `size` flop, whether it depends on it or not."""
     return speed.at(size) if isinstance(speed, SpeedTable) else speed
 
 
@@ -118,5 +119,5 @@ def at_sizes(speeds: Mapping[str, float], sizes: Mapping[str, float]) -> dict[st
 
 
 def fastest(speed: float) -> float:
-    """The most that a speed can be."""
+    """The most that `speed` can be, in its own unit."""
     return speed.fastest if isinstance(speed, SpeedTable) else speed

@@ -38,7 +38,7 @@ def parse_speeds(text: str, *, expected: int | None = None) -> tuple[float, ...]
 
 
 def check_speeds(speeds: Sequence[float], *, expected: int | None = None) -> None:
-    """What `parse_speeds` checks, for speeds that are numbers already.
+    """What `parse_speeds` checks, for `speeds` that are numbers already, relative or in flop/s.
 
     Raises:
         ClusterError: one line for each speed that is not a finite number > 0, and one where there are not `expected`.

@@ -164,16 +164,20 @@ class AbstractCommunicator(ABC):
     # -- point to point -------------------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dest: int, *, tag: int = 0) -> None:
+        """Send to rank `dest`, and return when `tensor` may be written again. Messages of one `tag` keep their order."""
         self.isend(tensor, dest, tag=tag).wait()
 
     def recv(self, out: torch.Tensor, source: int, *, tag: int = 0) -> None:
+        """Fill `out`, of the shape and dtype that rank `source` sends with this `tag`."""
         self.irecv(out, source, tag=tag).wait()
 
     @abstractmethod
-    def isend(self, tensor: torch.Tensor, dest: int, *, tag: int = 0) -> AbstractRequest: ...
+    def isend(self, tensor: torch.Tensor, dest: int, *, tag: int = 0) -> AbstractRequest:
+        """As `send`, without waiting: `tensor` must stay as it is until `wait` of what is returned."""
 
     @abstractmethod
-    def irecv(self, out: torch.Tensor, source: int, *, tag: int = 0) -> AbstractRequest: ...
+    def irecv(self, out: torch.Tensor, source: int, *, tag: int = 0) -> AbstractRequest:
+        """As `recv`, without waiting: `out` is filled after `wait` of what is returned."""
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
@@ -262,10 +266,12 @@ class AbstractCommunicator(ABC):
     # -- objects (pickled; only ever between ranks that the user started) -------------------------------------------
 
     @abstractmethod
-    def send_object(self, value: Any, dest: int, *, tag: int = 0) -> None: ...
+    def send_object(self, value: Any, dest: int, *, tag: int = 0) -> None:
+        """Send anything that can be pickled to rank `dest`."""
 
     @abstractmethod
-    def recv_object(self, source: int, *, tag: int = 0) -> Any: ...
+    def recv_object(self, source: int, *, tag: int = 0) -> Any:
+        """What rank `source` sent by `send_object` with this `tag`."""
 
     @abstractmethod
     def bcast_object(self, value: Any, *, root: int = 0) -> Any:

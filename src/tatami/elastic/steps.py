@@ -146,6 +146,7 @@ class Steps:
         return self.number
 
     def entering(self, group: int | None) -> EnteredLoop:
+        """What the run is told of this rank when its script comes to the loop in `group`; see `EnteredLoop`."""
         model = self.model
         return EnteredLoop(
             group=group,
@@ -156,6 +157,7 @@ class Steps:
         )
 
     def relay(self, change: Regroup, *, name: str, cluster: Cluster) -> Callable[[], None]:
+        """Take the rows that `change` gives to this rank, `name`; returns what puts them in place. Collective."""
         model, session = self.model, self.session
         assert session is not None
         put_in_place = relay(
@@ -276,7 +278,7 @@ class RepairedStep:
         """Make the update, when all ranks have all their gradients. The last thing in the `with` block.
 
         Args:
-            loss: of this rank's samples; `loss` becomes that of the global batch.
+            loss: a scalar, of this rank's samples; `loss` becomes that of the global batch.
         """
         model = self._steps.model
         mine = model.local_span_size
@@ -288,7 +290,7 @@ class RepairedStep:
         """Sum over the ranks, the loss first, when all have all their gradients; then make the update.
 
         Args:
-            sums: of this rank.
+            sums: of this rank; a vector of float64, the loss first.
             apply: given the sums over all, makes the update, and sends nothing; None: the optimizer's step.
         """
         self._is_updating = True
@@ -307,6 +309,7 @@ class RepairedStep:
         steps, session = self._steps, self._steps.session
         if session is not None:
             session.at(Moment.BEFORE_UPDATE)
+        steps.model.phases.enter(IterationPhase.UPDATE)
         self._apply(outcome)
         if session is not None:
             session.at(Moment.IN_UPDATE)

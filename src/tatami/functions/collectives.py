@@ -27,6 +27,8 @@ def bcast(
 ) -> Structure:
     """`x` of `root`, on every rank; the `x` of others is not looked at. Backward sums the gradients of all ranks on `root`.
 
+    `delegate`, a scalar, is as in `recv`.
+
     Raises:
         InputError: an unknown rank, something that is not a tensor.
         CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
@@ -72,6 +74,8 @@ def scatter(
     delegate: torch.Tensor | None = None,
 ) -> Structure:
     """Part `rank` of the sequence `xs` of `root`; the `xs` of other ranks is not looked at. Backward gathers the gradients.
+
+    `delegate`, a scalar, is as in `recv`.
 
     Raises:
         InputError: an unknown rank, a number of parts other than that of the ranks, something that is not a tensor.

@@ -43,5 +43,5 @@ def pseudo_connect(delegate: torch.Tensor | None, *xs: torch.Tensor) -> tuple[to
 
 
 def share(loss: torch.Tensor, comm: AbstractCommunicator) -> torch.Tensor:
-    """This rank's share, `loss / comm.size`, of a loss that every rank computes alike; the shares of all ranks add up to it."""
+    """This rank's share, `loss / comm.size`, of a scalar that every rank computes alike; all ranks' shares add up to it."""
     return loss / comm.size

@@ -40,7 +40,7 @@ class Pass:
         """`tatami.functions.backward` of this pass alone.
 
         Args:
-            loss: of this pass; None on a rank without one.
+            loss: a scalar, of this pass; None on a rank without one.
             retain_graph: as in torch.
             create_graph: as in torch.
 

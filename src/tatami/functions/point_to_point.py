@@ -52,7 +52,7 @@ def recv(comm: AbstractCommunicator, *, source: int, tag: int = 0, delegate: tor
         comm: the ranks.
         source: who sent it.
         tag: with which it was sent.
-        delegate: backward also comes to the operation that returned it, after this one.
+        delegate: a scalar; backward also comes to the operation that returned it, after this one.
 
     Raises:
         InputError: this rank itself, a rank that is not there, a tag out of range.

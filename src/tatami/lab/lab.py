@@ -110,6 +110,9 @@ class Lab:
         """Run `command` on every processor and return its exit code; see `start` and `LabJob.poll`.
 
         Args:
+            command: a program and its arguments.
+            environment: added to this process's own.
+            stdout: where the ranks' output goes, as for `subprocess.Popen`.
             events: what happens to the lab meanwhile; those that are later than its end do not happen.
             timeout_s: after which it is stopped; None to wait for its end.
             said: called with each event as it happens.
@@ -148,6 +151,8 @@ class Lab:
             name: a processor, or a host (then its first processor).
             command: a program and its arguments.
             limited: under the processor's quota; else at the machine's full speed.
+            environment: added to this process's own.
+            stdout: where its output goes, as for `subprocess.Popen`.
 
         Raises:
             InputError: there is no such processor or host.
@@ -159,7 +164,7 @@ class Lab:
     # -- what happens to hosts --------------------------------------------------------------------------------------------
 
     def set_speed(self, name: str, speed: float) -> None:
-        """Give a processor, or each processor of a host, another speed, in the cluster's own units.
+        """Give a processor, or each processor of a host, another `speed`, in the cluster's own units.
 
         Raises:
             InputError: no such name, no finite number > 0, or more than this machine has.
@@ -171,7 +176,7 @@ class Lab:
             self._groups.set_quota(host, str(rank), cores=speed * self.plan.scale)
 
     def set_rate(self, name: str, rate: float | str) -> None:
-        """Give all links of a host another rate, in bytes/s or as "100 Mbit/s".
+        """Give all links of a host another `rate`, in bytes/s or as "100 Mbit/s".
 
         Raises:
             InputError: no such host, or no rate > 0.

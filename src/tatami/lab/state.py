@@ -87,6 +87,7 @@ def running_lab(host: str, *, name: str | None = None) -> LabState:
     """The running lab that has a host of this name.
 
     Args:
+        host: its name.
         name: of the lab, where several have one.
 
     Raises:

@@ -1,7 +1,7 @@
 """One HTML page of a run: the tiling over time, where the time went, losses, speeds, decisions, deaths, bytes by link."""
 
 from tatami.page.facts import RunFacts, facts_of
-from tatami.page.reading import GrowingLog, RecordedRun, read_run
+from tatami.page.reading import GrowingLog, RecordedRun, joined, read_run
 from tatami.page.writing import LARGEST_PAGE_BYTES, check_page, page_of, write_page
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "RunFacts",
     "check_page",
     "facts_of",
+    "joined",
     "page_of",
     "read_run",
     "write_page",

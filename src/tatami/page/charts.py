@@ -12,6 +12,7 @@ from tatami.page.facts import PHASES, RunFacts
 Spec = dict[str, Any]
 _STEP = [{"name": "step", "value": 0}]
 _OF_STEP = {"filter": "datum.step == step"}
+_LOSSES = {"training": "#4c78a8", "validation": "#f58518"}
 _RANKS_NAMED = 12
 """A legend or a number in a cell is left out where there are more ranks: the labels of tiles and axes tell."""
 
@@ -123,12 +124,14 @@ def _loss(facts: RunFacts) -> Spec:
     values = [row["loss"] for row in facts.losses if row["loss"] is not None]
     logarithmic = min(values) > 0 and max(values) / min(values) > 20
     scale = {"type": "log", "nice": False} if logarithmic else {"zero": False}
+    told = {row["what"] for row in facts.losses}
+    colours = {what: colour for what, colour in _LOSSES.items() if what in told}
     color = {
         "field": "what",
         "type": "nominal",
         "title": None,
-        "scale": {"domain": ["training", "validation"], "range": ["#4c78a8", "#f58518"]},
-        "legend": {"orient": "bottom"},
+        "scale": {"domain": list(colours), "range": list(colours.values())},
+        "legend": {"orient": "bottom"} if len(colours) > 1 else None,
     }
     line = {
         "mark": {"type": "line", "point": len(values) <= 60, "strokeWidth": 2, "tooltip": True},
@@ -136,7 +139,7 @@ def _loss(facts: RunFacts) -> Spec:
             "x": _axis("iteration", "iteration"),
             "y": _axis("loss", "loss (logarithmic)" if logarithmic else "loss", scale=scale, axis={"tickCount": 5}),
             "color": color,
-            "strokeDash": {"field": "what", "type": "nominal", "legend": None},
+            "strokeDash": {**color, "scale": {"domain": list(colours)}},
         },
     }
     return _chart(facts.losses, height=240, layer=[line, _moved(facts)])

@@ -18,7 +18,7 @@ function show() {
   const number = Number(slider.value);
   const step = steps[number];
   const laid = `${step.tiles} tiles in ${step.columns} column${step.columns === 1 ? "" : "s"}`;
-  const told = `${number + 1} of ${steps.length}, after iteration ${step.iteration}: ${laid}. ${step.why}`;
+  const told = `${number + 1} of ${steps.length}, after iteration ${step.iteration}: ${laid}; ${step.why}`;
   document.getElementById("told").textContent = told;
   slider.setAttribute("aria-valuetext", told);
   const note = document.getElementById("native");

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,23 @@ def read_run(path: Path | str) -> RecordedRun:
     if not records:
         raise InputError(f"{path} is empty: nothing was recorded")
     return RecordedRun(records=tuple(records))
+
+
+def joined(runs: Sequence[RecordedRun]) -> RecordedRun:
+    """One run that several files tell of: the log of an elastic run's Trainer, and the report of its repairs.
+
+    Args:
+        runs: what was read; the tilings are those of the first that has any.
+
+    Raises:
+        InputError: two of them tell of losses, so they are of two runs.
+    """
+    if sum(bool(run.of("train", "round")) for run in runs) > 1:
+        raise InputError("these are logs of two runs, and a page is of one: give one log, and the report of its repairs")
+    first = next((run for run in runs if run.of("tiling")), None)
+    records = [record for run in runs for record in run.records if run is first or record["event"] != "tiling"]
+    records.sort(key=lambda record: record.get("iteration", -1))
+    return RecordedRun(records=tuple(records), cut_off=any(run.cut_off for run in runs))
 
 
 class GrowingLog:

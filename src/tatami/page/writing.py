@@ -32,7 +32,6 @@ _SECTIONS = {
     "accounts": ("What was lost, and what moving costs", "Since the change began, of the price. Tiles move before it is 1, or "
                  "at once where more was lost until the change was noticed."),
 }  # fmt: skip
-_OF_TILING = ("floor", "phases", "links")
 
 
 def check_page(path: Path | str, *, force: bool = False) -> None:
@@ -76,6 +75,7 @@ def page_of(run: RecordedRun, *, title: str) -> str:
     """
     facts = facts_of(run)
     charts = charts_of(facts)
+    absent = _absent(facts, charts)
     data = {"charts": charts, "steps": facts.steps, "native_bytes": facts.native_bytes}
     here = files("tatami.page")
     text = Template((here / "page.html").read_text(encoding="utf-8")).substitute(
@@ -83,9 +83,9 @@ def page_of(run: RecordedRun, *, title: str) -> str:
         style=(here / "page.css").read_text(encoding="utf-8"),
         summary=_summary(run, facts),
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in facts.notes),
-        floor="".join(_figure(name, charts) for name in _OF_TILING),
         slider=_slider(facts),
-        curves="".join(_figure(name, charts) for name in _SECTIONS if name not in (*_OF_TILING, *_absent(charts))),
+        charts="".join(_figure(name, charts) for name in _SECTIONS if name not in absent),
+        absent=_told_absent(facts, absent),
         alarms=_alarms(facts),
         decisions=_decisions(facts),
         deaths=_deaths(facts),
@@ -133,14 +133,25 @@ def _plain(value: Any) -> Any:
 def _figure(name: str, charts: Mapping[str, Any]) -> str:
     title, caption = _SECTIONS[name]
     native = '<p id="native" class="note" hidden></p>' if name == "links" else ""
-    if name not in charts and not native:
-        return f'<section><h2>{title}</h2><p class="none">The records tell nothing of this.</p></section>'
     if name not in charts:
         return f'<section><h2>{title}</h2><p class="none">No messages between two ranks are recorded.</p>{native}</section>'
     return (
         f'<section><h2>{title}</h2><figure><div id="{name}" class="chart" role="group" aria-label="{title}"></div>'
         f"<figcaption>{caption}</figcaption></figure>{native}</section>"
     )
+
+
+def _absent(facts: RunFacts, charts: Mapping[str, Any]) -> list[str]:
+    """Sections of which the records tell nothing; of links there may be sums that the libraries make by themselves."""
+    told = {*charts, *(["links"] if any(facts.native_bytes) else [])}
+    return [name for name in _SECTIONS if name not in told]
+
+
+def _told_absent(facts: RunFacts, absent: Sequence[str]) -> str:
+    """In one sentence; what was lost is known of runs that are watched only, and missed in no other."""
+    titles = [_SECTIONS[name][0].lower() for name in absent if name != "accounts"]
+    titles += [] if facts.num_checks else ["decisions"]
+    return f'<p class="none">The records tell nothing of: {", ".join(titles)}.</p>' if titles else ""
 
 
 def _slider(facts: RunFacts) -> str:
@@ -163,7 +174,7 @@ def _summary(run: RecordedRun, facts: RunFacts) -> str:
         "last iteration recorded": f"{last:,}",
         "loss": f"{losses[0]:.4g} to {losses[-1]:.4g}" if losses else "not recorded",
         "tiling changed": _times(changed),
-        "deaths and repairs": str(len(facts.deaths)) if facts.deaths else "none recorded",
+        "deaths and other changes of the ranks": str(len(facts.deaths)) if facts.deaths else "none recorded",
     }
     return "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in numbers.items())
 
@@ -174,18 +185,14 @@ def _times(number: int) -> str:
 
 def _decisions(facts: RunFacts) -> str:
     if not facts.num_checks:
-        return '<p class="none">The records tell of no check of the balance.</p>'
+        return ""
     rows = [
         [f"{row['iteration']:,}", row["decision"], f"{row['imbalance']:.2f}", f"{row['moved_units']:,}", row["reason"]]
         for row in facts.decisions
     ]
     told = f"<p>The balance was looked at {_times(facts.num_checks)}; what changed something:</p>"
-    return told + _table(["after iteration", "decision", "slowest / fastest", "unit rows moved", "reason"], rows)
-
-
-def _absent(charts: Mapping[str, Any]) -> set[str]:
-    """Sections of which runs by other rules have nothing to tell."""
-    return {"accounts"} - set(charts)
+    head = ["after iteration", "decision", "slowest / fastest", "unit rows moved", "reason"]
+    return f"<section><h2>Decisions</h2>{told}{_table(head, rows)}</section>"
 
 
 def _alarms(facts: RunFacts) -> str:

@@ -83,9 +83,11 @@ class EarlyStopping:
             trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
+        """For checkpoints."""
         return {"best": self.best, "num_bad": self.num_bad}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
         self.best, self.num_bad = state["best"], state["num_bad"]
 
     def _is_better(self, mean: float) -> bool:

@@ -143,6 +143,7 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
         self._add(self.optimizer.param_groups[-1]["params"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of the wrapped optimizer."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:

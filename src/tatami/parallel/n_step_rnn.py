@@ -59,7 +59,7 @@ class MultiNodeNStepRNN(AbstractSpanning):
         """What `rnn` returns: its output, and its last states, whether they are sent or not.
 
         Args:
-            input: as `rnn` takes it, packed or not.
+            input: as `rnn` takes it: (steps, batch, inputs), (batch, steps, inputs) with its `batch_first`, or packed.
             state: the first states, on a rank without `rank_in`; None for zeros.
 
         Raises:

@@ -16,6 +16,10 @@ class RunControl:
     """A run, as `on_round` is given it after every commit. Not for other threads.
 
     Args:
+        coordinator: decides.
+        protocol: sends what it orders.
+        ledger: counts rounds and failures.
+        workers, servers: the processes.
         now_s: seconds since the start of the run.
         tell: takes an event to the coordinator, and carries out what it orders.
     """

@@ -31,5 +31,5 @@ def draw_timeline(ax: Axes, report: RunReport) -> Axes:
     ax.set_title(f"recovery: {report.recovery}, failures: {len(report.failures)}")
     ax.grid(alpha=0.3)
     if named:
-        ax.legend(loc="lower right", frameon=False)
+        ax.legend(loc="lower right", framealpha=1, edgecolor="none")
     return ax

@@ -83,6 +83,7 @@ def resume(
 
     Args:
         directory: what `train(..., directory=...)` was given.
+        model_fn, loss_fn, dataset: as of `train`.
         settings: what the run began with if None. Else some of them are changed, as by
             `dataclasses.replace(RunSettings.read(directory), rounds=400)` for a longer run.
         context: where the run takes place, and who hears of it.

@@ -63,6 +63,7 @@ class ModelCheckpoint:
         return self.every_n_train_steps is not None and position.iteration % self.every_n_train_steps == 0
 
     def is_due_after_epoch(self, position: TrainingPosition) -> bool:
+        """After an epoch that ends at `position`."""
         every = self.every_n_epochs
         if every is None:
             every = 1 if self.every_n_train_steps is None and self.train_time_interval is None else None

@@ -35,17 +35,70 @@ class _Transfer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Room:
-    """The memory of one message, and where in it what lies: found once, because on a tenth of a core each view costs 30 us.
+    """The memory of one message, and where on the stages what it carries lies: found once.
 
     Attributes:
         buffer: (elements,).
-        pieces: pair, tensor of the pair, its units, and their place in the buffer.
+        pieces: units on a stage, and their place in the buffer; both flat.
         riders: the rest of the buffer, for replicated gradients.
     """
 
     buffer: torch.Tensor
-    pieces: tuple[tuple[int, int, Span, tuple[torch.Tensor, ...]], ...]
+    pieces: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     riders: torch.Tensor
+
+
+class _Stage:
+    """The gradients of one block, all that belongs to a unit in a row: whatever tensors they are of, units that lie together
+    are one piece of memory. On a tenth of a core each view of a tensor costs 30 us, and a message has units of many.
+
+    Args:
+        block: the tensors of the block that are to be summed.
+        dtype: in which they are.
+
+    Attributes:
+        values: (units here, elements of a unit).
+    """
+
+    def __init__(self, block: Sequence[Rows], *, dtype: torch.dtype) -> None:
+        units = block[0].units if block else 0
+        like = block[0].tensor if block else torch.empty(0, device="cpu")
+        self.values = like.new_empty(units, sum(rows.per_unit for rows in block), dtype=dtype)
+        self._slots = []
+        start = 0
+        for rows in block:
+            own = []
+            for part in _by_unit(rows):
+                stop = start + part[0].numel() if units else start
+                own.append(self.values[:, start:stop].view(part.shape))
+                start = stop
+            self._slots.append(own)
+
+    def span(self, span: Span) -> torch.Tensor:
+        """The units `span`, flat."""
+        return self.values[span.start : span.stop].view(-1)
+
+    def take(self, block: Sequence[Rows]) -> None:
+        """Fill it."""
+        for rows, own in zip(block, self._slots, strict=True):
+            for part, slot in zip(_by_unit(rows), own, strict=True):
+                slot.copy_(part)
+
+    def give(self, block: Sequence[Rows]) -> None:
+        """Back into the tensors."""
+        for rows, own in zip(block, self._slots, strict=True):
+            for part, slot in zip(_by_unit(rows), own, strict=True):
+                part.copy_(slot)
+
+
+def _by_unit(rows: Rows) -> list[torch.Tensor]:
+    """Views of a tensor, one for each run, with the units first: (units, ...)."""
+    axis, units = rows.runs.axis, rows.units
+    if rows.runs.plain:
+        return [rows.tensor.movedim(axis, 0)]
+    return [
+        view.unflatten(axis, (units, view.shape[axis] // max(units, 1))).movedim(axis, 0) for view in rows.cut(Span(0, units))
+    ]
 
 
 class HorizontalExchange:
@@ -67,6 +120,7 @@ class HorizontalExchange:
         self._wire = wire
         self._vectors = VectorSum(comm, wire=wire)
         self._rooms: dict[tuple[object, ...], _Room] = {}
+        self._stages: list[_Stage] = []
         self._shapes: tuple[object, ...] = ()
         me = names[comm.rank]
         tile = tilings[0].by_processor.get(me)
@@ -119,63 +173,57 @@ class HorizontalExchange:
 
         `times` are told when the messages of the first phase leave and come.
 
-        All owners of a unit end with the same bits, and the order of summation is the same in every run. The tensors of `pairs`
-        must be contiguous. Gradients of replicated parameters may be other layers' gradients too, and stay as they are.
+        All owners of a unit end with the same bits, and the order of summation is the same in every run. Gradients of
+        replicated parameters may be other layers' gradients too, and stay as they are.
         """
         dtype = _sum_dtype([rows.tensor for pair in pairs for rows in pair] + list(replicated))
-        there = [[Rows(rows.tensor.to(dtype), rows.runs) for rows in pair] for pair in pairs]
         riders = [tensor.to(dtype, copy=True, memory_format=torch.contiguous_format) for tensor in replicated]
         num_riders = sum(tensor.numel() for tensor in riders)
-        shapes = (dtype, num_riders, *(tuple(rows.per_unit for rows in pair) for pair in there))
+        shapes = (dtype, num_riders, *(tuple(rows.per_unit for rows in pair) for pair in pairs))
         if shapes != self._shapes:
-            self._plan([sum(r.per_unit for r in pair) for pair in there], num_riders, element_bytes=dtype.itemsize)
+            self._plan([sum(r.per_unit for r in pair) for pair in pairs], num_riders, element_bytes=dtype.itemsize)
+            self._stages = [_Stage(pair, dtype=dtype) for pair in pairs]
             self._shapes = shapes
+        for stage, pair in zip(self._stages, pairs, strict=True):
+            stage.take(pair)
         ride = self._rides
         if not ride:
             self._all_reduce(riders)
 
         wire = wire_dtype(self._wire) or dtype
-        like = _first(riders, there)
+        like = _first(riders, pairs)
         own = torch.cat([rider.view(-1) for rider in riders]).to(wire) if ride and riders else like.new_empty(0, dtype=wire)
         heard: dict[int, torch.Tensor] = {}
-        for transfer, room in self._exchange(0, there, own, times):
-            for pair, index, span, pieces in room.pieces:
-                for view, piece in zip(there[pair][index].cut(span), pieces, strict=True):
-                    view.add_(piece)
+        for transfer, room in self._exchange(0, own, times):
+            for units, piece in room.pieces:
+                units.add_(piece)
             if transfer.carries_replicated and ride:
                 heard[transfer.column] = room.riders
         if ride and riders:
             _sum_in_order(riders, own, heard, mine=self._column, num_columns=self._num_columns)
-        for _, room in self._exchange(1, there, own, None):
-            for pair, index, span, pieces in room.pieces:
-                for view, piece in zip(there[pair][index].cut(span), pieces, strict=True):
-                    view.copy_(piece)
-
-        for given, sums in zip(pairs, there, strict=True):
-            for rows, total in zip(given, sums, strict=True):
-                if rows.tensor is not total.tensor:
-                    rows.tensor.copy_(total.tensor)
+        for _, room in self._exchange(1, own, None):
+            for units, piece in room.pieces:
+                units.copy_(piece)
+        for stage, pair in zip(self._stages, pairs, strict=True):
+            stage.give(pair)
         return [rider.to(tensor.dtype) for tensor, rider in zip(replicated, riders, strict=True)]
 
-    def _exchange(
-        self, phase: int, pairs: Sequence[Sequence[Rows]], riders: torch.Tensor, times: LinkTimes | None
-    ) -> Iterator[tuple[_Transfer, _Room]]:
+    def _exchange(self, phase: int, riders: torch.Tensor, times: LinkTimes | None) -> Iterator[tuple[_Transfer, _Room]]:
         """Post everything, then hand out what arrives, in the order of the columns, while the rest is still under way."""
         sends = []
         arrivals = []
         for transfer in self._receives[phase]:
-            room = self._room(False, phase, transfer, pairs, riders)
+            room = self._room(False, phase, transfer, riders)
             arrivals.append((self._comm.irecv(room.buffer, transfer.peer, tag=_TAG + phase), transfer, room))
         filled: set[_Room] = set()
         for transfer in self._sends[phase]:
-            room = self._room(True, phase, transfer, pairs, riders)
+            room = self._room(True, phase, transfer, riders)
             if room not in filled:
                 filled.add(room)
-                for pair, index, span, pieces in room.pieces:
-                    for piece, view in zip(pieces, pairs[pair][index].cut(span), strict=True):
-                        piece.copy_(view)
-                        if self._wire is not None:
-                            view.copy_(piece)  # rounded, as the others will have it
+                for units, piece in room.pieces:
+                    piece.copy_(units)
+                    if self._wire is not None:
+                        units.copy_(piece)  # rounded, as the others will have it
                 if transfer.carries_replicated:
                     room.riders.copy_(riders)
             if times is not None:
@@ -190,19 +238,16 @@ class HorizontalExchange:
         for request in sends:
             request.wait()
 
-    def _room(
-        self, sending: bool, phase: int, transfer: _Transfer, pairs: Sequence[Sequence[Rows]], riders: torch.Tensor
-    ) -> _Room:
+    def _room(self, sending: bool, phase: int, transfer: _Transfer, riders: torch.Tensor) -> _Room:
         # What goes to several ranks is packed once.
         key = (phase, transfer.spans, transfer.carries_replicated) if sending else (phase, transfer.peer)
         room = self._rooms.get(key)
         if room is None:
-            parts = [(pair, index, span) for pair, span in transfer.spans for index in range(len(pairs[pair]))]
-            num_riders = riders.numel() if transfer.carries_replicated else 0
-            size = sum(pairs[pair][index].per_unit * span.size for pair, index, span in parts)
-            buffer = riders.new_empty(size + num_riders)
-            views = blocks(buffer, [(pairs[pair][index], span) for pair, index, span in parts])
-            pieces = tuple((*part, block) for part, (_, _, block) in zip(parts, views, strict=True))
+            staged = [self._stages[pair].span(span) for pair, span in transfer.spans]
+            sizes = [units.numel() for units in staged]
+            size = sum(sizes)
+            buffer = riders.new_empty(size + (riders.numel() if transfer.carries_replicated else 0))
+            pieces = tuple(zip(staged, buffer[:size].split(sizes), strict=True)) if staged else ()
             room = self._rooms[key] = _Room(buffer, pieces, buffer[size:])
         return room
 

@@ -103,7 +103,8 @@ class Phases:
             return
         self.enter(phase)
         yield
-        self.enter(resume)
+        if self.current is phase:  # else the iteration has ended inside, as in elastic runs, and what follows is outside of it
+            self.enter(resume)
 
     def finish_iteration(self) -> PhaseTimes:
         """End the iteration; the next one begins with the next forward pass. Returns where its time went."""

@@ -41,14 +41,14 @@ class RunRecorder:
         self._spent_s: dict[str, float] = {}
         self._num_spent = 0
         self._watched_to = 0
+        self._names: tuple[str, ...] | None = None
         self.is_wanted = False
 
     def begin(self, *, iteration: int) -> None:
         """Agree on whether there is anything to record, and tell of the first tiling. Collective."""
         self.is_wanted = self._whole(lambda: self._model.comm.bcast_object(self._records.wanted))
-        model = self._model
-        speeds = at_tiles(model.cluster, model.layout, workload=model.workload).speeds
-        self._tell_tiling(iteration, why="at the start", speeds=speeds)
+        self._names = self._model.names
+        self._tell_tiling(iteration, why="at the start", speeds=self._speeds())
 
     def iterated(
         self,
@@ -63,7 +63,11 @@ class RunRecorder:
         """After every iteration. Collective where `every` of them are full, or the tiling changes."""
         if not self.is_wanted:
             return
-        self._add(self._model.phases.last)
+        before, self._names = self._names, self._model.names
+        if before is None or before == self._names:
+            self._add(self._model.phases.last)
+        else:
+            self._tell_members(before, iteration)
         is_due = iteration % self._every == 0
         if is_due or (check is not None and check.moved is not None):
             self._tell_phases(iteration)  # of one tiling each
@@ -97,12 +101,29 @@ class RunRecorder:
         self._num_spent += 1
 
     def _tell_phases(self, iteration: int) -> None:
+        """Ranks that have joined may have been there for fewer iterations: all are told for as many as rank 0 was."""
         model = self._model
-        names, told = self._whole(lambda: (model.names, model.comm.gather_object(self._spent_s)))
+        names, told = self._whole(lambda: (model.names, model.comm.gather_object((self._num_spent, self._spent_s))))
         if told is not None and self._num_spent:
-            ranks = dict(zip(names, told, strict=True))
+            ranks = {
+                name: {phase: seconds * self._num_spent / num for phase, seconds in spent_s.items()}
+                for name, (num, spent_s) in zip(names, told, strict=True)
+                if num
+            }
             self.write("phases", iteration=iteration, values={"iterations": self._num_spent, "ranks": ranks})
         self._spent_s, self._num_spent = {}, 0
+
+    def _tell_members(self, before: tuple[str, ...], iteration: int) -> None:
+        """In an elastic run ranks have come or gone. What was spent under the tiling of before is of no use any more."""
+        self._spent_s, self._num_spent = {}, 0
+        now = self._model.names
+        gone, come = [name for name in before if name not in now], [name for name in now if name not in before]
+        why = [f"{', '.join(names)} {what}" for names, what in ((gone, "gone"), (come, "joined")) if names]
+        self._tell_tiling(iteration, why="; ".join(why), speeds=self._speeds())
+
+    def _speeds(self) -> dict[str, float]:
+        model = self._model
+        return dict(at_tiles(model.cluster, model.layout, workload=model.workload).speeds)
 
     def _tell_watched(self, watcher: Watcher, iteration: int) -> None:
         """What is known of the speeds, what was lost against what moving costs, and the alarms since the last time."""

@@ -128,7 +128,7 @@ class Retiling:
         return times.arrived_s.get(message.source, 0.0) if rank == message.dest else 0.0
 
     def heard(self, summed: Sequence[float]) -> None:
-        """The sum of `told` over all ranks."""
+        """Take `summed`: what `told` gives, summed over all ranks."""
         if self.watcher is not None:
             self._heard = list(summed)
             self._model.link_times.begin()

@@ -47,7 +47,7 @@ class Column:
             raise PlanError(f"the heights of column {self.processors} sum to {sum(self.heights)}, not 1")
 
     def as_wide_as(self, width: float) -> Column:
-        """The same processors at the same heights with another fraction of the samples."""
+        """The same processors at the same heights with another `width`, a fraction of the samples."""
         column = replace(self, width=width)
         column._sizes.update(self._sizes)  # they depend on the heights alone
         return column

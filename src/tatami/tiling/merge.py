@@ -48,6 +48,7 @@ def remove_small_groups(layout: Layout, *, threshold: float = SMALL_GROUP) -> La
     its sides.
 
     Args:
+        layout: of any planner.
         threshold: a fraction of the whole height; 0 moves nothing.
 
     Raises:

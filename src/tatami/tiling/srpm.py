@@ -126,6 +126,8 @@ def srpm_table(
     considered: a processor would have no work.
 
     Args:
+        cluster: the processors, by their speeds.
+        workload: how many samples and units there are.
         least_rows: fill so many rows even if they cannot hold the minimum; the table otherwise ends where the second term
             of Eq. 8 alone exceeds the best so far. N fills it whole.
         order: the order in which processors fill the columns; ascending where None.

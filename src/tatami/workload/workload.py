@@ -188,6 +188,7 @@ class Workload:
         return units or self.replicated_flop_per_sample + self.sample_flop or 1.0
 
     def with_samples(self, samples: int) -> Workload:
+        """The same network with another global batch."""
         return replace(self, samples=samples)
 
 

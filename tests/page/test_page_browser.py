@@ -1,0 +1,76 @@
+"""The page in a browser: it draws, moves, asks for nothing, and says nothing on the console."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_rig import a_run, recorded
+
+from tatami.page import RecordedRun, joined, page_of, read_run
+from tatami.page.facts import PHASES
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+LOOK = """<style>html { width: WIDTHpx }</style><script>addEventListener("load", () => setTimeout(() => {
+  const slider = document.getElementById("step");
+  slider.value = 2; slider.dispatchEvent(new Event("input"));
+  setTimeout(() => {
+    const right = Math.max(...[...document.querySelectorAll("body *")].map(each => each.getBoundingClientRect().right));
+    const tiles = document.querySelectorAll("#floor .mark-rect path").length;
+    const bars = document.querySelectorAll("#phases .mark-rect path").length;
+    const requests = performance.getEntriesByType("resource").length;
+    const told = document.getElementById("told").textContent;
+    const seen = { right, tiles, bars, requests, told, drawn: document.documentElement.dataset.drawn };
+    document.title = JSON.stringify(seen);
+  }, 1000);
+}, 2000));</script></head>"""
+
+
+def seen_in_a_browser(run: RecordedRun, folder: Path, *, width: int) -> dict[str, Any]:
+    """What `LOOK` saw; nothing was said on the console. Windows are 500 pixels wide at least."""
+    assert CHROMIUM is not None
+    page = folder / "run.html"
+    look = LOOK.replace("WIDTH", str(width))
+    page.write_text(page_of(run, title="run").replace("</head>", look, 1), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--enable-logging=stderr"]
+    options += [f"--user-data-dir={folder / 'chromium'}", "--virtual-time-budget=20000"]
+    options.append(f"--window-size={max(width, 500)},1600")
+    ran = subprocess.run(
+        [CHROMIUM, *options, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=400, check=False
+    )
+    assert "CONSOLE" not in ran.stderr
+    found = re.search(r"<title>(.*?)</title>", ran.stdout)
+    assert found is not None, ran.stderr
+    seen: dict[str, Any] = json.loads(found[1])
+    return seen
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to open the page in")
+@pytest.mark.parametrize("width", [390, 1440])
+def test_in_a_browser_it_draws_moves_and_asks_for_nothing(tmp_path: Path, width: int) -> None:
+    seen = seen_in_a_browser(recorded(a_run()), tmp_path, width=width)
+    assert (seen["drawn"], seen["requests"], seen["tiles"], seen["bars"]) == ("6", 0, 4, 4 * len(PHASES))
+    assert seen["told"].startswith("3 of 4, after iteration 80: 4 tiles")
+    assert seen["right"] <= width
+
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to open the page in")
+@pytest.mark.parametrize("width", [390, 1440])
+def test_a_real_run_with_three_retilings_and_a_death_in_a_browser(tmp_path: Path, width: int) -> None:
+    """What `benchmarks/pictures.py` has recorded, and draws for docs/pictures."""
+    run = joined([read_run(RESULTS / name) for name in ("report.jsonl", "report-repairs.json")])
+    assert [record["reason"] for record in run.of("members")] == ["p3 joined", "p1 leaves", "p4 joined", "p3 died"]
+    seen = seen_in_a_browser(run, tmp_path, width=width)
+    tilings = run.of("tiling")
+    assert len(tilings) == 5
+    assert (seen["drawn"], seen["requests"], seen["tiles"]) == ("6", 0, len(tilings[2]["tiling"]["tiles"]))
+    assert seen["bars"] == len(tilings[2]["tiling"]["tiles"]) * len(PHASES)
+    assert seen["right"] <= width
