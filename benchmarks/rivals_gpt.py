@@ -155,7 +155,7 @@ class Racing:
         found = probe(Workload.mlp(256, 512, 256, samples=512), comm, repeats=3)
         flop = self._workload.flop(width=1.0, height=1.0) / race.samples
         given = Sample.of(self._x[:2])
-        speeds = measure_network_speeds(self._model, given, comm, flop_per_sample=flop, repeats=3)
+        speeds = measure_network_speeds(self._model, given, comm, flop_per_sample=flop)
         pairs = zip(found.processors, speeds, strict=True)
         return replace(found, processors=tuple(replace(each, speed=speed.flop_per_s) for each, speed in pairs))
 

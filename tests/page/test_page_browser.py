@@ -41,7 +41,7 @@ def seen_in_a_browser(run: RecordedRun, folder: Path, *, width: int) -> dict[str
     options += [f"--user-data-dir={folder / 'chromium'}", "--virtual-time-budget=20000"]
     options.append(f"--window-size={max(width, 500)},1600")
     ran = subprocess.run(
-        [CHROMIUM, *options, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=400, check=False
+        [CHROMIUM, *options, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=800, check=False
     )
     assert "CONSOLE" not in ran.stderr
     found = re.search(r"<title>(.*?)</title>", ran.stdout)

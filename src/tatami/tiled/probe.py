@@ -49,6 +49,7 @@ def probe(
     here = settle_devices(comm, device)
     speeds = measure_speeds(workload, comm, repeats=repeats, repeat_s=_REPEAT_S, device=here, clock=clock, pace=pace)
     costs = measure_message_costs(comm)
+    # Of a card, its host's; the calls are not timed on the device.
     calls_s = measure_calls(comm, clock=clock, pace=pace)
     memory_bytes = comm.allgather_object(_memory_bytes() // comm.local_size)
     processors = tuple(
