@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import combinations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -146,6 +147,21 @@ def test_all_wait_for_the_slowest_of_noisy_ranks() -> None:
     assert AlphaBetaCost().price(alone, cluster=noisy, workload=WORKLOAD) == AlphaBetaCost().price(
         alone, cluster=plain, workload=WORKLOAD
     )
+
+
+def test_plans_say_in_which_time_nine_of_ten_iterations_are_expected() -> None:
+    plain = four(*"aabb")
+    noisy = replace(plain, processors=tuple(replace(each, spread=0.27) for each in plain.processors))
+    (known,) = compare(["even"], cluster=plain, workload=WORKLOAD)
+    (found,) = compare(["even"], cluster=noisy, workload=WORKLOAD)
+    assert known.range_s is None
+    assert found.range_s is not None
+    low_s, high_s = found.range_s
+    assert low_s < found.predicted_s < high_s
+    beside_s = found.predicted.vertical + found.predicted.horizontal
+    draws = np.random.default_rng(0).normal(0.0, 0.1, (20_000, 4)).max(axis=1)
+    times_s = beside_s + known.predicted.compute * (1 + draws)
+    assert float(((low_s <= times_s) & (times_s <= high_s)).mean()) == pytest.approx(0.9, abs=0.01)
 
 
 def test_measured_speeds_are_flop_per_second() -> None:

@@ -125,6 +125,7 @@ def plan_record(plan: Plan, *, weighted: Plan | None) -> dict[str, Any]:
         "t_comm": plan.t_comm,
         "predicted_s": plan.predicted_s,
         "predicted": asdict(plan.predicted),
+        "range_s": list(plan.range_s) if plan.range_s is not None else None,
         "bound_s": plan.bound_s,
         "gap": plan.gap,
         "volume_bytes": plan.volume_bytes,

@@ -36,11 +36,23 @@ def scatter(processors: Sequence[Processor]) -> float:
 
     The expected largest of n normal deviations (Blom's approximation), times the mean standard deviation of the ranks' speeds.
     """
-    spreads = [processor.spread for processor in processors if processor.spread is not None]
     n = len(processors)
-    if n == 1 or not spreads:
-        return 0.0
-    return fmean(spreads) / _RANGE * NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
+    return (_deviation(processors) or 0.0) * NormalDist().inv_cdf((n - 0.375) / (n + 0.25)) if n > 1 else 0.0
+
+
+def scatter_range(processors: Sequence[Processor]) -> tuple[float, float] | None:
+    """As `scatter`, what 5 % and what 95 % of the iterations stay below; None where nothing is known."""
+    deviation = _deviation(processors)
+    if deviation is None:
+        return None
+    low, high = (deviation * NormalDist().inv_cdf(share ** (1 / len(processors))) for share in (0.05, 0.95))
+    return low, high
+
+
+def _deviation(processors: Sequence[Processor]) -> float | None:
+    """The mean relative standard deviation of their speeds, of those of which it is known."""
+    spreads = [processor.spread for processor in processors if processor.spread is not None]
+    return fmean(spreads) / _RANGE if spreads else None
 
 
 def compute_time(layout: Layout, *, speeds: Mapping[str, float], workload: Workload) -> float:

@@ -6,10 +6,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tatami.cluster import Cluster
+from tatami.cluster import Cluster, Processor
 from tatami.errors import MemoryLackError, PlanError
 from tatami.tiling.alphabeta import AlphaBetaCost
 from tatami.tiling.bounds import VolumeBounds, time_bound_s, volume_bounds, volume_bytes
+from tatami.tiling.compute import scatter, scatter_range
 from tatami.tiling.cost import AbstractCost, Cost, RememberedCost
 from tatami.tiling.even import EvenPlanner
 from tatami.tiling.fit import fit, leaving_out, with_remedies
@@ -57,6 +58,8 @@ class Plan:
         tiling: the layout cut at `workload.samples` x `workload.units`.
         t_comm: Eq. 8, in elements.
         predicted: seconds of an iteration under the alpha-beta cost, by what they are spent on.
+        range_s: in which 90 % of the iterations are expected, by how far the measured speeds scatter (`Processor.spread`); None
+            where that was not measured. What is wrong with speeds and links themselves is not in it.
         bound_s: seconds that no tiling of this cluster can beat under that cost.
         volume_bytes: what all processors together send in an iteration.
         volume_bounds: what they would send at least, with tiles of the same areas but any shape.
@@ -76,6 +79,7 @@ class Plan:
     volume_bounds: VolumeBounds
     left_out: tuple[str, ...] = ()
     memory_bytes: Mapping[str, float] = field(default_factory=dict)
+    range_s: tuple[float, float] | None = None
 
     @property
     def predicted_s(self) -> float:
@@ -146,13 +150,15 @@ def _planned(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, 
     for told in leaving_out(planner.name, slow, small, workload=workload):
         warnings.warn(told, stacklevel=3)
     time_cost = cost.cost if isinstance(cost.cost, AlphaBetaCost) else AlphaBetaCost()
+    predicted = (cost if time_cost is cost.cost else time_cost).price(layout, cluster=cluster, workload=workload)
     return Plan(
         planner=planner.name,
         workload=workload,
         layout=layout,
         tiling=layout.cut(samples=workload.samples, units=workload.units),
         t_comm=PaperCost().price(layout, cluster=cluster, workload=workload).total,
-        predicted=(cost if time_cost is cost.cost else time_cost).price(layout, cluster=cluster, workload=workload),
+        predicted=predicted,
+        range_s=_range_s(predicted, [cluster.by_name[name] for name in layout.processors]),
         bound_s=time_bound_s(cluster, workload=workload, cost=time_cost),
         volume_bytes=volume_bytes(layout, workload=workload, cluster=cluster),
         volume_bounds=volume_bounds(
@@ -163,6 +169,15 @@ def _planned(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, 
         left_out=(*small, *slow),
         memory_bytes=memory_bytes(layout, workload=workload),
     )
+
+
+def _range_s(predicted: Cost, processors: Sequence[Processor]) -> tuple[float, float] | None:
+    ends = scatter_range(processors)
+    if ends is None:
+        return None
+    expected = scatter(processors)
+    low_s, high_s = (predicted.total + predicted.compute * (end - expected) / (1 + expected) for end in ends)
+    return low_s, high_s
 
 
 def compare(
