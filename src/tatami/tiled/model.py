@@ -20,6 +20,7 @@ from tatami.tiled.blocks import Blocks, workload_of
 from tatami.tiled.compiling import refuse_compiling
 from tatami.tiled.context import ModuleContext, RankContext
 from tatami.tiled.cutting import cut_units_of, tensor_of
+from tatami.tiled.departing import Bucket, Departures
 from tatami.tiled.describing import Description, describe
 from tatami.tiled.exactness import BATCH_NORMS
 from tatami.tiled.following.running import LocalForward
@@ -40,7 +41,7 @@ from tatami.tiled.vertical import ColumnComm
 from tatami.tiled.whole_batch import UnitFactor
 from tatami.tiled.whole_layers import WholeBatchNorm, WholeDropout
 from tatami.tiling import Layout, Span, Tile, Tiling, Traffic, spans, traffic_of
-from tatami.tiling.traffic import gradient_sums, riding_elements, size_digits
+from tatami.tiling.traffic import departures, gradient_sums, riding_elements, size_digits
 from tatami.workload import Workload
 
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None))
@@ -88,6 +89,7 @@ class TiledModel(nn.Module):
         generator: torch.Generator,
         draws: LocalDraws | None = None,
         wire: str | None = None,
+        bucket_bytes: int | None = None,
     ) -> None:
         super().__init__()
         self.comm = comm
@@ -99,7 +101,10 @@ class TiledModel(nn.Module):
         self.generator = generator
         self.draws = draws
         self.found: Blocks = found
-        self.workload: Workload = workload_of(module, found, samples=batch_size, wire=wire)
+        work = workload_of(module, found, samples=batch_size, wire=wire)
+        # Blocks of which each unit has tensors of its own are several here and one there; all of them leave at the end.
+        alike = len(found.blocks) == len(work.blocks)
+        self.workload: Workload = replace(work, bucket_bytes=bucket_bytes if alike else None)
         self._description = describe(module, found, workload=self.workload)
         self._column = ColumnComm(phases, wire=wire)
         several = comm.size > 1 or comm.changes
@@ -118,6 +123,12 @@ class TiledModel(nn.Module):
             if parameter is not None
         ]
         self._unique = list(self.module.parameters())
+        self._buckets = tuple(map(self._bucket, departures(self.workload)[:-1]))
+        self._departing: Departures | None = None
+        self._passes = 0
+        for number, bucket in enumerate(self._buckets):
+            for caller in bucket.callers:
+                caller.register_forward_pre_hook(functools.partial(self._enter_bucket, number))
         self.norms = WholeNorms(comm, holders=lambda: self._columns()[0], phases=phases)
         register(self)
         watch_optimizers()
@@ -363,6 +374,7 @@ class TiledModel(nn.Module):
         self._rank.speaks = self.speaks_for_column
         self._column.meet(placement.column)
         self._exchange = placement.exchange
+        self._leaving = placement.leaving
 
     def _regroup(self, *, cluster: Cluster) -> None:
         """The ranks of the communicator are others now, on these processors. For `tatami.tiled.relaying`; sends nothing."""
@@ -476,23 +488,63 @@ class TiledModel(nn.Module):
         trained = tuple(parameter for parameter in self._unique if parameter.requires_grad)
         if not trained:
             return self.module(*inputs, **named_inputs)
-        exchange = functools.partial(self._sum_gradients, trained, self.tilings, self._rank.samples)
+        departing = self._departures(trained)
+        exchange = functools.partial(self._sum_gradients, trained, self.tilings, self._rank.samples, departing)
         stand_ins = HorizontalSum.apply(exchange, *trained)  # type: ignore[no-untyped-call]
         by_parameter = {id(p): s for p, s in zip(trained, stand_ins, strict=True)}
+        if departing is not None:
+            departing.stand_ins = by_parameter
         for owner, name, parameter in self._slots:
             # nn.Module refuses a plain tensor as a parameter by setattr; torch.func.functional_call takes this way as well.
             owner._parameters[name] = by_parameter.get(id(parameter), parameter)
+        self._departing = departing
         try:
             return self.module(*inputs, **named_inputs)
         finally:
+            self._departing = None
             for owner, name, parameter in self._slots:
                 owner._parameters[name] = parameter
+
+    def _bucket(self, blocks: Sequence[int]) -> Bucket:
+        """The blocks of a network whose gradients leave together."""
+        rows = tuple(
+            tuple(each for each in own if isinstance(each.tensor, nn.Parameter)) if number in blocks else ()
+            for number, own in enumerate(self._rows)
+        )
+        parameters = {id(each.tensor) for own in rows for each in own}
+        slots = tuple(slot for slot in self._slots if id(slot[2]) in parameters)
+        # A module that is followed, or runs as a part, may read the parameters of modules inside of it without calling them.
+        whole = {self.found.blocks[number].facts.name for number in blocks if number >= len(self.found.pairs)}
+        callers = {owner for owner, _, _ in slots} | {self.module.get_submodule(name) for name in whole}
+        return Bucket(rows=rows, slots=slots, callers=frozenset(callers))
+
+    def _departures(self, trained: Sequence[nn.Parameter]) -> Departures | None:
+        """Of a forward pass that begins; None where all gradients leave at the end."""
+        if not self._leaving:
+            return None
+        self._passes += 1
+        return Departures(
+            self._buckets,
+            self._leaving,
+            trained={id(parameter) for parameter in trained},
+            number=self._passes,
+            phases=self.phases,
+            holds=functools.partial(self._lies_like, self.tilings),
+        )
+
+    def _enter_bucket(self, number: int, owner: nn.Module, inputs: Any) -> None:  # noqa: ARG002 -- a forward pre-hook
+        if self._departing is not None:
+            self._departing.enter(number)
+
+    def _lies_like(self, tilings: tuple[Tiling, ...]) -> bool:
+        return tilings is self.tilings
 
     def _sum_gradients(
         self,
         trained: Sequence[nn.Parameter],
         tilings: tuple[Tiling, ...],
         samples: int,
+        departing: Departures | None,
         grads: tuple[torch.Tensor | None, ...],
     ) -> tuple[torch.Tensor | None, ...]:
         """Called by autograd when every parameter's gradient from this rank's samples is there; None for those without part."""
@@ -503,9 +555,11 @@ class TiledModel(nn.Module):
         self.phases.enter(IterationPhase.HORIZONTAL)
         if self._exchange is not None:
             self._refuse_sparse(trained, grads)
+            left = frozenset() if departing is None else departing.trained
             by_parameter = {
                 id(p): torch.zeros_like(p) if grad is None else grad.contiguous()
                 for p, grad in zip(trained, grads, strict=True)
+                if id(p) not in left
             }
             # A parameter without part in the loss has no gradient, which to an optimizer is not the same as one of 0. Where
             # the forward pass depends on the samples, it has part if it had on any rank.
@@ -527,16 +581,30 @@ class TiledModel(nn.Module):
                     ]
                 )
             replicated = {key: grad for key, grad in by_parameter.items() if key not in tiled}
-            *sums, told = self._exchange.sum_(pairs, [*replicated.values(), told])
+            begun = self._exchange.begin(pairs, [*replicated.values(), told])
+            arrived: dict[int, torch.Tensor] = {}
+            late: list[int] = []
+            if departing is not None:
+                arrived, late = departing.arrive({id(p): grad for p, grad in zip(trained, grads, strict=True)})
+            *sums, told = self._exchange.finish(begun)
+            self._refuse_late(late)
             numbers = told.tolist()
             used, rest = numbers[: len(grads)], numbers[len(grads) :]
             sizes = [sum(d * 256**i for i, d in enumerate(rest[at : at + len(mine)])) for at in range(0, len(rest), len(mine))]
             if len(set(sizes)) > 1:
                 raise different_sizes(sizes, columns=self._columns())
-            by_parameter.update(zip(replicated, sums, strict=True))
+            by_parameter |= {**dict(zip(replicated, sums, strict=True)), **arrived}
             grads = tuple(by_parameter[id(p)] if part else None for p, part in zip(trained, used, strict=True))
         self.phases.enter(IterationPhase.UPDATE)
         return grads
+
+    def _refuse_late(self, late: Sequence[int]) -> None:
+        name = next((name for name, own in self.module.named_parameters() if id(own) in late), None)
+        if name is not None:
+            raise ModelError(
+                f"{name} is read before its module is called, so its gradient cannot leave when the backward pass is done with "
+                "that module. Give tatami.tile bucket_bytes=None"
+            )
 
     def _refuse_sparse(self, trained: Sequence[nn.Parameter], grads: Sequence[torch.Tensor | None]) -> None:
         for parameter, grad in zip(trained, grads, strict=True):

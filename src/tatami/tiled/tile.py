@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,7 +17,9 @@ from tatami.cluster import Cluster
 from tatami.comm.agreement import decided_on_root, same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.elastic import ElasticCommunicator
+from tatami.comm.tuning import tuned_bucket_bytes
 from tatami.errors import InputError, PlanError
+from tatami.parallel.buckets import BUCKET_BYTES
 from tatami.parallel.synchronizing import broadcast_model
 from tatami.tiled.blocks import Blocks, find_blocks, workload_of
 from tatami.tiled.describing import describe
@@ -26,7 +29,7 @@ from tatami.tiled.losses import LossReduction, check_reduction
 from tatami.tiled.measure import measure_network_speeds, measure_speeds
 from tatami.tiled.model import TiledModel
 from tatami.tiled.phases import Phases
-from tatami.tiling import DEFAULT_PLANNER, Layout, Plan, plan
+from tatami.tiling import DEFAULT_PLANNER, Layout, Plan, hiding_pays, plan
 from tatami.tiling.cost import AbstractCost
 from tatami.workload import Workload, check_wire
 
@@ -46,6 +49,7 @@ def tile(
     reduction: LossReduction | None = None,
     random: Literal["plain", "local"] = "plain",
     wire: str | None = None,
+    bucket_bytes: int | Literal["auto"] | None = "auto",
     quiet: bool = False,
     clock: Clock | None = None,
     pace: Pace = NO_PACE,
@@ -75,6 +79,9 @@ def tile(
         wire: "bfloat16" or "float16": gradients, and sums inside a column, travel so between hosts: half the bytes, rounded
             before and after they are added up (in float32). Every rank has the same bits; they are no longer those of the plain
             run. None: as exact as the weights' dtype. float16 overflows above 65504; bfloat16 does not.
+        bucket_bytes: gradients of the last blocks leave while earlier blocks compute, as soon as so many bytes of them are
+            there. None: all leave together at the end of the backward pass. "auto": by the tuning table of this cluster, where
+            that is predicted to save time and all hosts have a core to spare beside the threads that compute; else None.
         quiet: do not print the tiling (rank 0 does otherwise).
         clock, pace: for tests (see `tatami.clock`).
 
@@ -98,6 +105,7 @@ def tile(
         "reduction": reduction,
         "random": random,
         "wire": wire,
+        "bucket_bytes": bucket_bytes,
         "speeds": cluster,
         "layout": layout,
     }
@@ -124,6 +132,8 @@ def tile(
         layout = planned.layout
         if comm.rank == 0 and not quiet:
             print(f"tatami: {describe(whole, found, workload=workload).summary}\n{_told(planned)}", flush=True)
+    if bucket_bytes == "auto":
+        bucket_bytes = _bucket_bytes(comm, layout, cluster=cluster, workload=workload, cost=cost)
     generator = torch.Generator()
     generator.set_state(comm.bcast_object(torch.get_rng_state()))
     # Its messages have tags, which are the user's on the user's communicator.
@@ -140,7 +150,22 @@ def tile(
         generator=generator,
         draws=_draws(generator, found) if random == "local" else None,
         wire=wire,
+        bucket_bytes=bucket_bytes,
     )
+
+
+def _bucket_bytes(
+    comm: AbstractCommunicator, layout: Layout, *, cluster: Cluster, workload: Workload, cost: AbstractCost | None
+) -> int | None:
+    """As of `bucket_bytes="auto"`. Collective."""
+    if len(layout.columns) == 1 or comm.changes:
+        return None
+    size_bytes = tuned_bucket_bytes(comm) or BUCKET_BYTES
+    if not hiding_pays(layout, cluster=cluster, workload=workload, bucket_bytes=size_bytes, cost=cost):
+        return None
+    # What moves the messages meanwhile needs a core that the ranks of a host do not compute on.
+    spare = torch.get_num_threads() * comm.local_size < len(os.sched_getaffinity(0))
+    return size_bytes if all(comm.allgather_object(spare)) else None
 
 
 def _draws(generator: torch.Generator, found: Blocks) -> LocalDraws:
