@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tatami.cluster import Cluster
+from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import ModelError, PlanError
 from tatami.testing.worlds import World
@@ -45,7 +45,7 @@ def wanted() -> dict[str, torch.Tensor | None]:
 @pytest.mark.ranks(2, 3, 4)
 def test_messages_are_gone_before_earlier_blocks_compute(world: World) -> None:
     """Of three blocks with a bucket each: none when backward begins, those of two when it comes to the first one."""
-    built = network()
+    built, expected = network(), wanted()
 
     def body(comm: AbstractCommunicator) -> None:
         row = simple_layout(*([rank] for rank in range(comm.size)))
@@ -59,7 +59,7 @@ def test_messages_are_gone_before_earlier_blocks_compute(world: World) -> None:
             )
         model.comm.calls.clear()
         torch.autograd.backward(model(model.local(batch())).square().mean())
-        assert_close(whole_gradients(model), wanted(), what="gradients")
+        assert_close(whole_gradients(model), expected, what="gradients")
         # The last pair has left when backward comes to what lies before it, and so on.
         assert seen[-1] >= 2 * (comm.size - 1)
         assert seen == sorted(seen)
@@ -70,7 +70,7 @@ def test_messages_are_gone_before_earlier_blocks_compute(world: World) -> None:
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 def test_a_pass_that_is_interrupted_leaves_nothing_for_the_next(world: World) -> None:
-    built = network()
+    built, expected = network(), wanted()
 
     def body(comm: AbstractCommunicator) -> None:
         row = simple_layout(*([rank] for rank in range(comm.size)))
@@ -87,7 +87,7 @@ def test_a_pass_that_is_interrupted_leaves_nothing_for_the_next(world: World) ->
             hook.remove()
             model.zero_grad()
             torch.autograd.backward(model(model.local(batch())).square().mean())
-            assert_close(whole_gradients(model), wanted(), what="gradients")
+            assert_close(whole_gradients(model), expected, what="gradients")
             model.zero_grad()
 
     world(body)
@@ -139,7 +139,7 @@ def test_buckets_fill_from_the_last_block() -> None:
 def test_hiding_is_priced() -> None:
     """On a wire as fast as the processors all but the last bucket hides; messages that cost more than it gains forbid it."""
     layout = simple_layout([0], [1])
-    cluster = Cluster.from_speeds([1.0, 1.0])
+    cluster = Cluster(processors=tuple(Processor(name=f"p{rank}", speed=1.0, host=f"h{rank}") for rank in range(2)))
     late, early = (AlphaBetaCost().price(layout, cluster=cluster, workload=each) for each in (deep(), deep(1)))
     assert early.compute == late.compute
     assert early.vertical == late.vertical
