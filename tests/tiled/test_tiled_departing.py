@@ -54,7 +54,7 @@ def test_messages_are_gone_before_earlier_blocks_compute(world: World) -> None:
         assert isinstance(model.comm, Placed)
         seen: list[int] = []
         for index in (5, 3, 1):  # each behind a tanh: between two pairs, or inside of one
-            model.module[index].register_full_backward_hook(
+            model.module.get_submodule(str(index)).register_full_backward_hook(
                 lambda *_, calls=model.comm.calls: seen.append(sum(call.operation == "isend" for call in calls))
             )
         model.comm.calls.clear()
@@ -80,7 +80,7 @@ def test_a_pass_that_is_interrupted_leaves_nothing_for_the_next(world: World) ->
             raise KeyError("on purpose")
 
         for at in (1, 3):
-            hook = model.module[at].register_full_backward_hook(fail)
+            hook = model.module.get_submodule(str(at)).register_full_backward_hook(fail)
             with pytest.raises(KeyError, match="on purpose"):
                 # Gradients of the last pair are on their way, of another scale.
                 torch.autograd.backward(model(model.local(batch())).square().mean() * (2 + comm.rank))
@@ -99,11 +99,11 @@ def test_blocks_that_backward_never_comes_to_leave_at_its_end(world: World) -> N
 
     def body(comm: AbstractCommunicator) -> None:
         model = tiled(built, comm, layout=simple_layout([0], [1]), batch_size=9, bucket_bytes=1)
-        cut = model.module[7].register_forward_hook(lambda *given: given[-1].detach())
+        cut = model.module.get_submodule("7").register_forward_hook(lambda *given: given[-1].detach())
         output = model(model.local(batch()))
         torch.autograd.backward(output.square().mean())
-        assert model.module[0].weight.grad is None
-        assert model.module[8].weight.grad is not None
+        assert model.module.get_submodule("0").get_parameter("weight").grad is None
+        assert model.module.get_submodule("8").get_parameter("weight").grad is not None
         cut.remove()
 
     world(body)
@@ -115,8 +115,10 @@ def test_a_parameter_that_is_read_before_its_module_is_called_is_named(world: Wo
 
     def body(comm: AbstractCommunicator) -> None:
         model = tiled(built, comm, layout=simple_layout([0], [1]), batch_size=9, bucket_bytes=1)
-        last = model.module[8]
-        model.module[0].register_forward_pre_hook(lambda _, inputs: (inputs[0] + last.weight.sum(),))
+        last = model.module.get_submodule("8")
+        model.module.get_submodule("0").register_forward_pre_hook(
+            lambda _, inputs: (inputs[0] + last.get_parameter("weight").sum(),)
+        )
         with pytest.raises(ModelError, match=r"8\.weight is read before its module is called.*bucket_bytes=None"):
             torch.autograd.backward(model(model.local(batch())).square().mean())
 

@@ -125,7 +125,7 @@ def planner_table(plans: Sequence[Plan], *, weighted: Plan | None = None) -> Tab
     """
     if not plans:
         raise InputError("there is no plan to compare: name at least one planner")
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             plan.planner,
             _per_column(plan.tiling, what="names"),
@@ -138,7 +138,7 @@ def planner_table(plans: Sequence[Plan], *, weighted: Plan | None = None) -> Tab
         )
         for plan in plans
     ]
-    headers = (
+    headers: tuple[str, ...] = (
         "planner",
         "columns",
         "samples",
@@ -194,7 +194,7 @@ def run_table(runs: Sequence[MethodResult]) -> Table:
     if not runs:
         raise InputError("there is no run to compare: measure at least one method")
     base = next((run for run in runs if run.method == "even"), runs[0])
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             run.method,
             format_duration(run.iteration_s, digits=3),

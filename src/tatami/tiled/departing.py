@@ -134,7 +134,7 @@ class Departures:
             else:
                 each = zip(trained, came, self._left[index], strict=True)
                 late += [id(parameter) for parameter, grad, left in each if grad is not left]
-        found = {}
+        found: dict[int, torch.Tensor] = {}
         for index, (under_way, rows) in sorted(self._begun.items()):
             self._exchanges[index].finish(under_way)
             sums = (each.tensor for block in rows for each in block)

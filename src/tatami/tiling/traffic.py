@@ -240,7 +240,7 @@ def gradient_sums(
     if len(names) == len(tiling.tiles) and len(tiling.columns) == 1:
         return ()
     rides = riders <= RIDE_ALONG_ELEMENTS
-    sums = []
+    sums: list[tuple[int | None, list[int], tuple[Message, ...], int]] = []
     rest = list(unit_elements)
     for group in departures[:-1]:
         own = [elements if number in group else 0 for number, elements in enumerate(unit_elements)]
