@@ -116,9 +116,13 @@ def test_a_parameter_that_is_read_before_its_module_is_called_is_named(world: Wo
     def body(comm: AbstractCommunicator) -> None:
         model = tiled(built, comm, layout=simple_layout([0], [1]), batch_size=9, bucket_bytes=1)
         last = model.module.get_submodule("8")
-        model.module.get_submodule("0").register_forward_pre_hook(
-            lambda _, inputs: (inputs[0] + last.get_parameter("weight").sum(),)
-        )
+
+        def early(_: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+            weight = last._parameters["weight"]
+            assert weight is not None
+            return (inputs[0] + weight.sum(),)
+
+        model.module.get_submodule("0").register_forward_pre_hook(early)
         with pytest.raises(ModelError, match=r"8\.weight is read before its module is called.*bucket_bytes=None"):
             torch.autograd.backward(model(model.local(batch())).square().mean())
 
