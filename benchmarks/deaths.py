@@ -1,7 +1,7 @@
 """What a death costs, by four ways to go on:  python benchmarks/deaths.py [--deaths 10] [--step-s 2.0] [--contestants ...]
 
-The same network, the same global batches and the same time of a step (every rank sleeps for `--step-s`, so that all of them fit
-on any machine) under
+The same network, the same global batches and the same time of a step (every layer sleeps, a third of `--step-s` in the forward
+pass of all and the rest in the backward pass, so that all ranks fit on any machine) under
 
 - tatami: `tatami.elastic`, where the others repair the run and a new rank joins it;
 - torchrun: its elastic restart of all ranks, from a checkpoint after every step;
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from tatami.bench.interleaved import machine
 
@@ -44,6 +44,7 @@ RESULTS = Path(__file__).parent / "results" / "deaths.jsonl"
 EVERY = 4
 """Steps from death to death: the rank that replaces the dead one must be up again."""
 BATCH = 64
+LAYERS = 12
 LIMIT_S = 1800.0
 """For one contestant."""
 
@@ -72,9 +73,35 @@ class Case:
         return Path(self.folder)
 
 
-def network() -> nn.Module:
+class Pause(nn.Module):
+    """A layer that takes its time: a third in its forward pass, and the rest in its backward pass."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if isinstance(x, fx.Proxy) else _Paused.apply(x, self.seconds)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Paused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds / 3)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(2 * ctx.seconds / 3)
+        return grad, None
+
+
+def network(step_s: float = 0.0) -> nn.Module:
+    """Whose forward and backward pass take so long."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)).double()
+    pauses = [Pause(step_s / LAYERS) for _ in range(LAYERS)]
+    return nn.Sequential(nn.Linear(64, 64), *pauses, nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)).double()
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
@@ -168,14 +195,13 @@ def _tatami_rank(case: Case) -> State:
     from tatami.tiled import whole_state_dict
 
     comm = tatami.init()
-    model = tatami.tile(network(), comm, batch_size=BATCH, speeds="equal", reduction="mean", quiet=True)
+    model = tatami.tile(network(case.step_s), comm, batch_size=BATCH, speeds="equal", reduction="mean", quiet=True)
     optimizer = optimizer_of(model)
     loop = tatami.steps(model, optimizer, count=case.steps)
     for step in loop:
         with step:
             if comm.rank == 1:
                 strike(case, step.number)
-            time.sleep(case.step_s)
             x, y = model.local(*batch(step.number))
             loss = nn.functional.cross_entropy(model(x), y) if len(y) else model(x).sum()
             loss.backward()
@@ -206,7 +232,7 @@ def _torchrun_rank(case: Case) -> None:
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=case.heartbeat_s))
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = network()
+    model = network(case.step_s)
     optimizer = optimizer_of(model)
     done, saved = 0, case.path / "saved.pt"
     if saved.exists():
@@ -218,7 +244,6 @@ def _torchrun_rank(case: Case) -> None:
     for step in range(done, case.steps):
         if rank == 1:
             strike(case, step)
-        time.sleep(case.step_s)
         x, y = batch(step)
         optimizer.zero_grad()
         share = y[rank::size]
@@ -262,7 +287,7 @@ def _torchft_rank(case: Case, number: int) -> None:
 
     timeout = timedelta(seconds=case.heartbeat_s)
     store: Any = cast(Any, dist).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    model = network()
+    model = network(case.step_s)
     plain_optimizer = optimizer_of(model)
 
     def load(state: dict[str, Any]) -> None:
@@ -290,7 +315,6 @@ def _torchft_rank(case: Case, number: int) -> None:
         if number == 1:
             strike(case, step)
         rank, size = manager.participating_rank() or 0, manager.num_participants()
-        time.sleep(case.step_s)
         x, y = batch(step)
         share = y[rank::size]
         loss = nn.functional.cross_entropy(parallel(x[rank::size]), share) * len(share) * size / BATCH
@@ -320,7 +344,6 @@ def with_server(case: Case) -> dict[str, Any]:
                 timers[-1].start()
 
         def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            time.sleep(step_s)
             return nn.functional.cross_entropy(output, target)
 
         settings = server.RunSettings(
@@ -335,7 +358,7 @@ def with_server(case: Case) -> dict[str, Any]:
         )
         x, y = (torch.cat(parts) for parts in zip(*map(batch, range(case.steps)), strict=True))
         model, report = server.train(
-            network, loss_fn, dataset=(x, y), settings=settings, context=server.RunContext(on_round=on_round)
+            partial(network, step_s), loss_fn, dataset=(x, y), settings=settings, context=server.RunContext(on_round=on_round)
         )
         return model.state_dict(), report
 

@@ -60,7 +60,7 @@ def jobs(options: argparse.Namespace) -> Iterator[EvaluationJob]:
             net=net,
             samples=BATCHES[net],
             contestants=(),
-            rounds=4 if small else 3,
+            rounds=5,
             repeats=20 if small else 2,
             serial_s=3.0 if small else 6.0,
         )
@@ -81,7 +81,7 @@ def jobs(options: argparse.Namespace) -> Iterator[EvaluationJob]:
         if "rivals" in options.part:
             for bandwidth in (GIGABIT, FAST_ETHERNET):
                 names = ("weighted", "srpm", "timed", *RETILED, *RIVALS)
-                yield replace(base, part="rivals", bandwidth_bytes_per_s=bandwidth, contestants=names, rounds=5)
+                yield replace(base, part="rivals", bandwidth_bytes_per_s=bandwidth, contestants=names)
 
 
 def measure(options: argparse.Namespace, path: Path) -> None:

@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from math import fsum
+from math import ceil, fsum
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class HeldOutBed:
         bandwidth_bytes_per_s: of all links.
         tilings: how many are measured.
         seed: of them.
-        rounds, repeats: blocks of every tiling, in turn, and iterations of a block.
+        rounds, block_s: blocks of every tiling, in turn, and how long one lasts at least.
     """
 
     name: str
@@ -54,7 +54,7 @@ class HeldOutBed:
     tilings: int = 8
     seed: int = 0
     rounds: int = 5
-    repeats: int = 3
+    block_s: float = 1.0
 
     @property
     def cluster(self) -> Cluster:
@@ -125,19 +125,23 @@ def found_by(bed: HeldOutBed, comm: AbstractCommunicator) -> dict[str, Any]:
     """Probe, then measure blocks of iterations of all tilings in turn. Collective; the same on every rank."""
     workload = net_workload(bed.net, samples=bed.samples)
     task = make_task(parse_net(bed.net), samples=bed.samples, workload=workload, seed=0)
-    cluster = probe(workload, comm)
     sample_flop = measure_sample_flop(workload, comm)
+    cluster = probe(replace(workload, sample_flop=sample_flop), comm)  # so that speeds are of the same work
     layouts, clock = drawn_layouts(bed), SystemClock()
     steps = [_step(layout, cluster, task, comm) for layout in layouts]
     block_s: list[list[float]] = [[] for _ in layouts]
-    for round_ in range(bed.rounds + 1):
-        for step, spent_s in zip(steps, block_s, strict=True):
+    repeats = [1] * len(layouts)
+    for round_ in range(bed.rounds + 2):  # the first warms up, the second tells how often is long enough
+        for index, step in enumerate(steps):
             comm.barrier()
             start_s = clock.now_s()
-            for _ in range(bed.repeats if round_ else 1):
+            for _ in range(repeats[index]):
                 step()
-            if round_:  # the first round warms up
-                spent_s.append((clock.now_s() - start_s) / bed.repeats)
+            spent_s = (clock.now_s() - start_s) / repeats[index]
+            if round_ == 1:
+                repeats[index] = comm.bcast_object(max(1, ceil(bed.block_s / spent_s)))
+            elif round_ > 1:
+                block_s[index].append(spent_s)
     everywhere = comm.allgather_object(block_s)
     return {
         "cluster": cluster_toml(cluster),

@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 import tatami
 from tatami.elastic.moments import Moment
+from tatami.elastic.session import current_session
 from tatami.elastic.steps import steps
 from tatami.tiled import Callback, LRSchedulerConfig, TiledModel, whole_state_dict
 from tatami.tiling import Column, Layout
@@ -77,6 +78,63 @@ def train(columns: int, kind: str, count: int) -> tuple[list[float], dict[str, t
             assert step.loss is not None
             losses[step.number] = step.loss
     return list(losses.values()), loop.whole(lambda: whole_state_dict(model))
+
+
+class Passes(nn.Module):
+    """Counts forward passes, and passes back; in one of them it computes until the run has called the step off."""
+
+    def __init__(self, waits_in: tuple[int, str] | None) -> None:
+        super().__init__()
+        self.forward_passes, self.backward_passes, self._waits_in = 0, 0, waits_in
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, fx.Proxy):
+            return x
+        self.forward_passes += 1
+        if self._waits_in == (self.forward_passes, "forward"):
+            wait_until_called_off()
+        return Back.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def count_back(self) -> None:
+        self.backward_passes += 1
+        if self._waits_in == (self.backward_passes, "backward"):
+            wait_until_called_off()
+
+
+class Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, passes: Passes) -> torch.Tensor:
+        ctx.passes = passes
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.passes.count_back()
+        return grad, None
+
+
+def wait_until_called_off() -> None:
+    session = current_session()
+    assert session is not None
+    while not session.is_called_off:
+        time.sleep(0.001)
+
+
+def train_and_count(where: str) -> list[tuple[int, int]]:
+    """Passes of the first and last layer, in columns of one rank: no message until a rank has all its gradients."""
+    comm = tatami.init()
+    first, last = (Passes((3, where) if index == (where == "backward") else None) for index in range(2))
+    layers = [first, nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 2), last]
+    network = nn.Sequential(nn.Linear(5, 5), *layers).to(torch.float64)
+    model = tatami.tile(network, comm, batch_size=SAMPLES, layout=LAYOUTS[3], speeds="equal", reduction="mean", quiet=True)
+    optimizer = optimizer_of(model, "sgd")
+    for step in steps(model, optimizer, count=STEPS):
+        with step:
+            x, y = model.local(*batch(step.number))
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            step.update(loss)
+    return [(each.forward_passes, each.backward_passes) for each in model.module.modules() if isinstance(each, Passes)]
 
 
 def train_until_alone() -> tuple[int, dict[str, torch.Tensor]]:

@@ -89,6 +89,18 @@ def test_a_killed_rank_costs_nothing_but_time(pool: Pool, columns: int, moment: 
     assert change.step in (2, 3)
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_what_is_computed_in_vain_ends_at_the_next_layer(pool: Pool, where: str) -> None:
+    """In the third step the rank dies; the others compute on until they hear of it, and then no layer more of that step."""
+    moment = Moment.BEFORE_FORWARD if where == "forward" else Moment.BACKWARD
+    result = run_patiently(
+        functools.partial(scripts.train_and_count, where), ranks=3, hook=Killer(("p1", moment, 2)), pool=pool
+    )
+    disturbed, steps = scripts.STEPS + 1, scripts.STEPS
+    expected = [(disturbed, steps), (steps, steps)] if where == "forward" else [(disturbed, steps), (disturbed, disturbed)]
+    assert result.values == dict.fromkeys(("p0", "p2"), expected)
+
+
 @pytest.mark.parametrize("moment", IN_REPAIR if ALL else [Moment.LAYING])
 def test_a_rank_that_dies_while_the_death_of_another_is_repaired(pool: Pool, moment: Moment) -> None:
     """Two deaths of three leave one rank: with two holders of each unit and one death after the other, all is still there."""

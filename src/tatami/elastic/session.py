@@ -286,6 +286,11 @@ class Session:
             self._hook(moment, self.name, -1 if self._training is None else self._training.step_number)
 
     @property
+    def is_called_off(self) -> bool:
+        """Whether the body that is under way is in vain: a rank has died, and what this rank computes will be done again."""
+        return self._off.is_set() and self._open is not None
+
+    @property
     def has_ended(self) -> bool:
         """Whether the script has come to its end."""
         return self._has_ended

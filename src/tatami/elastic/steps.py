@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch import nn
 
 from tatami.cluster import Cluster
 from tatami.elastic.moments import Moment
@@ -122,6 +123,7 @@ class Steps:
         if self.session is not None:
             if self.session.is_watched:
                 self._watch_phases()
+            self._heed(self.session)
             self.session.enter(self)
 
     def step(self) -> RepairedStep:
@@ -210,6 +212,25 @@ class Steps:
         if keeper is not None and owner is not None:
             members = change.members
             self._mirror.exchange(self.session.comm, keeper=members.index(keeper), owner=members.index(owner))
+
+    def _heed(self, session: Session) -> None:
+        """Stop computing before and behind every layer when the step is called off.
+
+        A rank that is alone in its column hears of nothing before it has all its gradients: by then a whole iteration would be
+        computed in vain.
+        """
+
+        def stop(*_: object) -> None:
+            if session.is_called_off:
+                raise CommError("a rank has died, and the step that this rank was in is done again")
+
+        def stop_backward(_module: nn.Module, _inputs: object, output: object) -> None:
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(stop)
+
+        for module in self.model.module.modules():
+            module.register_forward_pre_hook(stop)
+            module.register_forward_hook(stop_backward)
 
     def _watch_phases(self) -> None:
         phases, session = self.model.phases, self.session

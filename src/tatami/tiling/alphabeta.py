@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import final
 
 from tatami.cluster import Cluster
@@ -26,6 +28,8 @@ _WORTH_HIDING = 0.01
 """Less than this part of an iteration is not known so well."""
 MEASURED_FROM = 1e6
 """Speeds from here on are flop/s: no processor does less, and relative speeds do not go up to a million."""
+_LOOKED_AT = 8
+"""Of many columns, the widest and the deepest whose sums a lower bound looks at."""
 
 
 @final
@@ -73,10 +77,12 @@ class AlphaBetaCost(AbstractCost):
     def at_least(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> float:
         links = SlowestLink(cluster)
         compute_s = compute_time(layout, speeds=cluster.speeds, workload=workload) / self.scale(cluster)
-        vertical_s = max(
-            _vertical_s(column.processors, width, workload, links)
-            for column, width in zip(layout.columns, layout.sample_shares(workload.samples), strict=True)
-        )
+        columns = list(zip(layout.columns, layout.sample_shares(workload.samples), strict=True))
+        if len(columns) > 2 * _LOOKED_AT:
+            # The longest of some is not above the longest of all, and with thousands of columns much quicker to find.
+            deepest = heapq.nlargest(_LOOKED_AT, columns, key=lambda pair: len(pair[0].processors))
+            columns = [*heapq.nlargest(_LOOKED_AT, columns, key=itemgetter(1)), *deepest]
+        vertical_s = max(_vertical_s(column.processors, width, workload, links) for column, width in columns)
         if workload.bucket_bytes is not None:
             return compute_s + vertical_s
         return compute_s + vertical_s + _horizontal_at_least_s(layout, workload, links)
