@@ -47,18 +47,20 @@ def choose_bucket_bytes(
         cost: predicts what is gained.
 
     Raises:
-        InputError: a number of bytes where all gradients leave together, or what is no number of bytes.
+        InputError: a number of bytes where all gradients leave together, or what is not one.
     """
     if wanted is None:
         return None
     if wanted != "auto" and (not isinstance(wanted, int) or wanted < 1):
         raise InputError(f"bucket_bytes must be a number of bytes, at least 1, 'auto' or None, not {wanted!r}")
     if comm.changes:
-        return _together(wanted, "the ranks of an elastic run may change")
+        _refuse_number(wanted, why="the ranks of an elastic run may change")
+        return None
     told = comm.allgather_object((device.type == "cpu", torch.get_num_threads(), cores_here()))
     on_device = [rank for rank, (on_cpu, _, _) in enumerate(told) if not on_cpu]
     if on_device:
-        return _together(wanted, f"rank {on_device[0]} is on a device")
+        _refuse_number(wanted, why=f"rank {on_device[0]} is on a device")
+        return None
     if wanted != "auto":
         return wanted
     # Where messages or links were not measured, it is not known that they cost less than they hide.
@@ -74,7 +76,6 @@ def choose_bucket_bytes(
     return size_bytes if decided_on_root(comm, pays) else None
 
 
-def _together(wanted: BucketBytes, why: str) -> None:
-    """Where all gradients leave together."""
+def _refuse_number(wanted: BucketBytes, *, why: str) -> None:
     if wanted != "auto":
         raise InputError(f"bucket_bytes={wanted}: {why}, where all gradients leave together; give None, or 'auto'")
