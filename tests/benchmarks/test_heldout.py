@@ -34,11 +34,14 @@ def test_the_goals_are_of_the_median_and_the_95th_percentile() -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.threads_only
 def test_ranks_measure_all_tilings_in_turn(world: World) -> None:
-    bed = bed_from_dict({**BEDS[0].to_dict(), "speeds": [1.0, 0.5], "net": "8-16-4", "samples": 32, "tilings": 2})
+    bed = bed_from_dict(
+        {**BEDS[0].to_dict(), "speeds": [1.0, 0.5], "net": "8-16-4", "samples": 32, "tilings": 2, "block_s": 0.01}
+    )
 
     def body(comm: AbstractCommunicator) -> None:
         found = found_by(bed, comm)
         assert [len(each["rounds_s"]) for each in found["tilings"]] == [bed.rounds] * 2
         assert "message = " in found["cluster"]
+        assert found["cluster"].count("call = ") == 2
 
     world(body, timeout_s=60)

@@ -87,13 +87,13 @@ class Passes(nn.Module):
         super().__init__()
         self.forward_passes, self.backward_passes, self._waits_in = 0, 0, waits_in
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any) -> Any:
         if isinstance(x, fx.Proxy):
             return x
         self.forward_passes += 1
         if self._waits_in == (self.forward_passes, "forward"):
             wait_until_called_off()
-        return Back.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
+        return Back.apply(x, self)  # type: ignore[no-untyped-call]
 
     def count_back(self) -> None:
         self.backward_passes += 1
@@ -132,7 +132,7 @@ def train_and_count(where: str) -> list[tuple[int, int]]:
         with step:
             x, y = model.local(*batch(step.number))
             loss = nn.functional.mse_loss(model(x), y)
-            loss.backward()
+            torch.autograd.backward(loss)
             step.update(loss)
     return [(each.forward_passes, each.backward_passes) for each in model.module.modules() if isinstance(each, Passes)]
 

@@ -141,6 +141,19 @@ def test_gradients_that_leave_early_hide_behind_what_is_computed() -> None:
 
 
 @needs_simgrid
+@pytest.mark.parametrize("layout", [grid(1, 2), grid(2, 1), grid(2, 2)])
+def test_what_calls_cost_processors_is_priced_as_it_is_simulated(layout: Layout) -> None:
+    """3 ms for each block, and once more, on the slowest processor of a column, which takes longest anyway."""
+    speeds = [1.0] * len(layout.processors)
+    cheap = cluster_of(speeds)
+    dear = replace(cheap, processors=tuple(replace(each, call_s=3e-3) for each in cheap.processors))
+    free = AlphaBetaCost(flop_per_s=100 * MFLOP).price(layout, cluster=cheap, workload=NETTALK)
+    cost = AlphaBetaCost(flop_per_s=100 * MFLOP).price(layout, cluster=dear, workload=NETTALK)
+    assert cost.total - free.total == pytest.approx(3e-3 * (len(NETTALK.blocks) + 1), rel=1e-9)
+    assert rehearsed(job(speeds, layout=layout, cluster=dear)).total_s == pytest.approx(cost.total, rel=1e-6)
+
+
+@needs_simgrid
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_columns_over_several_hosts_sum_directly(ranks: int) -> None:
     """Two give each other all they have; more complete a part each, in two phases of 1/k from everyone to everyone."""

@@ -59,3 +59,5 @@ def test_a_slowed_rank_is_measured_as_slow(world: World) -> None:
     fast, slow = world(body)[0].processors
     assert slow.speed == pytest.approx(fast.speed / 20, rel=1e-3)  # figures are rounded
     assert (slow.spread, fast.spread) == (0.0, 0.0)
+    # An iteration of four blocks takes 1 s: five times what a block and the iteration itself take.
+    assert (fast.call_s, slow.call_s) == pytest.approx((0.2, 4.0), rel=1e-3)

@@ -86,7 +86,7 @@ def _processors(cluster: Cluster) -> Table:
     fastest = max(cluster.speeds.values())
     return Table(
         title="processors",
-        headers=("name", "host", "speed", "relative", "spread", "message", "memory"),
+        headers=("name", "host", "speed", "relative", "spread", "message", "call", "memory"),
         rows=tuple(
             (
                 processor.name,
@@ -95,11 +95,12 @@ def _processors(cluster: Cluster) -> Table:
                 f"{processor.speed / fastest:.2f}",
                 "" if processor.spread is None else f"{100 * processor.spread:.0f} %",
                 format_duration(processor.message_s, digits=2) if processor.message_s else "",
+                format_duration(processor.call_s, digits=2) if processor.call_s else "",
                 "" if processor.memory_bytes is None else format_size(processor.memory_bytes, digits=3),
             )
             for processor in cluster.processors
         ),
-        numbers=frozenset({2, 3, 4, 5, 6}),
+        numbers=frozenset({2, 3, 4, 5, 6, 7}),
     )
 
 
@@ -130,6 +131,7 @@ def _record(cluster: Cluster) -> dict[str, Any]:
                 "speed_flop_per_s": processor.speed,
                 "spread": processor.spread,
                 "message_s": processor.message_s,
+                "call_s": processor.call_s,
                 "copy_bytes_per_s": processor.copy_bytes_per_s if processor.copy_bytes_per_s < math.inf else None,
                 "memory_bytes": processor.memory_bytes,
             }

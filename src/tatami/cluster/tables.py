@@ -56,6 +56,7 @@ class ProcessorTable:
     spread: _Spread | None = None
     message: _Latency | None = None
     copy: _Bandwidth | None = None
+    call: _Latency | None = None
     host: _Name = _Name("localhost")
     memory: _Memory | None = None
     count: _Count | None = None
@@ -70,6 +71,7 @@ class ProcessorTable:
                 spread=self.spread,
                 message_s=self.message or 0.0,
                 copy_bytes_per_s=self.copy or math.inf,
+                call_s=self.call or 0.0,
                 host=host,
                 memory_bytes=self.memory,
             )

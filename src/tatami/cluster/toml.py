@@ -94,6 +94,8 @@ def cluster_toml(cluster: Cluster) -> str:
             lines.append(f"message = {_text(format_duration(processor.message_s))}")
         if processor.copy_bytes_per_s < math.inf:
             lines.append(f"copy = {_text(format_bandwidth(processor.copy_bytes_per_s))}")
+        if processor.call_s:
+            lines.append(f"call = {_text(format_duration(processor.call_s))}")
         lines.append(f"host = {_text(processor.host)}")
         if processor.memory_bytes is not None:
             lines.append(f"memory = {_text(format_size(processor.memory_bytes))}")

@@ -226,7 +226,7 @@ class Steps:
 
         def stop_backward(_module: nn.Module, _inputs: object, output: object) -> None:
             if isinstance(output, torch.Tensor) and output.requires_grad:
-                output.register_hook(stop)
+                output.register_hook(stop)  # type: ignore[no-untyped-call]
 
         for module in self.model.module.modules():
             module.register_forward_pre_hook(stop)

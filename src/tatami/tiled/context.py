@@ -91,10 +91,10 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args
     A mask may have a gradient (T5's position bias), and that is summed over the column: all ranks must come to that sum.
     """
     result = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
-    mask = args[0] if args else kwargs.get("attn_mask")
-    if result.numel() or mask is None or not mask.requires_grad:
-        return result
-    return result + 0 * mask.sum()
+    mask: torch.Tensor | None = args[0] if args else kwargs.get("attn_mask")
+    if not result.numel() and mask is not None and mask.requires_grad:
+        result = result + 0 * mask.sum()
+    return result
 
 
 def on_channels(context: ModuleContext, operation: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> torch.Tensor:

@@ -14,6 +14,7 @@ from tatami.cluster.cluster import LOCAL_LINK, NETWORK_LINK
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.message_cost import measure_message_costs
 from tatami.comm.probe import link_ranks, measure_links
+from tatami.tiled.calls import measure_calls
 from tatami.tiled.devices import settle_devices, with_memory
 from tatami.tiled.measure import measure_speeds
 from tatami.workload import Workload
@@ -48,6 +49,7 @@ def probe(
     here = settle_devices(comm, device)
     speeds = measure_speeds(workload, comm, repeats=repeats, repeat_s=_REPEAT_S, device=here, clock=clock, pace=pace)
     costs = measure_message_costs(comm)
+    calls_s = measure_calls(comm, clock=clock, pace=pace)
     memory_bytes = comm.allgather_object(_memory_bytes() // comm.local_size)
     processors = tuple(
         Processor(
@@ -56,10 +58,13 @@ def probe(
             spread=_rounded(speed.spread, digits=2),
             message_s=_rounded(cost.message_s, digits=3),
             copy_bytes_per_s=_rounded_bandwidth(cost.copy_bytes_per_s),
+            call_s=_rounded(call_s, digits=3),
             host=host,
             memory_bytes=memory // _MIB * _MIB,
         )
-        for rank, (speed, cost, host, memory) in enumerate(zip(speeds, costs, comm.hosts, memory_bytes, strict=True))
+        for rank, (speed, cost, call_s, host, memory) in enumerate(
+            zip(speeds, costs, calls_s, comm.hosts, memory_bytes, strict=True)
+        )
     )
     links = {
         hosts: _rounded_link(_without_messages(link, [costs[rank].message_s for rank in link_ranks(comm.hosts)[hosts]]))

@@ -46,7 +46,8 @@ class AlphaBetaCost(AbstractCost):
       ride along, or are summed by all. With `Workload.bucket_bytes` the wires carry the sums of the last blocks while earlier
       ones compute, and what is not done by then counts.
 
-    Beside the wire, messages cost the processors that send and receive them (`Processor.message_s`), and bytes their copying.
+    Beside the wire, messages cost the processors that send and receive them (`Processor.message_s`), and bytes their copying;
+    beside the flop, a block costs its calls (`Processor.call_s`).
 
     Members of a collective go at the pace of the slowest link among them; members of one host use its local link.
 
@@ -63,7 +64,7 @@ class AlphaBetaCost(AbstractCost):
 
     def price(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> Cost:
         links = SlowestLink(cluster)
-        compute_s = compute_time(layout, speeds=cluster.speeds, workload=workload) / self.scale(cluster)
+        compute_s = self._compute_s(layout, cluster=cluster, workload=workload)
         return Cost(
             compute=compute_s * (1 + scatter([cluster.by_name[name] for name in layout.processors])),
             vertical=max(
@@ -76,7 +77,7 @@ class AlphaBetaCost(AbstractCost):
 
     def at_least(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> float:
         links = SlowestLink(cluster)
-        compute_s = compute_time(layout, speeds=cluster.speeds, workload=workload) / self.scale(cluster)
+        compute_s = self._compute_s(layout, cluster=cluster, workload=workload)
         columns = list(zip(layout.columns, layout.sample_shares(workload.samples), strict=True))
         if len(columns) > 2 * _LOOKED_AT:
             # The longest of some is not above the longest of all, and with thousands of columns much quicker to find.
@@ -86,6 +87,11 @@ class AlphaBetaCost(AbstractCost):
         if workload.bucket_bytes is not None:
             return compute_s + vertical_s
         return compute_s + vertical_s + _horizontal_at_least_s(layout, workload, links)
+
+    def _compute_s(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> float:
+        scale = self.scale(cluster)
+        calls = {each.name: each.call_s * scale for each in cluster.processors} if cluster.calls_known else None
+        return compute_time(layout, speeds=cluster.speeds, workload=workload, calls=calls) / scale
 
     def scale(self, cluster: Cluster) -> float:
         """Flop/s of speed 1 on this cluster."""

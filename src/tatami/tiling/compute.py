@@ -63,9 +63,18 @@ def _deviation(processors: Sequence[Processor]) -> float | None:
     return fmean(spreads) / _RANGE if spreads else None
 
 
-def compute_time(layout: Layout, *, speeds: Mapping[str, float], workload: Workload) -> float:
-    """Of the column that takes longest: flop over speed, that of the tile's size where it depends on it."""
+def compute_time(
+    layout: Layout, *, speeds: Mapping[str, float], workload: Workload, calls: Mapping[str, float] | None = None
+) -> float:
+    """Of the column that takes longest: flop over speed, that of the tile's size where it depends on it.
+
+    Args:
+        calls: of each processor, what a block takes however small its tile is, and the iteration once more; in the same unit.
+    """
     if any(isinstance(speed, SpeedTable) for speed in speeds.values()):
         speeds = at_sizes(speeds, tile_flop(layout, workload=workload))
     widths = np.array(layout.sample_shares(workload.samples))
-    return workload.samples * float((widths * column_flop_times(layout, speeds=speeds, workload=workload)).max())
+    times = workload.samples * widths * column_flop_times(layout, speeds=speeds, workload=workload)
+    if calls:
+        times += [(len(workload.blocks) + 1) * max(map(calls.__getitem__, column.processors)) for column in layout.columns]
+    return float(times.max())

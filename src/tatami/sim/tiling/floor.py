@@ -111,8 +111,10 @@ class Floor:
             ready = [self._ready(each) for each in sums]
             for name in (tile.processor for tile in column):
                 tiles = [each.by_processor[name] for each in tilings]
-                work = work_of(tiles, samples=samples, workload=workload, startup=startup)
-                work = _at_its_size(work, speed=(speeds or {}).get(name, 1.0))
+                speed = (speeds or {}).get(name, 1.0)
+                own = _with_calls(startup, cluster.by_name[name].call_s, blocks=len(tiles), speed=speed)
+                work = work_of(tiles, samples=samples, workload=workload, startup=own)
+                work = _at_its_size(work, speed=speed)
                 rank = self._rank_of[name]
                 self.legs[rank] = _legs(work, ready, leaving=leaving)
                 self.update_flop[rank] = work.update_flop
@@ -129,6 +131,12 @@ class Floor:
             schedule=self._schedules[key],
             processors=tuple(self._cluster.by_name[name] for name in planned.processors),
         )
+
+
+def _with_calls(startup: Startup, call_s: float, *, blocks: int, speed: float) -> Startup:
+    """With the calls of every block, and those of the iteration shared out among them, as flop at this speed."""
+    each = call_s * (blocks + 1) / max(blocks, 1)
+    return replace(startup, tile_flop=startup.tile_flop + each * float(speed)) if each else startup
 
 
 def _at_its_size(work: Work, *, speed: float) -> Work:
