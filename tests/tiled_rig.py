@@ -229,6 +229,7 @@ def tiled(
     batch_size: int,
     reduction: str | None = "mean",
     wire: str | None = None,
+    bucket_bytes: int | None = None,
 ) -> TiledModel:
     """`tatami.tile` as the tests call it."""
     assert reduction in ("mean", "sum", None)
@@ -240,6 +241,7 @@ def tiled(
         layout=layout,
         reduction="mean" if reduction == "mean" else "sum" if reduction == "sum" else None,
         wire=wire,
+        bucket_bytes=bucket_bytes,
     )
 
 

@@ -113,6 +113,35 @@ def test_what_messages_cost_processors_is_priced_as_it_is_simulated(layout: Layo
 
 @needs_simgrid
 @pytest.mark.parametrize("layout", [grid(1, 2), grid(2, 1), grid(2, 2)])
+def test_half_the_bytes_are_priced_as_they_are_simulated(layout: Layout) -> None:
+    cluster = cluster_of([1.0] * len(layout.processors))
+    halved = replace(NETTALK, wire="bfloat16")
+    cost = AlphaBetaCost(flop_per_s=100 * MFLOP).price(layout, cluster=cluster, workload=halved)
+    found = rehearsed(job(list(cluster.speeds.values()), layout=layout, workload=halved))
+    assert found.total_s == pytest.approx(cost.total, rel=1e-6)
+    whole = rehearsed(job(list(cluster.speeds.values()), layout=layout))
+    assert found.bytes_moved < 0.52 * whole.bytes_moved
+
+
+@needs_simgrid
+def test_gradients_that_leave_early_hide_behind_what_is_computed() -> None:
+    """Of ten blocks in two columns; what is left is priced as it is simulated."""
+    late = net_workload("-".join(["400"] * 21), samples=400)
+    early = replace(late, bucket_bytes=1)
+    cluster = cluster_of([1.0, 1.0])
+    cost = AlphaBetaCost(flop_per_s=1000 * MFLOP)
+    totals = []
+    for workload in (late, early):
+        found = rehearsed(job([1.0, 1.0], layout=grid(2, 1), workload=workload, flop_per_s=1000 * MFLOP))
+        predicted = cost.price(grid(2, 1), cluster=cluster, workload=workload)
+        assert found.total_s == pytest.approx(predicted.total, rel=0.02)
+        totals.append((found.total_s, predicted.horizontal))
+    assert totals[0][1] > 8 * totals[1][1]
+    assert totals[0][0] - totals[1][0] == pytest.approx(totals[0][1] - totals[1][1], rel=0.1)
+
+
+@needs_simgrid
+@pytest.mark.parametrize("layout", [grid(1, 2), grid(2, 1), grid(2, 2)])
 def test_what_calls_cost_processors_is_priced_as_it_is_simulated(layout: Layout) -> None:
     """3 ms for each block, and once more, on the slowest processor of a column, which takes longest anyway."""
     speeds = [1.0] * len(layout.processors)

@@ -61,6 +61,7 @@ def check_tiled_run(
     optimizer: MakeOptimizer,
     reduction: str,
     dtype: torch.dtype,
+    bucket_bytes: int | None = None,
 ) -> None:
     """The tiled run, re-tiled wherever `layouts_of_steps` changes, against the plain one."""
     expected_grads, expected_state = plain_run(network.build(dtype), batches, optimizer=optimizer, reduction=reduction)
@@ -69,7 +70,7 @@ def check_tiled_run(
 
     def body(comm: AbstractCommunicator) -> None:
         layout = layouts_of_steps[0]
-        model = tiled(built, comm, layout=layout, batch_size=len(batches[0][0]), reduction=reduction)
+        model = tiled(built, comm, layout=layout, batch_size=len(batches[0][0]), reduction=reduction, bucket_bytes=bucket_bytes)
         steps = optimizer(model.parameters())
         for step, (x, y) in enumerate(batches):
             if layouts_of_steps[step] is not layout:
@@ -116,6 +117,7 @@ def test_tiled_runs_equal_plain_runs(world: World, network: Network, name: str, 
         optimizer=optimizers(dtype)[name],
         reduction=data.draw(st.sampled_from(["mean", "sum"]), label="reduction"),
         dtype=dtype,
+        bucket_bytes=data.draw(st.sampled_from([None, 1]), label="bucket bytes"),
     )
 
 
@@ -133,6 +135,7 @@ def test_whole_retilings_in_mid_run_change_nothing(world: World, network: Networ
         optimizer=optimizers(dtype)[data.draw(st.sampled_from(sorted(optimizers(dtype))), label="optimizer")],
         reduction=data.draw(st.sampled_from(["mean", "sum"]), label="reduction"),
         dtype=dtype,
+        bucket_bytes=data.draw(st.sampled_from([None, 1]), label="bucket bytes"),
     )
 
 

@@ -13,6 +13,7 @@ from math import ceil
 from pathlib import Path
 
 import tatami
+from tatami.cluster.cores import quota_here
 
 PACKAGES = {
     "torch": "",
@@ -29,7 +30,6 @@ PACKAGES = {
 """What is looked for, with the extra that brings it."""
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _SHARED = Path("/dev/shm")
-_QUOTA, _OLD_QUOTA = Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def facts_here() -> HostFacts:
         program=sys.executable,
         packages={"tatami": tatami.__version__, **_versions()},
         cores=len(os.sched_getaffinity(0)),
-        quota=_quota(),
+        quota=quota_here(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         shared_bytes=_free_bytes(_SHARED),
         gpus=len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0,
@@ -98,20 +98,6 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _quota() -> float | None:
-    """Of control groups of either version, for the group at the top, which is the container's own."""
-    try:
-        if _QUOTA.exists():
-            quota, period = _QUOTA.read_text(encoding="ascii").split()
-        else:
-            quota, period = (
-                (_OLD_QUOTA / name).read_text(encoding="ascii").strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-            )
-        return int(quota) / int(period) if quota.isdecimal() else None
-    except (OSError, ValueError):
-        return None
 
 
 def _free_bytes(folder: Path) -> int | None:

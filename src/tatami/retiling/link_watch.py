@@ -16,6 +16,7 @@ import numpy as np
 from tatami.cluster import Cluster, Link
 from tatami.retiling.noticing import Vector
 from tatami.tiling import Layout, SumKind, traffic_of
+from tatami.tiling.traffic import departures
 from tatami.workload import Workload
 
 MOST_MESSAGES = 64
@@ -103,9 +104,13 @@ class LinkWatch:
 
 
 def watched_messages(layout: Layout, *, cluster: Cluster, workload: Workload) -> tuple[WatchedMessage, ...]:
-    """The largest message of the first round of gradients from each host to each other one."""
+    """The largest message of the first round of gradients from each host to each other one.
+
+    None where gradients leave early: their messages share the links with each other, and none can be timed by itself.
+    """
     hosts = {processor.name: processor.host for processor in cluster.processors}
-    if len({hosts[name] for name in layout.processors}) < 2 or len(layout.columns) < 2:
+    one_host = len({hosts[name] for name in layout.processors}) < 2
+    if one_host or len(layout.columns) < 2 or len(departures(workload)) > 1:
         return ()
     tilings = layout.cut_blocks(workload) or (layout.cut(samples=workload.samples, units=workload.units),)
     traffic = traffic_of(tilings, workload=workload, names=tuple(cluster.by_name), hosts=hosts)

@@ -6,15 +6,12 @@ the same on every rank of a column, ride on the same messages: each rank hears o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from tatami.comm.base import AbstractCommunicator
+from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.tiled.link_times import LinkTimes
 from tatami.tiled.rows import Rows, blocks, flat_rows, pack
 from tatami.tiled.vector_sum import VectorSum, wire_dtype
@@ -97,11 +94,34 @@ def _by_unit(rows: Rows) -> list[torch.Tensor]:
     axis, units = rows.runs.axis, rows.units
     if rows.runs.plain:
         return [rows.tensor.movedim(axis, 0)]
-    shape = rows.tensor.shape
     return [
-        view.view(*shape[:axis], units, view.shape[axis] // max(units, 1), *shape[axis + 1 :]).movedim(axis, 0)
-        for view in rows.cut(Span(0, units))
+        view.unflatten(axis, (units, view.shape[axis] // max(units, 1))).movedim(axis, 0) for view in rows.cut(Span(0, units))
     ]
+
+
+@dataclass(kw_only=True, eq=False)
+class UnderWay:
+    """A sum that has begun.
+
+    Attributes:
+        given: the tensors of every pair.
+        replicated, riders: the same of replicated gradients.
+        own: those that ride, one after the other, as they travel.
+        tag: of the messages of phase 0; those of phase 1 have the next one.
+        times: told when the messages of phase 0 leave and come.
+        phase: what was posted last.
+        arrivals, sends: of it; sends of both phases.
+    """
+
+    given: Sequence[Sequence[Rows]]
+    replicated: Sequence[torch.Tensor]
+    riders: Sequence[torch.Tensor]
+    own: torch.Tensor
+    tag: int
+    times: LinkTimes | None
+    phase: int = 0
+    arrivals: list[tuple[AbstractRequest, _Transfer, _Room]] = field(default_factory=list)
+    sends: list[AbstractRequest] = field(default_factory=list)
 
 
 class HorizontalExchange:
@@ -124,6 +144,8 @@ class HorizontalExchange:
         self._vectors = VectorSum(comm, wire=wire)
         self._rooms: dict[tuple[object, ...], _Room] = {}
         self._stages: list[_Stage] = []
+        self._begun: UnderWay | None = None
+        self._interrupted: list[UnderWay] = []
         self._shapes: tuple[object, ...] = ()
         me = names[comm.rank]
         tile = tilings[0].by_processor.get(me)
@@ -176,9 +198,20 @@ class HorizontalExchange:
 
         `times` are told when the messages of the first phase leave and come.
 
-        All owners of a unit end with the same bits, and the order of summation is the same in every run. Gradients of
-        replicated parameters may be other layers' gradients too, and stay as they are.
+        All owners of a unit end with the same bits, and the order of summation is the same in every run. The tensors of `pairs`
+        must be contiguous. Gradients of replicated parameters may be other layers' gradients too, and stay as they are.
         """
+        return self.finish(self.begin(pairs, replicated, times=times))
+
+    def begin(
+        self,
+        pairs: Sequence[Sequence[Rows]],
+        replicated: Sequence[torch.Tensor],
+        *,
+        tag: int = _TAG,
+        times: LinkTimes | None = None,
+    ) -> UnderWay:
+        """Send what can be sent, as of `sum_`, without waiting for it; `finish` it before the next one begins."""
         dtype = _sum_dtype([rows.tensor for pair in pairs for rows in pair] + list(replicated))
         riders = [tensor.to(dtype, copy=True, memory_format=torch.contiguous_format) for tensor in replicated]
         num_riders = sum(tensor.numel() for tensor in riders)
@@ -189,35 +222,65 @@ class HorizontalExchange:
             self._shapes = shapes
         for stage, pair in zip(self._stages, pairs, strict=True):
             stage.take(pair)
-        ride = self._rides
-        if not ride:
+        if not self._rides:
             self._all_reduce(riders)
-
         wire = wire_dtype(self._wire) or dtype
+        ride = self._rides and riders
         like = _first(riders, pairs)
-        own = torch.cat([rider.view(-1) for rider in riders]).to(wire) if ride and riders else like.new_empty(0, dtype=wire)
-        heard: dict[int, torch.Tensor] = {}
-        for transfer, room in self._exchange(0, own, times):
-            for units, piece in room.pieces:
-                units.add_(piece)
-            if transfer.carries_replicated and ride:
-                heard[transfer.column] = room.riders
-        if ride and riders:
-            _sum_in_order(riders, own, heard, mine=self._column, num_columns=self._num_columns)
-        for _, room in self._exchange(1, own, None):
+        own = torch.cat([rider.view(-1) for rider in riders]).to(wire) if ride else like.new_empty(0, dtype=wire)
+        begun = UnderWay(given=pairs, replicated=replicated, riders=riders, own=own, tag=tag, times=times)
+        if self._begun is not None:  # by an error; what is still under way goes on to use its rooms
+            self._interrupted.append(self._begun)
+            self._rooms.clear()
+        self._begun = begun
+        self._post(begun)
+        return begun
+
+    def progress(self, begun: UnderWay) -> None:
+        """Do what can be done without waiting."""
+        arrived = [request.test() for request, _, _ in begun.arrivals]  # all of them, because each test moves bytes
+        if begun.phase == 0 and all(arrived):
+            self._sum_arrivals(begun)
+
+    def finish(self, begun: UnderWay) -> list[torch.Tensor]:
+        """Wait for the rest; see `sum_`."""
+        if begun.phase == 0:
+            self._sum_arrivals(begun)
+        for request, _, room in begun.arrivals:
+            request.wait()
             for units, piece in room.pieces:
                 units.copy_(piece)
-        for stage, pair in zip(self._stages, pairs, strict=True):
+        for sent in begun.sends:
+            sent.wait()
+        self._begun = None
+        for stage, pair in zip(self._stages, begun.given, strict=True):
             stage.give(pair)
-        return [rider.to(tensor.dtype) for tensor, rider in zip(replicated, riders, strict=True)]
+        return [rider.to(tensor.dtype) for tensor, rider in zip(begun.replicated, begun.riders, strict=True)]
 
-    def _exchange(self, phase: int, riders: torch.Tensor, times: LinkTimes | None) -> Iterator[tuple[_Transfer, _Room]]:
-        """Post everything, then hand out what arrives, in the order of the columns, while the rest is still under way."""
-        sends = []
-        arrivals = []
+    def _sum_arrivals(self, begun: UnderWay) -> None:
+        """Wait for the other columns, add them up in their order while the rest is still under way, and give the sums back."""
+        heard: dict[int, torch.Tensor] = {}
+        for request, transfer, room in begun.arrivals:
+            if begun.times is None:
+                request.wait()
+            else:
+                begun.times.wait(request, transfer.peer)
+            for units, piece in room.pieces:
+                units.add_(piece)
+            if transfer.carries_replicated:
+                heard[transfer.column] = room.riders
+        if begun.own.numel():
+            _sum_in_order(begun.riders, begun.own, heard, mine=self._column, num_columns=self._num_columns)
+        begun.phase, begun.times = 1, None
+        self._post(begun)
+
+    def _post(self, begun: UnderWay) -> None:
+        """Receive and send all of the phase."""
+        phase, riders, tag = begun.phase, begun.own, begun.tag + begun.phase
+        begun.arrivals = []
         for transfer in self._receives[phase]:
             room = self._room(False, phase, transfer, riders)
-            arrivals.append((self._comm.irecv(room.buffer, transfer.peer, tag=_TAG + phase), transfer, room))
+            begun.arrivals.append((self._comm.irecv(room.buffer, transfer.peer, tag=tag), transfer, room))
         filled: set[_Room] = set()
         for transfer in self._sends[phase]:
             room = self._room(True, phase, transfer, riders)
@@ -229,17 +292,9 @@ class HorizontalExchange:
                         units.copy_(piece)  # rounded, as the others will have it
                 if transfer.carries_replicated:
                     room.riders.copy_(riders)
-            if times is not None:
-                times.sends(transfer.peer)
-            sends.append(self._comm.isend(room.buffer, transfer.peer, tag=_TAG + phase))
-        for request, transfer, room in arrivals:
-            if times is None:
-                request.wait()
-            else:
-                times.wait(request, transfer.peer)
-            yield transfer, room
-        for request in sends:
-            request.wait()
+            if begun.times is not None:
+                begun.times.sends(transfer.peer)
+            begun.sends.append(self._comm.isend(room.buffer, transfer.peer, tag=tag))
 
     def _room(self, sending: bool, phase: int, transfer: _Transfer, riders: torch.Tensor) -> _Room:
         # What goes to several ranks is packed once.
@@ -250,8 +305,7 @@ class HorizontalExchange:
             sizes = [units.numel() for units in staged]
             size = sum(sizes)
             buffer = riders.new_empty(size + (riders.numel() if transfer.carries_replicated else 0))
-            starts = accumulate(sizes, initial=0)
-            pieces = tuple((units, buffer[start : start + units.numel()]) for start, units in zip(starts, staged, strict=False))
+            pieces = tuple(zip(staged, buffer[:size].split(sizes), strict=True)) if staged else ()
             room = self._rooms[key] = _Room(buffer, pieces, buffer[size:])
         return room
 
@@ -264,28 +318,6 @@ class HorizontalExchange:
         self._vectors.sum_(flat)
         for rows, span, pieces in blocks(flat, whole):
             rows.cut(span)[0].copy_(pieces[0])
-
-
-class HorizontalSum(torch.autograd.Function):
-    """Hands parameters on to the layers; backward sums their gradients over all samples.
-
-    Standing between the parameters and the layers, it has done its work when `loss.backward()` returns, it sees every gradient
-    at once (one message for each neighbour), and gradients accumulate over several backward passes as they always do.
-    """
-
-    # With a `setup_context`, torch would look up the signature of `forward` in every call: some 0.1 ms of a core.
-    @staticmethod
-    def forward(
-        ctx: Any, exchange: Callable[[tuple[torch.Tensor | None, ...]], Iterable[Any]], *parameters: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.exchange = exchange
-        ctx.set_materialize_grads(False)
-        return tuple(parameter.view_as(parameter) for parameter in parameters)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.exchange(grads)
 
 
 def _first(riders: Sequence[torch.Tensor], pairs: Sequence[Sequence[Rows]]) -> torch.Tensor:
@@ -318,4 +350,4 @@ def _sum_in_order(
         rows.cut(span)[0].copy_(pieces[0])
 
 
-__all__ = ["HorizontalExchange", "HorizontalSum"]
+__all__ = ["HorizontalExchange", "UnderWay"]

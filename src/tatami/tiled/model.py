@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Never
@@ -21,10 +21,11 @@ from tatami.tiled.blocks import Blocks, workload_of
 from tatami.tiled.compiling import refuse_compiling
 from tatami.tiled.context import ModuleContext, RankContext
 from tatami.tiled.cutting import cut_units_of, tensor_of
+from tatami.tiled.departing import leaving_early
 from tatami.tiled.describing import Description, describe
 from tatami.tiled.exactness import BATCH_NORMS
 from tatami.tiled.following.running import LocalForward
-from tatami.tiled.horizontal import HorizontalSum
+from tatami.tiled.gradient_sums import GradientSums
 from tatami.tiled.link_times import LinkTimes
 from tatami.tiled.local_draws import LocalDraws
 from tatami.tiled.losses import LossReduction, check_reduction, check_targets_count
@@ -35,19 +36,19 @@ from tatami.tiled.phases import IterationPhase, Phases
 from tatami.tiled.placement import Placement, largest, place
 from tatami.tiled.registry import register
 from tatami.tiled.rows import ONE_EACH, Rows, UnitRuns
-from tatami.tiled.same_batch import BatchWatch, different_sizes
+from tatami.tiled.same_batch import BatchWatch
 from tatami.tiled.scaling import watch_scalers
 from tatami.tiled.standing_in import with_stand_in, without_stand_in
 from tatami.tiled.torch_norms import watch_norms
 from tatami.tiled.vertical import ColumnComm
+from tatami.tiled.weighing import PLAIN_VALUES, weighed
 from tatami.tiled.whole_batch import UnitFactor
 from tatami.tiled.whole_layers import WholeBatchNorm, WholeDropout
 from tatami.tiling import Layout, Span, Tile, Tiling, Traffic, spans, traffic_of
-from tatami.tiling.traffic import gradient_sums, riding_elements, size_digits
+from tatami.tiling.traffic import gradient_sums, riding_elements
 from tatami.workload import Workload
 
 _ANY_STATE = nullcontext()
-_PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None))
 
 
 class TiledModel(nn.Module):
@@ -93,6 +94,7 @@ class TiledModel(nn.Module):
         generator: torch.Generator,
         draws: LocalDraws | None = None,
         wire: str | None = None,
+        bucket_bytes: int | None = None,
     ) -> None:
         super().__init__()
         self.comm = comm
@@ -106,7 +108,8 @@ class TiledModel(nn.Module):
         self.generator = generator
         self.draws = draws
         self.found: Blocks = found
-        self.workload: Workload = workload_of(module, found, samples=batch_size, wire=wire)
+        work = workload_of(module, found, samples=batch_size, wire=wire)
+        self.workload: Workload = leaving_early(work, module=module, found=found, bucket_bytes=bucket_bytes)
         self._description = describe(module, found, workload=self.workload)
         self._column = ColumnComm(phases, wire=wire)
         self._is_alone = comm.size == 1 and not comm.changes
@@ -118,21 +121,24 @@ class TiledModel(nn.Module):
         self.module = module
         rows = [_rows(module, block.cuts) for block in found.blocks]
         self._rows = rows or [[]]
-        self._slots = [
-            (owner, name, parameter)
-            for owner in self.module.modules()
-            for name, parameter in owner._parameters.items()
-            if parameter is not None
-        ]
-        self._unique = list(self.module.parameters())
+        self._sums = GradientSums(
+            module,
+            found=found,
+            rows=self._rows,
+            workload=self.workload,
+            rank=self._rank,
+            phases=phases,
+            link_times=self.link_times,
+            placement=lambda: self._placement,
+            columns=self._columns,
+            run=self._run,
+        )
         self.norms = WholeNorms(comm, holders=lambda: self._columns()[0], phases=phases)
         register(self)
         watch_optimizers()
         if not self._is_alone:
             watch_norms()
             watch_scalers()
-            for owner in {owner for owner, _, _ in self._slots}:
-                owner.register_forward_pre_hook(_refuse_leaves)
 
     # -- the ordinary use -------------------------------------------------------------------------------------------
 
@@ -218,25 +224,10 @@ class TiledModel(nn.Module):
                 return output
         else:
             with self._drawing():
-                output = self._forward_with_sums(inputs, named_inputs)
+                output = self._sums.forward(inputs, named_inputs)
         samples, mine = self._rank.samples, self._rank.mine
         scale = mine.size / samples if self._reduction == "mean" else {"sum": 1.0}.get(self._reduction or "")
-        leaves, structure = pytree.tree_flatten(output)
-        places = []
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                if leaf.requires_grad:
-                    places.append(i)
-            elif not isinstance(leaf, _PLAIN_VALUES):
-                raise ModelError(
-                    f"the network returns a {type(leaf).__name__}, whose tensors could not be weighed by this rank's samples. "
-                    "Return tensors, or tuples, lists or dicts of them (or register the class with torch's pytree)"
-                )
-        if places:
-            marked = _BackwardBegins.apply(self.phases, scale, *(leaves[i] for i in places))  # type: ignore[no-untyped-call]
-            for i, tensor in zip(places, marked, strict=True):
-                leaves[i] = tensor
-        return pytree.tree_unflatten(leaves, structure)
+        return weighed(output, scale=scale, phases=self.phases)
 
     @property
     def reduction(self) -> LossReduction | None:
@@ -262,7 +253,7 @@ class TiledModel(nn.Module):
         Raises:
             TrainingError: on all ranks, with `error_if_nonfinite`; the gradients are as they were.
         """
-        trained = [parameter for parameter in self._unique if parameter.grad is not None]
+        trained = [parameter for parameter in self._sums.parameters if parameter.grad is not None]
         tiled = {id(parameter) for parameter in self.tiled_parameters()}
         grads = [parameter.grad for parameter in trained if parameter.grad is not None]
         norms = self.norms.of(grads, norm_type, tiled=[id(parameter) in tiled for parameter in trained])
@@ -384,7 +375,7 @@ class TiledModel(nn.Module):
         self._rank.index = self.tile.column if self.tile is not None else None
         self._rank.speaks = self.speaks_for_column
         self._column.meet(placement.column)
-        self._exchange = placement.exchange
+        self._placement = placement
 
     def _regroup(self, *, cluster: Cluster) -> None:
         """The ranks of the communicator are others now, on these processors. For `tatami.tiled.relaying`; sends nothing."""
@@ -497,131 +488,11 @@ class TiledModel(nn.Module):
         is_training = self.training and torch.is_grad_enabled()
         return self.draws.next_pass(column=column) if is_training else self.draws.evaluation(column=column)
 
-    def _forward_with_sums(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> Any:
-        """The forward pass over stand-ins of the parameters, whose gradients are summed over the columns on their way back."""
-        # A layer reads its parameters as `self.weight`. Were those the parameters themselves, autograd would add this rank's
-        # part of each gradient straight to its `.grad`: one by one, where one message to each neighbour is to carry all of
-        # them, and on top of earlier backward passes, from whose sums over the columns it could no longer be told apart. So
-        # for the length of this call a layer finds a view of its parameter under that name. All views are made by one
-        # `HorizontalSum`; autograd leads their gradients back through it, where they meet, are added up over the columns, and
-        # go on to the parameters. When the call ends, also by an error, the layers have their parameters again: no optimizer
-        # or state dict sees a view.
-        trained = tuple(parameter for parameter in self._unique if parameter.requires_grad)
-        if not trained:
-            return self._run(inputs, named_inputs)
-        exchange = functools.partial(self._sum_gradients, trained, self.tilings, self._rank.samples, self._rank.mine.size > 0)
-        stand_ins = HorizontalSum.apply(exchange, *trained)  # type: ignore[no-untyped-call]
-        by_parameter = {id(p): s for p, s in zip(trained, stand_ins, strict=True)}
-        for owner, name, parameter in self._slots:
-            # nn.Module refuses a plain tensor as a parameter by setattr; torch.func.functional_call takes this way as well.
-            owner._parameters[name] = by_parameter.get(id(parameter), parameter)
-        try:
-            return self._run(inputs, named_inputs)
-        finally:
-            for owner, name, parameter in self._slots:
-                owner._parameters[name] = parameter
-
-    def _sum_gradients(
-        self,
-        trained: Sequence[nn.Parameter],
-        tilings: tuple[Tiling, ...],
-        samples: int,
-        has_samples: bool,
-        grads: tuple[torch.Tensor | None, ...],
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Called by autograd when every parameter's gradient from this rank's samples is there; None for those without part."""
-        if tilings is not self.tilings:
-            raise ModelError(
-                "the model was re-tiled between this forward pass and its backward pass; re-tile between two steps"
-            )
-        self.phases.enter(IterationPhase.HORIZONTAL)
-        if self._exchange is not None:
-            self._refuse_sparse(trained, grads)
-            if not has_samples:
-                grads = (None,) * len(grads)
-            by_parameter = {
-                id(p): torch.zeros_like(p) if grad is None else grad.contiguous()
-                for p, grad in zip(trained, grads, strict=True)
-            }
-            # A parameter without part in the loss has no gradient, which to an optimizer is not the same as one of 0. Where
-            # the forward pass depends on the samples, it has part if it had on any rank.
-            # Behind them, the number of samples of every column's batch, which each column fills in for itself, in digits.
-            mine = size_digits(samples, wire=self.workload.wire)
-            digits = [[0] * len(mine) for _ in self.tiling.columns]
-            if self.tile is not None:
-                digits[self.tile.column] = mine
-            numbers = [*(float(grad is not None) for grad in grads), *(float(d) for own in digits for d in own)]
-            told = torch.tensor(numbers, dtype=torch.float32, device="cpu").to(self._device)
-            tiled = set()
-            pairs = []
-            for rows_of_block in self.block_rows():
-                tiled |= {id(rows.tensor) for rows in rows_of_block}
-                pairs.append(
-                    [
-                        Rows(by_parameter[id(rows.tensor)], rows.runs)
-                        for rows in rows_of_block
-                        if id(rows.tensor) in by_parameter
-                    ]
-                )
-            replicated = {key: grad for key, grad in by_parameter.items() if key not in tiled}
-            *sums, told = self._exchange.sum_(pairs, [*replicated.values(), told], times=self.link_times)
-            numbers = told.tolist()
-            used, rest = numbers[: len(grads)], numbers[len(grads) :]
-            sizes = [sum(d * 256**i for i, d in enumerate(rest[at : at + len(mine)])) for at in range(0, len(rest), len(mine))]
-            if len(set(sizes)) > 1:
-                raise different_sizes(sizes, columns=self._columns())
-            by_parameter.update(zip(replicated, sums, strict=True))
-            grads = tuple(by_parameter[id(p)] if part else None for p, part in zip(trained, used, strict=True))
-        self.phases.enter(IterationPhase.UPDATE)
-        return grads
-
-    def _refuse_sparse(self, trained: Sequence[nn.Parameter], grads: Sequence[torch.Tensor | None]) -> None:
-        for parameter, grad in zip(trained, grads, strict=True):
-            if grad is not None and grad.layout is not torch.strided:
-                name = next(name for name, own in self.module.named_parameters() if own is parameter)
-                raise ModelError(f"the gradient of {name} is sparse, and is not summed over ranks. Set sparse=False")
-
-
-class _BackwardBegins(torch.autograd.Function):
-    """Hands outputs on; when their gradients come, starts the clock of compute 2 and weighs them by this rank's samples.
-
-    The mean over the local samples, weighted by local / global and summed over the columns, is the mean over the global batch.
-    """
-
-    # With a `setup_context`, torch would look up the signature of `forward` in every call: some 0.1 ms of a core.
-    @staticmethod
-    def forward(ctx: Any, phases: Phases, scale: float | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.phases, ctx.scale = phases, scale
-        ctx.set_materialize_grads(False)
-        # Views would forbid what plain outputs allow: to be changed in place.
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if ctx.scale is None:
-            raise InputError(
-                "this model does not know whether the loss takes the mean or the sum over the samples of a batch, on which its "
-                "gradient depends. Give tatami.tile reduction='mean' or reduction='sum'; torch's losses take the mean unless "
-                "they are told otherwise"
-            )
-        ctx.phases.enter(IterationPhase.BACKWARD)
-        return None, None, *(grad if grad is None or ctx.scale == 1.0 else grad * ctx.scale for grad in grads)
-
-
-def _refuse_leaves(owner: nn.Module, inputs: Any) -> None:  # noqa: ARG001 -- a forward pre-hook
-    """Inside of the forward pass the parameters are stand-ins; a gradient that goes straight to a leaf would miss its sums."""
-    if torch.is_grad_enabled() and any(p is not None and p.requires_grad and p.is_leaf for p in owner._parameters.values()):
-        raise ModelError(
-            f"a {type(owner).__name__} was called outside of its TiledModel's forward pass, where its gradient would not be "
-            "summed over the ranks. Call the model that tatami.tile returned; torch.utils.checkpoint recomputes layers outside "
-            "too and cannot be used here"
-        )
-
 
 def _samples_given(inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> int | None:
     """The length of the first tensor; None where there is none with an axis. Torch's look into structures takes its time."""
     for value in (*inputs, *named_inputs.values()):
-        if not isinstance(value, (torch.Tensor, *_PLAIN_VALUES)):
+        if not isinstance(value, (torch.Tensor, *PLAIN_VALUES)):
             break
         if isinstance(value, torch.Tensor) and value.dim():
             return value.shape[0]

@@ -20,6 +20,7 @@ from tatami.errors import InputError, PlanError
 from tatami.parallel.synchronizing import broadcast_model
 from tatami.tiled.batch import on_device
 from tatami.tiled.blocks import Blocks, find_blocks, workload_of
+from tatami.tiled.bucket_choice import BucketBytes, choose_bucket_bytes
 from tatami.tiled.describing import describe
 from tatami.tiled.devices import settle_devices, with_memory
 from tatami.tiled.following.capturing import Sample
@@ -48,6 +49,7 @@ def tile(
     reduction: LossReduction | None = None,
     random: Literal["plain", "local"] = "plain",
     wire: str | None = None,
+    bucket_bytes: BucketBytes = None,
     device: torch.device | str | None = None,
     quiet: bool = False,
     clock: Clock | None = None,
@@ -78,6 +80,10 @@ def tile(
         wire: "bfloat16" or "float16": gradients, and sums inside a column, travel so between hosts: half the bytes, rounded
             before and after they are added up (in float32). Every rank has the same bits; they are no longer those of the plain
             run. None: as exact as the weights' dtype. float16 overflows above 65504; bfloat16 does not.
+        bucket_bytes: None: all gradients leave together at the end of the backward pass. A number: those of the last blocks
+            leave while earlier blocks compute, as soon as so many bytes of them are there. "auto": by the tuning table of this
+            cluster, where that is predicted to save time, of a probed cluster of several hosts that all have a core beside the
+            threads that compute; else as None.
         device: where this rank computes: "auto" (a card of its host to itself, or else the CPU), "cpu", "cuda" (a card of its
             host, in turn), "cuda:0"; each rank may say another. None: what `tatami run --device` says, or else where the
             weights of `model` are. The network is followed on the CPU; everything else happens on the device (docs/gpus.md).
@@ -106,6 +112,7 @@ def tile(
         "reduction": reduction,
         "random": random,
         "wire": wire,
+        "bucket_bytes": bucket_bytes,
         "speeds": cluster,
         "layout": layout,
     }
@@ -137,6 +144,9 @@ def tile(
         layout = planned.layout
         if comm.rank == 0 and not quiet:
             print(f"tatami: {describe(whole, found, workload=workload).summary}\n{_told(planned)}", flush=True)
+    leaving = choose_bucket_bytes(
+        bucket_bytes, comm, device=target, layout=layout, cluster=cluster, workload=workload, cost=cost
+    )
     generator = torch.Generator()
     generator.set_state(comm.bcast_object(torch.get_rng_state()))
     # Its messages have tags, which are the user's on the user's communicator.
@@ -157,6 +167,7 @@ def tile(
         generator=generator,
         draws=_draws(generator, found) if random == "local" else None,
         wire=wire,
+        bucket_bytes=leaving,
     )
 
 

@@ -1,7 +1,7 @@
 """Who gets which rectangle."""
 
 from tatami.tiling.advice import Advice, advise
-from tatami.tiling.alphabeta import AlphaBetaCost
+from tatami.tiling.alphabeta import AlphaBetaCost, hiding_pays
 from tatami.tiling.bounds import VolumeBounds, time_bound_s, volume_bounds, volume_bytes
 from tatami.tiling.cost import AbstractCost, Cost
 from tatami.tiling.even import EvenPlanner
@@ -60,6 +60,7 @@ __all__ = [
     "check_sizes",
     "compare",
     "find_planner",
+    "hiding_pays",
     "horizontal_messages",
     "largest_remainder",
     "link_bytes",

@@ -6,7 +6,7 @@ import heapq
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import final
@@ -19,11 +19,13 @@ from tatami.tiling.layout import Layout
 from tatami.tiling.links import LinkGroup, SlowestLink
 from tatami.tiling.span import FEW
 from tatami.tiling.sum_price import sum_size
-from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS, riding_elements, sum_algorithm
+from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS, departures, riding_elements, sum_algorithm
 from tatami.workload import Workload
 
 FLOP_PER_S = 1e9
 """What a processor of relative speed 1 does in a second where nothing was measured."""
+_WORTH_HIDING = 0.01
+"""Less than this part of an iteration is not known so well."""
 MEASURED_FROM = 1e6
 """Speeds from here on are flop/s: no processor does less, and relative speeds do not go up to a million."""
 _LOOKED_AT = 8
@@ -41,7 +43,8 @@ class AlphaBetaCost(AbstractCost):
     * vertical: the sums of a column as they are carried out (`sum_algorithm`); the column that takes longest counts.
     * horizontal: every group of units is summed by its C owners: 2 (C - 1) / C of its bytes at its owners' slowest link, in
       one round where C = 2, otherwise two; the processor that takes longest counts. Gradients of layers outside of blocks
-      ride along, or are summed by all.
+      ride along, or are summed by all. With `Workload.bucket_bytes` the wires carry the sums of the last blocks while earlier
+      ones compute, and what is not done by then counts.
 
     Beside the wire, messages cost the processors that send and receive them (`Processor.message_s`), and bytes their copying;
     beside the flop, a block costs its calls (`Processor.call_s`).
@@ -61,14 +64,14 @@ class AlphaBetaCost(AbstractCost):
 
     def price(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> Cost:
         links = SlowestLink(cluster)
+        compute_s = self._compute_s(layout, cluster=cluster, workload=workload)
         return Cost(
-            compute=self._compute_s(layout, cluster=cluster, workload=workload)
-            * (1 + scatter([cluster.by_name[name] for name in layout.processors])),
+            compute=compute_s * (1 + scatter([cluster.by_name[name] for name in layout.processors])),
             vertical=max(
                 _vertical_s(column.processors, width, workload, links)
                 for column, width in zip(layout.columns, layout.sample_shares(workload.samples), strict=True)
             ),
-            horizontal=_horizontal_s(layout, workload, links),
+            horizontal=_exposed_s(layout, workload, links, compute_s=compute_s),
             unit="s",
         )
 
@@ -81,6 +84,8 @@ class AlphaBetaCost(AbstractCost):
             deepest = heapq.nlargest(_LOOKED_AT, columns, key=lambda pair: len(pair[0].processors))
             columns = [*heapq.nlargest(_LOOKED_AT, columns, key=itemgetter(1)), *deepest]
         vertical_s = max(_vertical_s(column.processors, width, workload, links) for column, width in columns)
+        if workload.bucket_bytes is not None:
+            return compute_s + vertical_s
         return compute_s + vertical_s + _horizontal_at_least_s(layout, workload, links)
 
     def _compute_s(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> float:
@@ -93,6 +98,26 @@ class AlphaBetaCost(AbstractCost):
         if self.flop_per_s is not None:
             return self.flop_per_s
         return 1.0 if min(processor.speed for processor in cluster.processors) >= MEASURED_FROM else FLOP_PER_S
+
+
+def hiding_pays(
+    layout: Layout, *, cluster: Cluster, workload: Workload, bucket_bytes: int, cost: AbstractCost | None = None
+) -> bool:
+    """Whether an iteration is predicted to be shorter where gradients leave while earlier blocks compute.
+
+    Args:
+        layout: who lies where.
+        cluster: the machines and their links.
+        workload: as it is sent without.
+        bucket_bytes: of `Workload.bucket_bytes`.
+        cost: predicts the time if it is an `AlphaBetaCost`; one with its defaults does otherwise.
+    """
+    time_cost = cost if isinstance(cost, AlphaBetaCost) else AlphaBetaCost()
+    early = replace(workload, bucket_bytes=bucket_bytes)
+    if len(layout.columns) == 1 or len(departures(early)) == 1:
+        return False
+    late_s, early_s = (time_cost.price(layout, cluster=cluster, workload=each).total for each in (workload, early))
+    return early_s < late_s * (1 - _WORTH_HIDING)
 
 
 def _vertical_s(names: tuple[str, ...], width: float, workload: Workload, links: SlowestLink) -> float:
@@ -123,6 +148,27 @@ def _sums_s(
             size * element_bytes, link=link, message_s=message_s, copy_bytes_per_s=copy_bytes_per_s
         )
     return total_s
+
+
+def _exposed_s(layout: Layout, workload: Workload, links: SlowestLink, *, compute_s: float) -> float:
+    """What of the sums of gradients lies behind the backward pass, and what their messages cost processors wherever it lies."""
+    groups = departures(workload)
+    if len(groups) == 1:
+        return _horizontal_s(layout, workload, links)
+    blocks = workload.blocks
+    flop = [(1 - each.forward_fraction) * each.flop(units=each.units, samples=1.0) for each in blocks]
+    backward_s = compute_s * (sum(flop) / sum(each.flop(units=each.units, samples=1.0) for each in blocks))
+    cluster = links.cluster
+    quiet = SlowestLink(replace(cluster, processors=tuple(replace(each, message_s=0.0) for each in cluster.processors)))
+    messages_s, free_s, alone = 0.0, 0.0, replace(workload, replicated_parameters=0, trained_tensors=0, bucket_bytes=None)
+    for group in groups[:-1]:
+        own = replace(alone, blocks=tuple(blocks[number] for number in group))
+        wire_s = _horizontal_s(layout, own, quiet)
+        messages_s += _horizontal_s(layout, own, links) - wire_s
+        begins_s = backward_s * sum(flop[min(group) :]) / sum(flop)
+        free_s = max(free_s, begins_s) + wire_s
+    rest = replace(workload, blocks=tuple(blocks[number] for number in sorted(groups[-1])), bucket_bytes=None)
+    return messages_s + max(0.0, free_s - backward_s) + _horizontal_s(layout, rest, links)
 
 
 def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> float:

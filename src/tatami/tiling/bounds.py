@@ -111,11 +111,13 @@ class _Floor:
 
     @classmethod
     def of(cls, workload: Workload) -> _Floor:
+        # With buckets, all of it may lie behind what is computed.
+        exposed = workload.wire_bytes if workload.bucket_bytes is None else 0
         if len(workload.kinds) < 2:
             return cls(
                 area_flop=workload.flop_per_area,
                 width_flop=workload.flop_per_width,
-                horizontal_bytes=workload.horizontal_bytes,
+                horizontal_bytes=exposed * workload.horizontal_elements,
             )
         # A rank without units of a block does not pay what the block costs beside them, so this counts in proportion; and its
         # share may be of the block that has fewest weights for its flop.
@@ -125,9 +127,7 @@ class _Floor:
         return cls(
             area_flop=fsum(flop),
             width_flop=repeated,
-            horizontal_bytes=workload.wire_bytes
-            * fsum(flop)
-            * min(own / each for own, each in zip(elements, flop, strict=True) if each),
+            horizontal_bytes=exposed * fsum(flop) * min(own / each for own, each in zip(elements, flop, strict=True) if each),
         )
 
 

@@ -8,6 +8,7 @@ schedule that carries it out, message by message.
     replicated   large gradients of replicated parameters, over all ranks                after the whole backward pass
     gradients    of all units, over their owners in the columns; small gradients of      after the whole backward pass
                  replicated parameters ride on the same messages
+                 with `Workload.bucket_bytes`, those of the last blocks before that      after the block's backward pass
 
 Not described here, because no facts of a workload tell of them: sums of layers that look at the whole batch (batch
 normalization), of gradient norms, and what checks exchange.
@@ -81,7 +82,8 @@ class Traffic:
 
     Attributes:
         columns: the sums of each column, in the order in which its ranks come to them; none of a column of one rank.
-        gradients: across the columns, when the backward pass is done; one after the other.
+        gradients: across the columns: those that leave while earlier blocks compute, then those that leave when the backward
+            pass is done, one after the other.
     """
 
     columns: tuple[tuple[PlannedSum, ...], ...]
@@ -133,6 +135,7 @@ def traffic_of(tilings: Sequence[Tiling], *, workload: Workload, names: Sequence
             tilings,
             unit_elements=[block.unit_parameters for block in workload.blocks],
             riders=riding_elements(workload, columns=len(columns)),
+            departures=departures(workload),
             element_bytes=workload.element_bytes,
             wire=workload.wire,
             names=names,
@@ -197,6 +200,19 @@ def size_digits(samples: int, *, wire: str | None) -> list[int]:
     return [samples] if wire is None else [samples >> 8 * digit & 255 for digit in range(SIZE_DIGITS)]
 
 
+def departures(workload: Workload) -> tuple[tuple[int, ...], ...]:
+    """Blocks whose gradients leave together, in the order in which backward comes to them; the last ones leave at its end."""
+    groups: list[tuple[int, ...]] = []
+    group: list[int] = []
+    for number in reversed(range(len(workload.blocks))):
+        group.append(number)
+        size_bytes = sum(workload.blocks[each].parameters for each in group) * workload.wire_bytes
+        if number and workload.bucket_bytes is not None and size_bytes >= workload.bucket_bytes:
+            groups.append(tuple(group))
+            group = []
+    return (*groups, tuple(group))
+
+
 def gradient_sums(
     tilings: Sequence[Tiling],
     *,
@@ -206,6 +222,7 @@ def gradient_sums(
     wire: str | None,
     names: Sequence[str],
     hosts: Mapping[str, str],
+    departures: Sequence[Sequence[int]] = ((),),
 ) -> tuple[PlannedSum, ...]:
     """The sums of gradients across columns; none where there is but one column of all ranks.
 
@@ -217,59 +234,64 @@ def gradient_sums(
         wire: as what it travels; None: as it is.
         names: all processors in the order of the ranks.
         hosts: of each.
+        departures: of blocks, as `departures` gives them; what is in no group leaves at the end, with the last.
     """
     tiling = tilings[0]
     if len(names) == len(tiling.tiles) and len(tiling.columns) == 1:
         return ()
     rides = riders <= RIDE_ALONG_ELEMENTS
-    messages = _owners_messages([(t, e) for t, e in zip(tilings, unit_elements, strict=False)], columns=len(tiling.columns))
-    if rides:
+    sums: list[tuple[int | None, list[int], tuple[Message, ...], int]] = []
+    rest = list(unit_elements)
+    for group in departures[:-1]:
+        own = [elements if number in group else 0 for number, elements in enumerate(unit_elements)]
+        rest = [elements - left for elements, left in zip(rest, own, strict=True)]
+        sums.append((min(group), own, _owners_messages(tilings, own), 0))
+    messages = _owners_messages(tilings, rest)
+    if rides and riders:
         messages = _with_riders(messages, tiling=tiling, names=names)
-    sums = []
+    sums.append((None, rest, messages, riders if rides else 0))
+    found = [
+        PlannedSum(
+            kind=SumKind.GRADIENTS,
+            block=block,
+            processors=tuple(names),
+            schedule=_schedule(messages, tilings=tilings, unit_elements=own, riders=riding, names=names),
+            element_bytes=_sent_bytes(element_bytes, wire),
+            wire=wire,
+            messages=messages,
+            riders=riding,
+        )
+        for block, own, messages, riding in sums
+        if messages
+    ]
     if not rides:
-        own = [hosts[name] for name in names]
-        apart = sum_wire(own, wire)
+        places = [hosts[name] for name in names]
+        apart = sum_wire(places, wire)
         apart_bytes = _sent_bytes(element_bytes, apart)
-        sums.append(
-            PlannedSum(
-                kind=SumKind.REPLICATED,
-                block=None,
-                processors=tuple(names),
-                schedule=sum_schedule(own, size=riders, element_bytes=apart_bytes),
-                element_bytes=apart_bytes,
-                wire=apart,
-            )
+        large = PlannedSum(
+            kind=SumKind.REPLICATED,
+            block=None,
+            processors=tuple(names),
+            schedule=sum_schedule(places, size=riders, element_bytes=apart_bytes),
+            element_bytes=apart_bytes,
+            wire=apart,
         )
-    if messages:
-        schedule = _schedule(messages, tilings=tilings, unit_elements=unit_elements, riders=riders if rides else 0, names=names)
-        sums.append(
-            PlannedSum(
-                kind=SumKind.GRADIENTS,
-                block=None,
-                processors=tuple(names),
-                schedule=schedule,
-                element_bytes=_sent_bytes(element_bytes, wire),
-                wire=wire,
-                messages=messages,
-                riders=riders if rides else 0,
-            )
-        )
-    return tuple(sums)
+        found.insert(sum(each.block is not None for each in found), large)
+    return tuple(found)
 
 
 def _sent_bytes(element_bytes: int, wire: str | None) -> int:
     return element_bytes if wire is None else HALF_BYTES
 
 
-def _owners_messages(blocks: Sequence[tuple[Tiling, int]], *, columns: int) -> tuple[Message, ...]:
+def _owners_messages(tilings: Sequence[Tiling], unit_elements: Sequence[int]) -> tuple[Message, ...]:
     """Those that carry units; blocks of which nothing travels are left out."""
-    numbers = [number for number, (_, elements) in enumerate(blocks) if elements]
+    columns = len(tilings[0].columns)
+    numbers = [number for number, elements in enumerate(unit_elements) if elements]
     if not numbers or columns == 1:
         return ()
     # Two columns: both sum the whole, in one phase. More: each owner sums its part of a group, and gives it back.
-    found = horizontal_messages(
-        [blocks[number][0] for number in numbers], method="direct" if columns == 2 else "reduce-scatter"
-    )
+    found = horizontal_messages([tilings[number] for number in numbers], method="direct" if columns == 2 else "reduce-scatter")
     return tuple(
         Message(
             phase=message.phase,

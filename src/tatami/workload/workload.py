@@ -39,6 +39,8 @@ class Workload:
             (`tatami.tiled.measure_sample_flop`).
         element_bytes: 4 for float32.
         wire: one of `WIRES`: what is summed over ranks is rounded to it on its way; None: it travels as it is.
+        bucket_bytes: gradients leave while earlier blocks compute, as soon as so many bytes of them are there; None: all
+            together after the backward pass.
         state_bytes_per_parameter: what a processor keeps for each trained weight: the weight, its gradient, and the optimizer's
             state. 16 for float32 and Adam, which has two moments; 8 for plain SGD, 12 with momentum.
         trained_tensors: how many trained weights there are, in all layers: ranks tell each other which had part in the loss.
@@ -53,6 +55,7 @@ class Workload:
     sample_flop: float = 0.0
     element_bytes: int = 4
     wire: str | None = None
+    bucket_bytes: int | None = None
     state_bytes_per_parameter: float = 16.0
     replicated_activation_bytes: float = 0.0
     replicated_frozen_bytes: float = 0.0
@@ -64,6 +67,8 @@ class Workload:
         if self.samples > MOST_SAMPLES:
             raise PlanError(f"a workload has at most {MOST_SAMPLES:,} samples, not {shortened(str(self.samples))}")
         check_wire(self.wire)
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
+            raise PlanError(f"bucket_bytes of a workload must be at least 1, or None, not {self.bucket_bytes}")
         for name in _AMOUNTS:
             if not 0 <= getattr(self, name) < math.inf:
                 raise PlanError(f"{name} of a workload must be a finite number >= 0, not {getattr(self, name)}")

@@ -50,11 +50,13 @@ class Leg:
         flop: of this processor.
         backward: whether it is part of compute 2.
         sums: one after the other, each with everyone of the column; none where the rank is alone.
+        leaves: sums of gradients that begin then, while the rank goes on.
     """
 
     flop: float
     backward: bool
     sums: tuple[FloorSum, ...]
+    leaves: tuple[FloorSum, ...] = ()
 
 
 class Floor:
@@ -65,7 +67,8 @@ class Floor:
         legs: of each such rank, forward block by block and backward the other way round: every sum over a column is a meeting.
         update_flop: compute 3 of each such rank.
         works: of each rank that has a tile, as the controller counts them.
-        gradients: the sums across columns, one after the other.
+        gradients: the sums across columns.
+        across: those of them that begin when the backward pass is done, one after the other.
     """
 
     def __init__(
@@ -96,6 +99,8 @@ class Floor:
         self._rank_of = cluster.rank_of
         self._schedules: dict[int, Schedule] = {}
         self.gradients = tuple(map(self._ready, self.traffic.gradients))
+        self.across = tuple(each for each in self.gradients if each.planned.block is None)
+        leaving = {each.planned.block: each for each in self.gradients}
         placed = {tile.processor for tile in tiling.tiles}
         self.names = {rank: name for rank, name in enumerate(names) if name in placed or self.gradients}
         self.legs: dict[int, tuple[Leg, ...]] = dict.fromkeys(self.names, ())
@@ -111,7 +116,7 @@ class Floor:
                 work = work_of(tiles, samples=samples, workload=workload, startup=own)
                 work = _at_its_size(work, speed=speed)
                 rank = self._rank_of[name]
-                self.legs[rank] = _legs(work, ready)
+                self.legs[rank] = _legs(work, ready, leaving=leaving)
                 self.update_flop[rank] = work.update_flop
                 self.works[rank] = workload.tile_work([tile.units.size for tile in tiles], samples=samples)
 
@@ -146,17 +151,21 @@ def _at_its_size(work: Work, *, speed: float) -> Work:
     )
 
 
-def _legs(work: Work, sums: Sequence[FloorSum]) -> tuple[Leg, ...]:
+def _legs(work: Work, sums: Sequence[FloorSum], *, leaving: Mapping[int | None, FloorSum]) -> tuple[Leg, ...]:
     """The legs of one rank; computations without a sum between them become one leg."""
 
     def of(kind: SumKind, block: int) -> tuple[FloorSum, ...]:
         return tuple(each for each in sums if each.planned.kind is kind and each.planned.block == block)
 
-    there = [(flop, False, of(SumKind.FORWARD, block)) for block, flop in enumerate(work.forward)]
-    back = [(flop, True, of(SumKind.BACKWARD, block)) for block, flop in enumerate(work.backward)]
+    legs = [Leg(flop=flop, backward=False, sums=of(SumKind.FORWARD, block)) for block, flop in enumerate(work.forward)]
+    for block, flop in reversed(list(enumerate(work.backward))):
+        leaves = (leaving[block],) if block in leaving else ()
+        legs.append(Leg(flop=flop, backward=True, sums=of(SumKind.BACKWARD, block), leaves=leaves))
     result: list[Leg] = []
-    for flop, backward, own in [*there, *reversed(back)]:
-        if result and not result[-1].sums and result[-1].backward == backward:
-            flop += result.pop().flop
-        result.append(Leg(flop=flop, backward=backward, sums=own))
+    for leg in legs:
+        last = result[-1] if result else None
+        if last is not None and last.backward == leg.backward and not (last.sums or last.leaves):
+            result[-1] = replace(leg, flop=last.flop + leg.flop)
+        else:
+            result.append(leg)
     return tuple(result)

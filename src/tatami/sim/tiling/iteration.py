@@ -1,6 +1,7 @@
 """One iteration on a stage, each processor at its own pace.
 
-Forward and backward, block by block, with a sum over the column after each; then horizontal, and compute 3.
+Forward and backward, block by block, with a sum over the column after each; then horizontal, and compute 3. Gradients that
+leave earlier cross the links meanwhile, and take no time of the processor beside that of the sum.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class Iteration:
         self._replays: dict[int, Replay] = {}
         self._then: dict[tuple[int, int], Then] = {}
         self._times: dict[int, Times] = {}
+        self._leaving: dict[int, int] = dict.fromkeys(begin_s, 0)
+        self._last: dict[int, Then] = {}
         self._going = len(begin_s)
         for rank, at_s in begin_s.items():
             stage.at(at_s, lambda rank=rank: self._begin(rank))  # type: ignore[misc]
@@ -94,7 +97,13 @@ class Iteration:
                 times.backward_s += spent_s
             else:
                 times.forward_s += spent_s
-            self._sums(rank, leg.sums, 0, lambda: self._leg(rank, number + 1))
+            self._sums(rank, leg.sums, 0, gone_on)
+
+        def gone_on() -> None:
+            for each in leg.leaves:
+                self._leaving[rank] += 1
+                self._sum(each, rank, lambda: self._arrived(rank))
+            self._leg(rank, number + 1)
 
         self._stretch(leg.flop, computed, rank)
 
@@ -107,8 +116,15 @@ class Iteration:
             times.horizontal_s = self._stage.now_s - begun_s - spent_s
             self._end()
 
-        update_flop = self._floor.update_flop[rank]
-        self._sums(rank, self._floor.gradients, 0, lambda: self._stretch(update_flop, updated, rank))
+        self._leaving[rank] += 1
+        self._last[rank] = lambda: self._stretch(self._floor.update_flop[rank], updated, rank)
+        self._sums(rank, self._floor.across, 0, lambda: self._arrived(rank))
+
+    def _arrived(self, rank: int) -> None:
+        """A sum of gradients is there; after the last one the rank goes on."""
+        self._leaving[rank] -= 1
+        if self._leaving[rank] == 0 and rank in self._last:
+            self._last.pop(rank)()
 
     def _stretch(self, work_flop: float, then: Callable[[float], None], rank: int) -> None:
         """Compute; a timer, since processors are not shared, and thousands of them are cheap."""
