@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
@@ -94,8 +95,10 @@ def _by_unit(rows: Rows) -> list[torch.Tensor]:
     axis, units = rows.runs.axis, rows.units
     if rows.runs.plain:
         return [rows.tensor.movedim(axis, 0)]
+    shape = rows.tensor.shape
     return [
-        view.unflatten(axis, (units, view.shape[axis] // max(units, 1))).movedim(axis, 0) for view in rows.cut(Span(0, units))
+        view.view(*shape[:axis], units, view.shape[axis] // max(units, 1), *shape[axis + 1 :]).movedim(axis, 0)
+        for view in rows.cut(Span(0, units))
     ]
 
 
@@ -305,7 +308,8 @@ class HorizontalExchange:
             sizes = [units.numel() for units in staged]
             size = sum(sizes)
             buffer = riders.new_empty(size + (riders.numel() if transfer.carries_replicated else 0))
-            pieces = tuple(zip(staged, buffer[:size].split(sizes), strict=True)) if staged else ()
+            starts = accumulate(sizes, initial=0)
+            pieces = tuple((units, buffer[start : start + units.numel()]) for start, units in zip(starts, staged, strict=False))
             room = self._rooms[key] = _Room(buffer, pieces, buffer[size:])
         return room
 
