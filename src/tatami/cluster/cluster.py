@@ -157,7 +157,7 @@ class Cluster:
         """The rank that runs on the processor of this name."""
         return {processor.name: rank for rank, processor in enumerate(self.processors)}
 
-    @property
+    @cached_property
     def speeds(self) -> dict[str, float]:
         return {processor.name: processor.speed for processor in self.processors}
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -93,7 +94,7 @@ class Layout:
             if count > 1:
                 raise PlanError(f"{name} lies twice in the layout; each processor has one place")
 
-    @property
+    @cached_property
     def processors(self) -> tuple[str, ...]:
         """All names, column by column, from top to bottom."""
         return tuple(name for column in self.columns for name in column.processors)
