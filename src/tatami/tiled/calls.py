@@ -36,7 +36,7 @@ def measure_calls(
     model = tile(nn.Sequential(*layers), alone, batch_size=_SAMPLES, speeds="equal", reduction="mean", quiet=True)
     comm.barrier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    inputs, outputs = torch.zeros(_SAMPLES, 2, device="cpu"), torch.zeros(_SAMPLES, 2, device="cpu")
+    inputs, outputs = (torch.zeros(_SAMPLES, 2, dtype=torch.float32, device="cpu") for _ in range(2))
     timings = []
     for _ in range(repeats + 1):
         start_s = clock.now_s()
