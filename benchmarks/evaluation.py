@@ -3,7 +3,7 @@
     --part efficiency --n 4,8 --condition A     only so much of it; what was measured before is kept for the rest
     --report                                    measure nothing, write tables and pictures from the records
 
-Needs Linux and root (see docs/lab.md), and a machine with nothing else to do: some 50 minutes on 2 cores. Writes
+Needs Linux and root (see docs/lab.md), and a machine with nothing else to do: more than an hour on 2 cores. Writes
 `benchmarks/results/evaluation.jsonl` (a record a line, with the machine's description), `evaluation.md` and pictures.
 """
 

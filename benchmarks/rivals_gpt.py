@@ -332,7 +332,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = measured(race, timeout_s=options.timeout)
     except LabError as error:
         sys.exit(f"rivals_gpt: {error}")
-    command = shlex.join(["python", "benchmarks/rivals_gpt.py", *sys.argv[1:]])
+    words = sys.argv[1 : sys.argv.index("--out")] if "--out" in sys.argv else sys.argv[1:]  # where it was kept is no setting
+    command = shlex.join(["python", "benchmarks/rivals_gpt.py", *words])
     lines = records(race, found, command=command)
     with options.out.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -356,7 +357,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for the whole lab")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="a .jsonl file; records are added to it")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="a .jsonl file; records are added to it; give it last")
     parser.add_argument("--rank", type=Path, nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 

@@ -352,7 +352,8 @@ def test_a_run_that_is_ended_leaves_no_rank_and_no_file(tmp_path: Path, number: 
         "comm.recv_object(1 - comm.rank)\n"
     )
     starter = (
-        "import sys\nfrom dataclasses import replace\nfrom tatami.comm import launch\n"
+        "import signal, sys\nfrom dataclasses import replace\nfrom tatami.comm import launch\n"
+        f"signal.signal({number:d}, signal.SIG_DFL) if {number:d} != signal.SIGKILL else None\n"  # nohup has it ignored
         "found = launch.find_launcher()\n"
         f"launch.find_launcher = lambda: replace(found, family={family!r})\n"
         f"sys.exit(launch.run([{str(tmp_path / 'rank.py')!r}, {str(tmp_path)!r}], ranks=2))"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tatami.cluster import Cluster
 from tatami.comm import AbstractCommunicator
@@ -17,7 +18,9 @@ WORKLOAD = Workload.mlp(20, 16, 5, samples=64)
 @pytest.mark.ranks(1, 2, 3)
 def test_all_ranks_get_the_same_cluster(world: World) -> None:
     def body(comm: AbstractCommunicator) -> Cluster:
+        before = torch.get_rng_state()
         cluster = probe(WORKLOAD, comm, repeats=2)
+        assert torch.equal(torch.get_rng_state(), before), "what the program draws next is what it would have drawn"
         assert comm.allgather_object(cluster) == [cluster] * comm.size
         return cluster
 

@@ -136,9 +136,11 @@ def test_the_work_of_planning_grows_as_the_processors_do() -> None:
 
 @pytest.mark.parametrize(("size", "promised_s"), [(100, 0.02), (1_000, 0.5), (10_000, 10.0)])
 def test_planning_takes_no_longer_than_promised(size: int, promised_s: float) -> None:
-    """Seconds of a core. Beside much other work it was seen to take twice as long, which is no fault; 20 times would be one."""
+    """Seconds of a core, the quickest of some attempts. Beside much other work it was seen to take twice as long: no fault."""
     run = planning(size)
-    planning(2)()  # what is done the first time
-    start_s = time.process_time()
-    run()
-    assert time.process_time() - start_s < 20 * promised_s
+    took_s = []
+    for _ in range(max(1, 3_000 // size)):
+        start_s = time.process_time()
+        run()
+        took_s.append(time.process_time() - start_s)
+    assert min(took_s) < 5 * promised_s

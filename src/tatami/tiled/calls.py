@@ -30,13 +30,13 @@ def measure_calls(
         clock, pace: see `tatami.clock`.
     """
     clock = clock or SystemClock()
-    layers = [layer for _ in range(_BLOCKS) for layer in (nn.Linear(2, 2), nn.Sigmoid(), nn.Linear(2, 2))]
+    layers = [layer for _ in range(_BLOCKS) for layer in (_linear(), nn.Sigmoid(), _linear())]
     comm.barrier()  # ranks may be threads of one process, all of which torch.fx disturbs while it traces
     alone = single_communicator(timeout_s=60.0)
     model = tile(nn.Sequential(*layers), alone, batch_size=_SAMPLES, speeds="equal", reduction="mean", quiet=True)
     comm.barrier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    inputs, outputs = torch.zeros(_SAMPLES, 2, device="cpu"), torch.zeros(_SAMPLES, 2, device="cpu")
+    inputs, outputs = (torch.zeros(_SAMPLES, 2, dtype=torch.float32, device="cpu") for _ in range(2))
     timings = []
     for _ in range(repeats + 1):
         start_s = clock.now_s()
@@ -50,3 +50,11 @@ def measure_calls(
         timings.append((clock.now_s() - start_s) / _ITERATIONS)
     model.close()
     return list(comm.allgather_object(statistics.median(timings[1:]) / (_BLOCKS + 1)))
+
+
+def _linear() -> nn.Module:
+    """Of zeros: weights that are drawn would change what the user's program draws next."""
+    layer = nn.Linear(2, 2, dtype=torch.float32, device="meta").to_empty(device="cpu")
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    return layer

@@ -61,7 +61,7 @@ class _Stage:
 
     def __init__(self, block: Sequence[Rows], *, dtype: torch.dtype) -> None:
         units = block[0].units if block else 0
-        like = block[0].tensor if block else torch.empty(0, device="cpu")
+        like = block[0].tensor if block else torch.empty(0, dtype=dtype, device="cpu")
         self.values = like.new_empty(units, sum(rows.per_unit for rows in block), dtype=dtype)
         self._slots = []
         start = 0

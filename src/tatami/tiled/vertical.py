@@ -23,12 +23,13 @@ class ColumnComm:
 
     Attributes:
         comm: the ranks of the column; None where the rank is alone in it, or has no tile.
-        is_silent: whether the column has no samples, and so nothing to sum; the same on all its ranks.
+        is_silent: whether the pass that runs is over no samples, and the column has nothing to sum; the same on all its ranks.
     """
 
     def __init__(self, phases: Phases, *, wire: str | None = None) -> None:
         self.comm: AbstractCommunicator | None = None
         self.is_silent = False
+        self._silent: ColumnComm | None = None
         self._wire = wire
         self.phases = phases
         self._sum: VectorSum | None = None
@@ -42,12 +43,20 @@ class ColumnComm:
         """From now on the column is the ranks of `comm`; takes it over, and closes the one before."""
         if self.comm is not None:
             self.comm.close()
-        self.comm, self.is_silent = comm, False
+        self.comm, self.is_silent, self._silent = comm, False, None
+        if comm is not None:
+            self._silent = ColumnComm(self.phases)
+            self._silent.comm = comm
         self._sum = None if comm is None else VectorSum(comm, wire=self._wire)
+
+    @property
+    def now(self) -> ColumnComm:
+        """What the pass that runs sums by, to its end: another pass may come before this one goes back."""
+        return self._silent if self.is_silent and self._silent is not None else self
 
     def sum_(self, tensor: torch.Tensor, *, exact: bool = False) -> None:
         """Sum `tensor` over the column, in place; what is `exact` is not rounded on its way."""
-        if self._sum is None or self.is_silent:
+        if self._sum is None:
             return
         with self.phases.during(IterationPhase.VERTICAL):
             self._sum.sum_(tensor, exact=exact)
@@ -60,7 +69,7 @@ class _SumOverColumn(torch.autograd.Function):
         # The partial product is ours alone (fresh from a matrix product that does not keep it): sum it where it lies.
         ctx.mark_dirty(partial)
         ctx.set_materialize_grads(False)
-        column.sum_(partial)
+        column.now.sum_(partial)
         return partial
 
     @staticmethod
@@ -71,7 +80,7 @@ class _SumOverColumn(torch.autograd.Function):
 class _CopyToColumn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, column: ColumnComm) -> torch.Tensor:
-        ctx.column = column
+        ctx.column = column.now
         ctx.set_materialize_grads(False)
         return x.view_as(x)
 

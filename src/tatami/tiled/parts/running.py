@@ -157,7 +157,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, column: ColumnComm, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.column = column
+        ctx.column = column.now
         ctx.likes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         ctx.device = tensors[0].device
         ctx.set_materialize_grads(False)

@@ -102,7 +102,7 @@ def _changed(what: str) -> ModelError:
 
 def split_logits(part: torch.Tensor, total: int, context: ModuleContext) -> torch.Tensor:
     """The logits of all `total` classes, of which this rank has `part` (..., classes_here); whole without gradients."""
-    column, span = context.rank.column, context.units[0]()
+    column, span = context.rank.column.now, context.units[0]()
     if column.comm is None:  # a rank that was left out has no class, and no sample
         return part if part.shape[-1] == total else torch.nn.functional.pad(part, (0, total - part.shape[-1]))
     if not (torch.is_grad_enabled() and part.requires_grad):
