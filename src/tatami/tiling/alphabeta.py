@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from math import fsum
 from operator import itemgetter
 from typing import final
 
@@ -19,6 +20,7 @@ from tatami.tiling.layout import Layout
 from tatami.tiling.links import LinkGroup, SlowestLink
 from tatami.tiling.span import FEW
 from tatami.tiling.sum_price import sum_size
+from tatami.tiling.summing import summing_shares, transfer_rates
 from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS, departures, riding_elements, sum_algorithm
 from tatami.workload import Workload
 
@@ -28,6 +30,8 @@ _WORTH_HIDING = 0.01
 """Less than this part of an iteration is not known so well."""
 MEASURED_FROM = 1e6
 """Speeds from here on are flop/s: no processor does less, and relative speeds do not go up to a million."""
+_NOTHING = 1e-9
+"""Of shares that were added and taken away."""
 _LOOKED_AT = 8
 """Of many columns, the widest and the deepest whose sums a lower bound looks at."""
 
@@ -42,9 +46,10 @@ class AlphaBetaCost(AbstractCost):
       always slow, and all wait for it.
     * vertical: the sums of a column as they are carried out (`sum_algorithm`); the column that takes longest counts.
     * horizontal: every group of units is summed by its C owners: 2 (C - 1) / C of its bytes at its owners' slowest link, in
-      one round where C = 2, otherwise two; the processor that takes longest counts. Gradients of layers outside of blocks
-      ride along, or are summed by all. With `Workload.bucket_bytes` the wires carry the sums of the last blocks while earlier
-      ones compute, and what is not done by then counts.
+      one round where C = 2, otherwise two; the processor that takes longest counts. Where bytes cost some processors more
+      than others, those sum less (`summing_shares`). Gradients of layers outside of blocks ride along, or are summed by all.
+      With `Workload.bucket_bytes` the wires carry the sums of the last blocks while earlier ones compute, and what is not
+      done by then counts.
 
     Beside the wire, messages cost the processors that send and receive them (`Processor.message_s`), and bytes their copying;
     beside the flop, a block costs its calls (`Processor.call_s`).
@@ -177,29 +182,34 @@ def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> flo
     if num_columns == 1:
         return 0.0
     own = [links.cluster.by_name[name] for name in layout.processors]
-    rounds = 1 if num_columns == 2 or not workload.blocks else 2
-    # Without blocks everyone tells everyone.
+    riders = riding_elements(workload, columns=num_columns)
+    whole = num_columns == len(own) == len(links.cluster.processors)  # all gradients are one vector
+    rounds = 1 if num_columns == 2 or not (workload.blocks or whole) else 2
+    heights = [height for column in layout.columns for height in column.heights]
+    shares = summing_shares(heights, layout.processors, columns=num_columns, rates=transfer_rates(links.cluster))
+    # Where nothing is cut, everyone tells everyone.
     wire_s, copied_s = [0.0] * len(own), [0.0] * len(own)
     latencies_s, neighbours = [links.among(layout.processors).latency_s] * len(own), [num_columns - 1] * len(own)
-    if workload.blocks:
+    if workload.blocks or whole:
         # Blocks of many units are cut at the same heights, those of few each in its own way; the finest of all come last.
         elements: Counter[tuple[bool, int]] = Counter()
         deepest = max(len(column.processors) for column in layout.columns)
-        for block, count in workload.kinds:
+        if whole:
+            elements[True, 0] = workload.horizontal_elements + riders
+            riders = 0
+        for block, count in workload.kinds if not whole else ():
             fine = block.units >= FEW * deepest
             elements[fine, 0 if fine else block.units] += count * block.parameters
         for (fine, units), each in sorted(elements.items()):
             cuts = [column.cuts if fine else _cuts(column.unit_sizes(units)) for column in layout.columns]
             # One message carries all blocks, so the messages of the finest count.
-            owned, latencies_s, neighbours = _owned(layout, cuts, links)
-            share = 2 * (num_columns - 1) / num_columns * (each * workload.wire_bytes)
-            wire_s = [spent + share * own_s for spent, own_s in zip(wire_s, owned, strict=True)]
-            heights = (bottom - top for column in cuts for top, bottom in pairwise(column))
+            owned, traveled, latencies_s, neighbours = _owned(layout, cuts, links, shares)
+            size_bytes = each * workload.wire_bytes
+            wire_s = [spent + size_bytes * own_s for spent, own_s in zip(wire_s, owned, strict=True)]
             copied_s = [
-                spent + 2 * share * height / processor.copy_bytes_per_s
-                for spent, height, processor in zip(copied_s, heights, own, strict=True)
+                spent + 2 * size_bytes * part / processor.copy_bytes_per_s
+                for spent, part, processor in zip(copied_s, traveled, own, strict=True)
             ]
-    riders = riding_elements(workload, columns=num_columns)
     apart_s, riding_bytes = 0.0, 0.0
     if riders <= RIDE_ALONG_ELEMENTS:
         riding_bytes = (num_columns - 1) * riders * workload.wire_bytes
@@ -230,7 +240,9 @@ def _horizontal_at_least_s(layout: Layout, workload: Workload, links: SlowestLin
     crowd = max(Counter(links.host.values()).values())
     link = cluster.network if num_columns > crowd and not cluster.links else cluster.fastest_link
     rounds = 1 if num_columns == 2 else 2
-    size_bytes = 2 * (num_columns - 1) / num_columns * elements * workload.wire_bytes * height
+    # Where processors sum what suits them, one may sum nothing, and only send what it has once.
+    parts = 2 * (num_columns - 1) / num_columns if transfer_rates(cluster) is None else 1.0
+    size_bytes = parts * elements * workload.wire_bytes * height
     message_s = cluster.by_name[name].message_s
     return size_bytes / link.bandwidth_bytes_per_s + rounds * link.latency_s + 2 * rounds * (num_columns - 1) * message_s
 
@@ -240,32 +252,48 @@ def _cuts(sizes: Sequence[int]) -> tuple[float, ...]:
     return (0.0, *(cut / total for cut in accumulate(sizes)))
 
 
-def _owned(layout: Layout, cuts: Sequence[tuple[float, ...]], links: SlowestLink) -> tuple[list[float], list[float], list[int]]:
-    """Of each processor: its height over the bandwidth among its units' owners, the longest latency to one, and how many."""
+def _owned(
+    layout: Layout, cuts: Sequence[tuple[float, ...]], links: SlowestLink, shares: Mapping[str, float] | None
+) -> tuple[list[float], list[float], list[float], list[int]]:
+    """Of each processor: what it sends, in seconds and in parts of all units, the longest latency to an owner, and how many.
+
+    Of each of its units it sends what it does not sum to who does, and what it sums to C - 1 others: 1 + (C - 2) f of it.
+    """
+    num_columns = len(cuts)
+    part = [1.0 if shares is None else shares[name] for name in layout.processors]
+    index_of = {name: index for index, name in enumerate(layout.processors)}
     inner = sorted((cut, index, below) for index, column in enumerate(cuts) for below, cut in enumerate(column[1:-1], start=1))
     crossings = [cut for cut, _, _ in inner]
     edges = [*sorted({0.0, *(cut for cut in crossings if cut < 1.0)}), 1.0]
-    group_s = [0.0]
+    group_s, summed_s, summed = [0.0], [0.0], [0.0]
     latencies = []
+    together = fsum(part[index_of[column.processors[0]]] for column in layout.columns)
     owners = LinkGroup(links, [column.processors[0] for column in layout.columns])
     passed = 0
     for start, stop in pairwise(edges):
         while passed < len(inner) and inner[passed][0] <= start:
             _, index, below = inner[passed]
-            owners.replace(layout.columns[index].processors[below - 1], layout.columns[index].processors[below])
+            one, other = layout.columns[index].processors[below - 1], layout.columns[index].processors[below]
+            owners.replace(one, other)
+            together += part[index_of[other]] - part[index_of[one]]
             passed += 1
         link = owners.link()
         group_s.append((stop - start) / link.bandwidth_bytes_per_s)
+        of_each = (num_columns - 2) / together if together > _NOTHING else 0.0
+        summed_s.append(of_each * group_s[-1])
+        summed.append(of_each * (stop - start))
         latencies.append(link.latency_s)
-    elapsed = list(accumulate(group_s))
+    elapsed, elapsed_summed, passed_summed = (list(accumulate(each)) for each in (group_s, summed_s, summed))
     position = {edge: index for index, edge in enumerate(edges)}
-    owned, waits_s, neighbours = [], [], []
+    owned, traveled, waits_s, neighbours = [], [], [], []
+    own_part = iter(part)
     for column in cuts:
         for top, bottom in pairwise(column):
-            first, last = position[top], position[bottom]
-            owned.append(elapsed[last] - elapsed[first])
+            first, last, mine = position[top], position[bottom], next(own_part)
+            owned.append(elapsed[last] - elapsed[first] + mine * (elapsed_summed[last] - elapsed_summed[first]))
+            traveled.append(bottom - top + mine * (passed_summed[last] - passed_summed[first]))
             waits_s.append(max(latencies[first:last], default=0.0))
             # One neighbour in every other column, and one more for each of their cuts inside this tile.
             inside = bisect_left(crossings, bottom) - bisect_right(crossings, top)
             neighbours.append(len(cuts) - 1 + inside if first < last else 0)
-    return owned, waits_s, neighbours
+    return owned, traveled, waits_s, neighbours
