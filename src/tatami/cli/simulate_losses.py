@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from tatami.sim.elastic import LossyRun, LossySetup
 
-_PANEL = "Machines that die and join"
+_lossy = partial(typer.Option, rich_help_panel="Machines that die and join")
 _REPAIR, _RESTART = "repair", "restart"
 
 
@@ -33,40 +34,20 @@ class LossOptions:
     """What `tatami simulate tiling` can be asked of machines that die; the options say what each field is."""
 
     mtbf: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,...", help="Mean life of a machine: rehearse deaths.", show_default=False, rich_help_panel=_PANEL
-        ),
+        str | None, _lossy(metavar="A,B,...", help="Mean life of a machine: rehearse deaths.", show_default=False)
     ] = None
     machines: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,M,...", help="So many equal machines, in place of --speeds.", show_default=False, rich_help_panel=_PANEL
-        ),
+        str | None, _lossy(metavar="N,M,...", help="So many equal machines, in place of --speeds.", show_default=False)
     ] = None
-    back: Annotated[
-        str | None,
-        typer.Option(help="So long after its death a machine joins again.", show_default="never", rich_help_panel=_PANEL),
-    ] = None
-    halt: Annotated[str, typer.Option(help="A repair: until all have stopped and formed a group.", rich_help_panel=_PANEL)] = (
-        "0.3 s"
-    )
-    update: Annotated[
-        float,
-        typer.Option(
-            callback=finite, help="Share of an iteration in which a death has no step redone.", rich_help_panel=_PANEL
-        ),
-    ] = 0.0
-    copies: Annotated[int, typer.Option(help="Holders of every unit, 1 or 2.", rich_help_panel=_PANEL)] = 2
-    restart: Annotated[str, typer.Option(help="A restart: until all train again.", rich_help_panel=_PANEL)] = "10.4 s"
-    checkpoint_every: Annotated[
-        int, typer.Option(min=1, help="Restarts: iterations between checkpoints.", rich_help_panel=_PANEL)
-    ] = 100
-    checkpoint: Annotated[str, typer.Option(help="Restarts: what all wait for each checkpoint.", rich_help_panel=_PANEL)] = (
-        "0 s"
-    )
-    runs: Annotated[int, typer.Option(min=1, help="Runs of each, with seeds from --seed on.", rich_help_panel=_PANEL)] = 10
-    seed: Annotated[int, typer.Option(help="Of the first run.", rich_help_panel=_PANEL)] = 0
+    back: Annotated[str | None, _lossy(help="So long after its death a machine joins again.", show_default="never")] = None
+    halt: Annotated[str, _lossy(help="A repair: until all have stopped and formed a group.")] = "0.3 s"
+    update: Annotated[float, _lossy(callback=finite, help="Share of an iteration in which a death has no step redone.")] = 0.0
+    copies: Annotated[int, _lossy(help="Holders of every unit, 1 or 2.")] = 2
+    restart: Annotated[str, _lossy(help="A restart: until all train again.")] = "10.4 s"
+    checkpoint_every: Annotated[int, _lossy(min=1, help="Restarts: iterations between checkpoints.")] = 100
+    checkpoint: Annotated[str, _lossy(help="Restarts: what all wait for each checkpoint.")] = "0 s"
+    runs: Annotated[int, _lossy(min=1, help="Runs of each, with seeds from --seed on.")] = 10
+    seed: Annotated[int, _lossy(help="Of the first run.")] = 0
 
     @property
     def changed(self) -> list[str]:
