@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tatami.cli.numbers import MOST_RANKS, finite
+from tatami.cli.options import Rounds
 from tatami.cli.terminal import show, show_json, tell
 from tatami.report import Table
 from tatami.units import format_duration
@@ -57,7 +58,7 @@ def bench_train(
     batch_size: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="The global batch. Default: 4096; gpt 16, cnn 64.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Timings to take the median of.")] = 7,
+    rounds: Rounds = 7,
     seconds: Annotated[
         float, typer.Option(callback=finite, min=0.001, metavar="S", help="About how long one timing takes.")
     ] = 0.5,
@@ -119,15 +120,9 @@ def _measured(benchmark: TrainBenchmark, ranks: int, *, asked: list[str], task: 
     if ranks == 1:
         return bench_train(benchmark, init(backend="single"), subject=subject)
     said = io.StringIO()
-    command = ["-m", "tatami", "bench", "train", "-n", str(ranks), *asked, "--json"]
-    command += [
-        "--batch-size",
-        str(benchmark.batch_size),
-        "--rounds",
-        str(benchmark.rounds),
-        "--seconds",
-        str(benchmark.seconds),
-    ]
+    settings = {"-n": ranks, "--batch-size": benchmark.batch_size, "--rounds": benchmark.rounds, "--seconds": benchmark.seconds}
+    command = ["-m", "tatami", "bench", "train", *asked, "--json"]
+    command += [text for name, value in settings.items() for text in (name, str(value))]
     with contextlib.redirect_stdout(said):
         code = launch.run(command, ranks=ranks)
     if code != 0:

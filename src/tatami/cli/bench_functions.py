@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.numbers import finite, given_sizes
+from tatami.cli.numbers import given_sizes
+from tatami.cli.options import AsJson, Rounds, Seconds
 from tatami.cli.terminal import show, show_json
 from tatami.report import Table
 from tatami.units import format_duration, format_size
@@ -30,11 +31,9 @@ def bench_functions(
     sizes: Annotated[
         str | None, typer.Option(metavar="A,B,...", help="Sizes of the message. Default: 8 B to 4 MiB.", show_default=False)
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Timings to take the median of.")] = 7,
-    seconds: Annotated[
-        float, typer.Option(callback=finite, min=0.0001, metavar="S", help="About how long one timing takes.")
-    ] = 0.05,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each measurement, as it comes.")] = False,
+    rounds: Rounds = 7,
+    seconds: Seconds = 0.05,
+    as_json: AsJson = False,
 ) -> None:
     """Time send and recv, forward and backward, between 2 ranks, against as many bare messages of mpi4py and of gloo.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tatami.cli.devices import DEVICE_HELP, check_device
-from tatami.cli.numbers import MOST_RANKS
+from tatami.cli.options import Hosts, Ranks
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, write_cluster
 from tatami.outputs import check_output
@@ -33,10 +33,8 @@ Then: tatami plan cluster.toml, and tatami train --cluster cluster.toml
 
 def probe(
     *,
-    ranks: Annotated[
-        int | None, typer.Option("-n", "--ranks", min=1, max=MOST_RANKS, metavar="N", help="How many.", show_default="2")
-    ] = None,
-    hosts: Annotated[str | None, typer.Option(metavar="A:4,B:4", help="Machines to start on; this one if left out.")] = None,
+    ranks: Ranks = None,
+    hosts: Hosts = None,
     net: Annotated[str, typer.Option(metavar="SIZES", help="The network whose work is timed.")] = "203-80-26",
     samples: Annotated[int, typer.Option(min=1, metavar="N", help="Of a batch.")] = 1024,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help=DEVICE_HELP)] = "cpu",

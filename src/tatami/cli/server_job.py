@@ -113,7 +113,7 @@ class ServerTrainJob(ServerOutputs):
             batch_size=self.batch_size,
             optimizer=SGD(lr=rate, momentum=self.momentum) if sgd else Adam(lr=rate),
             clip_norm=self.clip_norm,
-            recovery=self._recovery(),
+            recovery=recovery_of(self.recovery, every=self.every),
             consistency=self._consistency(),
             speeds=() if self.cluster is None else read_cluster(self.cluster).plain_speeds("the parameter server"),
             heartbeat_s=self.heartbeat,
@@ -135,18 +135,24 @@ class ServerTrainJob(ServerOutputs):
             case Consistency.BSP:
                 return BSP()
 
-    def _recovery(self) -> AbstractRecovery:
-        from tatami.server import Checkpoint, FromServers, Ignore
 
-        match self.recovery:
-            case Recovery.CHECKPOINT:
-                if self.every != "daly" and not self.every.isdecimal():
-                    raise InputError(f"--every takes a number of rounds or 'daly', not {self.every!r}")
-                return Checkpoint(every="daly" if self.every == "daly" else int(self.every))
-            case Recovery.FROM_SERVERS:
-                return FromServers()
-            case Recovery.IGNORE:
-                return Ignore()
+def recovery_of(name: Recovery, *, every: str) -> AbstractRecovery:
+    """The policy.
+
+    Raises:
+        InputError: `every`, of checkpoints, is neither a number nor "daly".
+    """
+    from tatami.server.recovery import Checkpoint, FromServers, Ignore
+
+    match name:
+        case Recovery.CHECKPOINT:
+            if every != "daly" and not every.isdecimal():
+                raise InputError(f"--every takes a number of rounds or 'daly', not {every!r}")
+            return Checkpoint(every="daly" if every == "daly" else int(every))
+        case Recovery.FROM_SERVERS:
+            return FromServers()
+        case Recovery.IGNORE:
+            return Ignore()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tatami.cli.numbers import given
+from tatami.cli.simulate_options import chosen_platform
 from tatami.cli.simulate_server import SERVER_EPILOG, simulate_server
 from tatami.cli.terminal import show, show_json
 from tatami.errors import InputError
@@ -49,18 +50,12 @@ def platform(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print what is understood of a platform: machines, links and backbones."""
-    from tatami.sim.platforms import PRESETS, read_platform
-    from tatami.sim.platforms import preset as named
-
     if (preset is None) == (file is None):
+        from tatami.sim.platforms import PRESETS
+
         raise InputError(f"which platform? Give a FILE, or --preset with one of {', '.join(sorted(PRESETS))}")
-    if preset is not None:
-        machines = named(
-            preset, nodes=nodes, latency_s=None if latency is None else given("--latency", parse_duration, latency)
-        )
-    else:
-        assert file is not None
-        machines = read_platform(file)
+    latency_s = None if latency is None else given("--latency", parse_duration, latency)
+    machines = chosen_platform(preset, file, nodes=nodes, latency_s=latency_s)
     if as_json:
         parts = [
             {

@@ -11,7 +11,7 @@ import typer
 
 from tatami.cli.numbers import given, given_sizes
 from tatami.cli.settings import takes
-from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep, started_runs
+from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep
 from tatami.cli.terminal import show, show_json
 from tatami.collective import ALGORITHMS, Grid, Sync
 from tatami.errors import InputError
@@ -75,6 +75,7 @@ class SimulateAllReduceJob:
 def simulate_allreduce(job: SimulateAllReduceJob) -> None:
     """Simulate all-reduces, transfer by transfer: over algorithms, grids and sizes."""
     from tatami.sim.allreduce import Case, Software, replay
+    from tatami.sim.processes import Runs
 
     if job.plot is not None:
         check_path(job.plot, force=job.force)
@@ -119,7 +120,7 @@ def simulate_allreduce(job: SimulateAllReduceJob) -> None:
             value, _, case = cases[index]
             show_json(allreduce_record(case, result) | ({swept.name: value} if swept.name else {}))
 
-    with started_runs(job.cores) as started:
+    with Runs(cores=job.cores) as started:
         results = started.map(replay, jobs, done=done, platform=lambda job: job.platform)
     progress.finish()
     labels = [_label(case) + (f", {swept.name} {value}" if swept.name else "") for value, _, case in cases]

@@ -1,9 +1,8 @@
-"""What the commands of `tatami simulate` share: sweeps, platforms, and where runs take place."""
+"""What the commands of `tatami simulate` share: sweeps and platforms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -14,7 +13,6 @@ from tatami.errors import InputError
 
 if TYPE_CHECKING:
     from tatami.sim.platforms import AbstractPlatform
-    from tatami.sim.processes import Runs
 
 Value = TypeVar("Value")
 
@@ -81,12 +79,3 @@ def chosen_platform(preset: str | None, file: Path | None, *, nodes: int | None,
         return named(preset, nodes=nodes, latency_s=latency_s)
     assert file is not None
     return read_platform(file)
-
-
-@contextmanager
-def started_runs(cores: int | None) -> Iterator[Runs]:
-    """Processes to simulate in."""
-    from tatami.sim.processes import Runs
-
-    with Runs(cores=cores) as runs:
-        yield runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tatami.cli.numbers import finite, given
+from tatami.cli.server_job import Recovery, recovery_of
 from tatami.cli.settings import takes
-from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep, started_runs
+from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep
 from tatami.cli.terminal import show, show_json
 from tatami.cluster.cluster import MOST_PROCESSORS
 from tatami.errors import InputError
@@ -138,6 +140,7 @@ class SimulateServerJob:
 @takes(SimulateServerJob)
 def simulate_server(job: SimulateServerJob) -> None:
     """Simulate training on parameter servers, and what the deaths of workers cost under each recovery."""
+    from tatami.sim.processes import Runs
     from tatami.sim.server import simulate_server as simulated
 
     losses = None
@@ -160,7 +163,7 @@ def simulate_server(job: SimulateServerJob) -> None:
         if job.as_json:
             show_json(run_record(record) | ({swept.name: cases[case][0]} if swept.name else {}))
 
-    with started_runs(job.cores) as started:
+    with Runs(cores=job.cores) as started:
         seeds = range(job.seed, job.seed + job.runs)
         found = simulated([case for _, case in cases], seeds=seeds, runs=started, done=done)
     progress.finish()
@@ -194,19 +197,11 @@ def run_record(run: ServerRun) -> dict[str, Any]:
 
 
 def _policy(name: str, *, every: str) -> AbstractRecovery:
-    from tatami.server.recovery import Checkpoint, FromServers, Ignore
-
-    if name in ("servers", "from-servers"):
-        return FromServers()
-    if name == "ignore":
-        return Ignore()
-    if name != "checkpoint":
+    """Of `Recovery`; `servers` is short for one of them."""
+    known = {"servers": Recovery.FROM_SERVERS, **{each.value: each for each in Recovery}}
+    if name not in known:
         raise InputError(f"there is no recovery {name!r}; there are: checkpoint, servers, ignore")
-    if every == "daly":
-        return Checkpoint(every="daly")
-    if not every.isdecimal():
-        raise InputError(f"--every is a number of rounds or daly, not {every!r}")
-    return Checkpoint(every=int(every))
+    return recovery_of(known[name], every=every)
 
 
 def _machines(preset: str | None, platform: Path | None, *, workers: int | None, servers: int, rounds: int) -> ServerSetup:
@@ -240,8 +235,6 @@ def _with_store(setup: ServerSetup, num_hosts: int, *, waits: bool, size_bytes: 
 
 
 def _table(labels: list[str], found: list[list[ServerRun]]) -> Table:
-    import statistics
-
     rows = []
     for label, runs in zip(labels, found, strict=True):
         totals = [run.total_s for run in runs]

@@ -11,7 +11,7 @@ import typer
 
 from tatami.cli.settings import takes
 from tatami.cli.simulate_losses import LossOptions, draw_losses_to, show_losses, simulate_losses
-from tatami.cli.simulate_options import Cores, SweepOption, parse_sweep, started_runs
+from tatami.cli.simulate_options import Cores, SweepOption, parse_sweep
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, parse_speeds, read_cluster
 from tatami.errors import InputError, shortened
@@ -96,6 +96,7 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
     if job.changed:
         raise InputError(f"{job.changed[0]} is for runs whose machines die: give --mtbf too, their mean life")
     from tatami.sim.platforms import ClusterPlatform
+    from tatami.sim.processes import Runs
     from tatami.sim.tiling import TilingJob, rehearse
 
     for path in (job.plot, job.plot_watch):
@@ -137,7 +138,7 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
         if job.as_json:
             show_json(tiling_record(labels[index], run))
 
-    with started_runs(job.cores) as started:
+    with Runs(cores=job.cores) as started:
         found = started.map(rehearse, jobs, done=done, platform=lambda job: job.platform)
     progress.finish()
     if not job.as_json:
