@@ -48,8 +48,7 @@ def bench_train(
         ),
     ] = None,
     net: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SIZES", help="May be given again. Default: 203-80-26, then 203-800-26."),
+        list[str] | None, typer.Option(metavar="SIZES", help="May be given again. Default: 203-80-26, then 203-800-26.")
     ] = None,
     model: Annotated[
         list[str] | None,

@@ -44,9 +44,7 @@ def bench_functions(
     from tatami.cli.ranks import on_ranks
 
     benchmark = FunctionsBenchmark(
-        sizes_bytes=SIZES_BYTES if sizes is None else given_sizes("--sizes", sizes),
-        rounds=rounds,
-        seconds=seconds,
+        sizes_bytes=SIZES_BYTES if sizes is None else given_sizes("--sizes", sizes), rounds=rounds, seconds=seconds
     )
     benchmark.check(ranks=2)
     # Several threads of torch in each rank would share cores with the other rank.

@@ -46,8 +46,7 @@ class PlanJob:
     net: Annotated[str, typer.Option(help="Sizes of the layers: inputs-hidden-...-outputs.")] = "203-80-26"
     samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch; of a GPT, sequences.")] = 1024
     model: Annotated[
-        str | None,
-        typer.Option(metavar="gpt", help="A model, for --net.", rich_help_panel=_GPT, show_default=False),
+        str | None, typer.Option(metavar="gpt", help="A model, for --net.", rich_help_panel=_GPT, show_default=False)
     ] = None
     layers: Annotated[int, typer.Option(min=1, rich_help_panel=_GPT)] = 12
     width: Annotated[int, typer.Option(min=1, help="Of a token's vector.", rich_help_panel=_GPT)] = 768

@@ -183,10 +183,7 @@ def _table(labels: Sequence[str], cases: Sequence[Case], results: Sequence[Repla
         times.setdefault(label, {})[case.size_bytes] = result.total_s
     first = next(iter(times.values()))
     rows = [
-        (
-            label,
-            *(f"{format_duration(found[size], digits=4)}  {first[size] / found[size]:.2f} x" for size in sizes),
-        )
+        (label, *(f"{format_duration(found[size], digits=4)}  {first[size] / found[size]:.2f} x" for size in sizes))
         for label, found in times.items()
     ]
     order = [found[sizes[-1]] for found in times.values()]
@@ -205,11 +202,7 @@ def _draw(labels: Sequence[str], cases: Sequence[Case], results: Sequence[Replay
     figure, ax = blank(width_in=9.0)
     if len({case.size_bytes for case in cases}) > 1:
         records = [
-            {
-                "algorithm": label,
-                "size_bytes": case.size_bytes,
-                "bandwidth_bytes_per_s": case.size_bytes / result.total_s,
-            }
+            {"algorithm": label, "size_bytes": case.size_bytes, "bandwidth_bytes_per_s": case.size_bytes / result.total_s}
             for label, case, result in zip(labels, cases, results, strict=True)
         ]
         draw_bandwidth(ax, records)

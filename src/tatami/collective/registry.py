@@ -92,9 +92,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(name="native", summary="the library's own", build=lambda p: native(p.ranks, p.size)),
         Algorithm(name="ring", summary="2(P-1) rounds between neighbours", build=lambda p: ring(p.ranks, p.size)),
         Algorithm(
-            name="halving_doubling",
-            summary="2 log2(P) rounds, for any P",
-            build=lambda p: halving_doubling(p.ranks, p.size),
+            name="halving_doubling", summary="2 log2(P) rounds, for any P", build=lambda p: halving_doubling(p.ranks, p.size)
         ),
         Algorithm(
             name="direct",

@@ -19,16 +19,7 @@ from tatami.comm.reduction import HALF_DTYPES, Op
 from tatami.comm.staging import from_host, host_room, is_movable, to_host
 from tatami.errors import InputError
 
-DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
 MAX_TAG = 32767 - 1
 """MPI guarantees tags up to 32767; the last one is for the backends' own messages."""
 

@@ -76,11 +76,7 @@ def _floor(facts: RunFacts) -> Spec:
     labels = {
         "transform": [{"filter": fits}],
         "mark": {"type": "text", "color": "black", "fontSize": 12, "aria": False},
-        "encoding": {
-            "x": {**x, "field": "x"},
-            "y": {**y, "field": "y"},
-            "text": {"field": "rank"},
-        },
+        "encoding": {"x": {**x, "field": "x"}, "y": {**y, "field": "y"}, "text": {"field": "rank"}},
     }
     derive = [
         _OF_STEP,

@@ -99,13 +99,7 @@ def run_training(
         engine(address=context.address),
         RayWatch(ray_processes(ray), clock=SystemClock(), tell=witness.fault) as watch,
     ):
-        runtime = Runtime(
-            Coordinator(protocol, resumed=saved),
-            terms=terms,
-            context=context,
-            watch=watch,
-            witness=witness,
-        )
+        runtime = Runtime(Coordinator(protocol, resumed=saved), terms=terms, context=context, watch=watch, witness=witness)
         try:
             parameters, outcome = runtime.run()
         finally:

@@ -34,8 +34,7 @@ _ALL_FLOWS = ("network/optim", "Full")
 TCP = Fabric(name="TCP", settings=(("network/model", "LV08"), _ALL_FLOWS))
 """Latency times 13.01, bandwidth times 0.97, 5 % of it taken by acknowledgements, windows of 4 MiB (SimGrid's LV08)."""
 RDMA = Fabric(
-    name="RDMA",
-    settings=(("network/model", "CM02"), ("network/TCP-gamma", "0"), ("network/crosstraffic", "0"), _ALL_FLOWS),
+    name="RDMA", settings=(("network/model", "CM02"), ("network/TCP-gamma", "0"), ("network/crosstraffic", "0"), _ALL_FLOWS)
 )
 """Latency + bytes / bandwidth, shared fairly, and nothing else (SimGrid's CM02)."""
 

@@ -109,13 +109,7 @@ class _Reading:
             return None
         return self._made(
             lambda: MachineGroup(
-                name=str(name),
-                count=count,
-                cores=cores,
-                speed_flop_per_s=speed,
-                link=link,
-                backbone=backbone,
-                groups=groups,
+                name=str(name), count=count, cores=cores, speed_flop_per_s=speed, link=link, backbone=backbone, groups=groups
             ),
             path=path,
         )

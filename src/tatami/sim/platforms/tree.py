@@ -202,7 +202,5 @@ def _wire_problems(groups: Sequence[MachineGroup], *, backbone: Wire | None, abo
 
 def _scaled(group: MachineGroup, factor: float) -> MachineGroup:
     return replace(
-        group,
-        speed_flop_per_s=group.speed_flop_per_s * factor,
-        groups=tuple(_scaled(each, factor) for each in group.groups),
+        group, speed_flop_per_s=group.speed_flop_per_s * factor, groups=tuple(_scaled(each, factor) for each in group.groups)
     )

@@ -127,9 +127,7 @@ def _period(job: Simulation) -> Period:
     rounds = wanted if wanted <= job.setup.rounds else 1
     outcome = _outcome(replace(job, setup=replace(job.setup, rounds=rounds)))
     return Period(
-        rounds=rounds,
-        duration_s=outcome.total_s - outcome.opened_s,
-        bytes_moved=outcome.bytes_moved - outcome.opened_bytes,
+        rounds=rounds, duration_s=outcome.total_s - outcome.opened_s, bytes_moved=outcome.bytes_moved - outcome.opened_bytes
     )
 
 
