@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -102,10 +102,6 @@ class Tree(AbstractPlatform):
         root.seal()
         return hosts
 
-    def scaled(self, factor: float) -> Tree:
-        """The same with every machine `factor` times as fast."""
-        return replace(self, groups=tuple(_scaled(group, factor) for group in self.groups))
-
 
 def _links(root: Any, groups: Sequence[MachineGroup], *, path: str, backbone: Wire | None) -> Iterator[tuple[str, Any]]:
     """All links below a zone, by their names."""
@@ -198,9 +194,3 @@ def _wire_problems(groups: Sequence[MachineGroup], *, backbone: Wire | None, abo
         elif not wires:
             problems.append(f"{place}: is unreachable: there is neither a link nor a backbone between it and the others")
     return problems
-
-
-def _scaled(group: MachineGroup, factor: float) -> MachineGroup:
-    return replace(
-        group, speed_flop_per_s=group.speed_flop_per_s * factor, groups=tuple(_scaled(each, factor) for each in group.groups)
-    )
