@@ -6,10 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from tatami.cli.numbers import given_sizes
-from tatami.cli.options import AsJson, Rounds, Seconds
+from tatami.cli.options import AsJson, Rounds, Seconds, optional
 from tatami.cli.terminal import show, show_json
 from tatami.report import Table
 from tatami.units import format_duration, format_size
@@ -28,9 +26,7 @@ tatami bench functions --sizes 8B,1MiB --json
 
 def bench_functions(
     *,
-    sizes: Annotated[
-        str | None, typer.Option(metavar="A,B,...", help="Sizes of the message. Default: 8 B to 4 MiB.", show_default=False)
-    ] = None,
+    sizes: Annotated[str | None, optional(metavar="A,B,...", help="Sizes of the message. Default: 8 B to 4 MiB.")] = None,
     rounds: Rounds = 7,
     seconds: Seconds = 0.05,
     as_json: AsJson = False,

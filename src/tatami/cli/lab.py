@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 from tatami.cli.group import FAILED
 from tatami.cli.numbers import finite
+from tatami.cli.options import optional
 from tatami.cli.terminal import environment_of_ranks, show, show_json, tell
 from tatami.cluster import read_cluster
 from tatami.report import Table
@@ -48,9 +49,7 @@ lab = typer.Typer(
 )
 
 _CLUSTER = typer.Argument(metavar="CLUSTER.TOML", help="Hosts, their speeds, and the links between them.")
-_CORES = typer.Option(
-    callback=finite, help="How many cores of this machine to use, as 1.5; all if left out.", show_default=False
-)
+_CORES = optional(callback=finite, help="How many cores of this machine to use, as 1.5; all if left out.")
 
 
 class _WithEvents(TyperCommand):
@@ -76,8 +75,7 @@ def run(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What every rank runs.")],
     *,
     at: Annotated[
-        list[str] | None,
-        typer.Option(metavar="EVENT", help="What happens meanwhile, as 20s kill h3; may be given again.", show_default=False),
+        list[str] | None, optional(metavar="EVENT", help="What happens meanwhile, as 20s kill h3; may be given again.")
     ] = None,
     cores: Annotated[float | None, _CORES] = None,
     as_json: Annotated[
@@ -106,12 +104,8 @@ def run(
 def shell(
     host: Annotated[str, typer.Argument(metavar="HOST", help="The host to be on.")],
     *,
-    cluster: Annotated[
-        Path | None, typer.Option(metavar="CLUSTER.TOML", help="Build a lab for this shell.", show_default=False)
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option("--lab", help="Which lab, where several have such a host.", show_default=False)
-    ] = None,
+    cluster: Annotated[Path | None, optional(metavar="CLUSTER.TOML", help="Build a lab for this shell.")] = None,
+    name: Annotated[str | None, optional("--lab", help="Which lab, where several have such a host.")] = None,
     cores: Annotated[float | None, _CORES] = None,
 ) -> None:
     """Open a shell on a host of a lab, under the quota of the host's first processor."""

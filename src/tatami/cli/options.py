@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from tatami.cli.numbers import MOST_RANKS, finite
+
+optional = partial(typer.Option, show_default=False)
+"""An option whose help says by itself what it is where it is left out."""
 
 Ranks = Annotated[
     int | None, typer.Option("-n", "--ranks", min=1, max=MOST_RANKS, metavar="N", help="How many.", show_default="2")

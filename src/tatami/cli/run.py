@@ -12,6 +12,7 @@ import typer
 
 from tatami.cli.devices import DEVICE_HELP, ask_for_device
 from tatami.cli.numbers import MOST_RANKS
+from tatami.cli.options import optional
 from tatami.cli.settings import takes
 from tatami.cli.terminal import show_json
 from tatami.errors import InputError
@@ -38,25 +39,17 @@ class RunJob:
 
     command: Annotated[list[str], typer.Argument(metavar="SCRIPT.PY [ARGS]...", help="What every rank runs.")]
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, max=MOST_RANKS, help="How many ranks.")] = 2
-    hosts: Annotated[
-        str | None, typer.Option(help="Machines to start on, as node1:4,node2:4; this one if left out.", show_default=False)
-    ] = None
+    hosts: Annotated[str | None, optional(help="Machines to start on, as node1:4,node2:4; this one if left out.")] = None
     device: Annotated[
         str | None, typer.Option(metavar="auto|cpu|cuda", help=DEVICE_HELP, show_default="the script's choice")
     ] = None
     elastic: Annotated[
         bool, typer.Option("--elastic", help="Ranks on Ray: the others go on where one dies. The script loops by tatami.steps.")
     ] = False
-    address: Annotated[
-        str | None, typer.Option(help="With --elastic: of a Ray cluster; left out, Ray is started here.", show_default=False)
-    ] = None
+    address: Annotated[str | None, optional(help="With --elastic: of a Ray cluster; left out, Ray is started here.")] = None
     copies: Annotated[int, typer.Option(min=1, max=2, help="With --elastic: ranks that hold each unit, at least.")] = 2
-    report: Annotated[
-        Path | None, typer.Option(help="With --elastic: write what was lost and repaired to this file.", show_default=False)
-    ] = None
-    plot: Annotated[
-        Path | None, typer.Option(help="With --elastic: draw who was there when, and what was lost.", show_default=False)
-    ] = None
+    report: Annotated[Path | None, optional(help="With --elastic: write what was lost and repaired to this file.")] = None
+    plot: Annotated[Path | None, optional(help="With --elastic: draw who was there when, and what was lost.")] = None
     as_json: Annotated[
         bool, typer.Option("--json", help="After the script's own output, one line of JSON: exit code and seconds.")
     ] = False

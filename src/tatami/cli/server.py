@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tatami.cli.options import optional
 from tatami.cli.script import read_script
 from tatami.cli.server_job import ServerOutputs, ServerResumeJob, ServerTrainJob
 from tatami.cli.server_live import RunDisplay
@@ -82,7 +83,7 @@ def resume(job: ServerResumeJob) -> None:
 def show_report(
     run: Annotated[Path, typer.Argument(metavar="RUN.JSON", help="What `tatami server train --report` kept.")],
     *,
-    plot: Annotated[Path | None, typer.Option(help="Draw the timeline (.png, .pdf or .svg).", show_default=False)] = None,
+    plot: Annotated[Path | None, optional(help="Draw the timeline (.png, .pdf or .svg).")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:

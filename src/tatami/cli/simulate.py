@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tatami.cli.numbers import given
+from tatami.cli.options import optional
 from tatami.cli.simulate_options import chosen_platform
 from tatami.cli.simulate_server import SERVER_EPILOG, simulate_server
 from tatami.cli.terminal import show, show_json
@@ -44,9 +45,9 @@ def platform(
         Path | None, typer.Argument(metavar="FILE", help="A cluster.toml, groups, or SimGrid's XML.", show_default=False)
     ] = None,
     *,
-    preset: Annotated[str | None, typer.Option(help="Machines by name, in place of a file.", show_default=False)] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of the preset.", show_default=False)] = None,
-    latency: Annotated[str | None, typer.Option(help="Of one cable of the preset.", show_default=False)] = None,
+    preset: Annotated[str | None, optional(help="Machines by name, in place of a file.")] = None,
+    nodes: Annotated[int | None, optional(min=1, help="Nodes of the preset.")] = None,
+    latency: Annotated[str | None, optional(help="Of one cable of the preset.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print what is understood of a platform: machines, links and backbones."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tatami.cli.numbers import given, given_sizes
+from tatami.cli.options import optional
 from tatami.cli.settings import takes
 from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep
 from tatami.cli.terminal import show, show_json
@@ -48,10 +49,10 @@ _SWEPT: dict[str, Callable[[str], Any]] = {
 class SimulateAllReduceJob:
     """What `tatami simulate allreduce` can be asked for; the options say what each field is."""
 
-    preset: Annotated[str | None, typer.Option(help="Machines by name.", show_default=False)] = None
+    preset: Annotated[str | None, optional(help="Machines by name.")] = None
     platform: PlatformFile = None
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of the preset.", show_default=False)] = None
-    latency: Annotated[str | None, typer.Option(help="Of one cable of the preset.", show_default=False)] = None
+    nodes: Annotated[int | None, optional(min=1, help="Nodes of the preset.")] = None
+    latency: Annotated[str | None, optional(help="Of one cable of the preset.")] = None
     ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="One on each host.")] = None
     sizes: Annotated[str, typer.Option(metavar="A,B,...", help="Of each rank's vector of float32.")] = "102 MB"
     algorithms: Annotated[str, typer.Option(metavar="A,B,...", help="Of those of tatami bench allreduce.")] = "native,torus_put"

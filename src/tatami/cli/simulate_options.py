@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from tatami.cli.options import optional
 from tatami.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,16 +18,10 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 PlatformFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--platform", metavar="FILE", help="A cluster.toml, groups with backbones, or SimGrid's XML.", show_default=False
-    ),
+    Path | None, optional("--platform", metavar="FILE", help="A cluster.toml, groups with backbones, or SimGrid's XML.")
 ]
 Cores = Annotated[int | None, typer.Option(min=1, help="Runs at a time.", show_default="all cores")]
-SweepOption = Annotated[
-    str | None,
-    typer.Option("--sweep", metavar="NAME=A,B,...", help="Simulate for each value of one option.", show_default=False),
-]
+SweepOption = Annotated[str | None, optional("--sweep", metavar="NAME=A,B,...", help="Simulate for each value of one option.")]
 
 
 @dataclass(frozen=True, kw_only=True)

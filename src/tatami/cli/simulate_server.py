@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tatami.cli.numbers import finite, given
+from tatami.cli.options import optional
 from tatami.cli.server_job import Recovery, recovery_of
 from tatami.cli.settings import takes
 from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep
@@ -72,7 +73,7 @@ _FIELDS = frozenset(name for name, (field, _) in _SWEPT.items() if field)
 class SimulateServerJob:
     """What `tatami simulate server` can be asked for; the options say what each field is."""
 
-    preset: Annotated[str | None, typer.Option(help="Machines by name.", show_default=False)] = None
+    preset: Annotated[str | None, optional(help="Machines by name.")] = None
     platform: PlatformFile = None
     workers: Annotated[int | None, typer.Option(min=1, help="How many compute.", show_default="all but the servers")] = None
     servers: Annotated[int, typer.Option(min=1, help="How many of the last hosts are servers (with --platform).")] = 1

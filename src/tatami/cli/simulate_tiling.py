@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tatami.cli.options import optional
 from tatami.cli.settings import takes
 from tatami.cli.simulate_losses import LossOptions, draw_losses_to, show_losses, simulate_losses
 from tatami.cli.simulate_options import Cores, SweepOption, parse_sweep
@@ -53,25 +54,20 @@ class SimulateTilingJob(LossOptions):
     samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch.")] = 1024
     planner: Annotated[str, typer.Option(metavar="A,B,...", help="Planners.")] = DEFAULT_PLANNER
     iterations: Annotated[int, typer.Option(min=1, help="How many.")] = 20
-    wire: Annotated[
-        str | None, typer.Option(metavar="NAME", help="bfloat16 or float16, if sums are to travel so.", show_default=False)
-    ] = None
+    wire: Annotated[str | None, optional(metavar="NAME", help="bfloat16 or float16, if sums are to travel so.")] = None
     slow: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME:F@WHEN", help="F times slower from iteration:N, or from a time, as 2s; may be given again."),
     ] = None
     trace: Annotated[
         str | None,
-        typer.Option(
+        optional(
             metavar="FILE|drawn[:SEED]",
             help="Slowdowns from a CSV file (when,processor,slower: iteration:30,p0,2; 1 ends one), or drawn.",
-            show_default=False,
         ),
     ] = None
     retile: Annotated[bool, typer.Option("--retile", help="Check the balance, and re-tile.")] = False
-    every: Annotated[
-        int | None, typer.Option(min=1, help="Re-tile by DRPM, with so many iterations between its checks.", show_default=False)
-    ] = None
+    every: Annotated[int | None, optional(min=1, help="Re-tile by DRPM, with so many iterations between its checks.")] = None
     unknown: Annotated[bool, typer.Option("--unknown", help="Plan for equal speeds: nothing is known at first.")] = False
     sweep: SweepOption = None
     cores: Cores = None
