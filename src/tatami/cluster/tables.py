@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import operator
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, partial
@@ -92,7 +93,7 @@ def structure(tables: Mapping[str, Any]) -> tuple[ClusterFile | None, list[str]]
     try:
         return _converter().structure(tables, ClusterFile), []
     except (cattrs.BaseValidationError, InputError) as error:
-        return None, list(_problems(error, path=""))
+        return None, list(problems_of(error))
 
 
 def numbered(name: str, *, count: int | None, append: bool) -> list[str]:
@@ -107,25 +108,26 @@ def numbered(name: str, *, count: int | None, append: bool) -> list[str]:
 @cache
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(detailed_validation=True, forbid_extra_keys=True)
-    converter.register_structure_hook(_Name, lambda value, _: _name(value))
+    converter.register_structure_hook(_Name, lambda value, _: name_of(value))
     converter.register_structure_hook(_Speed, lambda value, _: _speed(value))
     converter.register_structure_hook(_Spread, lambda value, _: _spread(value))
-    converter.register_structure_hook(_Memory, lambda value, _: _positive(value, parse_size(value)))
-    converter.register_structure_hook(_Count, lambda value, _: _count(value))
-    converter.register_structure_hook(_Bandwidth, lambda value, _: _positive(value, parse_bandwidth(value)))
+    converter.register_structure_hook(_Memory, lambda value, _: positive(value, parse_size(value)))
+    converter.register_structure_hook(_Count, lambda value, _: count_of(value))
+    converter.register_structure_hook(_Bandwidth, lambda value, _: positive(value, parse_bandwidth(value)))
     converter.register_structure_hook(_Latency, lambda value, _: parse_duration(value))
     # From the leaves up: cattrs looks up the hooks of a table's fields when the table's own is made.
     _register_list(converter, list[_Name], size=2)
     for table in (LinkTable, HostsLinkTable, ProcessorTable):
-        converter.register_structure_hook(table, _table_hook(table, converter))
+        converter.register_structure_hook(table, table_hook(table, converter))
     _register_list(converter, list[ProcessorTable], size=None)
     _register_list(converter, list[HostsLinkTable], size=None)
-    converter.register_structure_hook(ClusterFile, _table_hook(ClusterFile, converter))
+    converter.register_structure_hook(ClusterFile, table_hook(ClusterFile, converter))
     return converter
 
 
-def _table_hook(kind: type, converter: cattrs.Converter) -> Any:
-    structure: Any = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True)
+def table_hook(kind: type, converter: cattrs.Converter, **overrides: Any) -> Any:
+    """What makes a `kind` of a table; `overrides` are cattrs', by field."""
+    structure: Any = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, **overrides)
 
     def hook(value: object, _: Any) -> Any:
         if not isinstance(value, dict):
@@ -152,25 +154,32 @@ def _register_list(converter: cattrs.Converter, kind: Any, *, size: int | None) 
     converter.register_structure_hook_func(partial(operator.eq, kind), hook)
 
 
-def _problems(error: BaseException, *, path: str) -> Iterable[str]:
-    """One line for every fault in cattrs' tree of exceptions."""
+def problems_of(error: BaseException, *, path: str = "") -> Iterable[str]:
+    """One line for every fault in cattrs' tree of exceptions, led by its path."""
+    below = f"{path}." if path else ""
     if isinstance(error, cattrs.ClassValidationError):
         nested, own = error.group_exceptions()
         for inner, note in nested:
-            yield from _problems(inner, path=f"{path}.{note.name}" if path else note.name)
+            yield from problems_of(inner, path=below + _key(note.name))
         for inner in own:
-            yield from _problems(inner, path=path)
+            yield from problems_of(inner, path=path)
     elif isinstance(error, cattrs.IterableValidationError):
         for inner, item in error.group_exceptions()[0]:
-            yield from _problems(inner, path=f"{path}[{item.index}]")
+            yield from problems_of(inner, path=f"{path}[{item.index}]")
     elif isinstance(error, cattrs.ForbiddenExtraKeysError):
-        known = [known.name for known in fields(error.cl)]
+        known = [_key(known.name) for known in fields(error.cl)]
         for key in sorted(error.extra_fields):
-            yield f"{path}.{key}: unknown key{nearest(key, known)}" if path else f"{key}: unknown key{nearest(key, known)}"
+            yield f"{below}{key}: unknown key{nearest(key, known)}"
     elif isinstance(error, KeyError):
         yield f"{path}: is missing"
     else:
-        yield f"{path}: {error}"
+        for problem in getattr(error, "problems", ()) or (error,):
+            yield f"{path}: {problem}" if path else str(problem)
+
+
+def _key(name: str) -> str:
+    """How files call a field: without its unit, which they write with the value."""
+    return re.sub(r"_(bytes_per_s|flop_per_s|s)$", "", name)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -180,7 +189,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else f"; known are {shortened(', '.join(listed))}"
 
 
-def _name(value: object) -> str:
+def name_of(value: object) -> str:
     if not isinstance(value, str) or not value.strip() or len(value) > _LONGEST_NAME:
         raise InputError(f"must be a text of 1 to {_LONGEST_NAME} characters, not {_shown(value)}")
     return value
@@ -222,7 +231,7 @@ def _spread(value: object) -> float:
     return float(value)
 
 
-def _count(value: object) -> int:
+def count_of(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_PROCESSORS:
         raise InputError(f"must be a whole number from 1 to {MOST_PROCESSORS:,}, not {_shown(value)}")
     return value
@@ -232,7 +241,7 @@ def _shown(value: object) -> str:
     return shortened(repr(value))
 
 
-def _positive(seen: object, value: _Number) -> _Number:
+def positive(seen: object, value: _Number) -> _Number:
     if value <= 0:
         raise InputError(f"must be > 0, not {shortened(str(seen))}")
     return value
