@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from tatami.cluster.cluster import link_problems
+from tatami.cluster.cluster import Link, link_problems
 from tatami.errors import ClusterError
 
 
@@ -83,6 +83,11 @@ class PlatformPart:
     speed_flop_per_s: float | None = None
     bandwidth_bytes_per_s: float | None = None
     latency_s: float | None = None
+
+    @classmethod
+    def wires(cls, what: str, link: Link | Wire, *, count: int = 1) -> Self:
+        """So many of a link."""
+        return cls(what=what, count=count, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s)
 
 
 class AbstractPlatform(ABC):

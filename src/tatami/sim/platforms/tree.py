@@ -91,7 +91,7 @@ class Tree(AbstractPlatform):
     def parts(self) -> tuple[PlatformPart, ...]:
         lines = []
         if self.backbone is not None:
-            lines.append(_wire_part("backbone", self.backbone, count=1))
+            lines.append(PlatformPart.wires("backbone", self.backbone))
         return (*lines, *_parts(self.groups, copies=1, depth=0))
 
     def build(self, engine: Any) -> list[Any]:
@@ -149,18 +149,14 @@ def _parts(groups: Sequence[MachineGroup], *, copies: int, depth: int) -> Iterat
         if group.groups:
             yield PlatformPart(what=f"{indent}{group.name}", count=count)
             if group.link is not None:
-                yield _wire_part(f"{indent}  link", group.link, count=count)
+                yield PlatformPart.wires(f"{indent}  link", group.link, count=count)
             if group.backbone is not None:
-                yield _wire_part(f"{indent}  backbone", group.backbone, count=count)
+                yield PlatformPart.wires(f"{indent}  backbone", group.backbone, count=count)
             yield from _parts(group.groups, copies=count, depth=depth + 1)
         else:
             yield PlatformPart(what=f"{indent}{group.name}", count=count, speed_flop_per_s=group.speed_flop_per_s * group.cores)
             if group.link is not None:
-                yield _wire_part(f"{indent}  link", group.link, count=count)
-
-
-def _wire_part(what: str, wire: Wire, *, count: int) -> PlatformPart:
-    return PlatformPart(what=what, count=count, bandwidth_bytes_per_s=wire.bandwidth_bytes_per_s, latency_s=wire.latency_s)
+                yield PlatformPart.wires(f"{indent}  link", group.link, count=count)
 
 
 def _too_many(groups: Sequence[MachineGroup]) -> list[str]:
