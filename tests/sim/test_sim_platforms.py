@@ -90,7 +90,8 @@ def test_every_fault_of_a_file_with_its_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("groups = []", "groups: must be a list of tables: head each with double brackets"),
+        ("groups = []", "groups: there is none"),
+        ("groups = 3", "groups: must be a list of tables: head each with double brackets"),
         ("groups = [1]", "groups[0]: must be a table, not 1"),
         ('[[groups]]\nname = "a"\nlink = 3', "groups[0].link: must be a table, not 3"),
         ('[[groups]]\nname = "a"\nlink = { bandwidth = 1, fat = 3 }', "groups[0].link.fat: must be true or false, not 3"),

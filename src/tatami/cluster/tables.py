@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import difflib
 import math
-import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from functools import cache, partial
-from typing import Any, NewType, TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 import cattrs
-from cattrs.gen import make_dict_structure_fn
+from cattrs.gen import AttributeOverride, make_dict_structure_fn, override
 
 from tatami.cluster.cluster import MOST_PROCESSORS, Link, Processor, link_problems
 from tatami.cluster.speed_table import SpeedTable, points_problem
@@ -23,19 +22,12 @@ from tatami.units import parse_bandwidth, parse_duration, parse_flop, parse_size
 _LONGEST_NAME = 255
 _MOST_COMPARED = 1000
 _Number = TypeVar("_Number", int, float)
-_Name = NewType("_Name", str)
-_Speed = NewType("_Speed", float)
-_Spread = NewType("_Spread", float)
-_Memory = NewType("_Memory", int)
-_Count = NewType("_Count", int)
-_Bandwidth = NewType("_Bandwidth", float)
-_Latency = NewType("_Latency", float)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkTable:
-    bandwidth: _Bandwidth
-    latency: _Latency
+    bandwidth: float
+    latency: float
 
     def __post_init__(self) -> None:
         if problems := link_problems(bandwidth_bytes_per_s=self.bandwidth, latency_s=self.latency):
@@ -47,20 +39,20 @@ class LinkTable:
 
 @dataclass(frozen=True, kw_only=True)
 class HostsLinkTable(LinkTable):
-    hosts: list[_Name]
+    hosts: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorTable:
-    name: _Name
-    speed: _Speed
-    spread: _Spread | None = None
-    message: _Latency | None = None
-    copy: _Bandwidth | None = None
-    call: _Latency | None = None
-    host: _Name = _Name("localhost")
-    memory: _Memory | None = None
-    count: _Count | None = None
+    name: str
+    speed: float
+    spread: float | None = None
+    message: float | None = None
+    copy: float | None = None
+    call: float | None = None
+    host: str = "localhost"
+    memory: int | None = None
+    count: int | None = None
 
     def processors(self) -> tuple[Processor, ...]:
         names = numbered(self.name, count=self.count, append=True)
@@ -82,10 +74,10 @@ class ProcessorTable:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFile:
-    processors: list[ProcessorTable]
+    processors: tuple[ProcessorTable, ...]
     local: LinkTable | None = None
     network: LinkTable | None = None
-    links: list[HostsLinkTable] | None = None
+    links: tuple[HostsLinkTable, ...] = ()
 
 
 def structure(tables: Mapping[str, Any]) -> tuple[ClusterFile | None, list[str]]:
@@ -108,26 +100,38 @@ def numbered(name: str, *, count: int | None, append: bool) -> list[str]:
 @cache
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(detailed_validation=True, forbid_extra_keys=True)
-    converter.register_structure_hook(_Name, lambda value, _: name_of(value))
-    converter.register_structure_hook(_Speed, lambda value, _: _speed(value))
-    converter.register_structure_hook(_Spread, lambda value, _: _spread(value))
-    converter.register_structure_hook(_Memory, lambda value, _: positive(value, parse_size(value)))
-    converter.register_structure_hook(_Count, lambda value, _: count_of(value))
-    converter.register_structure_hook(_Bandwidth, lambda value, _: positive(value, parse_bandwidth(value)))
-    converter.register_structure_hook(_Latency, lambda value, _: parse_duration(value))
-    # From the leaves up: cattrs looks up the hooks of a table's fields when the table's own is made.
-    _register_list(converter, list[_Name], size=2)
-    for table in (LinkTable, HostsLinkTable, ProcessorTable):
-        converter.register_structure_hook(table, table_hook(table, converter))
-    _register_list(converter, list[ProcessorTable], size=None)
-    _register_list(converter, list[HostsLinkTable], size=None)
-    converter.register_structure_hook(ClusterFile, table_hook(ClusterFile, converter))
+    name, latency, memory, bandwidth = read_by(name_of), read_by(parse_duration), read_by(_memory), read_by(bandwidth_of)
+    link = {"bandwidth": bandwidth, "latency": latency}
+    processor = {"name": name, "host": name, "speed": read_by(_speed), "spread": read_by(_spread), "count": read_by(count_of)}
+    processor |= {"message": latency, "call": latency, "copy": bandwidth, "memory": memory}
+    for table, of in ((LinkTable, link), (HostsLinkTable, link | {"hosts": read_by(_hosts)}), (ProcessorTable, processor)):
+        converter.register_structure_hook(table, table_hook(table, converter, **of))
+    lists = {"processors": list_hook(ProcessorTable, converter), "links": list_hook(HostsLinkTable, converter)}
+    converter.register_structure_hook(ClusterFile, table_hook(ClusterFile, converter, **lists))
     return converter
 
 
-def table_hook(kind: type, converter: cattrs.Converter, **overrides: Any) -> Any:
-    """What makes a `kind` of a table; `overrides` are cattrs', by field."""
-    structure: Any = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, **overrides)
+def read_by(read: Callable[[Any], object], *, key: str | None = None) -> AttributeOverride:
+    """A field whose value `read` checks, and makes of what the file says under `key` (None: the field's name)."""
+    return override(rename=key, struct_hook=lambda value, _: read(value))
+
+
+def list_hook(kind: type, converter: cattrs.Converter) -> AttributeOverride:
+    """A field that is a list of tables, each a `kind`."""
+
+    def read(value: object) -> Any:
+        if not isinstance(value, list):
+            raise InputError("must be a list of tables: head each with double brackets")
+        if not value:
+            raise InputError("there is none")
+        return tuple(converter.structure(value, list[kind]))  # type: ignore[valid-type]
+
+    return read_by(read)
+
+
+def table_hook(kind: type, converter: cattrs.Converter, **fields_: AttributeOverride) -> Any:
+    """What makes a `kind` of a table."""
+    structure: Any = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, **fields_)
 
     def hook(value: object, _: Any) -> Any:
         if not isinstance(value, dict):
@@ -135,23 +139,6 @@ def table_hook(kind: type, converter: cattrs.Converter, **overrides: Any) -> Any
         return structure(value, kind)
 
     return hook
-
-
-def _register_list(converter: cattrs.Converter, kind: Any, *, size: int | None) -> None:
-    structure: Any = converter.get_structure_hook(kind)
-
-    def hook(value: object, _: Any) -> Any:
-        if size is not None and not (isinstance(value, list) and len(value) == size):
-            raise InputError(
-                f"must be a list of {size} host names (the same twice for a host's own local link), not {_shown(value)}"
-            )
-        if not isinstance(value, list):
-            raise InputError("must be a list of tables: head each with double brackets")
-        if not value:
-            raise InputError("there is none")
-        return structure(value, kind)
-
-    converter.register_structure_hook_func(partial(operator.eq, kind), hook)
 
 
 def problems_of(error: BaseException, *, path: str = "") -> Iterable[str]:
@@ -193,6 +180,12 @@ def name_of(value: object) -> str:
     if not isinstance(value, str) or not value.strip() or len(value) > _LONGEST_NAME:
         raise InputError(f"must be a text of 1 to {_LONGEST_NAME} characters, not {_shown(value)}")
     return value
+
+
+def _hosts(value: object) -> list[str]:
+    if not (isinstance(value, list) and len(value) == 2):
+        raise InputError(f"must be a list of 2 host names (the same twice for a host's own local link), not {_shown(value)}")
+    return [name_of(each) for each in value]
 
 
 def _speed(value: object) -> float:
@@ -239,6 +232,15 @@ def count_of(value: object) -> int:
 
 def _shown(value: object) -> str:
     return shortened(repr(value))
+
+
+def bandwidth_of(value: object) -> float:
+    """In bytes/s, as `parse_bandwidth` reads it; above 0."""
+    return positive(value, parse_bandwidth(value))
+
+
+def _memory(value: object) -> int:
+    return positive(value, parse_size(value))
 
 
 def positive(seen: object, value: _Number) -> _Number:

@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import cattrs
-from cattrs.gen import override
 
-from tatami.cluster.tables import count_of, name_of, positive, problems_of, table_hook
+from tatami.cluster.tables import bandwidth_of, count_of, list_hook, name_of, positive, problems_of, read_by, table_hook
 from tatami.cluster.toml import cluster_of
 from tatami.errors import ClusterError, InputError, shortened
 from tatami.inputs import read_toml
@@ -34,7 +33,7 @@ from tatami.sim.platforms.base import RDMA, TCP, AbstractPlatform, Fabric, Wire
 from tatami.sim.platforms.flat import ClusterPlatform
 from tatami.sim.platforms.tree import MachineGroup, Tree
 from tatami.sim.platforms.xml import read_xml
-from tatami.units import parse_bandwidth, parse_duration, parse_speed
+from tatami.units import parse_duration, parse_speed
 
 _FABRICS = {"tcp": TCP, "rdma": RDMA}
 _DEEPEST = 20
@@ -65,23 +64,15 @@ def read_platform(path: Path | str) -> AbstractPlatform:
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(detailed_validation=True, forbid_extra_keys=True)
 
-    def wire(value: object, _: Any) -> Wire:
-        return converter.structure(value, Wire)
-
-    def groups(value: object, _: Any) -> tuple[MachineGroup, ...]:
-        if not isinstance(value, list) or not value:
-            raise InputError("must be a list of tables: head each with double brackets")
-        return tuple(converter.structure(value, list[MachineGroup]))
-
-    name, count = (override(struct_hook=lambda value, _, read=read: read(value)) for read in (name_of, count_of))
-    flag, link, inner = (override(struct_hook=hook) for hook in (_flag, wire, groups))
-    bandwidth = override(rename="bandwidth", struct_hook=lambda value, _: positive(value, parse_bandwidth(value)))
-    latency = override(rename="latency", struct_hook=lambda value, _: parse_duration(value))
-    speed = override(rename="speed", struct_hook=lambda value, _: positive(value, parse_speed(value)))
-    wires = table_hook(Wire, converter, bandwidth_bytes_per_s=bandwidth, latency_s=latency, duplex=flag, fat=flag)
-    converter.register_structure_hook(Wire, wires)
-    parts = {"name": name, "backbone": link, "groups": inner}
-    machines = table_hook(MachineGroup, converter, count=count, cores=count, speed_flop_per_s=speed, link=link, **parts)
+    name, count, flag = (read_by(read) for read in (name_of, count_of, _flag))
+    bandwidth, latency = read_by(bandwidth_of, key="bandwidth"), read_by(parse_duration, key="latency")
+    wire = table_hook(Wire, converter, bandwidth_bytes_per_s=bandwidth, latency_s=latency, duplex=flag, fat=flag)
+    converter.register_structure_hook(Wire, wire)
+    link = read_by(lambda value: converter.structure(value, Wire))
+    speed = read_by(lambda value: positive(value, parse_speed(value)), key="speed")
+    parts = {"name": name, "backbone": link, "groups": list_hook(MachineGroup, converter)}
+    machine = {"speed_flop_per_s": speed, "cores": count, "count": count, "link": link}
+    machines = table_hook(MachineGroup, converter, **machine, **parts)
 
     def group(value: object, kind: Any) -> MachineGroup:
         if isinstance(value, dict) and "groups" in value and ("speed" in value or "cores" in value):
@@ -90,17 +81,17 @@ def _converter() -> cattrs.Converter:
         return made
 
     converter.register_structure_hook(MachineGroup, group)
-    converter.register_structure_hook(Tree, table_hook(Tree, converter, fabric=override(struct_hook=_fabric), **parts))
+    converter.register_structure_hook(Tree, table_hook(Tree, converter, fabric=read_by(_fabric), **parts))
     return converter
 
 
-def _flag(value: object, _: Any) -> bool:
+def _flag(value: object) -> bool:
     if not isinstance(value, bool):
         raise InputError(f"must be true or false, not {shortened(repr(value))}")
     return value
 
 
-def _fabric(value: object, _: Any) -> Fabric:
+def _fabric(value: object) -> Fabric:
     if not isinstance(value, str) or value not in _FABRICS:
         raise InputError(f"must be one of {', '.join(_FABRICS)}, not {shortened(repr(value))}")
     return _FABRICS[value]
