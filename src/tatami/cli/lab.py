@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -141,7 +142,7 @@ def check(
         tell(machine.plan.describe())
         findings = check_lab(machine, said=tell)
     if as_json:
-        show_json([_record(finding) for finding in findings])
+        show_json([{**asdict(each), "error": each.error, "holds": each.holds} for each in findings])
     else:
         show(_table(findings))
     wrong = [finding for finding in findings if not finding.holds]
@@ -185,17 +186,6 @@ def _in_foreground(process: subprocess.Popen[bytes]) -> int:
 def _describe(event: LabEvent) -> str:
     value = {"speed": f" {event.value:g}", "rate": f" {format_bandwidth(event.value, digits=3)}"}.get(event.verb, "")
     return f"{event.verb} {event.host}{value}"
-
-
-def _record(finding: Finding) -> dict[str, str | float | bool]:
-    return {
-        "kind": finding.kind,
-        "name": finding.name,
-        "asked": finding.asked,
-        "got": finding.got,
-        "error": finding.error,
-        "holds": finding.holds,
-    }
 
 
 def _table(findings: list[Finding]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -58,16 +59,7 @@ def platform(
     latency_s = None if latency is None else given("--latency", parse_duration, latency)
     machines = chosen_platform(preset, file, nodes=nodes, latency_s=latency_s)
     if as_json:
-        parts = [
-            {
-                "what": part.what.strip(),
-                "count": part.count,
-                "speed_flop_per_s": part.speed_flop_per_s,
-                "bandwidth_bytes_per_s": part.bandwidth_bytes_per_s,
-                "latency_s": part.latency_s,
-            }
-            for part in machines.parts
-        ]
+        parts = [{**asdict(part), "what": part.what.strip()} for part in machines.parts]
         show_json({"name": machines.name, "fabric": machines.fabric.name, "hosts": len(machines.hosts), "parts": parts})
         return
     rows = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -183,18 +183,7 @@ def simulate_server(job: SimulateServerJob) -> None:
 
 def run_record(run: ServerRun) -> dict[str, Any]:
     """What `--json` says of a run."""
-    return {
-        "recovery": run.recovery,
-        "seed": run.seed,
-        "rounds": run.rounds,
-        "total_s": run.total_s,
-        "undisturbed_s": run.undisturbed_s,
-        "failures": run.num_failures,
-        "lost_per_failure_s": run.lost_per_failure_s,
-        "lost_updates": run.lost_updates,
-        "bytes_moved": run.bytes_moved,
-        "stopped": run.stopped,
-    }
+    return {**asdict(run), "failures": run.num_failures, "lost_per_failure_s": run.lost_per_failure_s}
 
 
 def _policy(name: str, *, every: str) -> AbstractRecovery:
