@@ -14,7 +14,7 @@ import typer
 from tatami.cli.numbers import MOST_RANKS, finite
 from tatami.cli.options import Rounds
 from tatami.cli.terminal import show, show_json, tell
-from tatami.report import Table
+from tatami.report.tables import Table, table_of
 from tatami.units import format_duration
 from tatami.workload import parse_net
 
@@ -150,21 +150,17 @@ def _table(records: list[dict[str, Any]]) -> Table:
     for record in records:
         rival = "plain" if record["ranks"] == 1 else "ddp-gloo"
         rows.append(
-            (
-                record["net"],
-                str(record["batch_size"]),
-                str(record["ranks"]),
-                rival,
-                format_duration(record[f"{rival}_median_s"], digits=3),
-                format_duration(record["tatami_median_s"], digits=3),
-                f"{record[f'speed_over_{rival}']:.2f} x",
-                f"{record[f'trainer_speed_over_{rival}']:.2f} x",
-            )
+            {
+                "network": record["net"],
+                "batch": str(record["batch_size"]),
+                "ranks": str(record["ranks"]),
+                "against": rival,
+                "its step": format_duration(record[f"{rival}_median_s"], digits=3),
+                "Tatami's\nstep": format_duration(record["tatami_median_s"], digits=3),
+                "Tatami's\nspeed": f"{record[f'speed_over_{rival}']:.2f} x",
+                "Trainer's\nspeed": f"{record[f'trainer_speed_over_{rival}']:.2f} x",
+            }
         )
     machine = records[0]["machine"]
-    return Table(
-        title=f"a step of training; medians of {records[0]['rounds']}; {machine['cores']} cores, torch {machine['torch']}",
-        headers=("network", "batch", "ranks", "against", "its step", "Tatami's\nstep", "Tatami's\nspeed", "Trainer's\nspeed"),
-        rows=tuple(rows),
-        numbers=frozenset({1, 2, 4, 5, 6, 7}),
-    )
+    title = f"a step of training; medians of {records[0]['rounds']}; {machine['cores']} cores, torch {machine['torch']}"
+    return table_of(title, rows, texts=("network", "against"))

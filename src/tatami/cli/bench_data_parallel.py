@@ -10,7 +10,7 @@ import typer
 
 from tatami.cli.options import Hosts, Ranks, Rounds
 from tatami.cli.terminal import show, show_json, tell
-from tatami.report import Table
+from tatami.report.tables import Table, table_of
 from tatami.units import format_duration
 from tatami.workload import parse_net
 
@@ -74,18 +74,17 @@ def bench_data_parallel(
 
 def _table(records: Sequence[dict[str, Any]]) -> Table:
     first = records[0]
-    return Table(
-        title=f"a step on {first['ranks']} ranks, {first['batch_size']} samples each; medians of {first['rounds']}",
-        headers=("parameters", "contestant", "step", "exposed\ncommunication", "of\nDDP's"),
-        rows=tuple(
-            (
-                f"{record['parameters'] / 1e6:.1f} M",
-                record["contestant"],
-                format_duration(record["step_s"], digits=3),
-                "" if record["contestant"] == "compute" else format_duration(max(0.0, record["exposed_s"]), digits=3),
-                "" if record["contestant"] == "compute" else f"{record['exposed_over_ddp']:.2f}",
-            )
-            for record in records
-        ),
-        numbers=frozenset({0, 2, 3, 4}),
-    )
+    rows = []
+    for record in records:
+        alone = record["contestant"] == "compute"
+        rows.append(
+            {
+                "parameters": f"{record['parameters'] / 1e6:.1f} M",
+                "contestant": record["contestant"],
+                "step": format_duration(record["step_s"], digits=3),
+                "exposed\ncommunication": "" if alone else format_duration(max(0.0, record["exposed_s"]), digits=3),
+                "of\nDDP's": "" if alone else f"{record['exposed_over_ddp']:.2f}",
+            }
+        )
+    title = f"a step on {first['ranks']} ranks, {first['batch_size']} samples each; medians of {first['rounds']}"
+    return table_of(title, rows, texts=("contestant",))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tatami.cli.numbers import given_sizes
 from tatami.cli.options import AsJson, Rounds, Seconds, optional
 from tatami.cli.terminal import show, show_json
-from tatami.report import Table
+from tatami.report.tables import Table, table_of
 from tatami.units import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -64,32 +64,18 @@ def _table(records: Sequence[dict[str, Any]]) -> Table:
         names = ("tatami", "mpi4py", "gloo", "autograd")
         ours_s, bare_s, gloo_s, autograd_s = (record[f"{name}_median_s"] for name in names)
         rows.append(
-            (
-                format_size(record["size_bytes"], digits=3),
-                format_duration(ours_s, digits=3),
-                format_duration(bare_s, digits=3),
-                format_duration(gloo_s, digits=3),
-                format_duration(max(0.0, ours_s - bare_s), digits=3),
-                format_duration(autograd_s, digits=3),
-                f"{ours_s / bare_s:.2f} x",
-                f"{gloo_s / ours_s:.2f} x",
-            )
+            {
+                "size": format_size(record["size_bytes"], digits=3),
+                "tatami": format_duration(ours_s, digits=3),
+                "mpi4py": format_duration(bare_s, digits=3),
+                "gloo": format_duration(gloo_s, digits=3),
+                "over mpi4py": format_duration(max(0.0, ours_s - bare_s), digits=3),
+                "autograd\nof a rank": format_duration(autograd_s, digits=3),
+                "time over\nmpi4py": f"{ours_s / bare_s:.2f} x",
+                "speed over\ngloo": f"{gloo_s / ours_s:.2f} x",
+            }
         )
-    return Table(
-        title="a round trip forward and backward, against two bare round trips; medians",
-        headers=(
-            "size",
-            "tatami",
-            "mpi4py",
-            "gloo",
-            "over mpi4py",
-            "autograd\nof a rank",
-            "time over\nmpi4py",
-            "speed over\ngloo",
-        ),
-        rows=tuple(rows),
-        numbers=frozenset(range(8)),
-    )
+    return table_of("a round trip forward and backward, against two bare round trips; medians", rows, texts=())
 
 
 def _step(record: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from tatami.cli.numbers import finite
 from tatami.cli.options import optional
 from tatami.cli.terminal import environment_of_ranks, show, show_json, tell
 from tatami.cluster import read_cluster
-from tatami.report import Table
+from tatami.report.tables import Table, table_of
 from tatami.report.words import percent
 from tatami.units import format_bandwidth
 
@@ -192,9 +192,9 @@ def _table(findings: list[Finding]) -> Table:
     rows = []
     for finding in findings:
         asked, got = (_amount(finding.kind, value) for value in (finding.asked, finding.got))
-        rows.append((finding.kind, finding.name, asked, got, f"{100 * finding.error:+.1f} %", "yes" if finding.holds else "no"))
-    headers = ("", "of", "asked", "got", "off by", "within 10 %")
-    return Table(title="The lab, measured", headers=headers, rows=tuple(rows), numbers=frozenset({2, 3, 4}))
+        off, within = f"{100 * finding.error:+.1f} %", "yes" if finding.holds else "no"
+        rows.append({"": finding.kind, "of": finding.name, "asked": asked, "got": got, "off by": off, "within 10 %": within})
+    return table_of("The lab, measured", rows, texts=("", "of", "within 10 %"))
 
 
 def _amount(kind: str, value: float) -> str:

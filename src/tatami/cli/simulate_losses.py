@@ -14,9 +14,10 @@ from tatami.cli.numbers import MOST_RANKS, finite, given
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, Processor
 from tatami.errors import InputError, shortened
-from tatami.report import Table, blank, save
+from tatami.report import blank, save
 from tatami.report.bar import progress_for
 from tatami.report.losses import LossPoint, draw_lost
+from tatami.report.tables import table_of
 from tatami.units import format_duration, parse_duration
 from tatami.workload import Workload
 
@@ -121,32 +122,22 @@ def losses_record(case: _Case) -> dict[str, Any]:
 
 def show_losses(cases: Sequence[_Case], *, title: str) -> None:
     """The table, and why runs ended early."""
-    headers = (
-        "machines",
-        "mean life",
-        "after a death",
-        "whole run",
-        "lost",
-        "redone",
-        "stopped",
-        "rows",
-        "deaths",
-        "ended\nearly",
-    )
-    rows = tuple(
-        (
-            f"{case.machines:,}",
-            format_duration(case.mtbf_s, digits=3),
-            case.policy,
-            "" if case.total_s is None else format_duration(case.total_s, digits=4),
-            "" if case.lost_fraction is None else f"{100 * case.lost_fraction:.3g} %",
-            *(_mean_s(case, name) for name in ("redone_s", "stopped_s", "moved_s")),
-            f"{statistics.fmean(run.deaths for run in case.runs):.1f}",
-            f"{len(case.runs) - len(case.whole)} of {len(case.runs)}",
-        )
+    rows = [
+        {
+            "machines": f"{case.machines:,}",
+            "mean life": format_duration(case.mtbf_s, digits=3),
+            "after a death": case.policy,
+            "whole run": "" if case.total_s is None else format_duration(case.total_s, digits=4),
+            "lost": "" if case.lost_fraction is None else f"{100 * case.lost_fraction:.3g} %",
+            "redone": _mean_s(case, "redone_s"),
+            "stopped": _mean_s(case, "stopped_s"),
+            "rows": _mean_s(case, "moved_s"),
+            "deaths": f"{statistics.fmean(run.deaths for run in case.runs):.1f}",
+            "ended\nearly": f"{len(case.runs) - len(case.whole)} of {len(case.runs)}",
+        }
         for case in cases
-    )
-    show(Table(title=title, headers=headers, rows=rows, numbers=frozenset({0, 1, *range(3, 10)})))
+    ]
+    show(table_of(title, rows, texts=("after a death",)))
     for case in cases:
         if ended := next((run for run in case.runs if run.ended is not None), None):
             show(

@@ -22,6 +22,7 @@ from tatami.errors import InputError
 from tatami.inputs import LARGEST_SEED
 from tatami.report import Table, blank, check_path, save
 from tatami.report.bar import progress_for
+from tatami.report.tables import table_of
 from tatami.units import parse_duration, parse_size
 
 if TYPE_CHECKING:
@@ -232,17 +233,15 @@ def _table(labels: list[str], found: list[list[ServerRun]]) -> Table:
         lost_s = sum(run.total_s - run.undisturbed_s for run in runs)
         stopped = sum(run.stopped is not None for run in runs)
         rows.append(
-            (
-                label,
-                f"{runs[0].undisturbed_s:,.1f} s",
-                f"{statistics.fmean(totals):,.1f} s",
-                f"{statistics.pstdev(totals):,.1f} s",
-                f"{failures / len(runs):.2f}",
-                f"{lost_s / failures:+.2f} s" if failures and not stopped else "",
-                f"{sum(run.lost_updates for run in runs) / len(runs):.2f}",
-                str(stopped) if stopped else "",
-            )
+            {
+                "recovery": label,
+                "undisturbed": f"{runs[0].undisturbed_s:,.1f} s",
+                "mean": f"{statistics.fmean(totals):,.1f} s",
+                "deviation": f"{statistics.pstdev(totals):,.1f} s",
+                "failures": f"{failures / len(runs):.2f}",
+                "lost a failure": f"{lost_s / failures:+.2f} s" if failures and not stopped else "",
+                "lost updates": f"{sum(run.lost_updates for run in runs) / len(runs):.2f}",
+                "stopped": str(stopped) if stopped else "",
+            }
         )
-    headers = ("recovery", "undisturbed", "mean", "deviation", "failures", "lost a failure", "lost updates", "stopped")
-    title = f"{len(found[0])} runs each"
-    return Table(title=title, headers=headers, rows=tuple(rows), numbers=frozenset(range(1, len(headers))))
+    return table_of(f"{len(found[0])} runs each", rows, texts=("recovery",))

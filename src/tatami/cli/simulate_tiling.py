@@ -18,6 +18,7 @@ from tatami.cluster import Cluster, parse_speeds, read_cluster
 from tatami.errors import InputError, shortened
 from tatami.report import Table, blank, check_path, draw_watched, save
 from tatami.report.bar import progress_for
+from tatami.report.tables import table_of
 from tatami.retiling import Retiler
 from tatami.tiling import DEFAULT_PLANNER, plan
 from tatami.units import format_duration
@@ -251,20 +252,19 @@ def _trace(given: str | None, machines: Cluster, *, iterations: int) -> tuple[Ch
 
 
 def _table(labels: Sequence[str], found: Sequence[TilingRun], *, title: str) -> Table:
-    rows = tuple(
-        (
-            label,
-            format_duration(run.iteration_s[0], digits=4),
-            format_duration(run.iteration_s[-1], digits=4),
-            format_duration(run.total_s, digits=4),
-            f"{run.compute_s[-1][0] / run.compute_s[-1][1]:.2f}",
-            str(sum(decision.remaps for decision in run.decisions)),
-        )
+    rows = [
+        {
+            "planner": label,
+            "first\niteration": format_duration(run.iteration_s[0], digits=4),
+            "last\niteration": format_duration(run.iteration_s[-1], digits=4),
+            "all": format_duration(run.total_s, digits=4),
+            "slowest /\nfastest": f"{run.compute_s[-1][0] / run.compute_s[-1][1]:.2f}",
+            "re-mappings": str(sum(decision.remaps for decision in run.decisions)),
+        }
         for label, run in zip(labels, found, strict=True)
-    )
+    ]
     totals = [run.total_s for run in found]
-    headers = ("planner", "first\niteration", "last\niteration", "all", "slowest /\nfastest", "re-mappings")
-    return Table(title=title, headers=headers, rows=rows, numbers=frozenset(range(1, 6)), best=totals.index(min(totals)))
+    return table_of(title, rows, texts=("planner",), best=totals.index(min(totals)))
 
 
 def _draw(labels: Sequence[str], found: Sequence[TilingRun], *, path: Path, force: bool) -> None:
