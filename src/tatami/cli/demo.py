@@ -94,7 +94,7 @@ def _demo_rank(runs: dict[str, Prepared], comm: AbstractCommunicator, *, out: Pa
     first = next(iter(runs.values()))
     say = tell if comm.rank == 0 and not as_json else lambda _message: None
     if comm.rank == 0:
-        say(f"digits {first.net} on {comm.size} ranks, {first.batch_size} samples an iteration")
+        say(f"digits {first.task.net} on {comm.size} ranks, {first.batch_size} samples an iteration")
         tell_emulation(first)
     outcomes, efficiencies = {}, {}
     comm.barrier()  # starting is work, too
@@ -183,7 +183,7 @@ def _report(
     show(
         "",
         f"loss: {', '.join(f'{method} {outcome.loss:.7f}' for method, outcome in outcomes.items())}: {same}",
-        f"accuracy: {100 * accuracy:.1f} % of {runs['drpm'].test.samples} digits that it had not seen",
+        f"accuracy: {100 * accuracy:.1f} % of {runs['drpm'].task.test.samples} digits that it had not seen",
     )
 
 

@@ -15,7 +15,6 @@ from torch import nn
 from tatami.cli.tasks import Task, check_choice, task_of
 from tatami.cli.train_job import TrainJob
 from tatami.cluster import Cluster, parse_speeds, read_cluster
-from tatami.datasets import Dataset
 from tatami.errors import InputError, MissingExtraError
 from tatami.outputs import check_folder, check_output
 from tatami.report import blank, check_path
@@ -49,33 +48,26 @@ class Prepared:
     Attributes:
         job: as asked for, with the name of the data.
         ranks: how many.
-        train: what is trained on.
-        test: the samples of the accuracy; the training samples where none are held out.
-        net: the network in words, such as the sizes of its layers.
+        task: the data, the network and the loss.
         model: the plain network, as it starts.
         sample: inputs that show what it can be split into; None where it can be told without.
         machines: the ranks' speeds and links; None where none were given.
         emulation: how ranks are slowed; None where they are not.
         batch_size: of the global batch.
-        make_optimizer, loss: for the trainer.
-        loss_name: one of `tatami.cli.tasks.LOSSES`.
+        make_optimizer: for the trainer.
         iterations: after which the run ends at the latest; None where epochs end it.
         retiler: None keeps the tiling.
     """
 
     job: TrainJob
     ranks: int
-    train: Dataset
-    test: Dataset
-    net: str
+    task: Task
     model: nn.Module
     sample: torch.Tensor | None
     machines: Cluster | None
     emulation: Emulation | None
     batch_size: int
     make_optimizer: OptimizerMaker
-    loss: nn.Module
-    loss_name: str
     iterations: int | None
     retiler: Retiler | None
 
@@ -120,17 +112,13 @@ def prepare(job: TrainJob) -> Prepared:
     return Prepared(
         job=job,
         ranks=ranks,
-        train=train,
-        test=task.test,
-        net=task.net,
+        task=task,
         model=model,
         sample=sample,
         machines=machines,
         emulation=_emulation(job, machines),
         batch_size=batch_size,
         make_optimizer=_optimizer(job, lr=task.lr),
-        loss=task.loss,
-        loss_name=task.loss_name,
         iterations=_iterations(job),
         retiler=_retiler(job),
     )

@@ -74,7 +74,7 @@ def _train_rank(prepared: Prepared, comm: AbstractCommunicator) -> TrainingOutco
     if job.plot is not None:
         plot_course([(job.method, outcome)], job.plot, every=max(1, len(outcome.history.losses) // 50), force=job.force)
     if job.as_json:
-        show_json({"ranks": comm.size, "net": prepared.net, "data": job.data, "method": job.method, **outcome.to_dict()})
+        show_json({"ranks": comm.size, "net": prepared.task.net, "data": job.data, "method": job.method, **outcome.to_dict()})
     else:
         show_outcome(prepared, outcome)
     return outcome
