@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,12 +75,7 @@ def demo(
         )
         for method in METHODS
     }
-    ranks = runs["even"].ranks
-
-    def body(comm: AbstractCommunicator) -> None:
-        _demo_rank(runs, comm, out=out, as_json=as_json)
-
-    on_ranks(body, ranks=ranks, backend=None, hosts=None)
+    on_ranks(partial(_demo_rank, runs, out=out, as_json=as_json), ranks=runs["even"].ranks, backend=None, hosts=None)
 
 
 def _demo_rank(runs: dict[str, Prepared], comm: AbstractCommunicator, *, out: Path, as_json: bool) -> None:

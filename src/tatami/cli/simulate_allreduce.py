@@ -21,7 +21,7 @@ from tatami.report.bar import progress_for
 from tatami.units import format_duration, format_size, parse_bandwidth, parse_duration
 
 if TYPE_CHECKING:
-    from tatami.sim.allreduce import Case, Replayed, Software
+    from tatami.sim.allreduce import Case, Replayed
     from tatami.sim.platforms import AbstractPlatform
 
 ALLREDUCE_EPILOG = """
@@ -43,6 +43,7 @@ _SWEPT: dict[str, Callable[[str], Any]] = {
     "sum": parse_bandwidth,
     "sync": Sync,
 }
+_OF_SOFTWARE = {"message": "message_s", "put": "put_s", "sum": "sum_bytes_per_s"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +93,7 @@ def simulate_allreduce(job: SimulateAllReduceJob) -> None:
     cases: list[tuple[str | None, AbstractPlatform, Case]] = []
     for value in swept.values:
         swept_to = {} if value is None else {swept.name: swept.read(_SWEPT[swept.name], value)}
+        swept_software = {field: swept_to[name] for name, field in _OF_SOFTWARE.items() if name in swept_to}
         delay_s = swept_to.get("latency", None if job.latency is None else given("--latency", parse_duration, job.latency))
         machines = chosen_platform(job.preset, job.platform, nodes=swept_to.get("nodes", job.nodes), latency_s=delay_s)
         num_ranks = len(machines.hosts) if job.ranks is None else job.ranks
@@ -108,7 +110,7 @@ def simulate_allreduce(job: SimulateAllReduceJob) -> None:
                         across=job.across,
                         sync=swept_to.get("sync", job.sync),
                         native=swept_to.get("native", job.native),
-                        software=_swept_software(software, swept_to),
+                        software=replace(software, **swept_software),
                     )
                     cases.append((value, machines, case))
     jobs = [case.job(machines) for _, machines, case in cases]
@@ -145,15 +147,6 @@ def allreduce_record(case: Case, result: Replayed) -> dict[str, Any]:
         "bytes_moved": result.bytes_moved,
         "phases": [{"what": title, "end_s": end_s} for title, end_s in result.phases],
     }
-
-
-def _swept_software(software: Software, swept_to: dict[str, Any]) -> Software:
-    return replace(
-        software,
-        message_s=swept_to.get("message", software.message_s),
-        put_s=swept_to.get("put", software.put_s),
-        sum_bytes_per_s=swept_to.get("sum", software.sum_bytes_per_s),
-    )
 
 
 def _grids(text: str | None, *, ranks: int) -> Sequence[Grid | None]:

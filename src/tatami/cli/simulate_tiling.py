@@ -109,6 +109,8 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
         given = {} if value is None else {swept.name: swept.read(_SWEPT[swept.name], value)}
         workload = replace(net_workload(job.net, samples=given.get("samples", job.samples)), wire=job.wire)
         iterations = given.get("iterations", job.iterations)
+        every = given.get("every", job.every)
+        retiler = Retiler() if every is None else Retiler(every=every)
         changes = (*(_change(text) for text in job.slow or ()), *_trace(job.trace, machines, iterations=iterations))
         for name in job.planner.split(","):
             labels.append(name.strip() + (f", {swept.name} {value}" if value else ""))
@@ -121,7 +123,7 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
                     iterations=iterations,
                     speeds=tuple(machines.speeds.values()),
                     changes=changes,
-                    retiler=_retiler(given.get("every", job.every)) if job.retile else None,
+                    retiler=retiler if job.retile else None,
                     known_speeds=not job.unknown,
                 )
             )
@@ -208,10 +210,6 @@ def tiling_record(label: str, run: TilingRun) -> dict[str, Any]:
             for each, move_s in zip(run.decisions, run.move_s, strict=True)
         ],
     }
-
-
-def _retiler(every: int | None) -> Retiler:
-    return Retiler() if every is None else Retiler(every=every)
 
 
 def _machines(file: Path | None, speeds: str | None) -> Cluster:
