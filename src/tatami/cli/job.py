@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from torch import nn
 from tatami.cli.tasks import Task, check_choice, task_of
 from tatami.cli.train_job import TrainJob
 from tatami.cluster import Cluster, parse_speeds, read_cluster
+from tatami.cluster.cores import memory_here
 from tatami.errors import InputError, MissingExtraError
 from tatami.outputs import check_folder, check_output
 from tatami.report import blank, check_path
@@ -185,7 +185,7 @@ def _emulation(job: TrainJob, machines: Cluster | None) -> Emulation | None:
 def _check_memory(task: Task) -> None:
     with torch.device("meta"):  # shapes without numbers
         weights_bytes = sum(each.nbytes for each in task.make().parameters())
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory_bytes = memory_here()
     if weights_bytes > memory_bytes:
         raise InputError(
             f"the weights of {task.asked} take {format_size(weights_bytes, digits=3)}, and this machine has "
