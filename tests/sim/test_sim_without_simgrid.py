@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,9 +52,10 @@ class BareStage:
         self.hosts = [SimpleNamespace(speed=1.0)] * num_hosts
         self.sent: list[tuple[int, int]] = []
         self._due: list[tuple[float, int, Going]] = []
+        self._numbers = count()
 
     def at(self, at_s: float, then: Callable[[], None]) -> Going:
-        going = Going(number=len(self._due), then=then)
+        going = Going(number=next(self._numbers), then=then)
         heapq.heappush(self._due, (at_s, going.number, going))
         return going
 
@@ -140,11 +141,11 @@ def test_a_link_breaks_is_mended_and_breaks_again_until_the_run_ends() -> None:
     stage = BareStage()
     found = fates(setup(workers=(0,), link_mtbf_s=100.0, link_repair_s=7.0), stage, told=told)
     first_s, second_s = (life_s(100.0, seed=0, kind="link", number=0, generation=generation) for generation in (0, 1))
-    stage.go_to(first_s)
-    assert found.disturbed
-    stage.go_to(first_s + 7.0)
-    assert not found.disturbed
-    stage.go_to(first_s + 7.0 + second_s)
+    disturbed = []
+    for at_s in (first_s, first_s + 7.0, first_s + 7.0 + second_s):
+        stage.go_to(at_s)
+        disturbed.append(found.disturbed)
+    assert disturbed == [True, False, True]
     assert [(what, worker) for what, worker, _ in told] == [("cut", 0), ("mend", 0), ("cut", 0)]
     assert [at_s for *_, at_s in told] == pytest.approx([first_s, first_s + 7.0, first_s + 7.0 + second_s])
     found.end()

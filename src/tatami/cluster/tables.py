@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import cattrs
-from cattrs.gen import AttributeOverride, make_dict_structure_fn, override
+from cattrs.gen import make_dict_structure_fn, override
 
 from tatami.cluster.cluster import MOST_PROCESSORS, Link, Processor, link_problems
 from tatami.cluster.speed_table import SpeedTable, points_problem
@@ -22,6 +22,8 @@ from tatami.units import parse_bandwidth, parse_duration, parse_flop, parse_size
 _LONGEST_NAME = 255
 _MOST_COMPARED = 1000
 _Number = TypeVar("_Number", int, float)
+Field = Any
+"""How a field of a table is read; cattrs does not export the type of what `override` makes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +113,12 @@ def _converter() -> cattrs.Converter:
     return converter
 
 
-def read_by(read: Callable[[Any], object], *, key: str | None = None) -> AttributeOverride:
+def read_by(read: Callable[[Any], object], *, key: str | None = None) -> Field:
     """A field whose value `read` checks, and makes of what the file says under `key` (None: the field's name)."""
     return override(rename=key, struct_hook=lambda value, _: read(value))
 
 
-def list_hook(kind: type, converter: cattrs.Converter) -> AttributeOverride:
+def list_hook(kind: type, converter: cattrs.Converter) -> Field:
     """A field that is a list of tables, each a `kind`."""
 
     def read(value: object) -> Any:
@@ -129,7 +131,7 @@ def list_hook(kind: type, converter: cattrs.Converter) -> AttributeOverride:
     return read_by(read)
 
 
-def table_hook(kind: type, converter: cattrs.Converter, **fields_: AttributeOverride) -> Any:
+def table_hook(kind: type, converter: cattrs.Converter, **fields_: Field) -> Any:
     """What makes a `kind` of a table."""
     structure: Any = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, **fields_)
 

@@ -110,10 +110,9 @@ def _period(job: Simulation) -> Period:
     """Simulate as many rounds as there are to a checkpoint; one, where that is further than the run goes."""
     wanted = rounds_of_period(job.setup)
     rounds = wanted if wanted <= job.setup.rounds else 1
-    outcome = _outcome(replace(job, setup=replace(job.setup, rounds=rounds)))
-    return Period(
-        rounds=rounds, duration_s=outcome.total_s - outcome.opened_s, bytes_moved=outcome.bytes_moved - outcome.opened_bytes
-    )
+    found = _outcome(replace(job, setup=replace(job.setup, rounds=rounds)))
+    moved = found.run.bytes_moved - found.opened_bytes
+    return Period(rounds=rounds, duration_s=found.run.total_s - found.opened_s, bytes_moved=moved)
 
 
 def _outcome(job: Simulation) -> SimulationOutcome:
