@@ -25,11 +25,7 @@ class EvenPlanner(AbstractPlanner):
             depth = len(names) // num_columns
             return Layout(
                 columns=tuple(
-                    Column(
-                        width=1 / num_columns,
-                        processors=tuple(names[start : start + depth]),
-                        heights=(1 / depth,) * depth,
-                    )
+                    Column(width=1 / num_columns, processors=tuple(names[start : start + depth]), heights=(1 / depth,) * depth)
                     for start in range(0, len(names), depth)
                 )
             )
