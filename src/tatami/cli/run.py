@@ -42,7 +42,10 @@ def run(
         str | None, typer.Option(metavar="auto|cpu|cuda", help=DEVICE_HELP, show_default="the script's choice")
     ] = None,
     elastic: Annotated[
-        bool, typer.Option("--elastic", help="Ranks on Ray: the others go on where one dies. For a Trainer, or loops by tatami.steps.")
+        bool,
+        typer.Option(
+            "--elastic", help="Ranks on Ray; where one dies, the others go on. For a Trainer, or loops by tatami.steps."
+        ),
     ] = False,
     address: Annotated[
         str | None, typer.Option(help="With --elastic: of a Ray cluster; left out, Ray is started here.", show_default=False)
