@@ -94,9 +94,10 @@ def tile(
     Raises:
         ModelError: a layer that a tiled run could not compute exactly.
         PlanError: invalid speeds, more ranks than samples or units, or settings that differ between ranks.
-        InputError: networks that differ between ranks in more than values; on all ranks: a device that is not there, or what
-            is not done on one.
+        InputError: not a network, or one that is tiled already; networks that differ between ranks in more than values; on all
+            ranks: a device that is not there, or what is not done on one.
     """
+    _check_given(model, comm)
     if reduction is not None:
         check_reduction(reduction)
     if random not in ("plain", "local"):
@@ -169,7 +170,18 @@ def tile(
         draws=_draws(generator, found) if random == "local" else None,
         wire=wire,
         bucket_bytes=leaving,
+        plain=model,
     )
+
+
+def _check_given(model: nn.Module, comm: AbstractCommunicator) -> None:
+    if isinstance(model, TiledModel):
+        raise InputError("this model is tiled already: give the plain network, or lay it out again with tatami.tiled.move")
+    if not isinstance(model, nn.Module) or not isinstance(comm, AbstractCommunicator):
+        raise InputError(
+            "tatami.tile(network, comm, ...) takes a torch.nn.Module and what tatami.init() returned, not "
+            f"{type(model).__name__} and {type(comm).__name__}"
+        )
 
 
 def _draws(generator: torch.Generator, found: Blocks) -> LocalDraws:
