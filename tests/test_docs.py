@@ -85,7 +85,12 @@ def test_every_page_fits_a_phone_and_a_desk_and_asks_for_nothing(site: Path, tmp
     look = site / "look.html"
     look.write_text(LOOK.replace("PAGES", json.dumps(pages)).replace("WIDTHS", json.dumps(WIDTHS)), encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--enable-logging=stderr"]
-    options += ["--allow-file-access-from-files", f"--user-data-dir={tmp_path}", "--virtual-time-budget=600000"]
+    options += [
+        "--hide-scrollbars",
+        "--allow-file-access-from-files",
+        f"--user-data-dir={tmp_path}",
+        "--virtual-time-budget=600000",
+    ]
     ran = subprocess.run(
         [CHROMIUM, *options, "--window-size=1600,1000", "--dump-dom", look.as_uri()],
         capture_output=True,
