@@ -359,7 +359,7 @@ def test_what_is_not_a_network_or_is_tiled_already(world: World) -> None:
 
 @pytest.mark.ranks(1)
 def test_a_class_in_place_of_a_loss_and_a_name_in_place_of_an_optimizer(world: World) -> None:
-    make = partial(Trainer, mlp(), optimizer=torch.optim.Adam, loss=nn.MSELoss())
+    make: Any = partial(Trainer, mlp(), optimizer=torch.optim.Adam, loss=nn.MSELoss())
     refuses(
         world,
         InputError,
