@@ -1,6 +1,9 @@
 """The site is built without a warning (no broken link, no missing reference), and its reference has every public name."""
 
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -13,6 +16,25 @@ import pytest
 import tatami
 
 TOP = Path(__file__).parents[1]
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+WIDTHS = (390, 1440)
+LOOK = """<title></title><iframe style="border: 0; height: 900px"></iframe><script>
+const frame = document.querySelector("iframe"), seen = {}, rest = PAGES.flatMap(page => WIDTHS.map(width => [page, width]));
+function look() {
+  if (!rest.length) { document.title = JSON.stringify(seen); return; }
+  const [page, width] = rest.shift();
+  frame.style.width = width + "px";
+  frame.onload = () => {
+    const root = frame.contentDocument.documentElement;
+    const asked = frame.contentWindow.performance.getEntriesByType("resource").filter(each => !each.name.startsWith("file:"));
+    seen[`${page} at ${width} px`] = [root.clientWidth, root.scrollWidth - root.clientWidth, asked.length];
+    look();
+  };
+  frame.src = page;
+}
+look();
+</script>"""
+"""Opens page after page in a frame of each width: how wide it is, what does not fit into it, and requests to a network."""
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +75,32 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
             if not homes & there and name != "__version__" and not isinstance(value, ModuleType):
                 missing.append(f"{package}.{name}")
     assert missing == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to open the pages in")
+@pytest.mark.timeout(1800)
+def test_every_page_fits_a_phone_and_a_desk_and_asks_for_nothing(site: Path, tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    pages = sorted(str(page.relative_to(site)) for page in site.rglob("*.html"))
+    look = site / "look.html"
+    look.write_text(LOOK.replace("PAGES", json.dumps(pages)).replace("WIDTHS", json.dumps(WIDTHS)), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--enable-logging=stderr"]
+    options += [
+        "--hide-scrollbars",
+        "--allow-file-access-from-files",
+        f"--user-data-dir={tmp_path}",
+        "--virtual-time-budget=600000",
+    ]
+    ran = subprocess.run(
+        [CHROMIUM, *options, "--window-size=1600,1000", "--dump-dom", look.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    look.unlink()
+    assert "CONSOLE" not in ran.stderr
+    found = re.search(r"<title>(.*?)</title>", ran.stdout)
+    assert found is not None, ran.stderr
+    seen = json.loads(found[1])
+    assert seen == {f"{page} at {width} px": [width, 0, 0] for page in pages for width in WIDTHS}

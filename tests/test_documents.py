@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = (
     "tutorial.md",
+    "training.md",
+    "allreduce.md",
     "gpt-at-home.md",
     "from-ddp.md",
     "slurm.md",

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 GLOSSARY = ROOT / "docs" / "glossary.md"
 CODE = re.compile(r"`([^`]+)`")
+DOTTED = re.compile(r"`(?:@|with )?(tatami(?:\.\w+)+)")
 CLASS_NAME = re.compile(r"[A-Z]+[a-z]\w*")
 
 
@@ -101,6 +102,14 @@ def test_every_class_that_the_glossary_names_exists() -> None:
     named = {part for text in quoted for part in text.split(".") if CLASS_NAME.fullmatch(part)}
     assert "Tile" in named
     assert named <= defined, "the glossary names classes that do not exist"
+
+
+def test_every_name_that_a_page_speaks_of_exists() -> None:
+    """In lines of text; `test_documents.py` looks at blocks of code. The changelog tells of names that are gone."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    found = {(page.name, name) for page in pages for name in DOTTED.findall(page.read_text(encoding="utf-8"))}
+    assert len(found) > 100
+    assert sorted(f"{page}: {name}" for page, name in found if not bound(name)) == []
 
 
 def test_the_glossary_is_in_the_list_of_what_to_read() -> None:

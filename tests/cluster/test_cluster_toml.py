@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tatami.cluster.toml
 from tatami.cluster import LOCAL_LINK, NETWORK_LINK, Cluster, Link, Processor, cluster_toml, read_cluster, write_cluster
+from tatami.cluster.tables import ClusterFile, HostsLinkTable, ProcessorTable
 from tatami.errors import ClusterError, OutputExistsError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster.toml"
@@ -263,3 +267,11 @@ def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
     write_cluster(two, path, force=True)
     assert read_cluster(path) == two
     assert [file.name for file in path.parent.iterdir()] == ["cluster.toml"]
+
+
+def test_the_example_explains_every_key_and_can_be_read() -> None:
+    example = Path(__file__).parents[2] / "examples" / "cluster.toml"
+    assert read_cluster(example).size == 6
+    for text in (example.read_text(encoding="utf-8"), tatami.cluster.toml.__doc__ or ""):
+        keys = set(re.findall(r"^(?:# )?(\w+) = ", text, re.MULTILINE)) | set(re.findall(r"^\[+(\w+)", text, re.MULTILINE))
+        assert keys == {field.name for table in (ClusterFile, HostsLinkTable, ProcessorTable) for field in fields(table)}

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import ClusterError, InputError, ModelError, PlanError
 from tatami.testing.worlds import World
-from tatami.tiled import TiledModel, move, tile
+from tatami.tiled import TiledModel, Trainer, move, tile
 from tiled_rig import simple_layout, some_layouts, tiled
 
 
@@ -329,3 +330,46 @@ def test_dropout_off_the_sample_axis(world: World) -> None:
             model(model.local(torch.rand(6, 3, 4)))
 
     world(body)
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_optimizer_of_the_plain_network_is_refused_in_its_first_step(world: World) -> None:
+    """As is usual with DistributedDataParallel, whose parameters are the network's: here nothing would be trained."""
+
+    def body(comm: AbstractCommunicator) -> None:
+        network = mlp()
+        model = tile(network, comm, batch_size=8, speeds="equal", reduction="mean", quiet=True)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        model(model.local(torch.ones(8, 4))).mean().backward()
+        with pytest.raises(InputError, match=r"step changes nothing: .* make the optimizer from model.parameters\(\)"):
+            optimizer.step()
+        network(torch.ones(8, 4)).mean().backward()
+        optimizer.step()  # the plain network may be trained beside it
+
+    world(body)
+
+
+@pytest.mark.ranks(1)
+def test_what_is_not_a_network_or_is_tiled_already(world: World) -> None:
+    refuses(world, InputError, r"not \w+Communicator and Sequential", lambda comm: tile(comm, mlp(), batch_size=8))  # type: ignore[arg-type]
+    refuses(world, InputError, "not Sequential and NoneType", lambda _: tile(mlp(), None, batch_size=8))  # type: ignore[arg-type]
+    twice = partial(tile, batch_size=8, speeds="equal", quiet=True)
+    refuses(world, InputError, "this model is tiled already", lambda comm: twice(twice(mlp(), comm), comm))
+
+
+@pytest.mark.ranks(1)
+def test_a_class_in_place_of_a_loss_and_a_name_in_place_of_an_optimizer(world: World) -> None:
+    make: Any = partial(Trainer, mlp(), optimizer=torch.optim.Adam, loss=nn.MSELoss())
+    refuses(
+        world,
+        InputError,
+        r"the loss is the class MSELoss; give one of it: MSELoss\(\)",
+        lambda c: make(comm=c, loss=nn.MSELoss),
+    )
+    data = torch.ones(8, 4), torch.ones(8, 2)
+    refuses(
+        world,
+        InputError,
+        "optimizer must be one of torch's, .* not 'adam'",
+        lambda c: make(comm=c, optimizer="adam").fit(data, batch_size=8, epochs=1),
+    )

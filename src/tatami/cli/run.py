@@ -44,7 +44,10 @@ class RunJob:
         str | None, typer.Option(metavar="auto|cpu|cuda", help=DEVICE_HELP, show_default="the script's choice")
     ] = None
     elastic: Annotated[
-        bool, typer.Option("--elastic", help="Ranks on Ray: the others go on where one dies. The script loops by tatami.steps.")
+        bool,
+        typer.Option(
+            "--elastic", help="Ranks on Ray; where one dies, the others go on. For a Trainer, or loops by tatami.steps."
+        ),
     ] = False
     address: Annotated[str | None, optional(help="With --elastic: of a Ray cluster; left out, Ray is started here.")] = None
     copies: Annotated[int, typer.Option(min=1, max=2, help="With --elastic: ranks that hold each unit, at least.")] = 2

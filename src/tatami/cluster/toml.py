@@ -15,6 +15,7 @@ speed = 1.0                               # relative, or "10 Gflop/s", or by the
 spread = 0.02                             # of the measured speed, relative; may be left out
 message = "30 us"                         # what a message costs it, sent or received; may be left out
 copy = "20 Gbit/s"                        # at which it copies into messages and out of them; may be left out
+call = "0.4 ms"                           # what a block of a network costs it, however small its tile is; may be left out
 host = "cpu{i}"                           # cpu0 ... cpu3; "localhost" where it is left out
 memory = "24 GiB"                         # may be left out
 count = 4                                 # may be left out

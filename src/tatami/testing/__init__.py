@@ -1,1 +1,5 @@
-"""Test tools, shipped: worlds of ranks, slowed ranks, faults."""
+"""Test tools, shipped: slowed ranks; worlds of ranks in `tatami.testing.worlds`, a pytest plugin; faults in `.faulty`."""
+
+from tatami.testing.slowdown import Emulation, Slowdown, emulated_factors
+
+__all__ = ["Emulation", "Slowdown", "emulated_factors"]

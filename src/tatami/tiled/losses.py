@@ -62,6 +62,8 @@ def reduction_of(loss: Loss, *, given: LossReduction | None, otherwise: LossRedu
         InputError: nothing tells; the loss and its user contradict each other; or it takes a mean that is not over samples, so
             that the means of parts do not make up the mean of the whole.
     """
+    if isinstance(loss, type):
+        raise InputError(f"the loss is the class {loss.__name__}; give one of it: {loss.__name__}()")
     if given is not None:
         check_reduction(given)
     own = setting_of(loss, "reduction")

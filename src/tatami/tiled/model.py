@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -96,8 +97,10 @@ class TiledModel(nn.Module):
         draws: LocalDraws | None = None,
         wire: str | None = None,
         bucket_bytes: int | None = None,
+        plain: nn.Module,
     ) -> None:
         super().__init__()
+        self._plain = tuple(map(weakref.ref, plain.parameters()))
         self.comm = comm
         self._device = next(module.parameters()).device
         self.cluster = cluster
@@ -365,6 +368,10 @@ class TiledModel(nn.Module):
     def tiled_parameters(self) -> list[nn.Parameter]:
         """The parameters of which this rank holds some units."""
         return [rows.tensor for block in self.block_rows() for rows in block if isinstance(rows.tensor, nn.Parameter)]
+
+    def plain_parameters(self) -> list[nn.Parameter]:
+        """Those of the network that was given, as far as they still live: this model has copies of them."""
+        return [parameter for each in self._plain if (parameter := each()) is not None]
 
     # -- inside -----------------------------------------------------------------------------------------------------------
 

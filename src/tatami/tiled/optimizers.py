@@ -1,4 +1,4 @@
-"""Optimizers that look at a whole weight at once are refused: of a tiled weight, a rank holds only a part."""
+"""Optimizers that look at a whole weight, of which a rank holds only a part, are refused; so are those of the plain network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tatami.errors import ModelError
+from tatami.errors import InputError, ModelError
 from tatami.tiled.registry import models
 
 _NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
@@ -41,7 +41,16 @@ def watch_optimizers() -> None:
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 -- a hook of torch's
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if all(parameter.grad is None for parameter in stepped):
+        plain = {id(parameter) for model in models() for parameter in model.plain_parameters()}
+        if any(id(parameter) in plain for parameter in stepped):
+            raise InputError(
+                "this optimizer's step changes nothing: its parameters are those of the network that tatami.tile was given, "
+                "and have no gradients. The tiled model's are new ones: make the optimizer from model.parameters() after "
+                "model = tatami.tile(...)"
+            )
     if type(optimizer).__name__ in _NOT_ELEMENTWISE:
         tiled = {id(parameter) for model in models() for parameter in model.tiled_parameters()}
-        if any(id(parameter) in tiled for group in optimizer.param_groups for parameter in group["params"]):
+        if any(id(parameter) in tiled for parameter in stepped):
             check_optimizer(optimizer)

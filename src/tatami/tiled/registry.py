@@ -20,6 +20,8 @@ class HoldsTiles(Protocol):
 
     def tiled_parameters(self) -> Iterable[nn.Parameter]: ...
 
+    def plain_parameters(self) -> Iterable[nn.Parameter]: ...
+
 
 _lock = threading.Lock()
 _models: weakref.WeakSet[Any] = weakref.WeakSet()

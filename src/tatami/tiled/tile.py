@@ -57,11 +57,12 @@ def tile(
 ) -> TiledModel:
     """Lay `model` over the ranks of `comm`, each with a tile sized to its speed. Collective.
 
-    The linear-activation-linear pairs of the model are split over their hidden units, everything else is repeated on every rank
-    of a column; the samples of each batch are split between the columns. Parameters are those of rank 0.
+    Blocks of the model (pairs of linear layers, attention, convolutions: docs/networks.md) are split over their units, all else
+    is repeated on every rank of a column; the samples of each batch are split between the columns. A model without blocks is
+    laid in columns of one rank. Parameters are those of rank 0.
 
     Args:
-        model: any module with at least one such pair; it is not changed.
+        model: any module; it is not changed.
         comm: from `tatami.init()`. The model sends on a communicator of its own, which `TiledModel.close` gives back.
         batch_size: the global batch that the plan is made for; other batches (the last of an epoch) are cut alike.
         sample: inputs of the network for at least two samples: a tensor, a tuple of arguments, or a mapping of named ones.
@@ -91,11 +92,12 @@ def tile(
         clock, pace: for tests (see `tatami.clock`).
 
     Raises:
-        ModelError: no pair to tile, or a layer that a tiled run could not compute exactly.
+        ModelError: a layer that a tiled run could not compute exactly.
         PlanError: invalid speeds, more ranks than samples or units, or settings that differ between ranks.
-        InputError: networks that differ between ranks in more than values; on all ranks: a device that is not there, or what
-            is not done on one.
+        InputError: not a network, or one that is tiled already; networks that differ between ranks in more than values; on all
+            ranks: a device that is not there, or what is not done on one.
     """
+    _check_given(model, comm)
     if reduction is not None:
         check_reduction(reduction)
     if random not in ("plain", "local"):
@@ -168,7 +170,18 @@ def tile(
         draws=_draws(generator, found) if random == "local" else None,
         wire=wire,
         bucket_bytes=leaving,
+        plain=model,
     )
+
+
+def _check_given(model: nn.Module, comm: AbstractCommunicator) -> None:
+    if isinstance(model, TiledModel):
+        raise InputError("this model is tiled already: give the plain network, or lay it out again with tatami.tiled.move")
+    if not isinstance(model, nn.Module) or not isinstance(comm, AbstractCommunicator):
+        raise InputError(
+            "tatami.tile(network, comm, ...) takes a torch.nn.Module and what tatami.init() returned, not "
+            f"{type(model).__name__} and {type(comm).__name__}"
+        )
 
 
 def _draws(generator: torch.Generator, found: Blocks) -> LocalDraws:

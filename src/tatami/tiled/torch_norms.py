@@ -139,6 +139,9 @@ class _Probe(WholeNorms):
     def tiled_parameters(self) -> list[nn.Parameter]:
         return [self.parameter]
 
+    def plain_parameters(self) -> list[nn.Parameter]:
+        return []
+
     def of(self, tensors: Sequence[torch.Tensor], norm_type: float, *, tiled: Sequence[bool]) -> torch.Tensor:  # noqa: ARG002
         return torch.tensor([7.0])
 

@@ -338,6 +338,11 @@ class Trainer:
     def _take(self, model: TiledModel) -> None:
         model.reduction = self._reduction
         given = self._given_optimizer
+        if not callable(given) and not isinstance(given, torch.optim.Optimizer):
+            raise InputError(
+                "optimizer must be one of torch's, or what makes one from parameters, as partial(torch.optim.Adam, lr=0.01), "
+                f"not {given!r}"
+            )
         self.optimizer = given if isinstance(given, torch.optim.Optimizer) else given(model.parameters())
         check_optimizer(self.optimizer)
         _check_parameters(self.optimizer, model)
