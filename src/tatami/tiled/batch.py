@@ -61,6 +61,9 @@ def cut_batch(batch: Any, span: Span, *, samples: int) -> Any:
 def on_device(batch: Any, device: torch.device) -> Any:
     """A batch with its tensors on `device`, in the same structure."""
 
+    if isinstance(batch, tuple | list) and all(isinstance(each, torch.Tensor) and each.device == device for each in batch):
+        return batch  # as it mostly is on the CPU, and every step asks
+
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Mapping):  # of a class that torch does not look into
             return {key: on_device(value, device) for key, value in leaf.items()}
