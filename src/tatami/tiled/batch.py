@@ -47,6 +47,8 @@ def cut_batch(batch: Any, span: Span, *, samples: int) -> Any:
     """
     if isinstance(batch, torch.Tensor):
         return batch[span.slice()] if batch.dim() else batch
+    if type(batch) is tuple and all(isinstance(value, torch.Tensor) for value in batch):
+        return tuple(value[span.slice()] if value.dim() else value for value in batch)  # as it mostly is
     if isinstance(batch, Mapping):
         return {key: cut_batch(value, span, samples=samples) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
