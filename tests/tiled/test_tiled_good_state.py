@@ -47,9 +47,10 @@ def poisoned(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
 def plain_after(steps: int, batch_size: int) -> dict[str, torch.Tensor]:
     model, (x, y) = network(), poisoned(batch_size)
     optimizer = ADAM(model.parameters())
-    for here_x, here_y in zip(x.split(batch_size)[:steps], y.split(batch_size)[:steps], strict=True):
+    for start in range(0, steps * batch_size, batch_size):
+        here = slice(start, start + batch_size)
         optimizer.zero_grad()
-        torch.autograd.backward(nn.functional.mse_loss(model(here_x), here_y))
+        torch.autograd.backward(nn.functional.mse_loss(model(x[here]), y[here]))
         optimizer.step()
     return model.state_dict()
 
@@ -158,7 +159,7 @@ def test_of_a_buffer_the_tensor_that_is_there_now_is_kept_and_put_back(world: Wo
     def body(comm: AbstractCommunicator) -> None:
         model = tile(nn.Sequential(Shifted(), network()), comm, batch_size=3, speeds="equal", reduction="mean", quiet=True)
         good = GoodState(model, folder=tmp_path)
-        held = model.module.get_submodule("0")._buffers
+        held: dict[str, Any] = model.module.get_submodule("0")._buffers
         for iteration in range(3):
             held["mean"] = torch.full((4,), float(iteration), dtype=torch.float64)  # as modules do that keep a running mean
             good.keep(iteration)
