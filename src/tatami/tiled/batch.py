@@ -47,6 +47,8 @@ def cut_batch(batch: Any, span: Span, *, samples: int) -> Any:
     """
     if isinstance(batch, torch.Tensor):
         return batch[span.slice()] if batch.dim() else batch
+    if type(batch) is tuple and all(isinstance(value, torch.Tensor) for value in batch):
+        return tuple(value[span.slice()] if value.dim() else value for value in batch)  # as it mostly is
     if isinstance(batch, Mapping):
         return {key: cut_batch(value, span, samples=samples) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -60,6 +62,9 @@ def cut_batch(batch: Any, span: Span, *, samples: int) -> Any:
 
 def on_device(batch: Any, device: torch.device) -> Any:
     """A batch with its tensors on `device`, in the same structure."""
+
+    if isinstance(batch, tuple | list) and all(isinstance(each, torch.Tensor) and each.device == device for each in batch):
+        return batch  # as it mostly is on the CPU, and every step asks
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Mapping):  # of a class that torch does not look into

@@ -1,8 +1,16 @@
-"""The last parameters with which the loss was finite: a step with a bad gradient cannot be undone."""
+"""Parameters with which the loss was finite: a step with a bad gradient cannot be undone.
+
+A loss tells of the parameters that it was computed with, and by then the next update has changed them; so what is known to be
+good is a copy from before that update. Copying takes next to nothing of an update over many samples. Of one over few it would
+take a good part, and there not every state is kept. Which ones are follows from what all ranks know alike, so that what they
+put back fits together.
+"""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,10 +18,20 @@ from torch import nn
 from tatami.outputs import free_name
 from tatami.tiled.model import TiledModel
 from tatami.tiled.weights import write_model
+from tatami.tiling import Tiling
+
+FIRST = 10
+"""Updates of a run before each of which the state is kept: a run that diverges mostly does so at once."""
+MOST_APART = 10
+"""Updates from one copy to the next, at the most."""
+_COPY_FLOP = 10.0
+"""About what a processor computes while it copies one byte."""
+_COPY_FRACTION = 0.01
+"""So much of an update may be copying."""
 
 
 class GoodState:
-    """A copy of the state of a model, kept from update to update.
+    """A copy of the state of a model, made before an update, on all ranks before the same ones.
 
     Args:
         model: whose state.
@@ -23,37 +41,72 @@ class GoodState:
     def __init__(self, model: TiledModel, *, folder: Path) -> None:
         self._model = model
         self._folder = folder
-        self._kept: dict[str, torch.Tensor] = {}
-        self._tilings = model.tilings
-        self._iteration = 0
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._kept: list[torch.Tensor] = []
+        self._tilings: tuple[Tiling, ...] | None = None
+        self._apart = 1
+        self._updates = self._iteration = 0
+
+    def begin(self) -> None:
+        """A run begins, perhaps with other parameters than the one before ended with."""
+        self._updates = 0
 
     def keep(self, iteration: int) -> None:
-        """The parameters are good after `iteration`."""
-        state = self._state()
+        """The state is good after `iteration`, and an update follows: copy it if it is time."""
+        self._updates += 1
+        is_known = bool(self._kept) and self._tilings is self._model.tilings
+        if is_known and self._updates > FIRST and self._updates % self._apart:
+            return
+        with torch.no_grad():
+            if is_known:
+                torch._foreach_copy_(self._kept, self._state())
+            else:
+                self._places = _places(self._model.module)
+                self._kept = [tensor.clone() for tensor in self._state()]
+                self.moved()
         self._iteration = iteration
-        if self._kept and self._tilings is self._model.tilings:
-            torch._foreach_copy_(list(self._kept.values()), list(state.values()))
-        else:
-            self._kept = {name: tensor.clone() for name, tensor in state.items()}
-            self._tilings = self._model.tilings
 
-    def companions(self) -> dict[nn.Parameter, torch.Tensor]:
-        """What moves along with the parameters in a re-tiling."""
-        return {parameter: self._kept[name] for name, parameter in self._model.module.named_parameters() if name in self._kept}
+    def companions(self) -> dict[torch.Tensor, torch.Tensor]:
+        """What moves along with the parameters and buffers in a re-tiling."""
+        return dict(zip(self._state(), self._kept, strict=True))
 
     def moved(self) -> None:
         """The re-tiling is done, and the companions moved along."""
-        self._tilings = self._model.tilings
+        if self._tilings is not self._model.tilings:
+            self._tilings, self._apart = self._model.tilings, _apart(self._model)
 
     def rescue(self) -> str:
         """Put the parameters back and save them; returns where they are, for an error. Collective."""
         if not self._kept or self._tilings is not self._model.tilings:
             return "there was no good state yet to save"
         with torch.no_grad():
-            torch._foreach_copy_(list(self._state().values()), list(self._kept.values()))
+            torch._foreach_copy_(self._state(), self._kept)
         path = free_name(self._folder / f"last-good-{self._iteration:06d}.safetensors")
         path = write_model(self._model, path, force=False, strict=False)
-        return f"the last good state, after iteration {self._iteration}, is in {path} and in the model"
+        return f"the last good state that was kept, after iteration {self._iteration}, is in {path} and in the model"
 
-    def _state(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach() for name, tensor in self._model.module.state_dict().items()}
+    def _state(self) -> list[torch.Tensor]:
+        """The tensors that the network holds now: of a buffer, a forward pass may put another one in place."""
+        return [held[name] for held, name in self._places]
+
+
+def _places(network: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Where the tensors of its state dict are, each once."""
+    places: dict[int, tuple[dict[str, Any], str]] = {}
+    for module in network.modules():
+        for held, left_out in ((module._parameters, ()), (module._buffers, module._non_persistent_buffers_set)):
+            for name, tensor in held.items():
+                if tensor is not None and name not in left_out:
+                    places.setdefault(id(tensor), (held, name))
+    return list(places.values())
+
+
+def _apart(model: TiledModel) -> int:
+    """Updates from one copy to the next. Where ranks come and go, they would not count alike."""
+    if model.comm.changes:
+        return 1
+    work = model.workload
+    size_bytes = (work.horizontal_elements + work.replicated_parameters) * work.element_bytes + work.replicated_frozen_bytes
+    size_bytes += sum(block.units * block.unit_frozen_bytes for block in work.blocks)
+    flop = work.flop(width=1 / len(model.layout.columns), height=1.0)
+    return max(1, min(MOST_APART, math.ceil(_COPY_FLOP * size_bytes / max(_COPY_FRACTION * flop, 1.0))))

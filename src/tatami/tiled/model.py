@@ -118,7 +118,7 @@ class TiledModel(nn.Module):
         self._column = ColumnComm(phases, wire=wire)
         self._is_alone = comm.size == 1 and not comm.changes
         self._rank: RankContext = RankContext(column=self._column, comm=None if self._is_alone else comm, generator=generator)
-        self._widths: dict[int, tuple[int, ...]] = {}
+        self._shares: dict[int, tuple[Span, tuple[int, ...]]] = {}
         self._watch = BatchWatch(comm, columns=self._columns)
         self._adopt(self._place(layout))
         self._tile(module)
@@ -187,14 +187,14 @@ class TiledModel(nn.Module):
 
     def local_span(self, samples: int) -> Span:
         """Which samples of a global batch of `samples` are this rank's; announces that the next forward pass is over them."""
-        widths = self._widths.get(samples)
-        if widths is None:
-            widths = self._widths[samples] = self._widths_of(samples)
-        index = self._rank.index
-        self._announce(samples, Span(0, 0) if index is None else spans(widths)[index], widths)
+        if samples not in self._shares:
+            index, widths = self._rank.index, self._widths_of(samples)
+            self._shares[samples] = Span(0, 0) if index is None else spans(widths)[index], widths
+        mine, widths = self._shares[samples]
+        self._announce(samples, mine, widths)
         if self.comm.size > 1:
             self._watch.announce(samples, ())
-        return self._rank.mine
+        return mine
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """The network on this rank's samples: (samples_here, ...) to (samples_here, ...), in tensors, tuples, lists or dicts.
@@ -340,7 +340,7 @@ class TiledModel(nn.Module):
     @property
     def speaks_for_column(self) -> bool:
         """Whether this rank is the first of its column: sums over samples count each column once."""
-        return self.tile is not None and self.tiling.columns[self.tile.column][0].processor == self.name
+        return self._rank.speaks
 
     @property
     def local_span_size(self) -> tuple[int, int]:
@@ -379,11 +379,12 @@ class TiledModel(nn.Module):
         """Lie like this from now on. For `tatami.tiled.move`, which calls it when the rows have come; sends nothing."""
         self.layout = placement.layout
         self.tilings = placement.tilings
-        self._widths.clear()
+        self._shares.clear()
         self._announce(0, Span(0, 0), ())
         self._rank.stands_in = False
-        self._rank.index = self.tile.column if self.tile is not None else None
-        self._rank.speaks = self.speaks_for_column
+        tile = self.tile
+        self._rank.index = tile.column if tile is not None else None
+        self._rank.speaks = tile is not None and self.tiling.columns[tile.column][0].processor == self.name
         self._column.meet(placement.column)
         self._placement = placement
 

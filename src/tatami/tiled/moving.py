@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from tatami.comm.agreement import same_everywhere
 from tatami.errors import PlanError
@@ -36,7 +35,7 @@ def move(
     layout: Layout,
     *,
     optimizer: torch.optim.Optimizer | None,
-    companions: Mapping[nn.Parameter, torch.Tensor] | None = None,
+    companions: Mapping[torch.Tensor, torch.Tensor] | None = None,
 ) -> Moved:
     """Give `model` another layout, and the rows of weights and optimizer state that belong to it. Collective; not in a step.
 
@@ -48,7 +47,7 @@ def move(
         model: from `tatami.tile`.
         layout: where the ranks lie from now on.
         optimizer: the one whose state goes along; None where there is none.
-        companions: more tensors, each shaped like a parameter, that go where its rows go; for the same parameters on all ranks.
+        companions: more tensors, each shaped like a parameter or buffer, that go where its rows go; the same on all ranks.
 
     Raises:
         PlanError: the layout names processors that no rank runs on, or differs between ranks.
@@ -76,21 +75,18 @@ def move(
 
 
 def _bundle(
-    rows_of_block: Sequence[Rows], optimizer: torch.optim.Optimizer | None, companions: Mapping[nn.Parameter, torch.Tensor]
+    rows_of_block: Sequence[Rows], optimizer: torch.optim.Optimizer | None, companions: Mapping[torch.Tensor, torch.Tensor]
 ) -> list[Rows]:
-    """A block's tensors, and all that there is of the same shape for each parameter, in the same order on every rank."""
+    """A block's tensors, and all that there is of the same shape for each, in the same order on every rank."""
     bundle = []
     for rows in rows_of_block:
-        parameter = rows.tensor
-        if not isinstance(parameter, nn.Parameter):
-            bundle.append(rows)
-            continue
-        state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+        own = rows.tensor
+        state = optimizer.state.get(own, {}) if optimizer is not None else {}
         elementwise = [
-            state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor) and state[key].shape == parameter.shape
+            state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor) and state[key].shape == own.shape
         ]
-        beside = [tensor for tensor in (parameter.grad, companions.get(parameter)) if tensor is not None]
-        bundle += [Rows(tensor, rows.runs) for tensor in (parameter, *beside, *elementwise)]
+        beside = [tensor for tensor in (own.grad, companions.get(own)) if tensor is not None]
+        bundle += [Rows(tensor, rows.runs) for tensor in (own, *beside, *elementwise)]
     return bundle
 
 

@@ -114,7 +114,11 @@ class Objective:
         y, ignored = self.target_of(batch), setting_of(self.loss, "ignore_index")
         if isinstance(y, torch.Tensor) and y.is_floating_point():
             return False
-        return ignored is None or not isinstance(y, torch.Tensor) or bool((y == ignored).any())
+        if ignored is None or not isinstance(y, torch.Tensor):
+            return True
+        if ignored < 0 and y.numel():
+            return int(y.min()) < 0  # a class is not
+        return bool((y == ignored).any())
 
     def _target_key(self, batch: Mapping[str, Any]) -> str:
         if self.target is None or self.target not in batch:

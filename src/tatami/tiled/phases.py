@@ -27,6 +27,8 @@ class IterationPhase(Enum):
     HORIZONTAL = "horizontal"  # comm 2: waiting for the other columns included
     UPDATE = "update"  # compute 3: clipping and the optimizer's step
 
+    __hash__ = object.__hash__  # that of Enum is a call of Python, and every step makes dozens
+
 
 _COMPUTE = (IterationPhase.FORWARD, IterationPhase.BACKWARD, IterationPhase.UPDATE)
 

@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,7 @@ class RunRecorder:
     def _add(self, times: PhaseTimes | None) -> None:
         if times is None:
             return
-        for name, seconds in asdict(times).items():
+        for name, seconds in vars(times).items():
             self._spent_s[name] = self._spent_s.get(name, 0.0) + seconds
         self._num_spent += 1
 

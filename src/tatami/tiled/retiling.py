@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
@@ -133,14 +132,14 @@ class Retiling:
             self._heard = list(summed)
             self._model.link_times.begin()
 
-    def step(self, *, companions: Mapping[nn.Parameter, torch.Tensor] | None = None) -> Check | None:
+    def step(self, *, companions: Mapping[torch.Tensor, torch.Tensor] | None = None) -> Check | None:
         """End the iteration. Collective. Returns the check if one was due.
 
         A re-tiling drops the gradients, which the optimizer has used, and moves `companions` along (see `move`).
         """
         return self.record(self._model.phases.finish_iteration(), companions=companions)
 
-    def record(self, times: PhaseTimes, *, companions: Mapping[nn.Parameter, torch.Tensor] | None = None) -> Check | None:
+    def record(self, times: PhaseTimes, *, companions: Mapping[torch.Tensor, torch.Tensor] | None = None) -> Check | None:
         """As `step`, with the times of the iteration."""
         self.iteration += 1
         model = self._model
@@ -165,7 +164,7 @@ class Retiling:
         self._window = [] if decision.remaps else self._window
         return self._carry_out(decision, compute_s=_mean_compute_s(gathered), companions=companions)
 
-    def _watch(self, watcher: Watcher, *, companions: Mapping[nn.Parameter, torch.Tensor] | None) -> Check | None:
+    def _watch(self, watcher: Watcher, *, companions: Mapping[torch.Tensor, torch.Tensor] | None) -> Check | None:
         comm = self._model.comm
         if self._heard is None:
             table = torch.tensor(self.told(), dtype=torch.float64, device="cpu")
@@ -193,7 +192,7 @@ class Retiling:
         return check
 
     def _carry_out(
-        self, decision: Decision, *, compute_s: dict[str, float], companions: Mapping[nn.Parameter, torch.Tensor] | None
+        self, decision: Decision, *, compute_s: dict[str, float], companions: Mapping[torch.Tensor, torch.Tensor] | None
     ) -> Check:
         moved = None
         if decision.remaps:

@@ -79,7 +79,8 @@ class Trainer:
         report: an .html file: one page of the run (see `tatami.page`), written when `fit` ends, also by an error; the same on
             all ranks.
         progress: a bar; only rank 0's is shown.
-        rescue_dir: where the last good state is saved if the loss stops being finite.
+        rescue_dir: where the last good state is saved if the loss stops being finite; of batches of few samples, where copying
+            the weights takes more than about 1 % of an update, one of the last ten.
         seed: of the shuffling.
         clock: for tests.
 
@@ -237,6 +238,7 @@ class Trainer:
         setup = self._setup
         assert setup is not None
         self._position.begin_fit()
+        setup.good.begin()
         self.should_stop = False
         run = Fit(
             self,

@@ -69,21 +69,24 @@ class Updated:
     signals: Mapping[str, int]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Report:
     """What the ranks tell each other of a batch, while they compute its backward pass or, if they are watched, after it.
 
     Attributes:
-        sums: over the ranks: the loss; how many have a loss that is not finite; for how many the epoch ends; how many samples'
-            worth of targets were left out; the signals; and what `Retiling.told` says.
-        request: of the sums under way; None where the rank is alone.
+        numbers: told by this rank, and once they are there their sums over the ranks: the loss; how many have a loss that is
+            not finite; for how many the epoch ends; how many samples' worth of targets were left out; the signals; and what
+            `Retiling.told` says.
+        sums: the same on their way; None where the rank is alone.
+        request: of the sums under way; None where there are none.
         value: the loss here.
         signals: their names.
         size: how many ranks there are.
         samples: of the batch, over all ranks.
     """
 
-    sums: torch.Tensor
+    numbers: list[float]
+    sums: torch.Tensor | None
     request: AbstractRequest | None
     value: float
     signals: tuple[str, ...]
@@ -93,13 +96,12 @@ class _Report:
     @property
     def counted(self) -> float:
         """How many samples' worth of targets were not left out."""
-        return self.samples - float(self.sums[3])
+        return self.samples - self.numbers[3]
 
     @property
     def tells_of_error(self) -> bool:
         """Whether a loss is not finite or of no target, or the epoch ends on some ranks only."""
-        _, num_bad, num_ends, *_ = self.sums.tolist()
-        return bool(num_bad > 0 or self.counted == 0 or 0 < num_ends < self.size)
+        return self.numbers[1] > 0 or self.counted == 0 or 0 < self.numbers[2] < self.size
 
 
 class Updates:
@@ -201,6 +203,7 @@ class Updates:
             self._end = end
             self._weigh(self._first_size, self._samples)
             self._ready_gradients()
+            assert report.sums is not None
             update.pass_point(report.sums, apply=functools.partial(self._apply, report, iteration))
         return is_whole
 
@@ -226,7 +229,7 @@ class Updates:
 
     def _apply(self, report: _Report, iteration: int, sums: list[float]) -> None:
         """All ranks have all their gradients. Sends nothing; where the sums tell of an error, `made` raises it on all ranks."""
-        report.sums.copy_(torch.tensor(sums, dtype=torch.float64, device="cpu"))
+        report.numbers = sums
         if not report.tells_of_error:
             self._weigh(self._samples, self._counted + report.counted)
             self._step(iteration)
@@ -255,20 +258,22 @@ class Updates:
         told = [share, float(not finite), float(batch.is_last), missing, *map(float, signals.values())]
         if self.retiling is not None:
             told += self.retiling.told()
-        sums = torch.tensor(told, dtype=torch.float64, device="cpu")
         size = model.comm.size
-        request = model.comm.iallreduce(sums) if is_sent and size > 1 else None
-        return _Report(sums=sums, request=request, value=value, signals=tuple(signals), size=size, samples=batch.size)
+        sums = torch.tensor(told, dtype=torch.float64, device="cpu") if size > 1 or not is_sent else None
+        request = model.comm.iallreduce(sums) if sums is not None and is_sent else None
+        names = tuple(signals)
+        return _Report(numbers=told, sums=sums, request=request, value=value, signals=names, size=size, samples=batch.size)
 
     def _end_batch(
         self, report: _Report, batch: LocalBatch, *, iteration: int, epoch: int, batch_number: int
     ) -> dict[str, int]:
         """Add its loss; returns how many ranks gave each signal."""
         comm = self._model.comm
-        if report.request is not None:
+        if report.request is not None and report.sums is not None:
             with self._model.phases.during(IterationPhase.HORIZONTAL):
                 report.request.wait()
-        loss, num_bad, _, _, *rest = report.sums.tolist()
+            report.numbers = report.sums.tolist()
+        loss, num_bad, _, _, *rest = report.numbers
         given = dict(zip(report.signals, map(int, rest), strict=False))
         if self.retiling is not None:
             self.retiling.heard(rest[len(given) :])

@@ -1,0 +1,202 @@
+"""Which state is put back where a loss stops being finite, and that keeping it costs a step next to nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from networks import CASES, build
+from safetensors.torch import load_file
+from torch import nn
+
+from tatami.comm import init
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import NotFiniteError
+from tatami.testing.worlds import World
+from tatami.tiled import Trainer, move, tile, whole_state_dict
+from tatami.tiled.good_state import FIRST, MOST_APART, GoodState
+from tiled_rig import assert_close, optimizers, simple_layout, some_layouts, tiled
+
+ADAM = optimizers(torch.float64)["adam"]
+BAD = 28
+"""The iteration whose batch has a sample that is NaN."""
+FEW, MANY = 4, 4096
+"""Samples of a batch: fewer than the weights that a state has, and so many that copying those is nothing beside them."""
+
+
+def network() -> nn.Module:
+    layers = nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 5)
+    generator = torch.Generator().manual_seed(2)
+    model = nn.Sequential(*layers).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=generator, dtype=torch.float64) - 0.5)
+    return model
+
+
+def poisoned(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(BAD * batch_size, 4, generator=generator, dtype=torch.float64)
+    y = torch.rand(BAD * batch_size, 5, generator=generator, dtype=torch.float64)
+    x[-1] = float("nan")
+    return x, y
+
+
+def plain_after(steps: int, batch_size: int) -> dict[str, torch.Tensor]:
+    model, (x, y) = network(), poisoned(batch_size)
+    optimizer = ADAM(model.parameters())
+    for start in range(0, steps * batch_size, batch_size):
+        here = slice(start, start + batch_size)
+        optimizer.zero_grad()
+        torch.autograd.backward(nn.functional.mse_loss(model(x[here]), y[here]))
+        optimizer.step()
+    return model.state_dict()
+
+
+class Relaid:
+    """A callback that lays the tiles elsewhere after an iteration."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+
+    def on_train_batch_end(self, trainer: Trainer, loss: float) -> None:  # noqa: ARG002 -- of the Trainer's hooks
+        if trainer.iteration == self._after:
+            model = trainer.model
+            move(model, simple_layout(list(range(model.comm.size))), optimizer=trainer.optimizer)
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize(
+    ("batch_size", "relaid_after", "kept"),
+    [
+        (MANY, None, BAD - 2),  # that with which the last finite loss was computed
+        (FEW, None, BAD // MOST_APART * MOST_APART - 1),
+        (FEW, 24, 24),  # what was kept does not fit any more
+    ],
+)
+def test_the_state_that_is_put_back(
+    world: World, tmp_path_factory: pytest.TempPathFactory, batch_size: int, relaid_after: int | None, kept: int
+) -> None:
+    assert BAD > FIRST + MOST_APART
+    built, expected, folder = network(), plain_after(kept, batch_size), tmp_path_factory.mktemp("rescued")
+
+    def body(comm: AbstractCommunicator) -> None:
+        place: Path = comm.bcast_object(folder)
+        model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=batch_size)
+        callbacks = [] if relaid_after is None else [Relaid(relaid_after)]
+        trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=place, callbacks=callbacks)
+        with pytest.raises(NotFiniteError, match=f"in iteration {BAD}; .* that was kept, after iteration {kept}, "):
+            trainer.fit(poisoned(batch_size), batch_size=batch_size, epochs=1, shuffle=False)
+        assert_close(load_file(place / f"last-good-{kept:06d}.safetensors"), expected, what="saved")
+        assert_close(comm.bcast_object(whole_state_dict(model)), expected, what="in the model")
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 3)
+def test_a_run_begins_with_a_state_of_its_own(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Other weights were loaded between two runs: those of the first are not what the second goes back to."""
+    built, folder = network(), tmp_path_factory.mktemp("rescued")
+    x, y = poisoned(FEW)
+
+    def body(comm: AbstractCommunicator) -> None:
+        place: Path = comm.bcast_object(folder)
+        model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=FEW)
+        trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=place)
+        trainer.fit((x[: 15 * FEW], y[: 15 * FEW]), batch_size=FEW, epochs=1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.25)
+        with pytest.raises(NotFiniteError, match="in iteration 17; the last good state that was kept, after iteration 15, "):
+            trainer.fit((x[-2 * FEW :], y[-2 * FEW :]), batch_size=FEW, epochs=1, shuffle=False)
+        assert all(bool((each == 0.25).all()) for each in model.parameters())
+
+    world(body)
+
+
+@pytest.mark.ranks(2)
+def test_split_buffers_move_along_in_a_re_tiling(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Of a batch normalization between two convolutions, each rank of a column has the statistics of its channels."""
+    case = CASES["mobile"]
+    built, folder = build(case), tmp_path_factory.mktemp("rescued")
+    sample = case.draw(4, torch.Generator().manual_seed(0))
+
+    def body(comm: AbstractCommunicator) -> None:
+        place: Path = comm.bcast_object(folder)
+        layouts = some_layouts(comm.size)
+        model = tile(built, comm, batch_size=4, sample=sample, speeds="equal", layout=layouts[0], reduction="mean", quiet=True)
+        good = GoodState(model, folder=place)
+        good.keep(3)
+        for layout in layouts[1:]:
+            with torch.no_grad():
+                for tensor in model.module.state_dict().values():
+                    tensor.fill_(7)
+            move(model, layout, optimizer=None, companions=good.companions())
+            good.moved()
+        assert "after iteration 3" in good.rescue()
+        whole = comm.bcast_object(whole_state_dict(model))
+        assert all(torch.equal(whole[name], value) for name, value in built.state_dict().items())
+
+    world(body)
+
+
+class Shifted(nn.Module):
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("scratch", torch.zeros(1, dtype=torch.float64), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - self.mean
+
+
+@pytest.mark.ranks(1)
+def test_of_a_buffer_the_tensor_that_is_there_now_is_kept_and_put_back(world: World, tmp_path: Path) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        model = tile(nn.Sequential(Shifted(), network()), comm, batch_size=3, speeds="equal", reduction="mean", quiet=True)
+        good = GoodState(model, folder=tmp_path)
+        held: dict[str, Any] = model.module.get_submodule("0")._buffers
+        for iteration in range(3):
+            held["mean"] = torch.full((4,), float(iteration), dtype=torch.float64)  # as modules do that keep a running mean
+            good.keep(iteration)
+        held["mean"], held["scratch"] = (torch.full((size,), float("nan"), dtype=torch.float64) for size in (4, 1))
+        assert "after iteration 2" in good.rescue()
+        assert held["mean"].tolist() == [2.0] * 4
+        assert held["scratch"].isnan()  # no part of the state
+
+    world(body)
+
+
+def test_one_rank_alone_computes_what_the_plain_loop_does_and_nothing_else() -> None:
+    """Bit for bit, and with no hook and no node of Tatami's in the graph: what a step costs more is a few calls of Python."""
+    plain = nn.Sequential(network(), nn.BatchNorm1d(5).double())
+    x, y = (each[:FEW] for each in poisoned(FEW))
+    model = tile(plain, init(backend="single"), batch_size=FEW, speeds="equal", reduction="mean", quiet=True)
+    history = Trainer(model, optimizer=ADAM, loss=nn.MSELoss()).fit((x, y), batch_size=FEW, epochs=3)
+    optimizer, losses = ADAM(plain.parameters()), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(plain(x), y)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    assert history.losses == losses
+    assert all(torch.equal(model.module.state_dict()[key], value) for key, value in plain.state_dict().items())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert _nodes(model(x)) == _nodes(plain(x))
+
+
+def _nodes(output: torch.Tensor) -> list[str]:
+    """The names of what leads back from `output`."""
+    found: list[str] = []
+    todo: list[Any] = [output.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None:
+            found.append(node.name())
+            todo += [each for each, _ in node.next_functions]
+    return sorted(found)
