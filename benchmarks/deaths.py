@@ -170,21 +170,18 @@ def outcome(case: Case, name: str, state: State, *, expected: State, samples_los
 
 def with_tatami(case: Case) -> dict[str, Any]:
     """The others repair the run; a new rank is started for the dead one, and let in when it is up."""
-    from tatami.elastic import MemberChange, run_elastic
-    from tatami.elastic.runtime import ElasticRuntime
+    from tatami.elastic import ElasticContext, ElasticControl, ElasticSettings, MemberChange, run_elastic
 
-    runtimes: list[ElasticRuntime] = []
+    controls: list[ElasticControl] = []
 
     def replace(change: MemberChange) -> None:
         for _ in range(case.ranks - len(change.members)):
-            runtimes[0].add()
+            controls[0].add()
 
     result = run_elastic(
         partial(_tatami_rank, case),
-        ranks=case.ranks,
-        heartbeat_s=case.heartbeat_s,
-        on_change=replace,
-        on_start=runtimes.append,
+        settings=ElasticSettings(ranks=case.ranks, heartbeat_s=case.heartbeat_s),
+        context=ElasticContext(on_change=replace, on_start=controls.append),
     )
     (state,) = (state for state in result.values.values() if state)  # rank 0 has it
     return outcome(case, "tatami", state, expected=plain(case.steps))

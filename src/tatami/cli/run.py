@@ -6,7 +6,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,9 @@ from tatami.cli.numbers import MOST_RANKS
 from tatami.cli.terminal import show_json
 from tatami.errors import InputError
 from tatami.outputs import check_output
+
+if TYPE_CHECKING:
+    from tatami.elastic.settings import ElasticSettings
 
 EPILOG = """
 [bold]Examples[/]
@@ -69,7 +72,10 @@ def run(
     if elastic:
         if hosts is not None:
             raise InputError("--hosts is for MPI; an elastic run is spread over the nodes of a Ray cluster: --address")
-        _run_elastic(command, ranks=ranks, address=address, copies=copies, report=report, plot=plot, as_json=as_json)
+        from tatami.elastic.settings import ElasticSettings
+
+        settings = ElasticSettings(ranks=ranks, copies=copies)
+        _run_elastic(command, settings, address=address, report=report, plot=plot, as_json=as_json)
         return
     for name, value in (("--address", address), ("--report", report), ("--plot", plot)):
         if value is not None:
@@ -85,10 +91,9 @@ def run(
 
 def _run_elastic(
     command: list[str],
+    settings: ElasticSettings,
     *,
-    ranks: int,
     address: str | None,
-    copies: int,
     report: Path | None,
     plot: Path | None,
     as_json: bool,
@@ -101,15 +106,14 @@ def _run_elastic(
         check_path(plot)
         figure, ax = blank()
     from tatami.elastic.launch import Script, run_elastic
+    from tatami.elastic.settings import ElasticContext
 
-    result = run_elastic(
-        Script(command),
-        ranks=ranks,
-        copies=copies,
+    context = ElasticContext(
         address=address,
         on_change=lambda change: print(f"tatami run: {change}", file=sys.stderr, flush=True),
         on_line=lambda name, text: print(f"{name}: {text}", flush=True),
     )
+    result = run_elastic(Script(command), settings=settings, context=context)
     if report is not None:
         result.report.save(report)
     if plot is not None:
@@ -118,4 +122,4 @@ def _run_elastic(
     if as_json:
         changes = [asdict(change) for change in result.report.changes]
         seconds = result.report.startup_s + result.report.total_s
-        show_json({"command": command, "ranks": ranks, "exit_code": 0, "seconds": seconds, "changes": changes})
+        show_json({"command": command, "ranks": settings.ranks, "exit_code": 0, "seconds": seconds, "changes": changes})

@@ -88,14 +88,14 @@ class RankProcess:
         time.sleep(pause_s)
 
     def halt(self, ticket: int, abort: bool) -> HaltAnswer | None:
-        """See `Session.halt`."""
+        """See `OrderBox.halt`."""
         assert self._session is not None
-        return self._session.halt(ticket, abort=abort)
+        return self._session.box.halt(ticket, abort=abort)
 
     def obey(self, order: Order, ticket: int) -> None:
-        """See `Session.obey`."""
+        """See `OrderBox.hand_in`."""
         assert self._session is not None
-        self._session.obey(order, ticket=ticket)
+        self._session.box.hand_in(order, ticket=ticket)
 
     def collect(self) -> list[Report]:
         """What the rank has to tell; waits a while where there is nothing."""

@@ -26,7 +26,8 @@ from torch import nn
 from tatami.cluster import Cluster
 from tatami.elastic.moments import Moment
 from tatami.elastic.orders import EnteredLoop
-from tatami.elastic.session import OpenSection, Session, current_session
+from tatami.elastic.sections import OpenSection
+from tatami.elastic.session import Session, current_session
 from tatami.errors import CommError, InputError
 from tatami.membership import Regroup
 from tatami.tiled.mirroring import MirrorRows
