@@ -274,3 +274,19 @@ def test_ranks_join_and_leave_between_two_steps(pool: Pool) -> None:
     count, whole = result.values["p1"]
     for name, tensor in undisturbed("sgd", count)[1].items():
         torch.testing.assert_close(whole[name], tensor, rtol=1e-9, atol=1e-9, msg=f"{name} differs")
+
+
+def test_tiles_follow_the_ranks_and_one_that_is_too_slow_leaves(pool: Pool) -> None:
+    settings = patient(ranks=3, retile=True)
+    result = run_elastic(scripts.train_while_others_slow_down, settings=settings, context=ElasticContext(pool=pool))
+    *retiled, left = result.report.changes
+    assert left.reason == "p2 leaves, too slow to be worth its messages"
+    assert left.members == ("p0", "p1")
+    assert any(40 < change.step <= 90 for change in retiled)
+    assert {change.members for change in retiled} == {("p0", "p1", "p2")}
+    assert {change.settled for change in result.report.changes} == {"none"}
+    assert set(result.values) == {"p0", "p1"}
+    count, whole = result.values["p0"]
+    assert 90 < count < 2000
+    for name, tensor in undisturbed("sgd", count)[1].items():
+        torch.testing.assert_close(whole[name], tensor, rtol=1e-9, atol=1e-9, msg=f"{name} differs")

@@ -51,6 +51,9 @@ def run(
         str | None, typer.Option(help="With --elastic: of a Ray cluster; left out, Ray is started here.", show_default=False)
     ] = None,
     copies: Annotated[int, typer.Option(min=1, max=2, help="With --elastic: ranks that hold each unit, at least.")] = 2,
+    retile: Annotated[
+        bool, typer.Option("--retile", help="With --elastic: tiles follow the ranks' speeds; one that is too slow leaves.")
+    ] = False,
     report: Annotated[
         Path | None, typer.Option(help="With --elastic: write what was lost and repaired to this file.", show_default=False)
     ] = None,
@@ -74,7 +77,7 @@ def run(
             raise InputError("--hosts is for MPI; an elastic run is spread over the nodes of a Ray cluster: --address")
         from tatami.elastic.settings import ElasticSettings
 
-        settings = ElasticSettings(ranks=ranks, copies=copies)
+        settings = ElasticSettings(ranks=ranks, copies=copies, retile=retile)
         _run_elastic(command, settings, address=address, report=report, plot=plot, as_json=as_json)
         return
     for name, value in (("--address", address), ("--report", report), ("--plot", plot)):

@@ -92,6 +92,7 @@ class RankCrew:
             store=(self._host, self._store.port),
             timeout_s=self._settings.timeout_s,
             loopback=self._is_here,
+            retile=self._settings.retile,
         )
         self._crew.start(self._numbers[name], employ=lambda actor: actor.employ.remote(assignment, self._spec))
 

@@ -75,7 +75,7 @@ class RankProcess:
     def dismiss(self) -> None:
         """Let go of the run."""
         session, self._session = self._session, None
-        if session is not None and not session.has_ended:
+        if session is not None and not session.box.has_ended:
             raise RuntimeError("the script is still at work")
         if session is not None and session.comm is not None:
             session.comm.close()
@@ -129,10 +129,10 @@ def _run(session: Session, function: Callable[[], Any]) -> None:
                 if session.entered or session.assignment.joins:
                     raise
                 session.stuck(error)
-        session.end()
+        session.box.end()
         session.report(ScriptEnded(value=value))
     except BaseException as error:
-        session.end()
+        session.box.end()
         session.report(ScriptFailed(error=error, trace=traceback.format_exc()))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 from tatami.cluster import Cluster, Link, Processor
@@ -19,6 +20,7 @@ from tatami.elastic.orders import (
     Said,
     ScriptEnded,
     ScriptFailed,
+    WantsLayout,
     WantsToLeave,
 )
 from tatami.elastic.rank_crew import RankCrew
@@ -47,6 +49,7 @@ from tatami.membership import (
     RunStage,
     Silent,
     Stalled,
+    Unbalanced,
 )
 from tatami.tiling import Layout, plan
 from tatami.workload import Workload
@@ -226,7 +229,10 @@ class ElasticRuntime:
                 if self._context.on_line is not None:
                     self._context.on_line(name, report.text)
             case WantsToLeave():
-                self._tell(Leaving(member=name))
+                self._tell(Leaving(member=name, because=report.because))
+            case WantsLayout():
+                self._learn(report.speeds)
+                self._tell(Unbalanced(member=name, layout=report.layout, because=report.because))
 
     def _turn_away(self, name: str, failed: ScriptFailed) -> None:
         """A process that was to join has failed before it was let in: the others do without it."""
@@ -240,6 +246,14 @@ class ElasticRuntime:
         self._links |= told.links
         self._workload = told.workload
         self._tell(Entered(member=name, group=told.group, layout=told.layout, workload=told.workload))
+
+    def _learn(self, speeds: dict[str, float]) -> None:
+        """Plans are made by these speeds from now on, in the unit of those before, which ranks that join have, too."""
+        known = {name: self._processors[name].speed for name in speeds if name in self._processors}
+        plain = [speed for speed in known.values() if isinstance(speed, int | float)]
+        if len(plain) == len(speeds):
+            scale = median(plain) / median(speeds.values())
+            self._processors |= {name: replace(self._processors[name], speed=scale * speed) for name, speed in speeds.items()}
 
     def _plan(self, names: tuple[str, ...]) -> Layout:
         assert self._workload is not None

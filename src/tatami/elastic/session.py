@@ -1,7 +1,7 @@
 """One rank of an elastic run, from the inside: it works, stops when it is told to, and carries out changes.
 
-Two threads meet here. The script's thread computes, and parks where its communication breaks or a change is due. The threads
-of Ray hand in orders. A rank does nothing about a broken connection by itself: it parks, says so, and waits for its orders.
+The script's thread computes, and parks where its communication breaks or a change is due. A rank does nothing about a broken
+connection by itself: it parks, says so, and waits for its orders.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Session:
         self.change: Regroup | None = None
         self._is_due = False
         self._was_finished = False
+        self._stopped_s = 0.0
         self._steps_before: int | None = None
         self._sections = Sections(self.name, clock=self._clock)
         self._connections = Connections(assignment)
@@ -193,14 +194,10 @@ class Session:
             else:
                 return value
 
-    def end(self) -> None:
-        """The script has come to its end."""
-        self.box.end()
-
-    def leave(self) -> None:
+    def leave(self, *, because: str = "") -> None:
         """Ask that this rank may leave; it goes between two steps."""
         self.is_leaving = True
-        self.report(WantsToLeave())
+        self.report(WantsToLeave(because=because))
 
     def report(self, what: Report) -> None:
         self.reports.put(what)
@@ -211,20 +208,20 @@ class Session:
             self._hook(moment, self.name, -1 if self._training is None else self._training.step_number)
 
     @property
+    def stopped_for_s(self) -> float:
+        """Since this rank stopped for the change that it is carrying out."""
+        return self._clock.now_s() - self._stopped_s
+
+    @property
     def is_called_off(self) -> bool:
         """Whether the body that is under way is in vain: a rank has died, and what this rank computes will be done again."""
         return self.box.off.is_set() and self._sections.open is not None
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the script has come to its end."""
-        return self.box.has_ended
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 
     def _park_and_obey(self) -> None:
         """Stop, and go on when a change is carried out."""
-        noticed_s = self._clock.now_s()
+        noticed_s = self._stopped_s = self._clock.now_s()
         spent_s = self._sections.spent_s(noticed_s)
         settled = "none"
         while True:

@@ -27,6 +27,7 @@ class ElasticSettings:
         heartbeat_s: a rank that gives no sign of life for longer counts as dead. A rank that is stopped is noticed by this.
         patience_s: so long a rank may take to stop, or to carry out a change; after that it counts as dead, too.
         timeout_s: so long an operation waits for another rank.
+        retile: tiles follow the ranks' speeds, by the rule of `tatami.retiling.Retiler()`; a rank that is best left out leaves.
 
     Raises:
         InputError: invalid numbers.
@@ -38,6 +39,7 @@ class ElasticSettings:
     heartbeat_s: float = 10.0
     patience_s: float = 60.0
     timeout_s: float = 60.0
+    retile: bool = False
 
     def __post_init__(self) -> None:
         for name in ("heartbeat_s", "patience_s", "timeout_s"):

@@ -74,6 +74,7 @@ class Membership:
         self._gone: set[str] = set()
         self._waiting: list[str] = []
         self._leaving: set[str] = set()
+        self._wanted: Layout | None = None
         self._ended: set[str] = set()
         self._ticket = 0
         self._awaited: set[str] = set()
@@ -111,7 +112,13 @@ class Membership:
             case ev.Entered():
                 self._enter(event)
             case ev.Leaving():
-                self._let_go(event.member)
+                self._let_go(event.member, f", {event.because}" if event.because else "")
+            case ev.Unbalanced():
+                # Once the members change, there is a new plan for them anyway.
+                if self.stage is RunStage.RUNNING and set(event.layout.processors) == set(self.members):
+                    self._wanted = event.layout
+                    self._reasons.append(event.because)
+                    self._ask()
             case ev.Died():
                 self._lose(event.member, f"{event.member} died")
             case ev.Silent():
@@ -156,7 +163,7 @@ class Membership:
             self._returns = False
             self._decide()
 
-    def _let_go(self, member: str) -> None:
+    def _let_go(self, member: str, because: str) -> None:
         if member not in self._alive or member in self._leaving:
             return
         if member in self._waiting:  # it has nothing yet
@@ -165,7 +172,7 @@ class Membership:
             self._do(act.Release(member=member))
             return
         self._leaving.add(member)
-        self._reasons.append(f"{member} leaves")
+        self._reasons.append(f"{member} leaves{because}")
         self._ask()
 
     def _lose(self, member: str, reason: str) -> None:
@@ -355,6 +362,9 @@ class Membership:
 
     def _layout(self, staying: tuple[str, ...]) -> Layout | None:
         assert self.held is not None
+        wanted, self._wanted = self._wanted, None
+        if wanted is not None and set(wanted.processors) == set(staying):
+            return wanted
         if set(self.held.layout.processors) == set(staying):
             return self.held.layout  # it is as good as it was
         if set(staying) == set(self.members) and self.sections == 0:
