@@ -13,7 +13,7 @@ and one signal: the seconds by which such a step was longer than the median of t
 many samples were in no update, and how far the final parameters are from those of the same run without deaths.
 
 With `--lab` tatami's ranks are on hosts of a lab with links of 1 Gbit/s, each a node of Ray; the process that leads the run is
-on the first. That needs Linux and root (docs/lab.md): `--lab --deaths 30` takes some 10 minutes for both signals.
+on the first. That needs Linux and root (docs/lab.md): `--lab --deaths 30` takes some 13 minutes for both signals.
 """
 
 from __future__ import annotations

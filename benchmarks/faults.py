@@ -42,8 +42,8 @@ from tatami.tiling import DEFAULT_PLANNER, plan
 from tatami.workload import net_workload
 
 RESULTS = Path(__file__).parent / "results" / "faults.jsonl"
-HOSTS = {f"h{number}": speed for number, speed in enumerate(CONDITIONS["A"])}
-STANDBY = {f"h{len(HOSTS)}": 0.63}
+STANDBY = 0.63
+"""The speed of the host without a rank at first."""
 MOST_OVERHEAD, LEAST_THROUGHPUT = 0.03, 0.98
 _STEP_S = 10.0
 """No step takes longer."""
@@ -51,7 +51,7 @@ _STEP_S = 10.0
 
 def undisturbed(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Rounds of runs under MPI and elastic ones, in turn, and what all of them say."""
-    cluster = cluster_of(HOSTS, hosts=tuple(HOSTS))
+    cluster = cluster_of(_speeds(options.hosts), hosts=tuple(_speeds(options.hosts)))
     layout = plan(DEFAULT_PLANNER, cluster=cluster, workload=net_workload(NET, samples=options.samples)).layout
     steps = WARM + 1 + options.steps
     ratios = []
@@ -59,7 +59,7 @@ def undisturbed(options: argparse.Namespace, folder: Path) -> Iterator[dict[str,
         asked = partial(bed.training, steps=steps, layout=json.dumps(layout.to_dict()))
         for number in range(options.rounds):
             mpi = bed.under_mpi(asked(), limit_s=_STEP_S * steps)
-            elastic = bed.elastic(asked(), ranks=len(HOSTS), limit_s=_STEP_S * steps)
+            elastic = bed.elastic(asked(), ranks=options.hosts, limit_s=_STEP_S * steps)
             ratios.append(usual_s(elastic) / usual_s(mpi))
             yield {
                 "what": "undisturbed round",
@@ -71,6 +71,7 @@ def undisturbed(options: argparse.Namespace, folder: Path) -> Iterator[dict[str,
     got = median(ratios) - 1
     yield {
         "what": "undisturbed",
+        "hosts": options.hosts,
         "samples": options.samples,
         "steps": options.steps,
         "overhead": got,
@@ -82,9 +83,9 @@ def undisturbed(options: argparse.Namespace, folder: Path) -> Iterator[dict[str,
 
 def disturbed(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """A short run without faults, which says how many steps are made in the time, and the run with faults."""
-    speeds = {**HOSTS, **STANDBY}
+    speeds = {**_speeds(options.hosts), f"h{options.hosts}": STANDBY}
     with open_bed(cluster_of(speeds, hosts=tuple(speeds)), folder=folder, samples=options.samples) as bed:
-        run = partial(bed.elastic, ranks=len(HOSTS))
+        run = partial(bed.elastic, ranks=options.hosts)
         short = bed.training(steps=WARM + 1 + options.steps)
         alone_s = usual_s(run(short, limit_s=_STEP_S * short.steps))
         training = replace(bed.training(steps=WARM + round(60 * options.minutes / alone_s)), every_s=options.every_s)
@@ -94,6 +95,7 @@ def disturbed(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, A
     expected = plain(options.samples, steps=training.steps)
     yield {
         "what": "faults",
+        "hosts": options.hosts,
         "samples": options.samples,
         "steps": len(marks),
         "steps_missing": training.steps - len(marks),
@@ -108,6 +110,10 @@ def disturbed(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, A
         "holds": by_median >= LEAST_THROUGHPUT,
         "losses_off": max(abs(mark.loss - expected[mark.number]) for mark in marks),
     }
+
+
+def _speeds(hosts: int) -> dict[str, float]:
+    return {f"h{number}": speed for number, speed in enumerate(CONDITIONS["A"][:hosts])}
 
 
 PARTS = {"undisturbed": undisturbed, "faults": disturbed}
@@ -135,6 +141,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=PARTS, help="both by default")
+    parser.add_argument("--hosts", type=int, default=len(CONDITIONS["A"]), help="fewer, to see that it works")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--minutes", type=float, default=10.0)

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from tatami.elastic import launch
 from tatami.elastic.launch import ElasticResult, run_elastic
 from tatami.elastic.moments import Moment
 from tatami.elastic.settings import ElasticContext, ElasticControl, ElasticSettings
+from tatami.engine.crew import Member, _kill
 from tatami.engine.pool import Pool
+from tatami.engine.processes import Identity
 from tatami.engine.ray_engine import engine
 from tatami.errors import TrainingError
 
@@ -274,6 +277,16 @@ def test_ranks_join_and_leave_between_two_steps(pool: Pool) -> None:
     count, whole = result.values["p1"]
     for name, tensor in undisturbed("sgd", count)[1].items():
         torch.testing.assert_close(whole[name], tensor, rtol=1e-9, atol=1e-9, msg=f"{name} differs")
+
+
+def test_a_process_on_another_machine_is_ended_by_way_of_its_node(pool: Pool) -> None:
+    del pool  # Ray runs as long as it does
+    import ray
+
+    with subprocess.Popen(["sleep", "600"]) as process:
+        there = Identity(pid=process.pid, node=ray.get_runtime_context().get_node_id(), machine="another")
+        _kill(Member(actor=None, seen_s=0.0, heard_s=0.0, identity=there))
+        assert process.wait(timeout=200) == -signal.SIGKILL
 
 
 def test_tiles_follow_the_ranks_and_one_that_is_too_slow_leaves(pool: Pool) -> None:

@@ -269,10 +269,14 @@ class ElasticRuntime:
             return
         self._history.pending = None  # where all have done it, the next change may begin at once
         self._tell(Laid(member=name, ticket=done.ticket))
-        if self._machine.stage is RunStage.CHANGING or self._machine.ticket_laid != done.ticket:
-            self._history.pending = pending
-        else:
+        if self._is_laid(done.ticket):
             self._history.done(pending, tiling=self._tiling(pending.change.layout))
+        else:
+            self._history.pending = pending
+
+    def _is_laid(self, ticket: int) -> bool:
+        """Whether the last change that all members have carried out is this one."""
+        return self._machine.stage is not RunStage.CHANGING and self._machine.ticket_laid == ticket
 
     def _changed(self, change: MemberChange) -> None:
         if self._context.on_change is not None:

@@ -209,7 +209,7 @@ class Steps:
         return [] if self._speeds is None else self._speeds.told()
 
     def heard(self, summed: list[float]) -> None:
-        """Ask for other tiles where they would be faster; a rank that is best left out asks to leave."""
+        """Ask for other tiles where they would be faster, by `summed`; a rank that is best left out asks to leave."""
         decision = None if self._speeds is None else self._speeds.heard(summed)
         if decision is None or self.session is None:
             return
