@@ -85,7 +85,7 @@ def batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
 
 def cluster_of(speeds: Mapping[str, float], *, hosts: Sequence[str]) -> Cluster:

@@ -75,6 +75,7 @@ class Membership:
         self._waiting: list[str] = []
         self._leaving: set[str] = set()
         self._wanted: Layout | None = None
+        self._outcome: object = None
         self._ended: set[str] = set()
         self._ticket = 0
         self._awaited: set[str] = set()
@@ -287,9 +288,11 @@ class Membership:
         if not self._halted:
             self._stop_or_return(f"{self._why}, and no rank is left that holds the network")
             return
-        passed = max(told.sections for told in self._halted.values())
+        # Not less than was decided before: those that had passed may have died before the others were told to finish.
+        passed = max(self.sections, *(told.sections for told in self._halted.values()))
         finish = tuple(name for name, told in self._halted.items() if told.sections == passed - 1)
-        outcome = next(told.outcome for told in self._halted.values() if told.sections == passed)
+        self._outcome = next((told.outcome for told in self._halted.values() if told.sections == passed), self._outcome)
+        outcome = self._outcome
         late = [name for name, told in self._halted.items() if told.sections < passed - 1]
         if late:
             where = ", ".join(f"{name} has passed {told.sections}" for name, told in sorted(self._halted.items()))
