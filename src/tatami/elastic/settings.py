@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from tatami.clock import Clock, SystemClock
-from tatami.elastic.moments import MomentHook
+from tatami.elastic.moments import Moment
 from tatami.elastic.report import MemberChange
 from tatami.errors import InputError
 from tatami.tiling import DEFAULT_PLANNER
@@ -83,6 +83,6 @@ class ElasticContext:
     on_change: Callable[[MemberChange], None] | None = None
     on_line: Callable[[str, str], None] | None = None
     on_start: Callable[[ElasticControl], None] | None = None
-    hook: MomentHook | None = None
+    hook: Callable[[Moment, str, int], None] | None = None
     pool: Pool | None = None
     clock: Clock = field(default_factory=SystemClock)
