@@ -11,6 +11,9 @@ pass of all and the rest in the backward pass, so that all ranks fit on any mach
 One rank is killed (SIGKILL) or stopped (SIGSTOP) at a random moment of every `EVERY`-th step. Each line tells of one contestant
 and one signal: the seconds by which such a step was longer than the median of the others, how many steps were made again, how
 many samples were in no update, and how far the final parameters are from those of the same run without deaths.
+
+With `--lab` tatami's ranks are on hosts of a lab with links of 1 Gbit/s, each a node of Ray; the process that leads the run is
+on the first. That needs Linux and root (docs/lab.md): `--lab --deaths 30` takes some 13 minutes for both signals.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -41,6 +45,7 @@ from torch import fx, nn
 from tatami.bench.interleaved import machine
 
 RESULTS = Path(__file__).parent / "results" / "deaths.jsonl"
+LAB_RESULTS = RESULTS.with_name("deaths-lab.jsonl")
 EVERY = 4
 """Steps from death to death: the rank that replaces the dead one must be up again."""
 BATCH = 64
@@ -58,6 +63,7 @@ class Case:
     Attributes:
         delays: seconds after the beginning of a step at which a rank is struck, by step.
         folder: where the ranks leave what they have to tell.
+        address: of a Ray cluster with a node for each rank, for tatami; None: this machine.
     """
 
     steps: int
@@ -67,6 +73,7 @@ class Case:
     number: int
     delays: Mapping[int, float]
     folder: str
+    address: str | None = None
 
     @property
     def path(self) -> Path:
@@ -170,22 +177,23 @@ def outcome(case: Case, name: str, state: State, *, expected: State, samples_los
 
 def with_tatami(case: Case) -> dict[str, Any]:
     """The others repair the run; a new rank is started for the dead one, and let in when it is up."""
-    from tatami.elastic import MemberChange, run_elastic
-    from tatami.elastic.runtime import ElasticRuntime
+    from ray_nodes import await_nodes
+    from tatami.elastic import ElasticContext, ElasticControl, ElasticSettings, MemberChange, run_elastic
+    from tatami.engine.ray_engine import engine
 
-    runtimes: list[ElasticRuntime] = []
+    controls: list[ElasticControl] = []
 
     def replace(change: MemberChange) -> None:
         for _ in range(case.ranks - len(change.members)):
-            runtimes[0].add()
+            controls[0].add()
 
-    result = run_elastic(
-        partial(_tatami_rank, case),
-        ranks=case.ranks,
-        heartbeat_s=case.heartbeat_s,
-        on_change=replace,
-        on_start=runtimes.append,
-    )
+    with engine(address=case.address) as ray:
+        await_nodes(ray, 1 if case.address is None else case.ranks)
+        result = run_elastic(
+            partial(_tatami_rank, case),
+            settings=ElasticSettings(ranks=case.ranks, heartbeat_s=case.heartbeat_s),
+            context=ElasticContext(address=case.address, on_change=replace, on_start=controls.append),
+        )
     (state,) = (state for state in result.values.values() if state)  # rank 0 has it
     return outcome(case, "tatami", state, expected=plain(case.steps))
 
@@ -370,6 +378,23 @@ def with_server(case: Case) -> dict[str, Any]:
     return outcome(case, "server", state, expected=expected, samples_lost=None)
 
 
+# -- in a lab -----------------------------------------------------------------------------------------------------------------
+
+
+def in_lab(options: argparse.Namespace) -> None:
+    """The same command, on the first host of a lab."""
+    from ray_nodes import address_of, drive, ray_cluster
+    from tatami.cluster import Cluster, Processor
+    from tatami.lab import Lab
+
+    hosts = tuple(Processor(name=f"p{i}", speed=1.0, host=f"h{i}") for i in range(options.ranks))
+    with tempfile.TemporaryDirectory(prefix="tatami-") as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="latency is not emulated")
+        with Lab(Cluster(processors=hosts)) as lab, ray_cluster(lab, folder=Path(folder)) as log:
+            words = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--address", address_of(lab)]
+            drive(lab, words, log=log, timeout_s=2 * LIMIT_S)
+
+
 # -- all ----------------------------------------------------------------------------------------------------------------------
 
 CONTESTANTS: dict[str, Callable[[Case], dict[str, Any]]] = {
@@ -426,8 +451,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--heartbeat-s", type=float, default=5.0, help="a rank that is silent for longer counts as dead")
     parser.add_argument("--signals", default="KILL,STOP")
-    parser.add_argument("--contestants", default=",".join(CONTESTANTS))
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--contestants", help="all by default; in a lab, tatami")
+    parser.add_argument("--lab", action="store_true", help="on hosts of a lab: see above")
+    parser.add_argument("--output", type=Path, help=f"{RESULTS.name} by default; of a lab, {LAB_RESULTS.name}")
+    parser.add_argument("--address", help=argparse.SUPPRESS)
     parser.add_argument("--rank-of", choices=("torchrun", "torchft"), help=argparse.SUPPRESS)
     parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
@@ -436,12 +463,22 @@ def main() -> None:
     if options.rank_of:
         case = _read(options.case)
         return _torchrun_rank(case) if options.rank_of == "torchrun" else _torchft_rank(case, options.number)
+    contestants = (options.contestants or ("tatami" if options.lab else ",".join(CONTESTANTS))).split(",")
+    if options.lab and contestants != ["tatami"]:
+        parser.error("--lab: only tatami's ranks can be on the hosts of a lab; leave --contestants out")
+    if options.lab and options.address is None:
+        return in_lab(options)
+    if options.address is not None:
+        from ray_nodes import await_port
+
+        await_port(options.address)
     chance = random.Random(0)
     delays = {EVERY * (number + 1): chance.uniform(0.1, 0.9) * options.step_s for number in range(options.deaths)}
+    given = sys.argv[1:] if options.address is None else sys.argv[1:-2]
     facts = {"step_s": options.step_s, "ranks": options.ranks, "heartbeat_s": options.heartbeat_s, "machine": machine()}
-    lines: list[dict[str, Any]] = [{"command": " ".join(["python", "benchmarks/deaths.py", *sys.argv[1:]]), **facts}]
+    lines: list[dict[str, Any]] = [{"command": " ".join(["python", "benchmarks/deaths.py", *given]), **facts}]
     for name in options.signals.split(","):
-        for contestant in options.contestants.split(","):
+        for contestant in contestants:
             with tempfile.TemporaryDirectory() as folder:
                 case = Case(
                     steps=max(delays) + EVERY,
@@ -451,13 +488,15 @@ def main() -> None:
                     number=int(getattr(signal, f"SIG{name}")),
                     delays=delays,
                     folder=folder,
+                    address=options.address,
                 )
                 (case.path / "case.json").write_text(json.dumps(asdict(case)))
                 lines.append({"signal": name, **CONTESTANTS[contestant](case)})
             print(json.dumps(lines[-1]), flush=True)
-    options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    print(options.output)
+    output = options.output or (LAB_RESULTS if options.lab else RESULTS)
+    output.parent.mkdir(exist_ok=True)
+    output.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    print(output)
     return None
 
 

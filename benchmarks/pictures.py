@@ -24,7 +24,7 @@ import tatami
 from tatami import server
 from tatami.collective import build
 from tatami.datasets import load
-from tatami.elastic import run_elastic
+from tatami.elastic import ElasticContext, ElasticControl, ElasticSettings, run_elastic
 from tatami.page import joined, page_of, read_run
 from tatami.records import Records
 from tatami.report import blank, draw_schedule, save
@@ -94,18 +94,18 @@ def rank_of_the_story() -> None:
 
 def report() -> None:
     """The run of the report: p3 joins, p1 leaves, p4 joins, p3 dies."""
-    runtimes: list[Any] = []
+    controls: list[ElasticControl] = []
 
     def listen(name: str, text: str) -> None:
         print(f"{name}: {text}", flush=True)
         if text in ("change 0", "change 2"):
-            runtimes[0].add()
+            controls[0].add()
         elif text == "change 1":
-            runtimes[0].remove("p1")
+            controls[0].remove("p1")
 
-    result = run_elastic(
-        rank_of_the_story, ranks=3, planner="srpm", on_start=runtimes.append, on_change=print, on_line=listen, patience_s=300
-    )
+    settings = ElasticSettings(ranks=3, planner="srpm", patience_s=300)
+    context = ElasticContext(on_start=controls.append, on_change=print, on_line=listen)
+    result = run_elastic(rank_of_the_story, settings=settings, context=context)
     result.report.save(REPAIRS, force=True)
 
 

@@ -17,16 +17,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from os import SEEK_END
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from elsewhere import of_ranks, python_path
+from elsewhere import of_ranks
+from ray_nodes import address_of, drive, ray_cluster
 from rehearsal.calibrated import calibrated
 from rehearsal.server import ServerJob, server_job_from_dict, setup_of
 from rehearsal.setting import RankJob
@@ -48,7 +47,7 @@ ASKED = {"median": 0.15, "largest": 0.35}
 PARTS = ("ranks", "server")
 _RANK = "rehearsal.rank"
 _SERVER_HOST = "rehearsal.server_host"
-_TAIL_BYTES = 2000
+_STORE_BYTES = 1 << 30
 _ITERATIONS = 4
 """Of which the last counts: ranks begin the first together, and the others one after the other."""
 
@@ -72,30 +71,10 @@ def measure_server(job: ServerJob, *, timeout_s: float = 600.0) -> dict[str, Any
         warnings.filterwarnings("ignore", message="latency is not emulated")  # it is measured
         description, found = Path(folder) / "job.json", Path(folder) / "found.json"
         description.write_text(json.dumps(job.to_dict()), encoding="utf-8")
-        with Lab(job.cluster) as lab, (Path(folder) / "ray.log").open("a+b") as log:
-            head = lab.plan.hosts[0]
-            python = [sys.executable, "-m", _SERVER_HOST]
-            open_ = {**python_path(), "RAY_AUTH_MODE": "disabled"}  # no other process reaches the network of a lab
-            for host in lab.plan.hosts:
-                words = [*python, "node", head.address, host.address, folder]
-                lab.spawn(host.name, words, limited=False, environment=open_, stdout=log)
-            words = [*python, "run", head.address, str(description), str(found)]
-            driver = lab.spawn(head.name, words, limited=False, environment=open_)
-            try:
-                code = driver.wait(timeout=timeout_s)
-            except subprocess.TimeoutExpired:
-                raise LabError(
-                    f"the runs on the parameter server did not end within {timeout_s:g} s; {_nodes_said(log)}"
-                ) from None
-            if code != 0:
-                said = _nodes_said(log)
-                raise LabError(f"the runs on the parameter server ended with exit code {code}; what they said is above; {said}")
+        with Lab(job.cluster) as lab, ray_cluster(lab, folder=Path(folder), store_bytes=_STORE_BYTES) as log:
+            words = [sys.executable, "-m", _SERVER_HOST, address_of(lab), str(description), str(found)]
+            drive(lab, words, log=log, timeout_s=timeout_s)
         return {"part": "server", "job": job.to_dict(), "machine": machine(), **json.loads(found.read_text(encoding="utf-8"))}
-
-
-def _nodes_said(log: BinaryIO) -> str:
-    log.seek(max(0, log.seek(0, SEEK_END) - _TAIL_BYTES))
-    return f"the last words of Ray's nodes:\n{log.read().decode(errors='replace')}"
 
 
 def compare_server(found: Mapping[str, Any], runs: Runs) -> Iterator[dict[str, Any]]:

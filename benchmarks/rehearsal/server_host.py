@@ -1,14 +1,8 @@
-"""`python -m rehearsal.server_host ...`: a host of a lab as a node of Ray, or as the driver of the runs.
-
-node HEAD OWN FOLDER           a node at the address OWN; the head, where that is HEAD; FOLDER is for Ray's files
-run HEAD JOB.json FOUND.json   on the head: measures what the job asks for
-"""
+"""`python -m rehearsal.server_host ADDRESS JOB.json FOUND.json`: on the head of Ray, measures what the job asks for."""
 
 from __future__ import annotations
 
 import json
-import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -18,63 +12,25 @@ import numpy as np
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_nodes import await_nodes, await_port
 from rehearsal.server import FLOAT_BYTES, TINY, ServerJob, server_job_from_dict
 from tatami.bench.weight import Weight, no_loss
 from tatami.engine.ray_engine import engine
-from tatami.errors import LabError
 from tatami.server import Pool, RunContext, RunSettings, train
 
-PORT = 6379
-_PATIENCE_S = 120.0
-_APART_S = 6.0
-_STORE_BYTES = 1 << 30
 _TRANSFERS = 5
 
 
-def be_node(head: str, own: str, folder: str) -> None:
-    """Become a node of Ray; ends with the lab."""
-    words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--num-cpus=1"]
-    words += [f"--node-ip-address={own}", f"--object-store-memory={_STORE_BYTES}"]
-    if own == head:
-        words += ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={folder}"]
-    else:
-        _await_port(head)
-        # Nodes share a folder, and two that start at the same time take the same names in it.
-        time.sleep(_APART_S * int(own.rpartition(".")[2]))
-        words.append(f"--address={head}:{PORT}")
-    os.execv(sys.executable, words)
-
-
-def _await_port(head: str) -> None:
-    limit_s = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            with socket.create_connection((head, PORT), timeout=1.0):
-                return
-        except OSError as error:
-            if time.monotonic() > limit_s:
-                raise LabError(f"the head of Ray at {head}:{PORT} did not answer for {_PATIENCE_S:.0f} s") from error
-            time.sleep(0.2)
-
-
-def measure(head: str, job: ServerJob) -> dict[str, Any]:
+def measure(address: str, job: ServerJob) -> dict[str, Any]:
     """Transfers of one object alone, and the rounds of all cases."""
-    _await_port(head)
-    with engine(address=f"{head}:{PORT}") as ray:
-        _await_nodes(ray, len(job.cluster.processors))
+    await_port(address)
+    with engine(address=address) as ray:
+        await_nodes(ray, len(job.cluster.processors))
         pool = Pool()
         return {
             "transfers": _transfers(ray, job),
             "cases": [_case(workers, servers, job=job, pool=pool) for workers, servers in job.cases],
         }
-
-
-def _await_nodes(ray: Any, wanted: int) -> None:
-    limit_s = time.monotonic() + _PATIENCE_S
-    while (alive := sum(each["Alive"] for each in ray.nodes())) < wanted:
-        if time.monotonic() > limit_s:
-            raise LabError(f"only {alive} of {wanted} nodes of Ray were up after {_PATIENCE_S:.0f} s")
-        time.sleep(0.2)
 
 
 def _transfers(ray: Any, job: ServerJob) -> list[dict[str, Any]]:
@@ -139,12 +95,9 @@ def _rounds(elements: int, workers: int, servers: int, *, job: ServerJob, pool: 
 
 
 def main() -> None:
-    """One of the two."""
-    role, head, *rest = sys.argv[1:]
-    if role == "node":
-        be_node(head, *rest)
-    job, found = rest
-    measured = measure(head, server_job_from_dict(json.loads(Path(job).read_text(encoding="utf-8"))))
+    """As the command line says."""
+    address, job, found = sys.argv[1:]
+    measured = measure(address, server_job_from_dict(json.loads(Path(job).read_text(encoding="utf-8"))))
     Path(found).write_text(json.dumps(measured), encoding="utf-8")
 
 

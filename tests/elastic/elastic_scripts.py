@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import signal
 import time
 from collections.abc import Iterable
@@ -160,6 +161,46 @@ def train_until_alone() -> tuple[int, dict[str, torch.Tensor]]:
             if model.name == "p2" and size == 2:
                 os.kill(os.getpid(), signal.SIGTERM)  # the notice of a spot instance
         if size == 1:
+            break
+    return loop.number, loop.whole(lambda: whole_state_dict(model))
+
+
+class Ticking:
+    """A clock that goes on by some `tick_s` whenever it is read: computing takes what the script says, on any machine."""
+
+    def __init__(self, seed: int) -> None:
+        self.tick_s = 1.0
+        self._now_s = 0.0
+        self._random = random.Random(seed)
+
+    def now_s(self) -> float:
+        self._now_s += self.tick_s * self._random.uniform(0.97, 1.03)
+        return self._now_s
+
+    def sleep(self, duration_s: float) -> None:
+        self._now_s += duration_s
+
+
+def train_while_others_slow_down() -> tuple[int, dict[str, torch.Tensor]]:
+    """Three ranks, of which the second has a third of its speed from step 40 on, and the third next to none from step 90 on."""
+    comm: Any = tatami.init()
+    torch.manual_seed(11)
+    own = comm.names[comm.rank]
+    clock = Ticking(seed=int(own[1:]))
+    model = tatami.tile(
+        network(), comm, batch_size=SAMPLES, layout=LAYOUTS[3], speeds="equal", reduction="mean", quiet=True, clock=clock
+    )
+    optimizer = optimizer_of(model, "sgd")
+    loop = steps(model, optimizer, count=2000)
+    for step in loop:
+        slower = {"p1": 3.0 if step.number >= 40 else 1.0, "p2": 1000.0 if step.number >= 90 else 1.0}
+        clock.tick_s = slower.get(own, 1.0) * model.local_work / (SAMPLES * model.workload.units)
+        with step:
+            x, y = model.local(*batch(step.number))
+            loss = nn.functional.mse_loss(model(x), y) if len(y) else (model(x) * 0).sum()
+            loss.backward()
+            step.update(loss)
+        if model.comm.size == 2:
             break
     return loop.number, loop.whole(lambda: whole_state_dict(model))
 

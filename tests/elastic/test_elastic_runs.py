@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import io
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,16 +27,19 @@ from tatami.cli.app import app
 from tatami.elastic import launch
 from tatami.elastic.launch import ElasticResult, run_elastic
 from tatami.elastic.moments import Moment
-from tatami.elastic.runtime import ElasticRuntime
+from tatami.elastic.settings import ElasticContext, ElasticControl, ElasticSettings
+from tatami.engine.crew import Member, _kill
 from tatami.engine.pool import Pool
+from tatami.engine.processes import Identity
 from tatami.engine.ray_engine import engine
 from tatami.errors import TrainingError
 
 pytestmark = pytest.mark.timeout(600)
 
 
-run_patiently = functools.partial(run_elastic, heartbeat_s=60.0, patience_s=200.0, timeout_s=200.0)
+patient = functools.partial(ElasticSettings, heartbeat_s=60.0, patience_s=200.0, timeout_s=200.0)
 """However busy the machine is."""
+THREE = patient(ranks=3)
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +57,14 @@ def undisturbed(kind: str, count: int = scripts.STEPS) -> tuple[list[float], dic
 
 
 def run(pool: Pool, columns: int, *faults: tuple[str, Moment, int], kind: str = "sgd", copies: int = 2) -> ElasticResult:
-    return run_patiently(
+    return run_elastic(
         functools.partial(scripts.train, columns, kind, scripts.STEPS),
-        ranks=3,
-        copies=copies,
-        hook=Killer(*faults),
-        pool=pool,
-        on_line=lambda name, text: print(f"{name}: {text}"),
+        settings=patient(ranks=3, copies=copies),
+        context=ElasticContext(
+            hook=Killer(*faults),
+            pool=pool,
+            on_line=lambda name, text: print(f"{name}: {text}"),
+        ),
     )
 
 
@@ -99,9 +105,8 @@ def test_a_killed_rank_costs_nothing_but_time(pool: Pool, columns: int, moment: 
 def test_what_is_computed_in_vain_ends_at_the_next_layer(pool: Pool, where: str) -> None:
     """In the third step the rank dies; the others compute on until they hear of it, and then no layer more of that step."""
     moment = Moment.BEFORE_FORWARD if where == "forward" else Moment.BACKWARD
-    result = run_patiently(
-        functools.partial(scripts.train_and_count, where), ranks=3, hook=Killer(("p1", moment, 2)), pool=pool
-    )
+    context = ElasticContext(hook=Killer(("p1", moment, 2)), pool=pool)
+    result = run_elastic(functools.partial(scripts.train_and_count, where), settings=THREE, context=context)
     disturbed, steps = scripts.STEPS + 1, scripts.STEPS
     expected = [(disturbed, steps), (steps, steps)] if where == "forward" else [(disturbed, steps), (disturbed, disturbed)]
     assert result.values == dict.fromkeys(("p0", "p2"), expected)
@@ -125,7 +130,8 @@ def undisturbed_fit(data: str, count: int) -> tuple[Any, ...]:
 @pytest.mark.parametrize(("columns", "data", "moment"), [(1, "loader", Moment.BACKWARD), (2, "tensors", Moment.BEFORE_UPDATE)])
 def test_the_trainer_goes_on_where_a_rank_is_killed(pool: Pool, columns: int, data: str, moment: Moment) -> None:
     """Also from a mirror; past the point the update is finished where any that is left has passed it, too."""
-    result = run_patiently(functools.partial(scripts.fit, columns, data), ranks=3, hook=Killer(("p1", moment, 3)), pool=pool)
+    context = ElasticContext(hook=Killer(("p1", moment, 3)), pool=pool)
+    result = run_elastic(functools.partial(scripts.fit, columns, data), settings=THREE, context=context)
     assert set(result.values) == {"p0", "p2"}
     (change,) = result.report.changes
     assert change.settled in ({"redone"} if moment is Moment.BACKWARD else {"redone", "finished"})
@@ -143,13 +149,14 @@ def check_fit(told: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
 
 
 def test_a_rank_that_joins_a_trainer_goes_on_with_the_same_numbers(pool: Pool) -> None:
-    runtimes: list[ElasticRuntime] = []
+    controls: list[ElasticControl] = []
 
     def listen(_name: str, text: str) -> None:
         if text == "two updates":
-            runtimes[0].add()
+            controls[0].add()
 
-    result = run_patiently(scripts.fit_until_joined, ranks=2, on_start=runtimes.append, pool=pool, on_line=listen)
+    context = ElasticContext(on_start=controls.append, pool=pool, on_line=listen)
+    result = run_elastic(scripts.fit_until_joined, settings=patient(ranks=2), context=context)
     assert [change.members for change in result.report.changes] == [("p0", "p1", "p2")]
     count = result.values["p0"][0]
     assert {name: told[0] for name, told in result.values.items()} == dict.fromkeys(("p0", "p1", "p2"), count)
@@ -164,7 +171,7 @@ def test_a_rank_that_joins_a_trainer_goes_on_with_the_same_numbers(pool: Pool) -
 def test_deaths_of_all_copies_cost_the_steps_since_the_last_checkpoint(pool: Pool, tmp_path: Path) -> None:
     faults = KillerOfAll(("p1", "p2"), Moment.BEFORE_FORWARD, 5, folder=str(tmp_path))
     script = functools.partial(scripts.fit, 1, "tensors", str(tmp_path / "checkpoints"))
-    result = run_patiently(script, ranks=3, hook=faults, pool=pool)
+    result = run_elastic(script, settings=THREE, context=ElasticContext(hook=faults, pool=pool))
     assert set(result.values) == {"p0"}
     check_fit(result.values["p0"], undisturbed_fit("tensors", scripts.STEPS))
     change = result.report.changes[-1]
@@ -175,7 +182,8 @@ def test_deaths_of_all_copies_cost_the_steps_since_the_last_checkpoint(pool: Poo
 
 def test_two_that_die_at_once_leave_the_third_where_it_holds_all(pool: Pool, tmp_path: Path) -> None:
     faults = KillerOfAll(("p0", "p1"), Moment.BEFORE_FORWARD, 3, folder=str(tmp_path))
-    result = run_patiently(functools.partial(scripts.train, 3, "sgd", scripts.STEPS), ranks=3, hook=faults, pool=pool)
+    script = functools.partial(scripts.train, 3, "sgd", scripts.STEPS)
+    result = run_elastic(script, settings=THREE, context=ElasticContext(hook=faults, pool=pool))
     assert set(result.values) == {"p2"}
     check(result)
 
@@ -183,12 +191,9 @@ def test_two_that_die_at_once_leave_the_third_where_it_holds_all(pool: Pool, tmp
 def test_a_rank_that_is_stopped_is_noticed_by_its_silence(pool: Pool) -> None:
     result = run_elastic(
         functools.partial(scripts.train, 2, "sgd", scripts.STEPS),
-        ranks=3,
-        hook=Killer(("p1", Moment.FORWARD, 3), how=signal.SIGSTOP),
-        pool=pool,
-        heartbeat_s=15.0,  # the others must not be silent for so long, however busy the machine is
-        patience_s=200.0,
-        timeout_s=200.0,
+        # The others must not be silent for so long, however busy the machine is.
+        settings=dataclasses.replace(THREE, heartbeat_s=15.0),
+        context=ElasticContext(hook=Killer(("p1", Moment.FORWARD, 3), how=signal.SIGSTOP), pool=pool),
     )
     assert set(result.values) == {"p0", "p2"}
     check(result)
@@ -203,7 +208,7 @@ def test_a_rank_whose_script_fails_before_it_is_let_in_is_turned_away(
     told = tmp_path / "told"
     script = tmp_path / "train.py"
     script.write_text(scripts.TURNS_JOINERS_AWAY)
-    runtimes: list[ElasticRuntime] = []
+    controls: list[ElasticControl] = []
 
     class Telling(io.StringIO):
         """Lets the ranks end when it is told that one does not join."""
@@ -213,14 +218,18 @@ def test_a_rank_whose_script_fails_before_it_is_let_in_is_turned_away(
                 told.touch()
             return super().write(text)
 
-    def run_here(*arguments: Any, on_line: Any, **named: Any) -> ElasticResult:
+    def run_here(function: Any, *, settings: ElasticSettings, context: ElasticContext) -> ElasticResult:
+        on_line = context.on_line
+        assert on_line is not None
+
         def listen(name: str, text: str) -> None:
             on_line(name, text)
             if text == "the first step is done":
-                runtimes[0].add()
+                controls[0].add()
 
+        here = dataclasses.replace(context, on_line=listen, on_start=controls.append, pool=pool)
         with contextlib.redirect_stderr(Telling()) as said:
-            result = run_patiently(*arguments, on_line=listen, on_start=runtimes.append, pool=pool, **named)
+            result = run_elastic(function, settings=patient(ranks=settings.ranks), context=here)
         assert "as its script failed" in said.getvalue()
         assert "ValueError: there is no data on this machine" in said.getvalue()
         return result
@@ -239,6 +248,7 @@ def test_a_rank_whose_script_fails_before_it_is_let_in_is_turned_away(
     assert (json.loads(record)["exit_code"], json.loads(record)["changes"]) == (0, [])
     assert json.loads(report.read_text())["changes"] == []
     assert json.loads(report.read_text())["first_members"] == ["p0", "p1"]
+    assert json.loads(report.read_text())["settings"]["ranks"] == 2
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -249,20 +259,47 @@ def test_all_copies_lost_is_an_error_that_names_them(pool: Pool) -> None:
 
 def test_ranks_join_and_leave_between_two_steps(pool: Pool) -> None:
     """One joins, one is removed, one asks to leave: nothing is done again, and no sample is lost."""
-    runtimes: list[ElasticRuntime] = []
+    controls: list[ElasticControl] = []
     said: list[str] = []
 
     def listen(_name: str, text: str) -> None:
         said.append(text)
         if text == "there are 2 ranks" and said.count(text) == 1:
-            runtimes[0].add()
+            controls[0].add()
         if text == "there are 3 ranks" and said.count(text) == 1:
-            runtimes[0].remove("p0")
+            controls[0].remove("p0")
 
-    result = run_patiently(scripts.train_until_alone, ranks=2, on_start=runtimes.append, pool=pool, on_line=listen)
+    context = ElasticContext(on_start=controls.append, pool=pool, on_line=listen)
+    result = run_elastic(scripts.train_until_alone, settings=patient(ranks=2), context=context)
     assert [change.members for change in result.report.changes] == [("p0", "p1", "p2"), ("p1", "p2"), ("p1",)]
     assert {change.settled for change in result.report.changes} == {"none"}
     assert set(result.values) == {"p1"}
     count, whole = result.values["p1"]
+    for name, tensor in undisturbed("sgd", count)[1].items():
+        torch.testing.assert_close(whole[name], tensor, rtol=1e-9, atol=1e-9, msg=f"{name} differs")
+
+
+def test_a_process_on_another_machine_is_ended_by_way_of_its_node(pool: Pool) -> None:
+    del pool  # Ray runs as long as it does
+    import ray
+
+    with subprocess.Popen(["sleep", "600"]) as process:
+        there = Identity(pid=process.pid, node=ray.get_runtime_context().get_node_id(), machine="another")
+        _kill(Member(actor=None, seen_s=0.0, heard_s=0.0, identity=there))
+        assert process.wait(timeout=200) == -signal.SIGKILL
+
+
+def test_tiles_follow_the_ranks_and_one_that_is_too_slow_leaves(pool: Pool) -> None:
+    settings = patient(ranks=3, retile=True)
+    result = run_elastic(scripts.train_while_others_slow_down, settings=settings, context=ElasticContext(pool=pool))
+    *retiled, left = result.report.changes
+    assert left.reason == "p2 leaves, too slow to be worth its messages"
+    assert left.members == ("p0", "p1")
+    assert any(40 < change.step <= 90 for change in retiled)
+    assert {change.members for change in retiled} == {("p0", "p1", "p2")}
+    assert {change.settled for change in result.report.changes} == {"none"}
+    assert set(result.values) == {"p0", "p1"}
+    count, whole = result.values["p0"]
+    assert 90 < count < 2000
     for name, tensor in undisturbed("sgd", count)[1].items():
         torch.testing.assert_close(whole[name], tensor, rtol=1e-9, atol=1e-9, msg=f"{name} differs")

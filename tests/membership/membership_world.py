@@ -27,6 +27,7 @@ from tatami.membership import (
     Restart,
     Silent,
     Stalled,
+    Unbalanced,
 )
 from tatami.tiling import Column, Layout
 from tatami.workload import Workload
@@ -296,11 +297,14 @@ class World:
         """One fault, join or departure."""
         self.chaos -= 1
         living = [rank for rank in self.ranks.values() if rank.acts]
-        kind = self.random.choice(["die", "die", "freeze", "leave", "join", "break"])
+        kind = self.random.choice(["die", "die", "freeze", "leave", "join", "break", "retile"])
         if kind == "join":
             name = f"p{len(self.ranks)}"
             self.ranks[name] = Rank(name)
             self.tell(Entered(member=name, group=None, layout=self.plan((name,)), workload=WORKLOAD))
+        elif kind == "retile":
+            member, layout = self.machine.members[0], self.plan(self.machine.members)
+            self.tell(Unbalanced(member=member, layout=layout, because="re-map whole"))
         elif living:
             rank = self.random.choice(living)
             if kind == "die":

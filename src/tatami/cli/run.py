@@ -51,6 +51,9 @@ class RunJob:
     ] = False
     address: Annotated[str | None, optional(help="With --elastic: of a Ray cluster; left out, Ray is started here.")] = None
     copies: Annotated[int, typer.Option(min=1, max=2, help="With --elastic: ranks that hold each unit, at least.")] = 2
+    retile: Annotated[
+        bool, typer.Option("--retile", help="With --elastic: tiles follow the ranks' speeds; one that is too slow leaves.")
+    ] = False
     report: Annotated[Path | None, optional(help="With --elastic: write what was lost and repaired to this file.")] = None
     plot: Annotated[Path | None, optional(help="With --elastic: draw who was there when, and what was lost.")] = None
     as_json: Annotated[
@@ -76,6 +79,10 @@ def run(job: RunJob) -> None:
     for name, value in (("--address", job.address), ("--report", job.report), ("--plot", job.plot)):
         if value is not None:
             raise InputError(f"{name} is for elastic runs: add --elastic, or leave it out")
+    if job.retile:
+        raise InputError(
+            "--retile is for elastic runs: add --elastic; in others, the script asks for it by tatami.tiled.Retiling"
+        )
     from tatami.comm import launch
 
     start_s = time.perf_counter()
@@ -95,15 +102,15 @@ def _run_elastic(job: RunJob) -> None:
         check_path(job.plot)
         figure, ax = blank()
     from tatami.elastic.launch import Script, run_elastic
+    from tatami.elastic.settings import ElasticContext, ElasticSettings
 
-    result = run_elastic(
-        Script(job.command),
-        ranks=job.ranks,
-        copies=job.copies,
+    settings = ElasticSettings(ranks=job.ranks, copies=job.copies, retile=job.retile)
+    context = ElasticContext(
         address=job.address,
         on_change=lambda change: print(f"tatami run: {change}", file=sys.stderr, flush=True),
         on_line=lambda name, text: print(f"{name}: {text}", flush=True),
     )
+    result = run_elastic(Script(job.command), settings=settings, context=context)
     if job.report is not None:
         result.report.save(job.report)
     if job.plot is not None:

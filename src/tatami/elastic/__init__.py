@@ -2,7 +2,20 @@
 
 from tatami.elastic.launch import ElasticResult, run_elastic
 from tatami.elastic.report import ElasticReport, MemberChange
+from tatami.elastic.settings import ElasticContext, ElasticControl, ElasticSettings
 from tatami.elastic.steps import RepairedStep, Steps, steps
 from tatami.tiled.repairing import Stateful
 
-__all__ = ["ElasticReport", "ElasticResult", "MemberChange", "RepairedStep", "Stateful", "Steps", "run_elastic", "steps"]
+__all__ = [
+    "ElasticContext",
+    "ElasticControl",
+    "ElasticReport",
+    "ElasticResult",
+    "ElasticSettings",
+    "MemberChange",
+    "RepairedStep",
+    "Stateful",
+    "Steps",
+    "run_elastic",
+    "steps",
+]

@@ -23,6 +23,7 @@ class Assignment:
         store: host and port of the store by which groups are formed.
         timeout_s: how long an operation may wait for another rank.
         loopback: all processes are on this machine.
+        retile: tiles follow the ranks' speeds.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Assignment:
     store: tuple[str, int]
     timeout_s: float
     loopback: bool
+    retile: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +115,27 @@ class Said:
 
 @dataclass(frozen=True, kw_only=True)
 class WantsToLeave:
-    """The script asks that its rank may leave."""
+    """The rank asks to leave; `because` is for the report, and may be empty."""
+
+    because: str = ""
 
 
-Report = EnteredLoop | GotStuck | CarriedOut | ScriptEnded | ScriptFailed | Said | WantsToLeave
+@dataclass(frozen=True, kw_only=True)
+class WantsLayout:
+    """The ranks are not as fast as they were, and would be faster so.
+
+    Attributes:
+        layout: of the same members.
+        speeds: of each, all in one unit.
+        because: for the report.
+    """
+
+    layout: Layout
+    speeds: dict[str, float]
+    because: str
+
+
+Report = EnteredLoop | GotStuck | CarriedOut | ScriptEnded | ScriptFailed | Said | WantsToLeave | WantsLayout
 """What a rank tells of itself."""
 
 

@@ -75,7 +75,7 @@ class RankProcess:
     def dismiss(self) -> None:
         """Let go of the run."""
         session, self._session = self._session, None
-        if session is not None and not session.has_ended:
+        if session is not None and not session.box.has_ended:
             raise RuntimeError("the script is still at work")
         if session is not None and session.comm is not None:
             session.comm.close()
@@ -88,14 +88,14 @@ class RankProcess:
         time.sleep(pause_s)
 
     def halt(self, ticket: int, abort: bool) -> HaltAnswer | None:
-        """See `Session.halt`."""
+        """See `OrderBox.halt`."""
         assert self._session is not None
-        return self._session.halt(ticket, abort=abort)
+        return self._session.box.halt(ticket, abort=abort)
 
     def obey(self, order: Order, ticket: int) -> None:
-        """See `Session.obey`."""
+        """See `OrderBox.hand_in`."""
         assert self._session is not None
-        self._session.obey(order, ticket=ticket)
+        self._session.box.hand_in(order, ticket=ticket)
 
     def collect(self) -> list[Report]:
         """What the rank has to tell; waits a while where there is nothing."""
@@ -129,10 +129,10 @@ def _run(session: Session, function: Callable[[], Any]) -> None:
                 if session.entered or session.assignment.joins:
                     raise
                 session.stuck(error)
-        session.end()
+        session.box.end()
         session.report(ScriptEnded(value=value))
     except BaseException as error:
-        session.end()
+        session.box.end()
         session.report(ScriptFailed(error=error, trace=traceback.format_exc()))
 
 

@@ -62,6 +62,7 @@ class ElasticReport:
         changes: of the members, in the order of time; not the first formation.
         first_tiling: of the first formation, as in `MemberChange`.
         first_members: of the first formation.
+        settings: of the run, as `ElasticSettings` names them.
     """
 
     startup_s: float
@@ -69,6 +70,7 @@ class ElasticReport:
     changes: tuple[MemberChange, ...]
     first_tiling: Mapping[str, Any] | None = None
     first_members: tuple[str, ...] = ()
+    settings: Mapping[str, Any] | None = None
 
     @property
     def lost_s(self) -> float:

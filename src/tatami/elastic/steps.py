@@ -21,12 +21,14 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
 
 from tatami.cluster import Cluster
+from tatami.elastic.heeding import heed, tell_moments
 from tatami.elastic.moments import Moment
-from tatami.elastic.orders import EnteredLoop
-from tatami.elastic.session import OpenSection, Session, current_session
+from tatami.elastic.orders import EnteredLoop, WantsLayout
+from tatami.elastic.sections import OpenSection
+from tatami.elastic.session import Session, current_session
+from tatami.elastic.speed_watch import SpeedWatch
 from tatami.errors import CommError, InputError
 from tatami.membership import Regroup
 from tatami.tiled.mirroring import MirrorRows
@@ -36,13 +38,6 @@ from tatami.tiled.phases import IterationPhase
 from tatami.tiled.random_state import random_state, set_random_state
 from tatami.tiled.relaying import common_state, load_common_state, relay
 from tatami.tiled.repairing import FitState, Stateful
-
-_MOMENTS = {
-    IterationPhase.FORWARD: Moment.FORWARD,
-    IterationPhase.VERTICAL: Moment.VERTICAL,
-    IterationPhase.BACKWARD: Moment.BACKWARD,
-    IterationPhase.HORIZONTAL: Moment.HORIZONTAL,
-}
 
 
 def steps(
@@ -95,6 +90,7 @@ class Steps:
         self._carry = carry
         self._put_back = put_back
         self._mirror = MirrorRows(model, optimizer)
+        self._speeds: SpeedWatch | None = None
         self._before: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[RepairedStep]:
@@ -122,8 +118,8 @@ class Steps:
         """Wait to be let in."""
         if self.session is not None:
             if self.session.is_watched:
-                self._watch_phases()
-            self._heed(self.session)
+                tell_moments(self.model, self.session)
+            heed(self.model, self.session)
             self.session.enter(self)
 
     def step(self) -> RepairedStep:
@@ -175,7 +171,12 @@ class Steps:
                 self.number = state["number"]
                 for key, each in self._carry.items():
                     each.load_state_dict(state["carried"][key])
-        return put_in_place
+
+        def put_all_in_place() -> None:
+            put_in_place()
+            self._watch_speeds(session)
+
+        return put_all_in_place
 
     # -- for the steps --------------------------------------------------------------------------------------------------
 
@@ -203,6 +204,21 @@ class Steps:
         model.phases.finish_iteration()
         self._put_back()
 
+    def told(self) -> list[float]:
+        """What travels with the sums of a step; `heard` is given its sum over all ranks."""
+        return [] if self._speeds is None else self._speeds.told()
+
+    def heard(self, summed: list[float]) -> None:
+        """Ask for other tiles where they would be faster, by `summed`; a rank that is best left out asks to leave."""
+        decision = None if self._speeds is None else self._speeds.heard(summed)
+        if decision is None or self.session is None:
+            return
+        left_out = set(self.model.names) - set(decision.layout.processors)
+        if self.model.name in left_out:
+            self.session.leave(because="too slow to be worth its messages")
+        elif not left_out and self.model.comm.rank == 0:  # all have decided the same
+            self.session.report(WantsLayout(layout=decision.layout, speeds=dict(decision.speeds), because=decision.kind.value))
+
     def mirror_gradients(self) -> None:
         """Let the neighbour that keeps this rank's units have their gradients, where there is one."""
         change = None if self.session is None else self.session.change
@@ -215,35 +231,14 @@ class Steps:
             members = change.members
             self._mirror.exchange(self.session.comm, keeper=members.index(keeper), owner=members.index(owner))
 
-    def _heed(self, session: Session) -> None:
-        """Stop computing before and behind every layer when the step is called off.
-
-        A rank that is alone in its column hears of nothing before it has all its gradients: by then a whole iteration would be
-        computed in vain.
-        """
-
-        def stop(*_: object) -> None:
-            if session.is_called_off:
-                raise CommError("a rank has died, and the step that this rank was in is done again")
-
-        def stop_backward(_module: nn.Module, _inputs: object, output: object) -> None:
-            if isinstance(output, torch.Tensor) and output.requires_grad:
-                output.register_hook(stop)  # type: ignore[no-untyped-call]
-
-        for module in self.model.module.modules():
-            module.register_forward_pre_hook(stop)
-            module.register_forward_hook(stop_backward)
-
-    def _watch_phases(self) -> None:
-        phases, session = self.model.phases, self.session
-        enter = phases.enter
-
-        def enter_and_tell(phase: IterationPhase) -> None:
-            enter(phase)
-            if session is not None and phase in _MOMENTS:
-                session.at(_MOMENTS[phase])
-
-        phases.enter = enter_and_tell  # type: ignore[method-assign]
+    def _watch_speeds(self, session: Session) -> None:
+        """The tiles lie otherwise: as the watch has decided, or because the members have changed."""
+        if self._speeds is not None and self._speeds.suits(self.model):
+            self._speeds.moved(session.stopped_for_s)
+        elif session.assignment.retile and set(self.model.layout.processors) == set(self.model.names):
+            self._speeds = SpeedWatch(self.model)
+        else:
+            self._speeds = None
 
 
 class RepairedStep:
@@ -261,6 +256,7 @@ class RepairedStep:
         self.is_done = False
         self._steps = steps
         self._is_updating = False
+        self._num_sums = 0
         self._apply: Callable[[list[float]], object] = lambda _: steps.optimizer.step()
 
     def __enter__(self) -> Self:
@@ -297,9 +293,11 @@ class RepairedStep:
         self._apply = apply or self._apply
         model, session = self._steps.model, self._steps.session
         self._steps.mirror_gradients()
+        self._num_sums = len(sums)
         with model.phases.during(IterationPhase.HORIZONTAL):
             if session is not None:
-                session.pass_point(sums)
+                told = torch.tensor(self._steps.told(), dtype=torch.float64)
+                session.pass_point(torch.cat([sums.to(torch.float64), told]))
             else:
                 model.comm.allreduce(sums)
         if session is None:
@@ -310,13 +308,15 @@ class RepairedStep:
         if session is not None:
             session.at(Moment.BEFORE_UPDATE)
         steps.model.phases.enter(IterationPhase.UPDATE)
-        self._apply(outcome)
+        own, rest = outcome[: self._num_sums], outcome[self._num_sums :]
+        self._apply(own)
         if session is not None:
             session.at(Moment.IN_UPDATE)
         steps.model.phases.finish_iteration()
         steps.number += 1
         self.loss = outcome[0]
         self.is_done = True
+        steps.heard(rest)
         if session is not None:
             session.at(Moment.AFTER_UPDATE)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -236,6 +234,6 @@ def _kill(member: Member) -> None:
         # Sent and forgotten: where the whole node is gone, there is nothing left to be killed.
         there = NodeAffinitySchedulingStrategy(member.identity.node, soft=False)
         remote: Any = ray.remote
-        remote(num_cpus=0, max_retries=0)(os.kill).options(scheduling_strategy=there).remote(member.pid, signal.SIGKILL)
+        remote(num_cpus=0, max_retries=0)(kill).options(scheduling_strategy=there).remote(member.pid)
     with suppress(RayActorError, ValueError):
         ray.kill(member.actor, no_restart=True)

@@ -2,7 +2,7 @@
 
 from tatami.membership.actions import Abort, Action, Ask, Dismiss, EndCause, EndRun, Kill, Regroup, Release, Restart
 from tatami.membership.copies import Held, Lost, Mirror, Take, mirrors_of, takes
-from tatami.membership.events import Died, Ended, Entered, Halted, Laid, Leaving, MemberEvent, Silent, Stalled
+from tatami.membership.events import Died, Ended, Entered, Halted, Laid, Leaving, MemberEvent, Silent, Stalled, Unbalanced
 from tatami.membership.state import Membership, RunStage
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Silent",
     "Stalled",
     "Take",
+    "Unbalanced",
     "mirrors_of",
     "takes",
 ]

@@ -35,7 +35,17 @@ class Entered(_OfMember):
 
 @dataclass(frozen=True, kw_only=True)
 class Leaving(_OfMember):
-    """It is asked to leave, or asks to."""
+    """It is asked to leave, or asks to; `because` is for the report, and may be empty."""
+
+    because: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unbalanced(_OfMember):
+    """The members are not as fast as they were: it asks for another layout of the same members; `because` is for the report."""
+
+    layout: Layout
+    because: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,4 +103,4 @@ class Ended(_OfMember):
     """Its script has come to its end."""
 
 
-MemberEvent = Entered | Leaving | Died | Silent | Stalled | Halted | Laid | Ended
+MemberEvent = Entered | Leaving | Unbalanced | Died | Silent | Stalled | Halted | Laid | Ended

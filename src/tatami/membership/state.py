@@ -68,6 +68,8 @@ class Membership:
         self._gone: set[str] = set()
         self._waiting: list[str] = []
         self._leaving: set[str] = set()
+        self._wanted: Layout | None = None
+        self._outcome: object = None
         self._ended: set[str] = set()
         self._ticket = 0
         self._awaited: set[str] = set()
@@ -105,7 +107,13 @@ class Membership:
             case ev.Entered():
                 self._enter(event)
             case ev.Leaving():
-                self._let_go(event.member)
+                self._let_go(event.member, f", {event.because}" if event.because else "")
+            case ev.Unbalanced():
+                # Once the members change, there is a new plan for them anyway.
+                if self.stage is RunStage.RUNNING and set(event.layout.processors) == set(self.members):
+                    self._wanted = event.layout
+                    self._reasons.append(event.because)
+                    self._ask()
             case ev.Died():
                 self._lose(event.member, f"{event.member} died")
             case ev.Silent():
@@ -150,7 +158,7 @@ class Membership:
             self._returns = False
             self._decide()
 
-    def _let_go(self, member: str) -> None:
+    def _let_go(self, member: str, because: str) -> None:
         if member not in self._alive or member in self._leaving:
             return
         if member in self._waiting:  # it has nothing yet
@@ -159,7 +167,7 @@ class Membership:
             self._do(act.Release(member=member))
             return
         self._leaving.add(member)
-        self._reasons.append(f"{member} leaves")
+        self._reasons.append(f"{member} leaves{because}")
         self._ask()
 
     def _lose(self, member: str, reason: str) -> None:
@@ -274,9 +282,11 @@ class Membership:
         if not self._halted:
             self._stop_or_return(f"{self._why}, and no rank is left that holds the network")
             return
-        passed = max(told.sections for told in self._halted.values())
+        # Not less than was decided before: those that had passed may have died before the others were told to finish.
+        passed = max(self.sections, *(told.sections for told in self._halted.values()))
         finish = tuple(name for name, told in self._halted.items() if told.sections == passed - 1)
-        outcome = next(told.outcome for told in self._halted.values() if told.sections == passed)
+        self._outcome = next((told.outcome for told in self._halted.values() if told.sections == passed), self._outcome)
+        outcome = self._outcome
         late = [name for name, told in self._halted.items() if told.sections < passed - 1]
         if late:
             where = ", ".join(f"{name} has passed {told.sections}" for name, told in sorted(self._halted.items()))
@@ -349,6 +359,9 @@ class Membership:
 
     def _layout(self, staying: tuple[str, ...]) -> Layout | None:
         assert self.held is not None
+        wanted, self._wanted = self._wanted, None
+        if wanted is not None and set(wanted.processors) == set(staying):
+            return wanted
         if set(self.held.layout.processors) == set(staying):
             return self.held.layout  # it is as good as it was
         if set(staying) == set(self.members) and self.sections == 0:

@@ -1,0 +1,1 @@
+"""Elastic runs in a lab, undisturbed and under faults: what `benchmarks/faults.py` is made of."""

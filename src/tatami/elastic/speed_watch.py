@@ -1,0 +1,65 @@
+"""How fast the ranks of an elastic run are, and which tiles would suit them better: the rule of `Retiler()`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tatami.retiling import Decision, Retiler, Watcher
+from tatami.tiled.model import TiledModel
+
+_FIRST_S = 0.2
+"""What a re-tiling costs beside its rows until one was measured: all ranks stop, and form a new group."""
+
+
+class SpeedWatch:
+    """From one change of the members to the next; the same on all ranks.
+
+    Attributes:
+        names: of the members, in the order of the ranks.
+    """
+
+    def __init__(self, model: TiledModel) -> None:
+        self.names = model.names
+        self._model = model
+        self._watcher = Watcher(
+            Retiler(),
+            cluster=model.cluster,
+            workload=model.workload,
+            layout=model.layout,
+            known_speeds=model.speeds_known,
+        )
+        self._watcher.moved(_FIRST_S)
+        self._computed_s = model.phases.computed_s
+        self._moved_s = 0.0
+        self._steps = 0
+
+    def suits(self, model: TiledModel) -> bool:
+        """Whether the tiles now lie as was decided, among the same members."""
+        return self.names == model.names and self._watcher.layout == model.layout
+
+    def moved(self, took_s: float) -> None:
+        """The tiles lie as was decided, and that took this rank so long."""
+        self._moved_s = took_s
+        self._computed_s = self._model.phases.computed_s
+
+    def told(self) -> list[float]:
+        """For each rank two numbers, of which others have 0; `heard` wants their sums over all ranks.
+
+        They are its compute time per work since the last call, and how long the last re-tiling took it.
+        """
+        model, num_ranks = self._model, len(self.names)
+        computed_s, self._computed_s = model.phases.computed_s - self._computed_s, model.phases.computed_s
+        table = [0.0] * (2 * num_ranks)
+        if model.local_work > 0:
+            table[model.comm.rank] = computed_s / model.local_work
+        table[num_ranks + model.comm.rank], self._moved_s = self._moved_s, 0.0
+        return table
+
+    def heard(self, summed: list[float]) -> Decision | None:
+        """What is to be done after one more step; None: nothing."""
+        num_ranks = len(self.names)
+        self._steps += 1
+        if took_s := max(summed[num_ranks:]):
+            self._watcher.moved(took_s)
+        decision = self._watcher.take(self._steps, np.array(summed[:num_ranks]))
+        return decision if decision is not None and decision.remaps else None

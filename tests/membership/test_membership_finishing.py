@@ -1,0 +1,39 @@
+"""What was decided to be finished is finished, also where those that had passed it die before the others hear of it."""
+
+from __future__ import annotations
+
+from tatami.membership import Died, Entered, Halted, Membership, Regroup, Stalled, Unbalanced
+from tatami.tiling import Column, Layout
+from tatami.workload import Workload
+
+WORKLOAD = Workload.mlp(3, 8, 2, samples=8)
+
+
+def column(names: tuple[str, ...], *heights: float) -> Layout:
+    return Layout(columns=(Column(width=1.0, processors=names, heights=heights or (1 / len(names),) * len(names)),))
+
+
+def begun() -> Membership:
+    machine = Membership(("p0", "p1"), plan=column)
+    for name in ("p0", "p1"):
+        machine.handle(Entered(member=name, group=0, layout=column(("p0", "p1")), workload=WORKLOAD))
+    return machine
+
+
+def test_a_change_that_only_the_dead_rank_had_carried_out_is_carried_out_by_the_other() -> None:
+    machine = begun()
+    machine.handle(Stalled(member="p0", group=1, reason="the link broke"))
+    machine.handle(Halted(member="p1", ticket=2, sections=1))
+    (first,) = machine.handle(Halted(member="p0", ticket=2, sections=0))
+    assert isinstance(first, Regroup)
+    assert first.finish == ("p0",)
+    machine.handle(Died(member="p1"))
+    (second,) = machine.handle(Halted(member="p0", ticket=4, sections=0))
+    assert isinstance(second, Regroup)
+    assert (second.members, second.sections, second.finish) == (("p0",), 1, ("p0",))
+    assert any(take.from_mirror for take in second.takes), "what the dead rank held is in the mirror of that change"
+
+
+def test_other_tiles_are_not_laid_while_the_members_change() -> None:
+    machine = begun()
+    assert machine.handle(Unbalanced(member="p0", layout=column(("p0", "p1"), 0.75, 0.25), because="re-map whole")) == ()
