@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,16 +10,21 @@ from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
 from tatami.tiling.compute import compute_time, scatter
 from tatami.tiling.cost import AbstractCost, Cost
-from tatami.tiling.layout import Layout
+from tatami.tiling.layout import Column, Layout
 from tatami.tiling.links import LinkGroup, SlowestLink
 from tatami.tiling.span import FEW
 from tatami.tiling.sum_price import sum_size
 from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS, departures, riding_elements, sum_algorithm
 from tatami.workload import Workload
+
+Vector = NDArray[np.float64]
 
 FLOP_PER_S = 1e9
 """What a processor of relative speed 1 does in a second where nothing was measured."""
@@ -97,7 +101,7 @@ class AlphaBetaCost(AbstractCost):
         """Flop/s of speed 1 on this cluster."""
         if self.flop_per_s is not None:
             return self.flop_per_s
-        return 1.0 if min(processor.speed for processor in cluster.processors) >= MEASURED_FROM else FLOP_PER_S
+        return 1.0 if min(cluster.speeds.values()) >= MEASURED_FROM else FLOP_PER_S
 
 
 def hiding_pays(
@@ -177,28 +181,30 @@ def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> flo
     if num_columns == 1:
         return 0.0
     own = [links.cluster.by_name[name] for name in layout.processors]
+    message_s = np.array([processor.message_s for processor in own])
+    copy_bytes_per_s = np.array([processor.copy_bytes_per_s for processor in own])
+    among = links.among(layout.processors)
     rounds = 1 if num_columns == 2 or not workload.blocks else 2
     # Without blocks everyone tells everyone.
-    wire_s, copied_s = [0.0] * len(own), [0.0] * len(own)
-    latencies_s, neighbours = [links.among(layout.processors).latency_s] * len(own), [num_columns - 1] * len(own)
+    wire_s, copied_s = np.zeros(len(own)), np.zeros(len(own))
+    latencies_s, neighbours = np.full(len(own), among.latency_s), np.full(len(own), num_columns - 1)
     if workload.blocks:
         # Blocks of many units are cut at the same heights, those of few each in its own way; the finest of all come last.
         elements: Counter[tuple[bool, int]] = Counter()
-        deepest = max(len(column.processors) for column in layout.columns)
         for block, count in workload.kinds:
-            fine = block.units >= FEW * deepest
+            fine = block.units >= FEW * layout.deepest
             elements[fine, 0 if fine else block.units] += count * block.parameters
         for (fine, units), each in sorted(elements.items()):
+            if not fine:
+                Column.cut_together(layout.columns, units)
             cuts = [column.cuts if fine else _cuts(column.unit_sizes(units)) for column in layout.columns]
+            tops = np.array([cut for column in cuts for cut in column[:-1]])
+            bottoms = np.array([cut for column in cuts for cut in column[1:]])
             # One message carries all blocks, so the messages of the finest count.
-            owned, latencies_s, neighbours = _owned(layout, cuts, links)
+            owned, latencies_s, neighbours = _owned(layout, cuts, tops, bottoms, links)
             share = 2 * (num_columns - 1) / num_columns * (each * workload.wire_bytes)
-            wire_s = [spent + share * own_s for spent, own_s in zip(wire_s, owned, strict=True)]
-            heights = (bottom - top for column in cuts for top, bottom in pairwise(column))
-            copied_s = [
-                spent + 2 * share * height / processor.copy_bytes_per_s
-                for spent, height, processor in zip(copied_s, heights, own, strict=True)
-            ]
+            wire_s += share * owned
+            copied_s += 2 * share * (bottoms - tops) / copy_bytes_per_s
     riders = riding_elements(workload, columns=num_columns)
     apart_s, riding_bytes = 0.0, 0.0
     if riders <= RIDE_ALONG_ELEMENTS:
@@ -208,12 +214,9 @@ def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> flo
         apart_s = _sums_s(algorithm, layout.processors, [(1, riders)], workload, links)
         if not workload.blocks:
             return apart_s
-    riding_s = riding_bytes / links.among(layout.processors).bandwidth_bytes_per_s
-    return apart_s + max(
-        max(wire + riding_s + rounds * latency_s, copied + 2 * riding_bytes / processor.copy_bytes_per_s)
-        + 2 * rounds * messages * processor.message_s
-        for wire, copied, latency_s, messages, processor in zip(wire_s, copied_s, latencies_s, neighbours, own, strict=True)
-    )
+    wire_s = wire_s + riding_bytes / among.bandwidth_bytes_per_s + rounds * latencies_s
+    copied_s += 2 * riding_bytes / copy_bytes_per_s
+    return apart_s + float(np.max(np.maximum(wire_s, copied_s) + 2 * rounds * neighbours * message_s))
 
 
 def _horizontal_at_least_s(layout: Layout, workload: Workload, links: SlowestLink) -> float:
@@ -221,14 +224,11 @@ def _horizontal_at_least_s(layout: Layout, workload: Workload, links: SlowestLin
     num_columns = len(layout.columns)
     if num_columns == 1 or not workload.blocks:
         return _horizontal_s(layout, workload, links)
-    deepest = max(len(column.processors) for column in layout.columns)
-    elements = sum(count * block.parameters for block, count in workload.kinds if block.units >= FEW * deepest)
-    height, name = max(
-        (height, name) for column in layout.columns for height, name in zip(column.heights, column.processors, strict=True)
-    )
+    elements = sum(count * block.parameters for block, count in workload.kinds if block.units >= FEW * layout.deepest)
+    highest = int(layout.heights.argmax())
+    height, name = float(layout.heights[highest]), layout.processors[highest]
     cluster = links.cluster
-    crowd = max(Counter(links.host.values()).values())
-    link = cluster.network if num_columns > crowd and not cluster.links else cluster.fastest_link
+    link = cluster.network if num_columns > cluster.most_on_a_host and not cluster.links else cluster.fastest_link
     rounds = 1 if num_columns == 2 else 2
     size_bytes = 2 * (num_columns - 1) / num_columns * elements * workload.wire_bytes * height
     message_s = cluster.by_name[name].message_s
@@ -240,16 +240,26 @@ def _cuts(sizes: Sequence[int]) -> tuple[float, ...]:
     return (0.0, *(cut / total for cut in accumulate(sizes)))
 
 
-def _owned(layout: Layout, cuts: Sequence[tuple[float, ...]], links: SlowestLink) -> tuple[list[float], list[float], list[int]]:
-    """Of each processor: its height over the bandwidth among its units' owners, the longest latency to one, and how many."""
+def _owned(
+    layout: Layout, cuts: Sequence[tuple[float, ...]], tops: Vector, bottoms: Vector, links: SlowestLink
+) -> tuple[Vector, Vector, NDArray[np.int64]]:
+    """Of each processor: its height over the bandwidth among its units' owners, the longest latency to one, and how many.
+
+    Args:
+        layout: who lies where.
+        cuts: of each column.
+        tops: of all tiles, column by column.
+        bottoms: the same.
+        links: among the processors.
+    """
     inner = sorted((cut, index, below) for index, column in enumerate(cuts) for below, cut in enumerate(column[1:-1], start=1))
-    crossings = [cut for cut, _, _ in inner]
-    edges = [*sorted({0.0, *(cut for cut in crossings if cut < 1.0)}), 1.0]
+    crossings = np.array([cut for cut, _, _ in inner])
+    edges = np.array([*sorted({0.0, *(cut for cut, _, _ in inner if cut < 1.0)}), 1.0])
     group_s = [0.0]
     latencies = []
     owners = LinkGroup(links, [column.processors[0] for column in layout.columns])
     passed = 0
-    for start, stop in pairwise(edges):
+    for start, stop in pairwise(edges.tolist()):
         while passed < len(inner) and inner[passed][0] <= start:
             _, index, below = inner[passed]
             owners.replace(layout.columns[index].processors[below - 1], layout.columns[index].processors[below])
@@ -257,15 +267,11 @@ def _owned(layout: Layout, cuts: Sequence[tuple[float, ...]], links: SlowestLink
         link = owners.link()
         group_s.append((stop - start) / link.bandwidth_bytes_per_s)
         latencies.append(link.latency_s)
-    elapsed = list(accumulate(group_s))
-    position = {edge: index for index, edge in enumerate(edges)}
-    owned, waits_s, neighbours = [], [], []
-    for column in cuts:
-        for top, bottom in pairwise(column):
-            first, last = position[top], position[bottom]
-            owned.append(elapsed[last] - elapsed[first])
-            waits_s.append(max(latencies[first:last], default=0.0))
-            # One neighbour in every other column, and one more for each of their cuts inside this tile.
-            inside = bisect_left(crossings, bottom) - bisect_right(crossings, top)
-            neighbours.append(len(cuts) - 1 + inside if first < last else 0)
-    return owned, waits_s, neighbours
+    elapsed = np.array(list(accumulate(group_s)))
+    first, last = np.searchsorted(edges, tops), np.searchsorted(edges, bottoms)
+    # Of the places between `first` and `last` the greatest: every other one of these ranges is such a tile.
+    ranges = np.stack([first, last], axis=1).ravel()
+    waits_s = np.where(first < last, np.maximum.reduceat([*latencies, 0.0], ranges)[::2], 0.0)
+    # One neighbour in every other column, and one more for each of their cuts inside this tile.
+    inside = np.searchsorted(crossings, bottoms) - np.searchsorted(crossings, tops, side="right")
+    return elapsed[last] - elapsed[first], waits_s, np.where(first < last, len(cuts) - 1 + inside, 0)

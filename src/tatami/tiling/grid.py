@@ -38,12 +38,13 @@ def grid_builder(
         across = fsum(column[0].speed for column in columns)
         shares = heights(columns[0])
         down = fsum(shares)
+        own = tuple(share / down for share in shares)
         return Layout(
             columns=tuple(
                 Column(
                     width=column[0].speed / across,
                     processors=tuple(processor.name for processor in column),
-                    heights=tuple(share / down for share in shares),
+                    heights=own,
                 )
                 for column in columns
             )

@@ -14,7 +14,7 @@ class SlowestLink:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.host = {processor.name: processor.host for processor in cluster.processors}
+        self.host = cluster.host_of
         self.local_and_network = slowest((cluster.local, cluster.network))
 
     def among(self, names: Iterable[str]) -> Link:

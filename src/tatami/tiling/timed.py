@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from math import fsum
 from typing import ClassVar, final
 
@@ -17,8 +18,8 @@ from tatami.tiling.merge import SrpmMergedPlanner
 from tatami.tiling.planner import AbstractPlanner, ascending, cheapest_whole
 from tatami.tiling.span import FEW
 from tatami.tiling.speeds import at_equal_times, at_tiles
-from tatami.tiling.srpm import SrpmPlanner, srpm_table
-from tatami.tiling.weighted import WeightedPlanner
+from tatami.tiling.srpm import SrpmTable, srpm_layout, srpm_table
+from tatami.tiling.weighted import WeightedPlanner, data_parallel
 from tatami.workload import Workload
 
 _ROWS = 256
@@ -38,18 +39,15 @@ class TimedPlanner(AbstractPlanner):
     sized: ClassVar[bool] = True
 
     def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
-        others: tuple[AbstractPlanner, ...] = (
-            SrpmPlanner(),
-            SrpmMergedPlanner(),
-            WeightedPlanner(),
-            EvenPlanner(),
-            GridPlanner(),
-            GridRevPlanner(),
-        )
+        others: tuple[AbstractPlanner, ...] = (WeightedPlanner(), EvenPlanner(), GridPlanner(), GridRevPlanner())
 
         def tried(plain: Cluster) -> list[Layout]:
             layouts = [other.layout(cluster=plain, workload=workload, cost=cost) for other in others]
-            return [*layouts, *_partitions(plain, workload=workload)]
+            if not workload.blocks:
+                return [data_parallel(ascending(plain)), *layouts]
+            table = srpm_table(plain, workload=workload, least_rows=_ROWS)
+            srpm = srpm_layout(plain, workload=workload, table=table)
+            return [srpm, SrpmMergedPlanner().merged(srpm), *layouts, *_partitions(plain, workload=workload, table=table)]
 
         layouts = tried(at_equal_times(cluster, workload=workload))
         found = cheapest_whole(layouts, cluster=cluster, workload=workload, cost=cost)
@@ -88,9 +86,8 @@ def balanced(columns: Sequence[Sequence[Processor]], *, workload: Workload) -> L
     return Layout(columns=tuple(column.as_wide_as(rate / total) for column, rate in zip(result, rates, strict=True)))
 
 
-def _partitions(cluster: Cluster, *, workload: Workload) -> Iterator[Layout]:
-    if not workload.blocks:
-        return
+def _partitions(cluster: Cluster, *, workload: Workload, table: SrpmTable) -> Iterator[Layout]:
+    """Of the ascending order, which `table` is of, and of others."""
     orders = [ascending(cluster)]
     by_host = sorted(orders[0], key=lambda processor: processor.host)
     by_memory = sorted(orders[0], key=lambda processor: processor.memory_bytes or 0)
@@ -104,14 +101,15 @@ def _partitions(cluster: Cluster, *, workload: Workload) -> Iterator[Layout]:
     if layout is not None:
         yield layout
     for order in orders:
-        table = srpm_table(cluster, workload=workload, least_rows=_ROWS, order=order)
+        if order is not orders[0]:
+            table = srpm_table(cluster, workload=workload, least_rows=_ROWS, order=order)
         num_columns = 0
         while num_columns < len(table.rows):
             num_columns = min(num_columns + max(1, num_columns // 8), len(table.rows))
             sizes = table.partition(num_columns)
             if sizes is None:
                 continue
-            places = iter(order)
-            layout = balanced([[next(places) for _ in range(size)] for size in sizes], workload=workload)
+            stops = accumulate(sizes)
+            layout = balanced([order[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)], workload=workload)
             if layout is not None:
                 yield layout

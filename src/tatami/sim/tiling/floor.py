@@ -93,8 +93,7 @@ class Floor:
         """
         self.tilings = tuple(tilings)
         names = [processor.name for processor in cluster.processors]
-        hosts = {processor.name: processor.host for processor in cluster.processors}
-        self.traffic = traffic_of(tilings or (tiling,), workload=workload, names=names, hosts=hosts)
+        self.traffic = traffic_of(tilings or (tiling,), workload=workload, names=names, hosts=cluster.host_of)
         self._cluster = cluster
         self._rank_of = cluster.rank_of
         self._schedules: dict[int, Schedule] = {}
