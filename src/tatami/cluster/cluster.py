@@ -168,6 +168,16 @@ class Cluster:
         return {processor.name: processor.host for processor in self.processors}
 
     @cached_property
+    def message_s(self) -> dict[str, float]:
+        """`Processor.message_s` of each processor."""
+        return {processor.name: processor.message_s for processor in self.processors}
+
+    @cached_property
+    def copy_bytes_per_s(self) -> dict[str, float]:
+        """`Processor.copy_bytes_per_s` of each processor."""
+        return {processor.name: processor.copy_bytes_per_s for processor in self.processors}
+
+    @cached_property
     def most_on_a_host(self) -> int:
         """How many processors the host has that has most."""
         return max(Counter(self.host_of.values()).values())

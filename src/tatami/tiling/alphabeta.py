@@ -127,7 +127,7 @@ def hiding_pays(
 def _vertical_s(names: tuple[str, ...], width: float, workload: Workload, links: SlowestLink) -> float:
     if len(names) == 1 or not workload.blocks:
         return 0.0
-    algorithm = sum_algorithm([links.host[name] for name in names])
+    algorithm = sum_algorithm(list(map(links.host.__getitem__, names)))
     sizes = [
         (count * sums, width * workload.samples * elements / sums)
         for block, count in workload.kinds
@@ -141,10 +141,9 @@ def _sums_s(
 ) -> float:
     """Of sums over the same processors: how many there are of so many elements each."""
     element_bytes = workload.element_bytes if algorithm == "native" else workload.wire_bytes
-    own = [links.cluster.by_name[name] for name in names]
     link = links.among(names)
-    message_s = max(processor.message_s for processor in own)
-    copy_bytes_per_s = min(processor.copy_bytes_per_s for processor in own)
+    message_s = max(map(links.cluster.message_s.__getitem__, names))
+    copy_bytes_per_s = min(map(links.cluster.copy_bytes_per_s.__getitem__, names))
     total_s = 0.0
     for count, size in sizes:
         found = sum_size(algorithm, members=len(names), size=size, element_bytes=element_bytes)
@@ -180,14 +179,14 @@ def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> flo
     num_columns = len(layout.columns)
     if num_columns == 1:
         return 0.0
-    own = [links.cluster.by_name[name] for name in layout.processors]
-    message_s = np.array([processor.message_s for processor in own])
-    copy_bytes_per_s = np.array([processor.copy_bytes_per_s for processor in own])
+    cluster, num_ranks = links.cluster, len(layout.processors)
+    message_s = np.fromiter(map(cluster.message_s.__getitem__, layout.processors), np.float64, num_ranks)
+    copy_bytes_per_s = np.fromiter(map(cluster.copy_bytes_per_s.__getitem__, layout.processors), np.float64, num_ranks)
     among = links.among(layout.processors)
     rounds = 1 if num_columns == 2 or not workload.blocks else 2
     # Without blocks everyone tells everyone.
-    wire_s, copied_s = np.zeros(len(own)), np.zeros(len(own))
-    latencies_s, neighbours = np.full(len(own), among.latency_s), np.full(len(own), num_columns - 1)
+    wire_s, copied_s = np.zeros(num_ranks), np.zeros(num_ranks)
+    latencies_s, neighbours = np.full(num_ranks, among.latency_s), np.full(num_ranks, num_columns - 1)
     if workload.blocks:
         # Blocks of many units are cut at the same heights, those of few each in its own way; the finest of all come last.
         elements: Counter[tuple[bool, int]] = Counter()
@@ -231,7 +230,7 @@ def _horizontal_at_least_s(layout: Layout, workload: Workload, links: SlowestLin
     link = cluster.network if num_columns > cluster.most_on_a_host and not cluster.links else cluster.fastest_link
     rounds = 1 if num_columns == 2 else 2
     size_bytes = 2 * (num_columns - 1) / num_columns * elements * workload.wire_bytes * height
-    message_s = cluster.by_name[name].message_s
+    message_s = cluster.message_s[name]
     return size_bytes / link.bandwidth_bytes_per_s + rounds * link.latency_s + 2 * rounds * (num_columns - 1) * message_s
 
 

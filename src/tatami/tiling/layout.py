@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, compress, pairwise
 from typing import Any
 
 import numpy as np
@@ -141,9 +141,14 @@ class Layout:
 
     def unit_shares(self, units: int) -> NDArray[np.float64]:
         """`Column.unit_shares` of all `processors`."""
-        few = [column for column in self.columns if units < FEW * len(column.processors)]
-        Column.cut_together(few, units)
-        return self._of_all(column.unit_shares(units) for column in self.columns) if few else self.heights
+        if units >= FEW * self.deepest:
+            return self.heights
+        counts = np.diff(self.starts, append=len(self.processors))
+        few = units < FEW * counts
+        Column.cut_together(compress(self.columns, few), units)
+        whole = (column.unit_sizes(units) if own else column.heights for column, own in zip(self.columns, few, strict=True))
+        shares = self._of_all(whole)
+        return np.where(np.repeat(few, counts), shares / units, shares)
 
     def sample_sizes(self, samples: int) -> tuple[int, ...]:
         """How many of a batch's `samples` each column has: `whole_shares`."""

@@ -31,7 +31,7 @@ class LinkGroup:
 
     def __init__(self, links: SlowestLink, names: Iterable[str]) -> None:
         self._links = links
-        self._members = Counter(links.host[name] for name in names)
+        self._members = Counter(map(links.host.__getitem__, names))
         self._size = self._members.total()
 
     def replace(self, old: str, new: str) -> None:
