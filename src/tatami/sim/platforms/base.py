@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tatami.cluster.cluster import link_problems
+from tatami.cluster.cluster import Link, link_problems
 from tatami.errors import ClusterError
 
 
@@ -106,6 +106,10 @@ class AbstractPlatform(ABC):
     @abstractmethod
     def parts(self) -> tuple[PlatformPart, ...]:
         """What there is, for people."""
+
+    def unshared(self, source: int, target: int) -> Link | None:  # noqa: ARG002 - nothing is known of it
+        """The link from one host to another that every transfer has to itself; None where transfers may share something."""
+        return None
 
     @abstractmethod
     def build(self, engine: Any) -> list[Any]:
