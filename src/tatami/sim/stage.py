@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tatami.sim.engine import simgrid
@@ -42,18 +42,15 @@ class Going:
     ended: bool = False
 
 
-@dataclass(order=True, slots=True)
-class _Timer:
-    at_s: float
-    number: int
-    going: Going = field(compare=False)
+_Timer = tuple[float, int, Going]
+"""When, and which number it has: of timers for the same time the one that was started first comes first."""
 
 
 class Stage:
     """Machines and links of a platform, ready to be used by the one actor; made by `play`.
 
-    A transfer that shares no link (`AbstractPlatform.unshared`) is a timer: SimGrid's solver looks at all transfers whenever one
-    ends. Its clock stands still while there are only timers, and is put right before the next activity begins.
+    A transfer that shares no link (`AbstractPlatform.unshared`) is a timer: SimGrid's solver looks at all transfers whenever
+    one ends. Its clock stands still while there are only timers, and is put right before the next activity begins.
 
     Attributes:
         hosts: SimGrid's hosts, in the order of the platform's.
@@ -103,7 +100,7 @@ class Stage:
     def at(self, at_s: float, then: Then) -> Going:
         """Do something at a time, at once if it is past."""
         going = Going(number=next(self._numbers), then=then)
-        heapq.heappush(self._timers, _Timer(at_s=at_s, number=going.number, going=going))
+        heapq.heappush(self._timers, (at_s, going.number, going))
         return going
 
     def cancel(self, going: Going) -> None:
@@ -121,7 +118,7 @@ class Stage:
 
     def clear(self) -> None:
         """Break everything off."""
-        for going in [*self._waiting.all, *(timer.going for timer in self._timers)]:
+        for going in [*self._waiting.all, *(going for _, _, going in self._timers)]:
             self.cancel(going)
 
     def drive(self) -> None:
@@ -142,19 +139,19 @@ class Stage:
 
     def _due(self) -> list[Going]:
         """Timers whose time has come, and activities that ended at that time too."""
-        while self._timers and self._timers[0].going.ended:
+        while self._timers and self._timers[0][2].ended:
             heapq.heappop(self._timers)
         due: list[Going] = []
-        until_s = self.now_s + _SAME_TIME_S
-        while self._timers and self._timers[0].at_s <= until_s:
-            timer = heapq.heappop(self._timers)
-            if not timer.going.ended:
-                due.append(timer.going)
+        until_s = self._now_s + _SAME_TIME_S
+        while self._timers and self._timers[0][0] <= until_s:
+            _, _, going = heapq.heappop(self._timers)
+            if not going.ended:
+                due.append(going)
         return due
 
     def _next(self) -> list[Going]:
         """Wait until something ends, or a timer is due."""
-        until_s = self._timers[0].at_s if self._timers else None
+        until_s = self._timers[0][0] if self._timers else None
         if len(self._waiting):
             ended = self._waiting.next(until_s)
             self._now_s = float(self._simgrid.Engine.clock)
