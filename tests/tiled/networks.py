@@ -317,7 +317,7 @@ class AutoEncoder(nn.Module):
         super().__init__()
         self.encode = nn.Sequential(nn.Conv2d(2, 5, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(5, 3, 3, padding="same"))
         self.decode = nn.Sequential(
-            nn.ConvTranspose2d(3, 6, 3, stride=2, padding=1, output_padding=1), nn.BatchNorm2d(6), nn.ReLU(),
+            nn.ConvTranspose2d(3, 6, 3, stride=2, padding=1, output_padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(),
             nn.ConvTranspose2d(6, 6, 3, padding=1, groups=6), nn.ReLU(),
             nn.ConvTranspose2d(6, 2, 1),
         )  # fmt: skip
@@ -335,7 +335,7 @@ class ResNeXt(nn.Module):
         self.block = nn.Sequential(
             nn.Conv2d(2, 6, 3, padding="same"), nn.ReLU(),
             nn.Conv2d(6, 12, 3, padding="same", groups=3, padding_mode="circular"), nn.ReLU(),
-            nn.Conv2d(12, 4, (1, 2), padding="same"),
+            nn.Conv2d(12, 4, (1, 3), padding="same"),
         )  # fmt: skip
         self.head = nn.Linear(4, 3)
 

@@ -98,7 +98,7 @@ def plan_t_comm(speeds: list[float], workload: Workload) -> float:
 def test_of_many_processors_every_row_is_that_of_the_recurrence() -> None:
     chance = random.Random(1)
     speeds = [chance.uniform(0.1, 1.0) for _ in range(150)]
-    table = srpm_table(Cluster.from_speeds(speeds), workload=PAPER, least_rows=60)
+    table = srpm_table(Cluster.from_speeds(speeds), workload=Workload.mlp(203, 800, 26, samples=1024), least_rows=60)
     reach = [0.0, *accumulate(table.abilities)]
     row = [inf, *(reach[q] * (q - 1) for q in range(1, 151))]
     for columns in range(2, 61):
