@@ -126,10 +126,11 @@ def _flop(node: fx.Node, following: Following) -> float:
         queries = math.prod(_hint(size) for size in q[:-1])
         return 2.0 * queries * _hint(k[-2]) * (_hint(q[-1]) + _hint(v[-1]))
     if node.target in CONVOLUTIONS:
-        x, weight = node.args[:2]
+        x, weight = (each.meta["val"].shape for each in node.args[:2])  # type: ignore[union-attr]
         # Of each output what it is made of; of a transposed convolution, of each input what is made of it.
-        places = _numel(x if node.target in TRANSPOSED else node)  # type: ignore[arg-type]
-        return 2.0 * places * math.prod(_hint(size) for size in weight.meta["val"].shape[1:])  # type: ignore[union-attr]
+        places = math.prod(_hint(size) for size in x) if node.target in TRANSPOSED else _numel(node)
+        inner = math.prod(_hint(size) for size in weight[1:])
+        return 2.0 * places * inner
     if node in following.contracted and node.target is not aten.sum.dim_IntList:
         return 2.0 * _numel(node) * _hint(extent(following.contracted[node]))
     target = node.target
