@@ -17,6 +17,7 @@ import json
 import shlex
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -52,7 +53,7 @@ from tatami.tiling import AlphaBetaCost, largest_remainder, plan, spans
 from tatami.workload import Workload, gpt_workload
 
 RESULTS = Path(__file__).parent / "results" / "rivals_gpt.jsonl"
-CONTESTANTS = ("tatami", "tatami-retiled", "tatami-bfloat16", "ddp", "ddp-weighted", "ddp-weighted-float16")
+CONTESTANTS = ("tatami", "tatami-early", "tatami-retiled", "tatami-bfloat16", "ddp", "ddp-weighted", "ddp-weighted-float16")
 _CHARACTERS = 96
 _TIMEOUT_S = 600.0
 _LEARNING_RATE = 1e-3
@@ -70,6 +71,7 @@ class GptRace:
         contestants: of `CONTESTANTS`.
         settle: iterations that a contestant that re-tiles has before it is measured.
         rounds, repeats: blocks of each contestant, in turn, and iterations of a block.
+        bucket_bytes: of `tatami-early`, whose gradients leave while earlier blocks compute.
         speeds: of the hosts, relative.
     """
 
@@ -83,6 +85,7 @@ class GptRace:
     settle: int
     rounds: int
     repeats: int
+    bucket_bytes: int
     speeds: tuple[float, ...]
 
     @property
@@ -128,10 +131,13 @@ class Racing:
                 step()
         self._spent.clear()
         block_s: dict[str, list[float]] = {name: [] for name in contestants}
+        cpu_s: dict[str, list[float]] = {name: [] for name in contestants}
         alone_s: list[list[float]] = []
         for _ in range(race.rounds):
             for name, step in contestants.items():
+                start_s = time.process_time()  # of all threads
                 block_s[name].append(self._timed(step, race.repeats))
+                cpu_s[name].append((time.process_time() - start_s) / race.repeats)
             mine = self._timed(alone, race.repeats) * race.samples / max(shares[comm.rank], 1)
             alone_s.append(list(comm.allgather_object(mine)))
         rounds_s = {
@@ -142,6 +148,7 @@ class Racing:
             "shares": shares,
             "rounds_s": rounds_s,
             "alone_s": alone_s,
+            "cpu_s": {name: comm.allgather_object(fmean(each)) for name, each in cpu_s.items()},
             "phases_s": {name: comm.allgather_object(_mean(spent)) for name, spent in self._spent.items()},
             "columns_of": {
                 name: [len(each.processors) for each in model.layout.columns] for name, model in self._models.items()
@@ -182,9 +189,10 @@ class Racing:
 
     def _tiled(self, name: str, cluster: Cluster) -> Step:
         wire = "bfloat16" if name.endswith("bfloat16") else None
+        early = self._race.bucket_bytes if name.endswith("early") else None
         model: TiledModel = tile(
             self._model, self._comm, batch_size=self._race.samples, sample=self._x[:2], speeds=cluster, reduction="mean",
-            wire=wire, quiet=name != "tatami",
+            wire=wire, bucket_bytes=early, quiet=name != "tatami",
         )  # fmt: skip
         optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
         retiling = Retiling(model, optimizer, retiler=Retiler()) if name.endswith("retiled") else None
@@ -326,6 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settle=options.settle,
         rounds=options.rounds,
         repeats=options.repeats,
+        bucket_bytes=options.bucket_bytes,
         speeds=CONDITIONS["A"],
     )
     try:
@@ -356,6 +365,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--settle", type=int, default=12, help="iterations before one that re-tiles is measured")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--bucket-bytes", type=int, default=1 << 20, help="gradients of tatami-early that leave together")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for the whole lab")
     parser.add_argument("--out", type=Path, default=RESULTS, help="a .jsonl file; records are added to it; give it last")
     parser.add_argument("--rank", type=Path, nargs=2, help=argparse.SUPPRESS)

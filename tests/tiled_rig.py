@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from drawing import one_at_a_time
+from tatami.cluster import Cluster, Processor
 from tatami.comm import Recording
 from tatami.comm.base import AbstractCommunicator
 from tatami.tiled import TiledModel, tile, whole_state_dict
@@ -230,19 +231,29 @@ def tiled(
     reduction: str | None = "mean",
     wire: str | None = None,
     bucket_bytes: int | None = None,
+    uneven: bool = False,
 ) -> TiledModel:
-    """`tatami.tile` as the tests call it."""
+    """`tatami.tile` as the tests call it; `uneven`: bytes cost some ranks more than others."""
     assert reduction in ("mean", "sum", None)
     return tile(
         model,
         comm,
         batch_size=batch_size,
-        speeds="equal",
+        speeds=uneven_cluster(comm.hosts) if uneven else "equal",
         layout=layout,
         reduction="mean" if reduction == "mean" else "sum" if reduction == "sum" else None,
         wire=wire,
         bucket_bytes=bucket_bytes,
     )
+
+
+def uneven_cluster(hosts: Sequence[str]) -> Cluster:
+    """Processors p0, p1, ... of one speed, of which the first of each three can hardly copy, and the last copies best."""
+    processors = (
+        Processor(name=f"p{rank}", speed=1.0, host=host, copy_bytes_per_s=(1e5, 1e6, 3e6)[rank % 3])
+        for rank, host in enumerate(hosts)
+    )
+    return Cluster(processors=tuple(processors))
 
 
 def plain_loss(output: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:

@@ -44,13 +44,20 @@ def check_input(path: Path | str, *, what: str, error: type[InputError] = InputE
         )
 
 
-def read_text(path: Path | str, *, what: str, error: type[InputError] = InputError, encoding: str = "utf-8") -> str:
-    """The text of a file of at most 8 MiB. See `check_input`.
+def read_text(
+    path: Path | str,
+    *,
+    what: str,
+    error: type[InputError] = InputError,
+    encoding: str = "utf-8",
+    largest_bytes: int | None = LARGEST_TEXT_BYTES,
+) -> str:
+    """The text of a file, by default of at most 8 MiB. See `check_input`.
 
     Raises:
         InputError: as `check_input`; or it cannot be read, or is not text.
     """
-    check_input(path, what=what, error=error, largest_bytes=LARGEST_TEXT_BYTES)
+    check_input(path, what=what, error=error, largest_bytes=largest_bytes)
     try:
         return Path(path).read_text(encoding=encoding)
     except OSError as problem:

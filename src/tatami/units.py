@@ -94,7 +94,8 @@ class _Quantity:
                 if float((text := _rounded(float(scaled[symbol]), digits=digits)).replace(",", "")) >= 1:
                     return f"{text} {symbol}"
             return f"{_rounded(float(scaled[self.printed[-1]]), digits=digits)} {self.printed[-1]}"
-        texts = [f"{_shortest(count)} {symbol}" for symbol, count in scaled.items() if count <= _LARGEST]
+        # The shortest text that is the float nearest to each count, without a trailing `.0`.
+        texts = [f"{repr(float(each)).removesuffix('.0')} {symbol}" for symbol, each in scaled.items() if each <= _LARGEST]
         return min((text for text in texts if float(self.exact(text)) == value), key=len)
 
     def read(self, text: str) -> Fraction:
@@ -273,8 +274,3 @@ def _rounded(value: float, *, digits: int) -> str:
     decimals = min(12, max(0, digits - 1 - math.floor(math.log10(value))))
     text = f"{float(f'{value:.{digits}g}'):,.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def _shortest(value: Fraction) -> str:
-    """The shortest text that is the float nearest to it, without a trailing `.0`."""
-    return repr(float(value)).removesuffix(".0")

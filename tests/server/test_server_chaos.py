@@ -24,6 +24,7 @@ pytest.importorskip("ray")
 
 import ray
 import ray.cluster_utils
+from storm_rig import Blow, Storm, Target, draw_blows
 from train_rig import train_with
 
 from tatami.engine.crew import Crew
@@ -36,7 +37,6 @@ from tatami.server.optimizers import SGD
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
 from tatami.server.report import RunReport
 from tatami.server.run_control import RunControl
-from tatami.testing.chaos import Blow, Storm, Target, draw_blows
 from tatami.testing.crash import Death
 
 RUNS = int(os.environ.get("TATAMI_CHAOS_RUNS", "10"))

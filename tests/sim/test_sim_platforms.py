@@ -78,13 +78,39 @@ def test_every_fault_of_a_file_with_its_path(tmp_path: Path) -> None:
     problems = "\n".join(caught.value.problems)
     for part in (
         "fabric: must be one of tcp, rdma, not 'pigeon'",
-        "groups[0].count: must be a whole number >= 1, not 0",
+        "groups[0].count: must be a whole number from 1 to 200,000, not 0",
         "groups[0].groups[0].speed: must be > 0, not 0",
         "groups[0].groups[0].link.bandwidth: must be >= 0, not -1",
-        "groups[1].name: must be a text",
-        "groups[1].nam: unknown key",
+        "groups[1].name: is missing",
+        "groups[1].nam: unknown key; did you mean name?",
     ):
         assert part in problems
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("groups = []", "groups: there is none"),
+        ("groups = 3", "groups: must be a list of tables: head each with double brackets"),
+        ("groups = [1]", "groups[0]: must be a table, not 1"),
+        ('[[groups]]\nname = "a"\nlink = 3', "groups[0].link: must be a table, not 3"),
+        ('[[groups]]\nname = "a"\nlink = { bandwidth = 1, fat = 3 }', "groups[0].link.fat: must be true or false, not 3"),
+        ('[[groups]]\nname = "a"\n[backbone]\nlatency = 1', "backbone.bandwidth: is missing"),
+        (
+            '[[groups]]\nname = "a"\nspeed = 1\n[[groups.groups]]\nname = "b"',
+            "groups[0]: speed and cores are of machines; this holds groups",
+        ),
+        (
+            "".join(f'[[{".".join(["groups"] * depth)}]]\nname = "a"\n' for depth in range(1, 22)),
+            "groups are nested more than 20 deep",
+        ),
+    ],
+)
+def test_what_is_no_group_is_refused_where_it_is(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises(ClusterError) as caught:
+        read_platform(tmp_path / "bad.toml")
+    assert problem in caught.value.problems
 
 
 def test_an_unreachable_host_is_named() -> None:

@@ -35,7 +35,7 @@ def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str, wo
     file.write_text(text)
     with pytest.raises(InputError, match=words):
         read_trace(file)
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="cannot read the trace"):
         read_trace(tmp_path / "none.csv")
 
 

@@ -62,6 +62,7 @@ def check_tiled_run(
     reduction: str,
     dtype: torch.dtype,
     bucket_bytes: int | None = None,
+    uneven: bool = False,
 ) -> None:
     """The tiled run, re-tiled wherever `layouts_of_steps` changes, against the plain one."""
     expected_grads, expected_state = plain_run(network.build(dtype), batches, optimizer=optimizer, reduction=reduction)
@@ -70,7 +71,10 @@ def check_tiled_run(
 
     def body(comm: AbstractCommunicator) -> None:
         layout = layouts_of_steps[0]
-        model = tiled(built, comm, layout=layout, batch_size=len(batches[0][0]), reduction=reduction, bucket_bytes=bucket_bytes)
+        model = tiled(
+            built, comm, layout=layout, batch_size=len(batches[0][0]), reduction=reduction, bucket_bytes=bucket_bytes,
+            uneven=uneven,
+        )  # fmt: skip
         steps = optimizer(model.parameters())
         for step, (x, y) in enumerate(batches):
             if layouts_of_steps[step] is not layout:

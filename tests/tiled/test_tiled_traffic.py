@@ -19,7 +19,7 @@ from tatami.sim.tiling.floor import Floor
 from tatami.testing.worlds import World
 from tatami.tiled import TiledModel, move, tile
 from tatami.tiling import Layout, SumKind
-from tiled_rig import Network, Placed, hosts_of, layouts, networks, some_layouts, tiled
+from tiled_rig import Network, Placed, hosts_of, layouts, networks, some_layouts, tiled, uneven_cluster
 
 pytestmark = pytest.mark.mpi
 
@@ -91,9 +91,10 @@ def cluster_of(hosts: tuple[str, ...]) -> Cluster:
     kind=st.sampled_from(["one", "apart", "two"]),
     wire=st.sampled_from([None, "bfloat16", "float16"]),
     bucket_bytes=st.sampled_from([None, 1, 200]),
+    uneven=st.booleans(),
 )
 def test_a_step_sends_what_is_described(
-    world: World, network: Network, data: st.DataObject, kind: str, wire: str | None, bucket_bytes: int | None
+    world: World, network: Network, data: st.DataObject, kind: str, wire: str | None, bucket_bytes: int | None, uneven: bool
 ) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     # All parameters take part: those without a gradient travel as zeros, but their blocks' inputs need no sum.
@@ -103,12 +104,17 @@ def test_a_step_sends_what_is_described(
     built = network.build(dtype)
     hosts = hosts_of(world.size, kind)
 
+    cluster = uneven_cluster(hosts) if uneven else cluster_of(hosts)
+
     def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, Placed(comm, hosts=hosts), layout=one, batch_size=samples, wire=wire, bucket_bytes=bucket_bytes)
+        model = tiled(
+            built, Placed(comm, hosts=hosts), layout=one, batch_size=samples, wire=wire, bucket_bytes=bucket_bytes,
+            uneven=uneven,
+        )  # fmt: skip
         x = torch.rand(samples, network.sizes[0], generator=torch.Generator().manual_seed(0), dtype=dtype)
-        check_step(model, x, cluster=cluster_of(hosts))
+        check_step(model, x, cluster=cluster)
         move(model, other, optimizer=None)
-        check_step(model, x, cluster=cluster_of(hosts))
+        check_step(model, x, cluster=cluster)
 
     world(body)
 

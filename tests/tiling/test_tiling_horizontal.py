@@ -46,10 +46,14 @@ def play(messages: tuple[Message, ...], tilings: tuple[Tiling, ...]) -> dict[tup
 
 
 @pytest.mark.parametrize("method", METHODS)
-@given(layout=layouts(), units=st.lists(st.integers(1, 3) | st.integers(1, 40), min_size=1, max_size=3))
-def test_every_owner_ends_with_the_sum_of_every_column_once(method: Method, layout: Layout, units: list[int]) -> None:
+@given(layout=layouts(), units=st.lists(st.integers(1, 3) | st.integers(1, 40), min_size=1, max_size=3), data=st.data())
+def test_every_owner_ends_with_the_sum_of_every_column_once(
+    method: Method, layout: Layout, units: list[int], data: st.DataObject
+) -> None:
     tilings = tuple(layout.cut(samples=64, units=count) for count in units)
-    messages = horizontal_messages(tilings, method=method)
+    part = st.sampled_from([0.0, 0.1, 0.5, 1.0])
+    shares = data.draw(st.none() | st.fixed_dictionaries(dict.fromkeys(layout.processors, part)), label="shares")
+    messages = horizontal_messages(tilings, method=method, shares=shares)
     # In base 1000 every digit counts how often a column's part came in.
     expected = sum(1000**column for column in range(len(layout.columns)))
     for block, tiling in enumerate(tilings):
@@ -75,6 +79,22 @@ def test_reduce_scatter_carries_no_more_than_the_bandwidth_optimum(layout: Layou
         if message.phase == 0:
             summed[int(message.dest[1])] += sum(span.size for _, span in message.spans)
     assert max(summed) - min(summed) <= columns - 1
+
+
+@given(shares=st.lists(st.integers(0, 9), min_size=2, max_size=8).filter(any), blocks=st.integers(1, 12))
+def test_what_each_sums_comes_to_its_share_over_many_blocks(shares: list[int], blocks: int) -> None:
+    """Of six heads in each block, although no owner sums a part of one."""
+    names = [f"p{index}" for index in range(len(shares))]
+    columns = tuple(Column(width=1 / len(names), processors=(name,), heights=(1.0,)) for name in names)
+    tilings = [Layout(columns=columns).cut(samples=64, units=6)] * blocks
+    own = dict(zip(names, map(float, shares), strict=True))
+    summed = dict.fromkeys(names, 0.0)
+    for message in horizontal_messages(tilings, method="reduce-scatter", shares=own):
+        if message.phase == 0:
+            summed[message.dest] += sum(span.size for _, span in message.spans) / (len(names) - 1)
+    for name in names:
+        assert summed[name] == pytest.approx(6 * blocks * own[name] / sum(shares), abs=2)
+        assert own[name] or not summed[name]
 
 
 def test_two_columns_direct() -> None:

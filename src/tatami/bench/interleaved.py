@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from tatami.clock import Clock, SystemClock
+from tatami.comm.tuning import cpu_model
 
 Contestant = Callable[[int], None]
 """Does its work so many times."""
@@ -72,14 +73,8 @@ def interleaved(
 
 def machine() -> dict[str, object]:
     """What the figures were measured on."""
-    model = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
-    except OSError:
-        model = platform.machine()
     return {
-        "cpu": model,
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

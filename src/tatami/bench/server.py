@@ -88,10 +88,7 @@ def bench_round(benchmark: ServerBenchmark) -> dict[str, Any]:
                     optimizer=SGD(lr=0.1),
                     heartbeat_s=60.0,
                 ),
-                context=RunContext(
-                    on_round=note,
-                    pool=pool,
-                ),
+                context=RunContext(on_round=note, pool=pool),
             )
             blocks.append(list(report.round_s[UNCOUNTED:]))
             rates.append(copy_bytes_per_s())

@@ -64,9 +64,7 @@ def _throughput(
                     consistency=BSP(),
                     heartbeat_s=60.0,
                 ),
-                context=RunContext(
-                    pool=pool,
-                ),
+                context=RunContext(pool=pool),
             )
             round_s.append(statistics.mean(report.round_s[UNCOUNTED:]))
     return {

@@ -2,7 +2,4 @@
 
 from tatami.checkpoints.multi_node_checkpoint import MultiNodeCheckpoint, Resumed
 
-__all__ = [
-    "MultiNodeCheckpoint",
-    "Resumed",
-]
+__all__ = ["MultiNodeCheckpoint", "Resumed"]

@@ -27,16 +27,7 @@ import torch
 
 from tatami.checkpoints.choice import Candidate, candidates
 from tatami.checkpoints.fetch import fetch
-from tatami.checkpoints.files import (
-    MANIFEST,
-    Manifest,
-    ManifestEntry,
-    file_name,
-    remove,
-    scan,
-    step_folder,
-    write_manifest,
-)
+from tatami.checkpoints.files import MANIFEST, Manifest, ManifestEntry, file_name, remove, scan, step_folder, write_manifest
 from tatami.checkpoints.replica_sets import parse_replica_sets, set_of
 from tatami.checkpoints.state_codec import State, decode, encode
 from tatami.checkpoints.writing import Writing
@@ -116,7 +107,7 @@ class MultiNodeCheckpoint:
         self._replica_sets = replica_sets
         self.regroup()
         self._comm.timeout_s = timeout_s
-        self._together("checkpoints cannot be written", self._probe)
+        self._together("checkpoints cannot be written", lambda: make_folder(self._directory))
 
     def regroup(self) -> None:
         """The ranks of the communicator are others than before. What they were writing is left as it is, no checkpoint."""
@@ -383,9 +374,6 @@ class MultiNodeCheckpoint:
         """Do it on all ranks; if it fails on one, all raise what happened there."""
         what = f"the checkpoint of step {step} {what}" if step is not None else what
         return all_or_none(self._comm, action, what=what, error=CheckpointError)
-
-    def _probe(self) -> None:
-        make_folder(self._directory)
 
 
 def _advice(step: int, usable: Candidate | None) -> str:

@@ -7,38 +7,19 @@ from typing import Annotated
 import typer
 
 import tatami
+from tatami.cli import demo, doctor, examples, plan, probe, report, run, train, tune, watch
 from tatami.cli.bench import bench
 from tatami.cli.bench_allreduce import ALLREDUCE_EPILOG, PUT_EPILOG, bench_allreduce, bench_put
 from tatami.cli.bench_data_parallel import DATA_PARALLEL_EPILOG, bench_data_parallel
 from tatami.cli.bench_functions import FUNCTIONS_EPILOG, bench_functions
 from tatami.cli.bench_server import SERVER_EPILOG, bench_server
-from tatami.cli.demo import EPILOG as DEMO_EPILOG
-from tatami.cli.demo import demo
-from tatami.cli.doctor import EPILOG as DOCTOR_EPILOG
-from tatami.cli.doctor import doctor
-from tatami.cli.examples import EPILOG as EXAMPLES_EPILOG
-from tatami.cli.examples import examples
 from tatami.cli.group import Commands
 from tatami.cli.lab import lab
-from tatami.cli.plan import EPILOG as PLAN_EPILOG
-from tatami.cli.plan import plan
-from tatami.cli.probe import EPILOG as PROBE_EPILOG
-from tatami.cli.probe import probe
-from tatami.cli.report import EPILOG as REPORT_EPILOG
-from tatami.cli.report import report
-from tatami.cli.run import EPILOG as RUN_EPILOG
-from tatami.cli.run import run
 from tatami.cli.server import server
 from tatami.cli.simulate import simulate
 from tatami.cli.simulate_allreduce import ALLREDUCE_EPILOG as SIMULATE_ALLREDUCE_EPILOG
 from tatami.cli.simulate_allreduce import simulate_allreduce
 from tatami.cli.simulate_tiling import TILING_EPILOG, simulate_tiling
-from tatami.cli.train import EPILOG as TRAIN_EPILOG
-from tatami.cli.train import train
-from tatami.cli.tune import EPILOG as TUNE_EPILOG
-from tatami.cli.tune import tune
-from tatami.cli.watch import EPILOG as WATCH_EPILOG
-from tatami.cli.watch import watch
 
 app = typer.Typer(
     name="tatami",
@@ -51,27 +32,27 @@ app = typer.Typer(
     epilog="New here? [bold]tatami demo[/] trains one network over four unequal ranks, three ways, in about a minute; "
     "[bold]tatami doctor[/] says what is here and what is missing.",
 )
-app.command(epilog=PROBE_EPILOG)(probe)
-app.command(epilog=PLAN_EPILOG)(plan)
-app.command(epilog=RUN_EPILOG, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(run)
-app.command(epilog=TRAIN_EPILOG)(train)
-app.command(epilog=WATCH_EPILOG)(watch)
-app.command(epilog=REPORT_EPILOG)(report)
+app.command(epilog=probe.EPILOG)(probe.probe)
+app.command(epilog=plan.EPILOG)(plan.plan)
+app.command(epilog=run.EPILOG, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(run.run)
+app.command(epilog=train.EPILOG)(train.train)
+app.command(epilog=watch.EPILOG)(watch.watch)
+app.command(epilog=report.EPILOG)(report.report)
 bench.command(name="allreduce", epilog=ALLREDUCE_EPILOG)(bench_allreduce)
 bench.command(name="put-vs-allgather", epilog=PUT_EPILOG)(bench_put)
 bench.command(name="dataparallel", epilog=DATA_PARALLEL_EPILOG)(bench_data_parallel)
 bench.command(name="functions", epilog=FUNCTIONS_EPILOG)(bench_functions)
 bench.command(name="server", epilog=SERVER_EPILOG)(bench_server)
 app.add_typer(bench, name="bench")
-app.command(epilog=TUNE_EPILOG)(tune)
+app.command(epilog=tune.EPILOG)(tune.tune)
 app.add_typer(lab, name="lab")
 app.add_typer(server, name="server")
 simulate.command(name="allreduce", epilog=SIMULATE_ALLREDUCE_EPILOG)(simulate_allreduce)
 simulate.command(name="tiling", epilog=TILING_EPILOG)(simulate_tiling)
 app.add_typer(simulate, name="simulate")
-app.command(epilog=DEMO_EPILOG)(demo)
-app.command(epilog=DOCTOR_EPILOG)(doctor)
-app.command(epilog=EXAMPLES_EPILOG)(examples)
+app.command(epilog=demo.EPILOG)(demo.demo)
+app.command(epilog=doctor.EPILOG)(doctor.doctor)
+app.command(epilog=examples.EPILOG)(examples.examples)
 
 
 def _show_version(wanted: bool) -> None:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tatami.cli.numbers import MOST_RANKS, finite
+from tatami.cli.options import Rounds
 from tatami.cli.terminal import show, show_json, tell
-from tatami.report import Table
+from tatami.report.tables import Table, table_of
 from tatami.units import format_duration
 from tatami.workload import parse_net
 
@@ -47,8 +48,7 @@ def bench_train(
         ),
     ] = None,
     net: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SIZES", help="May be given again. Default: 203-80-26, then 203-800-26."),
+        list[str] | None, typer.Option(metavar="SIZES", help="May be given again. Default: 203-80-26, then 203-800-26.")
     ] = None,
     model: Annotated[
         list[str] | None,
@@ -57,7 +57,7 @@ def bench_train(
     batch_size: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="The global batch. Default: 4096; gpt 16, cnn 64.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Timings to take the median of.")] = 7,
+    rounds: Rounds = 7,
     seconds: Annotated[
         float, typer.Option(callback=finite, min=0.001, metavar="S", help="About how long one timing takes.")
     ] = 0.5,
@@ -119,15 +119,9 @@ def _measured(benchmark: TrainBenchmark, ranks: int, *, asked: list[str], task: 
     if ranks == 1:
         return bench_train(benchmark, init(backend="single"), subject=subject)
     said = io.StringIO()
-    command = ["-m", "tatami", "bench", "train", "-n", str(ranks), *asked, "--json"]
-    command += [
-        "--batch-size",
-        str(benchmark.batch_size),
-        "--rounds",
-        str(benchmark.rounds),
-        "--seconds",
-        str(benchmark.seconds),
-    ]
+    settings = {"-n": ranks, "--batch-size": benchmark.batch_size, "--rounds": benchmark.rounds, "--seconds": benchmark.seconds}
+    command = ["-m", "tatami", "bench", "train", *asked, "--json"]
+    command += [text for name, value in settings.items() for text in (name, str(value))]
     with contextlib.redirect_stdout(said):
         code = launch.run(command, ranks=ranks)
     if code != 0:
@@ -156,21 +150,17 @@ def _table(records: list[dict[str, Any]]) -> Table:
     for record in records:
         rival = "plain" if record["ranks"] == 1 else "ddp-gloo"
         rows.append(
-            (
-                record["net"],
-                str(record["batch_size"]),
-                str(record["ranks"]),
-                rival,
-                format_duration(record[f"{rival}_median_s"], digits=3),
-                format_duration(record["tatami_median_s"], digits=3),
-                f"{record[f'speed_over_{rival}']:.2f} x",
-                f"{record[f'trainer_speed_over_{rival}']:.2f} x",
-            )
+            {
+                "network": record["net"],
+                "batch": str(record["batch_size"]),
+                "ranks": str(record["ranks"]),
+                "against": rival,
+                "its step": format_duration(record[f"{rival}_median_s"], digits=3),
+                "Tatami's\nstep": format_duration(record["tatami_median_s"], digits=3),
+                "Tatami's\nspeed": f"{record[f'speed_over_{rival}']:.2f} x",
+                "Trainer's\nspeed": f"{record[f'trainer_speed_over_{rival}']:.2f} x",
+            }
         )
     machine = records[0]["machine"]
-    return Table(
-        title=f"a step of training; medians of {records[0]['rounds']}; {machine['cores']} cores, torch {machine['torch']}",
-        headers=("network", "batch", "ranks", "against", "its step", "Tatami's\nstep", "Tatami's\nspeed", "Trainer's\nspeed"),
-        rows=tuple(rows),
-        numbers=frozenset({1, 2, 4, 5, 6, 7}),
-    )
+    title = f"a step of training; medians of {records[0]['rounds']}; {machine['cores']} cores, torch {machine['torch']}"
+    return table_of(title, rows, texts=("network", "against"))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.numbers import MOST_RANKS, finite, given_sizes
+from tatami.cli.numbers import given_sizes
+from tatami.cli.options import AsJson, Hosts, Ranks, Rounds, Seconds
+from tatami.cli.settings import takes
 from tatami.cli.terminal import show, show_json, tell
 from tatami.errors import InputError
 from tatami.report import Table, blank, check_path, draw_bandwidth, save
@@ -34,35 +37,36 @@ PUT_EPILOG = """
 tatami bench put-vs-allgather -n 4 --plot put.png
 """
 
-Ranks = Annotated[
-    int | None, typer.Option("-n", "--ranks", min=1, max=MOST_RANKS, metavar="N", help="How many.", show_default="2")
-]
-Hosts = Annotated[str | None, typer.Option(metavar="A:4,B:4", help="Machines to start on; this one if left out.")]
-Sizes = Annotated[
-    str | None, typer.Option(metavar="A,B,...", help="Sizes of the message. Default: 1 KiB to 256 MiB, each 4 times the last.")
-]
-Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Timings to take the median of.")]
-Seconds = Annotated[float, typer.Option(callback=finite, min=0.0001, metavar="S", help="About how long one timing takes.")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the bandwidths (.png, .pdf, .svg).")]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite the picture.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON line for each measurement, as it comes.")]
+
+@dataclass(frozen=True, kw_only=True)
+class BenchMessagesJob:
+    """What both commands can be asked for; the options say what each field is."""
+
+    ranks: Ranks = None
+    hosts: Hosts = None
+    sizes: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,...", help="Sizes of the message. Default: 1 KiB to 256 MiB, each 4 times the last."),
+    ] = None
+    rounds: Rounds = 7
+    seconds: Seconds = 0.02
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the bandwidths (.png, .pdf, .svg).")] = None
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False
+    as_json: AsJson = False
 
 
-def bench_allreduce(
-    *,
-    ranks: Ranks = None,
-    hosts: Hosts = None,
-    sizes: Sizes = None,
+@dataclass(frozen=True, kw_only=True)
+class BenchAllReduceJob(BenchMessagesJob):
+    """What `tatami bench allreduce` can be asked for."""
+
     algorithms: Annotated[
         str | None, typer.Option(metavar="A,B,...", help="Only these; 'mpi' and 'gloo' are the rivals. Default: all.")
-    ] = None,
-    rounds: Rounds = 7,
-    seconds: Seconds = 0.02,
-    tune: Annotated[bool, typer.Option("--tune", help='Keep the times: algorithm="auto" picks by them from then on.')] = False,
-    plot: Plot = None,
-    force: Force = False,
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    tune: Annotated[bool, typer.Option("--tune", help='Keep the times: algorithm="auto" picks by them from then on.')] = False
+
+
+@takes(BenchAllReduceJob)
+def bench_allreduce(job: BenchAllReduceJob) -> None:
     """Time every all-reduce, MPI's own and gloo's among them, in place, in turn, in one run.
 
     Each time is the median over the rounds of the slowest rank; the spread is (slowest - fastest round) / median.
@@ -72,77 +76,68 @@ def bench_allreduce(
     from tatami.comm.tuning import cache_directory
     from tatami.outputs import check_folder
 
-    benchmark = _benchmark(sizes, rounds=rounds, seconds=seconds, algorithms=algorithms)
-    if tune and algorithms is not None:
+    benchmark = _benchmark(job, algorithms=job.algorithms)
+    if job.tune and job.algorithms is not None:
         raise InputError("--tune measures all algorithms, so that the best is among them; leave --algorithms out")
 
-    if tune:
+    if job.tune:
         check_folder(cache_directory())
 
     def body(comm: AbstractCommunicator) -> None:
-        records = _taken(measure(benchmark, comm), comm, as_json=as_json)
-        if tune:
+        records = _taken(measure(benchmark, comm), comm, as_json=job.as_json)
+        if job.tune:
             _, path = keep(records, comm)
             if comm.rank == 0:
                 tell(f"kept for algorithm='auto' in {path}")
-        _report(f"all-reduce of float32, {comm.size} ranks", records, comm, plot=plot, force=force, as_json=as_json)
+        _report(f"all-reduce of float32, {comm.size} ranks", records, comm, job)
 
-    _start(body, ranks=ranks, hosts=hosts, plot=plot, force=force)
+    _start(body, job)
 
 
-def bench_put(
-    *,
-    ranks: Ranks = None,
-    hosts: Hosts = None,
-    sizes: Sizes = None,
-    rounds: Rounds = 7,
-    seconds: Seconds = 0.02,
-    plot: Plot = None,
-    force: Force = False,
-    as_json: AsJson = False,
-) -> None:
+@takes(BenchMessagesJob)
+def bench_put(job: BenchMessagesJob) -> None:
     """Time the gathering of a message by one-sided puts, under each synchronisation, and by all-gather: where do they cross?"""
     from tatami.bench.put import bench_put as measure
     from tatami.bench.put import seconds_by_way
     from tatami.collective.gathering import PUTS, crossover_bytes
 
-    benchmark = _benchmark(sizes, rounds=rounds, seconds=seconds, algorithms=None)
+    benchmark = _benchmark(job)
 
     def body(comm: AbstractCommunicator) -> None:
-        records = _taken(measure(benchmark, comm), comm, as_json=as_json)
-        _report(f"gathering, {comm.size} ranks", records, comm, plot=plot, force=force, as_json=as_json)
-        if comm.rank == 0 and not as_json:
+        records = _taken(measure(benchmark, comm), comm, as_json=job.as_json)
+        _report(f"gathering, {comm.size} ranks", records, comm, job)
+        if comm.rank == 0 and not job.as_json:
             for way in PUTS:
                 crossed = crossover_bytes(seconds_by_way(records), way=way)
                 where = "nowhere here" if crossed is None else f"from {format_size(crossed, digits=3)} on"
                 show(f"{way} beats all-gather: {where}")
 
-    _start(body, ranks=ranks, hosts=hosts, plot=plot, force=force)
+    _start(body, job)
 
 
-def _benchmark(sizes: str | None, *, rounds: int, seconds: float, algorithms: str | None) -> AllReduceBenchmark:
+def _benchmark(job: BenchMessagesJob, *, algorithms: str | None = None) -> AllReduceBenchmark:
     from tatami.bench.allreduce import SIZES_BYTES, AllReduceBenchmark
 
     benchmark = AllReduceBenchmark(
-        sizes_bytes=SIZES_BYTES if sizes is None else given_sizes("--sizes", sizes),
+        sizes_bytes=SIZES_BYTES if job.sizes is None else given_sizes("--sizes", job.sizes),
         algorithms=() if algorithms is None else tuple(name.strip() for name in algorithms.split(",")),
-        rounds=rounds,
-        seconds=seconds,
+        rounds=job.rounds,
+        seconds=job.seconds,
     )
     benchmark.check()
     return benchmark
 
 
-def _start(body: Any, *, ranks: int | None, hosts: str | None, plot: Path | None, force: bool) -> None:
+def _start(body: Any, job: BenchMessagesJob) -> None:
     from tatami.cli.ranks import num_started, on_ranks
 
     started = num_started()
-    if plot is not None and started is None:
-        check_path(plot, force=force)
+    if job.plot is not None and started is None:
+        check_path(job.plot, force=job.force)
         blank()
     # Several threads of torch in each rank would share cores with the other ranks of all contestants.
     os.environ.setdefault("TATAMI_THREADS", "1")
-    on_ranks(body, ranks=ranks or started or 2, backend="mpi", hosts=hosts)
+    on_ranks(body, ranks=job.ranks or started or 2, backend="mpi", hosts=job.hosts)
 
 
 def _taken(records: Iterable[dict[str, Any]], comm: AbstractCommunicator, *, as_json: bool) -> list[dict[str, Any]]:
@@ -161,24 +156,16 @@ def _taken(records: Iterable[dict[str, Any]], comm: AbstractCommunicator, *, as_
     return taken
 
 
-def _report(
-    title: str,
-    records: Sequence[dict[str, Any]],
-    comm: AbstractCommunicator,
-    *,
-    plot: Path | None,
-    force: bool,
-    as_json: bool,
-) -> None:
+def _report(title: str, records: Sequence[dict[str, Any]], comm: AbstractCommunicator, job: BenchMessagesJob) -> None:
     if comm.rank != 0:
         return
-    if not as_json:
+    if not job.as_json:
         show(_table(title, records))
-    if plot is not None:
+    if job.plot is not None:
         figure, ax = blank(width_in=9.0)
         draw_bandwidth(ax, records)
         ax.set_title(title, fontsize=10)
-        save(figure, plot, force=force)
+        save(figure, job.plot, force=job.force)
 
 
 def _table(title: str, records: Sequence[dict[str, Any]]) -> Table:

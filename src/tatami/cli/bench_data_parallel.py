@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.numbers import MOST_RANKS
+from tatami.cli.options import Hosts, Ranks, Rounds
 from tatami.cli.terminal import show, show_json, tell
-from tatami.report import Table
+from tatami.report.tables import Table, table_of
 from tatami.units import format_duration
 from tatami.workload import parse_net
 
@@ -28,16 +28,14 @@ tatami bench dataparallel -n 4 --net 1M --net 1000-4000-10 --json
 
 def bench_data_parallel(
     *,
-    ranks: Annotated[
-        int | None, typer.Option("-n", "--ranks", min=1, max=MOST_RANKS, metavar="N", help="How many.", show_default="2")
-    ] = None,
-    hosts: Annotated[str | None, typer.Option(metavar="A:4,B:4", help="Machines to start on; this one if left out.")] = None,
+    ranks: Ranks = None,
+    hosts: Hosts = None,
     net: Annotated[
         list[str] | None,
         typer.Option(metavar="SIZES", help="1M, 25M or sizes of layers; may be given again. Default: 1M, then 25M."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Samples of each rank.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Timings to take the median of.")] = 9,
+    rounds: Rounds = 9,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Steps in one timing.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each contestant.")] = False,
 ) -> None:
@@ -76,18 +74,17 @@ def bench_data_parallel(
 
 def _table(records: Sequence[dict[str, Any]]) -> Table:
     first = records[0]
-    return Table(
-        title=f"a step on {first['ranks']} ranks, {first['batch_size']} samples each; medians of {first['rounds']}",
-        headers=("parameters", "contestant", "step", "exposed\ncommunication", "of\nDDP's"),
-        rows=tuple(
-            (
-                f"{record['parameters'] / 1e6:.1f} M",
-                record["contestant"],
-                format_duration(record["step_s"], digits=3),
-                "" if record["contestant"] == "compute" else format_duration(max(0.0, record["exposed_s"]), digits=3),
-                "" if record["contestant"] == "compute" else f"{record['exposed_over_ddp']:.2f}",
-            )
-            for record in records
-        ),
-        numbers=frozenset({0, 2, 3, 4}),
-    )
+    rows = []
+    for record in records:
+        alone = record["contestant"] == "compute"
+        rows.append(
+            {
+                "parameters": f"{record['parameters'] / 1e6:.1f} M",
+                "contestant": record["contestant"],
+                "step": format_duration(record["step_s"], digits=3),
+                "exposed\ncommunication": "" if alone else format_duration(max(0.0, record["exposed_s"]), digits=3),
+                "of\nDDP's": "" if alone else f"{record['exposed_over_ddp']:.2f}",
+            }
+        )
+    title = f"a step on {first['ranks']} ranks, {first['batch_size']} samples each; medians of {first['rounds']}"
+    return table_of(title, rows, texts=("contestant",))

@@ -6,11 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from tatami.cli.numbers import finite, given_sizes
+from tatami.cli.numbers import given_sizes
+from tatami.cli.options import AsJson, Rounds, Seconds, optional
 from tatami.cli.terminal import show, show_json
-from tatami.report import Table
+from tatami.report.tables import Table, table_of
 from tatami.units import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -27,14 +26,10 @@ tatami bench functions --sizes 8B,1MiB --json
 
 def bench_functions(
     *,
-    sizes: Annotated[
-        str | None, typer.Option(metavar="A,B,...", help="Sizes of the message. Default: 8 B to 4 MiB.", show_default=False)
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Timings to take the median of.")] = 7,
-    seconds: Annotated[
-        float, typer.Option(callback=finite, min=0.0001, metavar="S", help="About how long one timing takes.")
-    ] = 0.05,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each measurement, as it comes.")] = False,
+    sizes: Annotated[str | None, optional(metavar="A,B,...", help="Sizes of the message. Default: 8 B to 4 MiB.")] = None,
+    rounds: Rounds = 7,
+    seconds: Seconds = 0.05,
+    as_json: AsJson = False,
 ) -> None:
     """Time send and recv, forward and backward, between 2 ranks, against as many bare messages of mpi4py and of gloo.
 
@@ -45,9 +40,7 @@ def bench_functions(
     from tatami.cli.ranks import on_ranks
 
     benchmark = FunctionsBenchmark(
-        sizes_bytes=SIZES_BYTES if sizes is None else given_sizes("--sizes", sizes),
-        rounds=rounds,
-        seconds=seconds,
+        sizes_bytes=SIZES_BYTES if sizes is None else given_sizes("--sizes", sizes), rounds=rounds, seconds=seconds
     )
     benchmark.check(ranks=2)
     # Several threads of torch in each rank would share cores with the other rank.
@@ -71,32 +64,18 @@ def _table(records: Sequence[dict[str, Any]]) -> Table:
         names = ("tatami", "mpi4py", "gloo", "autograd")
         ours_s, bare_s, gloo_s, autograd_s = (record[f"{name}_median_s"] for name in names)
         rows.append(
-            (
-                format_size(record["size_bytes"], digits=3),
-                format_duration(ours_s, digits=3),
-                format_duration(bare_s, digits=3),
-                format_duration(gloo_s, digits=3),
-                format_duration(max(0.0, ours_s - bare_s), digits=3),
-                format_duration(autograd_s, digits=3),
-                f"{ours_s / bare_s:.2f} x",
-                f"{gloo_s / ours_s:.2f} x",
-            )
+            {
+                "size": format_size(record["size_bytes"], digits=3),
+                "tatami": format_duration(ours_s, digits=3),
+                "mpi4py": format_duration(bare_s, digits=3),
+                "gloo": format_duration(gloo_s, digits=3),
+                "over mpi4py": format_duration(max(0.0, ours_s - bare_s), digits=3),
+                "autograd\nof a rank": format_duration(autograd_s, digits=3),
+                "time over\nmpi4py": f"{ours_s / bare_s:.2f} x",
+                "speed over\ngloo": f"{gloo_s / ours_s:.2f} x",
+            }
         )
-    return Table(
-        title="a round trip forward and backward, against two bare round trips; medians",
-        headers=(
-            "size",
-            "tatami",
-            "mpi4py",
-            "gloo",
-            "over mpi4py",
-            "autograd\nof a rank",
-            "time over\nmpi4py",
-            "speed over\ngloo",
-        ),
-        rows=tuple(rows),
-        numbers=frozenset(range(8)),
-    )
+    return table_of("a round trip forward and backward, against two bare round trips; medians", rows, texts=())
 
 
 def _step(record: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,12 +75,7 @@ def demo(
         )
         for method in METHODS
     }
-    ranks = runs["even"].ranks
-
-    def body(comm: AbstractCommunicator) -> None:
-        _demo_rank(runs, comm, out=out, as_json=as_json)
-
-    on_ranks(body, ranks=ranks, backend=None, hosts=None)
+    on_ranks(partial(_demo_rank, runs, out=out, as_json=as_json), ranks=runs["even"].ranks, backend=None, hosts=None)
 
 
 def _demo_rank(runs: dict[str, Prepared], comm: AbstractCommunicator, *, out: Path, as_json: bool) -> None:
@@ -94,7 +90,7 @@ def _demo_rank(runs: dict[str, Prepared], comm: AbstractCommunicator, *, out: Pa
     first = next(iter(runs.values()))
     say = tell if comm.rank == 0 and not as_json else lambda _message: None
     if comm.rank == 0:
-        say(f"digits {first.net} on {comm.size} ranks, {first.batch_size} samples an iteration")
+        say(f"digits {first.task.net} on {comm.size} ranks, {first.batch_size} samples an iteration")
         tell_emulation(first)
     outcomes, efficiencies = {}, {}
     comm.barrier()  # starting is work, too
@@ -183,7 +179,7 @@ def _report(
     show(
         "",
         f"loss: {', '.join(f'{method} {outcome.loss:.7f}' for method, outcome in outcomes.items())}: {same}",
-        f"accuracy: {100 * accuracy:.1f} % of {runs['drpm'].test.samples} digits that it had not seen",
+        f"accuracy: {100 * accuracy:.1f} % of {runs['drpm'].task.test.samples} digits that it had not seen",
     )
 
 

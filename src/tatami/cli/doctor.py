@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
+from tatami.cli.options import optional
 from tatami.cli.terminal import show, show_json, tell
 
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ _LOOK_S = 0.5
 def doctor(
     *,
     hosts: Annotated[
-        str | None,
-        typer.Option(metavar="A,B", help="Look at these machines and the connections between them, too.", show_default=False),
+        str | None, optional(metavar="A,B", help="Look at these machines and the connections between them, too.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Start nothing: only look at what is installed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from torch import nn
 from tatami.cli.tasks import Task, check_choice, task_of
 from tatami.cli.train_job import TrainJob
 from tatami.cluster import Cluster, parse_speeds, read_cluster
-from tatami.datasets import Dataset
+from tatami.cluster.cores import memory_here
 from tatami.errors import InputError, MissingExtraError
 from tatami.outputs import check_folder, check_output
 from tatami.report import blank, check_path
@@ -49,33 +48,26 @@ class Prepared:
     Attributes:
         job: as asked for, with the name of the data.
         ranks: how many.
-        train: what is trained on.
-        test: the samples of the accuracy; the training samples where none are held out.
-        net: the network in words, such as the sizes of its layers.
+        task: the data, the network and the loss.
         model: the plain network, as it starts.
         sample: inputs that show what it can be split into; None where it can be told without.
         machines: the ranks' speeds and links; None where none were given.
         emulation: how ranks are slowed; None where they are not.
         batch_size: of the global batch.
-        make_optimizer, loss: for the trainer.
-        loss_name: one of `tatami.cli.tasks.LOSSES`.
+        make_optimizer: for the trainer.
         iterations: after which the run ends at the latest; None where epochs end it.
         retiler: None keeps the tiling.
     """
 
     job: TrainJob
     ranks: int
-    train: Dataset
-    test: Dataset
-    net: str
+    task: Task
     model: nn.Module
     sample: torch.Tensor | None
     machines: Cluster | None
     emulation: Emulation | None
     batch_size: int
     make_optimizer: OptimizerMaker
-    loss: nn.Module
-    loss_name: str
     iterations: int | None
     retiler: Retiler | None
 
@@ -120,17 +112,13 @@ def prepare(job: TrainJob) -> Prepared:
     return Prepared(
         job=job,
         ranks=ranks,
-        train=train,
-        test=task.test,
-        net=task.net,
+        task=task,
         model=model,
         sample=sample,
         machines=machines,
         emulation=_emulation(job, machines),
         batch_size=batch_size,
         make_optimizer=_optimizer(job, lr=task.lr),
-        loss=task.loss,
-        loss_name=task.loss_name,
         iterations=_iterations(job),
         retiler=_retiler(job),
     )
@@ -197,7 +185,7 @@ def _emulation(job: TrainJob, machines: Cluster | None) -> Emulation | None:
 def _check_memory(task: Task) -> None:
     with torch.device("meta"):  # shapes without numbers
         weights_bytes = sum(each.nbytes for each in task.make().parameters())
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory_bytes = memory_here()
     if weights_bytes > memory_bytes:
         raise InputError(
             f"the weights of {task.asked} take {format_size(weights_bytes, digits=3)}, and this machine has "

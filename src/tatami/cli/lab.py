@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,9 +14,10 @@ from typer.core import TyperCommand
 
 from tatami.cli.group import FAILED
 from tatami.cli.numbers import finite
+from tatami.cli.options import optional
 from tatami.cli.terminal import environment_of_ranks, show, show_json, tell
 from tatami.cluster import read_cluster
-from tatami.report import Table
+from tatami.report.tables import Table, table_of
 from tatami.report.words import percent
 from tatami.units import format_bandwidth
 
@@ -48,9 +50,7 @@ lab = typer.Typer(
 )
 
 _CLUSTER = typer.Argument(metavar="CLUSTER.TOML", help="Hosts, their speeds, and the links between them.")
-_CORES = typer.Option(
-    callback=finite, help="How many cores of this machine to use, as 1.5; all if left out.", show_default=False
-)
+_CORES = optional(callback=finite, help="How many cores of this machine to use, as 1.5; all if left out.")
 
 
 class _WithEvents(TyperCommand):
@@ -76,8 +76,7 @@ def run(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What every rank runs.")],
     *,
     at: Annotated[
-        list[str] | None,
-        typer.Option(metavar="EVENT", help="What happens meanwhile, as 20s kill h3; may be given again.", show_default=False),
+        list[str] | None, optional(metavar="EVENT", help="What happens meanwhile, as 20s kill h3; may be given again.")
     ] = None,
     cores: Annotated[float | None, _CORES] = None,
     as_json: Annotated[
@@ -106,12 +105,8 @@ def run(
 def shell(
     host: Annotated[str, typer.Argument(metavar="HOST", help="The host to be on.")],
     *,
-    cluster: Annotated[
-        Path | None, typer.Option(metavar="CLUSTER.TOML", help="Build a lab for this shell.", show_default=False)
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option("--lab", help="Which lab, where several have such a host.", show_default=False)
-    ] = None,
+    cluster: Annotated[Path | None, optional(metavar="CLUSTER.TOML", help="Build a lab for this shell.")] = None,
+    name: Annotated[str | None, optional("--lab", help="Which lab, where several have such a host.")] = None,
     cores: Annotated[float | None, _CORES] = None,
 ) -> None:
     """Open a shell on a host of a lab, under the quota of the host's first processor."""
@@ -147,7 +142,7 @@ def check(
         tell(machine.plan.describe())
         findings = check_lab(machine, said=tell)
     if as_json:
-        show_json([_record(finding) for finding in findings])
+        show_json([{**asdict(each), "error": each.error, "holds": each.holds} for each in findings])
     else:
         show(_table(findings))
     wrong = [finding for finding in findings if not finding.holds]
@@ -193,24 +188,13 @@ def _describe(event: LabEvent) -> str:
     return f"{event.verb} {event.host}{value}"
 
 
-def _record(finding: Finding) -> dict[str, str | float | bool]:
-    return {
-        "kind": finding.kind,
-        "name": finding.name,
-        "asked": finding.asked,
-        "got": finding.got,
-        "error": finding.error,
-        "holds": finding.holds,
-    }
-
-
 def _table(findings: list[Finding]) -> Table:
     rows = []
     for finding in findings:
         asked, got = (_amount(finding.kind, value) for value in (finding.asked, finding.got))
-        rows.append((finding.kind, finding.name, asked, got, f"{100 * finding.error:+.1f} %", "yes" if finding.holds else "no"))
-    headers = ("", "of", "asked", "got", "off by", "within 10 %")
-    return Table(title="The lab, measured", headers=headers, rows=tuple(rows), numbers=frozenset({2, 3, 4}))
+        off, within = f"{100 * finding.error:+.1f} %", "yes" if finding.holds else "no"
+        rows.append({"": finding.kind, "of": finding.name, "asked": asked, "got": got, "off by": off, "within 10 %": within})
+    return table_of("The lab, measured", rows, texts=("", "of", "within 10 %"))
 
 
 def _amount(kind: str, value: float) -> str:

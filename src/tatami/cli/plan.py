@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from tatami.cli.options import optional
 from tatami.cli.settings import takes
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, parse_speeds, read_cluster
@@ -17,7 +19,7 @@ from tatami.report import blank, check_path, draw_text, draw_tiling, save
 from tatami.tiling import Plan, at_tiles, with_speeds
 from tatami.workload import VOCABULARY, Workload, gpt_workload, net_workload
 
-_GPT = "A GPT"
+_gpt = partial(typer.Option, rich_help_panel="A GPT")
 EPILOG = """
 [bold]Examples[/]
 
@@ -45,27 +47,16 @@ class PlanJob:
     ] = None
     net: Annotated[str, typer.Option(help="Sizes of the layers: inputs-hidden-...-outputs.")] = "203-80-26"
     samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch; of a GPT, sequences.")] = 1024
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="gpt", help="A model, for --net.", rich_help_panel=_GPT, show_default=False),
-    ] = None
-    layers: Annotated[int, typer.Option(min=1, rich_help_panel=_GPT)] = 12
-    width: Annotated[int, typer.Option(min=1, help="Of a token's vector.", rich_help_panel=_GPT)] = 768
-    heads: Annotated[int, typer.Option(min=1, rich_help_panel=_GPT)] = 12
-    kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="Of keys and values, where fewer.", rich_help_panel=_GPT, show_default=False)
-    ] = None
-    tokens: Annotated[int, typer.Option(min=1, help="Of a sequence.", rich_help_panel=_GPT)] = 1024
-    vocabulary: Annotated[int, typer.Option(min=1, help="Tokens there are.", rich_help_panel=_GPT)] = VOCABULARY
-    wire: Annotated[
-        str | None, typer.Option(metavar="NAME", help="bfloat16 or float16, if sums are to travel so.", show_default=False)
-    ] = None
-    planner: Annotated[
-        list[str] | None, typer.Option(help="Only this planner; may be given again for more.", show_default=False)
-    ] = None
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the best tiling into this file (.png, .pdf or .svg).", show_default=False)
-    ] = None
+    model: Annotated[str | None, _gpt(metavar="gpt", help="A model, for --net.", show_default=False)] = None
+    layers: Annotated[int, _gpt(min=1)] = 12
+    width: Annotated[int, _gpt(min=1, help="Of a token's vector.")] = 768
+    heads: Annotated[int, _gpt(min=1)] = 12
+    kv_heads: Annotated[int | None, _gpt(min=1, help="Of keys and values, where fewer.", show_default=False)] = None
+    tokens: Annotated[int, _gpt(min=1, help="Of a sequence.")] = 1024
+    vocabulary: Annotated[int, _gpt(min=1, help="Tokens there are.")] = VOCABULARY
+    wire: Annotated[str | None, optional(metavar="NAME", help="bfloat16 or float16, if sums are to travel so.")] = None
+    planner: Annotated[list[str] | None, optional(help="Only this planner; may be given again for more.")] = None
+    plot: Annotated[Path | None, optional(help="Draw the best tiling into this file (.png, .pdf or .svg).")] = None
     force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list with a record for each planner.")] = False
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tatami.cli.devices import DEVICE_HELP, check_device
-from tatami.cli.numbers import MOST_RANKS
+from tatami.cli.options import Hosts, Ranks
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, write_cluster
 from tatami.outputs import check_output
-from tatami.report import Table
+from tatami.report.tables import Table, table_of
 from tatami.units import format_bandwidth, format_duration, format_size, format_speed
 from tatami.workload import net_workload
 
@@ -33,10 +33,8 @@ Then: tatami plan cluster.toml, and tatami train --cluster cluster.toml
 
 def probe(
     *,
-    ranks: Annotated[
-        int | None, typer.Option("-n", "--ranks", min=1, max=MOST_RANKS, metavar="N", help="How many.", show_default="2")
-    ] = None,
-    hosts: Annotated[str | None, typer.Option(metavar="A:4,B:4", help="Machines to start on; this one if left out.")] = None,
+    ranks: Ranks = None,
+    hosts: Hosts = None,
     net: Annotated[str, typer.Option(metavar="SIZES", help="The network whose work is timed.")] = "203-80-26",
     samples: Annotated[int, typer.Option(min=1, metavar="N", help="Of a batch.")] = 1024,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help=DEVICE_HELP)] = "cpu",
@@ -84,24 +82,20 @@ def _tell(cluster: Cluster, *, output: Path | None, force: bool, as_json: bool) 
 
 def _processors(cluster: Cluster) -> Table:
     fastest = max(cluster.speeds.values())
-    return Table(
-        title="processors",
-        headers=("name", "host", "speed", "relative", "spread", "message", "call", "memory"),
-        rows=tuple(
-            (
-                processor.name,
-                processor.host,
-                format_speed(processor.speed, digits=3),
-                f"{processor.speed / fastest:.2f}",
-                "" if processor.spread is None else f"{100 * processor.spread:.0f} %",
-                format_duration(processor.message_s, digits=2) if processor.message_s else "",
-                format_duration(processor.call_s, digits=2) if processor.call_s else "",
-                "" if processor.memory_bytes is None else format_size(processor.memory_bytes, digits=3),
-            )
-            for processor in cluster.processors
-        ),
-        numbers=frozenset({2, 3, 4, 5, 6, 7}),
-    )
+    rows = [
+        {
+            "name": processor.name,
+            "host": processor.host,
+            "speed": format_speed(processor.speed, digits=3),
+            "relative": f"{processor.speed / fastest:.2f}",
+            "spread": "" if processor.spread is None else f"{100 * processor.spread:.0f} %",
+            "message": format_duration(processor.message_s, digits=2) if processor.message_s else "",
+            "call": format_duration(processor.call_s, digits=2) if processor.call_s else "",
+            "memory": "" if processor.memory_bytes is None else format_size(processor.memory_bytes, digits=3),
+        }
+        for processor in cluster.processors
+    ]
+    return table_of("processors", rows, texts=("name", "host"))
 
 
 def _links(cluster: Cluster) -> Table:
@@ -110,15 +104,15 @@ def _links(cluster: Cluster) -> Table:
     if not named:
         assumed = "" if len(hosts) > 1 else " (assumed: one rank has no link to measure)"
         named = [(f"within {hosts[0]}{assumed}", cluster.local)]
-    return Table(
-        title="links",
-        headers=("between", "latency", "bandwidth"),
-        rows=tuple(
-            (name, format_duration(link.latency_s, digits=3), format_bandwidth(link.bandwidth_bytes_per_s, digits=3))
-            for name, link in named
-        ),
-        numbers=frozenset({1, 2}),
-    )
+    rows = [
+        {
+            "between": name,
+            "latency": format_duration(link.latency_s, digits=3),
+            "bandwidth": format_bandwidth(link.bandwidth_bytes_per_s, digits=3),
+        }
+        for name, link in named
+    ]
+    return table_of("links", rows, texts=("between",))
 
 
 def _record(cluster: Cluster) -> dict[str, Any]:

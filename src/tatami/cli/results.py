@@ -31,32 +31,24 @@ def tell_emulation(prepared: Prepared) -> None:
 def show_outcome(prepared: Prepared, outcome: TrainingOutcome) -> None:
     """The table of one run, and its tiles at the end."""
     job = prepared.job
-    what = "training samples" if prepared.test is prepared.train else "held out"
+    task, history = prepared.task, outcome.history
+    what = "training samples" if task.test is task.train else "held out"
     accuracy = ", ".join(f"{name} {100 * value:.1f} %" for name, value in outcome.accuracy.items())
     stopped = {"loss": f"loss below {job.stop_below}", "epochs": "all epochs", "iterations": "all iterations"}
-    moves = sum(check.decision.remaps for check in outcome.history.checks)
-    num_iterations = len(outcome.history.losses)
+    ended = f"after {len(history.losses)} iterations: {stopped[history.stopped]}"
     rows = [
-        (
-            "loss",
-            f"{outcome.loss:.6g} ({prepared.loss_name}) after {num_iterations} iterations: {stopped[outcome.history.stopped]}",
-        ),
-        ("accuracy", f"{accuracy} of {prepared.test.samples} {what}"),
+        ("loss", f"{outcome.loss:.6g} ({task.loss_name}) {ended}"),
+        ("accuracy", f"{accuracy} of {task.test.samples} {what}"),
         ("samples/s", f"{outcome.samples_per_s:,.0f}"),
         ("iteration", f"{format_duration(outcome.iteration_s, digits=3)} of {outcome.batch_size} samples"),
     ]
-    if outcome.history.checks:
-        rows.append(
-            (
-                "balance",
-                f"slowest / fastest {outcome.history.checks[0].imbalance:.2f} at first, "
-                f"{outcome.history.checks[-1].imbalance:.2f} at last; "
-                f"{moves} re-mappings in {len(outcome.history.checks)} checks",
-            )
-        )
+    if checks := history.checks:
+        balance = f"slowest / fastest {checks[0].imbalance:.2f} at first, {checks[-1].imbalance:.2f} at last"
+        moves = sum(check.decision.remaps for check in checks)
+        rows.append(("balance", f"{balance}; {moves} re-mappings in {len(checks)} checks"))
     rows += [(name, str(path)) for name, path in (("weights", job.save), ("log", job.log), ("course", job.plot)) if path]
     ranks = f"{prepared.ranks} rank{'s' if prepared.ranks > 1 else ''}"
-    show(Text(f"{job.data} {prepared.net}, {ranks}, {job.method}", style="bold"))
+    show(Text(f"{job.data} {task.net}, {ranks}, {job.method}", style="bold"))
     for name, value in rows:
         show(f"  {name:<9}  {value}")
     if prepared.ranks > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +12,8 @@ import typer
 
 from tatami.cli.devices import DEVICE_HELP, ask_for_device
 from tatami.cli.numbers import MOST_RANKS
+from tatami.cli.options import optional
+from tatami.cli.settings import takes
 from tatami.cli.terminal import show_json
 from tatami.errors import InputError
 from tatami.outputs import check_output
@@ -31,91 +33,80 @@ In the script, [bold]comm = tatami.init()[/] finds the ranks.
 """
 
 
-def run(
-    command: Annotated[list[str], typer.Argument(metavar="SCRIPT.PY [ARGS]...", help="What every rank runs.")],
-    *,
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, max=MOST_RANKS, help="How many ranks.")] = 2,
-    hosts: Annotated[
-        str | None, typer.Option(help="Machines to start on, as node1:4,node2:4; this one if left out.", show_default=False)
-    ] = None,
+@dataclass(frozen=True, kw_only=True)
+class RunJob:
+    """What `tatami run` can be asked for; the options say what each field is."""
+
+    command: Annotated[list[str], typer.Argument(metavar="SCRIPT.PY [ARGS]...", help="What every rank runs.")]
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, max=MOST_RANKS, help="How many ranks.")] = 2
+    hosts: Annotated[str | None, optional(help="Machines to start on, as node1:4,node2:4; this one if left out.")] = None
     device: Annotated[
         str | None, typer.Option(metavar="auto|cpu|cuda", help=DEVICE_HELP, show_default="the script's choice")
-    ] = None,
+    ] = None
     elastic: Annotated[
         bool, typer.Option("--elastic", help="Ranks on Ray: the others go on where one dies. The script loops by tatami.steps.")
-    ] = False,
-    address: Annotated[
-        str | None, typer.Option(help="With --elastic: of a Ray cluster; left out, Ray is started here.", show_default=False)
-    ] = None,
-    copies: Annotated[int, typer.Option(min=1, max=2, help="With --elastic: ranks that hold each unit, at least.")] = 2,
-    report: Annotated[
-        Path | None, typer.Option(help="With --elastic: write what was lost and repaired to this file.", show_default=False)
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="With --elastic: draw who was there when, and what was lost.", show_default=False)
-    ] = None,
+    ] = False
+    address: Annotated[str | None, optional(help="With --elastic: of a Ray cluster; left out, Ray is started here.")] = None
+    copies: Annotated[int, typer.Option(min=1, max=2, help="With --elastic: ranks that hold each unit, at least.")] = 2
+    report: Annotated[Path | None, optional(help="With --elastic: write what was lost and repaired to this file.")] = None
+    plot: Annotated[Path | None, optional(help="With --elastic: draw who was there when, and what was lost.")] = None
     as_json: Annotated[
         bool, typer.Option("--json", help="After the script's own output, one line of JSON: exit code and seconds.")
-    ] = False,
-) -> None:
+    ] = False
+
+
+@takes(RunJob)
+def run(job: RunJob) -> None:
     """Start a script on several ranks, through the launcher that came with MPI.
 
     A rank that fails ends them all, and the last line says which one it was. With --elastic a rank that dies does not.
     """
-    if elastic and device not in (None, "cpu"):
+    if job.elastic and job.device not in (None, "cpu"):
         raise InputError("--device: an elastic run computes on CPUs; leave --device or --elastic out")
-    if device is not None:
-        ask_for_device(device, hosts=hosts)
-    if elastic:
-        if hosts is not None:
+    if job.device is not None:
+        ask_for_device(job.device, hosts=job.hosts)
+    if job.elastic:
+        if job.hosts is not None:
             raise InputError("--hosts is for MPI; an elastic run is spread over the nodes of a Ray cluster: --address")
-        _run_elastic(command, ranks=ranks, address=address, copies=copies, report=report, plot=plot, as_json=as_json)
+        _run_elastic(job)
         return
-    for name, value in (("--address", address), ("--report", report), ("--plot", plot)):
+    for name, value in (("--address", job.address), ("--report", job.report), ("--plot", job.plot)):
         if value is not None:
             raise InputError(f"{name} is for elastic runs: add --elastic, or leave it out")
     from tatami.comm import launch
 
     start_s = time.perf_counter()
-    code = launch.run(command, ranks=ranks, hosts=None if hosts is None else hosts.split(","))
-    if as_json:
-        show_json({"command": command, "ranks": ranks, "exit_code": code, "seconds": time.perf_counter() - start_s})
+    code = launch.run(job.command, ranks=job.ranks, hosts=None if job.hosts is None else job.hosts.split(","))
+    if job.as_json:
+        seconds = time.perf_counter() - start_s
+        show_json({"command": job.command, "ranks": job.ranks, "exit_code": code, "seconds": seconds})
     raise typer.Exit(code)
 
 
-def _run_elastic(
-    command: list[str],
-    *,
-    ranks: int,
-    address: str | None,
-    copies: int,
-    report: Path | None,
-    plot: Path | None,
-    as_json: bool,
-) -> None:
-    if report is not None:
-        check_output(report, force=False)
+def _run_elastic(job: RunJob) -> None:
+    if job.report is not None:
+        check_output(job.report, force=False)
     from tatami.report import blank, check_path, draw_members, save
 
-    if plot is not None:
-        check_path(plot)
+    if job.plot is not None:
+        check_path(job.plot)
         figure, ax = blank()
     from tatami.elastic.launch import Script, run_elastic
 
     result = run_elastic(
-        Script(command),
-        ranks=ranks,
-        copies=copies,
-        address=address,
+        Script(job.command),
+        ranks=job.ranks,
+        copies=job.copies,
+        address=job.address,
         on_change=lambda change: print(f"tatami run: {change}", file=sys.stderr, flush=True),
         on_line=lambda name, text: print(f"{name}: {text}", flush=True),
     )
-    if report is not None:
-        result.report.save(report)
-    if plot is not None:
+    if job.report is not None:
+        result.report.save(job.report)
+    if job.plot is not None:
         draw_members(ax, result.report)
-        save(figure, plot)
-    if as_json:
+        save(figure, job.plot)
+    if job.as_json:
         changes = [asdict(change) for change in result.report.changes]
         seconds = result.report.startup_s + result.report.total_s
-        show_json({"command": command, "ranks": ranks, "exit_code": 0, "seconds": seconds, "changes": changes})
+        show_json({"command": job.command, "ranks": job.ranks, "exit_code": 0, "seconds": seconds, "changes": changes})

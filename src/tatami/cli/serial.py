@@ -31,7 +31,8 @@ class AloneBetween(Callback):
         self._prepared = prepared
         self._model = copy.deepcopy(prepared.model)
         self._optimizer = prepared.make_optimizer(self._model.parameters())
-        self._x, self._y = prepared.train.x[: prepared.batch_size], prepared.train.y[: prepared.batch_size]
+        train = prepared.task.train
+        self._x, self._y = train.x[: prepared.batch_size], train.y[: prepared.batch_size]
         self._pace = NO_PACE if prepared.emulation is None else Slowdown(prepared.emulation.factors[comm.rank])
         self._clock = SystemClock()
         self._alone_s: dict[int, float] = {}
@@ -53,7 +54,7 @@ class AloneBetween(Callback):
     def _once(self) -> None:
         self._pace.begin()
         self._optimizer.zero_grad()
-        torch.autograd.backward(self._prepared.loss(self._model(self._x), self._y))
+        torch.autograd.backward(self._prepared.task.loss(self._model(self._x), self._y))
         self._optimizer.step()
         self._pace.end()
 

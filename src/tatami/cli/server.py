@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tatami.cli.options import optional
 from tatami.cli.script import read_script
 from tatami.cli.server_job import ServerOutputs, ServerResumeJob, ServerTrainJob
 from tatami.cli.server_live import RunDisplay
@@ -17,7 +18,7 @@ from tatami.cli.settings import takes
 from tatami.cli.terminal import show, show_json
 from tatami.errors import InputError
 from tatami.report import blank, check_path, save
-from tatami.report.tables import Table
+from tatami.report.tables import table_of
 from tatami.units import format_duration
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def resume(job: ServerResumeJob) -> None:
 def show_report(
     run: Annotated[Path, typer.Argument(metavar="RUN.JSON", help="What `tatami server train --report` kept.")],
     *,
-    plot: Annotated[Path | None, typer.Option(help="Draw the timeline (.png, .pdf or .svg).", show_default=False)] = None,
+    plot: Annotated[Path | None, optional(help="Draw the timeline (.png, .pdf or .svg).")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
@@ -150,16 +151,15 @@ def _tell(report: RunReport, *, as_json: bool) -> None:
     if not report.failures:
         show("no process failed")
         return
-    rows = tuple(
-        (
-            f"{failure.at_s:.2f} s",
-            failure.who,
-            failure.how,
-            str(failure.round),
-            f"{failure.silent_s:.2f} s",
-            "-" if failure.lost_s is None else f"{failure.lost_s:.2f} s",
-        )
+    rows = [
+        {
+            "noticed at": f"{failure.at_s:.2f} s",
+            "who": failure.who,
+            "how": failure.how,
+            "round": str(failure.round),
+            "silent for": f"{failure.silent_s:.2f} s",
+            "lost": "-" if failure.lost_s is None else f"{failure.lost_s:.2f} s",
+        }
         for failure in report.failures
-    )
-    headers = ("noticed at", "who", "how", "round", "silent for", "lost")
-    show(Table(title=f"{len(report.failures)} failures", headers=headers, rows=rows, numbers=frozenset({0, 3, 4, 5})))
+    ]
+    show(table_of(f"{len(report.failures)} failures", rows, texts=("who", "how")))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tatami.cli.numbers import finite
+from tatami.cli.options import optional
 from tatami.errors import InputError
 from tatami.inputs import LARGEST_SEED
 
@@ -47,13 +48,11 @@ class Optimizer(StrEnum):
 class ServerOutputs:
     """Where a run takes place and what it leaves behind: the options that `train` and `resume` share."""
 
-    address: Annotated[str | None, typer.Option(help="Of a Ray cluster; this machine if left out.", show_default=False)] = None
-    report: Annotated[
-        Path | None, typer.Option(help="Keep what happened in this file, however the run ends.", show_default=False)
-    ] = None
-    log: Annotated[Path | None, typer.Option(help="A JSON line for each round and failure.", show_default=False)] = None
-    tensorboard: Annotated[Path | None, typer.Option(metavar="DIR", help="Curves for TensorBoard.", show_default=False)] = None
-    output: Annotated[Path | None, typer.Option(help="Keep the weights (safetensors).", show_default=False)] = None
+    address: Annotated[str | None, optional(help="Of a Ray cluster; this machine if left out.")] = None
+    report: Annotated[Path | None, optional(help="Keep what happened in this file, however the run ends.")] = None
+    log: Annotated[Path | None, optional(help="A JSON line for each round and failure.")] = None
+    tensorboard: Annotated[Path | None, optional(metavar="DIR", help="Curves for TensorBoard.")] = None
+    output: Annotated[Path | None, optional(help="Keep the weights (safetensors).")] = None
     force: Annotated[bool, typer.Option("--force", help="Overwrite these files.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False
 
@@ -70,25 +69,19 @@ class ServerTrainJob(ServerOutputs):
     replicas: Annotated[int, typer.Option(min=1, help="Servers that hold each parameter.")] = 1
     min_workers: Annotated[int, typer.Option(min=1, help="With fewer the run stops.")] = 1
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of a round.")] = 256
-    cluster: Annotated[
-        Path | None, typer.Option(metavar="CLUSTER.TOML", help="Speeds of the workers, for unequal shares.", show_default=False)
-    ] = None
+    cluster: Annotated[Path | None, optional(metavar="CLUSTER.TOML", help="Speeds of the workers, for unequal shares.")] = None
     optimizer: Annotated[Optimizer, typer.Option(help="Runs on the servers.")] = Optimizer.SGD
-    lr: Annotated[
-        float | None, typer.Option(callback=finite, help="Learning rate; 0.1 for SGD, 0.001 for Adam.", show_default=False)
-    ] = None
+    lr: Annotated[float | None, optional(callback=finite, help="Learning rate; 0.1 for SGD, 0.001 for Adam.")] = None
     momentum: Annotated[float, typer.Option(callback=finite, help="Of SGD.")] = 0.0
-    clip_norm: Annotated[float | None, typer.Option(callback=finite, help="The longest gradient.", show_default=False)] = None
+    clip_norm: Annotated[float | None, optional(callback=finite, help="The longest gradient.")] = None
     recovery: Annotated[Recovery, typer.Option(help="What is done about a dead worker.")] = Recovery.FROM_SERVERS
     every: Annotated[str, typer.Option(metavar="N|daly", help="Rounds between checkpoints, for --recovery checkpoint.")] = "1"
     consistency: Annotated[Consistency, typer.Option(help="How far workers may drift apart.")] = Consistency.BSP
     staleness: Annotated[int, typer.Option(min=0, help="Rounds ahead of the slowest, for ssp.")] = 1
     backups: Annotated[int, typer.Option(min=1, help="Updates of a round that are not waited for, for backup.")] = 1
     heartbeat: Annotated[float, typer.Option(callback=finite, help="Seconds of silence after which a process is dead.")] = 2.0
-    directory: Annotated[Path | None, typer.Option(help="Where checkpoints go.", show_default=False)] = None
-    save_every: Annotated[
-        int | None, typer.Option(min=1, help="Rounds between checkpoints to resume from.", show_default=False)
-    ] = None
+    directory: Annotated[Path | None, optional(help="Where checkpoints go.")] = None
+    save_every: Annotated[int | None, optional(min=1, help="Rounds between checkpoints to resume from.")] = None
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the first parameters and of the batches.")] = 0
 
     def settings(self) -> RunSettings:
@@ -113,7 +106,7 @@ class ServerTrainJob(ServerOutputs):
             batch_size=self.batch_size,
             optimizer=SGD(lr=rate, momentum=self.momentum) if sgd else Adam(lr=rate),
             clip_norm=self.clip_norm,
-            recovery=self._recovery(),
+            recovery=recovery_of(self.recovery, every=self.every),
             consistency=self._consistency(),
             speeds=() if self.cluster is None else read_cluster(self.cluster).plain_speeds("the parameter server"),
             heartbeat_s=self.heartbeat,
@@ -135,18 +128,24 @@ class ServerTrainJob(ServerOutputs):
             case Consistency.BSP:
                 return BSP()
 
-    def _recovery(self) -> AbstractRecovery:
-        from tatami.server import Checkpoint, FromServers, Ignore
 
-        match self.recovery:
-            case Recovery.CHECKPOINT:
-                if self.every != "daly" and not self.every.isdecimal():
-                    raise InputError(f"--every takes a number of rounds or 'daly', not {self.every!r}")
-                return Checkpoint(every="daly" if self.every == "daly" else int(self.every))
-            case Recovery.FROM_SERVERS:
-                return FromServers()
-            case Recovery.IGNORE:
-                return Ignore()
+def recovery_of(name: Recovery, *, every: str) -> AbstractRecovery:
+    """The policy.
+
+    Raises:
+        InputError: `every`, of checkpoints, is neither a number nor "daly".
+    """
+    from tatami.server.recovery import Checkpoint, FromServers, Ignore
+
+    match name:
+        case Recovery.CHECKPOINT:
+            if every != "daly" and not every.isdecimal():
+                raise InputError(f"--every takes a number of rounds or 'daly', not {every!r}")
+            return Checkpoint(every="daly" if every == "daly" else int(every))
+        case Recovery.FROM_SERVERS:
+            return FromServers()
+        case Recovery.IGNORE:
+            return Ignore()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +154,4 @@ class ServerResumeJob(ServerOutputs):
 
     directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="What `tatami server train --directory` was given.")]
     rounds: Annotated[int | None, typer.Option(min=1, help="Of the whole run; as it began if left out.")] = None
-    script: Annotated[
-        Path | None, typer.Option(help="Defines model_fn, loss_fn and dataset, if the script has moved.", show_default=False)
-    ] = None
+    script: Annotated[Path | None, optional(help="Defines model_fn, loss_fn and dataset, if the script has moved.")] = None

@@ -57,7 +57,8 @@ class RunDisplay:
         if self._live is not None:
             self._live.update(run_table(status), refresh=True)
         else:
-            print(run_line(status), file=self._stream, flush=True)
+            line = " · ".join(f"{name} {value}" for name, value in _cells(status).items())
+            print(line, file=self._stream, flush=True)
 
 
 def run_table(status: RunStatus) -> Table:
@@ -68,11 +69,6 @@ def run_table(status: RunStatus) -> Table:
     cells: dict[str, Any] = _cells(status)
     table.add_row(*cells.values())
     return table
-
-
-def run_line(status: RunStatus) -> str:
-    """The same as one line."""
-    return " · ".join(f"{name} {value}" for name, value in _cells(status).items())
 
 
 def _cells(status: RunStatus) -> dict[str, str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tatami.cli.numbers import given
+from tatami.cli.options import optional
+from tatami.cli.simulate_options import chosen_platform
 from tatami.cli.simulate_server import SERVER_EPILOG, simulate_server
 from tatami.cli.terminal import show, show_json
 from tatami.errors import InputError
@@ -43,35 +46,20 @@ def platform(
         Path | None, typer.Argument(metavar="FILE", help="A cluster.toml, groups, or SimGrid's XML.", show_default=False)
     ] = None,
     *,
-    preset: Annotated[str | None, typer.Option(help="Machines by name, in place of a file.", show_default=False)] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of the preset.", show_default=False)] = None,
-    latency: Annotated[str | None, typer.Option(help="Of one cable of the preset.", show_default=False)] = None,
+    preset: Annotated[str | None, optional(help="Machines by name, in place of a file.")] = None,
+    nodes: Annotated[int | None, optional(min=1, help="Nodes of the preset.")] = None,
+    latency: Annotated[str | None, optional(help="Of one cable of the preset.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print what is understood of a platform: machines, links and backbones."""
-    from tatami.sim.platforms import PRESETS, read_platform
-    from tatami.sim.platforms import preset as named
-
     if (preset is None) == (file is None):
+        from tatami.sim.platforms import PRESETS
+
         raise InputError(f"which platform? Give a FILE, or --preset with one of {', '.join(sorted(PRESETS))}")
-    if preset is not None:
-        machines = named(
-            preset, nodes=nodes, latency_s=None if latency is None else given("--latency", parse_duration, latency)
-        )
-    else:
-        assert file is not None
-        machines = read_platform(file)
+    latency_s = None if latency is None else given("--latency", parse_duration, latency)
+    machines = chosen_platform(preset, file, nodes=nodes, latency_s=latency_s)
     if as_json:
-        parts = [
-            {
-                "what": part.what.strip(),
-                "count": part.count,
-                "speed_flop_per_s": part.speed_flop_per_s,
-                "bandwidth_bytes_per_s": part.bandwidth_bytes_per_s,
-                "latency_s": part.latency_s,
-            }
-            for part in machines.parts
-        ]
+        parts = [{**asdict(part), "what": part.what.strip()} for part in machines.parts]
         show_json({"name": machines.name, "fabric": machines.fabric.name, "hosts": len(machines.hosts), "parts": parts})
         return
     rows = [

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tatami.cli.numbers import given, given_sizes
+from tatami.cli.options import optional
 from tatami.cli.settings import takes
-from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep, started_runs
+from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep
 from tatami.cli.terminal import show, show_json
 from tatami.collective import ALGORITHMS, Grid, Sync
 from tatami.errors import InputError
@@ -20,7 +21,7 @@ from tatami.report.bar import progress_for
 from tatami.units import format_duration, format_size, parse_bandwidth, parse_duration
 
 if TYPE_CHECKING:
-    from tatami.sim.allreduce import Case, Replayed, Software
+    from tatami.sim.allreduce import Case, Replayed
     from tatami.sim.platforms import AbstractPlatform
 
 ALLREDUCE_EPILOG = """
@@ -42,16 +43,17 @@ _SWEPT: dict[str, Callable[[str], Any]] = {
     "sum": parse_bandwidth,
     "sync": Sync,
 }
+_OF_SOFTWARE = {"message": "message_s", "put": "put_s", "sum": "sum_bytes_per_s"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateAllReduceJob:
     """What `tatami simulate allreduce` can be asked for; the options say what each field is."""
 
-    preset: Annotated[str | None, typer.Option(help="Machines by name.", show_default=False)] = None
+    preset: Annotated[str | None, optional(help="Machines by name.")] = None
     platform: PlatformFile = None
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of the preset.", show_default=False)] = None
-    latency: Annotated[str | None, typer.Option(help="Of one cable of the preset.", show_default=False)] = None
+    nodes: Annotated[int | None, optional(min=1, help="Nodes of the preset.")] = None
+    latency: Annotated[str | None, optional(help="Of one cable of the preset.")] = None
     ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="One on each host.")] = None
     sizes: Annotated[str, typer.Option(metavar="A,B,...", help="Of each rank's vector of float32.")] = "102 MB"
     algorithms: Annotated[str, typer.Option(metavar="A,B,...", help="Of those of tatami bench allreduce.")] = "native,torus_put"
@@ -75,6 +77,7 @@ class SimulateAllReduceJob:
 def simulate_allreduce(job: SimulateAllReduceJob) -> None:
     """Simulate all-reduces, transfer by transfer: over algorithms, grids and sizes."""
     from tatami.sim.allreduce import Case, Software, replay
+    from tatami.sim.processes import Runs
 
     if job.plot is not None:
         check_path(job.plot, force=job.force)
@@ -90,6 +93,7 @@ def simulate_allreduce(job: SimulateAllReduceJob) -> None:
     cases: list[tuple[str | None, AbstractPlatform, Case]] = []
     for value in swept.values:
         swept_to = {} if value is None else {swept.name: swept.read(_SWEPT[swept.name], value)}
+        swept_software = {field: swept_to[name] for name, field in _OF_SOFTWARE.items() if name in swept_to}
         delay_s = swept_to.get("latency", None if job.latency is None else given("--latency", parse_duration, job.latency))
         machines = chosen_platform(job.preset, job.platform, nodes=swept_to.get("nodes", job.nodes), latency_s=delay_s)
         num_ranks = len(machines.hosts) if job.ranks is None else job.ranks
@@ -106,7 +110,7 @@ def simulate_allreduce(job: SimulateAllReduceJob) -> None:
                         across=job.across,
                         sync=swept_to.get("sync", job.sync),
                         native=swept_to.get("native", job.native),
-                        software=_swept_software(software, swept_to),
+                        software=replace(software, **swept_software),
                     )
                     cases.append((value, machines, case))
     jobs = [case.job(machines) for _, machines, case in cases]
@@ -119,7 +123,7 @@ def simulate_allreduce(job: SimulateAllReduceJob) -> None:
             value, _, case = cases[index]
             show_json(allreduce_record(case, result) | ({swept.name: value} if swept.name else {}))
 
-    with started_runs(job.cores) as started:
+    with Runs(cores=job.cores) as started:
         results = started.map(replay, jobs, done=done, platform=lambda job: job.platform)
     progress.finish()
     labels = [_label(case) + (f", {swept.name} {value}" if swept.name else "") for value, _, case in cases]
@@ -143,15 +147,6 @@ def allreduce_record(case: Case, result: Replayed) -> dict[str, Any]:
         "bytes_moved": result.bytes_moved,
         "phases": [{"what": title, "end_s": end_s} for title, end_s in result.phases],
     }
-
-
-def _swept_software(software: Software, swept_to: dict[str, Any]) -> Software:
-    return replace(
-        software,
-        message_s=swept_to.get("message", software.message_s),
-        put_s=swept_to.get("put", software.put_s),
-        sum_bytes_per_s=swept_to.get("sum", software.sum_bytes_per_s),
-    )
 
 
 def _grids(text: str | None, *, ranks: int) -> Sequence[Grid | None]:
@@ -182,10 +177,7 @@ def _table(labels: Sequence[str], cases: Sequence[Case], results: Sequence[Repla
         times.setdefault(label, {})[case.size_bytes] = result.total_s
     first = next(iter(times.values()))
     rows = [
-        (
-            label,
-            *(f"{format_duration(found[size], digits=4)}  {first[size] / found[size]:.2f} x" for size in sizes),
-        )
+        (label, *(f"{format_duration(found[size], digits=4)}  {first[size] / found[size]:.2f} x" for size in sizes))
         for label, found in times.items()
     ]
     order = [found[sizes[-1]] for found in times.values()]
@@ -204,11 +196,7 @@ def _draw(labels: Sequence[str], cases: Sequence[Case], results: Sequence[Replay
     figure, ax = blank(width_in=9.0)
     if len({case.size_bytes for case in cases}) > 1:
         records = [
-            {
-                "algorithm": label,
-                "size_bytes": case.size_bytes,
-                "bandwidth_bytes_per_s": case.size_bytes / result.total_s,
-            }
+            {"algorithm": label, "size_bytes": case.size_bytes, "bandwidth_bytes_per_s": case.size_bytes / result.total_s}
             for label, case, result in zip(labels, cases, results, strict=True)
         ]
         draw_bandwidth(ax, records)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,9 +14,10 @@ from tatami.cli.numbers import MOST_RANKS, finite, given
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, Processor
 from tatami.errors import InputError, shortened
-from tatami.report import Table, blank, save
+from tatami.report import blank, save
 from tatami.report.bar import progress_for
 from tatami.report.losses import LossPoint, draw_lost
+from tatami.report.tables import table_of
 from tatami.units import format_duration, parse_duration
 from tatami.workload import Workload
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
     from tatami.sim.elastic import LossyRun, LossySetup
 
-_PANEL = "Machines that die and join"
+_lossy = partial(typer.Option, rich_help_panel="Machines that die and join")
 _REPAIR, _RESTART = "repair", "restart"
 
 
@@ -33,40 +35,20 @@ class LossOptions:
     """What `tatami simulate tiling` can be asked of machines that die; the options say what each field is."""
 
     mtbf: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,...", help="Mean life of a machine: rehearse deaths.", show_default=False, rich_help_panel=_PANEL
-        ),
+        str | None, _lossy(metavar="A,B,...", help="Mean life of a machine: rehearse deaths.", show_default=False)
     ] = None
     machines: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,M,...", help="So many equal machines, in place of --speeds.", show_default=False, rich_help_panel=_PANEL
-        ),
+        str | None, _lossy(metavar="N,M,...", help="So many equal machines, in place of --speeds.", show_default=False)
     ] = None
-    back: Annotated[
-        str | None,
-        typer.Option(help="So long after its death a machine joins again.", show_default="never", rich_help_panel=_PANEL),
-    ] = None
-    halt: Annotated[str, typer.Option(help="A repair: until all have stopped and formed a group.", rich_help_panel=_PANEL)] = (
-        "0.3 s"
-    )
-    update: Annotated[
-        float,
-        typer.Option(
-            callback=finite, help="Share of an iteration in which a death has no step redone.", rich_help_panel=_PANEL
-        ),
-    ] = 0.0
-    copies: Annotated[int, typer.Option(help="Holders of every unit, 1 or 2.", rich_help_panel=_PANEL)] = 2
-    restart: Annotated[str, typer.Option(help="A restart: until all train again.", rich_help_panel=_PANEL)] = "10.4 s"
-    checkpoint_every: Annotated[
-        int, typer.Option(min=1, help="Restarts: iterations between checkpoints.", rich_help_panel=_PANEL)
-    ] = 100
-    checkpoint: Annotated[str, typer.Option(help="Restarts: what all wait for each checkpoint.", rich_help_panel=_PANEL)] = (
-        "0 s"
-    )
-    runs: Annotated[int, typer.Option(min=1, help="Runs of each, with seeds from --seed on.", rich_help_panel=_PANEL)] = 10
-    seed: Annotated[int, typer.Option(help="Of the first run.", rich_help_panel=_PANEL)] = 0
+    back: Annotated[str | None, _lossy(help="So long after its death a machine joins again.", show_default="never")] = None
+    halt: Annotated[str, _lossy(help="A repair: until all have stopped and formed a group.")] = "0.3 s"
+    update: Annotated[float, _lossy(callback=finite, help="Share of an iteration in which a death has no step redone.")] = 0.0
+    copies: Annotated[int, _lossy(help="Holders of every unit, 1 or 2.")] = 2
+    restart: Annotated[str, _lossy(help="A restart: until all train again.")] = "10.4 s"
+    checkpoint_every: Annotated[int, _lossy(min=1, help="Restarts: iterations between checkpoints.")] = 100
+    checkpoint: Annotated[str, _lossy(help="Restarts: what all wait for each checkpoint.")] = "0 s"
+    runs: Annotated[int, _lossy(min=1, help="Runs of each, with seeds from --seed on.")] = 10
+    seed: Annotated[int, _lossy(help="Of the first run.")] = 0
 
     @property
     def changed(self) -> list[str]:
@@ -140,32 +122,22 @@ def losses_record(case: _Case) -> dict[str, Any]:
 
 def show_losses(cases: Sequence[_Case], *, title: str) -> None:
     """The table, and why runs ended early."""
-    headers = (
-        "machines",
-        "mean life",
-        "after a death",
-        "whole run",
-        "lost",
-        "redone",
-        "stopped",
-        "rows",
-        "deaths",
-        "ended\nearly",
-    )
-    rows = tuple(
-        (
-            f"{case.machines:,}",
-            format_duration(case.mtbf_s, digits=3),
-            case.policy,
-            "" if case.total_s is None else format_duration(case.total_s, digits=4),
-            "" if case.lost_fraction is None else f"{100 * case.lost_fraction:.3g} %",
-            *(_mean_s(case, name) for name in ("redone_s", "stopped_s", "moved_s")),
-            f"{statistics.fmean(run.deaths for run in case.runs):.1f}",
-            f"{len(case.runs) - len(case.whole)} of {len(case.runs)}",
-        )
+    rows = [
+        {
+            "machines": f"{case.machines:,}",
+            "mean life": format_duration(case.mtbf_s, digits=3),
+            "after a death": case.policy,
+            "whole run": "" if case.total_s is None else format_duration(case.total_s, digits=4),
+            "lost": "" if case.lost_fraction is None else f"{100 * case.lost_fraction:.3g} %",
+            "redone": _mean_s(case, "redone_s"),
+            "stopped": _mean_s(case, "stopped_s"),
+            "rows": _mean_s(case, "moved_s"),
+            "deaths": f"{statistics.fmean(run.deaths for run in case.runs):.1f}",
+            "ended\nearly": f"{len(case.runs) - len(case.whole)} of {len(case.runs)}",
+        }
         for case in cases
-    )
-    show(Table(title=title, headers=headers, rows=rows, numbers=frozenset({0, 1, *range(3, 10)})))
+    ]
+    show(table_of(title, rows, texts=("after a death",)))
     for case in cases:
         if ended := next((run for run in case.runs if run.ended is not None), None):
             show(

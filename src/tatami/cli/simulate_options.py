@@ -1,34 +1,27 @@
-"""What the commands of `tatami simulate` share: sweeps, platforms, and where runs take place."""
+"""What the commands of `tatami simulate` share: sweeps and platforms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from tatami.cli.options import optional
 from tatami.errors import InputError
 
 if TYPE_CHECKING:
     from tatami.sim.platforms import AbstractPlatform
-    from tatami.sim.processes import Runs
 
 Value = TypeVar("Value")
 
 PlatformFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--platform", metavar="FILE", help="A cluster.toml, groups with backbones, or SimGrid's XML.", show_default=False
-    ),
+    Path | None, optional("--platform", metavar="FILE", help="A cluster.toml, groups with backbones, or SimGrid's XML.")
 ]
 Cores = Annotated[int | None, typer.Option(min=1, help="Runs at a time.", show_default="all cores")]
-SweepOption = Annotated[
-    str | None,
-    typer.Option("--sweep", metavar="NAME=A,B,...", help="Simulate for each value of one option.", show_default=False),
-]
+SweepOption = Annotated[str | None, optional("--sweep", metavar="NAME=A,B,...", help="Simulate for each value of one option.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +74,3 @@ def chosen_platform(preset: str | None, file: Path | None, *, nodes: int | None,
         return named(preset, nodes=nodes, latency_s=latency_s)
     assert file is not None
     return read_platform(file)
-
-
-@contextmanager
-def started_runs(cores: int | None) -> Iterator[Runs]:
-    """Processes to simulate in."""
-    from tatami.sim.processes import Runs
-
-    with Runs(cores=cores) as runs:
-        yield runs

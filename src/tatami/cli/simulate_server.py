@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,14 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tatami.cli.numbers import finite, given
+from tatami.cli.options import optional
+from tatami.cli.server_job import Recovery, recovery_of
 from tatami.cli.settings import takes
-from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep, started_runs
+from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep
 from tatami.cli.terminal import show, show_json
 from tatami.cluster.cluster import MOST_PROCESSORS
 from tatami.errors import InputError
 from tatami.inputs import LARGEST_SEED
 from tatami.report import Table, blank, check_path, save
 from tatami.report.bar import progress_for
+from tatami.report.tables import table_of
 from tatami.units import parse_duration, parse_size
 
 if TYPE_CHECKING:
@@ -70,7 +74,7 @@ _FIELDS = frozenset(name for name, (field, _) in _SWEPT.items() if field)
 class SimulateServerJob:
     """What `tatami simulate server` can be asked for; the options say what each field is."""
 
-    preset: Annotated[str | None, typer.Option(help="Machines by name.", show_default=False)] = None
+    preset: Annotated[str | None, optional(help="Machines by name.")] = None
     platform: PlatformFile = None
     workers: Annotated[int | None, typer.Option(min=1, help="How many compute.", show_default="all but the servers")] = None
     servers: Annotated[int, typer.Option(min=1, help="How many of the last hosts are servers (with --platform).")] = 1
@@ -138,6 +142,7 @@ class SimulateServerJob:
 @takes(SimulateServerJob)
 def simulate_server(job: SimulateServerJob) -> None:
     """Simulate training on parameter servers, and what the deaths of workers cost under each recovery."""
+    from tatami.sim.processes import Runs
     from tatami.sim.server import simulate_server as simulated
 
     losses = None
@@ -160,7 +165,7 @@ def simulate_server(job: SimulateServerJob) -> None:
         if job.as_json:
             show_json(run_record(record) | ({swept.name: cases[case][0]} if swept.name else {}))
 
-    with started_runs(job.cores) as started:
+    with Runs(cores=job.cores) as started:
         seeds = range(job.seed, job.seed + job.runs)
         found = simulated([case for _, case in cases], seeds=seeds, runs=started, done=done)
     progress.finish()
@@ -179,34 +184,15 @@ def simulate_server(job: SimulateServerJob) -> None:
 
 def run_record(run: ServerRun) -> dict[str, Any]:
     """What `--json` says of a run."""
-    return {
-        "recovery": run.recovery,
-        "seed": run.seed,
-        "rounds": run.rounds,
-        "total_s": run.total_s,
-        "undisturbed_s": run.undisturbed_s,
-        "failures": run.num_failures,
-        "lost_per_failure_s": run.lost_per_failure_s,
-        "lost_updates": run.lost_updates,
-        "bytes_moved": run.bytes_moved,
-        "stopped": run.stopped,
-    }
+    return {**asdict(run), "failures": run.num_failures, "lost_per_failure_s": run.lost_per_failure_s}
 
 
 def _policy(name: str, *, every: str) -> AbstractRecovery:
-    from tatami.server.recovery import Checkpoint, FromServers, Ignore
-
-    if name in ("servers", "from-servers"):
-        return FromServers()
-    if name == "ignore":
-        return Ignore()
-    if name != "checkpoint":
+    """Of `Recovery`; `servers` is short for one of them."""
+    known = {"servers": Recovery.FROM_SERVERS, **{each.value: each for each in Recovery}}
+    if name not in known:
         raise InputError(f"there is no recovery {name!r}; there are: checkpoint, servers, ignore")
-    if every == "daly":
-        return Checkpoint(every="daly")
-    if not every.isdecimal():
-        raise InputError(f"--every is a number of rounds or daly, not {every!r}")
-    return Checkpoint(every=int(every))
+    return recovery_of(known[name], every=every)
 
 
 def _machines(preset: str | None, platform: Path | None, *, workers: int | None, servers: int, rounds: int) -> ServerSetup:
@@ -240,8 +226,6 @@ def _with_store(setup: ServerSetup, num_hosts: int, *, waits: bool, size_bytes: 
 
 
 def _table(labels: list[str], found: list[list[ServerRun]]) -> Table:
-    import statistics
-
     rows = []
     for label, runs in zip(labels, found, strict=True):
         totals = [run.total_s for run in runs]
@@ -249,17 +233,15 @@ def _table(labels: list[str], found: list[list[ServerRun]]) -> Table:
         lost_s = sum(run.total_s - run.undisturbed_s for run in runs)
         stopped = sum(run.stopped is not None for run in runs)
         rows.append(
-            (
-                label,
-                f"{runs[0].undisturbed_s:,.1f} s",
-                f"{statistics.fmean(totals):,.1f} s",
-                f"{statistics.pstdev(totals):,.1f} s",
-                f"{failures / len(runs):.2f}",
-                f"{lost_s / failures:+.2f} s" if failures and not stopped else "",
-                f"{sum(run.lost_updates for run in runs) / len(runs):.2f}",
-                str(stopped) if stopped else "",
-            )
+            {
+                "recovery": label,
+                "undisturbed": f"{runs[0].undisturbed_s:,.1f} s",
+                "mean": f"{statistics.fmean(totals):,.1f} s",
+                "deviation": f"{statistics.pstdev(totals):,.1f} s",
+                "failures": f"{failures / len(runs):.2f}",
+                "lost a failure": f"{lost_s / failures:+.2f} s" if failures and not stopped else "",
+                "lost updates": f"{sum(run.lost_updates for run in runs) / len(runs):.2f}",
+                "stopped": str(stopped) if stopped else "",
+            }
         )
-    headers = ("recovery", "undisturbed", "mean", "deviation", "failures", "lost a failure", "lost updates", "stopped")
-    title = f"{len(found[0])} runs each"
-    return Table(title=title, headers=headers, rows=tuple(rows), numbers=frozenset(range(1, len(headers))))
+    return table_of(f"{len(found[0])} runs each", rows, texts=("recovery",))

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tatami.cli.options import optional
 from tatami.cli.settings import takes
 from tatami.cli.simulate_losses import LossOptions, draw_losses_to, show_losses, simulate_losses
-from tatami.cli.simulate_options import Cores, SweepOption, parse_sweep, started_runs
+from tatami.cli.simulate_options import Cores, SweepOption, parse_sweep
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, parse_speeds, read_cluster
 from tatami.errors import InputError, shortened
 from tatami.report import Table, blank, check_path, draw_watched, save
 from tatami.report.bar import progress_for
+from tatami.report.tables import table_of
 from tatami.retiling import Retiler
 from tatami.tiling import DEFAULT_PLANNER, plan
 from tatami.units import format_duration
@@ -53,25 +55,20 @@ class SimulateTilingJob(LossOptions):
     samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch.")] = 1024
     planner: Annotated[str, typer.Option(metavar="A,B,...", help="Planners.")] = DEFAULT_PLANNER
     iterations: Annotated[int, typer.Option(min=1, help="How many.")] = 20
-    wire: Annotated[
-        str | None, typer.Option(metavar="NAME", help="bfloat16 or float16, if sums are to travel so.", show_default=False)
-    ] = None
+    wire: Annotated[str | None, optional(metavar="NAME", help="bfloat16 or float16, if sums are to travel so.")] = None
     slow: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME:F@WHEN", help="F times slower from iteration:N, or from a time, as 2s; may be given again."),
     ] = None
     trace: Annotated[
         str | None,
-        typer.Option(
+        optional(
             metavar="FILE|drawn[:SEED]",
             help="Slowdowns from a CSV file (when,processor,slower: iteration:30,p0,2; 1 ends one), or drawn.",
-            show_default=False,
         ),
     ] = None
     retile: Annotated[bool, typer.Option("--retile", help="Check the balance, and re-tile.")] = False
-    every: Annotated[
-        int | None, typer.Option(min=1, help="Re-tile by DRPM, with so many iterations between its checks.", show_default=False)
-    ] = None
+    every: Annotated[int | None, optional(min=1, help="Re-tile by DRPM, with so many iterations between its checks.")] = None
     unknown: Annotated[bool, typer.Option("--unknown", help="Plan for equal speeds: nothing is known at first.")] = False
     sweep: SweepOption = None
     cores: Cores = None
@@ -96,6 +93,7 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
     if job.changed:
         raise InputError(f"{job.changed[0]} is for runs whose machines die: give --mtbf too, their mean life")
     from tatami.sim.platforms import ClusterPlatform
+    from tatami.sim.processes import Runs
     from tatami.sim.tiling import TilingJob, rehearse
 
     for path in (job.plot, job.plot_watch):
@@ -111,6 +109,8 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
         given = {} if value is None else {swept.name: swept.read(_SWEPT[swept.name], value)}
         workload = replace(net_workload(job.net, samples=given.get("samples", job.samples)), wire=job.wire)
         iterations = given.get("iterations", job.iterations)
+        every = given.get("every", job.every)
+        retiler = Retiler() if every is None else Retiler(every=every)
         changes = (*(_change(text) for text in job.slow or ()), *_trace(job.trace, machines, iterations=iterations))
         for name in job.planner.split(","):
             labels.append(name.strip() + (f", {swept.name} {value}" if value else ""))
@@ -123,7 +123,7 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
                     iterations=iterations,
                     speeds=tuple(machines.speeds.values()),
                     changes=changes,
-                    retiler=_retiler(given.get("every", job.every)) if job.retile else None,
+                    retiler=retiler if job.retile else None,
                     known_speeds=not job.unknown,
                 )
             )
@@ -137,7 +137,7 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
         if job.as_json:
             show_json(tiling_record(labels[index], run))
 
-    with started_runs(job.cores) as started:
+    with Runs(cores=job.cores) as started:
         found = started.map(rehearse, jobs, done=done, platform=lambda job: job.platform)
     progress.finish()
     if not job.as_json:
@@ -212,10 +212,6 @@ def tiling_record(label: str, run: TilingRun) -> dict[str, Any]:
     }
 
 
-def _retiler(every: int | None) -> Retiler:
-    return Retiler() if every is None else Retiler(every=every)
-
-
 def _machines(file: Path | None, speeds: str | None) -> Cluster:
     if (file is None) == (speeds is None):
         raise InputError("which machines? Give a cluster file (`tatami probe` writes one), or --speeds 1,1,0.5,0.25; not both")
@@ -254,20 +250,19 @@ def _trace(given: str | None, machines: Cluster, *, iterations: int) -> tuple[Ch
 
 
 def _table(labels: Sequence[str], found: Sequence[TilingRun], *, title: str) -> Table:
-    rows = tuple(
-        (
-            label,
-            format_duration(run.iteration_s[0], digits=4),
-            format_duration(run.iteration_s[-1], digits=4),
-            format_duration(run.total_s, digits=4),
-            f"{run.compute_s[-1][0] / run.compute_s[-1][1]:.2f}",
-            str(sum(decision.remaps for decision in run.decisions)),
-        )
+    rows = [
+        {
+            "planner": label,
+            "first\niteration": format_duration(run.iteration_s[0], digits=4),
+            "last\niteration": format_duration(run.iteration_s[-1], digits=4),
+            "all": format_duration(run.total_s, digits=4),
+            "slowest /\nfastest": f"{run.compute_s[-1][0] / run.compute_s[-1][1]:.2f}",
+            "re-mappings": str(sum(decision.remaps for decision in run.decisions)),
+        }
         for label, run in zip(labels, found, strict=True)
-    )
+    ]
     totals = [run.total_s for run in found]
-    headers = ("planner", "first\niteration", "last\niteration", "all", "slowest /\nfastest", "re-mappings")
-    return Table(title=title, headers=headers, rows=rows, numbers=frozenset(range(1, 6)), best=totals.index(min(totals)))
+    return table_of(title, rows, texts=("planner",), best=totals.index(min(totals)))
 
 
 def _draw(labels: Sequence[str], found: Sequence[TilingRun], *, path: Path, force: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tatami.cli.devices import check_device
@@ -49,12 +50,9 @@ def train(job: TrainJob) -> None:
     job = replace(job, ranks=job.ranks or num_started())
     prepared = prepare(job)
 
-    def body(comm: AbstractCommunicator) -> TrainingOutcome | None:
-        return _train_rank(prepared, comm)
-
     if num_started() is None:
         check_outputs(job)
-    on_ranks(body, ranks=prepared.ranks, backend=job.backend, hosts=job.hosts)
+    on_ranks(partial(_train_rank, prepared), ranks=prepared.ranks, backend=job.backend, hosts=job.hosts)
 
 
 def _train_rank(prepared: Prepared, comm: AbstractCommunicator) -> TrainingOutcome:
@@ -74,7 +72,7 @@ def _train_rank(prepared: Prepared, comm: AbstractCommunicator) -> TrainingOutco
     if job.plot is not None:
         plot_course([(job.method, outcome)], job.plot, every=max(1, len(outcome.history.losses) // 50), force=job.force)
     if job.as_json:
-        show_json({"ranks": comm.size, "net": prepared.net, "data": job.data, "method": job.method, **outcome.to_dict()})
+        show_json({"ranks": comm.size, "net": prepared.task.net, "data": job.data, "method": job.method, **outcome.to_dict()})
     else:
         show_outcome(prepared, outcome)
     return outcome

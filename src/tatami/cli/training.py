@@ -117,7 +117,7 @@ def train(
         trainer = Trainer(
             model,
             optimizer=prepared.make_optimizer,
-            loss=prepared.loss,
+            loss=prepared.task.loss,
             retile=prepared.retiler,
             records=records,
             progress=progress,
@@ -128,14 +128,14 @@ def train(
         if job.load is not None:
             trainer.load(job.load)
         history = trainer.fit(
-            (prepared.train.x, prepared.train.y),
+            (prepared.task.train.x, prepared.task.train.y),
             batch_size=prepared.batch_size,
             epochs=job.epochs,
             iterations=prepared.iterations,
             stop_below=job.stop_below,
         )
-        loss = trainer.evaluate((prepared.train.x, prepared.train.y), batch_size=prepared.batch_size)["loss"]
-        accuracy = _accuracy(trainer, prepared.test, batch_size=prepared.batch_size)
+        loss = trainer.evaluate((prepared.task.train.x, prepared.task.train.y), batch_size=prepared.batch_size)["loss"]
+        accuracy = _accuracy(trainer, prepared.task.test, batch_size=prepared.batch_size)
         if job.save is not None:
             trainer.save(job.save, force=job.force)
     estimated = history.checks[-1].decision.speeds if history.checks else model.cluster.speeds

@@ -1,4 +1,4 @@
-"""How many cores a process may keep busy."""
+"""How many cores a process may keep busy, and the memory of its machine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def cores_here() -> float:
     cores = float(len(os.sched_getaffinity(0)))
     quota = quota_here()
     return cores if quota is None else min(cores, quota)
+
+
+def memory_here() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def quota_here(*, groups: Path = _GROUPS, own: Path = _OWN) -> float | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 import math
-import operator
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from functools import cache, partial
-from typing import Any, NewType, TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 import cattrs
-from cattrs.gen import make_dict_structure_fn
+from cattrs.gen import make_dict_structure_fn, override
 
 from tatami.cluster.cluster import MOST_PROCESSORS, Link, Processor, link_problems
 from tatami.cluster.speed_table import SpeedTable, points_problem
@@ -22,19 +22,14 @@ from tatami.units import parse_bandwidth, parse_duration, parse_flop, parse_size
 _LONGEST_NAME = 255
 _MOST_COMPARED = 1000
 _Number = TypeVar("_Number", int, float)
-_Name = NewType("_Name", str)
-_Speed = NewType("_Speed", float)
-_Spread = NewType("_Spread", float)
-_Memory = NewType("_Memory", int)
-_Count = NewType("_Count", int)
-_Bandwidth = NewType("_Bandwidth", float)
-_Latency = NewType("_Latency", float)
+Field = Any
+"""How a field of a table is read; cattrs does not export the type of what `override` makes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkTable:
-    bandwidth: _Bandwidth
-    latency: _Latency
+    bandwidth: float
+    latency: float
 
     def __post_init__(self) -> None:
         if problems := link_problems(bandwidth_bytes_per_s=self.bandwidth, latency_s=self.latency):
@@ -46,20 +41,20 @@ class LinkTable:
 
 @dataclass(frozen=True, kw_only=True)
 class HostsLinkTable(LinkTable):
-    hosts: list[_Name]
+    hosts: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorTable:
-    name: _Name
-    speed: _Speed
-    spread: _Spread | None = None
-    message: _Latency | None = None
-    copy: _Bandwidth | None = None
-    call: _Latency | None = None
-    host: _Name = _Name("localhost")
-    memory: _Memory | None = None
-    count: _Count | None = None
+    name: str
+    speed: float
+    spread: float | None = None
+    message: float | None = None
+    copy: float | None = None
+    call: float | None = None
+    host: str = "localhost"
+    memory: int | None = None
+    count: int | None = None
 
     def processors(self) -> tuple[Processor, ...]:
         names = numbered(self.name, count=self.count, append=True)
@@ -81,10 +76,10 @@ class ProcessorTable:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFile:
-    processors: list[ProcessorTable]
+    processors: tuple[ProcessorTable, ...]
     local: LinkTable | None = None
     network: LinkTable | None = None
-    links: list[HostsLinkTable] | None = None
+    links: tuple[HostsLinkTable, ...] = ()
 
 
 def structure(tables: Mapping[str, Any]) -> tuple[ClusterFile | None, list[str]]:
@@ -92,7 +87,7 @@ def structure(tables: Mapping[str, Any]) -> tuple[ClusterFile | None, list[str]]
     try:
         return _converter().structure(tables, ClusterFile), []
     except (cattrs.BaseValidationError, InputError) as error:
-        return None, list(_problems(error, path=""))
+        return None, list(problems_of(error))
 
 
 def numbered(name: str, *, count: int | None, append: bool) -> list[str]:
@@ -107,25 +102,38 @@ def numbered(name: str, *, count: int | None, append: bool) -> list[str]:
 @cache
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(detailed_validation=True, forbid_extra_keys=True)
-    converter.register_structure_hook(_Name, lambda value, _: _name(value))
-    converter.register_structure_hook(_Speed, lambda value, _: _speed(value))
-    converter.register_structure_hook(_Spread, lambda value, _: _spread(value))
-    converter.register_structure_hook(_Memory, lambda value, _: _positive(value, parse_size(value)))
-    converter.register_structure_hook(_Count, lambda value, _: _count(value))
-    converter.register_structure_hook(_Bandwidth, lambda value, _: _positive(value, parse_bandwidth(value)))
-    converter.register_structure_hook(_Latency, lambda value, _: parse_duration(value))
-    # From the leaves up: cattrs looks up the hooks of a table's fields when the table's own is made.
-    _register_list(converter, list[_Name], size=2)
-    for table in (LinkTable, HostsLinkTable, ProcessorTable):
-        converter.register_structure_hook(table, _table_hook(table, converter))
-    _register_list(converter, list[ProcessorTable], size=None)
-    _register_list(converter, list[HostsLinkTable], size=None)
-    converter.register_structure_hook(ClusterFile, _table_hook(ClusterFile, converter))
+    name, latency, memory, bandwidth = read_by(name_of), read_by(parse_duration), read_by(_memory), read_by(bandwidth_of)
+    link = {"bandwidth": bandwidth, "latency": latency}
+    processor = {"name": name, "host": name, "speed": read_by(_speed), "spread": read_by(_spread), "count": read_by(count_of)}
+    processor |= {"message": latency, "call": latency, "copy": bandwidth, "memory": memory}
+    for table, of in ((LinkTable, link), (HostsLinkTable, link | {"hosts": read_by(_hosts)}), (ProcessorTable, processor)):
+        converter.register_structure_hook(table, table_hook(table, converter, **of))
+    lists = {"processors": list_hook(ProcessorTable, converter), "links": list_hook(HostsLinkTable, converter)}
+    converter.register_structure_hook(ClusterFile, table_hook(ClusterFile, converter, **lists))
     return converter
 
 
-def _table_hook(kind: type, converter: cattrs.Converter) -> Any:
-    structure: Any = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True)
+def read_by(read: Callable[[Any], object], *, key: str | None = None) -> Field:
+    """A field whose value `read` checks, and makes of what the file says under `key` (None: the field's name)."""
+    return override(rename=key, struct_hook=lambda value, _: read(value))
+
+
+def list_hook(kind: type, converter: cattrs.Converter) -> Field:
+    """A field that is a list of tables, each a `kind`."""
+
+    def read(value: object) -> Any:
+        if not isinstance(value, list):
+            raise InputError("must be a list of tables: head each with double brackets")
+        if not value:
+            raise InputError("there is none")
+        return tuple(converter.structure(value, list[kind]))  # type: ignore[valid-type]
+
+    return read_by(read)
+
+
+def table_hook(kind: type, converter: cattrs.Converter, **fields_: Field) -> Any:
+    """What makes a `kind` of a table."""
+    structure: Any = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, **fields_)
 
     def hook(value: object, _: Any) -> Any:
         if not isinstance(value, dict):
@@ -135,42 +143,32 @@ def _table_hook(kind: type, converter: cattrs.Converter) -> Any:
     return hook
 
 
-def _register_list(converter: cattrs.Converter, kind: Any, *, size: int | None) -> None:
-    structure: Any = converter.get_structure_hook(kind)
-
-    def hook(value: object, _: Any) -> Any:
-        if size is not None and not (isinstance(value, list) and len(value) == size):
-            raise InputError(
-                f"must be a list of {size} host names (the same twice for a host's own local link), not {_shown(value)}"
-            )
-        if not isinstance(value, list):
-            raise InputError("must be a list of tables: head each with double brackets")
-        if not value:
-            raise InputError("there is none")
-        return structure(value, kind)
-
-    converter.register_structure_hook_func(partial(operator.eq, kind), hook)
-
-
-def _problems(error: BaseException, *, path: str) -> Iterable[str]:
-    """One line for every fault in cattrs' tree of exceptions."""
+def problems_of(error: BaseException, *, path: str = "") -> Iterable[str]:
+    """One line for every fault in cattrs' tree of exceptions, led by its path."""
+    below = f"{path}." if path else ""
     if isinstance(error, cattrs.ClassValidationError):
         nested, own = error.group_exceptions()
         for inner, note in nested:
-            yield from _problems(inner, path=f"{path}.{note.name}" if path else note.name)
+            yield from problems_of(inner, path=below + _key(note.name))
         for inner in own:
-            yield from _problems(inner, path=path)
+            yield from problems_of(inner, path=path)
     elif isinstance(error, cattrs.IterableValidationError):
         for inner, item in error.group_exceptions()[0]:
-            yield from _problems(inner, path=f"{path}[{item.index}]")
+            yield from problems_of(inner, path=f"{path}[{item.index}]")
     elif isinstance(error, cattrs.ForbiddenExtraKeysError):
-        known = [known.name for known in fields(error.cl)]
+        known = [_key(known.name) for known in fields(error.cl)]
         for key in sorted(error.extra_fields):
-            yield f"{path}.{key}: unknown key{nearest(key, known)}" if path else f"{key}: unknown key{nearest(key, known)}"
+            yield f"{below}{key}: unknown key{nearest(key, known)}"
     elif isinstance(error, KeyError):
         yield f"{path}: is missing"
     else:
-        yield f"{path}: {error}"
+        for problem in getattr(error, "problems", ()) or (error,):
+            yield f"{path}: {problem}" if path else str(problem)
+
+
+def _key(name: str) -> str:
+    """How files call a field: without its unit, which they write with the value."""
+    return re.sub(r"_(bytes_per_s|flop_per_s|s)$", "", name)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -180,10 +178,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else f"; known are {shortened(', '.join(listed))}"
 
 
-def _name(value: object) -> str:
+def name_of(value: object) -> str:
     if not isinstance(value, str) or not value.strip() or len(value) > _LONGEST_NAME:
         raise InputError(f"must be a text of 1 to {_LONGEST_NAME} characters, not {_shown(value)}")
     return value
+
+
+def _hosts(value: object) -> list[str]:
+    if not (isinstance(value, list) and len(value) == 2):
+        raise InputError(f"must be a list of 2 host names (the same twice for a host's own local link), not {_shown(value)}")
+    return [name_of(each) for each in value]
 
 
 def _speed(value: object) -> float:
@@ -222,7 +226,7 @@ def _spread(value: object) -> float:
     return float(value)
 
 
-def _count(value: object) -> int:
+def count_of(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_PROCESSORS:
         raise InputError(f"must be a whole number from 1 to {MOST_PROCESSORS:,}, not {_shown(value)}")
     return value
@@ -232,7 +236,16 @@ def _shown(value: object) -> str:
     return shortened(repr(value))
 
 
-def _positive(seen: object, value: _Number) -> _Number:
+def bandwidth_of(value: object) -> float:
+    """In bytes/s, as `parse_bandwidth` reads it; above 0."""
+    return positive(value, parse_bandwidth(value))
+
+
+def _memory(value: object) -> int:
+    return positive(value, parse_size(value))
+
+
+def positive(seen: object, value: _Number) -> _Number:
     if value <= 0:
         raise InputError(f"must be > 0, not {shortened(str(seen))}")
     return value

@@ -66,7 +66,7 @@ def cluster_of(tables: Mapping[str, Any], *, source: Path | str) -> Cluster:
         processors=tuple(processor for table in file.processors for processor in table.processors()),
         local=file.local.link() if file.local else LOCAL_LINK,
         network=file.network.link() if file.network else NETWORK_LINK,
-        links={_pair(table.hosts): table.link() for table in file.links or []},
+        links={_pair(table.hosts): table.link() for table in file.links},
     )
 
 

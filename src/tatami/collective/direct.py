@@ -63,9 +63,6 @@ class DirectAllGather(AbstractPattern):
     def title(self) -> str:
         return "all-gather by loads from a shared window" if self.via is Via.LOAD else f"all-gather by direct {self.via.value}s"
 
-    def num_rounds(self, members: int) -> int:  # noqa: ARG002 - any number of members takes one round
-        return 1
-
     def steps_of(self, group: RankGroup, *, member: int, round: int) -> Iterator[Step]:  # noqa: ARG002 - there is but one
         k = group.members
         for distance in range(1, k):
@@ -83,9 +80,6 @@ class SharedAllReduce(AbstractPattern):
 
     role = Role.ALL_REDUCE
     title = "all-reduce in a shared window"
-
-    def num_rounds(self, members: int) -> int:  # noqa: ARG002 - any number of members takes one round
-        return 1
 
     def steps_of(self, group: RankGroup, *, member: int, round: int) -> Iterator[Step]:  # noqa: ARG002 - there is but one
         k = group.members
@@ -105,9 +99,6 @@ class WholeExchange(AbstractPattern):
 
     role = Role.ALL_REDUCE
     title = "all-reduce by whole messages"
-
-    def num_rounds(self, members: int) -> int:  # noqa: ARG002 - any number of members takes one round
-        return 1
 
     def steps_of(self, group: RankGroup, *, member: int, round: int) -> Iterator[Step]:  # noqa: ARG002 - there is but one
         k = group.members

@@ -22,9 +22,9 @@ class AbstractPattern(ABC):
     def title(self) -> str:
         """How tables call it."""
 
-    @abstractmethod
-    def num_rounds(self, members: int) -> int:
+    def num_rounds(self, members: int) -> int:  # noqa: ARG002 - most patterns take one round with any number of members
         """Rounds in a group of so many ranks."""
+        return 1
 
     @abstractmethod
     def steps_of(self, group: RankGroup, *, member: int, round: int) -> Iterator[Step]:

@@ -103,11 +103,9 @@ class _Prices:
         )
 
     def _native(self, phase: Phase) -> PhaseCost:
-        halves = {
-            Role.REDUCE_SCATTER: (Halving(),),
-            Role.ALL_GATHER: (Doubling(),),
-            Role.ALL_REDUCE: (Halving(), Doubling()),
-        }[phase.role]
+        halves = {Role.REDUCE_SCATTER: (Halving(),), Role.ALL_GATHER: (Doubling(),), Role.ALL_REDUCE: (Halving(), Doubling())}[
+            phase.role
+        ]
         costs = [self.phase(Phase(groups=phase.groups, what=half)) for half in halves]
         candidates = [self._sum(phase.title, costs)]
         if phase.role is Role.ALL_REDUCE:

@@ -9,7 +9,7 @@ from functools import partial
 from tatami.collective.accumulate import accumulate, accumulate_halves
 from tatami.collective.direct import direct
 from tatami.collective.grid import Grid, choose_grid
-from tatami.collective.halves import Flat
+from tatami.collective.halves import Flat, Halves
 from tatami.collective.halving import halving_doubling
 from tatami.collective.hierarchical import hierarchical
 from tatami.collective.native import NATIVE_HALVES, native
@@ -73,17 +73,13 @@ def _torus_native(problem: Problem) -> Schedule:
     return torus(problem.ranks, problem.size, grid=problem.chosen_grid(), across=native, within=NATIVE_HALVES)
 
 
-def _torus_put(problem: Problem) -> Schedule:
-    return torus_put(
-        problem.ranks, problem.size, grid=problem.chosen_grid(), across=problem.flat(), sync=problem.sync, scatter=RING_HALVES
-    )
+def _torus_put(problem: Problem, scatter: Halves = RING_HALVES) -> Schedule:
+    grid, across = problem.chosen_grid(), problem.flat()
+    return torus_put(problem.ranks, problem.size, grid=grid, across=across, sync=problem.sync, scatter=scatter)
 
 
 def _torus_accumulate(problem: Problem) -> Schedule:
-    halves = accumulate_halves(sync=problem.sync, fixed_order=problem.fixed_order)
-    return torus_put(
-        problem.ranks, problem.size, grid=problem.chosen_grid(), across=problem.flat(), sync=problem.sync, scatter=halves
-    )
+    return _torus_put(problem, accumulate_halves(sync=problem.sync, fixed_order=problem.fixed_order))
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -92,9 +88,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(name="native", summary="the library's own", build=lambda p: native(p.ranks, p.size)),
         Algorithm(name="ring", summary="2(P-1) rounds between neighbours", build=lambda p: ring(p.ranks, p.size)),
         Algorithm(
-            name="halving_doubling",
-            summary="2 log2(P) rounds, for any P",
-            build=lambda p: halving_doubling(p.ranks, p.size),
+            name="halving_doubling", summary="2 log2(P) rounds, for any P", build=lambda p: halving_doubling(p.ranks, p.size)
         ),
         Algorithm(
             name="direct",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.comm.epochs import EPOCHS, AbstractEpochs
 from tatami.comm.groups import GroupCommunicators
 from tatami.comm.loads import loads_and_stores
-from tatami.comm.reduction import HALF_DTYPES, Op, Reduction, divide
+from tatami.comm.reduction import HALF_DTYPES, Reduction, divide
 from tatami.comm.rounds import MessageRound
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow
 from tatami.errors import InputError, ScheduleError
@@ -234,9 +235,9 @@ class _Unrolling:
             values = self.vector[step.start : step.stop]
             target = step.target if member is None else member[step.target]
             if step.reduce:
-                acts.append(_bound_accumulate(window, values, target, step.start, op))
+                acts.append(partial(window.accumulate, values, target, start=step.start, op=op))
             else:
-                acts.append(_bound_put(window, values, target, step.start))
+                acts.append(partial(window.put, values, target, start=step.start))
         return (
             lambda: epochs.open(sources=sources, targets=targets),
             acts,
@@ -290,11 +291,3 @@ def _group_of(step: Step, groups: Sequence[RankGroup]) -> RankGroup:
         for group in groups
         if step.source in group.ranks and step.target in group.ranks and group.start <= step.start and step.stop <= group.stop
     )
-
-
-def _bound_put(window: AbstractWindow, values: torch.Tensor, target: int, start: int) -> Operation:
-    return lambda: window.put(values, target, start=start)
-
-
-def _bound_accumulate(window: AbstractWindow, values: torch.Tensor, target: int, start: int, op: Op) -> Operation:
-    return lambda: window.accumulate(values, target, start=start, op=op)

@@ -62,11 +62,7 @@ def run(command: Sequence[str], *, ranks: int, hosts: Sequence[str] | None = Non
     here = hosts is None and launcher.family == "mpich"
     words = rank_command(command, guarded=not here)
     environ = {"UCX_LOG_LEVEL": "error", **(ON_LOOPBACK if hosts is None else {}), **os.environ}
-    with (
-        stop_requests() as stop,
-        tempfile.TemporaryDirectory(prefix="tatami-run-") as folder,
-        without_leftovers(),
-    ):
+    with stop_requests() as stop, tempfile.TemporaryDirectory(prefix="tatami-run-") as folder, without_leftovers():
         environ[LAST_WORDS] = folder
         if here:
             environ[WATCHED] = "1"

@@ -26,12 +26,7 @@ BoundCall = tuple[Any, ...]
 
 
 def loads_and_stores(
-    steps: Sequence[Step],
-    vectors: Mapping[int, torch.Tensor],
-    *,
-    rank: int,
-    op: Op,
-    divisor: int | None,
+    steps: Sequence[Step], vectors: Mapping[int, torch.Tensor], *, rank: int, op: Op, divisor: int | None
 ) -> list[Callable[[], object]]:
     """The steps that `rank` issues in one round, as one action, or none.
 

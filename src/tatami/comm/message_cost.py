@@ -40,11 +40,7 @@ class MessageCost:
 
 
 def measure_message_costs(
-    comm: AbstractCommunicator,
-    *,
-    repeats: int = 7,
-    clock: Clock | None = None,
-    cpu_s: Callable[[], float] = time.thread_time,
+    comm: AbstractCommunicator, *, repeats: int = 7, clock: Clock | None = None, cpu_s: Callable[[], float] = time.thread_time
 ) -> list[MessageCost]:
     """What a message costs every rank, the same list on all of them. Collective.
 

@@ -21,12 +21,7 @@ class ThreadWindow(AbstractWindow):
     """The tensors of all threads, by rank; takes `comm` over and closes it. `lock` is held while a tensor is added to."""
 
     def __init__(
-        self,
-        comm: AbstractCommunicator,
-        tensors: Sequence[torch.Tensor],
-        *,
-        sync: Sync,
-        lock: AbstractContextManager[object],
+        self, comm: AbstractCommunicator, tensors: Sequence[torch.Tensor], *, sync: Sync, lock: AbstractContextManager[object]
     ) -> None:
         self._comm = comm
         self.sync = sync

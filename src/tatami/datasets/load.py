@@ -14,12 +14,7 @@ DEFAULT = "digits"
 
 
 def load(
-    name: str = DEFAULT,
-    *,
-    path: Path | str | None = None,
-    samples: int | None = None,
-    seed: int = 0,
-    targets: str = "one_hot",
+    name: str = DEFAULT, *, path: Path | str | None = None, samples: int | None = None, seed: int = 0, targets: str = "one_hot"
 ) -> Dataset:
     """The data set called `name`.
 

@@ -111,7 +111,7 @@ def compared(facts: Mapping[str, HostFacts], *, silent: Mapping[str, str]) -> li
     ]
     if len(facts) < 2:
         return found
-    values = {"Python": {host: _minor(each.python) for host, each in facts.items()}}
+    values = {"Python": {host: each.python.rpartition(".")[0] for host, each in facts.items()}}
     values |= {name: {host: each.packages.get(name, "none") for host, each in facts.items()} for name in _MUST_AGREE}
     for name, by_host in values.items():
         if len(set(by_host.values())) > 1:
@@ -164,10 +164,6 @@ def _reason(host: str, said: str) -> str:
         if re.search(words, said, flags=re.IGNORECASE):
             return advice.format(host=host)
     return f"try it by hand: ssh {host} true"
-
-
-def _minor(text: str) -> str:
-    return ".".join(text.split(".")[:2])
 
 
 def _grouped(by_host: Mapping[str, str]) -> str:

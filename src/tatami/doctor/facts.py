@@ -13,7 +13,7 @@ from math import ceil
 from pathlib import Path
 
 import tatami
-from tatami.cluster.cores import quota_here
+from tatami.cluster.cores import memory_here, quota_here
 
 PACKAGES = {
     "torch": "",
@@ -77,7 +77,7 @@ def facts_here() -> HostFacts:
         packages={"tatami": tatami.__version__, **_versions()},
         cores=len(os.sched_getaffinity(0)),
         quota=quota_here(),
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes=memory_here(),
         shared_bytes=_free_bytes(_SHARED),
         gpus=len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0,
     )

@@ -87,12 +87,7 @@ def tried(facts: HostFacts, *, trials: Sequence[Trial] = TRIALS, limit_s: float 
 def _try(trial: Trial, *, limit_s: float) -> Diagnosis:
     try:
         done = subprocess.run(
-            [sys.executable, *trial.words],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=limit_s,
-            check=False,
+            [sys.executable, *trial.words], capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
         )
     except subprocess.TimeoutExpired:
         return Diagnosis(what=trial.what, told=f"no answer in {limit_s:g} s", is_problem=True, advice=trial.advice)

@@ -20,6 +20,9 @@ from tatami.functions.replay import replayed
 from tatami.functions.structure import Packed, Structure, flatten, packed, unflatten, with_tensors
 
 _NOTHING = packed(None)
+_OF_ROOT = ("bcast", "scatter")
+"""Only the root gives parts. The others tell it that they are there, so that it finds out if they name another root: two ranks
+that each took themselves for the root would else never hear of each other."""
 
 
 def bcast(
@@ -37,10 +40,8 @@ def bcast(
     check_root("bcast", comm, root)
 
     def run() -> Structure:
-        if comm.rank == root:
-            to_all = dict.fromkeys(range(comm.size), x)
-            return collective("bcast", comm, to_all, sources=(root,), root=root, parts_of_root=True, delegate=delegate)[0][root]
-        return collective("bcast", comm, {}, sources=(root,), root=root, parts_of_root=True, delegate=delegate)[0][root]
+        parts: dict[int, Structure] = dict.fromkeys(range(comm.size), x) if comm.rank == root else {}
+        return collective("bcast", comm, parts, sources=(root,), root=root, delegate=delegate)[0][root]
 
     return replayed("bcast", run)
 
@@ -86,7 +87,7 @@ def scatter(
 
     def run() -> Structure:
         parts = dict(enumerate(one_for_each("scatter", comm, xs))) if comm.rank == root else {}
-        return collective("scatter", comm, parts, sources=(root,), root=root, parts_of_root=True, delegate=delegate)[0][root]
+        return collective("scatter", comm, parts, sources=(root,), root=root, delegate=delegate)[0][root]
 
     return replayed("scatter", run)
 
@@ -137,7 +138,6 @@ def collective(
     root: int = 0,
     pattern: Structure = None,
     same_shapes: bool = False,
-    parts_of_root: bool = False,
     delegate: torch.Tensor | None = None,
 ) -> tuple[dict[int, Structure], torch.Tensor]:
     """Give `parts` to ranks and get one from each of `sources`, this rank among both or not.
@@ -150,8 +150,6 @@ def collective(
         root: of collectives that have one.
         pattern: what every part that comes must look like; None for anything.
         same_shapes: whether their shapes and dtypes must agree with it too.
-        parts_of_root: only the root gives parts. The others tell it that they are there, so that it finds out if they
-            name another root: two ranks that each took themselves for the root would else never hear of each other.
         delegate: to be visited by backward afterwards.
 
     Returns:
@@ -173,9 +171,9 @@ def collective(
     number = channel.peer_reports.begin_collective(name, root, location)
     outgoing = [Outgoing(peer, number, flat[id(x)][1], flat[id(x)][0]) for peer, x in parts.items() if peer != comm.rank]
     others = [(peer, number) for peer in sources if peer != comm.rank]
-    if parts_of_root and comm.rank != root:
+    if name in _OF_ROOT and comm.rank != root:
         outgoing.append(Outgoing(root, number, _NOTHING, ()))
-    elif parts_of_root:
+    elif name in _OF_ROOT:
         others = [(peer, number) for peer in range(comm.size) if peer != root]
     exchange = Exchange(
         channel,

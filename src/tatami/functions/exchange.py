@@ -196,12 +196,7 @@ class Exchange:
 
     def _check_agreement(self, message: ReceivedMessage) -> None:
         problem = self._channel.peer_reports.collective_problem(
-            message,
-            name=self.name,
-            root=self.tag,
-            location=self.location,
-            mine=self.pattern,
-            same_shapes=self.same_shapes,
+            message, name=self.name, root=self.tag, location=self.location, mine=self.pattern, same_shapes=self.same_shapes
         )
         if problem is not None:
             self._channel.fail(problem)

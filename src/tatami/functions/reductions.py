@@ -30,7 +30,7 @@ def allreduce(x: Structure, comm: AbstractCommunicator, *extra: Never) -> Struct
         tensors, content = flatten(x, operation="allreduce")
         # As the all-reduce `direct`, whose two phases are exchanges with a backward of their own.
         if comm.size == 1 or sends_whole(comm.size, sum(tensor.nbytes for tensor in tensors), element_bytes=1):
-            return _sum_of_all(x, comm)
+            return _summed("allreduce", comm, dict.fromkeys(range(comm.size), x))
         shapes = [tensor.shape for tensor in tensors]
         pieces = [tensor.reshape(-1).tensor_split(comm.size) for tensor in tensors]
         parts = {rank: [piece[rank] for piece in pieces] for rank in range(comm.size)}
@@ -76,10 +76,6 @@ def reduce_scatter(xs: Sequence[Structure], comm: AbstractCommunicator, *extra: 
         return _summed("reduce_scatter", comm, dict(enumerate(one_for_each("reduce_scatter", comm, xs))))
 
     return replayed("reduce_scatter", run)
-
-
-def _sum_of_all(x: Structure, comm: AbstractCommunicator) -> Structure:
-    return _summed("allreduce", comm, dict.fromkeys(range(comm.size), x))
 
 
 def _summed(name: str, comm: AbstractCommunicator, parts: dict[int, Structure]) -> Structure:

@@ -94,7 +94,9 @@ class Lab:
         # A session of its own: Ctrl-C comes to us alone, and we end the job.
         self._num_jobs += 1
         mark = {JOB_VARIABLE: f"{self.name}/{self._num_jobs}"}
-        process = self._spawn(SWITCH, FREE, words, environment={**(environment or {}), **mark}, stdout=stdout, own_session=True)
+        environment = {**(environment or {}), **mark}
+        switch = self._state.host_file(SWITCH)
+        process = spawn_on(switch, FREE, words, environment=environment, stdout=stdout, own_session=True)
         return LabJob(process, is_deserted=partial(self._is_deserted, f"{JOB_VARIABLE}={mark[JOB_VARIABLE]}".encode()))
 
     def run(
@@ -158,8 +160,8 @@ class Lab:
             InputError: there is no such processor or host.
         """
         rank = self._ranks(name)[0]
-        host = self.plan.cluster.processors[rank].host
-        return self._spawn(host, str(rank) if limited else FREE, command, environment=environment, stdout=stdout)
+        file = self._state.host_file(self.plan.cluster.processors[rank].host)
+        return spawn_on(file, str(rank) if limited else FREE, command, environment=environment, stdout=stdout)
 
     # -- what happens to hosts --------------------------------------------------------------------------------------------
 
@@ -303,19 +305,6 @@ class Lab:
         return replace(network, bandwidth_bytes_per_s=rate), changed
 
     # -- names ------------------------------------------------------------------------------------------------------------
-
-    def _spawn(
-        self,
-        host: str,
-        group: str,
-        command: Sequence[str],
-        *,
-        environment: Mapping[str, str] | None,
-        stdout: IO[bytes] | int | None,
-        own_session: bool = False,
-    ) -> subprocess.Popen[bytes]:
-        file = self._state.host_file(host)
-        return spawn_on(file, group, command, environment=environment, stdout=stdout, own_session=own_session)
 
     def _is_deserted(self, mark: bytes) -> bool:
         """Whether hosts are lost, and on no other one is a process with `mark` in its environment."""

@@ -169,14 +169,7 @@ def _taken(found: list[Take], missing: Sequence[Span], piece: _Piece, *, block: 
             continue
         left += [rest for rest in (Span(span.start, common.start), Span(common.stop, span.stop)) if rest.size]
         found.append(
-            Take(
-                dest=dest,
-                source=piece.holder,
-                block=block,
-                units=common,
-                from_mirror=piece.is_mirror,
-                to_mirror=to_mirror,
-            )
+            Take(dest=dest, source=piece.holder, block=block, units=common, from_mirror=piece.is_mirror, to_mirror=to_mirror)
         )
     return left
 

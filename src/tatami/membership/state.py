@@ -51,13 +51,7 @@ class Membership:
         ticket_laid: of the last change that all members have carried out.
     """
 
-    def __init__(
-        self,
-        members: Sequence[str],
-        *,
-        plan: Callable[[tuple[str, ...]], Layout],
-        copies: int = 2,
-    ) -> None:
+    def __init__(self, members: Sequence[str], *, plan: Callable[[tuple[str, ...]], Layout], copies: int = 2) -> None:
         if copies not in (1, 2):
             raise InputError(f"copies must be 1 or 2, not {copies}: a unit has one holder in each column, or one and a mirror")
         self.stage = RunStage.STARTING

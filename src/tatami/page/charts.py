@@ -50,15 +50,23 @@ def _axis(name: str, title: str, **more: Any) -> Spec:
     return {"field": name, "type": "quantitative", "title": title, **more}
 
 
+def _nominal(name: str, title: str | None, **more: Any) -> Spec:
+    return {"field": name, "type": "nominal", "title": title, **more}
+
+
+def _lines(y: Spec, *, mark: Spec, **encoding: Spec) -> Spec:
+    """Over iterations."""
+    return {
+        "mark": {"type": "line", "strokeWidth": 2, "tooltip": True, **mark},
+        "encoding": {"x": _axis("iteration", "iteration"), "y": y, **encoding},
+    }
+
+
 def _floor(facts: RunFacts) -> Spec:
     samples, units = max(step["samples"] for step in facts.steps), max(step["units"] for step in facts.steps)
     x = _axis("x1", "samples", scale={"domain": [0, samples], "nice": False}, axis={"grid": False, "tickCount": 5})
     y = _axis("y1", "units", scale={"domain": [0, units], "nice": False, "reverse": True}, axis={"grid": False, "tickCount": 5})
-    tooltip = [
-        {"field": "rank", "title": "rank"},
-        {"field": "samples", "title": "samples"},
-        {"field": "units", "title": "units"},
-    ]
+    tooltip = [{"field": name, "title": name} for name in ("rank", "samples", "units")]
     fits = (
         f"(datum.x2 - datum.x1) / {samples} * width > 9 * length(datum.rank) && (datum.y2 - datum.y1) / {units} * height > 12"
     )
@@ -76,11 +84,7 @@ def _floor(facts: RunFacts) -> Spec:
     labels = {
         "transform": [{"filter": fits}],
         "mark": {"type": "text", "color": "black", "fontSize": 12, "aria": False},
-        "encoding": {
-            "x": {**x, "field": "x"},
-            "y": {**y, "field": "y"},
-            "text": {"field": "rank"},
-        },
+        "encoding": {"x": {**x, "field": "x"}, "y": {**y, "field": "y"}, "text": {"field": "rank"}},
     }
     derive = [
         _OF_STEP,
@@ -94,13 +98,7 @@ def _floor(facts: RunFacts) -> Spec:
 
 def _phases(facts: RunFacts) -> Spec:
     row_px = max(4, min(26, 1600 // len(facts.ranks)))
-    color = {
-        "field": "phase",
-        "type": "nominal",
-        "title": None,
-        "scale": {"domain": list(PHASES), "range": ["#4c78a8", "#e45756", "#72b7b2", "#f58518", "#54a24b"]},
-        "legend": {"orient": "bottom", "columns": 3},
-    }
+    scale = {"domain": list(PHASES), "range": ["#4c78a8", "#e45756", "#72b7b2", "#f58518", "#54a24b"]}
     order = {"field": "order", "type": "quantitative"}
     number = {"calculate": f"indexof({list(PHASES)}, datum.phase)", "as": "order"}
     tooltip = [{"field": "rank"}, {"field": "phase"}, {"field": "ms", "type": "quantitative", "format": ".3~f", "title": "ms"}]
@@ -111,9 +109,9 @@ def _phases(facts: RunFacts) -> Spec:
         transform=[_OF_STEP, number],
         mark={"type": "bar"},
         encoding={
-            "y": {"field": "rank", "type": "nominal", "title": None, "scale": {"domain": facts.ranks}},
+            "y": _nominal("rank", None, scale={"domain": facts.ranks}),
             "x": _axis("ms", "milliseconds of an iteration", stack="zero", axis={"tickCount": 5}),
-            "color": color,
+            "color": _nominal("phase", None, scale=scale, legend={"orient": "bottom", "columns": 3}),
             "order": order,
             "tooltip": tooltip,
         },
@@ -126,45 +124,22 @@ def _loss(facts: RunFacts) -> Spec:
     scale = {"type": "log", "nice": False} if logarithmic else {"zero": False}
     told = {row["what"] for row in facts.losses}
     colours = {what: colour for what, colour in _LOSSES.items() if what in told}
-    color = {
-        "field": "what",
-        "type": "nominal",
-        "title": None,
-        "scale": {"domain": list(colours), "range": list(colours.values())},
-        "legend": {"orient": "bottom"} if len(colours) > 1 else None,
-    }
-    line = {
-        "mark": {"type": "line", "point": len(values) <= 60, "strokeWidth": 2, "tooltip": True},
-        "encoding": {
-            "x": _axis("iteration", "iteration"),
-            "y": _axis("loss", "loss (logarithmic)" if logarithmic else "loss", scale=scale, axis={"tickCount": 5}),
-            "color": color,
-            "strokeDash": {**color, "scale": {"domain": list(colours)}},
-        },
-    }
+    legend = {"orient": "bottom"} if len(colours) > 1 else None
+    color = _nominal("what", None, scale={"domain": list(colours), "range": list(colours.values())}, legend=legend)
+    dash = {**color, "scale": {"domain": list(colours)}}
+    y = _axis("loss", "loss (logarithmic)" if logarithmic else "loss", scale=scale, axis={"tickCount": 5})
+    line = _lines(y, mark={"point": len(values) <= 60}, color=color, strokeDash=dash)
     return _chart(facts.losses, height=240, layer=[line, _moved(facts)])
 
 
 def _rate(facts: RunFacts) -> Spec:
-    line = {
-        "mark": {"type": "line", "color": "#4c78a8", "strokeWidth": 2, "tooltip": True},
-        "encoding": {
-            "x": _axis("iteration", "iteration"),
-            "y": _axis("rate", "samples per second", scale={"zero": True}, axis={"tickCount": 5, "format": "~s"}),
-        },
-    }
-    return _chart(facts.rates, height=200, layer=[line, _moved(facts)])
+    y = _axis("rate", "samples per second", scale={"zero": True}, axis={"tickCount": 5, "format": "~s"})
+    return _chart(facts.rates, height=200, layer=[_lines(y, mark={"color": "#4c78a8"}), _moved(facts)])
 
 
 def _speeds(facts: RunFacts) -> Spec:
-    line = {
-        "mark": {"type": "line", "interpolate": "step-after", "point": True, "strokeWidth": 2, "tooltip": True},
-        "encoding": {
-            "x": _axis("iteration", "iteration"),
-            "y": _axis("speed", "speed, of the fastest", scale={"domain": [0, 1]}, axis={"tickCount": 5}),
-            "color": _rank_color(facts),
-        },
-    }
+    y = _axis("speed", "speed, of the fastest", scale={"domain": [0, 1]}, axis={"tickCount": 5})
+    line = _lines(y, mark={"interpolate": "step-after", "point": True}, color=_rank_color(facts))
     alarms = {
         "data": {"values": facts.alarms},
         "mark": {"type": "point", "shape": "triangle-down", "color": "currentColor", "filled": True, "size": 70},
@@ -178,14 +153,8 @@ def _speeds(facts: RunFacts) -> Spec:
 
 
 def _accounts(facts: RunFacts) -> Spec:
-    line = {
-        "mark": {"type": "line", "point": True, "strokeWidth": 2, "tooltip": True},
-        "encoding": {
-            "x": _axis("iteration", "iteration"),
-            "y": _axis("share", "lost / price of moving", scale={"domainMin": 0}, axis={"tickCount": 5}),
-            "color": {"field": "what", "type": "nominal", "title": None, "legend": {"orient": "bottom"}},
-        },
-    }
+    y = _axis("share", "lost / price of moving", scale={"domainMin": 0}, axis={"tickCount": 5})
+    line = _lines(y, mark={"point": True}, color=_nominal("what", None, legend={"orient": "bottom"}))
     due = {
         "data": {"values": [{"share": 1}]},
         "mark": {"type": "rule", "color": "currentColor", "strokeDash": [4, 4]},
@@ -196,8 +165,8 @@ def _accounts(facts: RunFacts) -> Spec:
 
 def _links(facts: RunFacts) -> Spec:
     most = max(row["size_bytes"] for row in facts.links)
-    x = {"field": "target", "type": "nominal", "title": "to", "scale": {"domain": facts.ranks}, "axis": {"labelAngle": 0}}
-    y = {"field": "source", "type": "nominal", "title": "from", "scale": {"domain": facts.ranks}}
+    x = _nominal("target", "to", scale={"domain": facts.ranks}, axis={"labelAngle": 0})
+    y = _nominal("source", "from", scale={"domain": facts.ranks})
     color = _axis(
         "size_bytes",
         "bytes of an iteration",

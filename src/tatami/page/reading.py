@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tatami.errors import InputError, shortened
-from tatami.inputs import check_input
+from tatami.inputs import check_input, read_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +39,7 @@ def read_run(path: Path | str) -> RecordedRun:
     Raises:
         InputError: there is no such file, or it is something else; names the line.
     """
-    check_input(path, what="the records")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as problem:
-        raise InputError(f"cannot read the records {path}: {problem.strerror}") from None
-    except UnicodeDecodeError as problem:
-        raise InputError(f"cannot read the records {path}: they are not text in UTF-8 (byte {problem.start})") from None
+    text = read_text(path, what="the records", largest_bytes=None)
     elastic = _elastic(text)
     if elastic is not None:
         return RecordedRun(records=elastic)

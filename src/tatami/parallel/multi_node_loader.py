@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -96,7 +96,7 @@ class MultiNodeLoader:
                 return
             if kind == "error":
                 raise DataError(f"the loader of rank {self._root} failed: {content}")
-            yield _put_together(content, self._arrive)
+            yield mapped(content, lambda leaf: self._arrive(leaf) if isinstance(leaf, _Slot) else leaf)
 
     def _arrive(self, slot: _Slot) -> torch.Tensor:
         tensor = torch.empty(slot.shape, dtype=slot.dtype, device="cpu")
@@ -114,10 +114,6 @@ def _taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
         return _Slot(shape=tuple(leaf.shape), dtype=leaf.dtype)
 
     return mapped(value, take)
-
-
-def _put_together(value: Any, arrive: Callable[[_Slot], torch.Tensor]) -> Any:
-    return mapped(value, lambda leaf: arrive(leaf) if isinstance(leaf, _Slot) else leaf)
 
 
 def _length(loader: Any, root: int) -> int | None:

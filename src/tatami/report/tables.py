@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -94,6 +94,13 @@ class Table:
         return "\n".join(lines)
 
 
+def table_of(title: str, rows: Sequence[Mapping[str, str]], *, texts: Collection[str], best: int | None = None) -> Table:
+    """A table of rows, one or more, that all name their columns in the same order; those but `texts` are numbers."""
+    headers = tuple(rows[0])
+    numbers = frozenset(index for index, header in enumerate(headers) if header not in texts)
+    return Table(title=title, headers=headers, rows=tuple(tuple(row.values()) for row in rows), numbers=numbers, best=best)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MethodResult:
     """What was measured of one method.
@@ -126,40 +133,25 @@ def planner_table(plans: Sequence[Plan], *, weighted: Plan | None = None) -> Tab
     """
     if not plans:
         raise InputError("there is no plan to compare: name at least one planner")
-    rows: list[tuple[str, ...]] = [
-        (
-            plan.planner,
-            _per_column(plan.tiling, what="names"),
-            _per_column(plan.tiling, what="samples"),
-            _per_column(plan.tiling, what="units"),
-            f"{plan.t_comm:,.1f}",
-            format_duration(plan.predicted_s, digits=4),
-            f"{100 * plan.gap:.{1 if plan.gap < _PERCENTS else 0}f} %",
-            f"{weighted.predicted_s / plan.predicted_s:.2f} x" if weighted else "-",
-        )
+    scattered = any(plan.range_s for plan in plans)
+    rows = [
+        {
+            "planner": plan.planner,
+            "columns": _per_column(plan.tiling, what="names"),
+            "samples": _per_column(plan.tiling, what="samples"),
+            "units": _per_column(plan.tiling, what="units"),
+            "t_comm": f"{plan.t_comm:,.1f}",
+            "predicted\niteration": format_duration(plan.predicted_s, digits=4),
+            "above\nbound": f"{100 * plan.gap:.{1 if plan.gap < _PERCENTS else 0}f} %",
+            "against\nweighted": f"{weighted.predicted_s / plan.predicted_s:.2f} x" if weighted else "-",
+            **({"90 % of\niterations": _range(plan.range_s)} if scattered else {}),
+        }
         for plan in plans
     ]
-    headers: tuple[str, ...] = (
-        "planner",
-        "columns",
-        "samples",
-        "units",
-        "t_comm",
-        "predicted\niteration",
-        "above\nbound",
-        "against\nweighted",
-    )
-    if any(plan.range_s for plan in plans):
-        headers = (*headers, "90 % of\niterations")
-        rows = [(*row, _range(plan.range_s)) for row, plan in zip(rows, plans, strict=True)]
     workload = plans[0].workload
-    return Table(
-        title=f"{workload.samples} samples x {workload.units} units" if workload.blocks else f"{workload.samples} samples",
-        headers=headers,
-        rows=tuple(rows),
-        numbers=frozenset({2, 4, 5, 6, 7, 8}),
-        best=_smallest([plan.predicted_s for plan in plans]),
-    )
+    title = f"{workload.samples} samples x {workload.units} units" if workload.blocks else f"{workload.samples} samples"
+    best = _smallest([plan.predicted_s for plan in plans])
+    return table_of(title, rows, texts=("planner", "columns", "units"), best=best)
 
 
 def _range(range_s: tuple[float, float] | None) -> str:
@@ -175,15 +167,11 @@ def memory_table(plans: Sequence[Plan], *, cluster: Cluster) -> Table | None:
         if shares:
             fullest = max(shares, key=lambda name: shares[name])
             kept = format_size(round(plan.memory_bytes[fullest]), digits=3)
-            rows.append((plan.planner, fullest, kept, format_size(given[fullest], digits=3), percent(shares[fullest])))
+            most, share = format_size(given[fullest], digits=3), percent(shares[fullest])
+            rows.append({"planner": plan.planner, "processor": fullest, "used": kept, "given": most, "share": share})
     if not rows:
         return None
-    return Table(
-        title="memory, of the processor where it is fullest",
-        headers=("planner", "processor", "used", "given", "share"),
-        rows=tuple(rows),
-        numbers=frozenset({2, 3, 4}),
-    )
+    return table_of("memory, of the processor where it is fullest", rows, texts=("planner", "processor"))
 
 
 def sized_table(plan: Plan, *, cluster: Cluster) -> Table | None:
@@ -194,15 +182,11 @@ def sized_table(plan: Plan, *, cluster: Cluster) -> Table | None:
         speed = cluster.by_name[name].speed
         if isinstance(speed, SpeedTable):
             points = [f"{format_flop(size, digits=3)}: {_speed(at)}" for size, at in speed.points]
-            rows.append((name, _shortened(points), format_flop(own, digits=3), _speed(speed.at(own))))
+            size, at_size = format_flop(own, digits=3), _speed(speed.at(own))
+            rows.append({"processor": name, "speed by size": _shortened(points), "tile": size, "speed": at_size})
     if not rows:
         return None
-    return Table(
-        title=f"speeds by the size of the tile, and under {plan.planner}",
-        headers=("processor", "speed by size", "tile", "speed"),
-        rows=tuple(rows),
-        numbers=frozenset({2, 3}),
-    )
+    return table_of(f"speeds by the size of the tile, and under {plan.planner}", rows, texts=("processor", "speed by size"))
 
 
 def _speed(speed: float) -> str:
@@ -218,23 +202,18 @@ def run_table(runs: Sequence[MethodResult]) -> Table:
     if not runs:
         raise InputError("there is no run to compare: measure at least one method")
     base = next((run for run in runs if run.method == "even"), runs[0])
-    rows: list[tuple[str, ...]] = [
-        (
-            run.method,
-            format_duration(run.iteration_s, digits=3),
-            f"{run.samples_per_s:,.0f}",
-            f"{base.iteration_s / run.iteration_s:.2f} x",
-            "-" if run.efficiency is None else run.efficiency.cell,
-        )
+    rows = [
+        {
+            "method": run.method,
+            "per iteration": format_duration(run.iteration_s, digits=3),
+            "samples/s": f"{run.samples_per_s:,.0f}",
+            f"against {base.method}": f"{base.iteration_s / run.iteration_s:.2f} x",
+            "efficiency": "-" if run.efficiency is None else run.efficiency.cell,
+        }
         for run in runs
     ]
-    return Table(
-        title=f"{len(runs)} {'way' if len(runs) == 1 else 'ways'} to place the tiles",
-        headers=("method", "per iteration", "samples/s", f"against {base.method}", "efficiency"),
-        rows=tuple(rows),
-        numbers=frozenset({1, 2, 3, 4}),
-        best=_smallest([run.iteration_s for run in runs]),
-    )
+    title = f"{len(runs)} {'way' if len(runs) == 1 else 'ways'} to place the tiles"
+    return table_of(title, rows, texts=("method",), best=_smallest([run.iteration_s for run in runs]))
 
 
 def _smallest(values: Sequence[float]) -> int | None:

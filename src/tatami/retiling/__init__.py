@@ -13,15 +13,4 @@ from tatami.retiling.retiler import Retiler
 from tatami.retiling.timing import Timing
 from tatami.retiling.watching import Watcher
 
-__all__ = [
-    "Alarm",
-    "Controller",
-    "Decision",
-    "DecisionKind",
-    "Glance",
-    "Move",
-    "Retiler",
-    "Timing",
-    "Watcher",
-    "moves",
-]
+__all__ = ["Alarm", "Controller", "Decision", "DecisionKind", "Glance", "Move", "Retiler", "Timing", "Watcher", "moves"]

@@ -41,12 +41,7 @@ class Level:
     price_s: float
 
 
-def levels(
-    situation: Situation,
-    speeds: Mapping[str, float],
-    *,
-    fixed_s: float,
-) -> tuple[float, tuple[Level, ...]]:
+def levels(situation: Situation, speeds: Mapping[str, float], *, fixed_s: float) -> tuple[float, tuple[Level, ...]]:
     """The time of an iteration as the tiles lie, and what would be faster, cheapest first.
 
     Args:

@@ -16,6 +16,7 @@ import numpy as np
 from tatami.cluster import Cluster, Link
 from tatami.retiling.noticing import Vector
 from tatami.tiling import Layout, SumKind, traffic_of
+from tatami.tiling.summing import transfer_rates
 from tatami.tiling.traffic import departures
 from tatami.workload import Workload
 
@@ -113,7 +114,7 @@ def watched_messages(layout: Layout, *, cluster: Cluster, workload: Workload) ->
     if one_host or len(layout.columns) < 2 or len(departures(workload)) > 1:
         return ()
     tilings = layout.cut_blocks(workload) or (layout.cut(samples=workload.samples, units=workload.units),)
-    traffic = traffic_of(tilings, workload=workload, names=tuple(cluster.by_name), hosts=hosts)
+    traffic = traffic_of(tilings, workload=workload, names=tuple(cluster.by_name), hosts=hosts, rates=transfer_rates(cluster))
     sizes: dict[tuple[int, int], int] = {}
     for planned in traffic.gradients:
         if planned.kind is SumKind.GRADIENTS:

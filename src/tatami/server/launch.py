@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from tatami.clock import SystemClock
+from tatami.cluster.cores import memory_here
 from tatami.engine.by_value import by_value
 from tatami.engine.ray_engine import engine, require_ray
 from tatami.engine.ray_watch import RayWatch, ray_processes
@@ -99,13 +99,7 @@ def run_training(
         engine(address=context.address),
         RayWatch(ray_processes(ray), clock=SystemClock(), tell=witness.fault) as watch,
     ):
-        runtime = Runtime(
-            Coordinator(protocol, resumed=saved),
-            terms=terms,
-            context=context,
-            watch=watch,
-            witness=witness,
-        )
+        runtime = Runtime(Coordinator(protocol, resumed=saved), terms=terms, context=context, watch=watch, witness=witness)
         try:
             parameters, outcome = runtime.run()
         finally:
@@ -119,7 +113,7 @@ def _check_room(settings: RunSettings) -> None:
     """Whether the processes fit into this machine's memory, before the first of them is started."""
     computing = settings.workers + settings.spares
     needed = computing * _WORKER_BYTES + settings.servers * _SERVER_BYTES
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    there = memory_here()
     if needed > there:
         raise InputError(
             f"{computing} workers and spares and {settings.servers} servers need {format_size(needed, digits=3)} of memory "

@@ -56,11 +56,7 @@ class ServerProcess:
 
     def apply(self, order: ApplyShard) -> list[Any]:
         parameters = self._held.apply(
-            order.shard,
-            order.contributions,
-            version=order.version,
-            squared_norm=order.squared_norm,
-            clocks=order.clocks,
+            order.shard, order.contributions, version=order.version, squared_norm=order.squared_norm, clocks=order.clocks
         )
         return self._publish(parameters)
 

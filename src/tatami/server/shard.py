@@ -58,15 +58,7 @@ class ShardServer:
             for number, values in shards.items()
         }
 
-    def stage(
-        self,
-        shard: int,
-        update: Sequence[Vector],
-        *,
-        contribution: Contribution,
-        attempt: int,
-        samples: int,
-    ) -> bool:
+    def stage(self, shard: int, update: Sequence[Vector], *, contribution: Contribution, attempt: int, samples: int) -> bool:
         """Keep an update until it is ordered; whether it is taken. An update that came before takes its own place again.
 
         Args:

@@ -2,11 +2,12 @@
 
 Who sends which units to whom is data (`tatami.tiling.traffic`); here it is carried out. Gradients of replicated parameters,
 the same on every rank of a column, ride on the same messages: each rank hears of every other column from one of its members.
+Where each rank is a column, all gradients are one vector, and messages are pieces of its memory: nothing is packed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -17,7 +18,7 @@ from tatami.tiled.link_times import LinkTimes
 from tatami.tiled.rows import Rows, blocks, flat_rows, pack
 from tatami.tiled.vector_sum import VectorSum, wire_dtype
 from tatami.tiling import Span, Tiling
-from tatami.tiling.traffic import SumKind, gradient_sums
+from tatami.tiling.traffic import SumKind, each_is_column, gradient_sums
 
 _TAG = 7
 
@@ -45,6 +46,32 @@ class _Room:
     buffer: torch.Tensor
     pieces: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     riders: torch.Tensor
+
+
+class _Vector:
+    """Gradients one after the other, where every rank has all of them: as few calls as there can be.
+
+    Args:
+        tensors: to be summed.
+        dtype: in which they are.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, dtype: torch.dtype) -> None:
+        sizes = [tensor.numel() for tensor in tensors]
+        self._values = tensors[0].new_empty(sum(sizes), dtype=dtype)
+        self._slots = [slot.view(tensor.shape) for slot, tensor in zip(torch.split(self._values, sizes), tensors, strict=True)]
+
+    def span(self, span: Span) -> torch.Tensor:
+        """The elements `span`."""
+        return self._values[span.start : span.stop]
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Fill it."""
+        torch._foreach_copy_(self._slots, list(tensors))
+
+    def give(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Back into the tensors."""
+        torch._foreach_copy_(list(tensors), self._slots)
 
 
 class _Stage:
@@ -113,7 +140,7 @@ class UnderWay:
         tag: of the messages of phase 0; those of phase 1 have the next one.
         times: told when the messages of phase 0 leave and come.
         phase: what was posted last.
-        arrivals, sends: of it; sends of both phases.
+        arrivals, sends: of it.
     """
 
     given: Sequence[Sequence[Rows]]
@@ -135,18 +162,26 @@ class HorizontalExchange:
         tilings: one for each pair of the network; the same columns, cut for that pair's units.
         names: the processor of every rank.
         wire: to what gradients are rounded on their way, this rank's own, too; None: they travel as they are.
+        rates: at which processors send and receive, as `transfer_rates` has them, the same on all ranks; None: all alike.
     """
 
     def __init__(
-        self, comm: AbstractCommunicator, *, tilings: Sequence[Tiling], names: Sequence[str], wire: str | None = None
+        self,
+        comm: AbstractCommunicator,
+        *,
+        tilings: Sequence[Tiling],
+        names: Sequence[str],
+        wire: str | None = None,
+        rates: Mapping[str, float] | None = None,
     ) -> None:
         self._comm = comm
         self._tilings = tuple(tilings)
         self._names = tuple(names)
-        self._wire = wire
+        self._wire, self._rates = wire, rates
         self._vectors = VectorSum(comm, wire=wire)
         self._rooms: dict[tuple[object, ...], _Room] = {}
         self._stages: list[_Stage] = []
+        self._vector: _Vector | None = None
         self._begun: UnderWay | None = None
         self._interrupted: list[UnderWay] = []
         self._shapes: tuple[object, ...] = ()
@@ -155,6 +190,7 @@ class HorizontalExchange:
         self._column = None if tile is None else tile.column
         self._num_columns = len(tilings[0].columns)
         self._speaks_for_column = tile is not None and tilings[0].columns[tile.column][0].processor == me
+        self._is_vector = each_is_column(tilings[0], names)
         self._rides = True
         self._sends: list[list[_Transfer]] = []
         self._receives: list[list[_Transfer]] = []
@@ -171,6 +207,7 @@ class HorizontalExchange:
             wire=self._wire,
             names=names,
             hosts=dict(zip(names, self._comm.hosts, strict=True)),
+            rates=self._rates,
         )
         self._rides = all(each.kind is SumKind.GRADIENTS for each in planned)
         me = names[self._comm.rank]
@@ -215,34 +252,40 @@ class HorizontalExchange:
         times: LinkTimes | None = None,
     ) -> UnderWay:
         """Send what can be sent, as of `sum_`, without waiting for it; `finish` it before the next one begins."""
-        dtype = _sum_dtype([rows.tensor for pair in pairs for rows in pair] + list(replicated))
-        riders = [tensor.to(dtype, copy=True, memory_format=torch.contiguous_format) for tensor in replicated]
-        num_riders = sum(tensor.numel() for tensor in riders)
-        shapes = (dtype, num_riders, *(tuple(rows.per_unit for rows in pair) for pair in pairs))
-        if shapes != self._shapes:
-            self._plan([sum(r.per_unit for r in pair) for pair in pairs], num_riders, element_bytes=dtype.itemsize)
-            self._stages = [_Stage(pair, dtype=dtype) for pair in pairs]
-            self._shapes = shapes
-        for stage, pair in zip(self._stages, pairs, strict=True):
-            stage.take(pair)
-        if not self._rides:
-            self._all_reduce(riders)
-        wire = wire_dtype(self._wire) or dtype
-        ride = self._rides and riders
-        like = _first(riders, pairs)
-        own = torch.cat([rider.view(-1) for rider in riders]).to(wire) if ride else like.new_empty(0, dtype=wire)
-        begun = UnderWay(given=pairs, replicated=replicated, riders=riders, own=own, tag=tag, times=times)
-        if self._begun is not None:  # by an error; what is still under way goes on to use its rooms
+        tensors = [*(rows.tensor for pair in pairs for rows in pair), *replicated]
+        dtype = _sum_dtype(tensors)
+        if self._begun is not None:  # by an error; what is still under way goes on to use its memory
             self._interrupted.append(self._begun)
-            self._rooms.clear()
-        self._begun = begun
-        self._post(begun)
+            self._shapes = ()
+        shapes = (dtype, len(replicated), *(tensor.shape for tensor in tensors))
+        if shapes != self._shapes:
+            num_riders = sum(tensor.numel() for tensor in replicated)
+            self._plan([sum(r.per_unit for r in pair) for pair in pairs], num_riders, element_bytes=dtype.itemsize)
+            self._vector = _Vector(tensors, dtype=dtype) if self._is_vector else None
+            self._stages = [] if self._is_vector else [_Stage(pair, dtype=dtype) for pair in pairs]
+            self._shapes = shapes
+        riders, own = [], tensors[0].new_empty(0, dtype=dtype)
+        if self._vector is not None:
+            self._vector.take(tensors)
+        else:
+            for stage, pair in zip(self._stages, pairs, strict=True):
+                stage.take(pair)
+            riders = [tensor.to(dtype, copy=True, memory_format=torch.contiguous_format) for tensor in replicated]
+            if not self._rides:
+                self._all_reduce(riders)
+            elif riders:
+                own = torch.cat([rider.view(-1) for rider in riders])
+        own = own.to(wire_dtype(self._wire) or dtype)
+        self._begun = begun = UnderWay(given=pairs, replicated=replicated, riders=riders, own=own, tag=tag, times=times)
+        self._receive(begun)
+        self._send(begun)
         return begun
 
     def progress(self, begun: UnderWay) -> None:
         """Do what can be done without waiting."""
-        arrived = [request.test() for request, _, _ in begun.arrivals]  # all of them, because each test moves bytes
-        if begun.phase == 0 and all(arrived):
+        # All of them, because each test moves bytes.
+        done = [request.test() for request in (*(request for request, _, _ in begun.arrivals), *begun.sends)]
+        if begun.phase == 0 and all(done):
             self._sum_arrivals(begun)
 
     def finish(self, begun: UnderWay) -> list[torch.Tensor]:
@@ -256,9 +299,13 @@ class HorizontalExchange:
         for sent in begun.sends:
             sent.wait()
         self._begun = None
-        for stage, pair in zip(self._stages, begun.given, strict=True):
-            stage.give(pair)
-        return [rider.to(tensor.dtype) for tensor, rider in zip(begun.replicated, begun.riders, strict=True)]
+        if self._vector is None:
+            for stage, pair in zip(self._stages, begun.given, strict=True):
+                stage.give(pair)
+            return [rider.to(tensor.dtype) for tensor, rider in zip(begun.replicated, begun.riders, strict=True)]
+        sums = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in begun.replicated]
+        self._vector.give([*(rows.tensor for pair in begun.given for rows in pair), *sums])
+        return sums
 
     def _sum_arrivals(self, begun: UnderWay) -> None:
         """Wait for the other columns, add them up in their order while the rest is still under way, and give the sums back."""
@@ -268,25 +315,44 @@ class HorizontalExchange:
                 request.wait()
             else:
                 begun.times.wait(request, transfer.peer)
+            if self._num_columns == 2:  # each has sent all that it now adds to
+                for sent in begun.sends:
+                    sent.wait()
+            if self._vector is not None:
+                heard[transfer.column] = room.buffer
+                continue
             for units, piece in room.pieces:
                 units.add_(piece)
             if transfer.carries_replicated:
                 heard[transfer.column] = room.riders
-        if begun.own.numel():
+        if self._vector is not None:
+            if heard:  # all of the same elements
+                (units, _), *_ = begun.arrivals[0][2].pieces
+                own = units if self._wire is None else units.to(wire_dtype(self._wire))
+                _sum_in_order([units], own, heard, mine=self._column, num_columns=self._num_columns)
+        elif begun.own.numel():
             _sum_in_order(begun.riders, begun.own, heard, mine=self._column, num_columns=self._num_columns)
         begun.phase, begun.times = 1, None
-        self._post(begun)
+        left = begun.sends
+        begun.sends = []
+        self._send(begun)
+        for sent in left:  # from where the sums may come to
+            sent.wait()
+        self._receive(begun)
 
-    def _post(self, begun: UnderWay) -> None:
-        """Receive and send all of the phase."""
-        phase, riders, tag = begun.phase, begun.own, begun.tag + begun.phase
+    def _receive(self, begun: UnderWay) -> None:
+        """Begin to receive all of the phase."""
         begun.arrivals = []
-        for transfer in self._receives[phase]:
-            room = self._room(False, phase, transfer, riders)
-            begun.arrivals.append((self._comm.irecv(room.buffer, transfer.peer, tag=tag), transfer, room))
+        for transfer in self._receives[begun.phase]:
+            room = self._room(False, begun.phase, transfer, begun.own)
+            request = self._comm.irecv(room.buffer, transfer.peer, tag=begun.tag + begun.phase)
+            begun.arrivals.append((request, transfer, room))
+
+    def _send(self, begun: UnderWay) -> None:
+        """Begin to send all of the phase."""
         filled: set[_Room] = set()
-        for transfer in self._sends[phase]:
-            room = self._room(True, phase, transfer, riders)
+        for transfer in self._sends[begun.phase]:
+            room = self._room(True, begun.phase, transfer, begun.own)
             if room not in filled:
                 filled.add(room)
                 for units, piece in room.pieces:
@@ -294,19 +360,22 @@ class HorizontalExchange:
                     if self._wire is not None:
                         units.copy_(piece)  # rounded, as the others will have it
                 if transfer.carries_replicated:
-                    room.riders.copy_(riders)
+                    room.riders.copy_(begun.own)
             if begun.times is not None:
                 begun.times.sends(transfer.peer)
-            begun.sends.append(self._comm.isend(room.buffer, transfer.peer, tag=tag))
+            begun.sends.append(self._comm.isend(room.buffer, transfer.peer, tag=begun.tag + begun.phase))
 
     def _room(self, sending: bool, phase: int, transfer: _Transfer, riders: torch.Tensor) -> _Room:
         # What goes to several ranks is packed once.
         key = (phase, transfer.spans, transfer.carries_replicated) if sending else (phase, transfer.peer)
         room = self._rooms.get(key)
         if room is None:
-            staged = [self._stages[pair].span(span) for pair, span in transfer.spans]
+            staged = [(self._vector or self._stages[pair]).span(span) for pair, span in transfer.spans]
             sizes = [units.numel() for units in staged]
             size = sum(sizes)
+            if len(staged) == 1 and self._wire is None and not transfer.carries_replicated and (sending or phase == 1):
+                room = self._rooms[key] = _Room(staged[0], (), staged[0][:0])  # as it lies there
+                return room
             buffer = riders.new_empty(size + (riders.numel() if transfer.carries_replicated else 0))
             starts = accumulate(sizes, initial=0)
             pieces = tuple((units, buffer[start : start + units.numel()]) for start, units in zip(starts, staged, strict=False))
@@ -324,11 +393,6 @@ class HorizontalExchange:
             rows.cut(span)[0].copy_(pieces[0])
 
 
-def _first(riders: Sequence[torch.Tensor], pairs: Sequence[Sequence[Rows]]) -> torch.Tensor:
-    """One of the tensors that are summed, on whose device messages are."""
-    return riders[0] if riders else next(rows.tensor for pair in pairs for rows in pair)
-
-
 def _sum_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
     """One dtype for all; half precision is summed in float32, and without a `wire` must travel so."""
     dtype = torch.float32
@@ -340,10 +404,10 @@ def _sum_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
 def _sum_in_order(
     tensors: Sequence[torch.Tensor], own: torch.Tensor, heard: dict[int, torch.Tensor], *, mine: int | None, num_columns: int
 ) -> None:
-    """Replicated gradients of all columns into `tensors`, added from the left: the same bits on every rank.
+    """What all columns have of `tensors`, added from the left: the same bits whoever adds.
 
     Args:
-        tensors: of this rank's column, one after the other in `own`.
+        tensors: of this rank's column; `own` has the same, one after the other, as it travels.
         heard: of every other column, as `own`.
     """
     contributions = [own if column == mine else heard[column] for column in range(num_columns)]

@@ -45,6 +45,7 @@ from tatami.tiled.weighing import PLAIN_VALUES, weighed
 from tatami.tiled.whole_batch import UnitFactor
 from tatami.tiled.whole_layers import WholeBatchNorm, WholeDropout
 from tatami.tiling import Layout, Span, Tile, Tiling, Traffic, spans, traffic_of
+from tatami.tiling.summing import transfer_rates
 from tatami.tiling.traffic import gradient_sums, riding_elements
 from tatami.workload import Workload
 
@@ -310,8 +311,9 @@ class TiledModel(nn.Module):
     def traffic(self) -> Traffic:
         """What an iteration over a batch of the planned size sends, message by message, as simulator and cost model have it."""
         hosts = dict(zip(self.names, self.comm.hosts, strict=True))
+        rates = transfer_rates(self.cluster)
         planned = self.layout.cut_blocks(self.workload) or self.tilings
-        found = traffic_of(planned, workload=self.workload, names=self.names, hosts=hosts)
+        found = traffic_of(planned, workload=self.workload, names=self.names, hosts=hosts, rates=rates)
         if len(self.tilings) == len(planned):
             return found
         # A block of the workload is several of the network, such as experts, whose gradients travel each by its own tiling.
@@ -323,6 +325,7 @@ class TiledModel(nn.Module):
             wire=self.workload.wire,
             names=self.names,
             hosts=hosts,
+            rates=rates,
         )
         return replace(found, gradients=gradients)
 
@@ -385,7 +388,7 @@ class TiledModel(nn.Module):
 
     def _place(self, layout: Layout) -> Placement:
         """See `place`; the model stays as it is. Collective."""
-        return place(layout, self.comm, names=self.names, workload=self.workload, blocks=self.found.blocks)
+        return place(layout, self.comm, cluster=self.cluster, workload=self.workload, blocks=self.found.blocks)
 
     def _columns(self) -> list[list[int]]:
         """The ranks of each column."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import PlanError
 from tatami.tiled.horizontal import HorizontalExchange
 from tatami.tiled.tiled_block import TiledBlock
 from tatami.tiling import Layout, Span, Tiling
+from tatami.tiling.summing import transfer_rates
 from tatami.tiling.traffic import departures
 from tatami.workload import Workload
 
@@ -34,23 +36,24 @@ class Placement:
 
 
 def place(
-    layout: Layout, comm: AbstractCommunicator, *, names: Sequence[str], workload: Workload, blocks: Sequence[TiledBlock]
+    layout: Layout, comm: AbstractCommunicator, *, cluster: Cluster, workload: Workload, blocks: Sequence[TiledBlock]
 ) -> Placement:
     """What `layout` means for this rank of `comm`. Collective.
 
     Args:
         layout: to lie like.
         comm: all ranks.
-        names: the processor of every rank.
+        cluster: the processor of every rank, the same on all.
         workload: the blocks that are cut.
         blocks: the same, as the network has them.
 
     Raises:
         PlanError: the layout names processors that no rank runs on.
     """
+    names = [processor.name for processor in cluster.processors]
     unknown = [name for name in layout.processors if name not in names]
     if unknown:
-        raise PlanError(f"the layout names processors that no rank runs on: {unknown}; the ranks run on {list(names)}")
+        raise PlanError(f"the layout names processors that no rank runs on: {unknown}; the ranks run on {names}")
     # A network without blocks is a floor of one unit, which owns nothing: columns of samples are left.
     cut = iter(layout.cut_blocks(workload))
     wholes: list[Tiling] = []
@@ -65,8 +68,9 @@ def place(
     position = [other.processor for other in tiling.columns[color]].index(me) if color is not None else 0
     column = comm.split(color, key=position) if comm.size > 1 else None
     everyone = len(tiling.columns) == 1 and len(layout.processors) == comm.size
+    rates = transfer_rates(cluster)
     across = [
-        HorizontalExchange(comm, tilings=tilings, names=names, wire=workload.wire)
+        HorizontalExchange(comm, tilings=tilings, names=names, wire=workload.wire, rates=rates)
         for _ in (departures(workload) if not everyone else ())
     ]
     return Placement(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ import torch
 from tatami.clock import NO_PACE, Clock, Pace
 from tatami.cluster import Cluster, Link, Processor
 from tatami.cluster.cluster import LOCAL_LINK, NETWORK_LINK
+from tatami.cluster.cores import memory_here
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.message_cost import measure_message_costs
 from tatami.comm.probe import link_ranks, measure_links
@@ -51,7 +51,7 @@ def probe(
     costs = measure_message_costs(comm)
     # Of a card, its host's; the calls are not timed on the device.
     calls_s = measure_calls(comm, clock=clock, pace=pace)
-    memory_bytes = comm.allgather_object(_memory_bytes() // comm.local_size)
+    memory_bytes = comm.allgather_object(memory_here() // comm.local_size)
     processors = tuple(
         Processor(
             name=f"p{rank}",
@@ -105,7 +105,3 @@ def _rounded_link(link: Link) -> Link:
 
 def _rounded(value: float, *, digits: int) -> float:
     return float(f"{value:.{digits}g}")
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

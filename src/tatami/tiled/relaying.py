@@ -57,7 +57,7 @@ def relay(
         kept.grad = None
     names = change.members
     is_new = name in change.newcomers
-    placement = place(change.layout, model.comm, names=names, workload=model.workload, blocks=model.found.blocks)
+    placement = place(change.layout, model.comm, cluster=cluster, workload=model.workload, blocks=model.found.blocks)
     _agree_on_states(model, optimizer, mirror, change, is_new=is_new)
     own_tiles = () if is_new else model.tilings
     kept_for = None if before is None or is_new else _kept_for(before, name)

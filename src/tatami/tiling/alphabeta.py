@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from math import fsum
 from operator import itemgetter
 from typing import final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
@@ -21,10 +22,9 @@ from tatami.tiling.layout import Column, Layout
 from tatami.tiling.links import LinkGroup, SlowestLink
 from tatami.tiling.span import FEW
 from tatami.tiling.sum_price import sum_size
+from tatami.tiling.summing import summing_shares, transfer_rates
 from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS, departures, riding_elements, sum_algorithm
 from tatami.workload import Workload
-
-Vector = NDArray[np.float64]
 
 FLOP_PER_S = 1e9
 """What a processor of relative speed 1 does in a second where nothing was measured."""
@@ -32,6 +32,8 @@ _WORTH_HIDING = 0.01
 """Less than this part of an iteration is not known so well."""
 MEASURED_FROM = 1e6
 """Speeds from here on are flop/s: no processor does less, and relative speeds do not go up to a million."""
+_NOTHING = 1e-9
+"""Of shares that were added and taken away."""
 _LOOKED_AT = 8
 """Of many columns, the widest and the deepest whose sums a lower bound looks at."""
 
@@ -46,9 +48,10 @@ class AlphaBetaCost(AbstractCost):
       always slow, and all wait for it.
     * vertical: the sums of a column as they are carried out (`sum_algorithm`); the column that takes longest counts.
     * horizontal: every group of units is summed by its C owners: 2 (C - 1) / C of its bytes at its owners' slowest link, in
-      one round where C = 2, otherwise two; the processor that takes longest counts. Gradients of layers outside of blocks
-      ride along, or are summed by all. With `Workload.bucket_bytes` the wires carry the sums of the last blocks while earlier
-      ones compute, and what is not done by then counts.
+      one round where C = 2, otherwise two; the processor that takes longest counts. Where bytes cost some processors more
+      than others, those sum less (`summing_shares`). Gradients of layers outside of blocks ride along, or are summed by all.
+      With `Workload.bucket_bytes` the wires carry the sums of the last blocks while earlier ones compute, and what is not
+      done by then counts.
 
     Beside the wire, messages cost the processors that send and receive them (`Processor.message_s`), and bytes their copying;
     beside the flop, a block costs its calls (`Processor.call_s`).
@@ -179,32 +182,36 @@ def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> flo
     num_columns = len(layout.columns)
     if num_columns == 1:
         return 0.0
-    cluster, num_ranks = links.cluster, len(layout.processors)
-    message_s = np.fromiter(map(cluster.message_s.__getitem__, layout.processors), np.float64, num_ranks)
-    copy_bytes_per_s = np.fromiter(map(cluster.copy_bytes_per_s.__getitem__, layout.processors), np.float64, num_ranks)
-    among = links.among(layout.processors)
-    rounds = 1 if num_columns == 2 or not workload.blocks else 2
-    # Without blocks everyone tells everyone.
-    wire_s, copied_s = np.zeros(num_ranks), np.zeros(num_ranks)
-    latencies_s, neighbours = np.full(num_ranks, among.latency_s), np.full(num_ranks, num_columns - 1)
-    if workload.blocks:
+    own = [links.cluster.by_name[name] for name in layout.processors]
+    riders = riding_elements(workload, columns=num_columns)
+    whole = num_columns == len(own) == len(links.cluster.processors)  # all gradients are one vector
+    rounds = 1 if num_columns == 2 or not (workload.blocks or whole) else 2
+    heights = layout.heights.tolist()
+    shares = summing_shares(heights, layout.processors, columns=num_columns, rates=transfer_rates(links.cluster))
+    # Where nothing is cut, everyone tells everyone.
+    wire_s, copied_s = [0.0] * len(own), [0.0] * len(own)
+    latencies_s, neighbours = [links.among(layout.processors).latency_s] * len(own), [num_columns - 1] * len(own)
+    if workload.blocks or whole:
         # Blocks of many units are cut at the same heights, those of few each in its own way; the finest of all come last.
         elements: Counter[tuple[bool, int]] = Counter()
-        for block, count in workload.kinds:
+        if whole:
+            elements[True, 0] = workload.horizontal_elements + riders
+            riders = 0
+        for block, count in workload.kinds if not whole else ():
             fine = block.units >= FEW * layout.deepest
             elements[fine, 0 if fine else block.units] += count * block.parameters
         for (fine, units), each in sorted(elements.items()):
             if not fine:
                 Column.cut_together(layout.columns, units)
             cuts = [column.cuts if fine else _cuts(column.unit_sizes(units)) for column in layout.columns]
-            tops = np.array([cut for column in cuts for cut in column[:-1]])
-            bottoms = np.array([cut for column in cuts for cut in column[1:]])
             # One message carries all blocks, so the messages of the finest count.
-            owned, latencies_s, neighbours = _owned(layout, cuts, tops, bottoms, links)
-            share = 2 * (num_columns - 1) / num_columns * (each * workload.wire_bytes)
-            wire_s += share * owned
-            copied_s += 2 * share * (bottoms - tops) / copy_bytes_per_s
-    riders = riding_elements(workload, columns=num_columns)
+            owned, traveled, latencies_s, neighbours = _owned(layout, cuts, links, shares)
+            size_bytes = each * workload.wire_bytes
+            wire_s = [spent + size_bytes * own_s for spent, own_s in zip(wire_s, owned, strict=True)]
+            copied_s = [
+                spent + 2 * size_bytes * part / processor.copy_bytes_per_s
+                for spent, part, processor in zip(copied_s, traveled, own, strict=True)
+            ]
     apart_s, riding_bytes = 0.0, 0.0
     if riders <= RIDE_ALONG_ELEMENTS:
         riding_bytes = (num_columns - 1) * riders * workload.wire_bytes
@@ -213,9 +220,12 @@ def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> flo
         apart_s = _sums_s(algorithm, layout.processors, [(1, riders)], workload, links)
         if not workload.blocks:
             return apart_s
-    wire_s = wire_s + riding_bytes / among.bandwidth_bytes_per_s + rounds * latencies_s
-    copied_s += 2 * riding_bytes / copy_bytes_per_s
-    return apart_s + float(np.max(np.maximum(wire_s, copied_s) + 2 * rounds * neighbours * message_s))
+    riding_s = riding_bytes / links.among(layout.processors).bandwidth_bytes_per_s
+    return apart_s + max(
+        max(wire + riding_s + rounds * latency_s, copied + 2 * riding_bytes / processor.copy_bytes_per_s)
+        + 2 * rounds * messages * processor.message_s
+        for wire, copied, latency_s, messages, processor in zip(wire_s, copied_s, latencies_s, neighbours, own, strict=True)
+    )
 
 
 def _horizontal_at_least_s(layout: Layout, workload: Workload, links: SlowestLink) -> float:
@@ -229,7 +239,9 @@ def _horizontal_at_least_s(layout: Layout, workload: Workload, links: SlowestLin
     cluster = links.cluster
     link = cluster.network if num_columns > cluster.most_on_a_host and not cluster.links else cluster.fastest_link
     rounds = 1 if num_columns == 2 else 2
-    size_bytes = 2 * (num_columns - 1) / num_columns * elements * workload.wire_bytes * height
+    # Where processors sum what suits them, one may sum nothing, and only send what it has once.
+    parts = 2 * (num_columns - 1) / num_columns if transfer_rates(cluster) is None else 1.0
+    size_bytes = parts * elements * workload.wire_bytes * height
     message_s = cluster.message_s[name]
     return size_bytes / link.bandwidth_bytes_per_s + rounds * link.latency_s + 2 * rounds * (num_columns - 1) * message_s
 
@@ -240,37 +252,50 @@ def _cuts(sizes: Sequence[int]) -> tuple[float, ...]:
 
 
 def _owned(
-    layout: Layout, cuts: Sequence[tuple[float, ...]], tops: Vector, bottoms: Vector, links: SlowestLink
-) -> tuple[Vector, Vector, NDArray[np.int64]]:
-    """Of each processor: its height over the bandwidth among its units' owners, the longest latency to one, and how many.
+    layout: Layout, cuts: Sequence[tuple[float, ...]], links: SlowestLink, shares: Mapping[str, float] | None
+) -> tuple[list[float], list[float], list[float], list[int]]:
+    """Of each processor: what it sends, in seconds and in parts of all units, the longest latency to an owner, and how many.
 
-    Args:
-        layout: who lies where.
-        cuts: of each column.
-        tops: of all tiles, column by column.
-        bottoms: the same.
-        links: among the processors.
+    Of each of its units it sends what it does not sum to who does, and what it sums to C - 1 others: 1 + (C - 2) f of it.
     """
+    num_columns = len(cuts)
+    part = [1.0 if shares is None else shares[name] for name in layout.processors]
+    index_of = {name: index for index, name in enumerate(layout.processors)}
     inner = sorted((cut, index, below) for index, column in enumerate(cuts) for below, cut in enumerate(column[1:-1], start=1))
-    crossings = np.array([cut for cut, _, _ in inner])
-    edges = np.array([*sorted({0.0, *(cut for cut, _, _ in inner if cut < 1.0)}), 1.0])
-    group_s = [0.0]
+    crossings = [cut for cut, _, _ in inner]
+    edges = [*sorted({0.0, *(cut for cut in crossings if cut < 1.0)}), 1.0]
+    group_s, summed_s, summed = [0.0], [0.0], [0.0]
     latencies = []
+    together = fsum(part[index_of[column.processors[0]]] for column in layout.columns)
     owners = LinkGroup(links, [column.processors[0] for column in layout.columns])
     passed = 0
-    for start, stop in pairwise(edges.tolist()):
+    for start, stop in pairwise(edges):
         while passed < len(inner) and inner[passed][0] <= start:
             _, index, below = inner[passed]
-            owners.replace(layout.columns[index].processors[below - 1], layout.columns[index].processors[below])
+            one, other = layout.columns[index].processors[below - 1], layout.columns[index].processors[below]
+            owners.replace(one, other)
+            together += part[index_of[other]] - part[index_of[one]]
             passed += 1
         link = owners.link()
         group_s.append((stop - start) / link.bandwidth_bytes_per_s)
+        of_each = (num_columns - 2) / together if together > _NOTHING else 0.0
+        summed_s.append(of_each * group_s[-1])
+        summed.append(of_each * (stop - start))
         latencies.append(link.latency_s)
-    elapsed = np.array(list(accumulate(group_s)))
-    first, last = np.searchsorted(edges, tops), np.searchsorted(edges, bottoms)
-    # Of the places between `first` and `last` the greatest: every other one of these ranges is such a tile.
-    ranges = np.stack([first, last], axis=1).ravel()
-    waits_s = np.where(first < last, np.maximum.reduceat([*latencies, 0.0], ranges)[::2], 0.0)
-    # One neighbour in every other column, and one more for each of their cuts inside this tile.
-    inside = np.searchsorted(crossings, bottoms) - np.searchsorted(crossings, tops, side="right")
-    return elapsed[last] - elapsed[first], waits_s, np.where(first < last, len(cuts) - 1 + inside, 0)
+    elapsed, elapsed_summed, passed_summed = (list(accumulate(each)) for each in (group_s, summed_s, summed))
+    position = {edge: index for index, edge in enumerate(edges)}
+    owned, traveled, ranges, neighbours = [], [], [], []
+    own_part = iter(part)
+    for column in cuts:
+        for top, bottom in pairwise(column):
+            first, last, mine = position[top], position[bottom], next(own_part)
+            owned.append(elapsed[last] - elapsed[first] + mine * (elapsed_summed[last] - elapsed_summed[first]))
+            traveled.append(bottom - top + mine * (passed_summed[last] - passed_summed[first]))
+            ranges += [first, last]
+            # One neighbour in every other column, and one more for each of their cuts inside this tile.
+            inside = bisect_left(crossings, bottom) - bisect_right(crossings, top)
+            neighbours.append(len(cuts) - 1 + inside if first < last else 0)
+    # The greatest latency of each tile's groups, at once: of all columns together the groups are very many.
+    longest_s = np.maximum.reduceat([*latencies, 0.0], ranges)[::2].tolist()
+    waits_s = [wait_s if own else 0.0 for wait_s, own in zip(longest_s, neighbours, strict=True)]
+    return owned, traveled, waits_s, neighbours

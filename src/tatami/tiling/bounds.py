@@ -13,7 +13,7 @@ from tatami.cluster import Cluster, Link, fastest
 from tatami.tiling.alphabeta import AlphaBetaCost
 from tatami.tiling.layout import Layout
 from tatami.tiling.sum_price import sum_size
-from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS, sum_algorithm
+from tatami.tiling.traffic import sum_algorithm
 from tatami.workload import Workload
 
 _BISECTIONS = 60
@@ -132,10 +132,7 @@ class _Floor:
 
 def _across_s(link: Link, *, workload: Workload) -> float:
     """What a tile of one of several columns pays at least beside the gradients of its units."""
-    across_s = link.transfer_s(workload.replicated_bytes)
-    if workload.blocks and workload.replicated_parameters > RIDE_ALONG_ELEMENTS:
-        across_s += link.latency_s
-    return across_s
+    return link.transfer_s(workload.replicated_bytes)
 
 
 def _largest_area(

@@ -26,11 +26,7 @@ class EvenPlanner(AbstractPlanner):
             heights = (1 / depth,) * depth
             return Layout(
                 columns=tuple(
-                    Column(
-                        width=1 / num_columns,
-                        processors=tuple(names[start : start + depth]),
-                        heights=heights,
-                    )
+                    Column(width=1 / num_columns, processors=tuple(names[start : start + depth]), heights=heights)
                     for start in range(0, len(names), depth)
                 )
             )

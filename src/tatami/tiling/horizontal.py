@@ -6,12 +6,12 @@ sum it among themselves. There is no funnel: a rank that owns more units sends m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from tatami.errors import PlanError
-from tatami.tiling.span import Span, spans
+from tatami.tiling.span import Span, largest_remainder, spans
 from tatami.tiling.tiling import Tiling
 
 Method = Literal["direct", "reduce-scatter"]
@@ -39,7 +39,9 @@ class Message:
     carries_riders: bool = False
 
 
-def horizontal_messages(tilings: Sequence[Tiling], *, method: Method) -> tuple[Message, ...]:
+def horizontal_messages(
+    tilings: Sequence[Tiling], *, method: Method, shares: Mapping[str, float] | None = None
+) -> tuple[Message, ...]:
     """The messages that sum every unit over its owners: at most one from one processor to another in each phase.
 
     Args:
@@ -48,6 +50,7 @@ def horizontal_messages(tilings: Sequence[Tiling], *, method: Method) -> tuple[M
             "reduce-scatter": two phases. Every group is cut into C chunks of whole units, and chunk c is summed by its owner
             in column c, who then gives the sum to the other owners: 2 (C - 1) / C of the bytes. For C = 2 both carry the same
             bytes, and "direct" needs half the messages.
+        shares: the owners of a group sum it in proportion to these (see `tatami.tiling.summing`); None: in equal parts.
 
     Returns:
         Messages in the order of phase, source and dest (as the tiles lie, column by column). None carries nothing.
@@ -59,8 +62,12 @@ def horizontal_messages(tilings: Sequence[Tiling], *, method: Method) -> tuple[M
         raise PlanError(f"there is no method {method!r} of horizontal communication; choose direct or reduce-scatter")
     order = _common_order(tilings)
     bundles: dict[tuple[int, str, str], list[tuple[int, Span]]] = {}
+    due = dict.fromkeys(order, 0.0)
     for block, tiling in enumerate(tilings):
-        transfers = _direct(tiling) if method == "direct" else _reduce_scatter(tiling)
+        if method == "direct":
+            transfers = _direct(tiling)
+        else:
+            transfers = _reduce_scatter(tiling, _chunks(tiling) if shares is None else _weighted_chunks(tiling, shares, due))
         for phase, source, dest, units in transfers:
             bundle = bundles.setdefault((phase, source, dest), [])
             if bundle and bundle[-1][0] == block and bundle[-1][1].stop == units.start:
@@ -79,18 +86,10 @@ def _direct(tiling: Tiling) -> Iterator[tuple[int, str, str, Span]]:
                     yield 0, source, dest, group.units
 
 
-def _reduce_scatter(tiling: Tiling) -> Iterator[tuple[int, str, str, Span]]:
-    num_columns = len(tiling.columns)
-    turn = 0
-    for group in tiling.groups:
-        share, left = divmod(group.units.size, num_columns)
-        # Units that do not divide go to the columns in turn, so that thin groups do not all burden the first column.
-        extra = {(turn + index) % num_columns for index in range(left)}
-        turn = (turn + left) % num_columns
+def _reduce_scatter(tiling: Tiling, chunks: Iterator[Sequence[int]]) -> Iterator[tuple[int, str, str, Span]]:
+    for group, sizes in zip(tiling.groups, chunks, strict=True):
         start = group.units.start
-        for summer, chunk in zip(
-            group.owners, spans([share + (column in extra) for column in range(num_columns)]), strict=True
-        ):
+        for summer, chunk in zip(group.owners, spans(sizes), strict=True):
             if chunk.size == 0:
                 continue
             units = Span(start + chunk.start, start + chunk.stop)
@@ -98,6 +97,42 @@ def _reduce_scatter(tiling: Tiling) -> Iterator[tuple[int, str, str, Span]]:
                 if other != summer:
                     yield 0, other, summer, units
                     yield 1, summer, other, units
+
+
+def _chunks(tiling: Tiling) -> Iterator[Sequence[int]]:
+    """Of each group, how many units the owner in each column sums: equal parts."""
+    num_columns = len(tiling.columns)
+    turn = 0
+    for group in tiling.groups:
+        share, left = divmod(group.units.size, num_columns)
+        # Units that do not divide go to the columns in turn, so that thin groups do not all burden the first column.
+        extra = {(turn + index) % num_columns for index in range(left)}
+        turn = (turn + left) % num_columns
+        yield [share + (column in extra) for column in range(num_columns)]
+
+
+def _weighted_chunks(tiling: Tiling, shares: Mapping[str, float], due: dict[str, float]) -> Iterator[Sequence[int]]:
+    """As `_chunks`, in proportion to `shares`.
+
+    Args:
+        tiling: of one block.
+        shares: of all processors.
+        due: what a processor has summed too little of so far, in fractions of a block. Six heads over eight columns are one or
+            none for each; over several blocks all come to their share.
+    """
+    for group in tiling.groups:
+        own = [shares[owner] for owner in group.owners]
+        if not any(own):
+            own = [1.0] * len(own)
+        ideal = [
+            group.units.size * share / sum(own) + due[owner] * tiling.units
+            for owner, share in zip(group.owners, own, strict=True)
+        ]
+        wanted_here = [max(0.0, each) for each in ideal]
+        sizes = largest_remainder(wanted_here if any(wanted_here) else own, total=group.units.size)
+        for owner, wanted, size in zip(group.owners, ideal, sizes, strict=True):
+            due[owner] = (wanted - size) / tiling.units
+        yield sizes
 
 
 def _common_order(tilings: Sequence[Tiling]) -> dict[str, int]:

@@ -68,9 +68,7 @@ def remove_small_groups(layout: Layout, *, threshold: float = SMALL_GROUP) -> La
     return Layout(
         columns=tuple(
             Column(
-                width=column.width,
-                processors=column.processors,
-                heights=tuple(stop - start for start, stop in pairwise(edges)),
+                width=column.width, processors=column.processors, heights=tuple(stop - start for start, stop in pairwise(edges))
             )
             for column, edges in zip(layout.columns, cuts, strict=True)
         )

@@ -22,10 +22,7 @@ class PaperCost(AbstractCost):
         vertical, horizontal = eq8_factors(workload)
         deepest = max(column.width * (len(column.processors) - 1) for column in layout.columns)
         return Cost(
-            compute=0.0,
-            vertical=vertical * deepest,
-            horizontal=horizontal * (len(layout.columns) - 1),
-            unit="elements",
+            compute=0.0, vertical=vertical * deepest, horizontal=horizontal * (len(layout.columns) - 1), unit="elements"
         )
 
 

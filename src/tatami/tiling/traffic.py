@@ -8,6 +8,7 @@ schedule that carries it out, message by message.
     replicated   large gradients of replicated parameters, over all ranks                after the whole backward pass
     gradients    of all units, over their owners in the columns; small gradients of      after the whole backward pass
                  replicated parameters ride on the same messages
+                 where each rank is a column, all gradients are one vector
                  with `Workload.bucket_bytes`, those of the last blocks before that      after the block's backward pass
 
 Not described here, because no facts of a workload tell of them: sums of layers that look at the whole batch (batch
@@ -17,12 +18,14 @@ normalization), of gradient norms, and what checks exchange.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 
 from tatami.collective import Explicit, Phase, RankGroup, Role, Schedule, Step, Via, build
-from tatami.tiling.horizontal import Message, horizontal_messages
+from tatami.tiling.horizontal import Message, Method, horizontal_messages
+from tatami.tiling.span import Span
+from tatami.tiling.summing import summing_shares
 from tatami.tiling.tiling import Tiling
 from tatami.workload import Workload
 from tatami.workload.workload import HALF_BYTES
@@ -62,7 +65,8 @@ class PlannedSum:
         schedule: how, over `schedule.size` elements.
         element_bytes: of one element as it travels.
         wire: the dtype of half precision to which elements are rounded on their way; None: they travel as they are.
-        messages: of gradients: which units of which blocks each message carries.
+        messages: of gradients: which units of which blocks each message carries; where all gradients are one vector, which
+            elements of it, as units of block 0.
         riders: of gradients: the elements of replicated ones, the last of the vector; on messages that say so.
     """
 
@@ -100,7 +104,14 @@ class Traffic:
         return sum(sent_bytes(each) for each in self.sums)
 
 
-def traffic_of(tilings: Sequence[Tiling], *, workload: Workload, names: Sequence[str], hosts: Mapping[str, str]) -> Traffic:
+def traffic_of(
+    tilings: Sequence[Tiling],
+    *,
+    workload: Workload,
+    names: Sequence[str],
+    hosts: Mapping[str, str],
+    rates: Mapping[str, float] | None = None,
+) -> Traffic:
     """What an iteration of `workload` sends that is laid like `tilings`.
 
     Args:
@@ -108,6 +119,7 @@ def traffic_of(tilings: Sequence[Tiling], *, workload: Workload, names: Sequence
         workload: what is laid out.
         names: all processors in the order of the ranks, those without a tile among them.
         hosts: of each processor.
+        rates: at which they send and receive, as `transfer_rates` has them; None: all alike.
     """
     columns = []
     for column in tilings[0].columns:
@@ -140,6 +152,7 @@ def traffic_of(tilings: Sequence[Tiling], *, workload: Workload, names: Sequence
             wire=workload.wire,
             names=names,
             hosts=hosts,
+            rates=rates,
         ),
     )
 
@@ -223,6 +236,7 @@ def gradient_sums(
     names: Sequence[str],
     hosts: Mapping[str, str],
     departures: Sequence[Sequence[int]] = ((),),
+    rates: Mapping[str, float] | None = None,
 ) -> tuple[PlannedSum, ...]:
     """The sums of gradients across columns; none where there is but one column of all ranks.
 
@@ -235,35 +249,46 @@ def gradient_sums(
         names: all processors in the order of the ranks.
         hosts: of each.
         departures: of blocks, as `departures` gives them; what is in no group leaves at the end, with the last.
+        rates: at which processors send and receive, as `transfer_rates` has them.
     """
     tiling = tilings[0]
     if len(names) == len(tiling.tiles) and len(tiling.columns) == 1:
         return ()
-    rides = riders <= RIDE_ALONG_ELEMENTS
-    sums: list[tuple[int | None, list[int], tuple[Message, ...], int]] = []
+    whole = each_is_column(tiling, names)
+    rides = whole or riders <= RIDE_ALONG_ELEMENTS
+    finest = max(tilings, key=lambda each: each.units)
+    heights = [tile.units.size / finest.units for tile in finest.tiles]
+    placed = [tile.processor for tile in finest.tiles]
+    shares = summing_shares(heights, placed, columns=len(tiling.columns), rates=rates)
+    sums: list[tuple[int | None, list[int], int]] = []
     rest = list(unit_elements)
     for group in departures[:-1]:
         own = [elements if number in group else 0 for number, elements in enumerate(unit_elements)]
         rest = [elements - left for elements, left in zip(rest, own, strict=True)]
-        sums.append((min(group), own, _owners_messages(tilings, own), 0))
-    messages = _owners_messages(tilings, rest)
-    if rides and riders:
-        messages = _with_riders(messages, tiling=tiling, names=names)
-    sums.append((None, rest, messages, riders if rides else 0))
-    found = [
-        PlannedSum(
-            kind=SumKind.GRADIENTS,
-            block=block,
-            processors=tuple(names),
-            schedule=_schedule(messages, tilings=tilings, unit_elements=own, riders=riding, names=names),
-            element_bytes=_sent_bytes(element_bytes, wire),
-            wire=wire,
-            messages=messages,
-            riders=riding,
-        )
-        for block, own, messages, riding in sums
-        if messages
-    ]
+        sums.append((min(group), own, 0))
+    sums.append((None, rest, riders if rides else 0))
+    found = []
+    for block, own, riding in sums:
+        laid = tilings
+        if whole:
+            size = riding + sum(each.units * elements for each, elements in zip(tilings, own, strict=False))
+            laid, own, riding = [_one_vector(tiling, max(size, 1))], [min(size, 1)], 0
+        messages = _owners_messages(laid, own, shares)
+        if riding:
+            messages = _with_riders(messages, tiling=tiling, names=names)
+        if messages:
+            found.append(
+                PlannedSum(
+                    kind=SumKind.GRADIENTS,
+                    block=block,
+                    processors=tuple(names),
+                    schedule=_schedule(messages, tilings=laid, unit_elements=own, riders=riding, names=names),
+                    element_bytes=_sent_bytes(element_bytes, wire),
+                    wire=wire,
+                    messages=messages,
+                    riders=riding,
+                )
+            )
     if not rides:
         places = [hosts[name] for name in names]
         apart = sum_wire(places, wire)
@@ -280,18 +305,31 @@ def gradient_sums(
     return tuple(found)
 
 
+def each_is_column(tiling: Tiling, names: Sequence[str]) -> bool:
+    """Whether every rank is a column by itself. Then each has all units, so their gradients may be cut at any element."""
+    return len(tiling.columns) == len(tiling.tiles) == len(names)
+
+
+def _one_vector(tiling: Tiling, size: int) -> Tiling:
+    """The same columns, each of one rank, over `size` elements."""
+    return Tiling(samples=tiling.samples, units=size, tiles=tuple(replace(e, units=Span(0, size)) for e in tiling.tiles))
+
+
 def _sent_bytes(element_bytes: int, wire: str | None) -> int:
     return element_bytes if wire is None else HALF_BYTES
 
 
-def _owners_messages(tilings: Sequence[Tiling], unit_elements: Sequence[int]) -> tuple[Message, ...]:
+def _owners_messages(
+    tilings: Sequence[Tiling], unit_elements: Sequence[int], shares: Mapping[str, float] | None
+) -> tuple[Message, ...]:
     """Those that carry units; blocks of which nothing travels are left out."""
     columns = len(tilings[0].columns)
     numbers = [number for number, elements in enumerate(unit_elements) if elements]
     if not numbers or columns == 1:
         return ()
     # Two columns: both sum the whole, in one phase. More: each owner sums its part of a group, and gives it back.
-    found = horizontal_messages([tilings[number] for number in numbers], method="direct" if columns == 2 else "reduce-scatter")
+    method: Method = "direct" if columns == 2 else "reduce-scatter"
+    found = horizontal_messages([tilings[number] for number in numbers], method=method, shares=shares)
     return tuple(
         Message(
             phase=message.phase,

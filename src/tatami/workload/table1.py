@@ -42,9 +42,7 @@ def forward_counts(pair: PairSizes, *, units: float, samples: float) -> Counts:
     """Table 1, first row: f = sigmoid(W x), h = sigmoid(V f). A bias of the first layer adds m_i s_i additions."""
     n, m, l, s = pair.inputs, units, pair.outputs, samples  # noqa: E741 - the paper's letters
     return Counts(
-        add=(n + l - 1) * m * s - l * s + (m * s if pair.unit_bias else 0),
-        multiply=(n + l) * m * s,
-        sigmoid=m * s + l * s,
+        add=(n + l - 1) * m * s - l * s + (m * s if pair.unit_bias else 0), multiply=(n + l) * m * s, sigmoid=m * s + l * s
     )
 
 

@@ -61,11 +61,7 @@ class Case:
             sync=self.sync,
         )
         return AllReduceJob(
-            platform=platform,
-            schedule=schedule,
-            element_bytes=self.element_bytes,
-            native=self.native,
-            software=self.software,
+            platform=platform, schedule=schedule, element_bytes=self.element_bytes, native=self.native, software=self.software
         )
 
 

@@ -228,10 +228,7 @@ class Replay:
         source, target, size_bytes = part.local[number]
         self.payload_bytes += size_bytes
         self._stage.send(
-            self._hosts[source],
-            self._hosts[target],
-            size_bytes=size_bytes,
-            then=lambda: self._access(rank, part, number + 1),
+            self._hosts[source], self._hosts[target], size_bytes=size_bytes, then=lambda: self._access(rank, part, number + 1)
         )
 
     def _one_less(self, rank: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from tatami.cluster.cluster import Link, link_problems
 from tatami.errors import ClusterError
@@ -34,8 +34,7 @@ _ALL_FLOWS = ("network/optim", "Full")
 TCP = Fabric(name="TCP", settings=(("network/model", "LV08"), _ALL_FLOWS))
 """Latency times 13.01, bandwidth times 0.97, 5 % of it taken by acknowledgements, windows of 4 MiB (SimGrid's LV08)."""
 RDMA = Fabric(
-    name="RDMA",
-    settings=(("network/model", "CM02"), ("network/TCP-gamma", "0"), ("network/crosstraffic", "0"), _ALL_FLOWS),
+    name="RDMA", settings=(("network/model", "CM02"), ("network/TCP-gamma", "0"), ("network/crosstraffic", "0"), _ALL_FLOWS)
 )
 """Latency + bytes / bandwidth, shared fairly, and nothing else (SimGrid's CM02)."""
 
@@ -84,6 +83,11 @@ class PlatformPart:
     speed_flop_per_s: float | None = None
     bandwidth_bytes_per_s: float | None = None
     latency_s: float | None = None
+
+    @classmethod
+    def wires(cls, what: str, link: Link | Wire, *, count: int = 1) -> Self:
+        """So many of a link."""
+        return cls(what=what, count=count, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s)
 
 
 class AbstractPlatform(ABC):

@@ -55,12 +55,11 @@ class FatTree(AbstractPlatform):
 
     @property
     def parts(self) -> tuple[PlatformPart, ...]:
-        wire = {"bandwidth_bytes_per_s": self.link.bandwidth_bytes_per_s, "latency_s": self.link.latency_s}
         return (
             PlatformPart(what="node", count=self.nodes, speed_flop_per_s=self.speed_flop_per_s),
-            PlatformPart(what="  cable to a leaf switch", count=self.nodes, **wire),
+            PlatformPart.wires("  cable to a leaf switch", self.link, count=self.nodes),
             PlatformPart(what="leaf switch", count=self.switches),
-            PlatformPart(what="  cable to a core switch", count=self.switches * self.per_switch, **wire),
+            PlatformPart.wires("  cable to a core switch", self.link, count=self.switches * self.per_switch),
             PlatformPart(what="core switch", count=self.per_switch),
         )
 

@@ -49,13 +49,8 @@ class ClusterPlatform(AbstractPlatform):
 
     @property
     def parts(self) -> tuple[PlatformPart, ...]:
-        lines = [
-            PlatformPart(what="network", count=1, **_of(self.cluster.network)),
-            PlatformPart(what="local", count=1, **_of(self.cluster.local)),
-        ]
-        lines += [
-            PlatformPart(what=f"{one} - {other}", count=1, **_of(link)) for (one, other), link in self.cluster.links.items()
-        ]
+        lines = [PlatformPart.wires("network", self.cluster.network), PlatformPart.wires("local", self.cluster.local)]
+        lines += [PlatformPart.wires(f"{one} - {other}", link) for (one, other), link in self.cluster.links.items()]
         for host, ranks in self._machines.items():
             speeds = [self.cluster.processors[rank].speed for rank in ranks]
             lines.append(PlatformPart(what=host, count=len(ranks), speed_flop_per_s=sum(speeds)))
@@ -87,7 +82,8 @@ class ClusterPlatform(AbstractPlatform):
             zone = inside.add_netzone_star(f"machine {machine}")
             zone.set_gateway(zone.add_router(f"router {machine}"))
             local = self._inside[machine]
-            shared = _wire(local, fat=True).make(zone, f"local {machine}", grid=grid)
+            inside_wire = Wire(bandwidth_bytes_per_s=local.bandwidth_bytes_per_s, latency_s=local.latency_s, fat=True)
+            shared = inside_wire.make(zone, f"local {machine}", grid=grid)
             for rank in ranks:
                 processor = self.cluster.processors[rank]
                 hosts[rank] = zone.add_host(processor.name, processor.speed).seal()
@@ -135,11 +131,3 @@ class ClusterPlatform(AbstractPlatform):
         """One end of the network: half its latency, less what the way through the machine takes."""
         latency_s = max(0.0, network.latency_s / 2 - local.latency_s)
         return Link(bandwidth_bytes_per_s=network.bandwidth_bytes_per_s, latency_s=latency_s)
-
-
-def _wire(link: Link, *, fat: bool) -> Wire:
-    return Wire(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s, fat=fat)
-
-
-def _of(link: Link) -> dict[str, Any]:
-    return {"bandwidth_bytes_per_s": link.bandwidth_bytes_per_s, "latency_s": link.latency_s}

@@ -55,9 +55,7 @@ def _paper_server(nodes: int | None, latency_s: float | None) -> AbstractPlatfor
     backbone = Wire(bandwidth_bytes_per_s=5e9, latency_s=500e-6)
     clusters = MachineGroup(name="cluster{i}", count=num_workers // 100, backbone=backbone, groups=(worker,))
     return Tree(
-        name="paper-server-10k",
-        backbone=line,
-        groups=(clusters, MachineGroup(name="servers", backbone=line, groups=(server,))),
+        name="paper-server-10k", backbone=line, groups=(clusters, MachineGroup(name="servers", backbone=line, groups=(server,)))
     )
 
 

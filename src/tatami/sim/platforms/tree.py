@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -91,7 +91,7 @@ class Tree(AbstractPlatform):
     def parts(self) -> tuple[PlatformPart, ...]:
         lines = []
         if self.backbone is not None:
-            lines.append(_wire_part("backbone", self.backbone, count=1))
+            lines.append(PlatformPart.wires("backbone", self.backbone))
         return (*lines, *_parts(self.groups, copies=1, depth=0))
 
     def build(self, engine: Any) -> list[Any]:
@@ -101,10 +101,6 @@ class Tree(AbstractPlatform):
         hosts = list(_build(root, self.groups, path="", links=links))
         root.seal()
         return hosts
-
-    def scaled(self, factor: float) -> Tree:
-        """The same with every machine `factor` times as fast."""
-        return replace(self, groups=tuple(_scaled(group, factor) for group in self.groups))
 
 
 def _links(root: Any, groups: Sequence[MachineGroup], *, path: str, backbone: Wire | None) -> Iterator[tuple[str, Any]]:
@@ -153,18 +149,14 @@ def _parts(groups: Sequence[MachineGroup], *, copies: int, depth: int) -> Iterat
         if group.groups:
             yield PlatformPart(what=f"{indent}{group.name}", count=count)
             if group.link is not None:
-                yield _wire_part(f"{indent}  link", group.link, count=count)
+                yield PlatformPart.wires(f"{indent}  link", group.link, count=count)
             if group.backbone is not None:
-                yield _wire_part(f"{indent}  backbone", group.backbone, count=count)
+                yield PlatformPart.wires(f"{indent}  backbone", group.backbone, count=count)
             yield from _parts(group.groups, copies=count, depth=depth + 1)
         else:
             yield PlatformPart(what=f"{indent}{group.name}", count=count, speed_flop_per_s=group.speed_flop_per_s * group.cores)
             if group.link is not None:
-                yield _wire_part(f"{indent}  link", group.link, count=count)
-
-
-def _wire_part(what: str, wire: Wire, *, count: int) -> PlatformPart:
-    return PlatformPart(what=what, count=count, bandwidth_bytes_per_s=wire.bandwidth_bytes_per_s, latency_s=wire.latency_s)
+                yield PlatformPart.wires(f"{indent}  link", group.link, count=count)
 
 
 def _too_many(groups: Sequence[MachineGroup]) -> list[str]:
@@ -198,11 +190,3 @@ def _wire_problems(groups: Sequence[MachineGroup], *, backbone: Wire | None, abo
         elif not wires:
             problems.append(f"{place}: is unreachable: there is neither a link nor a backbone between it and the others")
     return problems
-
-
-def _scaled(group: MachineGroup, factor: float) -> MachineGroup:
-    return replace(
-        group,
-        speed_flop_per_s=group.speed_flop_per_s * factor,
-        groups=tuple(_scaled(each, factor) for each in group.groups),
-    )

@@ -73,11 +73,7 @@ def read_xml(path: Path | str) -> XmlPlatform:
     if not contents.names:
         raise ClusterError(f"{path} has no host in it")
     return XmlPlatform(
-        path=file,
-        name=file.stem,
-        host_names=contents.names,
-        speeds_flop_per_s=contents.speeds,
-        num_links=contents.num_links,
+        path=file, name=file.stem, host_names=contents.names, speeds_flop_per_s=contents.speeds, num_links=contents.num_links
     )
 
 

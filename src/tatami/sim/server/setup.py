@@ -114,26 +114,14 @@ class ServerSetup:
                 raise InputError(
                     f"{name}: there is no host {outside[0]} on the platform {self.platform.name}, which has {num_hosts}"
                 )
-        positive = {
-            "task_flop": self.task_flop,
-            "model_bytes": self.model_bytes,
-            "checkpoints.size_bytes": self.checkpoints.size_bytes,
-            "checkpoints.bandwidth_bytes_per_s": self.checkpoints.bandwidth_bytes_per_s,
-            "mtbf_s": self.mtbf_s,
-            "server_mtbf_s": self.server_mtbf_s,
-            "link_mtbf_s": self.link_mtbf_s,
-        }
-        at_least_0 = {
-            "detection_s": self.detection_s,
-            "spawn_s": self.spawn_s,
-            "apply_s": self.apply_s,
-            "link_repair_s": self.link_repair_s,
-        }
+        positive = {f"checkpoints.{name}": getattr(self.checkpoints, name) for name in ("size_bytes", "bandwidth_bytes_per_s")}
+        for name in ("task_flop", "model_bytes", "mtbf_s", "server_mtbf_s", "link_mtbf_s"):
+            positive[name] = getattr(self, name)
         for name, value in positive.items():
             if value is not None and not 0 < value < math.inf:
                 raise InputError(f"{name} must be a finite number > 0, not {value}")
-        for name, value in at_least_0.items():
-            if not 0 <= value < math.inf:
+        for name in ("detection_s", "spawn_s", "apply_s", "link_repair_s"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
                 raise InputError(f"{name} must be a finite number >= 0, not {value}")
         for at_s, worker in self.deaths:
             if not (at_s >= 0 and 0 <= worker < len(self.workers)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -10,7 +11,7 @@ from tatami.server.recovery import Checkpoint, FromServers
 from tatami.sim.platforms import AbstractPlatform
 from tatami.sim.processes import Runs
 from tatami.sim.server.play import ServerPlay
-from tatami.sim.server.result import Period, ServerRun, SimulatedFailure
+from tatami.sim.server.result import Period, ServerRun
 from tatami.sim.server.setup import ServerSetup
 from tatami.sim.server.skip import rounds_of_period
 from tatami.sim.stage import Stage, play
@@ -29,16 +30,11 @@ class Simulation:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationOutcome:
-    """What a simulation found."""
+    """What a simulation found; `run` does not know yet what the run takes undisturbed. The first round began at `opened_s`."""
 
-    rounds: int
+    run: ServerRun
     opened_s: float
-    total_s: float
-    failures: tuple[SimulatedFailure, ...]
-    lost_updates: int
     opened_bytes: float
-    bytes_moved: float
-    stopped: str | None
 
 
 def simulate_server(
@@ -75,18 +71,7 @@ def simulate_server(
     jobs = [Simulation(setup=settled[index], seed=seed, period=periods[index], skips=skips) for index, seed in places]
 
     def record(job: int, outcome: SimulationOutcome) -> ServerRun:
-        index, seed = places[job]
-        return ServerRun(
-            recovery=settled[index].recovery.name,
-            seed=seed,
-            rounds=outcome.rounds,
-            total_s=outcome.total_s,
-            undisturbed_s=lasting[index].total_s,
-            failures=outcome.failures,
-            lost_updates=outcome.lost_updates,
-            bytes_moved=outcome.bytes_moved,
-            stopped=outcome.stopped,
-        )
+        return replace(outcome.run, undisturbed_s=lasting[places[job][0]].run.total_s)
 
     def ended(job: int, outcome: SimulationOutcome) -> None:
         if done is not None:
@@ -125,12 +110,9 @@ def _period(job: Simulation) -> Period:
     """Simulate as many rounds as there are to a checkpoint; one, where that is further than the run goes."""
     wanted = rounds_of_period(job.setup)
     rounds = wanted if wanted <= job.setup.rounds else 1
-    outcome = _outcome(replace(job, setup=replace(job.setup, rounds=rounds)))
-    return Period(
-        rounds=rounds,
-        duration_s=outcome.total_s - outcome.opened_s,
-        bytes_moved=outcome.bytes_moved - outcome.opened_bytes,
-    )
+    found = _outcome(replace(job, setup=replace(job.setup, rounds=rounds)))
+    moved = found.run.bytes_moved - found.opened_bytes
+    return Period(rounds=rounds, duration_s=found.run.total_s - found.opened_s, bytes_moved=moved)
 
 
 def _outcome(job: Simulation) -> SimulationOutcome:
@@ -141,16 +123,18 @@ def _outcome(job: Simulation) -> SimulationOutcome:
 
         def finish() -> SimulationOutcome:
             assert run.ended_s is not None, "the run came to a standstill"
-            return SimulationOutcome(
+            found = ServerRun(
+                recovery=job.setup.recovery.name,
+                seed=job.seed,
                 rounds=run.version,
-                opened_s=run.opened_s or 0.0,
                 total_s=run.ended_s,
+                undisturbed_s=math.nan,
                 failures=tuple(run.failures),
                 lost_updates=run.lost_updates,
-                opened_bytes=run.opened_bytes,
                 bytes_moved=stage.bytes_moved,
                 stopped=run.stopped,
             )
+            return SimulationOutcome(run=found, opened_s=run.opened_s or 0.0, opened_bytes=run.opened_bytes)
 
         return finish
 

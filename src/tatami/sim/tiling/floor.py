@@ -14,6 +14,7 @@ from tatami.collective import Schedule
 from tatami.sim.allreduce import NATIVES, expand
 from tatami.sim.tiling.work import NO_STARTUP, Startup, Work, work_of
 from tatami.tiling import PlannedSum, SumKind, Tiling, traffic_of
+from tatami.tiling.summing import transfer_rates
 from tatami.workload import Workload
 
 _NATIVE = NATIVES["mpich"]
@@ -93,7 +94,10 @@ class Floor:
         """
         self.tilings = tuple(tilings)
         names = [processor.name for processor in cluster.processors]
-        self.traffic = traffic_of(tilings or (tiling,), workload=workload, names=names, hosts=cluster.host_of)
+        hosts = cluster.host_of
+        self.traffic = traffic_of(
+            tilings or (tiling,), workload=workload, names=names, hosts=hosts, rates=transfer_rates(cluster)
+        )
         self._cluster = cluster
         self._rank_of = cluster.rank_of
         self._schedules: dict[int, Schedule] = {}

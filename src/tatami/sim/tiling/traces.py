@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tatami.errors import InputError
+from tatami.inputs import read_text
 from tatami.sim.tiling.changes import Change
 from tatami.units import parse_duration
 
@@ -22,11 +23,8 @@ def read_trace(path: Path) -> tuple[Change, ...]:
     Raises:
         InputError: a file that is not there, or a line that is not such; says which.
     """
-    try:
-        with path.open(newline="") as file:
-            rows = [(number, row) for number, row in enumerate(csv.reader(file), start=1) if row and not row[0].startswith("#")]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"the trace {path} cannot be read: {error}") from None
+    lines = csv.reader(read_text(path, what="the trace", largest_bytes=None).splitlines())
+    rows = [(number, row) for number, row in enumerate(lines, start=1) if row and not row[0].startswith("#")]
     if not rows or [each.strip() for each in rows[0][1]] != _HEAD:
         raise InputError(f"the trace {path} must begin with the line {','.join(_HEAD)}, and go on as in iteration:30,p0,2")
     found = []

@@ -1,0 +1,62 @@
+"""Who sums how much of the gradients: less where bytes cost more.
+
+Every owner of a group of units sends its gradients to those who sum them and receives the sums, so a part of the work is the
+same for all. What an owner sums itself comes to it from C - 1 others and goes back to them. On a host with a tenth of a core,
+which takes bytes into messages and out of them at a tenth of the pace of others, that part is left to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tatami.cluster import Cluster
+
+_ALIKE = 1.25
+"""Rates that differ by less are the same: they were measured."""
+_HALVINGS = 60
+"""Of an interval, until a double has no more digits."""
+
+
+def transfer_rates(cluster: Cluster) -> dict[str, float] | None:
+    """Bytes/s that each processor sends and, at the same time, receives; None where they are alike.
+
+    What its link carries, or what it copies in and out: whichever is less.
+    """
+    own = {each.name: min(cluster.network.bandwidth_bytes_per_s, each.copy_bytes_per_s / 2) for each in cluster.processors}
+    return None if max(own.values()) <= _ALIKE * min(own.values()) else own
+
+
+def summing_shares(
+    heights: Sequence[float], names: Sequence[str], *, columns: int, rates: Mapping[str, float] | None
+) -> dict[str, float] | None:
+    """Of every processor, the share of its units that it sums, so that the one that takes longest is done soonest.
+
+    With h units a processor sends and receives h (1 + (C - 2) f) of them if it sums the share f. The shares are those of one
+    time T for all, as far as they lie between 0 and 1; the owners of a group divide it in proportion to them.
+
+    Args:
+        heights: of each processor, its part of all units.
+        names: of the same.
+        columns: C.
+        rates: as `transfer_rates` has them.
+
+    Returns:
+        None where all sum the same share.
+    """
+    if rates is None or columns <= 2:
+        return None
+    height = np.array(heights)
+    rate = np.array([rates[name] for name in names])
+
+    def shares(time: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        with np.errstate(divide="ignore"):
+            wanted = (time * rate / height - 1) / (columns - 2)
+        return np.where(height > 0, np.clip(wanted, 0.0, 1.0), 0.0)
+
+    low, high = 0.0, float(np.max((columns - 1) * height / rate))
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if float(height @ shares(middle)) < 1.0 else (low, middle)
+    return dict(zip(names, map(float, shares(high)), strict=True))
