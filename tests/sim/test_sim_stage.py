@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from sim_rig import Ends, Transfers, call, ends, started
+from sim_rig import Ends, LeftToSimGrid, Transfers, call, ends, started
 
 from simgrid_here import needs_simgrid
+from tatami.cluster import Cluster, Link, Processor
 from tatami.errors import ClusterError, SimulationError
 from tatami.sim import waiting
 from tatami.sim.engine import simgrid
-from tatami.sim.platforms import RDMA, TCP, AbstractPlatform, Fabric, MachineGroup, Tree, Wire, preset
+from tatami.sim.platforms import RDMA, TCP, AbstractPlatform, ClusterPlatform, Fabric, MachineGroup, Tree, Wire, preset
 from tatami.sim.platforms.base import PlatformPart
 from tatami.sim.processes import Runs
 from tatami.sim.stage import Going, Stage, built, play
@@ -62,6 +63,65 @@ def test_tcp_takes_its_factors() -> None:
     """LV08: latency times 13.01, bandwidth times 0.97; acknowledgements take 5 % of a link that both ways share."""
     found = call(ends, Transfers(platform=two_clusters(TCP, duplex=False), sends=((0, 2, 50 * MB),)))
     assert found.times[("send", 0)] == pytest.approx(13.01 * 0.01 + 1.05 * 50 / (0.97 * 100), rel=1e-9)
+
+
+def two_machines() -> Cluster:
+    """Three ranks on a, two on b."""
+    processors = tuple(Processor(name=f"p{rank}", speed=10.0, host=host) for rank, host in enumerate("aaabb"))
+    local = Link(bandwidth_bytes_per_s=300 * MB, latency_s=1e-4)
+    return Cluster(processors=processors, local=local, network=Link(bandwidth_bytes_per_s=100 * MB, latency_s=1e-2))
+
+
+@needs_simgrid
+def test_transfers_inside_a_machine_have_the_link_to_themselves() -> None:
+    """As SimGrid says of each alone; beside them transfers share the network as if they were not there, which SimGrid slows."""
+    inside = ((0, 1, 50 * MB), (1, 2, 31 * MB), (0, 1, 7.0), (3, 4, 90 * MB))
+    across = ((0, 3, 20 * MB), (1, 4, 20 * MB))
+    for kind in (ClusterPlatform, LeftToSimGrid):
+        found = call(ends, Transfers(platform=kind(cluster=two_machines()), sends=inside, waits=(0.05,)))
+        for index, (_, _, size_bytes) in enumerate(inside):
+            assert found.times[("send", index)] == pytest.approx(1e-4 + size_bytes / (300 * MB), rel=1e-8)
+    platform = ClusterPlatform(cluster=two_machines())
+    found = call(ends, Transfers(platform=platform, sends=inside + across, computes=((0, 1.5),), waits=(0.05, 0.25)))
+    expected_s = [1e-4 + size_bytes / (300 * MB) for _, _, size_bytes in inside] + [0.01 + 20 / 50] * 2
+    assert [found.times[("send", index)] for index in range(6)] == pytest.approx(expected_s, rel=1e-8)
+    assert [found.times[key] for key in (("compute", 0), ("wait", 0), ("wait", 1))] == pytest.approx(
+        [0.15, 0.05, 0.25], rel=1e-8
+    )
+    assert found.bytes_moved == sum(size_bytes for _, _, size_bytes in inside + across)
+
+
+@needs_simgrid
+def test_a_transfer_inside_a_machine_can_be_broken_off() -> None:
+    found, expected = (call(_broken_off, kind(cluster=two_machines())) for kind in (ClusterPlatform, LeftToSimGrid))
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-3)
+    assert found == pytest.approx([5 * MB, 30 * MB, 0.0], rel=1e-6, abs=1e-3)
+
+
+def _broken_off(platform: AbstractPlatform) -> list[float]:
+    """Bytes moved by three transfers: one broken off after 5 of 50 MB, one that has ended, one before its first byte."""
+    moved: list[float] = []
+
+    def act(stage: Stage) -> Callable[[], list[float]]:
+        def one(number: int) -> None:
+            if number == 3:
+                return
+            size_bytes = (50 * MB, 30 * MB, 20 * MB)[number]
+            at_s = (1e-4 + 5 / 300, 1.0, 5e-5)[number]
+            before = stage.bytes_moved
+            going = stage.send(0, 1, size_bytes=size_bytes, then=lambda: None)
+
+            def broken() -> None:
+                stage.cancel(going)
+                moved.append(stage.bytes_moved - before)
+                one(number + 1)
+
+            stage.after(at_s, broken)
+
+        one(0)
+        return lambda: moved
+
+    return play(platform, act)
 
 
 @needs_simgrid

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sim_rig import call, started
+from sim_rig import LeftToSimGrid, call, started
 from torch import nn
 
 from simgrid_here import needs_simgrid
@@ -83,6 +83,20 @@ def test_the_work_of_a_tile_is_that_of_table_1(workload: Workload) -> None:
         height = tiles[0].units.size / workload.blocks[0].units
         assert work.total_flop == pytest.approx(workload.flop(width=1.0, height=height), rel=1e-12)
         assert min(work.forward_flop, work.backward_flop, work.update_flop) > 0
+
+
+@needs_simgrid
+def test_ranks_of_one_machine_take_the_times_of_simgrid() -> None:
+    speeds = [1.0, 0.5, 0.7, 0.3, 0.9, 0.6, 0.8]
+    cluster = replace(Cluster.from_speeds(speeds), local=Link(bandwidth_bytes_per_s=1e9, latency_s=1e-5))
+    workload = net_workload("60-80-40-30", samples=256)
+    layout = plan("srpm", cluster=cluster, workload=workload).layout
+    found, expected = (
+        rehearsed(TilingJob(platform=kind(cluster=cluster), cluster=cluster, workload=workload, layout=layout, iterations=9))
+        for kind in (ClusterPlatform, LeftToSimGrid)
+    )
+    assert found.total_s == pytest.approx(expected.total_s, rel=1e-6)
+    assert found.bytes_moved == pytest.approx(expected.bytes_moved, rel=1e-9)
 
 
 @needs_simgrid

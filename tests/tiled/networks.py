@@ -310,6 +310,47 @@ class Mobile(nn.Module):
         return result
 
 
+class AutoEncoder(nn.Module):
+    """Convolutions down, transposed ones up, one of which is depthwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Sequential(nn.Conv2d(2, 5, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(5, 3, 3, padding="same"))
+        self.decode = nn.Sequential(
+            nn.ConvTranspose2d(3, 6, 3, stride=2, padding=1, output_padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(),
+            nn.ConvTranspose2d(6, 6, 3, padding=1, groups=6), nn.ReLU(),
+            nn.ConvTranspose2d(6, 2, 1),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.decode(self.encode(x).tanh())
+        return result
+
+
+class ResNeXt(nn.Module):
+    """A convolution of three groups between two others; all as large as their inputs, one padded with its other side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(
+            nn.Conv2d(2, 6, 3, padding="same"), nn.ReLU(),
+            nn.Conv2d(6, 12, 3, padding="same", groups=3, padding_mode="circular"), nn.ReLU(),
+            nn.Conv2d(12, 4, (1, 3), padding="same"),
+        )  # fmt: skip
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.block(x).mean((2, 3)))
+        return result
+
+
+def generator() -> nn.Module:
+    """Channels out of nothing: 5 of length 2, then 2 of length 5."""
+    return nn.Sequential(
+        nn.Linear(3, 10), nn.ReLU(), nn.Unflatten(1, (5, 2)), nn.ConvTranspose1d(5, 2, 3, stride=2, bias=False)
+    )
+
+
 class Mixer(nn.Module):
     """MLP-Mixer: a pair over tokens, a pair over channels."""
 
@@ -490,6 +531,9 @@ CASES: dict[str, Case] = {
     "vit": Case(build=ViT, draw=_reals(2, 8, 8), blocks=("attention", "linear pair")),
     "resnet": Case(build=ResNet, draw=_reals(2, 8, 8), blocks=("convolution pair",) * 2),
     "mobile": Case(build=Mobile, draw=_reals(2, 6, 6), blocks=("convolution pair",)),
+    "autoencoder": Case(build=AutoEncoder, draw=_reals(2, 6, 6), blocks=("convolution pair",) * 2),
+    "resnext": Case(build=ResNeXt, draw=_reals(2, 5, 5), blocks=("convolution pair",)),
+    "generator": Case(build=generator, draw=_reals(3), blocks=("convolution pair",)),
     "mixer": Case(build=Mixer, draw=_reals(5, 3), blocks=("linear pair", "linear pair")),
     "lstm": Case(build=Recurrent, draw=_reals(4, 3), blocks=("linear pair",)),
 }

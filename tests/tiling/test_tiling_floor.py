@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise, product
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tatami.errors import PlanError
-from tatami.tiling import FEW, GRAIN, Column, Group, Layout, Span, Tile, Tiling, largest_remainder, spans, whole_shares
+from tatami.tiling import FEW, GRAIN, Column, Group, Layout, Span, Tile, Tiling, largest_remainder, span, spans, whole_shares
 from tatami.workload import Block, Workload
 
 LAYOUT = Layout(
@@ -76,6 +77,19 @@ def test_no_other_sharing_of_few_units_is_faster(shares: list[float], total: int
     every = (sizes for sizes in product(range(total + 1), repeat=len(shares)) if sum(sizes) == total)
     if total < FEW * len(shares):
         assert slowest(sizes) <= min(map(slowest, every)) * (1 + 1e-8)
+
+
+@given(
+    columns=st.lists(
+        st.lists(st.floats(0.01, 9.0) | st.sampled_from([0.0, 0.25, 0.5]), max_size=30).map(lambda shares: [*shares, 1.0]),
+        min_size=1,
+        max_size=8,
+    ),
+    total=st.integers(0, 60) | st.integers(0, 5000),
+)
+def test_columns_are_cut_together_as_one_by_one(columns: list[list[float]], total: int) -> None:
+    with mock.patch.object(span, "_MANY", 0):
+        assert span.whole_shares_of(columns, total=total) == [whole_shares(shares, total=total) for shares in columns]
 
 
 @pytest.mark.parametrize("shares", [[], [0.0, 0.0], [1.0, -1.0], [float("nan")], [float("inf"), 1.0]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from math import inf
 
 import pytest
@@ -93,6 +93,20 @@ def plan_t_comm(speeds: list[float], workload: Workload) -> float:
     assert starts[-1] == len(speeds)
     deepest = max(sum(table.abilities[a:b]) * (b - a - 1) for a, b in pairwise(starts))
     return 2 * workload.vertical_elements * deepest + 2 * workload.horizontal_elements * (len(table.sizes) - 1)
+
+
+def test_of_many_processors_every_row_is_that_of_the_recurrence() -> None:
+    chance = random.Random(1)
+    speeds = [chance.uniform(0.1, 1.0) for _ in range(150)]
+    table = srpm_table(Cluster.from_speeds(speeds), workload=Workload.mlp(203, 800, 26, samples=1024), least_rows=60)
+    reach = [0.0, *accumulate(table.abilities)]
+    row = [inf, *(reach[q] * (q - 1) for q in range(1, 151))]
+    for columns in range(2, 61):
+        row = [
+            min((max((reach[q] - reach[at]) * (q - at - 1), row[at]) for at in range(columns - 1, q)), default=inf)
+            for q in range(151)
+        ]
+        assert table.rows[columns - 1][columns:] == pytest.approx(row[columns:], rel=1e-9, abs=1e-12)
 
 
 def test_no_column_is_deeper_than_the_units_of_the_finest_block() -> None:

@@ -80,9 +80,7 @@ def run(job: RunJob) -> None:
         if value is not None:
             raise InputError(f"{name} is for elastic runs: add --elastic, or leave it out")
     if job.retile:
-        raise InputError(
-            "--retile is for elastic runs: add --elastic; in others, the script asks for it by tatami.tiled.Retiling"
-        )
+        raise InputError("--retile is for elastic runs: add --elastic. In others the script asks for it: Trainer(retile=...)")
     from tatami.comm import launch
 
     start_s = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
@@ -160,6 +161,26 @@ class Cluster:
     @cached_property
     def speeds(self) -> dict[str, float]:
         return {processor.name: processor.speed for processor in self.processors}
+
+    @cached_property
+    def host_of(self) -> dict[str, str]:
+        """The host of each processor."""
+        return {processor.name: processor.host for processor in self.processors}
+
+    @cached_property
+    def message_s(self) -> dict[str, float]:
+        """`Processor.message_s` of each processor."""
+        return {processor.name: processor.message_s for processor in self.processors}
+
+    @cached_property
+    def copy_bytes_per_s(self) -> dict[str, float]:
+        """`Processor.copy_bytes_per_s` of each processor."""
+        return {processor.name: processor.copy_bytes_per_s for processor in self.processors}
+
+    @cached_property
+    def most_on_a_host(self) -> int:
+        """How many processors the host has that has most."""
+        return max(Counter(self.host_of.values()).values())
 
     @cached_property
     def sized(self) -> tuple[str, ...]:

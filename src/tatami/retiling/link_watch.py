@@ -109,7 +109,7 @@ def watched_messages(layout: Layout, *, cluster: Cluster, workload: Workload) ->
 
     None where gradients leave early: their messages share the links with each other, and none can be timed by itself.
     """
-    hosts = {processor.name: processor.host for processor in cluster.processors}
+    hosts = cluster.host_of
     one_host = len({hosts[name] for name in layout.processors}) < 2
     if one_host or len(layout.columns) < 2 or len(departures(workload)) > 1:
         return ()

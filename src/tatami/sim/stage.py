@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tatami.sim.engine import simgrid
@@ -32,31 +32,36 @@ class Going:
         number: in the order in which things were started.
         then: called when it ends.
         activity: SimGrid's; None for a timer.
+        left_bytes: of a transfer that is a timer, what it has not moved yet.
     """
 
     number: int
     then: Then
     activity: Any = None
+    left_bytes: Callable[[], float] | None = None
     ended: bool = False
 
 
-@dataclass(order=True, slots=True)
-class _Timer:
-    at_s: float
-    number: int
-    going: Going = field(compare=False)
+_Timer = tuple[float, int, Going]
+"""When, and which number it has: of timers for the same time the one that was started first comes first."""
 
 
 class Stage:
     """Machines and links of a platform, ready to be used by the one actor; made by `play`.
+
+    A transfer that shares no link (`AbstractPlatform.unshared`) is a timer: SimGrid's solver looks at all transfers whenever
+    one ends. Its clock stands still while there are only timers, and is put right before the next activity begins.
 
     Attributes:
         hosts: SimGrid's hosts, in the order of the platform's.
         bytes_moved: of all transfers that were started, those that were cancelled counted up to then.
     """
 
-    def __init__(self, hosts: Sequence[Any]) -> None:
+    def __init__(self, hosts: Sequence[Any], platform: AbstractPlatform) -> None:
         self._simgrid = simgrid()
+        self._platform = platform
+        self._now_s = 0.0
+        self._is_ahead = False
         self.hosts = tuple(hosts)
         self.bytes_moved = 0.0
         self._numbers = itertools.count()
@@ -66,15 +71,24 @@ class Stage:
     @property
     def now_s(self) -> float:
         """Simulated seconds since the start."""
-        return float(self._simgrid.Engine.clock)
+        return self._now_s
 
     def send(self, source: int, target: int, *, size_bytes: float, then: Then) -> Going:
         """Move bytes from one host to another, by their indices; `then` when the last has arrived."""
         self.bytes_moved += size_bytes
-        return self._start(self._simgrid.Comm.sendto_async(self.hosts[source], self.hosts[target], _whole(size_bytes)), then)
+        whole_bytes = _whole(size_bytes)
+        link = self._platform.unshared(source, target)
+        if link is not None:
+            ends_s = self._now_s + link.transfer_s(whole_bytes)
+            going = self.at(ends_s, then)
+            going.left_bytes = lambda: min(size_bytes, (ends_s - self._now_s) * link.bandwidth_bytes_per_s)
+            return going
+        self._catch_up()
+        return self._start(self._simgrid.Comm.sendto_async(self.hosts[source], self.hosts[target], whole_bytes), then)
 
     def compute(self, host: int, *, work_flop: float, then: Then) -> Going:
         """Compute on a host; what else is computed there at the same time shares its speed."""
+        self._catch_up()
         execution = self._simgrid.this_actor.exec_init(work_flop)
         execution.host = self.hosts[host]
         return self._start(execution.start(), then)
@@ -86,7 +100,7 @@ class Stage:
     def at(self, at_s: float, then: Then) -> Going:
         """Do something at a time, at once if it is past."""
         going = Going(number=next(self._numbers), then=then)
-        heapq.heappush(self._timers, _Timer(at_s=at_s, number=going.number, going=going))
+        heapq.heappush(self._timers, (at_s, going.number, going))
         return going
 
     def cancel(self, going: Going) -> None:
@@ -94,7 +108,9 @@ class Stage:
         if going.ended:
             return
         going.ended = True
-        if going.activity in self._waiting:  # neither a timer nor ended just now
+        if going.left_bytes is not None:
+            self.bytes_moved -= going.left_bytes()
+        elif going.activity in self._waiting:  # neither a timer nor ended just now
             if isinstance(going.activity, self._simgrid.Comm):
                 self.bytes_moved -= going.activity.remaining
             self._waiting.drop(going.activity)
@@ -102,7 +118,7 @@ class Stage:
 
     def clear(self) -> None:
         """Break everything off."""
-        for going in [*self._waiting.all, *(timer.going for timer in self._timers)]:
+        for going in [*self._waiting.all, *(going for _, _, going in self._timers)]:
             self.cancel(going)
 
     def drive(self) -> None:
@@ -123,26 +139,32 @@ class Stage:
 
     def _due(self) -> list[Going]:
         """Timers whose time has come, and activities that ended at that time too."""
-        while self._timers and self._timers[0].going.ended:
+        while self._timers and self._timers[0][2].ended:
             heapq.heappop(self._timers)
         due: list[Going] = []
-        until_s = self.now_s + _SAME_TIME_S
-        while self._timers and self._timers[0].at_s <= until_s:
-            timer = heapq.heappop(self._timers)
-            if not timer.going.ended:
-                due.append(timer.going)
+        until_s = self._now_s + _SAME_TIME_S
+        while self._timers and self._timers[0][0] <= until_s:
+            _, _, going = heapq.heappop(self._timers)
+            if not going.ended:
+                due.append(going)
         return due
 
     def _next(self) -> list[Going]:
         """Wait until something ends, or a timer is due."""
-        until_s = self._timers[0].at_s if self._timers else None
+        until_s = self._timers[0][0] if self._timers else None
         if len(self._waiting):
             ended = self._waiting.next(until_s)
+            self._now_s = float(self._simgrid.Engine.clock)
             return [*self._due(), *sorted(ended, key=lambda going: going.number)]
         if until_s is None:
             return []
-        self._simgrid.this_actor.sleep_until(until_s)
+        self._now_s, self._is_ahead = max(self._now_s, until_s), True
         return self._due()
+
+    def _catch_up(self) -> None:
+        if self._is_ahead:
+            self._simgrid.this_actor.sleep_until(self._now_s)
+            self._now_s, self._is_ahead = float(self._simgrid.Engine.clock), False
 
 
 _built: list[tuple[AbstractPlatform, Any, list[Any]]] = []
@@ -177,7 +199,7 @@ def play(platform: AbstractPlatform, act: Callable[[Stage], Callable[[], T]]) ->
     errors: list[BaseException] = []
 
     def actor() -> None:
-        stage = Stage(hosts)
+        stage = Stage(hosts, platform)
         try:
             finish = act(stage)
             stage.drive()

@@ -111,16 +111,19 @@ def on_channels(context: ModuleContext, operation: Callable[..., torch.Tensor], 
     """
     del context
     weight = args[0] if args and isinstance(args[0], torch.Tensor) else None
-    channels = x.shape[1] if weight is None else weight.shape[0]
+    transposed = "transpose" in str(operation)
+    groups = args[5] if len(args) > 5 else 1
+    channels = x.shape[1] if weight is None else weight.shape[1] * groups if transposed else weight.shape[0]
     if channels and x.shape[1]:
         return operation(x, *args)
     if not x.shape[1]:
         x = torch.cat((x, x.new_zeros(x.shape[0], 1, *x.shape[2:])), 1)
     if weight is None:
         return operation(x, *args)[:, :0]
-    zeros = weight.new_zeros(max(channels, 1), x.shape[1], *weight.shape[2:])
-    weight = torch.cat((weight, zeros), 1) if channels and not weight.shape[1] else zeros
-    stride_padding_dilation = args[2:5]
-    result = operation(x, weight, None, *stride_padding_dilation)[:, :channels]
-    nothing: torch.Tensor = 0 * args[0].sum()  # so that the weight of no channel has a gradient, of no element
-    return result + nothing
+    sizes = (x.shape[1], max(channels, 1)) if transposed else (max(channels, 1), x.shape[1])
+    zeros = weight.new_zeros(*sizes, *weight.shape[2:])
+    one_group = (1, *args[6:]) if len(args) > 5 else ()
+    result = operation(x, zeros, None, *args[2:5], *one_group)[:, :channels]
+    for own in args[:2]:  # so that the weight and the bias of no channel have gradients, of no element
+        result = result if own is None else result + 0 * own.sum()
+    return result

@@ -12,11 +12,13 @@ from math import fsum
 from operator import itemgetter
 from typing import final
 
+import numpy as np
+
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
 from tatami.tiling.compute import compute_time, scatter
 from tatami.tiling.cost import AbstractCost, Cost
-from tatami.tiling.layout import Layout
+from tatami.tiling.layout import Column, Layout
 from tatami.tiling.links import LinkGroup, SlowestLink
 from tatami.tiling.span import FEW
 from tatami.tiling.sum_price import sum_size
@@ -102,7 +104,7 @@ class AlphaBetaCost(AbstractCost):
         """Flop/s of speed 1 on this cluster."""
         if self.flop_per_s is not None:
             return self.flop_per_s
-        return 1.0 if min(processor.speed for processor in cluster.processors) >= MEASURED_FROM else FLOP_PER_S
+        return 1.0 if min(cluster.speeds.values()) >= MEASURED_FROM else FLOP_PER_S
 
 
 def hiding_pays(
@@ -128,7 +130,7 @@ def hiding_pays(
 def _vertical_s(names: tuple[str, ...], width: float, workload: Workload, links: SlowestLink) -> float:
     if len(names) == 1 or not workload.blocks:
         return 0.0
-    algorithm = sum_algorithm([links.host[name] for name in names])
+    algorithm = sum_algorithm(list(map(links.host.__getitem__, names)))
     sizes = [
         (count * sums, width * workload.samples * elements / sums)
         for block, count in workload.kinds
@@ -142,10 +144,9 @@ def _sums_s(
 ) -> float:
     """Of sums over the same processors: how many there are of so many elements each."""
     element_bytes = workload.element_bytes if algorithm == "native" else workload.wire_bytes
-    own = [links.cluster.by_name[name] for name in names]
     link = links.among(names)
-    message_s = max(processor.message_s for processor in own)
-    copy_bytes_per_s = min(processor.copy_bytes_per_s for processor in own)
+    message_s = max(map(links.cluster.message_s.__getitem__, names))
+    copy_bytes_per_s = min(map(links.cluster.copy_bytes_per_s.__getitem__, names))
     total_s = 0.0
     for count, size in sizes:
         found = sum_size(algorithm, members=len(names), size=size, element_bytes=element_bytes)
@@ -185,7 +186,7 @@ def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> flo
     riders = riding_elements(workload, columns=num_columns)
     whole = num_columns == len(own) == len(links.cluster.processors)  # all gradients are one vector
     rounds = 1 if num_columns == 2 or not (workload.blocks or whole) else 2
-    heights = [height for column in layout.columns for height in column.heights]
+    heights = layout.heights.tolist()
     shares = summing_shares(heights, layout.processors, columns=num_columns, rates=transfer_rates(links.cluster))
     # Where nothing is cut, everyone tells everyone.
     wire_s, copied_s = [0.0] * len(own), [0.0] * len(own)
@@ -193,14 +194,15 @@ def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> flo
     if workload.blocks or whole:
         # Blocks of many units are cut at the same heights, those of few each in its own way; the finest of all come last.
         elements: Counter[tuple[bool, int]] = Counter()
-        deepest = max(len(column.processors) for column in layout.columns)
         if whole:
             elements[True, 0] = workload.horizontal_elements + riders
             riders = 0
         for block, count in workload.kinds if not whole else ():
-            fine = block.units >= FEW * deepest
+            fine = block.units >= FEW * layout.deepest
             elements[fine, 0 if fine else block.units] += count * block.parameters
         for (fine, units), each in sorted(elements.items()):
+            if not fine:
+                Column.cut_together(layout.columns, units)
             cuts = [column.cuts if fine else _cuts(column.unit_sizes(units)) for column in layout.columns]
             # One message carries all blocks, so the messages of the finest count.
             owned, traveled, latencies_s, neighbours = _owned(layout, cuts, links, shares)
@@ -231,19 +233,16 @@ def _horizontal_at_least_s(layout: Layout, workload: Workload, links: SlowestLin
     num_columns = len(layout.columns)
     if num_columns == 1 or not workload.blocks:
         return _horizontal_s(layout, workload, links)
-    deepest = max(len(column.processors) for column in layout.columns)
-    elements = sum(count * block.parameters for block, count in workload.kinds if block.units >= FEW * deepest)
-    height, name = max(
-        (height, name) for column in layout.columns for height, name in zip(column.heights, column.processors, strict=True)
-    )
+    elements = sum(count * block.parameters for block, count in workload.kinds if block.units >= FEW * layout.deepest)
+    highest = int(layout.heights.argmax())
+    height, name = float(layout.heights[highest]), layout.processors[highest]
     cluster = links.cluster
-    crowd = max(Counter(links.host.values()).values())
-    link = cluster.network if num_columns > crowd and not cluster.links else cluster.fastest_link
+    link = cluster.network if num_columns > cluster.most_on_a_host and not cluster.links else cluster.fastest_link
     rounds = 1 if num_columns == 2 else 2
     # Where processors sum what suits them, one may sum nothing, and only send what it has once.
     parts = 2 * (num_columns - 1) / num_columns if transfer_rates(cluster) is None else 1.0
     size_bytes = parts * elements * workload.wire_bytes * height
-    message_s = cluster.by_name[name].message_s
+    message_s = cluster.message_s[name]
     return size_bytes / link.bandwidth_bytes_per_s + rounds * link.latency_s + 2 * rounds * (num_columns - 1) * message_s
 
 
@@ -285,15 +284,18 @@ def _owned(
         latencies.append(link.latency_s)
     elapsed, elapsed_summed, passed_summed = (list(accumulate(each)) for each in (group_s, summed_s, summed))
     position = {edge: index for index, edge in enumerate(edges)}
-    owned, traveled, waits_s, neighbours = [], [], [], []
+    owned, traveled, ranges, neighbours = [], [], [], []
     own_part = iter(part)
     for column in cuts:
         for top, bottom in pairwise(column):
             first, last, mine = position[top], position[bottom], next(own_part)
             owned.append(elapsed[last] - elapsed[first] + mine * (elapsed_summed[last] - elapsed_summed[first]))
             traveled.append(bottom - top + mine * (passed_summed[last] - passed_summed[first]))
-            waits_s.append(max(latencies[first:last], default=0.0))
+            ranges += [first, last]
             # One neighbour in every other column, and one more for each of their cuts inside this tile.
             inside = bisect_left(crossings, bottom) - bisect_right(crossings, top)
             neighbours.append(len(cuts) - 1 + inside if first < last else 0)
+    # The greatest latency of each tile's groups, at once: of all columns together the groups are very many.
+    longest_s = np.maximum.reduceat([*latencies, 0.0], ranges)[::2].tolist()
+    waits_s = [wait_s if own else 0.0 for wait_s, own in zip(longest_s, neighbours, strict=True)]
     return owned, traveled, waits_s, neighbours

@@ -56,11 +56,10 @@ def volume_bytes(layout: Layout, *, workload: Workload, cluster: Cluster) -> flo
     Where sums are bandwidth-optimal that is 2 [alpha (sum heights - 1) + beta (sum widths - 1)], section 6: a column reduces by
     2 (k - 1) / k of its bytes for each member, a group by 2 (C - 1) / C for each owner.
     """
-    host = {processor.name: processor.host for processor in cluster.processors}
     sent = 0.0
     for column, width in zip(layout.columns, layout.sample_shares(workload.samples), strict=True):
         members = len(column.processors)
-        algorithm = sum_algorithm([host[name] for name in column.processors])
+        algorithm = sum_algorithm([cluster.host_of[name] for name in column.processors])
         for block, count in workload.kinds:
             for elements, sums in block.column_sums:
                 size = width * workload.samples * elements / sums
@@ -90,7 +89,7 @@ def time_bound_s(cluster: Cluster, *, workload: Workload, cost: AlphaBetaCost) -
     low = min(low, high)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if fsum(_largest_area(middle, speeds, floor=floor, link=link, workload=workload)) >= 1:
+        if fsum(_largest_area(middle, speeds, floor=floor, link=link, workload=workload).tolist()) >= 1:
             high = middle
         else:
             low = middle

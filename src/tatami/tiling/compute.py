@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from tatami.cluster import Processor, SpeedTable, at_sizes
 from tatami.tiling.layout import Layout
-from tatami.tiling.span import FEW
 from tatami.tiling.speeds import tile_flop
 from tatami.workload import Workload
 
@@ -24,18 +23,12 @@ def column_flop_times(layout: Layout, *, speeds: Mapping[str, float], workload: 
     An imbalance in one block cannot be made up for in another. Six heads over speeds 1, 0.5 and 0.25 are 3, 2 and 1 of them:
     4 units of time where 3.43 would be balanced, however well the hidden units of the next block divide.
     """
-    own = np.array([speeds[name] for name in layout.processors])
-    heights = np.array([height for column in layout.columns for height in column.heights])
-    starts = np.cumsum([0, *(len(column.processors) for column in layout.columns[:-1])])
-    deepest = max(len(column.processors) for column in layout.columns)
-    totals = np.zeros(len(starts))
+    own = np.fromiter(map(speeds.__getitem__, layout.processors), dtype=np.float64, count=len(layout.processors))
+    totals = np.zeros(len(layout.columns))
     for section in workload.sections:
-        shares = heights
-        if section.units < FEW * deepest:
-            shares = np.array([share for column in layout.columns for share in column.unit_shares(section.units)])
-        units = shares * section.units
+        units = layout.unit_shares(section.units) * section.units
         flop = section.unit_flop * units + section.repeated_flop + np.where(units > 0, section.beside_flop, 0.0)
-        totals += np.maximum.reduceat(flop / own, starts)
+        totals += np.maximum.reduceat(flop / own, layout.starts)
     return totals
 
 
@@ -71,7 +64,7 @@ def compute_time(
     Args:
         calls: of each processor, what a block takes however small its tile is, and the iteration once more; in the same unit.
     """
-    if any(isinstance(speed, SpeedTable) for speed in speeds.values()):
+    if SpeedTable in set(map(type, speeds.values())):
         speeds = at_sizes(speeds, tile_flop(layout, workload=workload))
     widths = np.array(layout.sample_shares(workload.samples))
     times = workload.samples * widths * column_flop_times(layout, speeds=speeds, workload=workload)

@@ -53,16 +53,28 @@ class RememberedCost(AbstractCost):
 
     def __init__(self, cost: AbstractCost) -> None:
         self.cost = cost
-        self._asked: dict[tuple[int, int], tuple[Cluster, Workload, dict[Layout, Cost], dict[Layout, float]]] = {}
+        self._asked: dict[tuple[int, int], tuple[Cluster, Workload, dict[Layout, _Known]]] = {}
 
     def price(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> Cost:
-        _, _, prices, _ = self._asked.setdefault((id(cluster), id(workload)), (cluster, workload, {}, {}))
-        if layout not in prices:
-            prices[layout] = self.cost.price(layout, cluster=cluster, workload=workload)
-        return prices[layout]
+        known = self._known(layout, cluster, workload)
+        if known.price is None:
+            known.price = self.cost.price(layout, cluster=cluster, workload=workload)
+        return known.price
 
     def at_least(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> float:
-        _, _, _, bounds = self._asked.setdefault((id(cluster), id(workload)), (cluster, workload, {}, {}))
-        if layout not in bounds:
-            bounds[layout] = self.cost.at_least(layout, cluster=cluster, workload=workload)
-        return bounds[layout]
+        known = self._known(layout, cluster, workload)
+        if known.at_least is None:
+            known.at_least = self.cost.at_least(layout, cluster=cluster, workload=workload)
+        return known.at_least
+
+    def _known(self, layout: Layout, cluster: Cluster, workload: Workload) -> _Known:
+        _, _, layouts = self._asked.setdefault((id(cluster), id(workload)), (cluster, workload, {}))
+        return layouts.setdefault(layout, _Known())  # looked up once: to hash a layout is to hash all its names and heights
+
+
+@dataclass
+class _Known:
+    """Of one layout, as far as it was asked."""
+
+    price: Cost | None = None
+    at_least: float | None = None

@@ -23,9 +23,10 @@ class EvenPlanner(AbstractPlanner):
 
         def build(num_columns: int) -> Layout:
             depth = len(names) // num_columns
+            heights = (1 / depth,) * depth
             return Layout(
                 columns=tuple(
-                    Column(width=1 / num_columns, processors=tuple(names[start : start + depth]), heights=(1 / depth,) * depth)
+                    Column(width=1 / num_columns, processors=tuple(names[start : start + depth]), heights=heights)
                     for start in range(0, len(names), depth)
                 )
             )

@@ -42,7 +42,8 @@ def fit(
             f"{_largest(cluster).name}, has {_size(_largest(cluster).memory_bytes or 0)}",
             lacking_bytes={processor.name: least_bytes - (processor.memory_bytes or 0) for processor in cluster.processors},
         )
-    cluster = replace(cluster, processors=rest)
+    if small:
+        cluster = replace(cluster, processors=rest)  # otherwise the same object, of which prices are remembered
     slow: list[str] = []
     while True:
         layout = planner.layout(cluster=cluster, workload=workload, cost=cost)

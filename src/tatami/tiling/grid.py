@@ -31,21 +31,23 @@ def grid_builder(
     order: Sequence[Processor], *, heights: Callable[[Sequence[Processor]], Sequence[float]]
 ) -> Callable[[int], Layout]:
     """Builds the grid of `order` for a number of columns; `heights` gives all columns' heights from the slowest column."""
+    names = tuple(processor.name for processor in order)
 
     def build(num_columns: int) -> Layout:
         depth = len(order) // num_columns
-        columns = [order[start : start + depth] for start in range(0, len(order), depth)]
-        across = fsum(column[0].speed for column in columns)
-        shares = heights(columns[0])
+        slowest = order[::depth]
+        across = fsum(processor.speed for processor in slowest)
+        shares = heights(order[:depth])
         down = fsum(shares)
+        own = tuple(share / down for share in shares)
         return Layout(
             columns=tuple(
                 Column(
-                    width=column[0].speed / across,
-                    processors=tuple(processor.name for processor in column),
-                    heights=tuple(share / down for share in shares),
+                    width=processor.speed / across,
+                    processors=names[place * depth : (place + 1) * depth],
+                    heights=own,
                 )
-                for column in columns
+                for place, processor in enumerate(slowest)
             )
         )
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, compress, pairwise
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tatami.errors import PlanError
-from tatami.tiling.span import FEW, Span, spans, whole_shares
+from tatami.tiling.span import FEW, Span, spans, whole_shares, whole_shares_of
 from tatami.tiling.tile import Tile
 from tatami.tiling.tiling import Tiling
 from tatami.workload import Workload
@@ -21,6 +25,8 @@ GRAIN = 8
 EPYC: 203 inputs, 8,192 samples, 396 units against 400)."""
 _LEAST_UNITS = 8 * GRAIN
 """Where a tile has fewer, a grain would spoil the balance more than it makes up for."""
+_SURELY_ONE = 1.01
+"""So many units are one at least when they are cut to whole ones, where units are not `FEW`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +47,13 @@ class Column:
     def __post_init__(self) -> None:
         if len(self.processors) != len(self.heights) or not self.processors:
             raise PlanError(f"a column needs one height for each processor: {self.processors} have {self.heights}")
+        height = sum(self.heights)
+        if 0 <= self.width < math.inf and min(self.heights) >= 0 and math.isclose(height, 1.0, rel_tol=1e-6):
+            return
         for name, share in (("width", self.width), *zip(self.processors, self.heights, strict=True)):
             if not (math.isfinite(share) and share >= 0):
                 raise PlanError(f"share of {name} must be a finite number >= 0, not {share}")
-        if not math.isclose(sum(self.heights), 1.0, rel_tol=1e-6):
-            raise PlanError(f"the heights of column {self.processors} sum to {sum(self.heights)}, not 1")
+        raise PlanError(f"the heights of column {self.processors} sum to {height}, not 1")
 
     def as_wide_as(self, width: float) -> Column:
         """The same processors at the same heights with another `width`, a fraction of the samples."""
@@ -53,7 +61,7 @@ class Column:
         column._sizes.update(self._sizes)  # they depend on the heights alone
         return column
 
-    @property
+    @cached_property
     def cuts(self) -> tuple[float, ...]:
         """Where the column is cut, from 0 to 1; rounded, so that cuts meant to be level are, whatever was added up first."""
         return (0.0, *(round(cut, 12) for cut in accumulate(self.heights[:-1])), 1.0)
@@ -62,12 +70,14 @@ class Column:
         """How many of a block's `units` each processor has: `whole_shares`; large tiles are cut at multiples of `GRAIN`."""
         sizes = self._sizes.get(units)
         if sizes is None:
-            sizes = whole_shares(self.heights, total=units)
-            if min(sizes) >= _LEAST_UNITS:
-                cuts = [GRAIN * round(cut * units / GRAIN) for cut in self.cuts[:-1]]
-                sizes = tuple(stop - start for start, stop in pairwise([*cuts, units]))
-            self._sizes[units] = sizes
+            sizes = self._sizes[units] = self._at_grains(whole_shares(self.heights, total=units), units)
         return sizes
+
+    def _at_grains(self, sizes: tuple[int, ...], units: int) -> tuple[int, ...]:
+        if min(sizes) < _LEAST_UNITS:
+            return sizes
+        cuts = [GRAIN * round(cut * units / GRAIN) for cut in self.cuts[:-1]]
+        return tuple(stop - start for start, stop in pairwise([*cuts, units]))
 
     def unit_shares(self, units: int) -> tuple[float, ...]:
         """Each processor's fraction of a block's `units` as planners price it: in whole ones where they are `FEW`."""
@@ -79,29 +89,74 @@ class Column:
         """Each processor's units, from the top."""
         return spans(self.unit_sizes(units))
 
+    @staticmethod
+    def cut_together(columns: Iterable[Column], units: int) -> None:
+        """Find `unit_sizes` of all these columns at once: thousands one by one would take longer than all else of a plan."""
+        unknown = [column for column in columns if units not in column._sizes]
+        kinds = {column.heights: column for column in unknown}
+        if kinds:
+            cut = whole_shares_of(list(kinds), total=units)
+            found = {own: kinds[own]._at_grains(sizes, units) for own, sizes in zip(kinds, cut, strict=True)}
+            for column in unknown:
+                column._sizes[units] = found[column.heights]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Columns side by side; their widths sum to 1. The same layout is cut for any batch and any number of units."""
 
     columns: tuple[Column, ...]
+    _samples: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         width = sum(column.width for column in self.columns)
         if not math.isclose(width, 1.0, rel_tol=1e-6):
             raise PlanError(f"the widths of the columns sum to {width}, not 1")
-        for name, count in Counter(self.processors).items():
-            if count > 1:
-                raise PlanError(f"{name} lies twice in the layout; each processor has one place")
+        if len(set(self.processors)) < len(self.processors):
+            name = next(name for name, count in Counter(self.processors).items() if count > 1)
+            raise PlanError(f"{name} lies twice in the layout; each processor has one place")
 
     @cached_property
     def processors(self) -> tuple[str, ...]:
         """All names, column by column, from top to bottom."""
-        return tuple(name for column in self.columns for name in column.processors)
+        return tuple(chain.from_iterable(column.processors for column in self.columns))
+
+    @cached_property
+    def heights(self) -> NDArray[np.float64]:
+        """Of all `processors`."""
+        return self._of_all(column.heights for column in self.columns)
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """Where each column begins among all `processors`."""
+        return np.cumsum([0, *(len(column.processors) for column in self.columns[:-1])])
+
+    @cached_property
+    def deepest(self) -> int:
+        """The processors of the column that has most."""
+        return max(len(column.processors) for column in self.columns)
+
+    def _of_all(self, shares: Iterable[Sequence[float]]) -> NDArray[np.float64]:
+        return np.fromiter(chain.from_iterable(shares), dtype=np.float64, count=len(self.processors))
+
+    def unit_shares(self, units: int) -> NDArray[np.float64]:
+        """`Column.unit_shares` of all `processors`."""
+        if units >= FEW * self.deepest:
+            return self.heights
+        counts = np.diff(self.starts, append=len(self.processors))
+        few = units < FEW * counts
+        Column.cut_together(compress(self.columns, few), units)
+        whole = (column.unit_sizes(units) if own else column.heights for column, own in zip(self.columns, few, strict=True))
+        shares = self._of_all(whole)
+        return np.where(np.repeat(few, counts), shares / units, shares)
 
     def sample_sizes(self, samples: int) -> tuple[int, ...]:
         """How many of a batch's `samples` each column has: `whole_shares`."""
-        return whole_shares([column.width for column in self.columns], total=samples)
+        sizes = self._samples.get(samples)
+        if sizes is None:
+            (sizes,) = whole_shares_of([[column.width for column in self.columns]], total=samples)
+            self._samples[samples] = sizes
+        return sizes
 
     def sample_shares(self, samples: int) -> tuple[float, ...]:
         """Each column's fraction of a batch's `samples` as planners price it: in whole ones where they are `FEW`."""
@@ -112,6 +167,7 @@ class Layout:
     def cut(self, *, samples: int, units: int) -> Tiling:
         """Whole samples and units. A tile may come out without any; planners see to it that every processor has work."""
         tiles = []
+        Column.cut_together(self.columns, units)
         widths = spans(self.sample_sizes(samples))
         for index, (column, width) in enumerate(zip(self.columns, widths, strict=True)):
             for name, height in zip(column.processors, column.unit_spans(units), strict=True):
@@ -126,10 +182,19 @@ class Layout:
 
     def empty(self, workload: Workload) -> frozenset[str]:
         """The processors that would get no sample, or no unit of any block."""
-        names: set[str] = set()
-        for column, width in zip(self.columns, self.sample_sizes(workload.samples), strict=True):
+        widths = self.sample_sizes(workload.samples)
+        names = {name for column, width in zip(self.columns, widths, strict=True) if not width for name in column.processors}
+        most = max(section.units for section in workload.sections)
+        doubtful = [
+            column
+            for column, width in zip(self.columns, widths, strict=True)
+            if width and (most < FEW * len(column.processors) or min(column.heights) * most < _SURELY_ONE)
+        ]
+        for section in workload.sections:
+            Column.cut_together(doubtful, section.units)
+        for column in doubtful:
             idle = set(column.processors)
-            for section in workload.sections if width else ():
+            for section in workload.sections:
                 idle.difference_update(
                     name for name, size in zip(column.processors, column.unit_sizes(section.units), strict=True) if size
                 )

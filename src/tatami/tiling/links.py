@@ -14,7 +14,7 @@ class SlowestLink:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.host = {processor.name: processor.host for processor in cluster.processors}
+        self.host = cluster.host_of
         self.local_and_network = slowest((cluster.local, cluster.network))
 
     def among(self, names: Iterable[str]) -> Link:
@@ -31,7 +31,7 @@ class LinkGroup:
 
     def __init__(self, links: SlowestLink, names: Iterable[str]) -> None:
         self._links = links
-        self._members = Counter(links.host[name] for name in names)
+        self._members = Counter(map(links.host.__getitem__, names))
         self._size = self._members.total()
 
     def replace(self, old: str, new: str) -> None:

@@ -28,6 +28,8 @@ def memory_bytes(layout: Layout, *, workload: Workload) -> dict[str, float]:
     samples leave behind in the forward pass for the backward pass.
     """
     kept: dict[str, float] = {}
+    for block, _ in workload.kinds:
+        Column.cut_together(layout.columns, block.units)
     for column, samples in zip(layout.columns, layout.sample_sizes(workload.samples), strict=True):
         own = [workload.replicated_state_bytes + samples * workload.replicated_activation_bytes] * len(column.processors)
         works = [not workload.blocks] * len(column.processors)

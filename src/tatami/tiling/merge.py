@@ -36,9 +36,11 @@ class SrpmMergedPlanner(AbstractPlanner):
     threshold: float = SMALL_GROUP
 
     def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
-        layout = SrpmPlanner().layout(cluster=cluster, workload=workload, cost=cost)
-        deepest = max(len(column.processors) for column in layout.columns)
-        return remove_small_groups(layout, threshold=min(self.threshold, _LARGEST_MOVE / deepest))
+        return self.merged(SrpmPlanner().layout(cluster=cluster, workload=workload, cost=cost))
+
+    def merged(self, layout: Layout) -> Layout:
+        """What SRPM lays out, without the thin groups."""
+        return remove_small_groups(layout, threshold=min(self.threshold, _LARGEST_MOVE / layout.deepest))
 
 
 def remove_small_groups(layout: Layout, *, threshold: float = SMALL_GROUP) -> Layout:
@@ -92,7 +94,7 @@ def _levels(inner: list[tuple[float, int, int]], *, threshold: float) -> list[li
             break
         # An entry from before one of the two levels grew is out of date; a newer one is in the heap.
         current = lower in levels and upper in levels and (len(levels[lower]), len(levels[upper])) == (lower_size, upper_size)
-        if not current or columns[lower] & columns[upper]:
+        if not current or not columns[lower].isdisjoint(columns[upper]):
             continue
         levels[lower] += levels.pop(upper)
         columns[lower] |= columns[upper]

@@ -6,12 +6,20 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tatami.errors import PlanError
 
 FEW = 8
 """Where there are fewer for each share on average, one more is so much that the largest remainder is not good enough."""
 _ROUNDING = 1e-9
+_MANY = 200
+"""Shares for which arrays are quicker than lists."""
+_MOVES = 8
+"""So many of each column are made in all columns at once; few columns need more."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -62,9 +70,12 @@ def whole_shares(shares: Sequence[float], *, total: int) -> tuple[int, ...]:
     is most for its share, until the largest ratio of integer to share is as small as it can be. Five heads over speeds 1, 1, 1,
     1 and 0.3: the largest remainder gives one to each, for which the last needs 3.3; with 2, 1, 1, 1 and 0 all is done in 2.
     """
-    sizes = list(largest_remainder(shares, total=total))
-    if not 0 < total < FEW * len(shares):
-        return tuple(sizes)
+    sizes = largest_remainder(shares, total=total)
+    return _evened(sizes, shares) if 0 < total < FEW * len(shares) else sizes
+
+
+def _evened(found: Sequence[int], shares: Sequence[float]) -> tuple[int, ...]:
+    sizes = list(found)
     takers = [((size + 1) / share, index) for index, (size, share) in enumerate(zip(sizes, shares, strict=True)) if share]
     givers = [(-size / share, index) for index, (size, share) in enumerate(zip(sizes, shares, strict=True)) if size and share]
     heapq.heapify(takers)
@@ -84,6 +95,50 @@ def whole_shares(shares: Sequence[float], *, total: int) -> tuple[int, ...]:
         heapq.heappush(givers, (-sizes[taker] / shares[taker], taker))
         if sizes[giver]:
             heapq.heapreplace(givers, (-sizes[giver] / shares[giver], giver))
+
+
+def whole_shares_of(columns: Sequence[Sequence[float]], *, total: int) -> list[tuple[int, ...]]:
+    """`whole_shares` of each of `columns`, the same integers: all at once, because there may be thousands."""
+    counts = np.array([len(shares) for shares in columns])
+    scales = np.array([sum(shares) for shares in columns])
+    if counts.sum() < _MANY or not (np.all((scales > 0) & np.isfinite(scales)) and min(map(min, columns)) >= 0):
+        return [whole_shares(shares, total=total) for shares in columns]
+    shares = np.fromiter(chain.from_iterable(columns), dtype=np.float64, count=counts.sum())
+    starts = np.cumsum(counts) - counts
+    column = np.repeat(np.arange(len(counts)), counts)
+    ideal = total * shares / scales[column]
+    sizes = (ideal + 1e-9).astype(np.int64)
+    left = total - np.add.reduceat(sizes, starts)
+    order = np.lexsort((sizes - ideal, column))  # column by column, of equals the earlier share first
+    sizes[order[np.arange(len(shares)) - starts[column] < left[column]]] += 1
+    few = (total < FEW * counts)[column] & (shares > 0) if total else np.zeros(len(shares), dtype=bool)
+    uneven = _evened_together(sizes, shares, column, np.flatnonzero(few))
+    found = [tuple(own.tolist()) for own in np.split(sizes, starts[1:])]
+    for index in uneven:
+        found[index] = _evened(found[index], columns[index])
+    return found
+
+
+def _evened_together(
+    sizes: NDArray[np.int64], shares: NDArray[np.float64], column: NDArray[np.int64], going: NDArray[np.int64]
+) -> list[int]:
+    """Make the first `_MOVES` moves of `_evened` in `sizes`, of the shares at `going`; the columns that may need more."""
+    for _ in range(_MOVES):
+        if not len(going):
+            break
+        starts = np.flatnonzero(np.diff(column[going], prepend=-1))
+        own = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(going)))
+        # Of equals the earlier share, as a heap of (load, index) has it.
+        load, then = sizes[going] / shares[going], (sizes[going] + 1) / shares[going]
+        most, least = np.maximum.reduceat(load, starts), np.minimum.reduceat(then, starts)
+        moves = least < most * (1 - _ROUNDING)
+        places = np.arange(len(going))
+        givers = np.minimum.reduceat(np.where(load == most[own], places, len(going)), starts)[moves]
+        takers = np.minimum.reduceat(np.where(then == least[own], places, len(going)), starts)[moves]
+        sizes[going[givers]] -= 1
+        sizes[going[takers]] += 1
+        going = going[moves[own]]
+    return sorted(set(column[going].tolist()))
 
 
 def spans(sizes: Sequence[int]) -> tuple[Span, ...]:

@@ -35,18 +35,22 @@ class SrpmPlanner(AbstractPlanner):
 
     def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:  # noqa: ARG002 - Eq. 8 decides
         cluster = at_equal_times(cluster, workload=workload)
-        order = ascending(cluster)
         if not workload.blocks:
-            return data_parallel(order)
-        table = srpm_table(cluster, workload=workload)
-        layout = _layout(order, table.sizes)
-        if not lacking_bytes(layout, cluster=cluster, workload=workload):
-            return layout
-        # The best of those partitions for which there is memory; one of more columns may keep less of every sample.
-        table = srpm_table(cluster, workload=workload, least_rows=_ROWS_FOR_MEMORY)
-        partitions = (table.partition(columns) for columns in range(1, len(table.rows) + 1))
-        layouts = [layout, *(_layout(order, sizes) for sizes in partitions if sizes is not None)]
-        return cheapest(layouts, cluster=cluster, workload=workload, cost=PaperCost())
+            return data_parallel(ascending(cluster))
+        return srpm_layout(cluster, workload=workload, table=srpm_table(cluster, workload=workload))
+
+
+def srpm_layout(cluster: Cluster, *, workload: Workload, table: SrpmTable) -> Layout:
+    """What `SrpmPlanner` lays out on processors of plain speeds, whose `table` has any number of rows."""
+    order = ascending(cluster)
+    layout = _layout(order, table.sizes)
+    if not lacking_bytes(layout, cluster=cluster, workload=workload):
+        return layout
+    # The best of those partitions for which there is memory; one of more columns may keep less of every sample.
+    table = srpm_table(cluster, workload=workload, least_rows=_ROWS_FOR_MEMORY)
+    partitions = (table.partition(columns) for columns in range(1, len(table.rows) + 1))
+    layouts = [layout, *(_layout(order, sizes) for sizes in partitions if sizes is not None)]
+    return cheapest(layouts, cluster=cluster, workload=workload, cost=PaperCost())
 
 
 def _layout(order: Sequence[Processor], sizes: Sequence[int]) -> Layout:
@@ -188,12 +192,15 @@ def _next_row(sums: Row, columns: int, previous: Row, crossing: NDArray[np.int64
     q = np.arange(columns, len(sums))
     low = np.maximum(crossing[columns:], columns - 1)
     high = q - 1
-    while np.any(low < high):
-        middle = (low + high) // 2
-        right = previous[middle] < _column_cost(sums, middle, q, depth)
-        low = np.where(right, middle + 1, low)
-        high = np.where(right, high, middle)
-    low = np.minimum(low, high)
+    # From row to row it moves by about q / C^2, so it is mostly near; what is left is searched by halves.
+    middle = np.minimum(low + 2 * q // columns**2 + 1, high)
+    going = np.arange(len(q))
+    while len(going):
+        right = previous[middle] < _column_cost(sums, middle, q[going], depth)
+        low[going] = np.where(right, np.minimum(middle + 1, high[going]), low[going])
+        high[going] = np.where(right, high[going], middle)
+        going = going[low[going] < high[going]]
+        middle = (low[going] + high[going]) // 2
     left = np.maximum(low - 1, columns - 1)
     before = np.where(low > columns - 1, np.maximum(_column_cost(sums, left, q, depth), previous[left]), inf)
     row = np.full(len(sums), inf)
@@ -207,7 +214,8 @@ def _sizes(sums: Row, rows: Sequence[Row], depth: int) -> tuple[int, ...]:
     """k(c) of a partition that reaches the last row's t(C, N): from the last column back, the first q' that gives t(C, q)."""
     stops = [len(sums) - 1]
     for columns in range(len(rows), 1, -1):
-        start = np.arange(columns - 1, stops[-1])
-        costs = np.maximum(_column_cost(sums, start, stops[-1], depth), rows[columns - 2][start])
-        stops.append(columns - 1 + int(np.argmin(costs)))
+        stop = stops[-1]
+        start = max(columns - 1, stop - depth)  # a column of more than `depth` has no end
+        costs = np.maximum((sums[stop] - sums[start:stop]) * np.arange(stop - start - 1, -1, -1), rows[columns - 2][start:stop])
+        stops.append(start + int(np.argmin(costs)))
     return tuple(stop - start for start, stop in pairwise([0, *reversed(stops)]))

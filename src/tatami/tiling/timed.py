@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import fsum
 from typing import ClassVar, final
 
@@ -17,8 +18,8 @@ from tatami.tiling.merge import SrpmMergedPlanner
 from tatami.tiling.planner import AbstractPlanner, ascending, cheapest_whole
 from tatami.tiling.span import FEW
 from tatami.tiling.speeds import at_equal_times, at_tiles
-from tatami.tiling.srpm import SrpmPlanner, srpm_table
-from tatami.tiling.weighted import WeightedPlanner
+from tatami.tiling.srpm import SrpmTable, srpm_layout, srpm_table
+from tatami.tiling.weighted import WeightedPlanner, data_parallel
 from tatami.workload import Workload
 
 _ROWS = 256
@@ -38,18 +39,15 @@ class TimedPlanner(AbstractPlanner):
     sized: ClassVar[bool] = True
 
     def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
-        others: tuple[AbstractPlanner, ...] = (
-            SrpmPlanner(),
-            SrpmMergedPlanner(),
-            WeightedPlanner(),
-            EvenPlanner(),
-            GridPlanner(),
-            GridRevPlanner(),
-        )
+        others: tuple[AbstractPlanner, ...] = (WeightedPlanner(), EvenPlanner(), GridPlanner(), GridRevPlanner())
 
         def tried(plain: Cluster) -> list[Layout]:
             layouts = [other.layout(cluster=plain, workload=workload, cost=cost) for other in others]
-            return [*layouts, *_partitions(plain, workload=workload)]
+            if not workload.blocks:
+                return [data_parallel(ascending(plain)), *layouts]
+            table = srpm_table(plain, workload=workload, least_rows=_ROWS)
+            srpm = srpm_layout(plain, workload=workload, table=table)
+            return [srpm, SrpmMergedPlanner().merged(srpm), *layouts, *_partitions(plain, workload=workload, table=table)]
 
         layouts = tried(at_equal_times(cluster, workload=workload))
         found = cheapest_whole(layouts, cluster=cluster, workload=workload, cost=cost)
@@ -60,37 +58,43 @@ class TimedPlanner(AbstractPlanner):
         return layouts[0] if found is None else found
 
 
-def balanced(columns: Sequence[Sequence[Processor]], *, workload: Workload) -> Layout | None:
+def balanced(
+    columns: Sequence[Sequence[Processor]], *, workload: Workload, speeds: Mapping[str, float] | None = None
+) -> Layout | None:
     """Widths and heights with which every tile computes for the same time; None where a processor is too slow for any height.
 
     A tile takes w (F h + G) / v: F flop for the whole area, G for the whole width whatever the height, v its speed. Equal
     times T in a column of k processors of total speed S give w = T S / (F + k G), and the widths sum to 1. Where units are few,
     a column whose units do not divide well is narrower than that: widths are as whole units compute.
+
+    Args:
+        columns: who shares one, from top to bottom.
+        workload: what is laid out.
+        speeds: of all processors by name, if they are at hand.
     """
     per_area, per_width = workload.flop_per_area, workload.flop_per_width
-    speeds = [fsum(processor.speed for processor in column) for column in columns]
-    rates = [speed / (per_area + len(column) * per_width) for column, speed in zip(columns, speeds, strict=True)]
+    sums = [fsum([processor.speed for processor in column]) for column in columns]
+    rates = [speed / (per_area + len(column) * per_width) for column, speed in zip(columns, sums, strict=True)]
     total = fsum(rates)
     result = []
-    for column, speed, rate in zip(columns, speeds, rates, strict=True):
+    for column, speed, rate in zip(columns, sums, rates, strict=True):
         flop = per_area + len(column) * per_width
-        heights = tuple((processor.speed / speed * flop - per_width) / per_area for processor in column)
+        heights = tuple([(processor.speed / speed * flop - per_width) / per_area for processor in column])
         if min(heights) <= 0:
             return None
-        result.append(Column(width=rate / total, processors=tuple(processor.name for processor in column), heights=heights))
+        result.append(Column(width=rate / total, processors=tuple([processor.name for processor in column]), heights=heights))
     layout = Layout(columns=tuple(result))
     fewest = min(section.units for section in workload.sections)
-    if fewest >= FEW * max(len(column) for column in columns):
+    if fewest >= FEW * layout.deepest:
         return layout
-    own = {processor.name: processor.speed for column in columns for processor in column}
+    own = speeds or {processor.name: processor.speed for column in columns for processor in column}
     rates = [1 / float(flop_time) for flop_time in column_flop_times(layout, speeds=own, workload=workload)]
     total = fsum(rates)
     return Layout(columns=tuple(column.as_wide_as(rate / total) for column, rate in zip(result, rates, strict=True)))
 
 
-def _partitions(cluster: Cluster, *, workload: Workload) -> Iterator[Layout]:
-    if not workload.blocks:
-        return
+def _partitions(cluster: Cluster, *, workload: Workload, table: SrpmTable) -> Iterator[Layout]:
+    """Of the ascending order, which `table` is of, and of others."""
     orders = [ascending(cluster)]
     by_host = sorted(orders[0], key=lambda processor: processor.host)
     by_memory = sorted(orders[0], key=lambda processor: processor.memory_bytes or 0)
@@ -100,18 +104,21 @@ def _partitions(cluster: Cluster, *, workload: Workload) -> Iterator[Layout]:
         hosts.setdefault(processor.host, []).append(processor)
     # A host's ranks share its memory, so that their sums never cross the network; hosts of any number of ranks, which the
     # dynamic program's columns of nearly equal speed need not respect.
-    layout = balanced(list(hosts.values()), workload=workload) if len(hosts) < cluster.size else None
+    by_name = cluster.speeds
+    layout = balanced(list(hosts.values()), workload=workload, speeds=by_name) if len(hosts) < cluster.size else None
     if layout is not None:
         yield layout
     for order in orders:
-        table = srpm_table(cluster, workload=workload, least_rows=_ROWS, order=order)
+        if order is not orders[0]:
+            table = srpm_table(cluster, workload=workload, least_rows=_ROWS, order=order)
         num_columns = 0
         while num_columns < len(table.rows):
             num_columns = min(num_columns + max(1, num_columns // 8), len(table.rows))
             sizes = table.partition(num_columns)
             if sizes is None:
                 continue
-            places = iter(order)
-            layout = balanced([[next(places) for _ in range(size)] for size in sizes], workload=workload)
+            stops = accumulate(sizes)
+            columns = [order[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+            layout = balanced(columns, workload=workload, speeds=by_name)
             if layout is not None:
                 yield layout

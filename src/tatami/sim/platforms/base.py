@@ -111,6 +111,10 @@ class AbstractPlatform(ABC):
     def parts(self) -> tuple[PlatformPart, ...]:
         """What there is, for people."""
 
+    def unshared(self, source: int, target: int) -> Link | None:  # noqa: ARG002 - nothing is known of it
+        """The link from one host to another that every transfer has to itself; None where transfers may share something."""
+        return None
+
     @abstractmethod
     def build(self, engine: Any) -> list[Any]:
         """Tell a SimGrid engine of it, and return its hosts in the order of `hosts`."""

@@ -56,6 +56,22 @@ class ClusterPlatform(AbstractPlatform):
             lines.append(PlatformPart(what=host, count=len(ranks), speed_flop_per_s=sum(speeds)))
         return tuple(lines)
 
+    def unshared(self, source: int, target: int) -> Link | None:
+        if source == target or not self._is_plain:
+            return None
+        machine, other = self.cluster.processors[source].host, self.cluster.processors[target].host
+        return self._inside[machine] if machine == other else None
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether a transfer alone takes what its link says, and no more."""
+        return self.fabric == RDMA
+
+    @cached_property
+    def _inside(self) -> dict[str, Link]:
+        """The link inside of each machine."""
+        return {machine: self.cluster.links.get((machine, machine), self.cluster.local) for machine in self._machines}
+
     def build(self, engine: Any) -> list[Any]:
         grid = simgrid()
         root = engine.netzone_root
@@ -65,7 +81,7 @@ class ClusterPlatform(AbstractPlatform):
         for machine, ranks in self._machines.items():
             zone = inside.add_netzone_star(f"machine {machine}")
             zone.set_gateway(zone.add_router(f"router {machine}"))
-            local = self.cluster.links.get((machine, machine), self.cluster.local)
+            local = self._inside[machine]
             inside_wire = Wire(bandwidth_bytes_per_s=local.bandwidth_bytes_per_s, latency_s=local.latency_s, fat=True)
             shared = inside_wire.make(zone, f"local {machine}", grid=grid)
             for rank in ranks:
@@ -86,7 +102,7 @@ class ClusterPlatform(AbstractPlatform):
         for one, other in itertools.combinations(sorted(zones), 2) if self._pairs else ():
             if (link := self._pairs.get((one, other))) is not None:
                 cable = inside.add_split_duplex_link(f"cable {one} - {other}", link.bandwidth_bytes_per_s)
-                locals_s = sum(self.cluster.links.get((each, each), self.cluster.local).latency_s for each in (one, other))
+                locals_s = sum(self._inside[each].latency_s for each in (one, other))
                 cable.set_latency(max(0.0, link.latency_s - locals_s)).seal()
                 between = [grid.LinkInRoute(cable, up)]
             else:

@@ -94,7 +94,7 @@ class Floor:
         """
         self.tilings = tuple(tilings)
         names = [processor.name for processor in cluster.processors]
-        hosts = {processor.name: processor.host for processor in cluster.processors}
+        hosts = cluster.host_of
         self.traffic = traffic_of(
             tilings or (tiling,), workload=workload, names=names, hosts=hosts, rates=transfer_rates(cluster)
         )

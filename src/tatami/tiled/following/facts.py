@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from tatami.tiled.following.atoms import deep_leaves, extent
 from tatami.tiled.following.exporting import FollowedProgram, ModuleCall
 from tatami.tiled.following.keeping import KeepingRun
-from tatami.tiled.following.operators import CONVOLUTIONS, Following, aten
+from tatami.tiled.following.operators import CONVOLUTIONS, TRANSPOSED, Following, aten
 from tatami.tiled.following.units import UnitAxis
 from tatami.workload import Block
 
@@ -125,21 +125,17 @@ def _flop(node: fx.Node, following: Following) -> float:
         q, k, v = (node.args[at].meta["val"].shape for at in range(3))  # type: ignore[union-attr]
         queries = math.prod(_hint(size) for size in q[:-1])
         return 2.0 * queries * _hint(k[-2]) * (_hint(q[-1]) + _hint(v[-1]))
-    if node in following.contracted and node.target is not aten.sum.dim_IntList:
-        return 2.0 * _numel(node) * _contracted(node, following)
     if node.target in CONVOLUTIONS:
-        weight = node.args[1].meta["val"].shape  # type: ignore[union-attr]
-        return 2.0 * _numel(node) * math.prod(_hint(size) for size in weight[1:])
+        x, weight = (each.meta["val"].shape for each in node.args[:2])  # type: ignore[union-attr]
+        # Of each output what it is made of; of a transposed convolution, of each input what is made of it.
+        places = math.prod(_hint(size) for size in x) if node.target in TRANSPOSED else _numel(node)
+        inner = math.prod(_hint(size) for size in weight[1:])
+        return 2.0 * places * inner
+    if node in following.contracted and node.target is not aten.sum.dim_IntList:
+        return 2.0 * _numel(node) * _hint(extent(following.contracted[node]))
     target = node.target
     pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
     return float(_numel(node)) if pointwise or target in (aten.softmax.int, aten.batch_norm.default) else 0.0
-
-
-def _contracted(node: fx.Node, following: Following) -> int:
-    if node.target in CONVOLUTIONS:
-        weight = node.args[1].meta["val"].shape  # type: ignore[union-attr]
-        return math.prod(_hint(size) for size in weight[1:])
-    return _hint(extent(following.contracted[node]))
 
 
 def _words(candidate: UnitAxis, following: Following, inside: Sequence[fx.Node]) -> tuple[str, str]:

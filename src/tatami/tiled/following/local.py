@@ -24,7 +24,7 @@ from tatami.tiled import context as steps
 from tatami.tiled import whole_batch
 from tatami.tiled.following.atoms import Axes, Axis, deep_leaves, extent, leaves, places
 from tatami.tiled.following.exporting import FollowedProgram, NotFollowedError
-from tatami.tiled.following.operators import CONVOLUTIONS, FILLS, POOLS, SPLITS, VIEWS, Following, aten
+from tatami.tiled.following.operators import CONVOLUTIONS, FILLS, POOLS, SPLITS, VIEWS, Following, aten, in_groups
 from tatami.tiled.following.units import UnitAxis
 from tatami.tiled.rows import UnitRuns
 from tatami.tiled.whole_batch import Factor, UnitFactor
@@ -206,7 +206,7 @@ class _Localiser:
         elif target is aten.slice.Tensor:
             self._write_local_range(node, args)
         elif target in CONVOLUTIONS and len(args) > 6 and args[6] != 1:
-            args[6] = self._local_size(args[6], self._following.of(node)[1])
+            args[6] = self._local_size(args[6], in_groups(self._following.of(node.args[0])[1], args[6])[0])
         elif target in SPLITS or target is aten.repeat_interleave.self_int:
             return
 

@@ -24,7 +24,12 @@ FILLS = {
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
 }  # fmt: skip
 SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
-CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}
+TRANSPOSED = {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
+CONVOLUTIONS = TRANSPOSED | {
+    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
+    aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
+}  # fmt: skip
+"""Input, weight, bias, and on place 6 the groups."""
 _SAME = {
     aten.contiguous.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.dropout.default,
     aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default,
@@ -305,23 +310,35 @@ def _addmm(following: Following, node: fx.Node) -> Axes:
 
 
 def _convolution(following: Following, node: fx.Node) -> Axes | None:
+    """Weights are (outputs, inputs of a group, ...); (inputs, outputs of a group, ...) where it is transposed."""
     x, weight = following.of(node.args[0]), following.of(node.args[1])
     shape = node.meta["val"].shape
-    if len(x) != len(weight):
-        return None
     groups = _argument(node, 6, "groups", 1)
+    if len(x) != len(weight) or (groups != 1 and not isinstance(extent(x[1]), int)):
+        return None
     for axis in (*x[2:], *weight[2:]):
         mix(axis)
+    transposed = node.target in TRANSPOSED
+    outputs, inputs = (weight[1], weight[0]) if transposed else (weight[0], weight[1])
     if groups == 1:
-        _contract(following, node, x[1], weight[1])
-    elif groups == extent(weight[0]) == extent(x[1]):
-        unify(x[1], weight[0])  # depthwise: every channel by itself
+        _contract(following, node, x[1], inputs)
     else:
-        return None
+        own, inside = in_groups(x[1], groups)
+        unify(own, in_groups(weight[0], groups)[0])
+        mix(inside)  # all that a group takes in goes into each of its outputs
+        unify(inside, in_groups(inputs, groups)[1] if transposed else inputs)
+        outputs = [*own, *outputs] if transposed else outputs
     bias = _argument(node, 2, "bias")
     if bias is not None:
-        unify(weight[0], following.of(bias)[0])
-    return [x[0], weight[0], *([Atom(size, mixed=True)] for size in shape[2:])]
+        unify(outputs, following.of(bias)[0])
+    return [x[0], outputs, *([Atom(size, mixed=True)] for size in shape[2:])]
+
+
+def in_groups(axis: Axis, groups: int) -> Axes:
+    """An axis of channels as its groups, and the channels of each."""
+    size = extent(axis)
+    assert isinstance(size, int)
+    return regroup([axis], [groups, size // groups])
 
 
 def _sum(following: Following, node: fx.Node) -> Axes | None:
