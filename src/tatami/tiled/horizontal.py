@@ -404,7 +404,7 @@ def _sum_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
 def _sum_in_order(
     tensors: Sequence[torch.Tensor], own: torch.Tensor, heard: dict[int, torch.Tensor], *, mine: int | None, num_columns: int
 ) -> None:
-    """What all columns have of `tensors`, added from the left: the same bits whoever adds.
+    """What all columns have of `tensors`, added from the left: the same bits on whichever rank they are added.
 
     Args:
         tensors: of this rank's column; `own` has the same, one after the other, as it travels.
