@@ -44,6 +44,8 @@ def main() -> int:
     finally:
         for each in loops:
             each.kill()
+        for each in loops:
+            each.wait()
 
 
 if __name__ == "__main__":
