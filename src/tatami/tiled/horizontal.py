@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
+from tatami.tiled.gradient_memory import GradientStage, GradientVector
 from tatami.tiled.link_times import LinkTimes
 from tatami.tiled.rows import Rows, blocks, flat_rows, pack
 from tatami.tiled.vector_sum import VectorSum, wire_dtype
@@ -46,87 +47,6 @@ class _Room:
     buffer: torch.Tensor
     pieces: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     riders: torch.Tensor
-
-
-class _Vector:
-    """Gradients one after the other, where every rank has all of them: as few calls as there can be.
-
-    Args:
-        tensors: to be summed.
-        dtype: in which they are.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor], *, dtype: torch.dtype) -> None:
-        sizes = [tensor.numel() for tensor in tensors]
-        self._values = tensors[0].new_empty(sum(sizes), dtype=dtype)
-        self._slots = [slot.view(tensor.shape) for slot, tensor in zip(torch.split(self._values, sizes), tensors, strict=True)]
-
-    def span(self, span: Span) -> torch.Tensor:
-        """The elements `span`."""
-        return self._values[span.start : span.stop]
-
-    def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Fill it."""
-        torch._foreach_copy_(self._slots, list(tensors))
-
-    def give(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Back into the tensors."""
-        torch._foreach_copy_(list(tensors), self._slots)
-
-
-class _Stage:
-    """The gradients of one block, all that belongs to a unit in a row: whatever tensors they are of, units that lie together
-    are one piece of memory. On a tenth of a core each view of a tensor costs 30 us, and a message has units of many.
-
-    Args:
-        block: the tensors of the block that are to be summed.
-        dtype: in which they are.
-
-    Attributes:
-        values: (units here, elements of a unit).
-    """
-
-    def __init__(self, block: Sequence[Rows], *, dtype: torch.dtype) -> None:
-        units = block[0].units if block else 0
-        like = block[0].tensor if block else torch.empty(0, dtype=dtype, device="cpu")
-        self.values = like.new_empty(units, sum(rows.per_unit for rows in block), dtype=dtype)
-        self._slots = []
-        start = 0
-        for rows in block:
-            own = []
-            for part in _by_unit(rows):
-                stop = start + part[0].numel() if units else start
-                own.append(self.values[:, start:stop].view(part.shape))
-                start = stop
-            self._slots.append(own)
-
-    def span(self, span: Span) -> torch.Tensor:
-        """The units `span`, flat."""
-        return self.values[span.start : span.stop].view(-1)
-
-    def take(self, block: Sequence[Rows]) -> None:
-        """Fill it."""
-        for rows, own in zip(block, self._slots, strict=True):
-            for part, slot in zip(_by_unit(rows), own, strict=True):
-                slot.copy_(part)
-
-    def give(self, block: Sequence[Rows]) -> None:
-        """Back into the tensors."""
-        for rows, own in zip(block, self._slots, strict=True):
-            for part, slot in zip(_by_unit(rows), own, strict=True):
-                part.copy_(slot)
-
-
-def _by_unit(rows: Rows) -> list[torch.Tensor]:
-    """Views of a tensor, one for each run, with the units first: (units, ...)."""
-    axis, units = rows.runs.axis, rows.units
-    if rows.runs.plain:
-        return [rows.tensor.movedim(axis, 0)]
-    shape = rows.tensor.shape
-    return [
-        view.view(*shape[:axis], units, view.shape[axis] // max(units, 1), *shape[axis + 1 :]).movedim(axis, 0)
-        for view in rows.cut(Span(0, units))
-    ]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -180,8 +100,8 @@ class HorizontalExchange:
         self._wire, self._rates = wire, rates
         self._vectors = VectorSum(comm, wire=wire)
         self._rooms: dict[tuple[object, ...], _Room] = {}
-        self._stages: list[_Stage] = []
-        self._vector: _Vector | None = None
+        self._stages: list[GradientStage] = []
+        self._vector: GradientVector | None = None
         self._begun: UnderWay | None = None
         self._interrupted: list[UnderWay] = []
         self._shapes: tuple[object, ...] = ()
@@ -261,8 +181,8 @@ class HorizontalExchange:
         if shapes != self._shapes:
             num_riders = sum(tensor.numel() for tensor in replicated)
             self._plan([sum(r.per_unit for r in pair) for pair in pairs], num_riders, element_bytes=dtype.itemsize)
-            self._vector = _Vector(tensors, dtype=dtype) if self._is_vector else None
-            self._stages = [] if self._is_vector else [_Stage(pair, dtype=dtype) for pair in pairs]
+            self._vector = GradientVector(tensors, dtype=dtype) if self._is_vector else None
+            self._stages = [] if self._is_vector else [GradientStage(pair, dtype=dtype) for pair in pairs]
             self._shapes = shapes
         riders, own = [], tensors[0].new_empty(0, dtype=dtype)
         if self._vector is not None:
