@@ -28,7 +28,7 @@ from tatami.tiling import (
     volume_bytes,
 )
 from tatami.tiling.links import SlowestLink
-from tatami.tiling.traffic import each_is_column, riding_elements, sent_bytes
+from tatami.tiling.traffic import is_one_vector, riding_elements, sent_bytes
 from tatami.workload import Block, Workload, linear_pair
 
 LOCAL = Link(bandwidth_bytes_per_s=1e9, latency_s=1e-6)
@@ -223,10 +223,26 @@ def test_the_price_is_that_of_the_messages_that_are_sent(
     for each in traffic.gradients:
         riding = each.riders * sum(message.carries_riders for message in each.messages) * each.element_bytes
         for_blocks -= sent_bytes(each) if each.kind is SumKind.REPLICATED else riding
-    if each_is_column(layout.cut(samples=samples, units=720), layout.processors):
-        columns = len(heights)
+    columns, ranks = len(heights), len(layout.processors)
+    if is_one_vector(columns=columns, tiles=ranks, ranks=ranks, blocks=2):
         for_blocks -= 2 * (columns - 1) * riding_elements(workload, columns=columns) * workload.element_bytes
     assert volume_bytes(layout, workload=workload, cluster=cluster) == pytest.approx(for_blocks, rel=1e-3)
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(2, SumKind.GRADIENTS), (16, SumKind.GRADIENTS), (17, SumKind.REPLICATED)])
+def test_very_many_ranks_without_blocks_sum_in_fewer_messages(ranks: int, kind: SumKind) -> None:
+    """Up to sixteen, each sums a part of the one vector of all gradients; more do it by halving and doubling."""
+    names = tuple(f"p{rank}" for rank in range(ranks))
+    columns = tuple(Column(width=1 / ranks, processors=(name,), heights=(1.0,)) for name in names)
+    layout, link = Layout(columns=columns), Link(bandwidth_bytes_per_s=1e6, latency_s=1.0)
+    own = tuple(Processor(name=n, speed=1.0, host=n, message_s=MESSAGE_S, copy_bytes_per_s=1e6) for n in names)
+    workload = Workload(samples=64 * ranks, blocks=(), replicated_parameters=240_000, trained_tensors=4)
+    tilings = [layout.cut(samples=workload.samples, units=1)]
+    traffic = traffic_of(tilings, workload=workload, names=names, hosts={name: name for name in names})
+    assert [each.kind for each in traffic.gradients] == [kind]
+    cluster = Cluster(processors=own, local=link, network=link)
+    cost = AlphaBetaCost().price(layout, cluster=cluster, workload=workload)
+    assert cost.horizontal == pytest.approx(sum(map(seconds, traffic.gradients)), rel=2e-2)
 
 
 def seconds(planned: PlannedSum) -> float:

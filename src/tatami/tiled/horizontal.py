@@ -19,7 +19,7 @@ from tatami.tiled.link_times import LinkTimes
 from tatami.tiled.rows import Rows, blocks, flat_rows, pack
 from tatami.tiled.vector_sum import VectorSum, wire_dtype
 from tatami.tiling import Span, Tiling
-from tatami.tiling.traffic import SumKind, each_is_column, gradient_sums
+from tatami.tiling.traffic import SumKind, gradient_sums, is_one_vector
 
 _TAG = 7
 
@@ -110,7 +110,6 @@ class HorizontalExchange:
         self._column = None if tile is None else tile.column
         self._num_columns = len(tilings[0].columns)
         self._speaks_for_column = tile is not None and tilings[0].columns[tile.column][0].processor == me
-        self._is_vector = each_is_column(tilings[0], names)
         self._rides = True
         self._sends: list[list[_Transfer]] = []
         self._receives: list[list[_Transfer]] = []
@@ -181,8 +180,10 @@ class HorizontalExchange:
         if shapes != self._shapes:
             num_riders = sum(tensor.numel() for tensor in replicated)
             self._plan([sum(r.per_unit for r in pair) for pair in pairs], num_riders, element_bytes=dtype.itemsize)
-            self._vector = GradientVector(tensors, dtype=dtype) if self._is_vector else None
-            self._stages = [] if self._is_vector else [GradientStage(pair, dtype=dtype) for pair in pairs]
+            tiling = self._tilings[0]
+            whole = is_one_vector(columns=self._num_columns, tiles=len(tiling.tiles), ranks=len(self._names), blocks=len(pairs))
+            self._vector = GradientVector(tensors, dtype=dtype) if whole else None
+            self._stages = [] if whole else [GradientStage(pair, dtype=dtype) for pair in pairs]
             self._shapes = shapes
         riders, own = [], tensors[0].new_empty(0, dtype=dtype)
         if self._vector is not None:

@@ -23,7 +23,7 @@ from tatami.tiling.links import LinkGroup, SlowestLink
 from tatami.tiling.span import FEW
 from tatami.tiling.sum_price import sum_size
 from tatami.tiling.summing import summing_shares, transfer_rates
-from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS, departures, riding_elements, sum_algorithm
+from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS, departures, is_one_vector, riding_elements, sum_algorithm
 from tatami.workload import Workload
 
 FLOP_PER_S = 1e9
@@ -184,7 +184,8 @@ def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> flo
         return 0.0
     own = [links.cluster.by_name[name] for name in layout.processors]
     riders = riding_elements(workload, columns=num_columns)
-    whole = num_columns == len(own) == len(links.cluster.processors)  # all gradients are one vector
+    ranks, num_blocks = len(links.cluster.processors), len(workload.blocks)
+    whole = is_one_vector(columns=num_columns, tiles=len(own), ranks=ranks, blocks=num_blocks)
     rounds = 1 if num_columns == 2 or not (workload.blocks or whole) else 2
     heights = layout.heights.tolist()
     shares = summing_shares(heights, layout.processors, columns=num_columns, rates=transfer_rates(links.cluster))

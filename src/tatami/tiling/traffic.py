@@ -254,7 +254,7 @@ def gradient_sums(
     tiling = tilings[0]
     if len(names) == len(tiling.tiles) and len(tiling.columns) == 1:
         return ()
-    whole = each_is_column(tiling, names)
+    whole = is_one_vector(columns=len(tiling.columns), tiles=len(tiling.tiles), ranks=len(names), blocks=len(unit_elements))
     rides = whole or riders <= RIDE_ALONG_ELEMENTS
     finest = max(tilings, key=lambda each: each.units)
     heights = [tile.units.size / finest.units for tile in finest.tiles]
@@ -305,9 +305,12 @@ def gradient_sums(
     return tuple(found)
 
 
-def each_is_column(tiling: Tiling, names: Sequence[str]) -> bool:
-    """Whether every rank is a column by itself. Then each has all units, so their gradients may be cut at any element."""
-    return len(tiling.columns) == len(tiling.tiles) == len(names)
+def is_one_vector(*, columns: int, tiles: int, ranks: int, blocks: int) -> bool:
+    """Whether all gradients travel as one vector: each rank is a column, so it has all units, and any element may be a cut.
+
+    Very many ranks that have no block sum by halving and doubling. Where there are blocks, every rank tells each other anyway.
+    """
+    return columns == tiles == ranks and (blocks > 0 or ranks <= _MOST_DIRECT)
 
 
 def _one_vector(tiling: Tiling, size: int) -> Tiling:
