@@ -122,6 +122,7 @@ def test_tiled_runs_equal_plain_runs(world: World, network: Network, name: str, 
         reduction=data.draw(st.sampled_from(["mean", "sum"]), label="reduction"),
         dtype=dtype,
         bucket_bytes=data.draw(st.sampled_from([None, 1]), label="bucket bytes"),
+        uneven=data.draw(st.booleans(), label="uneven"),
     )
 
 
