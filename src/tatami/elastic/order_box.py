@@ -51,6 +51,8 @@ class OrderBox:
         if abort:
             self._call_off()
         with self._moved:
+            # No limit here: a rank that has not stopped `patience_s` after an abort is ended by the run; a rank
+            # that is only asked stops at the end of its step, whose communication has a timeout.
             self._moved.wait_for(lambda: self._is_parked or self._has_ended or self._ticket > ticket)
             return None if self._ticket > ticket else self._where(self._has_ended)
 

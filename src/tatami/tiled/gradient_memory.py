@@ -89,6 +89,3 @@ def _by_unit(rows: Rows) -> list[torch.Tensor]:
         view.view(*shape[:axis], units, view.shape[axis] // max(units, 1), *shape[axis + 1 :]).movedim(axis, 0)
         for view in rows.cut(Span(0, units))
     ]
-
-
-__all__ = ["GradientStage", "GradientVector"]

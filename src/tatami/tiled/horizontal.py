@@ -150,18 +150,6 @@ class HorizontalExchange:
         for receives in self._receives:
             receives.sort(key=lambda transfer: (transfer.column, transfer.peer))
 
-    def sum_(
-        self, pairs: Sequence[Sequence[Rows]], replicated: Sequence[torch.Tensor], *, times: LinkTimes | None = None
-    ) -> list[torch.Tensor]:
-        """Sum over the columns: the tensors of every pair in place, the replicated ones into the new tensors that it returns.
-
-        `times` are told when the messages of the first phase leave and come.
-
-        All owners of a unit end with the same bits, and the order of summation is the same in every run. The tensors of `pairs`
-        must be contiguous. Gradients of replicated parameters may be other layers' gradients too, and stay as they are.
-        """
-        return self.finish(self.begin(pairs, replicated, times=times))
-
     def begin(
         self,
         pairs: Sequence[Sequence[Rows]],
@@ -170,7 +158,16 @@ class HorizontalExchange:
         tag: int = _TAG,
         times: LinkTimes | None = None,
     ) -> UnderWay:
-        """Send what can be sent, as of `sum_`, without waiting for it; `finish` it before the next one begins."""
+        """Begin to sum over the columns, without waiting; `finish` it before the next one begins.
+
+        All owners of a unit end with the same bits, and the order of summation is the same in every run.
+
+        Args:
+            pairs: the tensors of every pair, contiguous; they become the sums.
+            replicated: may be other layers' gradients too, and stay as they are.
+            tag: of the messages of the first phase; those of the second have the next one.
+            times: told when the messages of the first phase leave and come.
+        """
         tensors = [*(rows.tensor for pair in pairs for rows in pair), *replicated]
         dtype = _sum_dtype(tensors)
         if self._begun is not None:  # by an error; what is still under way goes on to use its memory
@@ -210,7 +207,7 @@ class HorizontalExchange:
             self._sum_arrivals(begun)
 
     def finish(self, begun: UnderWay) -> list[torch.Tensor]:
-        """Wait for the rest; see `sum_`."""
+        """Wait for the rest. Returns the sums of the replicated tensors; those of the pairs are in place."""
         if begun.phase == 0:
             self._sum_arrivals(begun)
         for request, _, room in begun.arrivals:
