@@ -2,13 +2,14 @@
 
 Every communicator has process groups of its own, made on the job's store, so that no other message comes between.
 
-Messages go over gloo; those of CUDA tensors through host memory, because NCCL knows no tags. A message tells its size first:
-gloo ends the process when more comes than there is room for.
+Messages go over TCP connections of all ranks (`tatami.comm.tcp_mesh`), which the parts of a communicator share, and so do sums
+of few numbers; those of CUDA tensors through host memory.
 """
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import socket
 import sys
@@ -25,22 +26,18 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest
-from tatami.comm.checked import as_bytes
 from tatami.comm.roll_call import AbstractRollCall, ProcessPlace
 from tatami.comm.store_roll_call import StoreRollCall
-from tatami.comm.thread_world import wrong_size
+from tatami.comm.tcp_mesh import TcpMesh
 from tatami.comm.threads import single_communicator
 from tatami.comm.torchdist_collectives import AbstractTorchdistCollectives
-from tatami.comm.torchdist_waits import MessageRequest, abandoned, over_its_link, said_by
+from tatami.comm.torchdist_waits import MessageRequest, abandoned, said_by
 from tatami.comm.wait import Waiting, wait_policy
 from tatami.errors import CommError, InputError
 
 _NEVER = timedelta(days=365)
 """Waits end by our own timeouts; gloo's would take the connections along."""
-_FIRST_PAYLOAD_TAG = 1 << 16
-_NUM_PAYLOAD_TAGS = 1 << 30
-_HEADER_ELEMENTS = 2
-_THREAD_ENDS_S = 1.0
+_UNUSED_TAG = 0
 _LOOK_S = 0.02
 
 
@@ -62,6 +59,8 @@ class TorchdistCommunicator(AbstractTorchdistCollectives):
         hosts: tuple[str, ...] | None = None,
         roll_call: AbstractRollCall | None = None,
         off: threading.Event | None = None,
+        part_of: TorchdistCommunicator | None = None,
+        world_ranks: tuple[int, ...] | None = None,
     ) -> None:
         """
         Args:
@@ -74,6 +73,8 @@ class TorchdistCommunicator(AbstractTorchdistCollectives):
             roll_call: that these ranks have already; None: a new one among them.
             off: once it is set, every rank that forms this communicator or a part of it, or waits in one, stops with a
                 `CommError`.
+            part_of: whose connections it shares; None: none.
+            world_ranks: of these ranks, in the communicator that has no other above it; None: this is it.
 
         Raises:
             InputError: this torch was built without gloo.
@@ -86,13 +87,25 @@ class TorchdistCommunicator(AbstractTorchdistCollectives):
             raise InputError("this build of torch has no gloo; start the ranks with mpiexec or tatami run")
         self._store = store
         self._num_splits = 0
-        self._num_sent: Counter[int] = Counter()
+        self._owns_mesh = part_of is None
+        self._device: Any = None if part_of is None else part_of._device
+        ours = c10d.PrefixStore(f"{name}/mesh", store)
+        self._mesh = TcpMesh(ours, rank=rank, size=size) if part_of is None else part_of._mesh
+        self._number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
+        self.world_ranks = world_ranks or tuple(range(size))
         self._parts: weakref.WeakSet[TorchdistCommunicator] = weakref.WeakSet()
         self._alone = single_communicator(timeout_s=timeout_s)
         try:
             self._gloo = self._connect(c10d.PrefixStore(f"{name}/gloo", store))
-        except RuntimeError as error:
-            raise CommError(f"rank {rank} of {size} could not reach all others through gloo: {said_by(error)}") from error
+            if self._owns_mesh:
+                start_s = self.clock.now_s()
+                self._mesh.connect(lambda: self._check_meeting(start_s))
+        except BaseException as error:
+            if self._owns_mesh:
+                self._mesh.close()
+            if isinstance(error, RuntimeError) and not isinstance(error, CommError):
+                raise CommError(f"rank {rank} of {size} could not reach all others through gloo: {said_by(error)}") from error
+            raise
         _open.add(self)
         cores = len(os.sched_getaffinity(0))
         self.policy = wait_policy(ranks_on_host=self.local_size, cores=cores)
@@ -107,27 +120,39 @@ class TorchdistCommunicator(AbstractTorchdistCollectives):
 
     def _connect(self, store: Any) -> Any:
         """Gloo's connections to all others; in a thread that is left behind where this is called off, as gloo cannot be."""
+        gloo: Any = dist.ProcessGroupGloo
+        # One device for all parts: each has a thread that wakes a hundred times a second.
+        self._device = self._device or gloo.create_default_device()
+        options = gloo._Options()
+        options._devices, options._timeout, options._threads = [self._device], _NEVER, 2
         if self._off is None:
-            return dist.ProcessGroupGloo(store, self.rank, self.size, _NEVER)
+            return gloo(store, self.rank, self.size, options)
         made: list[Any] = []
 
         def connect() -> None:
             try:
-                made.append(dist.ProcessGroupGloo(store, self.rank, self.size, _NEVER))
+                made.append(gloo(store, self.rank, self.size, options))
             except RuntimeError as error:
                 made.append(error)
 
         thread = threading.Thread(target=connect, name=f"tatami connects {self._name}", daemon=True)
         thread.start()
         start_s = self.clock.now_s()
-        while not made and self.left_s(start_s) > 0:
+        while not made:
+            self._check_meeting(start_s)
             thread.join(_LOOK_S)
-            self.check_off()
-        if not made:
-            raise CommError(f"rank {self.rank} of {self.size}: {self._name} was not formed in {self.timeout_s:.3g} s")
         if isinstance(made[0], RuntimeError):
             raise made[0]
         return made[0]
+
+    def _check_meeting(self, start_s: float) -> None:
+        """
+        Raises:
+            CommError: it is called off, or has taken too long.
+        """
+        self.check_off()
+        if self.left_s(start_s) <= 0:
+            raise CommError(f"rank {self.rank} of {self.size}: {self._name} was not formed in {self.timeout_s:.3g} s")
 
     @classmethod
     def world(cls, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> TorchdistCommunicator:
@@ -174,6 +199,8 @@ class TorchdistCommunicator(AbstractTorchdistCollectives):
             hosts=tuple(self.hosts[rank] for rank in ranks),
             roll_call=self._roll_call,
             off=self._off,
+            part_of=self,
+            world_ranks=tuple(self.world_ranks[rank] for rank in ranks),
         )
         self._parts.add(part)
         self._inherit(part, ranks)
@@ -187,6 +214,8 @@ class TorchdistCommunicator(AbstractTorchdistCollectives):
         The other ranks' waits end too. It takes milliseconds, and is safe in the middle of any operation.
         """
         self._severed = True
+        if self._owns_mesh:
+            self._mesh.sever()
         self._break_off()
         for part in list(self._parts):
             part.sever()
@@ -199,16 +228,13 @@ class TorchdistCommunicator(AbstractTorchdistCollectives):
             if other != self.rank and gloo is not None:
                 with suppress(RuntimeError):
                     room = torch.empty(1, dtype=torch.float32, device="cpu")
-                    gloo.recv([room], other, _FIRST_PAYLOAD_TAG).wait(timedelta(milliseconds=1))
+                    gloo.recv([room], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            waiting = [thread for thread in self._threads if thread.is_alive()]
-            if waiting:
-                self._break_off()
-            for thread in waiting:
-                thread.join(_THREAD_ENDS_S)
+            if self._owns_mesh:
+                self._mesh.close()
             self._gloo = self._nccl = None
 
     def abort(self, reason: str) -> Never:
@@ -221,41 +247,13 @@ class TorchdistCommunicator(AbstractTorchdistCollectives):
         if dest == self.rank:
             return self._alone.isend(tensor, 0, tag=tag)
         waiting = Waiting(operation="send", rank=self.rank, size=self.size, peer=dest, tag=tag)
-        payload = as_bytes(tensor)
-        self._num_sent[dest] += 1
-        payload_tag = _FIRST_PAYLOAD_TAG + self._num_sent[dest] % _NUM_PAYLOAD_TAGS
-        header = torch.tensor([payload.numel(), payload_tag], dtype=torch.int64, device="cpu")
-        with over_its_link(waiting):
-            works = [self._gloo.send([header], dest, tag)]
-            if payload.numel():
-                works.append(self._gloo.send([payload], dest, payload_tag))
-
-        def move() -> None:
-            for work in works:
-                work.wait()
-
-        return MessageRequest(self, waiting, move)
+        return MessageRequest(self, waiting, [self._sending(tensor, dest, tag)])
 
     def _start_recv(self, out: torch.Tensor, source: int, tag: int) -> AbstractRequest:
         if source == self.rank:
             return self._alone.irecv(out, 0, tag=tag)
         waiting = Waiting(operation="recv", rank=self.rank, size=self.size, peer=source, tag=tag)
-        gloo = self._gloo
-        header = torch.empty(_HEADER_ELEMENTS, dtype=torch.int64, device="cpu")
-        with over_its_link(waiting):
-            told = gloo.recv([header], source, tag)
-
-        def move() -> None:
-            told.wait()
-            size_bytes, payload_tag = header.tolist()
-            fits = size_bytes == out.nbytes
-            room = as_bytes(out) if fits else torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-            if size_bytes:
-                gloo.recv([room], source, payload_tag).wait()
-            if not fits:
-                raise CommError(f"{waiting.describe()}: {wrong_size(size_bytes, out.nbytes)}")
-
-        return MessageRequest(self, waiting, move)
+        return MessageRequest(self, waiting, [self._receiving(out, source, tag)])
 
 
 _open: weakref.WeakSet[TorchdistCommunicator] = weakref.WeakSet()

@@ -17,12 +17,16 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from tatami.comm.base import AbstractRequest
-from tatami.comm.checked import DoneRequest, ThenRequest, as_bytes
+from tatami.comm.checked import MAX_TAG, DoneRequest, ThenRequest, as_bytes
 from tatami.comm.reduction import Op, combine
 from tatami.comm.staging import is_on_host
-from tatami.comm.torchdist_waits import AbstractTorchdistWaits, WorkRequest
+from tatami.comm.torchdist_waits import AbstractTorchdistWaits, MessageRequest, WorkRequest
 from tatami.comm.transport import Transport, gather_roots
+from tatami.comm.wait import Waiting
 
+_FEW_BYTES, _FEW_RANKS = 4096, 16
+"""Sums of so few numbers of so few ranks go from each to each."""
+_OWN_TAG = MAX_TAG + 1
 _OPS: dict[Op, Any] = (
     {Op.SUM: dist.ReduceOp.SUM, Op.MAX: dist.ReduceOp.MAX, Op.MIN: dist.ReduceOp.MIN} if dist.is_available() else {}
 )
@@ -74,13 +78,30 @@ class AbstractTorchdistCollectives(AbstractTorchdistWaits):
         return self._works("reduce", [self._group(mine).reduce([mine], options)], mine) if mine.numel() else DoneRequest()
 
     def _start_allreduce(self, tensor: torch.Tensor, op: Op, *, operation: str = "allreduce") -> AbstractRequest:
+        if not tensor.numel():
+            return DoneRequest()
+        if is_on_host(tensor) and tensor.nbytes <= _FEW_BYTES and self.size <= _FEW_RANKS:
+            return self._reduce_directly(tensor, op, operation=operation)
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        return (
-            self._works(operation, [self._group(tensor).allreduce([tensor], options)], tensor)
-            if tensor.numel()
-            else DoneRequest()
-        )
+        return self._works(operation, [self._group(tensor).allreduce([tensor], options)], tensor)
+
+    def _reduce_directly(self, tensor: torch.Tensor, op: Op, *, operation: str) -> AbstractRequest:
+        """Each to each: each of 8 ranks on 2 cores spends 0.7 ms of a core on it; with gloo, by way of its thread, 1.3 ms."""
+        came = torch.empty(self.size, tensor.numel(), dtype=tensor.dtype, device="cpu")
+        came[self.rank] = tensor.view(-1)
+        others = [(self.rank + away) % self.size for away in range(1, self.size)]
+        transfers = [self._receiving(came[rank], rank, _OWN_TAG) for rank in others]
+        transfers += [self._sending(came[self.rank], rank, _OWN_TAG) for rank in others]
+
+        def add_up() -> None:
+            # In the order of the ranks: the same bits everywhere.
+            tensor.view(-1).copy_(came[0])
+            for values in came[1:]:
+                combine(tensor.view(-1), values, op)
+
+        waiting = Waiting(operation=operation, rank=self.rank, size=self.size)
+        return MessageRequest(self, waiting, transfers, then=add_up)
 
     def _start_reduce_scatter(
         self, tensor: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...], op: Op

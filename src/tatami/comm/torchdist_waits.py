@@ -1,24 +1,23 @@
-"""Waits of ranks of torch.distributed: for the works of a collective, and for messages; each ends, and says for whom it was.
-
-A wait for a message happens in a thread of its own: gloo closes all connections when it gives up a wait itself.
-"""
+"""Waits of ranks of torch.distributed: for the works of a collective, and for messages; each ends, and says for whom it was."""
 
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Never
 
 import torch
 
 from tatami.clock import SystemClock
 from tatami.comm.base import AbstractRequest
-from tatami.comm.checked import CheckedCommunicator
+from tatami.comm.checked import CheckedCommunicator, as_bytes
 from tatami.comm.roll_call import AbstractRollCall
 from tatami.comm.staging import is_on_host
+from tatami.comm.tcp_connection import Transfer
+from tatami.comm.tcp_mesh import TcpMesh
 from tatami.comm.wait import Waiting, WaitPolicy, wait_until
 from tatami.errors import CommError, RankDiedError
 
@@ -36,9 +35,13 @@ class AbstractTorchdistWaits(CheckedCommunicator):
 
     Attributes:
         policy: how its polls are spaced.
+        world_ranks: of all ranks, in the communicator that this one is a part of: those of the mesh.
     """
 
     policy: WaitPolicy
+    world_ranks: tuple[int, ...]
+    _mesh: TcpMesh
+    _number: int
 
     def __init__(
         self,
@@ -56,7 +59,6 @@ class AbstractTorchdistWaits(CheckedCommunicator):
         self._roll_call = roll_call
         self._off = off
         self._severed = False
-        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     @property
     def roll_call(self) -> AbstractRollCall | None:
@@ -79,11 +81,16 @@ class AbstractTorchdistWaits(CheckedCommunicator):
         if self._severed or (self._off is not None and self._off.is_set()):
             raise CommError(f"{self._name} was called off on rank {self.rank} of {self.size}: its members change")
 
-    def start_thread(self, run: Callable[[], object], *, name: str) -> None:
-        """In which a message is waited for."""
-        thread = threading.Thread(target=run, name=name, daemon=True)
-        self._threads.add(thread)
-        thread.start()
+    @property
+    def mesh(self) -> TcpMesh:
+        """On which messages move; one for all parts of a communicator."""
+        return self._mesh
+
+    def _sending(self, tensor: torch.Tensor, dest: int, tag: int) -> tuple[int, Transfer]:
+        return dest, self._mesh.send(self.world_ranks[dest], (self._number, tag), _memory(tensor))
+
+    def _receiving(self, out: torch.Tensor, source: int, tag: int) -> tuple[int, Transfer]:
+        return source, self._mesh.expect(self.world_ranks[source], (self._number, tag), _memory(out))
 
 
 class WorkRequest(AbstractRequest):
@@ -100,6 +107,8 @@ class WorkRequest(AbstractRequest):
 
     def test(self) -> bool:
         if not all(work.is_completed() for work in self._works):
+            if self._communicator.mesh.is_busy:  # with messages that others may wait for before they join in
+                self._communicator.mesh.progress(0.0)
             return False
         self._finish()
         return True
@@ -107,7 +116,7 @@ class WorkRequest(AbstractRequest):
     def wait(self) -> None:
         communicator = self._communicator
         start_s = communicator.clock.now_s()
-        if is_on_host(self._keep[0]):
+        if is_on_host(self._keep[0]) and not communicator.mesh.is_busy:
             # Gloo's own wait sleeps, and gives the core to gloo's threads.
             for work in self._works:
                 while not work.is_completed() and (left_s := communicator.left_s(start_s)) > 0:
@@ -133,55 +142,71 @@ class WorkRequest(AbstractRequest):
             ) from error
 
 
-@contextmanager
-def over_its_link(waiting: Waiting) -> Iterator[None]:
-    """What gloo raises where the link to the peer broke becomes an error that names it."""
-    try:
-        yield
-    except CommError:
-        raise
-    except RuntimeError as error:
-        assert waiting.peer is not None
-        raise RankDiedError(
-            f"{waiting.describe()}: rank {waiting.peer} has ended, or the link to it broke: {said_by(error)}", rank=waiting.peer
-        ) from error
-
-
 class MessageRequest(AbstractRequest):
-    """A message, moved by `move` in a thread of its own."""
+    """Messages that are complete together: by the rank at their other end; and what is done then."""
 
-    def __init__(self, communicator: AbstractTorchdistWaits, waiting: Waiting, move: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        communicator: AbstractTorchdistWaits,
+        waiting: Waiting,
+        transfers: Sequence[tuple[int, Transfer]],
+        *,
+        then: Callable[[], object] | None = None,
+    ) -> None:
         self._communicator = communicator
         self._waiting = waiting
-        self._move = move
-        self._done = threading.Event()
-        self._error: Exception | None = None
-        communicator.start_thread(self._run, name=f"tatami {waiting.describe()}")
+        self._transfers = transfers
+        self._then = then
 
     def test(self) -> bool:
-        if not self._done.is_set():
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
+        if not self._is_settled():
+            self._communicator.mesh.progress(0.0)
+        return self._is_over()
 
     def wait(self) -> None:
         communicator = self._communicator
         start_s = communicator.clock.now_s()
-        while not self._done.wait(min(max(left_s := communicator.left_s(start_s), 0.0), _SLICE_S)):
-            if left_s <= 0:
-                raise self._waiting.timeout(communicator.timeout_s, roll_call=communicator.roll_call)
-            communicator.check_off()
-            communicator.answer(self._waiting)
-        self.test()
+        while not self._is_over():
+            if (left_s := communicator.left_s(start_s)) <= 0:
+                raise self._given_up().timeout(communicator.timeout_s, roll_call=communicator.roll_call)
+            communicator.mesh.progress(min(left_s, _SLICE_S))
+            if not self._is_settled():
+                communicator.check_off()
+                communicator.answer(self._waiting)
 
-    def _run(self) -> None:
-        try:
-            with over_its_link(self._waiting):
-                self._move()
-        except CommError as error:
-            self._error = error
-        self._done.set()
+    def _is_settled(self) -> bool:
+        return all(transfer.is_settled for _, transfer in self._transfers)
+
+    def _is_over(self) -> bool:
+        for peer, transfer in self._transfers:
+            if transfer.problem:
+                self._fail(peer, transfer)
+        if not self._is_settled():
+            return False
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+        return True
+
+    def _fail(self, peer: int, transfer: Transfer) -> Never:
+        self._communicator.check_off()
+        if not transfer.is_broken:
+            raise CommError(f"{self._waiting.describe()}: {transfer.problem}")
+        raise RankDiedError(
+            f"{self._waiting.describe()}: rank {peer} has ended, or the link to it broke: {transfer.problem}", rank=peer
+        )
+
+    def _given_up(self) -> Waiting:
+        open_ones = [(peer, transfer) for peer, transfer in self._transfers if not transfer.is_settled]
+        for peer, transfer in open_ones:
+            self._communicator.mesh.withdraw(self._communicator.world_ranks[peer], transfer)
+        missing = tuple(sorted({peer for peer, _ in open_ones}))
+        return self._waiting if self._waiting.peer is not None else replace(self._waiting, missing=missing)
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """Of a contiguous tensor of the host."""
+    return as_bytes(tensor).numpy().data
 
 
 def said_by(error: RuntimeError) -> str:

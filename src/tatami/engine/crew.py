@@ -25,7 +25,7 @@ _END_S = 2.0
 """Processes that do not end within it, as they hang, are killed."""
 _ASK_S = 1.0
 """Between two looks at the nodes on which a process is being started."""
-_PULSE_S = 0.25
+_PULSE_S = 1.0
 """Between signs of life, where the heartbeat does not ask for more: so well a report knows when a process failed."""
 
 
