@@ -88,7 +88,7 @@ class TorchdistCommunicator(AbstractTorchdistCollectives):
         self._store = store
         self._num_splits = 0
         self._owns_mesh = part_of is None
-        self._device: Any = None if part_of is None else part_of._device
+        self._gloo_device: Any = None if part_of is None else part_of._gloo_device
         ours = c10d.PrefixStore(f"{name}/mesh", store)
         self._mesh = TcpMesh(ours, rank=rank, size=size) if part_of is None else part_of._mesh
         self._number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
@@ -122,9 +122,9 @@ class TorchdistCommunicator(AbstractTorchdistCollectives):
         """Gloo's connections to all others; in a thread that is left behind where this is called off, as gloo cannot be."""
         gloo: Any = dist.ProcessGroupGloo
         # One device for all parts: each has a thread that wakes a hundred times a second.
-        self._device = self._device or gloo.create_default_device()
+        self._gloo_device = self._gloo_device or gloo.create_default_device()
         options = gloo._Options()
-        options._devices, options._timeout, options._threads = [self._device], _NEVER, 2
+        options._devices, options._timeout, options._threads = [self._gloo_device], _NEVER, 2
         if self._off is None:
             return gloo(store, self.rank, self.size, options)
         made: list[Any] = []
