@@ -1,0 +1,275 @@
+"""Messages over TCP: matched, in order, whole, and broken for both sides at once."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tatami.comm.tcp_connection import TcpConnection, Transfer
+from tatami.comm.tcp_mesh import INTERFACE_VARIABLE, TcpMesh, address_of_this_host
+from tatami.errors import CommError, InputError
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
+KEY, OTHER_KEY = (1, 0), (1, 1)
+_LIMIT_S = 60.0
+
+
+def _pair() -> tuple[TcpConnection, TcpConnection]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    return TcpConnection(one), TcpConnection(other)
+
+
+def _settle(transfers: list[Transfer], *connections: TcpConnection) -> None:
+    """Move until all are settled."""
+    while not all(each.is_settled for each in transfers):
+        poll = select.poll()
+        for connection in connections:
+            poll.register(connection.socket, connection.events)
+        assert poll.poll(_LIMIT_S * 1000), "nothing can move, and not all is settled"
+        for connection in connections:
+            connection.push()
+            connection.pull()
+
+
+def _room(size: int) -> memoryview:
+    return memoryview(bytearray(size))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3000)), max_size=12), st.data())
+@settings(max_examples=50, deadline=None)
+def test_messages_are_matched_by_tag_in_the_order_in_which_they_were_sent(
+    messages: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    sender, receiver = _pair()
+    contents = [bytes([number + 1]) * size for number, (_, size) in enumerate(messages)]
+    sent = [sender.send((7, tag), memoryview(content)) for (tag, _), content in zip(messages, contents, strict=True)]
+    # Received in any order of the tags: those of one tag come in the order in which they were sent.
+    order = data.draw(st.permutations([tag for tag, _ in messages]))
+    left = {tag: [content for (one, _), content in zip(messages, contents, strict=True) if one == tag] for tag in range(3)}
+    for tag in order:
+        content = left[tag].pop(0)
+        room = _room(len(content))
+        _settle([receiver.expect((7, tag), room)], sender, receiver)
+        assert bytes(room) == content
+    _settle(sent, sender, receiver)
+    sender.socket.close()
+    receiver.socket.close()
+
+
+def test_large_messages_cross_each_other() -> None:
+    one, other = _pair()
+    size = 32 << 20  # more than the system keeps
+    given = [memoryview(bytes([number]) * size) for number in (3, 4)]
+    rooms = [_room(size), _room(size)]
+    transfers = [one.send(KEY, given[0]), other.send(KEY, given[1]), one.expect(KEY, rooms[0]), other.expect(KEY, rooms[1])]
+    _settle(transfers, one, other)
+    assert rooms[0] == given[1]
+    assert rooms[1] == given[0]
+
+
+def test_what_is_not_expected_stays_with_its_sender() -> None:
+    one, other = _pair()
+    large = one.send(KEY, memoryview(bytes(32 << 20)))
+    assert not large.is_settled
+    assert other.events == 0, "nothing is read where nothing is expected"
+    small = one.send(OTHER_KEY, memoryview(b"small"))
+    room = _room(5)
+    _settle([other.expect(OTHER_KEY, room), large, small], one, other)
+    assert bytes(room) == b"small"
+    came = _room(32 << 20)
+    assert other.expect(KEY, came).is_settled, "it came before the one that was waited for"
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_message_of_another_size_is_a_problem_of_this_message_only(is_early: bool) -> None:
+    one, other = _pair()
+    one.send(KEY, memoryview(b"four"))
+    one.send(OTHER_KEY, memoryview(b"next"))
+    room = _room(4)
+    if is_early:
+        _settle([other.expect(OTHER_KEY, room)], one, other)
+        wrong = other.expect(KEY, _room(3))
+    else:
+        wrong = other.expect(KEY, _room(3))
+        _settle([wrong, other.expect(OTHER_KEY, room)], one, other)
+    assert wrong.is_settled
+    assert not wrong.is_broken
+    assert wrong.problem == "4 bytes came where 3 were expected; shapes and dtypes must agree on both sides"
+    assert bytes(room) == b"next"
+
+
+def test_what_is_withdrawn_takes_no_message() -> None:
+    one, other = _pair()
+    withdrawn = other.expect(KEY, _room(5))
+    other.withdraw(withdrawn)
+    assert other.events == 0
+    one.send(KEY, memoryview(b"first"))
+    room = _room(5)
+    _settle([other.expect(KEY, room)], one, other)
+    assert bytes(room) == b"first"
+    assert not withdrawn.is_settled
+
+
+def test_a_message_that_has_begun_to_leave_leaves_whole() -> None:
+    one, other = _pair()
+    large = memoryview(bytes([9]) * (32 << 20))
+    leaving, waiting, last = one.send(KEY, large), one.send(KEY, memoryview(b"never")), one.send(KEY, memoryview(b"after"))
+    one.withdraw(leaving)
+    one.withdraw(waiting)
+    room, next_room = _room(len(large)), _room(5)
+    _settle([other.expect(KEY, room), other.expect(KEY, next_room), leaving, last], one, other)
+    assert room == large
+    assert bytes(next_room) == b"after"
+
+
+def test_the_end_of_the_other_side_settles_all_and_what_comes_later() -> None:
+    one, other = _pair()
+    one.send(KEY, memoryview(b"last words"))
+    one.socket.close()
+    room = _room(10)
+    waited = [other.expect(KEY, room), other.expect(KEY, _room(1)), other.expect(OTHER_KEY, _room(1))]
+    _settle(waited, other)
+    assert bytes(room) == b"last words"
+    assert [each.problem for each in waited] == ["", *2 * ["it was closed at the other end"]]
+    later = [other.expect(KEY, _room(1)), other.send(KEY, memoryview(b"1"))]
+    assert all(each.is_settled and each.is_broken for each in later)
+
+
+def _meshes(size: int) -> list[TcpMesh]:
+    store = dist.HashStore()
+    meshes = [TcpMesh(store, rank=rank, size=size) for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(lambda mesh: mesh.connect(_never), meshes))
+    return meshes
+
+
+def _never() -> None:
+    """Nothing calls the meeting off."""
+
+
+def _wait(mesh: TcpMesh, *transfers: Transfer) -> None:
+    while not all(each.is_settled for each in transfers):
+        mesh.progress(_LIMIT_S)
+
+
+def _on_each(meshes: list[TcpMesh], run: Callable[[int], None]) -> None:
+    with ThreadPoolExecutor(len(meshes)) as pool:
+        list(pool.map(run, range(len(meshes))))
+
+
+@pytest.fixture(autouse=True)
+def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(INTERFACE_VARIABLE, "lo")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_each_sends_to_each(size: int) -> None:
+    meshes = _meshes(size)
+    rooms = {(rank, other): _room(1000) for rank in range(size) for other in range(size)}
+
+    def exchange(rank: int) -> None:
+        others = [other for other in range(size) if other != rank]
+        transfers = [meshes[rank].expect(other, KEY, rooms[rank, other]) for other in others]
+        transfers += [meshes[rank].send(other, KEY, memoryview(bytes([rank * size + other]) * 1000)) for other in others]
+        _wait(meshes[rank], *transfers)
+        assert not meshes[rank].is_busy
+
+    _on_each(meshes, exchange)
+    for (rank, other), room in rooms.items():
+        assert bytes(room) == bytes([other * size + rank if rank != other else 0]) * 1000
+    for mesh in meshes:
+        mesh.close()
+
+
+def test_a_thread_that_waits_moves_what_another_begins() -> None:
+    one, other = meshes = _meshes(2)
+    room, answer = _room(3), _room(32 << 20)
+    waited = one.expect(1, KEY, room)
+    waiting = threading.Thread(target=_wait, args=(one, waited))
+    waiting.start()
+    large = one.send(1, OTHER_KEY, memoryview(bytes(32 << 20)))  # it does not leave at once
+    _wait(other, other.expect(0, OTHER_KEY, answer))
+    _wait(one, large)
+    _wait(other, other.send(0, KEY, memoryview(b"end")))
+    waiting.join(_LIMIT_S)
+    assert bytes(room) == b"end"
+    for mesh in meshes:
+        mesh.close()
+
+
+def test_severed_connections_end_the_waits_of_both_sides() -> None:
+    meshes = _meshes(3)
+    waited = [meshes[0].expect(1, KEY, _room(1)), meshes[0].expect(2, KEY, _room(1)), meshes[1].expect(0, KEY, _room(1))]
+    threads = [
+        threading.Thread(target=_wait, args=(meshes[0], *waited[:2])),
+        threading.Thread(target=_wait, args=(meshes[1], waited[2])),
+    ]
+    for thread in threads:
+        thread.start()
+    meshes[0].sever()
+    for thread in threads:
+        thread.join(_LIMIT_S)
+    assert [each.is_broken for each in waited] == [True] * 3
+    for mesh in meshes:
+        mesh.close()
+
+
+def test_a_stranger_is_turned_away() -> None:
+    store = dist.HashStore()
+    one = TcpMesh(store, rank=0, size=2)
+    host, _, port = store.get("0").decode().rpartition(" ")
+    assert host == "127.0.0.1"
+    stranger = socket.create_connection((host, int(port)))
+    stranger.sendall(b"\0" * 16 + (1).to_bytes(4, "little"))
+    other = TcpMesh(store, rank=1, size=2)
+    meeting = threading.Thread(target=one.connect, args=(_never,))
+    meeting.start()
+    stranger.settimeout(_LIMIT_S)
+    assert stranger.recv(1) == b""
+    other.connect(_never)
+    meeting.join(_LIMIT_S)
+    room = _room(2)
+    _wait(other, other.send(0, KEY, memoryview(b"us")))
+    _wait(one, one.expect(1, KEY, room))
+    assert bytes(room) == b"us"
+    one.close()
+    other.close()
+
+
+def test_a_meeting_is_called_off() -> None:
+    store = dist.HashStore()
+    mesh = TcpMesh(store, rank=0, size=2)
+
+    def look() -> None:
+        raise CommError("the members change")
+
+    with pytest.raises(CommError, match="the members change"):
+        mesh.connect(look)
+    mesh.close()
+
+
+def test_a_rank_that_has_gone_is_named() -> None:
+    store = dist.HashStore()
+    TcpMesh(store, rank=0, size=2).close()
+    mesh = TcpMesh(store, rank=1, size=2)
+    with pytest.raises(CommError, match=r"rank 1 of 2 could not reach rank 0 at 127.0.0.1:\d+: Connection refused"):
+        mesh.connect(_never)
+    mesh.close()
+
+
+def test_an_interface_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(INTERFACE_VARIABLE, "nonesuch0")
+    with pytest.raises(InputError, match="GLOO_SOCKET_IFNAME='nonesuch0': no IPv4 address of 'nonesuch0' was found"):
+        address_of_this_host()
+    monkeypatch.delenv(INTERFACE_VARIABLE)
+    assert socket.inet_aton(address_of_this_host())
