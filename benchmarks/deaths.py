@@ -463,6 +463,8 @@ def main() -> None:
     if options.rank_of:
         case = _read(options.case)
         return _torchrun_rank(case) if options.rank_of == "torchrun" else _torchft_rank(case, options.number)
+    if unknown := set(options.signals.split(",")) - {"KILL", "STOP"}:
+        parser.error(f"--signals: {', '.join(sorted(unknown))} is none of KILL, STOP")
     contestants = (options.contestants or ("tatami" if options.lab else ",".join(CONTESTANTS))).split(",")
     if options.lab and contestants != ["tatami"]:
         parser.error("--lab: only tatami's ranks can be on the hosts of a lab; leave --contestants out")
