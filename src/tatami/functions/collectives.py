@@ -10,7 +10,6 @@ import torch
 from tatami.comm.agreement import debugging
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
-from tatami.functions.calling import check_order
 from tatami.functions.channel import channel_of
 from tatami.functions.connecting import pseudo_connect
 from tatami.functions.exchange import Exchange, Outgoing
@@ -18,6 +17,32 @@ from tatami.functions.location import user_location
 from tatami.functions.message import MessageKind
 from tatami.functions.replay import replayed
 from tatami.functions.structure import Packed, Structure, describe, flatten, packed, unflatten, with_tensors
+
+CALLS = {
+    "bcast": ("x, comm, root=0", "comm, x, root"),
+    "gather": ("x, comm, root=0", "comm, x, root"),
+    "scatter": ("xs, comm, root=0", "comm, xs, root"),
+    "allgather": ("x, comm", "comm, x"),
+    "alltoall": ("xs, comm", "comm, xs"),
+    "allreduce": ("x, comm", "comm, x"),
+    "reduce": ("x, comm, root=0", "comm, x, root"),
+    "reduce_scatter": ("xs, comm", "comm, xs"),
+}
+"""Our arguments, and the order of ChainerMN's."""
+
+
+def check_order(operation: str, comm: AbstractCommunicator, extra: tuple[object, ...]) -> None:
+    """Whether the second argument is the communicator, and the last that is not named.
+
+    Raises:
+        InputError: it is not.
+    """
+    if not extra and isinstance(comm, AbstractCommunicator):
+        return
+    ours, chainermns = CALLS[operation]
+    given = f"{2 + len(extra)} arguments without names" if extra else f"a {type(comm).__name__} as the second argument"
+    raise InputError(f"{operation} got {given}; call {operation}({ours}), which is not ChainerMN's order ({chainermns})")
+
 
 _NOTHING = packed(None)
 _OF_ROOT = ("bcast", "scatter")
