@@ -23,8 +23,7 @@ from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.tuning import tuned_bucket_bytes
 from tatami.errors import InputError, TrainingError
 from tatami.functions.structure import with_tensors
-from tatami.parallel.bucket_set import BucketSet
-from tatami.parallel.buckets import BUCKET_BYTES, check_wire, lay_buckets
+from tatami.parallel.buckets import BUCKET_BYTES, BucketSet, check_wire, lay_buckets
 from tatami.parallel.linear_gradients import LinearGradients
 from tatami.parallel.speed_shares import SpeedShares
 from tatami.parallel.synchronizing import broadcast_model, is_finite, refuse_not_finite
