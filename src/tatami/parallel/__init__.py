@@ -1,9 +1,8 @@
 """Layers that span ranks, data parallelism, and the kit for training loops written by hand."""
 
 from tatami.comm.session import add_exception_hook
-from tatami.parallel.batch_norm import MultiNodeBatchNorm
+from tatami.parallel.batch_norm import MultiNodeBatchNorm, create_mnbn_model
 from tatami.parallel.chain_list import MultiNodeChainList
-from tatami.parallel.convert_batch_norm import create_mnbn_model
 from tatami.parallel.data_parallel import DataParallel
 from tatami.parallel.early_stopping import EarlyStopping
 from tatami.parallel.evaluating import Measured, MultiNodeEvaluator, gather_evaluation, weighted_means
