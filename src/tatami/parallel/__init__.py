@@ -5,11 +5,10 @@ from tatami.parallel.batch_norm import MultiNodeBatchNorm, create_mnbn_model
 from tatami.parallel.chain_list import MultiNodeChainList
 from tatami.parallel.data_parallel import DataParallel
 from tatami.parallel.early_stopping import EarlyStopping
-from tatami.parallel.evaluating import Measured, MultiNodeEvaluator, gather_evaluation, weighted_means
+from tatami.parallel.evaluating import Measured, MultiNodeEvaluator, ObservationAggregator, gather_evaluation, weighted_means
 from tatami.parallel.multi_node_loader import MultiNodeLoader
 from tatami.parallel.multi_node_optimizer import MultiNodeOptimizer
 from tatami.parallel.n_step_rnn import MultiNodeNStepRNN, create_multi_node_n_step_rnn
-from tatami.parallel.observing import ObservationAggregator
 from tatami.parallel.parallel_conv import ParallelConv
 from tatami.parallel.resuming import ResumableLoader
 from tatami.parallel.sampling import SynchronizedSampler
