@@ -27,10 +27,19 @@ import torch
 
 from tatami.checkpoints.choice import Candidate, candidates
 from tatami.checkpoints.fetch import fetch
-from tatami.checkpoints.files import MANIFEST, Manifest, ManifestEntry, file_name, remove, scan, step_folder, write_manifest
+from tatami.checkpoints.files import (
+    MANIFEST,
+    Manifest,
+    ManifestEntry,
+    Writing,
+    file_name,
+    remove,
+    scan,
+    step_folder,
+    write_manifest,
+)
 from tatami.checkpoints.replica_sets import parse_replica_sets, set_of
 from tatami.checkpoints.state_codec import State, decode, encode
-from tatami.checkpoints.writing import Writing
 from tatami.comm.agreement import all_or_none, same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.objects import bytes_of, tensor_of
