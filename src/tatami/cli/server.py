@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tatami.cli.options import optional
-from tatami.cli.script import read_script
 from tatami.cli.server_job import ServerOutputs, ServerResumeJob, ServerTrainJob
 from tatami.cli.server_live import RunDisplay
 from tatami.cli.settings import takes
 from tatami.cli.terminal import show, show_json
-from tatami.errors import InputError
+from tatami.errors import InputError, shortened
 from tatami.report import blank, check_path, save
 from tatami.report.tables import table_of
 from tatami.units import format_duration
@@ -163,3 +165,54 @@ def _tell(report: RunReport, *, as_json: bool) -> None:
         for failure in report.failures
     ]
     show(table_of(f"{len(report.failures)} failures", rows, texts=("who", "how")))
+
+
+_NAME = "tatami_server_script"
+
+
+def read_script(path: Path, *, names: Sequence[str]) -> dict[str, Any]:
+    """Run a script, not as `__main__`, and give what it defines.
+
+    Raises:
+        InputError: there is no such script, it fails, it ends the process, or it does not define all of `names`.
+    """
+    if not path.is_file():
+        raise InputError(f"there is no script {path}")
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        # As __main__ its functions travel to the workers by value; a guarded main part would train a second time.
+        defined = runpy.run_path(str(path), run_name=_NAME)
+    except SyntaxError as error:
+        where = path if error.filename in (None, str(path)) else error.filename
+        raise InputError(f"{where}, line {error.lineno}: {error.msg}; this is not Python {_version()}") from error
+    except ModuleNotFoundError as error:
+        hint = f"install it for this Python ({sys.executable}), or start with the Python that has it"
+        raise InputError(f"{_place(path, error)}: there is no module {error.name!r}; {hint}") from error
+    except SystemExit as error:
+        raise InputError(
+            f"{_place(path, error)}: it ends the process (exit code {error.code}), and nothing would be trained; "
+            f'it must define {_listed(names)}, and do anything else under `if __name__ == "__main__":`'
+        ) from error
+    except Exception as error:
+        said = shortened(str(error).strip().partition("\n")[0])
+        raise InputError(f"{_place(path, error)}: {type(error).__name__}: {said}") from error
+    finally:
+        sys.path.pop(0)
+    missing = [name for name in names if name not in defined]
+    if missing:
+        raise InputError(f"{path} must define {_listed(names)}; it lacks {', '.join(missing)}")
+    return {name: defined[name] for name in names}
+
+
+def _place(path: Path, error: BaseException) -> str:
+    """Where in the script it happened: the last of its lines that were being run."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"{path}, line {lines[-1]}" if lines else str(path)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _version() -> str:
+    return ".".join(str(number) for number in sys.version_info[:2])
