@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.numbers import MOST_RANKS, finite
-from tatami.cli.options import Rounds
+from tatami.cli.options import MOST_RANKS, Rounds, finite
 from tatami.cli.terminal import show, show_json, tell
 from tatami.report.tables import Table, table_of
 from tatami.units import format_duration

@@ -6,8 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tatami.cli.numbers import given_sizes
-from tatami.cli.options import AsJson, Rounds, Seconds, optional
+from tatami.cli.options import AsJson, Rounds, Seconds, given_sizes, optional
 from tatami.cli.terminal import show, show_json
 from tatami.report.tables import Table, table_of
 from tatami.units import format_duration, format_size

@@ -13,8 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from tatami.cli.group import FAILED
-from tatami.cli.numbers import finite
-from tatami.cli.options import optional
+from tatami.cli.options import finite, optional
 from tatami.cli.terminal import environment_of_ranks, show, show_json, tell
 from tatami.cluster import read_cluster
 from tatami.report.tables import Table, table_of

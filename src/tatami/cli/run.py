@@ -11,8 +11,7 @@ from typing import Annotated
 import typer
 
 from tatami.cli.devices import DEVICE_HELP, ask_for_device
-from tatami.cli.numbers import MOST_RANKS
-from tatami.cli.options import optional
+from tatami.cli.options import MOST_RANKS, optional
 from tatami.cli.settings import takes
 from tatami.cli.terminal import show_json
 from tatami.errors import InputError

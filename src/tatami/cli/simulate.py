@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tatami.cli.numbers import given
-from tatami.cli.options import optional
+from tatami.cli.options import given, optional
 from tatami.cli.simulate_options import chosen_platform
 from tatami.cli.simulate_server import SERVER_EPILOG, simulate_server
 from tatami.cli.terminal import show, show_json

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.numbers import MOST_RANKS, finite, given
+from tatami.cli.options import MOST_RANKS, finite, given
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, Processor
 from tatami.errors import InputError, shortened

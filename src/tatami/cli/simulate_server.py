@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.numbers import finite, given
-from tatami.cli.options import optional
+from tatami.cli.options import finite, given, optional
 from tatami.cli.server_job import Recovery, recovery_of
 from tatami.cli.settings import takes
 from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep
