@@ -26,7 +26,7 @@ from tatami.server.run_settings import RunSettings
 from tatami.server.saving import Saved
 from tatami.server.shard import COUNT, PARAMETERS
 from tatami.server.state import Coordinator
-from tatami.server.terms import Terms
+from tatami.server.storage import Terms
 from tatami.server.training_spec import TrainingSpec
 from tatami.server.witness import Witness
 from tatami.units import format_size

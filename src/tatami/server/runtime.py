@@ -27,8 +27,7 @@ from tatami.server.run_control import RunControl
 from tatami.server.server_process import ServerProcess
 from tatami.server.standing import RunPhase
 from tatami.server.state import Coordinator
-from tatami.server.storage import Published, Storage
-from tatami.server.terms import Terms
+from tatami.server.storage import Published, Storage, Terms
 from tatami.server.witness import Witness, aftermath
 from tatami.server.worker_process import TaskOutcome, WorkerProcess, packed
 
