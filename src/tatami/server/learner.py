@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
-from tatami.datasets.samples import Data
+from tatami.datasets.dataset import Data
 from tatami.errors import InputError, ModelError
 from tatami.server.optimizers import Vector
 from tatami.server.pieces import views

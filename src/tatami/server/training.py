@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from tatami.datasets.samples import Data
+from tatami.datasets.dataset import Data
 from tatami.engine.ray_engine import require_ray
 from tatami.errors import InputError
 from tatami.server import checkpoints

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tatami.datasets.samples import Data
+from tatami.datasets.dataset import Data
 from tatami.errors import InputError
 from tatami.server.learner import LossFn, ModelFn, check_model
 

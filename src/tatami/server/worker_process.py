@@ -15,7 +15,7 @@ import torch
 from ray import cloudpickle
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 
-from tatami.datasets.samples import Data
+from tatami.datasets.dataset import Data
 from tatami.engine.processes import Identity, identity
 from tatami.engine.tether import tethered
 from tatami.server.actions import Contribution, SendTask

@@ -1,6 +1,6 @@
 """One network, tiled over ranks that are not alike: `tile`, the model, the Trainer, and re-tiling at work."""
 
-from tatami.datasets.samples import Data, Samples
+from tatami.datasets.dataset import Data, Samples
 from tatami.tiled.batches import AbstractBatches, LocalBatch
 from tatami.tiled.blocks import Blocks, find_blocks, workload_of
 from tatami.tiled.callbacks import Callback

@@ -10,7 +10,7 @@ from torch.utils.data import default_collate
 
 from tatami.comm.agreement import debugging, same_everywhere
 from tatami.comm.base import AbstractCommunicator
-from tatami.datasets.samples import Samples
+from tatami.datasets.dataset import Samples
 from tatami.errors import InputError
 from tatami.tiled.batch import cut_batch, on_device, samples_of, tensors_of
 from tatami.tiled.batches import AbstractBatches, LocalBatch
