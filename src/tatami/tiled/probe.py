@@ -14,8 +14,7 @@ from tatami.cluster import Cluster, Link, Processor
 from tatami.cluster.cluster import LOCAL_LINK, NETWORK_LINK
 from tatami.cluster.cores import memory_here
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.message_cost import measure_message_costs
-from tatami.comm.probe import link_ranks, measure_links
+from tatami.comm.probe import link_ranks, measure_links, measure_message_costs
 from tatami.comm.threads import single_communicator
 from tatami.tiled.devices import settle_devices, with_memory
 from tatami.tiled.measure import measure_speeds
