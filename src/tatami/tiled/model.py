@@ -19,6 +19,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError, TrainingError
 from tatami.tiled.batch import cut_batch, on_device, samples_of, tensors_of
 from tatami.tiled.blocks import Blocks, workload_of
+from tatami.tiled.carrying import units_of
 from tatami.tiled.compiling import refuse_compiling
 from tatami.tiled.context import ModuleContext, RankContext
 from tatami.tiled.cutting import cut_units_of, tensor_of
@@ -453,8 +454,7 @@ class TiledModel(nn.Module):
     def _units(self, block: int) -> tuple[Span, int]:
         """The units of a block that are here, and how many it has."""
         tiling = self.tilings[block]
-        tile = tiling.by_processor.get(self.name)
-        return Span(0, 0) if tile is None else tile.units, tiling.units
+        return units_of(tiling, self.name), tiling.units
 
     def _widths_of(self, samples: int) -> tuple[int, ...]:
         """The samples of every column."""

@@ -8,6 +8,7 @@ import torch
 
 from tatami.comm.agreement import decided_on_root
 from tatami.errors import CheckpointError
+from tatami.tiled.carrying import room_for, units_of
 from tatami.tiled.model import TiledModel
 from tatami.tiled.rows import Rows, UnitRuns, cut_units
 from tatami.tiling import Span
@@ -52,21 +53,16 @@ def load_whole_state_dict(model: TiledModel, state: Mapping[str, torch.Tensor] |
             model.comm.bcast(whole, root=root)
             if name in sliced:
                 block, runs = sliced[name]
-                tile = model.tilings[block].by_processor.get(model.name)
-                whole = cut_units(whole, runs, tile.units if tile is not None else Span(0, 0))
+                whole = cut_units(whole, runs, units_of(model.tilings[block], model.name))
             own[name].copy_(whole)
 
 
 def whole_tensors(model: TiledModel) -> dict[str, torch.Tensor]:
     """Shape and dtype that every tensor of the state dict has in the plain model, as tensors without memory."""
-    tensors = {}
-    sliced = sliced_tensors(model)
-    for name, value in model.module.state_dict().items():
-        shape = list(value.shape)
-        if name in sliced:
-            block, runs = sliced[name]
-            shape[runs.axis] = model.tilings[block].units * runs.per_unit
-        tensors[name] = torch.empty(shape, dtype=value.dtype, device="meta")
+    tensors = {name: value.new_empty(value.shape, device="meta") for name, value in model.module.state_dict().items()}
+    for name, (block, runs) in sliced_tensors(model).items():
+        if name in tensors:
+            tensors[name] = room_for(Rows(tensors[name], runs), units=model.tilings[block].units)
     return tensors
 
 
@@ -83,16 +79,13 @@ def _gather(model: TiledModel, mine: Rows, *, block: int, root: int) -> torch.Te
         if comm.rank in holders and holders[comm.rank].size:
             comm.send(mine.tensor.contiguous(), root, tag=_TAG)
         return None
-    shape = list(mine.tensor.shape)
-    shape[mine.runs.axis] = tiling.units * mine.runs.per_unit
-    whole = Rows(torch.empty(shape, dtype=mine.tensor.dtype, device="cpu"), mine.runs)
+    whole = Rows(room_for(mine, units=tiling.units, device="cpu"), mine.runs)
     for rank, units in holders.items():
         if not units.size:
             continue
         held = mine.tensor
         if rank != root:
-            shape[mine.runs.axis] = units.size * mine.runs.per_unit
-            held = torch.empty(shape, dtype=mine.tensor.dtype, device="cpu")
+            held = room_for(mine, units=units.size, device="cpu")
             comm.recv(held, rank, tag=_TAG)
         for part, piece in zip(whole.cut(units), Rows(held, mine.runs).cut(Span(0, units.size)), strict=True):
             part.copy_(piece)
