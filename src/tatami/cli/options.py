@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, TypeVar
 
 import typer
 
+from tatami.cluster.device_choice import DEVICE_REQUESTS, DEVICE_VARIABLE, choose_device
 from tatami.errors import InputError
 from tatami.units import parse_size
 
@@ -56,3 +58,29 @@ Hosts = Annotated[str | None, typer.Option(metavar="A:4,B:4", help="Machines to 
 Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Timings to take the median of.")]
 Seconds = Annotated[float, typer.Option(callback=finite, min=0.0001, metavar="S", help="About how long one timing takes.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON line for each measurement, as it comes.")]
+
+
+DEVICE_HELP = "Cards for the ranks of each host: auto (one each, then CPUs), cuda (in turn), cpu."
+
+
+def check_device(device: str, *, hosts: str | None) -> None:
+    """
+    Raises:
+        InputError: there is no such choice; or ranks of this machine are to have cards, of which it has none.
+    """
+    if device not in DEVICE_REQUESTS:
+        raise InputError(f"--device {device!r}: choose one of: {', '.join(DEVICE_REQUESTS)}")
+    if device == "cuda" and hosts is None:
+        import torch
+
+        choose_device(device, local_rank=0, num_cards=torch.cuda.device_count())
+
+
+def ask_for_device(device: str, *, hosts: str | None) -> None:
+    """Tell the ranks that are started from here, whose `tatami.tile` follows it.
+
+    Raises:
+        InputError: as `check_device`.
+    """
+    check_device(device, hosts=hosts)
+    os.environ[DEVICE_VARIABLE] = device

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.devices import DEVICE_HELP, check_device
-from tatami.cli.options import Hosts, Ranks
+from tatami.cli.options import DEVICE_HELP, Hosts, Ranks, check_device
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, write_cluster
 from tatami.outputs import check_output

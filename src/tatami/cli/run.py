@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tatami.cli.devices import DEVICE_HELP, ask_for_device
-from tatami.cli.options import MOST_RANKS, optional
+from tatami.cli.options import DEVICE_HELP, MOST_RANKS, ask_for_device, optional
 from tatami.cli.settings import takes
 from tatami.cli.terminal import show_json
 from tatami.errors import InputError
