@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.options import AsJson, Hosts, Ranks, Rounds, Seconds, given_sizes
-from tatami.cli.settings import takes
+from tatami.cli.options import AsJson, Hosts, Ranks, Rounds, Seconds, given_sizes, takes
 from tatami.cli.terminal import show, show_json, tell
 from tatami.errors import InputError
 from tatami.report import Table, blank, check_path, draw_bandwidth, save

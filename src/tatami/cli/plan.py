@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tatami.cli.options import optional
-from tatami.cli.settings import takes
+from tatami.cli.options import optional, takes
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, parse_speeds, read_cluster
 from tatami.errors import InputError

@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tatami.cli.options import DEVICE_HELP, MOST_RANKS, ask_for_device, optional
-from tatami.cli.settings import takes
+from tatami.cli.options import DEVICE_HELP, MOST_RANKS, ask_for_device, optional, takes
 from tatami.cli.terminal import show_json
 from tatami.errors import InputError
 from tatami.outputs import check_output

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.options import optional
+from tatami.cli.options import optional, takes
 from tatami.cli.server_job import ServerOutputs, ServerResumeJob, ServerTrainJob
 from tatami.cli.server_live import RunDisplay
-from tatami.cli.settings import takes
 from tatami.cli.terminal import show, show_json
 from tatami.errors import InputError, shortened
 from tatami.report import blank, check_path, save

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.options import given, given_sizes, optional
-from tatami.cli.settings import takes
+from tatami.cli.options import given, given_sizes, optional, takes
 from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep
 from tatami.cli.terminal import show, show_json
 from tatami.collective import ALGORITHMS, Grid, Sync

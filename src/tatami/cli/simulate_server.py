@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.options import finite, given, optional
+from tatami.cli.options import finite, given, optional, takes
 from tatami.cli.server_job import Recovery, recovery_of
-from tatami.cli.settings import takes
 from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep
 from tatami.cli.terminal import show, show_json
 from tatami.cluster.cluster import MOST_PROCESSORS

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.options import optional
-from tatami.cli.settings import takes
+from tatami.cli.options import optional, takes
 from tatami.cli.simulate_losses import LossOptions, draw_losses_to, show_losses, simulate_losses
 from tatami.cli.simulate_options import Cores, SweepOption, parse_sweep
 from tatami.cli.terminal import show, show_json

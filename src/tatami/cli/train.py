@@ -6,8 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tatami.cli.options import check_device
-from tatami.cli.settings import takes
+from tatami.cli.options import check_device, takes
 from tatami.cli.terminal import show_json
 from tatami.cli.train_job import TrainJob
 
