@@ -6,7 +6,6 @@ from tatami.tiled.blocks import Blocks, find_blocks, workload_of
 from tatami.tiled.callbacks import Callback
 from tatami.tiled.checkpointing import ModelCheckpoint
 from tatami.tiled.data import TrainingData
-from tatami.tiled.history import History
 from tatami.tiled.measure import Speed, measure_sample_flop, measure_speed, measure_speeds
 from tatami.tiled.metrics import METRICS, Metric
 from tatami.tiled.model import TiledModel
@@ -15,6 +14,7 @@ from tatami.tiled.parts.declared import register
 from tatami.tiled.phases import IterationPhase, Phases, PhaseTimes
 from tatami.tiled.retiling import Check, Retiling
 from tatami.tiled.scheduling import LRSchedulerConfig
+from tatami.tiled.setup import History
 from tatami.tiled.state import load_whole_state_dict, whole_state_dict
 from tatami.tiled.tile import tile
 from tatami.tiled.tiled_block import TiledBlock

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Literal
 
 import torch
 
@@ -16,7 +17,7 @@ from tatami.tiled.callbacks import Callbacks
 from tatami.tiled.good_state import GoodState
 from tatami.tiled.model import TiledModel
 from tatami.tiled.objective import Objective
-from tatami.tiled.retiling import Retiling
+from tatami.tiled.retiling import Check, Retiling
 from tatami.tiled.scheduling import LearningRate
 from tatami.tiled.updating import Updates, UpdateSettings
 from tatami.units import parse_duration
@@ -116,3 +117,25 @@ class Limits:
             if seconds <= 0:
                 raise InputError(f"max_time must be above 0, not {max_time}")
         return cls(epochs=epochs, iterations=iterations, stop_below=stop_below, max_time_s=seconds)
+
+
+Stopped = Literal["epochs", "iterations", "loss", "time", "callback"]
+
+
+@dataclass(kw_only=True)
+class History:
+    """What a call of `fit` did.
+
+    Attributes:
+        losses: of every iteration: the loss over the samples of its update, before it.
+        iteration_s: of every iteration, as rank 0 saw it.
+        checks: every look at the balance.
+        validation: of every epoch, where validation data were given.
+        stopped: why it ended.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    iteration_s: list[float] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    validation: list[dict[str, float]] = field(default_factory=list)
+    stopped: Stopped = "epochs"

@@ -30,7 +30,6 @@ from tatami.tiled.data import TrainingData, batches_of, comes_in_batches
 from tatami.tiled.evaluating import evaluate, predict
 from tatami.tiled.fitting import Fit, Validation
 from tatami.tiled.good_state import GoodState
-from tatami.tiled.history import History
 from tatami.tiled.losses import Loss, LossReduction
 from tatami.tiled.metrics import Metric, metrics_of
 from tatami.tiled.model import TiledModel
@@ -41,7 +40,7 @@ from tatami.tiled.recording import RunPage
 from tatami.tiled.repairing import Repairs, repairs_of
 from tatami.tiled.retiling import Retiling, refuse_elastic
 from tatami.tiled.scheduling import LearningRate, LRSchedulerConfig, MakeScheduler
-from tatami.tiled.setup import Limits, TrainingPosition, TrainingSetup
+from tatami.tiled.setup import History, Limits, TrainingPosition, TrainingSetup
 from tatami.tiled.tile import tile as tile_network
 from tatami.tiled.updating import Updates, UpdateSettings
 from tatami.tiled.weights import load_model, save_model
