@@ -16,7 +16,7 @@ from tatami.cluster import Cluster, Processor
 from tatami.errors import InputError, shortened
 from tatami.report import blank, save
 from tatami.report.bar import progress_for
-from tatami.report.losses import LossPoint, draw_lost
+from tatami.report.simulated import LossPoint, draw_lost
 from tatami.report.tables import table_of
 from tatami.units import format_duration, parse_duration
 from tatami.workload import Workload
