@@ -1,4 +1,7 @@
-"""Simulated runs as bars: the time of a run, and what a failure cost, with deviations (Li, Tanimura, Nakada: Figs. 12, 13)."""
+"""Pictures of rehearsals: the share of time that deaths cost, over mean lives; the time of runs, and what a failure cost.
+
+The bars, with deviations, are those of Li, Tanimura and Nakada, Figs. 12 and 13.
+"""
 
 from __future__ import annotations
 

@@ -20,12 +20,11 @@ from tatami.errors import InputError, ModelError, TrainingError
 from tatami.tiled.batch import cut_batch, on_device, samples_of, tensors_of
 from tatami.tiled.blocks import Blocks, workload_of
 from tatami.tiled.carrying import units_of
-from tatami.tiled.compiling import refuse_compiling
 from tatami.tiled.context import ModuleContext, RankContext
 from tatami.tiled.cutting import cut_units_of, tensor_of
 from tatami.tiled.departing import leaving_early
 from tatami.tiled.describing import Description, describe
-from tatami.tiled.exactness import BATCH_NORMS
+from tatami.tiled.exactness import BATCH_NORMS, refuse_compiling
 from tatami.tiled.following.running import LocalForward
 from tatami.tiled.gradient_sums import GradientSums
 from tatami.tiled.link_times import LinkTimes

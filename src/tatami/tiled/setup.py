@@ -1,4 +1,4 @@
-"""What a Trainer trains with, and where it is."""
+"""What a Trainer trains with, where it is, when a call of `fit` ends, and what it did."""
 
 from __future__ import annotations
 
