@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from tatami.cli.options import epilog
 from tatami.cli.terminal import show, show_json, tell, width
 
 if TYPE_CHECKING:
@@ -21,15 +22,11 @@ if TYPE_CHECKING:
     from tatami.doctor import MachineLoad
     from tatami.report import Efficiency
 
-EPILOG = """
-[bold]Examples[/]
-
-tatami demo
-
-tatami demo --speeds 1,0.3 --iterations 60
-
-Ranks are slowed by sleeping after each stretch of compute, so one machine plays several. What you see trains for real.
-"""
+EPILOG = epilog(
+    "tatami demo",
+    "tatami demo --speeds 1,0.3 --iterations 60",
+    "Ranks are slowed by sleeping after each stretch of compute, so one machine plays several. What you see trains for real.",
+)
 _PICTURES = ("tiling.png", "course.png")
 METHODS = ("even", "srpm", "drpm")
 MUCH_OFF = 1.25

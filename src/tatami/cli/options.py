@@ -51,6 +51,11 @@ def given_sizes(option: str, text: str) -> tuple[int, ...]:
     return tuple(given(option, parse_size, size.strip()) for size in text.split(","))
 
 
+def epilog(*paragraphs: str) -> str:
+    """The end of a command's help: what can be typed, one command a paragraph, and what else is to be said of them."""
+    return "\n\n".join(["[bold]Examples[/]", *paragraphs])
+
+
 optional = partial(typer.Option, show_default=False)
 """An option whose help says by itself what it is where it is left out."""
 

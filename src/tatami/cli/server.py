@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.options import optional, takes
+from tatami.cli.options import epilog, optional, takes
 from tatami.cli.server_job import ServerOutputs, ServerResumeJob, ServerTrainJob
 from tatami.cli.server_live import RunDisplay
 from tatami.cli.terminal import show, show_json
@@ -27,17 +27,12 @@ if TYPE_CHECKING:
 
     from tatami.server import RunContext, RunReport, RunSettings
 
-EPILOG = """
-[bold]Examples[/]
-
-tatami server train script.py --workers 4 --servers 2 --rounds 200
-
-tatami server train script.py --recovery checkpoint --every daly --directory run1
-
-tatami server resume run1
-
-tatami server report run.json --plot timeline.png
-"""
+EPILOG = epilog(
+    "tatami server train script.py --workers 4 --servers 2 --rounds 200",
+    "tatami server train script.py --recovery checkpoint --every daly --directory run1",
+    "tatami server resume run1",
+    "tatami server report run.json --plot timeline.png",
+)
 
 _NAMES = ("model_fn", "loss_fn", "dataset")
 server = typer.Typer(
