@@ -16,6 +16,7 @@ from torch import nn
 
 from tatami.bench.interleaved import machine
 from tatami.errors import InputError
+from tatami.inputs import check_at_least
 from tatami.server import SGD, Pool, RunContext, RunControl, RunSettings, engine, train
 
 MB = 1_000_000
@@ -41,8 +42,7 @@ class ServerBenchmark:
     blocks: int = 5
 
     def __post_init__(self) -> None:
-        if self.blocks < 1:
-            raise InputError(f"blocks must be at least 1, not {self.blocks}")
+        check_at_least(1, blocks=self.blocks)
         if self.rounds <= UNCOUNTED:
             raise InputError(
                 f"rounds must be at least {UNCOUNTED + 1}, as the first {UNCOUNTED} are not counted; not {self.rounds}"

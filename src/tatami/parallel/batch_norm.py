@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tatami import functions
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import CommError, InputError, ModelError
+from tatami.inputs import check_at_least
 from tatami.parallel.spanning import AbstractSpanning
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -58,8 +59,7 @@ class MultiNodeBatchNorm(AbstractSpanning, _BatchNorm):
         Raises:
             InputError: no channels.
         """
-        if num_features < 1:
-            raise InputError(f"num_features must be at least 1, not {num_features}")
+        check_at_least(1, num_features=num_features)
         # torch's own arguments by position: nn.Module takes none, and AbstractSpanning comes before _BatchNorm.
         _BatchNorm.__init__(self, num_features, eps, momentum, affine, track_running_stats, device, dtype)
         self.comm = comm

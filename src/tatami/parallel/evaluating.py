@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from tatami.comm.agreement import all_or_none
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
+from tatami.inputs import check_at_least
 
 Batch = TypeVar("Batch")
 Local = TypeVar("Local")
@@ -135,8 +136,7 @@ class ObservationAggregator:
     """
 
     def __init__(self, comm: AbstractCommunicator, *, every: int = 1, aggregate: Aggregate | None = None) -> None:
-        if every < 1:
-            raise InputError(f"every must be at least 1, not {every}")
+        check_at_least(1, every=every)
         self._comm, self._every, self._aggregate = comm, every, aggregate
         self._seen: list[tuple[Mapping[str, float], int]] = []
 

@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from tatami.errors import InputError
+from tatami.inputs import check_at_least
 
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 Interval = Literal["epoch", "step"]
@@ -35,8 +36,7 @@ class LRSchedulerConfig:
     def __post_init__(self) -> None:
         if self.interval not in get_args(Interval):
             raise InputError(f"interval must be 'epoch' or 'step', not {self.interval!r}")
-        if self.frequency < 1:
-            raise InputError(f"frequency must be at least 1, not {self.frequency}")
+        check_at_least(1, frequency=self.frequency)
 
 
 class LearningRate:

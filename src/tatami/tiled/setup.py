@@ -10,7 +10,7 @@ import torch
 
 from tatami.clock import Clock
 from tatami.errors import InputError
-from tatami.inputs import check_finite
+from tatami.inputs import check_at_least, check_finite
 from tatami.progress import Progress
 from tatami.records import Records
 from tatami.tiled.callbacks import Callbacks
@@ -108,9 +108,7 @@ class Limits:
             raise InputError("say when to stop: epochs, iterations, max_time or stop_below")
         if stop_below is not None:
             check_finite(stop_below, name="stop_below")
-        for name, count in (("epochs", epochs), ("iterations", iterations)):
-            if count is not None and count < 1:
-                raise InputError(f"{name} must be at least 1, not {count}")
+        check_at_least(1, epochs=epochs, iterations=iterations)
         seconds = None
         if max_time is not None:
             seconds = max_time.total_seconds() if isinstance(max_time, timedelta) else parse_duration(max_time)
