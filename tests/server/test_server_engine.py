@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from tatami.engine.folder import remove_stale, run_folder
 from tatami.engine.processes import machine, started_with
-from tatami.engine.ray_engine import engine, require_ray
+from tatami.engine.ray_engine import engine, remove_stale, require_ray, run_folder
 from tatami.engine.ray_start import conditions, end
 from tatami.engine.ray_watch import Condition, RayProcess
 from tatami.errors import InputError, MissingExtraError
