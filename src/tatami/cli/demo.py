@@ -77,9 +77,8 @@ def demo(
 
 def _demo_rank(runs: dict[str, Prepared], comm: AbstractCommunicator, *, out: Path, as_json: bool) -> None:
     from tatami.cli.ranks import log_on_rank_0, progress_of
-    from tatami.cli.results import tell_emulation
     from tatami.cli.serial import AloneBetween
-    from tatami.cli.training import train
+    from tatami.cli.training import tell_emulation, train
     from tatami.doctor import LoadWatch
     from tatami.report import efficiency
 
@@ -208,7 +207,7 @@ def why_slower(drpm: TrainingOutcome, even: TrainingOutcome, *, told: Mapping[st
 
 def _draw(runs: dict[str, Prepared], outcomes: dict[str, TrainingOutcome], out: Path) -> list[Path]:
     """The tiles and the course of the runs, written over those of an earlier demo; nothing where matplotlib is missing."""
-    from tatami.cli.results import plot_course
+    from tatami.cli.training import plot_course
     from tatami.errors import MissingExtraError
     from tatami.report import blank, draw_tiling, save
 

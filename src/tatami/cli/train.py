@@ -49,8 +49,7 @@ def train(job: TrainJob) -> None:
 def _train_rank(prepared: Prepared, comm: AbstractCommunicator) -> TrainingOutcome:
     from tatami.cli.job import check_outputs
     from tatami.cli.ranks import log_on_rank_0, progress_of
-    from tatami.cli.results import plot_course, show_outcome, tell_emulation
-    from tatami.cli.training import train
+    from tatami.cli.training import plot_course, show_outcome, tell_emulation, train
 
     job = prepared.job
     log_on_rank_0(comm)
