@@ -21,7 +21,6 @@ from tatami.tiled.batch import cut_batch, on_device, samples_of, tensors_of
 from tatami.tiled.blocks import Blocks, workload_of
 from tatami.tiled.carrying import units_of
 from tatami.tiled.context import ModuleContext, RankContext
-from tatami.tiled.cutting import cut_units_of, tensor_of
 from tatami.tiled.departing import leaving_early
 from tatami.tiled.describing import Description, describe
 from tatami.tiled.exactness import BATCH_NORMS, refuse_compiling
@@ -36,7 +35,7 @@ from tatami.tiled.pair import TiledFirst, TiledSecond
 from tatami.tiled.phases import IterationPhase, Phases
 from tatami.tiled.placement import Placement, largest, place
 from tatami.tiled.registry import register
-from tatami.tiled.rows import ONE_EACH, Rows, UnitRuns
+from tatami.tiled.rows import ONE_EACH, Rows, UnitRuns, cut_units_of, tensor_of
 from tatami.tiled.same_batch import BatchWatch
 from tatami.tiled.scaling import watch_scalers
 from tatami.tiled.standing_in import with_stand_in, without_stand_in
