@@ -16,7 +16,7 @@ from tatami.engine.ray_engine import engine, require_ray
 from tatami.engine.ray_watch import RayWatch, ray_processes
 from tatami.errors import CheckpointError, InputError
 from tatami.server import checkpoints
-from tatami.server.learner import Course, flatten, signature
+from tatami.server.learner import Course, TrainingSpec, flatten, signature
 from tatami.server.optimizers import AbstractOptimizer, Vector
 from tatami.server.pieces import cut
 from tatami.server.protocol import Protocol
@@ -27,7 +27,6 @@ from tatami.server.saving import Saved
 from tatami.server.shard import COUNT, PARAMETERS
 from tatami.server.state import Coordinator
 from tatami.server.storage import Terms
-from tatami.server.training_spec import TrainingSpec
 from tatami.server.witness import Witness
 from tatami.units import format_size
 

@@ -11,12 +11,11 @@ from tatami.engine.ray_engine import require_ray
 from tatami.errors import InputError
 from tatami.server import checkpoints
 from tatami.server.launch import run_training
-from tatami.server.learner import LossFn, ModelFn
+from tatami.server.learner import LossFn, ModelFn, TrainingSpec
 from tatami.server.recovery import Checkpoint
 from tatami.server.report import RunReport
 from tatami.server.run_context import RunContext
 from tatami.server.run_settings import RunSettings
-from tatami.server.training_spec import TrainingSpec
 
 
 def train(
