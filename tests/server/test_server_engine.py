@@ -213,7 +213,7 @@ def test_a_process_ends_with_its_node_and_keeps_its_mistakes(raised: str, code: 
     """The first is what a worker said when its node was killed under it, and what stopped the run as if it were the user's."""
     pytest.importorskip("ray")
     script = (
-        "import ray.exceptions, sys\nfrom tatami.engine.tether import tethered\n"
+        "import ray.exceptions, sys\nfrom tatami.engine.processes import tethered\n"
         f"error = {raised}\n"
         "try:\n with tethered():\n  if error is not None: raise error\n"
         "except Exception: sys.exit(3)\n"
