@@ -15,11 +15,10 @@ from tatami.tiled.phases import IterationPhase, Phases, PhaseTimes
 from tatami.tiled.retiling import Check, Retiling
 from tatami.tiled.scheduling import LRSchedulerConfig
 from tatami.tiled.setup import History
-from tatami.tiled.state import load_whole_state_dict, whole_state_dict
+from tatami.tiled.state import check_weights, load_model, load_whole_state_dict, save_model, whole_state_dict
 from tatami.tiled.tile import tile
 from tatami.tiled.tiled_block import TiledBlock
 from tatami.tiled.trainer import Trainer
-from tatami.tiled.weights import check_weights, load_model, save_model
 
 __all__ = [
     "METRICS",

@@ -41,9 +41,9 @@ from tatami.tiled.repairing import Repairs, repairs_of
 from tatami.tiled.retiling import Retiling, refuse_elastic
 from tatami.tiled.scheduling import LearningRate, LRSchedulerConfig, MakeScheduler
 from tatami.tiled.setup import History, Limits, TrainingPosition, TrainingSetup
+from tatami.tiled.state import load_model, save_model
 from tatami.tiled.tile import tile as tile_network
 from tatami.tiled.updating import Updates, UpdateSettings
-from tatami.tiled.weights import load_model, save_model
 
 _Value = TypeVar("_Value")
 _SAMPLES = 4
