@@ -6,8 +6,8 @@ from tatami.tiled.blocks import Blocks, find_blocks, workload_of
 from tatami.tiled.callbacks import Callback
 from tatami.tiled.checkpointing import ModelCheckpoint
 from tatami.tiled.data import TrainingData
+from tatami.tiled.evaluating import METRICS, Metric
 from tatami.tiled.measure import Speed, measure_sample_flop, measure_speed, measure_speeds
-from tatami.tiled.metrics import METRICS, Metric
 from tatami.tiled.model import TiledModel
 from tatami.tiled.moving import Moved, move
 from tatami.tiled.parts.declared import register

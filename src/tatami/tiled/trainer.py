@@ -27,11 +27,10 @@ from tatami.tiled.batches import AbstractBatches
 from tatami.tiled.callbacks import Callbacks
 from tatami.tiled.checkpointing import ModelCheckpoint, TrainingCheckpoints
 from tatami.tiled.data import TrainingData, batches_of, comes_in_batches
-from tatami.tiled.evaluating import evaluate, predict
+from tatami.tiled.evaluating import Metric, evaluate, metrics_of, predict
 from tatami.tiled.fitting import Fit, Validation
 from tatami.tiled.good_state import GoodState
 from tatami.tiled.losses import Loss, LossReduction
-from tatami.tiled.metrics import Metric, metrics_of
 from tatami.tiled.model import TiledModel
 from tatami.tiled.objective import Objective, TrainingStep
 from tatami.tiled.optimizers import check_optimizer
