@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from tatami.errors import InputError
 from tatami.tiled.batch import samples_of
 from tatami.tiled.batches import AbstractBatches
-from tatami.tiled.counted_means import CountedMeans
+from tatami.tiled.losses import CountedMeans
 from tatami.tiled.model import TiledModel
 from tatami.tiled.objective import Objective
 from tatami.tiled.precision import Precision, autocast

@@ -22,9 +22,9 @@ from tatami.errors import InputError, NotFiniteError
 from tatami.inputs import check_at_least
 from tatami.tiled.batch import samples_of
 from tatami.tiled.batches import LocalBatch
-from tatami.tiled.counted_means import CountedMeans
 from tatami.tiled.good_state import GoodState
 from tatami.tiled.loaded_batches import check_ends
+from tatami.tiled.losses import CountedMeans
 from tatami.tiled.model import TiledModel
 from tatami.tiled.objective import Objective
 from tatami.tiled.phases import IterationPhase
