@@ -3,7 +3,6 @@
 from tatami.datasets.dataset import Data, Samples
 from tatami.tiled.batches import AbstractBatches, LocalBatch
 from tatami.tiled.blocks import Blocks, find_blocks, workload_of
-from tatami.tiled.callbacks import Callback
 from tatami.tiled.checkpointing import ModelCheckpoint
 from tatami.tiled.data import TrainingData
 from tatami.tiled.evaluating import METRICS, Metric
@@ -13,7 +12,7 @@ from tatami.tiled.moving import Moved, move
 from tatami.tiled.parts.declared import register
 from tatami.tiled.phases import IterationPhase, Phases, PhaseTimes
 from tatami.tiled.retiling import Check, Retiling
-from tatami.tiled.scheduling import LRSchedulerConfig
+from tatami.tiled.scheduling import Callback, LRSchedulerConfig
 from tatami.tiled.setup import History
 from tatami.tiled.state import check_weights, load_model, load_whole_state_dict, save_model, whole_state_dict
 from tatami.tiled.tile import tile

@@ -13,12 +13,11 @@ from tatami.errors import InputError
 from tatami.inputs import check_at_least, check_finite
 from tatami.progress import Progress
 from tatami.records import Records
-from tatami.tiled.callbacks import Callbacks
 from tatami.tiled.good_state import GoodState
 from tatami.tiled.model import TiledModel
 from tatami.tiled.objective import Objective
 from tatami.tiled.retiling import Check, Retiling
-from tatami.tiled.scheduling import LearningRate
+from tatami.tiled.scheduling import Callbacks, LearningRate
 from tatami.tiled.updating import Updates, UpdateSettings
 from tatami.units import parse_duration
 

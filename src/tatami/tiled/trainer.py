@@ -24,7 +24,6 @@ from tatami.records import Records
 from tatami.retiling import Retiler
 from tatami.tiled.batch import samples_of
 from tatami.tiled.batches import AbstractBatches
-from tatami.tiled.callbacks import Callbacks
 from tatami.tiled.checkpointing import ModelCheckpoint, TrainingCheckpoints
 from tatami.tiled.data import TrainingData, batches_of, comes_in_batches
 from tatami.tiled.evaluating import Metric, evaluate, metrics_of, predict
@@ -38,7 +37,7 @@ from tatami.tiled.precision import Precision
 from tatami.tiled.recording import RunPage
 from tatami.tiled.repairing import Repairs, repairs_of
 from tatami.tiled.retiling import Retiling, refuse_elastic
-from tatami.tiled.scheduling import LearningRate, LRSchedulerConfig, MakeScheduler
+from tatami.tiled.scheduling import Callbacks, LearningRate, LRSchedulerConfig, MakeScheduler
 from tatami.tiled.setup import History, Limits, TrainingPosition, TrainingSetup
 from tatami.tiled.state import load_model, save_model
 from tatami.tiled.tile import tile as tile_network
