@@ -10,8 +10,7 @@ from tatami.parallel.multi_node_loader import MultiNodeLoader
 from tatami.parallel.multi_node_optimizer import MultiNodeOptimizer
 from tatami.parallel.n_step_rnn import MultiNodeNStepRNN, create_multi_node_n_step_rnn
 from tatami.parallel.parallel_conv import ParallelConv
-from tatami.parallel.resuming import ResumableLoader
-from tatami.parallel.sampling import SynchronizedSampler
+from tatami.parallel.sampling import ResumableLoader, SynchronizedSampler
 from tatami.parallel.scattering import Portion, create_empty_dataset, scatter_dataset, scatter_index
 from tatami.parallel.synchronizing import average_buffers, average_gradients, broadcast_model
 
