@@ -1,4 +1,4 @@
-"""One rank of a training job, and what it found out."""
+"""One rank of a training job, what it found out, and how that is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operating-system processes, by machine and id."""
+"""Operating-system processes, by machine and id, and what ties those of Ray to Ray."""
 
 from __future__ import annotations
 

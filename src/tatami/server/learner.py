@@ -1,4 +1,4 @@
-"""What one worker computes: the gradient of its share of a round's batch, as one flat vector."""
+"""What is trained, and what one worker computes of it: the gradient of its share of a round's batch, as one flat vector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the learning rate changes: by step or by epoch, or when a value no longer gets better."""
+"""What a user adds to the Trainer's loop: when the learning rate changes, and callbacks with the hooks of Lightning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ordinary, whole state dict of a tiled model: gathered from the ranks, and cut for them again."""
+"""The ordinary, whole state dict of a tiled model: gathered from the ranks, cut for them again, and kept in a file."""
 
 from __future__ import annotations
 
