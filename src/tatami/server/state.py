@@ -10,8 +10,7 @@ from __future__ import annotations
 from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.actions import Action, Cause, Contribution
-from tatami.server.commit import Commit
-from tatami.server.fleet import Fleet
+from tatami.server.fleet import Commit, Fleet
 from tatami.server.protocol import Protocol
 from tatami.server.recovery import Remedy
 from tatami.server.roster import Place, Roster, Status
