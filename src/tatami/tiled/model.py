@@ -26,12 +26,12 @@ from tatami.tiled.describing import Description, describe
 from tatami.tiled.exactness import BATCH_NORMS, refuse_compiling
 from tatami.tiled.following.running import LocalForward
 from tatami.tiled.gradient_sums import GradientSums
+from tatami.tiled.linear_pairs import TiledFirst, TiledSecond
 from tatami.tiled.link_times import LinkTimes
 from tatami.tiled.local_draws import LocalDraws
 from tatami.tiled.losses import LossReduction, check_reduction, check_targets_count
 from tatami.tiled.norms import WholeNorms
 from tatami.tiled.optimizers import watch_optimizers
-from tatami.tiled.pair import TiledFirst, TiledSecond
 from tatami.tiled.phases import IterationPhase, Phases
 from tatami.tiled.placement import Placement, largest, place
 from tatami.tiled.registry import register
