@@ -27,7 +27,6 @@ from tatami.tiled.exactness import BATCH_NORMS, refuse_compiling
 from tatami.tiled.following.running import LocalForward
 from tatami.tiled.gradient_sums import GradientSums
 from tatami.tiled.linear_pairs import TiledFirst, TiledSecond
-from tatami.tiled.link_times import LinkTimes
 from tatami.tiled.local_draws import LocalDraws
 from tatami.tiled.losses import LossReduction, check_reduction, check_targets_count
 from tatami.tiled.norms import WholeNorms
@@ -39,6 +38,7 @@ from tatami.tiled.rows import ONE_EACH, Rows, UnitRuns, cut_units_of, tensor_of
 from tatami.tiled.same_batch import BatchWatch
 from tatami.tiled.scaling import watch_scalers
 from tatami.tiled.standing_in import with_stand_in, without_stand_in
+from tatami.tiled.stopwatch import LinkTimes
 from tatami.tiled.torch_norms import watch_norms
 from tatami.tiled.vertical import ColumnComm
 from tatami.tiled.weighing import PLAIN_VALUES, weighed
