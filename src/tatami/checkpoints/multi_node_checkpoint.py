@@ -25,7 +25,7 @@ from typing import TypeVar
 
 import torch
 
-from tatami.checkpoints.choice import Candidate, candidates
+from tatami.checkpoints.choice import Candidate, candidates, parse_replica_sets, set_of
 from tatami.checkpoints.fetch import fetch
 from tatami.checkpoints.files import (
     MANIFEST,
@@ -38,7 +38,6 @@ from tatami.checkpoints.files import (
     step_folder,
     write_manifest,
 )
-from tatami.checkpoints.replica_sets import parse_replica_sets, set_of
 from tatami.checkpoints.state_codec import State, decode, encode
 from tatami.comm.agreement import all_or_none, same_everywhere
 from tatami.comm.base import AbstractCommunicator
