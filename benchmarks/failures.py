@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tatami.server.recovery.checkpoint import YEAR_S
+from tatami.server.recovery import YEAR_S
 from tatami.sim.server.lives import life_s
 
 

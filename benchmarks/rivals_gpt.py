@@ -34,7 +34,7 @@ from elsewhere import of_ranks
 from paper.contestants import start_rivals
 from paper.setting import CONDITIONS
 from tatami.bench.interleaved import machine
-from tatami.cli.networks import CharacterGpt, NextTokenLoss
+from tatami.cli.tasks import CharacterGpt, NextTokenLoss
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster, Link, Processor
 from tatami.comm.base import AbstractCommunicator

@@ -16,8 +16,7 @@ from torch import nn
 from paper.contestants import PaperTask, make_task
 from rehearsal.setting import RankJob, job_from_dict, tilings
 from tatami.bench.allreduce import ELEMENT_BYTES
-from tatami.bench.interleaved import Contestant
-from tatami.bench.measuring import measured, times
+from tatami.bench.interleaved import Contestant, measured, times
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster
 from tatami.comm.allreduce import AllReduce, AllReduceSpec

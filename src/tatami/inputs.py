@@ -86,6 +86,16 @@ def check_finite(value: float, *, name: str) -> None:
         raise InputError(f"{name} must be a finite number, not {value}")
 
 
+def check_at_least(least: int, **numbers: int | None) -> None:
+    """
+    Raises:
+        InputError: one of `numbers` is less than `least`; says which. None is left out.
+    """
+    for name, number in numbers.items():
+        if number is not None and number < least:
+            raise InputError(f"{name} must be at least {least}, not {number}")
+
+
 def check_seed(seed: int) -> int:
     """The seed itself.
 

@@ -12,8 +12,7 @@ import torch
 
 from tatami.bench import data_parallel, interleaved, train
 from tatami.bench.data_parallel import DataParallelBenchmark, bench_data_parallel
-from tatami.bench.interleaved import Contestant, Timed, machine
-from tatami.bench.measuring import MOST_REPEATS, measured, message_record
+from tatami.bench.interleaved import MOST_REPEATS, Contestant, Timed, machine, measured, message_record
 from tatami.bench.train import TrainBenchmark, bench_train
 from tatami.comm import AbstractCommunicator
 from tatami.comm.threads import single_communicator

@@ -16,7 +16,7 @@ from torch import nn
 
 from tatami.checkpoints import MultiNodeCheckpoint
 from tatami.checkpoints import files as checkpoint_files
-from tatami.checkpoints.replica_sets import parse_replica_sets
+from tatami.checkpoints.choice import parse_replica_sets
 from tatami.comm import AbstractCommunicator, run_threads
 from tatami.errors import CheckpointError, InputError
 from tatami.testing.worlds import World

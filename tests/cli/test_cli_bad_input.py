@@ -13,7 +13,7 @@ from typer.models import OptionInfo
 from typer.testing import CliRunner
 
 from tatami.cli.app import app
-from tatami.cli.numbers import finite
+from tatami.cli.options import finite
 from tatami.comm import launch
 from tatami.errors import TatamiError
 

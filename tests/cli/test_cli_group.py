@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tatami.cli import group
 from tatami.cli.group import Commands
-from tatami.cli.numbers import finite, given_sizes
+from tatami.cli.options import finite, given_sizes
 from tatami.cli.terminal import RANK_TERMINAL_VARIABLE, environment_of_ranks, shown_warnings, width
 from tatami.errors import CommTimeoutError, InputError, MissingExtraError, TrainingError
 

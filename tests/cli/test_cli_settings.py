@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer.testing import CliRunner
 
-from tatami.cli.settings import takes
+from tatami.cli.options import takes
 from tatami.cli.train import train
 from tatami.cli.train_job import TrainJob
 

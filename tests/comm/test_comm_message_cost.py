@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tatami.comm import AbstractCommunicator
-from tatami.comm.message_cost import measure_message_costs
+from tatami.comm.probe import measure_message_costs
 from tatami.testing.worlds import World
 
 

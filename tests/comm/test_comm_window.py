@@ -12,8 +12,8 @@ from tatami.collective import Sync
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.meeting import CounterBarrier, notices
 from tatami.comm.reduction import Op
+from tatami.comm.session import Watchdog
 from tatami.comm.wait import wait_policy
-from tatami.comm.watchdog import Watchdog
 from tatami.comm.window import AbstractWindow
 from tatami.errors import ClosedError, CommTimeoutError, InputError
 from tatami.testing.worlds import World

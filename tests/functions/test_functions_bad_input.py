@@ -12,7 +12,7 @@ from tatami import functions
 from tatami.comm import AbstractCommunicator
 from tatami.comm.threads import single_communicator
 from tatami.errors import ClosedError, InputError
-from tatami.functions import calling
+from tatami.functions import collectives
 from tatami.testing.worlds import World
 
 X = torch.ones(2)
@@ -106,7 +106,7 @@ def test_backward_of_nothing_does_nothing() -> None:
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("name", sorted(calling.CALLS))
+@pytest.mark.parametrize("name", sorted(collectives.CALLS))
 def test_the_order_of_chainermns_arguments_is_told(world: World, name: str) -> None:
     def body(comm: AbstractCommunicator) -> None:
         function: Any = getattr(functions, name)

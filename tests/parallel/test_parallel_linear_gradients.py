@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tatami.comm import AbstractCommunicator
 from tatami.parallel import DataParallel, linear_gradients
-from tatami.parallel.bucket_set import BucketSet
+from tatami.parallel.buckets import BucketSet
 from tatami.parallel.linear_gradients import LinearGradients
 from tatami.testing.worlds import World
 

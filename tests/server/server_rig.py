@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from tatami.server import actions as act
 from tatami.server import events as ev
-from tatami.server.place import Status
 from tatami.server.protocol import Protocol
+from tatami.server.roster import Status
 from tatami.server.state import Coordinator
 
 Commit = tuple[act.Contribution, ...]

@@ -28,9 +28,8 @@ from storm_rig import Blow, Storm, Target, draw_blows
 from train_rig import train_with
 
 from tatami.engine.crew import Crew
-from tatami.engine.folder import run_folder
 from tatami.engine.pool import Pool
-from tatami.engine.ray_engine import require_ray
+from tatami.engine.ray_engine import require_ray, run_folder
 from tatami.engine.ray_start import CONFIG, LOOPBACK, conditions, read_token, shut_down
 from tatami.records import Records
 from tatami.server.optimizers import SGD

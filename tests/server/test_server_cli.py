@@ -15,7 +15,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from tatami.cli.app import app
-from tatami.cli.server_live import RunDisplay
+from tatami.cli.server import RunDisplay
 from tatami.server.report import Failure, RunReport, RunStatus
 
 FAILURE = Failure(at_s=4.0, who="worker 1", process=1, how="died", silent_s=0.1, round=2, lost_s=1.25)

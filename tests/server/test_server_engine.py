@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from tatami.engine.folder import remove_stale, run_folder
 from tatami.engine.processes import machine, started_with
-from tatami.engine.ray_engine import engine, require_ray
+from tatami.engine.ray_engine import engine, remove_stale, require_ray, run_folder
 from tatami.engine.ray_start import conditions, end
 from tatami.engine.ray_watch import Condition, RayProcess
 from tatami.errors import InputError, MissingExtraError
@@ -214,7 +213,7 @@ def test_a_process_ends_with_its_node_and_keeps_its_mistakes(raised: str, code: 
     """The first is what a worker said when its node was killed under it, and what stopped the run as if it were the user's."""
     pytest.importorskip("ray")
     script = (
-        "import ray.exceptions, sys\nfrom tatami.engine.tether import tethered\n"
+        "import ray.exceptions, sys\nfrom tatami.engine.processes import tethered\n"
         f"error = {raised}\n"
         "try:\n with tethered():\n  if error is not None: raise error\n"
         "except Exception: sys.exit(3)\n"

@@ -21,8 +21,7 @@ from tatami.server.learner import Course, check_model
 from tatami.server.optimizers import SGD, AbstractOptimizer, Adam, Vector
 from tatami.server.pieces import cut
 from tatami.server.protocol import Protocol
-from tatami.server.recovery import Checkpoint
-from tatami.server.recovery.checkpoint import daly_s
+from tatami.server.recovery import Checkpoint, daly_s
 from tatami.server.report import Failure, RunReport, with_costs
 from tatami.server.run_settings import RunSettings
 from tatami.server.saving import Saved

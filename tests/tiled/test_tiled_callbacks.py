@@ -21,7 +21,7 @@ from tatami.parallel import EarlyStopping
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
 from tatami.tiled import METRICS, Callback, LRSchedulerConfig, ModelCheckpoint, Trainer
-from tatami.tiled.metrics import accuracy
+from tatami.tiled.evaluating import accuracy
 from tiled_rig import some_layouts, tiled
 
 SAMPLES = 24

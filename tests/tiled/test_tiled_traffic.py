@@ -13,7 +13,7 @@ from tatami.cluster import Cluster, Processor
 from tatami.collective import Schedule
 from tatami.comm import Recording
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.recording import Call
+from tatami.comm.wrapper import Call
 from tatami.sim.allreduce.rounds import part_of
 from tatami.sim.tiling.floor import Floor
 from tatami.testing.worlds import World

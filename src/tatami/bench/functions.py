@@ -20,8 +20,7 @@ from torch import nn
 
 from tatami import functions
 from tatami.bench.gloo import start_gloo
-from tatami.bench.interleaved import Contestant
-from tatami.bench.measuring import measured, times
+from tatami.bench.interleaved import Contestant, measured, times
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.session import load_mpi
 from tatami.errors import InputError

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from tatami.bench.allreduce import ELEMENT_BYTES, AllReduceBenchmark
-from tatami.bench.interleaved import Contestant
-from tatami.bench.measuring import measured, message_record, times
+from tatami.bench.interleaved import Contestant, measured, message_record, times
 from tatami.collective import RankGroup
 from tatami.collective.gathering import ALL_GATHER, PUTS, SHARED, gather_schedule
 from tatami.comm.allreduce import executor_of

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from tatami.bench.interleaved import machine
-from tatami.bench.weight import Weight, no_loss
 from tatami.errors import InputError
+from tatami.inputs import check_at_least
 from tatami.server import SGD, Pool, RunContext, RunControl, RunSettings, engine, train
 
 MB = 1_000_000
@@ -41,8 +42,7 @@ class ServerBenchmark:
     blocks: int = 5
 
     def __post_init__(self) -> None:
-        if self.blocks < 1:
-            raise InputError(f"blocks must be at least 1, not {self.blocks}")
+        check_at_least(1, blocks=self.blocks)
         if self.rounds <= UNCOUNTED:
             raise InputError(
                 f"rounds must be at least {UNCOUNTED + 1}, as the first {UNCOUNTED} are not counted; not {self.rounds}"
@@ -131,3 +131,40 @@ def copy_bytes_per_s(*, repeats: int = 5) -> float:
     for thread in threads:
         thread.join()
     return cores * repeats * _COPY_BYTES / (time.perf_counter() - start_s)
+
+
+class Weight(nn.Module):
+    """One vector of parameters whose gradient lies ready.
+
+    Args:
+        elements: of float32.
+        task_s: that a forward pass sleeps, in place of work.
+    """
+
+    def __init__(self, elements: int, *, task_s: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(elements))
+        self._ready = np.full(elements, 1e-3, dtype=np.float32)
+        self._task_s = task_s
+
+    def forward(self, x: torch.Tensor) -> Any:  # noqa: ARG002 - nothing is computed
+        time.sleep(self._task_s)
+        return _Gradient.apply(self.weight, self._ready)  # type: ignore[no-untyped-call]
+
+
+def no_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - nothing is computed
+    """The loss of a `Weight`."""
+    return output
+
+
+class _Gradient(torch.autograd.Function):
+    """A sum whose gradient lies ready, so that nothing is computed and nothing is copied."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, ready: np.ndarray[Any, Any]) -> torch.Tensor:
+        ctx.ready = ready
+        return weight[:1].sum()
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.from_numpy(ctx.ready), None  # a new tensor, which autograd takes as it is

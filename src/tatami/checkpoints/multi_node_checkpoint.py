@@ -25,16 +25,25 @@ from typing import TypeVar
 
 import torch
 
-from tatami.checkpoints.choice import Candidate, candidates
+from tatami.checkpoints.choice import Candidate, candidates, parse_replica_sets, set_of
 from tatami.checkpoints.fetch import fetch
-from tatami.checkpoints.files import MANIFEST, Manifest, ManifestEntry, file_name, remove, scan, step_folder, write_manifest
-from tatami.checkpoints.replica_sets import parse_replica_sets, set_of
+from tatami.checkpoints.files import (
+    MANIFEST,
+    Manifest,
+    ManifestEntry,
+    Writing,
+    file_name,
+    remove,
+    scan,
+    step_folder,
+    write_manifest,
+)
 from tatami.checkpoints.state_codec import State, decode, encode
-from tatami.checkpoints.writing import Writing
 from tatami.comm.agreement import all_or_none, same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.objects import bytes_of, tensor_of
 from tatami.errors import CheckpointError, CommError, InputError
+from tatami.inputs import check_at_least
 from tatami.outputs import make_folder, write_bytes
 
 logger = logging.getLogger(__name__)
@@ -102,8 +111,7 @@ class MultiNodeCheckpoint:
         same_everywhere(self._comm, facts, where="MultiNodeCheckpoint")
         if not 0 <= copies < comm.size:
             raise InputError(f"copies={copies} for {comm.size} ranks; choose 0 to {comm.size - 1} other ranks to keep one")
-        if keep < 1:
-            raise InputError(f"keep must be at least 1, not {keep}")
+        check_at_least(1, keep=keep)
         self._replica_sets = replica_sets
         self.regroup()
         self._comm.timeout_s = timeout_s
@@ -246,8 +254,7 @@ class MultiNodeCheckpoint:
         me = self._comm.rank
 
         def encode_mine() -> bytes | None:
-            if step < 0:
-                raise InputError(f"step must be at least 0, not {step}")
+            check_at_least(0, step=step)
             later = [seen.step for seen in scan(self._directory) if seen.step > step and seen.manifest is not None]
             if stray := [each for each in later if each not in self._found]:
                 raise InputError(

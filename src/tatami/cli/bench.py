@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.numbers import MOST_RANKS, finite
-from tatami.cli.options import Rounds
+from tatami.cli.options import MOST_RANKS, Rounds, epilog, finite
 from tatami.cli.terminal import show, show_json, tell
 from tatami.report.tables import Table, table_of
 from tatami.units import format_duration
@@ -22,15 +21,11 @@ if TYPE_CHECKING:
     from tatami.bench.train import TrainBenchmark, TrainSubject
     from tatami.cli.tasks import Task
 
-EPILOG = """
-[bold]Examples[/]
-
-tatami bench train
-
-tatami bench train -n 2 --net 203-800-26 --batch-size 4096 --json
-
-tatami bench train -n 1 --model gpt --model cnn
-"""
+EPILOG = epilog(
+    "tatami bench train",
+    "tatami bench train -n 2 --net 203-800-26 --batch-size 4096 --json",
+    "tatami bench train -n 1 --model gpt --model cnn",
+)
 NETS = ("203-80-26", "203-800-26")
 RANKS = (1, 2)
 BATCH_SIZE = 4096

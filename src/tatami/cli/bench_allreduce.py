@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.numbers import given_sizes
-from tatami.cli.options import AsJson, Hosts, Ranks, Rounds, Seconds
-from tatami.cli.settings import takes
+from tatami.cli.options import AsJson, Hosts, Ranks, Rounds, Seconds, epilog, given_sizes, takes
 from tatami.cli.terminal import show, show_json, tell
 from tatami.errors import InputError
 from tatami.report import Table, blank, check_path, draw_bandwidth, save
@@ -22,20 +20,14 @@ if TYPE_CHECKING:
     from tatami.bench.allreduce import AllReduceBenchmark
     from tatami.comm import AbstractCommunicator
 
-ALLREDUCE_EPILOG = """
-[bold]Examples[/]
-
-tatami bench allreduce -n 2 --sizes 1MiB,16MiB
-
-tatami bench allreduce -n 8 --hosts node1:4,node2:4 --tune
-
-After --tune, algorithm="auto" picks by what was measured; tatami tune --show prints it.
-"""
-PUT_EPILOG = """
-[bold]Examples[/]
-
-tatami bench put-vs-allgather -n 4 --plot put.png
-"""
+ALLREDUCE_EPILOG = epilog(
+    "tatami bench allreduce -n 2 --sizes 1MiB,16MiB",
+    "tatami bench allreduce -n 8 --hosts node1:4,node2:4 --tune",
+    'After --tune, algorithm="auto" picks by what was measured; tatami tune --show prints it.',
+)
+PUT_EPILOG = epilog(
+    "tatami bench put-vs-allgather -n 4 --plot put.png",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.options import Hosts, Ranks, Rounds
+from tatami.cli.options import Hosts, Ranks, Rounds, epilog
 from tatami.cli.terminal import show, show_json, tell
 from tatami.report.tables import Table, table_of
 from tatami.units import format_duration
@@ -17,13 +17,10 @@ from tatami.workload import parse_net
 if TYPE_CHECKING:
     from tatami.comm import AbstractCommunicator
 
-DATA_PARALLEL_EPILOG = """
-[bold]Examples[/]
-
-tatami bench dataparallel
-
-tatami bench dataparallel -n 4 --net 1M --net 1000-4000-10 --json
-"""
+DATA_PARALLEL_EPILOG = epilog(
+    "tatami bench dataparallel",
+    "tatami bench dataparallel -n 4 --net 1M --net 1000-4000-10 --json",
+)
 
 
 def bench_data_parallel(

@@ -6,8 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tatami.cli.numbers import given_sizes
-from tatami.cli.options import AsJson, Rounds, Seconds, optional
+from tatami.cli.options import AsJson, Rounds, Seconds, epilog, given_sizes, optional
 from tatami.cli.terminal import show, show_json
 from tatami.report.tables import Table, table_of
 from tatami.units import format_duration, format_size
@@ -15,13 +14,10 @@ from tatami.units import format_duration, format_size
 if TYPE_CHECKING:
     from tatami.comm import AbstractCommunicator
 
-FUNCTIONS_EPILOG = """
-[bold]Examples[/]
-
-tatami bench functions
-
-tatami bench functions --sizes 8B,1MiB --json
-"""
+FUNCTIONS_EPILOG = epilog(
+    "tatami bench functions",
+    "tatami bench functions --sizes 8B,1MiB --json",
+)
 
 
 def bench_functions(

@@ -6,17 +6,15 @@ from typing import Annotated
 
 import typer
 
+from tatami.cli.options import epilog
 from tatami.cli.terminal import show, show_json
 from tatami.report.tables import Table
 from tatami.units import format_duration
 
-SERVER_EPILOG = """
-[bold]Examples[/]
-
-tatami bench server
-
-tatami bench server --megabytes 20 --workers 2 --json
-"""
+SERVER_EPILOG = epilog(
+    "tatami bench server",
+    "tatami bench server --megabytes 20 --workers 2 --json",
+)
 
 
 def bench_server(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from tatami.cli.options import epilog
 from tatami.cli.terminal import show, show_json, tell, width
 
 if TYPE_CHECKING:
@@ -21,15 +22,11 @@ if TYPE_CHECKING:
     from tatami.doctor import MachineLoad
     from tatami.report import Efficiency
 
-EPILOG = """
-[bold]Examples[/]
-
-tatami demo
-
-tatami demo --speeds 1,0.3 --iterations 60
-
-Ranks are slowed by sleeping after each stretch of compute, so one machine plays several. What you see trains for real.
-"""
+EPILOG = epilog(
+    "tatami demo",
+    "tatami demo --speeds 1,0.3 --iterations 60",
+    "Ranks are slowed by sleeping after each stretch of compute, so one machine plays several. What you see trains for real.",
+)
 _PICTURES = ("tiling.png", "course.png")
 METHODS = ("even", "srpm", "drpm")
 MUCH_OFF = 1.25
@@ -80,9 +77,8 @@ def demo(
 
 def _demo_rank(runs: dict[str, Prepared], comm: AbstractCommunicator, *, out: Path, as_json: bool) -> None:
     from tatami.cli.ranks import log_on_rank_0, progress_of
-    from tatami.cli.results import tell_emulation
     from tatami.cli.serial import AloneBetween
-    from tatami.cli.training import train
+    from tatami.cli.training import tell_emulation, train
     from tatami.doctor import LoadWatch
     from tatami.report import efficiency
 
@@ -211,7 +207,7 @@ def why_slower(drpm: TrainingOutcome, even: TrainingOutcome, *, told: Mapping[st
 
 def _draw(runs: dict[str, Prepared], outcomes: dict[str, TrainingOutcome], out: Path) -> list[Path]:
     """The tiles and the course of the runs, written over those of an earlier demo; nothing where matplotlib is missing."""
-    from tatami.cli.results import plot_course
+    from tatami.cli.training import plot_course
     from tatami.errors import MissingExtraError
     from tatami.report import blank, draw_tiling, save
 

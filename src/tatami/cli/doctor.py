@@ -10,21 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from tatami.cli.options import optional
+from tatami.cli.options import epilog, optional
 from tatami.cli.terminal import show, show_json, tell
 
 if TYPE_CHECKING:
     from tatami.doctor import Diagnosis, MachineLoad
 
-EPILOG = """
-[bold]Examples[/]
-
-tatami doctor
-
-tatami doctor --hosts old,new
-
-Exit code 0: all that is installed works; 1: something does not, and the last lines say what to do.
-"""
+EPILOG = epilog(
+    "tatami doctor",
+    "tatami doctor --hosts old,new",
+    "Exit code 0: all that is installed works; 1: something does not, and the last lines say what to do.",
+)
 _LOOK_S = 0.5
 
 

@@ -9,17 +9,15 @@ from typing import Annotated
 import typer
 
 import tatami
+from tatami.cli.options import epilog
 from tatami.cli.terminal import show
 from tatami.errors import InputError
 from tatami.outputs import check_output, write_bytes
 
-EPILOG = """
-[bold]Examples[/]
-
-tatami examples
-
-tatami run -n 4 tatami-examples/ten_lines.py
-"""
+EPILOG = epilog(
+    "tatami examples",
+    "tatami run -n 4 tatami-examples/ten_lines.py",
+)
 
 
 def examples(

@@ -13,8 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from tatami.cli.group import FAILED
-from tatami.cli.numbers import finite
-from tatami.cli.options import optional
+from tatami.cli.options import epilog, finite, optional
 from tatami.cli.terminal import environment_of_ranks, show, show_json, tell
 from tatami.cluster import read_cluster
 from tatami.report.tables import Table, table_of
@@ -25,23 +24,16 @@ if TYPE_CHECKING:
     from tatami.lab.check import Finding
     from tatami.lab.events import LabEvent
 
-RUN_EPILOG = """
-[bold]Examples[/]
-
-tatami lab run cluster.toml -- python train.py --epochs 20
-
-tatami lab run cluster.toml --at 20s kill h3 --at 10s speed h1 0.25 -- python train.py
-
-Events: TIME [bold]kill[/] HOST, TIME [bold]cut[/] HOST, TIME [bold]mend[/] HOST, TIME [bold]speed[/] HOST SPEED,
-TIME [bold]rate[/] HOST RATE.
-"""
-SHELL_EPILOG = """
-[bold]Examples[/]
-
-tatami lab shell h1                           (beside a running `tatami lab run`)
-
-tatami lab shell h1 --cluster cluster.toml    (a lab of its own, until the shell ends)
-"""
+RUN_EPILOG = epilog(
+    "tatami lab run cluster.toml -- python train.py --epochs 20",
+    "tatami lab run cluster.toml --at 20s kill h3 --at 10s speed h1 0.25 -- python train.py",
+    "Events: TIME [bold]kill[/] HOST, TIME [bold]cut[/] HOST, TIME [bold]mend[/] HOST, TIME [bold]speed[/] HOST SPEED,\n"
+    "TIME [bold]rate[/] HOST RATE.",
+)
+SHELL_EPILOG = epilog(
+    "tatami lab shell h1                           (beside a running `tatami lab run`)",
+    "tatami lab shell h1 --cluster cluster.toml    (a lab of its own, until the shell ends)",
+)
 
 lab = typer.Typer(
     no_args_is_help=True,

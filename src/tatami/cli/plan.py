@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tatami.cli.options import optional
-from tatami.cli.settings import takes
+from tatami.cli.options import epilog, optional, takes
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, parse_speeds, read_cluster
 from tatami.errors import InputError
@@ -20,19 +19,13 @@ from tatami.tiling import Plan, at_tiles, with_speeds
 from tatami.workload import VOCABULARY, Workload, gpt_workload, net_workload
 
 _gpt = partial(typer.Option, rich_help_panel="A GPT")
-EPILOG = """
-[bold]Examples[/]
-
-tatami plan cluster.toml --net 203-80-26 --samples 1024
-
-tatami plan --speeds 0.25,0.31,0.63,1,1 --net 203-80-26 --samples 1024 --json
-
-tatami plan cluster.toml --planner srpm --plot tiling.png
-
-tatami plan cluster.toml --model gpt --layers 12 --width 768 --heads 12 --tokens 1024 --samples 32
-
-A cluster.toml is written by [bold]tatami probe[/], or by hand.
-"""
+EPILOG = epilog(
+    "tatami plan cluster.toml --net 203-80-26 --samples 1024",
+    "tatami plan --speeds 0.25,0.31,0.63,1,1 --net 203-80-26 --samples 1024 --json",
+    "tatami plan cluster.toml --planner srpm --plot tiling.png",
+    "tatami plan cluster.toml --model gpt --layers 12 --width 768 --heads 12 --tokens 1024 --samples 32",
+    "A cluster.toml is written by [bold]tatami probe[/], or by hand.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.devices import DEVICE_HELP, check_device
-from tatami.cli.options import Hosts, Ranks
+from tatami.cli.options import DEVICE_HELP, Hosts, Ranks, check_device, epilog
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, write_cluster
 from tatami.outputs import check_output
@@ -20,15 +19,11 @@ from tatami.workload import net_workload
 if TYPE_CHECKING:
     from tatami.comm import AbstractCommunicator
 
-EPILOG = """
-[bold]Examples[/]
-
-tatami probe -n 4 -o cluster.toml
-
-tatami probe -n 8 --hosts node1:4,node2:4 --net 203-800-26 -o cluster.toml
-
-Then: tatami plan cluster.toml, and tatami train --cluster cluster.toml
-"""
+EPILOG = epilog(
+    "tatami probe -n 4 -o cluster.toml",
+    "tatami probe -n 8 --hosts node1:4,node2:4 --net 203-800-26 -o cluster.toml",
+    "Then: tatami plan cluster.toml, and tatami train --cluster cluster.toml",
+)
 
 
 def probe(

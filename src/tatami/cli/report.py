@@ -7,20 +7,16 @@ from typing import Annotated
 
 import typer
 
+from tatami.cli.options import epilog
 from tatami.cli.terminal import show
 from tatami.units import format_size
 
-EPILOG = """
-[bold]Examples[/]
-
-tatami train -n 4 --retile --log run.jsonl
-
-tatami report run.jsonl -o run.html
-
-tatami run --elastic -n 4 --report repairs.json train.py
-
-tatami report run.jsonl repairs.json -o run.html
-"""
+EPILOG = epilog(
+    "tatami train -n 4 --retile --log run.jsonl",
+    "tatami report run.jsonl -o run.html",
+    "tatami run --elastic -n 4 --report repairs.json train.py",
+    "tatami report run.jsonl repairs.json -o run.html",
+)
 
 
 def report(

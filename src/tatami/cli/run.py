@@ -10,27 +10,18 @@ from typing import Annotated
 
 import typer
 
-from tatami.cli.devices import DEVICE_HELP, ask_for_device
-from tatami.cli.numbers import MOST_RANKS
-from tatami.cli.options import optional
-from tatami.cli.settings import takes
+from tatami.cli.options import DEVICE_HELP, MOST_RANKS, ask_for_device, epilog, optional, takes
 from tatami.cli.terminal import show_json
 from tatami.errors import InputError
 from tatami.outputs import check_output
 
-EPILOG = """
-[bold]Examples[/]
-
-tatami run -n 4 train.py --epochs 20
-
-tatami run -n 4 -m package.module
-
-tatami run -n 8 --hosts node1:4,node2:4 train.py
-
-tatami run --elastic -n 8 train.py
-
-In the script, [bold]comm = tatami.init()[/] finds the ranks.
-"""
+EPILOG = epilog(
+    "tatami run -n 4 train.py --epochs 20",
+    "tatami run -n 4 -m package.module",
+    "tatami run -n 8 --hosts node1:4,node2:4 train.py",
+    "tatami run --elastic -n 8 train.py",
+    "In the script, [bold]comm = tatami.init()[/] finds the ranks.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

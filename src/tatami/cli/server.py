@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
-from tatami.cli.options import optional
-from tatami.cli.script import read_script
+from tatami.cli.options import epilog, optional, takes
 from tatami.cli.server_job import ServerOutputs, ServerResumeJob, ServerTrainJob
-from tatami.cli.server_live import RunDisplay
-from tatami.cli.settings import takes
-from tatami.cli.terminal import show, show_json
-from tatami.errors import InputError
+from tatami.cli.terminal import is_terminal, show, show_json
+from tatami.clock import Clock, SystemClock
+from tatami.errors import InputError, shortened
 from tatami.report import blank, check_path, save
 from tatami.report.tables import table_of
 from tatami.units import format_duration
@@ -24,19 +28,15 @@ from tatami.units import format_duration
 if TYPE_CHECKING:
     from torch import nn
 
-    from tatami.server import RunContext, RunReport, RunSettings
+    from tatami.server import RunContext, RunControl, RunReport, RunSettings
+    from tatami.server.report import RunStatus
 
-EPILOG = """
-[bold]Examples[/]
-
-tatami server train script.py --workers 4 --servers 2 --rounds 200
-
-tatami server train script.py --recovery checkpoint --every daly --directory run1
-
-tatami server resume run1
-
-tatami server report run.json --plot timeline.png
-"""
+EPILOG = epilog(
+    "tatami server train script.py --workers 4 --servers 2 --rounds 200",
+    "tatami server train script.py --recovery checkpoint --every daly --directory run1",
+    "tatami server resume run1",
+    "tatami server report run.json --plot timeline.png",
+)
 
 _NAMES = ("model_fn", "loss_fn", "dataset")
 server = typer.Typer(
@@ -163,3 +163,122 @@ def _tell(report: RunReport, *, as_json: bool) -> None:
         for failure in report.failures
     ]
     show(table_of(f"{len(report.failures)} failures", rows, texts=("who", "how")))
+
+
+_NAME = "tatami_server_script"
+
+
+def read_script(path: Path, *, names: Sequence[str]) -> dict[str, Any]:
+    """Run a script, not as `__main__`, and give what it defines.
+
+    Raises:
+        InputError: there is no such script, it fails, it ends the process, or it does not define all of `names`.
+    """
+    if not path.is_file():
+        raise InputError(f"there is no script {path}")
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        # As __main__ its functions travel to the workers by value; a guarded main part would train a second time.
+        defined = runpy.run_path(str(path), run_name=_NAME)
+    except SyntaxError as error:
+        where = path if error.filename in (None, str(path)) else error.filename
+        raise InputError(f"{where}, line {error.lineno}: {error.msg}; this is not Python {_version()}") from error
+    except ModuleNotFoundError as error:
+        hint = f"install it for this Python ({sys.executable}), or start with the Python that has it"
+        raise InputError(f"{_place(path, error)}: there is no module {error.name!r}; {hint}") from error
+    except SystemExit as error:
+        raise InputError(
+            f"{_place(path, error)}: it ends the process (exit code {error.code}), and nothing would be trained; "
+            f'it must define {_listed(names)}, and do anything else under `if __name__ == "__main__":`'
+        ) from error
+    except Exception as error:
+        said = shortened(str(error).strip().partition("\n")[0])
+        raise InputError(f"{_place(path, error)}: {type(error).__name__}: {said}") from error
+    finally:
+        sys.path.pop(0)
+    missing = [name for name in names if name not in defined]
+    if missing:
+        raise InputError(f"{path} must define {_listed(names)}; it lacks {', '.join(missing)}")
+    return {name: defined[name] for name in names}
+
+
+def _place(path: Path, error: BaseException) -> str:
+    """Where in the script it happened: the last of its lines that were being run."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"{path}, line {lines[-1]}" if lines else str(path)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _version() -> str:
+    return ".".join(str(number) for number in sys.version_info[:2])
+
+
+_TABLE_S = 0.25
+_LINE_S = 10.0
+
+
+class RunDisplay:
+    """Shows how a run stands; hand `on_round` to `tatami.server.train`, inside a `with` block."""
+
+    def __init__(self, *, stream: TextIO | None = None, clock: Clock | None = None) -> None:
+        self._run: RunControl | None = None
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock or SystemClock()
+        self._live: Live | None = None
+        self._every_s = _LINE_S
+        self._shown_s = self._clock.now_s()
+
+    def __enter__(self) -> RunDisplay:
+        if is_terminal(self._stream):
+            self._every_s = _TABLE_S
+            self._live = Live(console=Console(file=self._stream), auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._run is not None:
+            self._show(self._run)
+        if self._live is not None:
+            self._live.stop()
+
+    def on_round(self, run: RunControl) -> None:
+        """Called after every round; most are too soon after the one before to be shown."""
+        self._run = run
+        now_s = self._clock.now_s()
+        if now_s - self._shown_s >= self._every_s:
+            self._shown_s = now_s
+            self._show(run)
+
+    def _show(self, run: RunControl) -> None:
+        status = run.status()
+        if self._live is not None:
+            self._live.update(run_table(status), refresh=True)
+        else:
+            line = " · ".join(f"{name} {value}" for name, value in _cells(status).items())
+            print(line, file=self._stream, flush=True)
+
+
+def run_table(status: RunStatus) -> Table:
+    """One row of what matters."""
+    table = Table(show_edge=False, pad_edge=False)
+    for name in _cells(status):
+        table.add_column(name, justify="right")
+    cells: dict[str, Any] = _cells(status)
+    table.add_row(*cells.values())
+    return table
+
+
+def _cells(status: RunStatus) -> dict[str, str]:
+    return {
+        "round": f"{status.round} of {status.rounds}",
+        "commits/s": f"{status.commits_per_s:.3g}",
+        "loss": "-" if status.loss is None else f"{status.loss:.4g}",
+        "workers": str(status.workers),
+        "spares": str(status.spares),
+        "servers": str(status.servers),
+        "deaths": str(status.deaths),
+        "seconds lost": f"{status.lost_s:.1f}",
+    }

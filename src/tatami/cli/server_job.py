@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tatami.cli.numbers import finite
-from tatami.cli.options import optional
+from tatami.cli.options import finite, optional
 from tatami.errors import InputError
 from tatami.inputs import LARGEST_SEED
 

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tatami.cli.numbers import given
-from tatami.cli.options import optional
+from tatami.cli.options import epilog, given, optional
 from tatami.cli.simulate_options import chosen_platform
 from tatami.cli.simulate_server import SERVER_EPILOG, simulate_server
 from tatami.cli.terminal import show, show_json
@@ -17,17 +16,12 @@ from tatami.errors import InputError
 from tatami.report import Table
 from tatami.units import format_bandwidth, format_duration, format_speed, parse_duration
 
-EPILOG = """
-[bold]Examples[/]
-
-tatami simulate server --preset paper-server-10k --recovery checkpoint,servers,ignore --runs 10 --rounds 200
-
-tatami simulate server --preset paper-server-10k --recovery servers --sweep mtbf=30d,1y,3y --json
-
-tatami simulate platform cluster.toml
-
-The simulator runs on SimGrid; where it is missing, the command says how to install it.
-"""
+EPILOG = epilog(
+    "tatami simulate server --preset paper-server-10k --recovery checkpoint,servers,ignore --runs 10 --rounds 200",
+    "tatami simulate server --preset paper-server-10k --recovery servers --sweep mtbf=30d,1y,3y --json",
+    "tatami simulate platform cluster.toml",
+    "The simulator runs on SimGrid; where it is missing, the command says how to install it.",
+)
 
 _MOST_ROWS = 500
 

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.numbers import given, given_sizes
-from tatami.cli.options import optional
-from tatami.cli.settings import takes
+from tatami.cli.options import epilog, given, given_sizes, optional, takes
 from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep
 from tatami.cli.terminal import show, show_json
 from tatami.collective import ALGORITHMS, Grid, Sync
@@ -24,15 +22,11 @@ if TYPE_CHECKING:
     from tatami.sim.allreduce import Case, Replayed
     from tatami.sim.platforms import AbstractPlatform
 
-ALLREDUCE_EPILOG = """
-[bold]Examples[/]
-
-tatami simulate allreduce --preset oakforest-like --sizes 102MB --algorithms native,ring,torus,torus_put --grids all
-
-tatami simulate allreduce --preset oakforest-like --nodes 64 --grids 8x8 --sweep latency=250ns,1us,4us --json
-
-tatami simulate allreduce --platform cluster.toml --algorithms ring,halving_doubling,hierarchical --plot sizes.png
-"""
+ALLREDUCE_EPILOG = epilog(
+    "tatami simulate allreduce --preset oakforest-like --sizes 102MB --algorithms native,ring,torus,torus_put --grids all",
+    "tatami simulate allreduce --preset oakforest-like --nodes 64 --grids 8x8 --sweep latency=250ns,1us,4us --json",
+    "tatami simulate allreduce --platform cluster.toml --algorithms ring,halving_doubling,hierarchical --plot sizes.png",
+)
 _GRIDDED = "torus"
 _SWEPT: dict[str, Callable[[str], Any]] = {
     "latency": parse_duration,

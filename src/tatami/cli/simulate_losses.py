@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.numbers import MOST_RANKS, finite, given
+from tatami.cli.options import MOST_RANKS, finite, given
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, Processor
 from tatami.errors import InputError, shortened
 from tatami.report import blank, save
 from tatami.report.bar import progress_for
-from tatami.report.losses import LossPoint, draw_lost
+from tatami.report.simulated import LossPoint, draw_lost
 from tatami.report.tables import table_of
 from tatami.units import format_duration, parse_duration
 from tatami.workload import Workload

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.numbers import finite, given
-from tatami.cli.options import optional
+from tatami.cli.options import epilog, finite, given, optional, takes
 from tatami.cli.server_job import Recovery, recovery_of
-from tatami.cli.settings import takes
 from tatami.cli.simulate_options import Cores, PlatformFile, SweepOption, chosen_platform, parse_sweep
 from tatami.cli.terminal import show, show_json
 from tatami.cluster.cluster import MOST_PROCESSORS
@@ -30,15 +28,11 @@ if TYPE_CHECKING:
     from tatami.sim.server import ServerRun, ServerSetup
 
 PAPER = "paper-server-10k"
-SERVER_EPILOG = """
-[bold]Examples[/]
-
-tatami simulate server --preset paper-server-10k --recovery checkpoint,servers,ignore --runs 10 --rounds 200
-
-tatami simulate server --preset paper-server-10k --recovery servers --sweep mtbf=30d,1y,3y --json
-
-tatami simulate server --preset paper-server-10k --workers 200 --recovery checkpoint --store 1 --sweep every=1,10,100
-"""
+SERVER_EPILOG = epilog(
+    "tatami simulate server --preset paper-server-10k --recovery checkpoint,servers,ignore --runs 10 --rounds 200",
+    "tatami simulate server --preset paper-server-10k --recovery servers --sweep mtbf=30d,1y,3y --json",
+    "tatami simulate server --preset paper-server-10k --workers 200 --recovery checkpoint --store 1 --sweep every=1,10,100",
+)
 
 
 MOST_RUNS = 100_000

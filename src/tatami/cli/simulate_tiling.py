@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tatami.cli.options import optional
-from tatami.cli.settings import takes
+from tatami.cli.options import epilog, optional, takes
 from tatami.cli.simulate_losses import LossOptions, draw_losses_to, show_losses, simulate_losses
 from tatami.cli.simulate_options import Cores, SweepOption, parse_sweep
 from tatami.cli.terminal import show, show_json
@@ -27,19 +26,13 @@ from tatami.workload import net_workload
 if TYPE_CHECKING:
     from tatami.sim.tiling import Change, TilingRun
 
-TILING_EPILOG = """
-[bold]Examples[/]
-
-tatami simulate tiling cluster.toml --net 203-80-26 --samples 1024 --planner srpm,even
-
-tatami simulate tiling --speeds 1,1,0.5,0.25 --slow p0:3@iteration:30 --retile --iterations 80
-
-tatami simulate tiling --speeds 1,1,1,1 --trace drawn:7 --retile --iterations 400 --plot-watch watched.png
-
-tatami simulate tiling cluster.toml --retile --sweep every=5,10,20 --json
-
-tatami simulate tiling --machines 8,64 --mtbf 6h,1d,7d --back 600s --net 1024-4096-64 --iterations 10000
-"""
+TILING_EPILOG = epilog(
+    "tatami simulate tiling cluster.toml --net 203-80-26 --samples 1024 --planner srpm,even",
+    "tatami simulate tiling --speeds 1,1,0.5,0.25 --slow p0:3@iteration:30 --retile --iterations 80",
+    "tatami simulate tiling --speeds 1,1,1,1 --trace drawn:7 --retile --iterations 400 --plot-watch watched.png",
+    "tatami simulate tiling cluster.toml --retile --sweep every=5,10,20 --json",
+    "tatami simulate tiling --machines 8,64 --mtbf 6h,1d,7d --back 600s --net 1024-4096-64 --iterations 10000",
+)
 _SWEPT: dict[str, Callable[[str], Any]] = {"every": int, "iterations": int, "samples": int}
 
 

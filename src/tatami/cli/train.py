@@ -6,8 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tatami.cli.devices import check_device
-from tatami.cli.settings import takes
+from tatami.cli.options import check_device, epilog, takes
 from tatami.cli.terminal import show_json
 from tatami.cli.train_job import TrainJob
 
@@ -16,23 +15,15 @@ if TYPE_CHECKING:
     from tatami.cli.training import TrainingOutcome
     from tatami.comm import AbstractCommunicator
 
-EPILOG = """
-[bold]Examples[/]
-
-tatami train -n 4 --net 64-400-10
-
-tatami train --model gpt --text FILE -n 3
-
-tatami train -n 4 --speeds 1,1,0.5,0.25 --emulate --method drpm --plot course.png
-
-tatami train --data nettalk --nettalk FILE --net 203-80-26 -n 6 --speeds 1,1.5,2,2.5,3,3.5 --method srpm
-
-tatami train --data nettalk --nettalk FILE --optimizer sgd --lr 0.002 --loss squared-error --stop-below 1000
-
-mpiexec -n 4 tatami train
-
-torchrun --nproc-per-node 4 -m tatami train
-"""
+EPILOG = epilog(
+    "tatami train -n 4 --net 64-400-10",
+    "tatami train --model gpt --text FILE -n 3",
+    "tatami train -n 4 --speeds 1,1,0.5,0.25 --emulate --method drpm --plot course.png",
+    "tatami train --data nettalk --nettalk FILE --net 203-80-26 -n 6 --speeds 1,1.5,2,2.5,3,3.5 --method srpm",
+    "tatami train --data nettalk --nettalk FILE --optimizer sgd --lr 0.002 --loss squared-error --stop-below 1000",
+    "mpiexec -n 4 tatami train",
+    "torchrun --nproc-per-node 4 -m tatami train",
+)
 
 
 @takes(TrainJob)
@@ -58,8 +49,7 @@ def train(job: TrainJob) -> None:
 def _train_rank(prepared: Prepared, comm: AbstractCommunicator) -> TrainingOutcome:
     from tatami.cli.job import check_outputs
     from tatami.cli.ranks import log_on_rank_0, progress_of
-    from tatami.cli.results import plot_course, show_outcome, tell_emulation
-    from tatami.cli.training import train
+    from tatami.cli.training import plot_course, show_outcome, tell_emulation, train
 
     job = prepared.job
     log_on_rank_0(comm)

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tatami.cli.devices import DEVICE_HELP
-from tatami.cli.numbers import MOST_RANKS, finite
+from tatami.cli.options import DEVICE_HELP, MOST_RANKS, finite
 from tatami.inputs import LARGEST_SEED
 from tatami.tiling import DEFAULT_PLANNER
 

@@ -1,4 +1,4 @@
-"""One rank of a training job, and what it found out."""
+"""One rank of a training job, what it found out, and how that is shown."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from rich.text import Text
 
 from tatami.cli.job import Prepared
-from tatami.cli.terminal import tell
+from tatami.cli.terminal import show, tell, width
 from tatami.clock import NO_PACE, Pace
 from tatami.comm import AbstractCommunicator
 from tatami.datasets import Dataset
 from tatami.progress import Progress
 from tatami.records import Records
-from tatami.report import CoursePoint
+from tatami.report import CoursePoint, blank, draw_course, draw_text, save
 from tatami.retiling import DecisionKind
 from tatami.testing.slowdown import Slowdown
 from tatami.tiled import Callback, History, Metric, Trainer, tile
 from tatami.tiling import Tiling
+from tatami.units import format_duration
 
 STEADY = 20
 """The time of an iteration is the median of so many last ones: after the first, slow ones, and after re-mappings."""
@@ -188,3 +190,53 @@ def _accuracy(trainer: Trainer, data: Dataset, *, batch_size: int) -> dict[str, 
 
     values = trainer.evaluate((data.x, data.y), batch_size=batch_size, metrics={name: metric(name) for name in names})
     return {name: values[name] for name in names}
+
+
+MATS_WIDTH = 72
+
+
+def tell_emulation(prepared: Prepared) -> None:
+    """That ranks are slowed, to what, and how much slower than real machines everything is."""
+    emulation = prepared.emulation
+    if emulation is None or prepared.machines is None:
+        return
+    speeds = " ".join(f"{name} {speed:g}" for name, speed in prepared.machines.speeds.items())
+    scale = ""
+    if emulation.scale > 1:
+        scale = f"; the ranks share too few cores, so all of it runs {emulation.scale:.2f} times slower than on such machines"
+    tell(f"emulated speeds: {speeds}{scale}", style="dim")
+
+
+def show_outcome(prepared: Prepared, outcome: TrainingOutcome) -> None:
+    """The table of one run, and its tiles at the end."""
+    job = prepared.job
+    task, history = prepared.task, outcome.history
+    what = "training samples" if task.test is task.train else "held out"
+    accuracy = ", ".join(f"{name} {100 * value:.1f} %" for name, value in outcome.accuracy.items())
+    stopped = {"loss": f"loss below {job.stop_below}", "epochs": "all epochs", "iterations": "all iterations"}
+    ended = f"after {len(history.losses)} iterations: {stopped[history.stopped]}"
+    rows = [
+        ("loss", f"{outcome.loss:.6g} ({task.loss_name}) {ended}"),
+        ("accuracy", f"{accuracy} of {task.test.samples} {what}"),
+        ("samples/s", f"{outcome.samples_per_s:,.0f}"),
+        ("iteration", f"{format_duration(outcome.iteration_s, digits=3)} of {outcome.batch_size} samples"),
+    ]
+    if checks := history.checks:
+        balance = f"slowest / fastest {checks[0].imbalance:.2f} at first, {checks[-1].imbalance:.2f} at last"
+        moves = sum(check.decision.remaps for check in checks)
+        rows.append(("balance", f"{balance}; {moves} re-mappings in {len(checks)} checks"))
+    rows += [(name, str(path)) for name, path in (("weights", job.save), ("log", job.log), ("course", job.plot)) if path]
+    ranks = f"{prepared.ranks} rank{'s' if prepared.ranks > 1 else ''}"
+    show(Text(f"{job.data} {task.net}, {ranks}, {job.method}", style="bold"))
+    for name, value in rows:
+        show(f"  {name:<9}  {value}")
+    if prepared.ranks > 1:
+        show("", draw_text(outcome.tiling, speeds=outcome.speeds, width=min(MATS_WIDTH, width())))
+
+
+def plot_course(outcomes: Sequence[tuple[str, TrainingOutcome]], path: Path, *, every: int, force: bool) -> None:
+    """The time per iteration of one or more runs, by name, with their re-mappings."""
+    figure, ax = blank()
+    for name, outcome in outcomes:
+        draw_course(ax, course(outcome.history, every=every), label=name)
+    save(figure, path, force=force)

@@ -8,18 +8,16 @@ from typing import Annotated
 
 import typer
 
+from tatami.cli.options import epilog
 from tatami.cli.terminal import show, show_json, tell
 from tatami.errors import InputError
 from tatami.report import Table
 from tatami.units import format_duration, format_size
 
-EPILOG = """
-[bold]Examples[/]
-
-tatami bench allreduce -n 4 --tune
-
-tatami tune --show
-"""
+EPILOG = epilog(
+    "tatami bench allreduce -n 4 --tune",
+    "tatami tune --show",
+)
 
 
 def tune(

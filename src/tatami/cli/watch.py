@@ -14,20 +14,17 @@ from rich.live import Live
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from tatami.cli.options import epilog
 from tatami.cli.terminal import is_terminal
 from tatami.clock import Clock, SystemClock
 from tatami.page import GrowingLog, RecordedRun, RunFacts, facts_of, read_run
 from tatami.page.facts import PHASES
 
-EPILOG = """
-[bold]Examples[/]
-
-tatami train -n 4 --retile --log run.jsonl &
-
-tatami watch run.jsonl
-
-Ends with Ctrl-C, or when the run has. `tatami report` makes a page of the same records.
-"""
+EPILOG = epilog(
+    "tatami train -n 4 --retile --log run.jsonl &",
+    "tatami watch run.jsonl",
+    "Ends with Ctrl-C, or when the run has. `tatami report` makes a page of the same records.",
+)
 _LOOK_S = 0.5
 _SETTLED_LOOKS = 6
 """After the last record of a `fit` there may come another `fit`: only so much later the run has ended."""

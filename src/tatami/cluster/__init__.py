@@ -1,8 +1,7 @@
 """What machines there are."""
 
 from tatami.cluster.cluster import LOCAL_LINK, NETWORK_LINK, Cluster, Link, Processor
-from tatami.cluster.speed_table import SpeedTable, at_sizes, fastest, speed_at
-from tatami.cluster.speeds import check_speeds, parse_speeds
+from tatami.cluster.speed_table import SpeedTable, at_sizes, check_speeds, fastest, parse_speeds, speed_at
 from tatami.cluster.toml import cluster_toml, read_cluster, write_cluster
 
 __all__ = [

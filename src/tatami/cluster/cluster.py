@@ -10,8 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from tatami.cluster.speed_table import SpeedTable
-from tatami.cluster.speeds import speed_problem
+from tatami.cluster.speed_table import SpeedTable, speed_problem
 from tatami.errors import ClusterError, shortened
 from tatami.units import LARGEST_BANDWIDTH_BYTES_PER_S, format_duration, parse_size
 

@@ -14,8 +14,7 @@ import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
 from tatami.cluster.cluster import MOST_PROCESSORS, Link, Processor, link_problems
-from tatami.cluster.speed_table import SpeedTable, points_problem
-from tatami.cluster.speeds import speed_problem
+from tatami.cluster.speed_table import SpeedTable, points_problem, speed_problem
 from tatami.errors import InputError, shortened
 from tatami.units import parse_bandwidth, parse_duration, parse_flop, parse_size, parse_speed
 

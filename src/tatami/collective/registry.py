@@ -69,17 +69,9 @@ class Algorithm:
     build: Callable[[Problem], Schedule]
 
 
-def _torus_native(problem: Problem) -> Schedule:
-    return torus(problem.ranks, problem.size, grid=problem.chosen_grid(), across=native, within=NATIVE_HALVES)
-
-
 def _torus_put(problem: Problem, scatter: Halves = RING_HALVES) -> Schedule:
     grid, across = problem.chosen_grid(), problem.flat()
     return torus_put(problem.ranks, problem.size, grid=grid, across=across, sync=problem.sync, scatter=scatter)
-
-
-def _torus_accumulate(problem: Problem) -> Schedule:
-    return _torus_put(problem, accumulate_halves(sync=problem.sync, fixed_order=problem.fixed_order))
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -100,12 +92,16 @@ ALGORITHMS: dict[str, Algorithm] = {
             summary="2D torus: reduce-scatter by row, all-reduce by column, all-gather by row",
             build=lambda p: torus(p.ranks, p.size, grid=p.chosen_grid(), across=p.flat()),
         ),
-        Algorithm(name="torus_native", summary="2D torus of native collectives", build=_torus_native),
+        Algorithm(
+            name="torus_native",
+            summary="2D torus of native collectives",
+            build=lambda p: torus(p.ranks, p.size, grid=p.chosen_grid(), across=native, within=NATIVE_HALVES),
+        ),
         Algorithm(name="torus_put", summary="2D torus whose rows gather by put", build=_torus_put),
         Algorithm(
             name="torus_accumulate",
             summary="2D torus whose rows scatter by accumulate and gather by put",
-            build=_torus_accumulate,
+            build=lambda p: _torus_put(p, accumulate_halves(sync=p.sync, fixed_order=p.fixed_order)),
         ),
         Algorithm(
             name="accumulate",

@@ -4,10 +4,9 @@ from tatami.comm.allreduce import AllReduce, AllReduceSpec, release, tuned_allre
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.detect import BACKENDS, init
 from tatami.comm.launch import run
-from tatami.comm.recording import Call, Recording
 from tatami.comm.reduction import Op, Reduction
 from tatami.comm.threads import run_threads
-from tatami.comm.wrapper import WrappedCommunicator
+from tatami.comm.wrapper import Call, Recording, WrappedCommunicator
 
 __all__ = [
     "BACKENDS",

@@ -20,10 +20,9 @@ from tatami.clock import Clock, SystemClock
 from tatami.collective import Sync
 from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest
 from tatami.comm.checked import MAX_TAG
-from tatami.comm.mpi_roll_call import MpiRollCall
 from tatami.comm.mpi_window import AbstractMpiCommunicator, MpiSharedWindow, MpiWindow
 from tatami.comm.reduction import Op, combine
-from tatami.comm.roll_call import AbstractRollCall, ProcessPlace
+from tatami.comm.roll_call import AbstractRollCall, MpiRollCall, ProcessPlace
 from tatami.comm.session import abandoned, load_mpi, say_goodbye_with, stop_all_ranks, takes_cuda
 from tatami.comm.transport import Transport
 from tatami.comm.wait import Waiting, wait_policy, wait_until

@@ -19,8 +19,8 @@ from tatami.collective import Sync
 from tatami.comm.checked import CheckedCommunicator
 from tatami.comm.meeting import CounterBarrier, notices, polls_before_yield
 from tatami.comm.reduction import Op
+from tatami.comm.session import WATCHDOG
 from tatami.comm.wait import WaitPolicy
-from tatami.comm.watchdog import WATCHDOG
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow, check_access, check_epoch_call, check_window_open
 from tatami.errors import InputError
 

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from types import ModuleType
+from typing import Any, Self, final
+
+from tatami.clock import Clock
 
 SHORTEST_S, LONGEST_S = 1.0, 5.0
 """How long answers are waited for: a tenth of the time that was waited before, within these bounds."""
@@ -116,3 +121,114 @@ def _silence_of(place: ProcessPlace, own: ProcessPlace) -> str:
     if state in "Tt":
         return f"was stopped by a signal: `kill -CONT {place.pid}` lets it go on"
     return "is alive, but does not wait for other ranks: it computes, or waits for something else"
+
+
+_COUNT_EVERY_S = 0.25
+_STORE_LOOK_S = 0.05
+
+
+@final
+class StoreRollCall(AbstractRollCall):
+    """Over a store of torch.distributed that only these ranks use: those that wait for long count there. Collective to make."""
+
+    def __init__(self, store: Any, *, rank: int, places: Sequence[ProcessPlace], clock: Clock) -> None:
+        super().__init__(rank=rank, places=places)
+        self._store = store
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._count = 0
+        self._counted_s = float("-inf")
+        store.set(str(rank), "0")
+
+    def answer(self, doing: str) -> None:
+        with self._lock:
+            if self._clock.now_s() < self._counted_s + _COUNT_EVERY_S:
+                return
+            self._counted_s = self._clock.now_s()
+            self._count += 1
+            text = f"{self._count} {doing}"
+        with suppress(RuntimeError):  # the process that keeps the store has ended
+            self._store.set(str(self.rank), text)
+
+    def ask(self, doing: str, *, patience_s: float) -> dict[int, str]:
+        found: dict[int, str] = {}
+        with suppress(RuntimeError):
+            others = [rank for rank in range(len(self.places)) if rank != self.rank]
+            before = self._read(others)
+            end_s = self._clock.now_s() + patience_s
+            while len(found) < len(others) and self._clock.now_s() < end_s:
+                self.answer(doing)
+                self._clock.sleep(_STORE_LOOK_S)
+                now = self._read(others)
+                found = {rank: text.partition(" ")[2] for rank, text in now.items() if text != before[rank]}
+        return found
+
+    def _read(self, ranks: Sequence[int]) -> dict[int, str]:
+        return {rank: self._store.get(str(rank)).decode(errors="replace") for rank in ranks}
+
+
+_QUESTION, _ANSWER = 0, 1
+_NUMBER_BYTES = 8
+_MESSAGE_BYTES = 256
+"""So small that MPI takes a message to a rank that does not receive it."""
+_MPI_LOOK_S = 2e-3
+
+
+@final
+class MpiRollCall(AbstractRollCall):
+    """By small messages, looked for only by ranks that wait for long. Takes over `comm`, an mpi4py communicator of its own."""
+
+    def __init__(self, comm: Any, *, mpi: ModuleType, places: Sequence[ProcessPlace], clock: Clock) -> None:
+        super().__init__(rank=comm.Get_rank(), places=places)
+        self._comm = comm
+        self._mpi = mpi
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._number = 0
+        self._sent: list[tuple[Any, bytes]] = []
+
+    def answer(self, doing: str) -> None:
+        if self._lock.acquire(blocking=False):  # another thread of this rank answers already
+            try:
+                self._answer_all(doing)
+            finally:
+                self._lock.release()
+
+    def ask(self, doing: str, *, patience_s: float) -> dict[int, str]:
+        found: dict[int, str] = {}
+        with self._lock:
+            self._number += 1
+            others = [rank for rank in range(len(self.places)) if rank != self.rank]
+            for rank in others:
+                self._send(_number_bytes(self._number), rank, _QUESTION)
+            end_s = self._clock.now_s() + patience_s
+            while len(found) < len(others) and self._clock.now_s() < end_s:
+                self._answer_all(doing)
+                while (came := self._receive(_ANSWER)) is not None:
+                    rank, message = came
+                    if message[:_NUMBER_BYTES] == _number_bytes(self._number):  # and not of an earlier question
+                        found[rank] = message[_NUMBER_BYTES:].decode(errors="replace")
+                self._clock.sleep(_MPI_LOOK_S)
+        return found
+
+    def _answer_all(self, doing: str) -> None:
+        text = doing.encode()[: _MESSAGE_BYTES - _NUMBER_BYTES]
+        while (came := self._receive(_QUESTION)) is not None:
+            rank, message = came
+            self._send(message[:_NUMBER_BYTES] + text, rank, _ANSWER)
+
+    def _send(self, message: bytes, rank: int, tag: int) -> None:
+        self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]
+        self._sent.append((self._comm.Isend([message, self._mpi.BYTE], rank, tag), message))
+
+    def _receive(self, tag: int) -> tuple[int, bytes] | None:
+        status = self._mpi.Status()
+        if not self._comm.Iprobe(self._mpi.ANY_SOURCE, tag, status):
+            return None
+        room = bytearray(status.Get_count(self._mpi.BYTE))
+        self._comm.Recv([room, self._mpi.BYTE], status.Get_source(), tag)
+        return status.Get_source(), bytes(room)
+
+
+def _number_bytes(number: int) -> bytes:
+    return number.to_bytes(_NUMBER_BYTES, "little")

@@ -26,8 +26,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest
-from tatami.comm.roll_call import AbstractRollCall, ProcessPlace
-from tatami.comm.store_roll_call import StoreRollCall
+from tatami.comm.roll_call import AbstractRollCall, ProcessPlace, StoreRollCall
 from tatami.comm.tcp_mesh import TcpMesh
 from tatami.comm.threads import single_communicator
 from tatami.comm.torchdist_collectives import AbstractTorchdistCollectives

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from tatami.errors import DataError, InputError
 from tatami.inputs import check_seed
+
+
+@runtime_checkable
+class Samples(Protocol):
+    """A map-style data set: `len(data)` samples, each `data[i] == (x, y)`.
+
+    Every `torch.utils.data.Dataset` with a length is of this kind.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+Data = tuple[torch.Tensor, torch.Tensor] | Samples
+"""All inputs (samples, ...) and all targets (samples, ...) as tensors, or a map-style data set."""
+
 
 Accuracy = Callable[[torch.Tensor, torch.Tensor], dict[str, float]]
 """Shares of right answers by name, from outputs `(samples, outputs)` and their targets; the first one is the headline."""

@@ -1,13 +1,16 @@
-"""Operating-system processes, by machine and id."""
+"""Operating-system processes, by machine and id, and what ties those of Ray to Ray."""
 
 from __future__ import annotations
 
 import os
 import signal
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,3 +91,21 @@ def _status(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+@contextmanager
+def tethered() -> Iterator[None]:
+    """Around calls of Ray, and nothing of the user's: where they fail, as this node is dying, end the process.
+
+    Ray ends it too, a moment later. Until then a call gives "connection reset by peer" and the like, which must not be
+    told as an error of the user's code: that would stop the run, and a process that is gone does not.
+
+    Raises:
+        ObjectStoreFullError, OutOfDiskError: of Ray; these do not go away with the process.
+    """
+    try:
+        yield
+    except (ObjectStoreFullError, OutOfDiskError):
+        raise
+    except (RayError, OSError):
+        os._exit(1)

@@ -7,17 +7,42 @@ from typing import Any, Never
 
 import torch
 
+from tatami.comm.agreement import debugging
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
-from tatami.functions.agreement import agree
-from tatami.functions.calling import check_order
 from tatami.functions.channel import channel_of
 from tatami.functions.connecting import pseudo_connect
 from tatami.functions.exchange import Exchange, Outgoing
 from tatami.functions.location import user_location
 from tatami.functions.message import MessageKind
 from tatami.functions.replay import replayed
-from tatami.functions.structure import Packed, Structure, flatten, packed, unflatten, with_tensors
+from tatami.functions.structure import Packed, Structure, describe, flatten, packed, unflatten, with_tensors
+
+CALLS = {
+    "bcast": ("x, comm, root=0", "comm, x, root"),
+    "gather": ("x, comm, root=0", "comm, x, root"),
+    "scatter": ("xs, comm, root=0", "comm, xs, root"),
+    "allgather": ("x, comm", "comm, x"),
+    "alltoall": ("xs, comm", "comm, xs"),
+    "allreduce": ("x, comm", "comm, x"),
+    "reduce": ("x, comm, root=0", "comm, x, root"),
+    "reduce_scatter": ("xs, comm", "comm, xs"),
+}
+"""Our arguments, and the order of ChainerMN's."""
+
+
+def check_order(operation: str, comm: AbstractCommunicator, extra: tuple[object, ...]) -> None:
+    """Whether the second argument is the communicator, and the last that is not named.
+
+    Raises:
+        InputError: it is not.
+    """
+    if not extra and isinstance(comm, AbstractCommunicator):
+        return
+    ours, chainermns = CALLS[operation]
+    given = f"{2 + len(extra)} arguments without names" if extra else f"a {type(comm).__name__} as the second argument"
+    raise InputError(f"{operation} got {given}; call {operation}({ours}), which is not ChainerMN's order ({chainermns})")
+
 
 _NOTHING = packed(None)
 _OF_ROOT = ("bcast", "scatter")
@@ -226,3 +251,41 @@ def check_root(operation: str, comm: AbstractCommunicator, root: int) -> None:
     """
     if not 0 <= root < comm.size:
         raise InputError(f"{operation}: there is no rank {root}; this communicator has ranks 0 to {comm.size - 1}")
+
+
+def agree(
+    name: str, comm: AbstractCommunicator, *, root: int, pattern: Packed | None, same_shapes: bool, location: bytes
+) -> None:
+    """In debug mode, compare with all ranks.
+
+    Raises:
+        CommError: two ranks are about to do different things; names both.
+    """
+    if comm.size == 1 or not debugging():
+        return
+    channel = channel_of(comm)
+    number = channel.peer_reports.begin_collective(name, root, location)
+    peers = [rank for rank in range(comm.size) if rank != comm.rank]
+    mine = packed(_intention(pattern, same_shapes=same_shapes))
+    outgoing = [Outgoing(peer, number, mine, ()) for peer in peers]
+    sources = [(peer, number) for peer in peers]
+    meeting = Exchange(
+        channel,
+        name,
+        kind=int(MessageKind.COLLECTIVE),
+        tag=root,
+        outgoing=outgoing,
+        sources=sources,
+        location=location,
+        pattern=mine,
+        same_shapes=True,
+    )
+    meeting.move(())
+
+
+def _intention(pattern: Packed | None, *, same_shapes: bool) -> str:
+    if pattern is None:
+        return "anything"
+    if same_shapes:
+        return describe(pattern.spec)
+    return ", ".join(str(leaf.dtype).removeprefix("torch.") for leaf in pattern.leaves)

@@ -9,8 +9,7 @@ import torch
 
 from tatami.collective.direct import sends_whole
 from tatami.comm.base import AbstractCommunicator
-from tatami.functions.calling import check_order
-from tatami.functions.collectives import check_root, collective, one_for_each
+from tatami.functions.collectives import check_order, check_root, collective, one_for_each
 from tatami.functions.replay import replayed
 from tatami.functions.structure import Structure, flatten, unflatten
 

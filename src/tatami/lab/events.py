@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tatami.cluster.speeds import check_speeds
+from tatami.cluster.speed_table import check_speeds
 from tatami.errors import InputError
 from tatami.units import parse_bandwidth, parse_duration, parse_speed
 

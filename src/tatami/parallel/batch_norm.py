@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from typing import Any, TypeVar
+
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tatami import functions
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import CommError, InputError
+from tatami.errors import CommError, InputError, ModelError
+from tatami.inputs import check_at_least
 from tatami.parallel.spanning import AbstractSpanning
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -54,8 +59,7 @@ class MultiNodeBatchNorm(AbstractSpanning, _BatchNorm):
         Raises:
             InputError: no channels.
         """
-        if num_features < 1:
-            raise InputError(f"num_features must be at least 1, not {num_features}")
+        check_at_least(1, num_features=num_features)
         # torch's own arguments by position: nn.Module takes none, and AbstractSpanning comes before _BatchNorm.
         _BatchNorm.__init__(self, num_features, eps, momentum, affine, track_running_stats, device, dtype)
         self.comm = comm
@@ -135,3 +139,41 @@ class MultiNodeBatchNorm(AbstractSpanning, _BatchNorm):
         share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_((variance * total / (total - 1)).to(self.running_var.dtype), share)
+
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def create_mnbn_model(model: Module, comm: AbstractCommunicator) -> Module:
+    """A copy of `model` with a `MultiNodeBatchNorm` in place of each nn.BatchNorm1d, 2d, 3d and nn.SyncBatchNorm.
+
+    Everything else is a deep copy: values, settings, hooks, and what was shared in `model` is shared in the copy.
+
+    Args:
+        model: a network; a batch normalization by itself becomes a MultiNodeBatchNorm.
+        comm: the ranks.
+
+    Raises:
+        ModelError: a batch normalization that does not know its channels yet, or with a forward of its own; names it.
+    """
+    memo: dict[int, Any] = {id(comm): comm}
+    replaced: list[tuple[nn.Module, MultiNodeBatchNorm]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            _check(name, module)
+            twin = memo[id(module)] = MultiNodeBatchNorm.__new__(MultiNodeBatchNorm)
+            replaced.append((module, twin))
+    # All twins are known before any is filled: a hook of one may refer to another, or to the model.
+    for module, twin in replaced:
+        twin.__dict__.update({**deepcopy(module.__dict__, memo), "comm": comm})
+    copy: Module = deepcopy(model, memo)
+    return copy
+
+
+def _check(name: str, module: _BatchNorm) -> None:
+    kind = type(module)
+    where = f"{name or 'the model'} is a {kind.__name__}"
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        raise ModelError(f"{where} that does not know its channels yet; run the model once, then convert it")
+    if kind.forward is not _BatchNorm.forward and not isinstance(module, nn.SyncBatchNorm | MultiNodeBatchNorm):
+        raise ModelError(f"{where} with a forward of its own, which the copy would lose; replace it by hand")

@@ -23,8 +23,8 @@ from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.tuning import tuned_bucket_bytes
 from tatami.errors import InputError, TrainingError
 from tatami.functions.structure import with_tensors
-from tatami.parallel.bucket_set import BucketSet
-from tatami.parallel.buckets import BUCKET_BYTES, check_wire, lay_buckets
+from tatami.inputs import check_at_least
+from tatami.parallel.buckets import BUCKET_BYTES, BucketSet, check_wire, lay_buckets
 from tatami.parallel.linear_gradients import LinearGradients
 from tatami.parallel.speed_shares import SpeedShares
 from tatami.parallel.synchronizing import broadcast_model, is_finite, refuse_not_finite
@@ -78,8 +78,7 @@ class DataParallel(nn.Module):
         super().__init__()
         self._shares = SpeedShares([1.0] * comm.size if speeds is None else speeds, comm, where="DataParallel")
         check_wire(wire)
-        if bucket_bytes is not None and bucket_bytes < 1:
-            raise InputError(f"bucket_bytes must be at least 1, not {bucket_bytes}")
+        check_at_least(1, bucket_bytes=bucket_bytes)
         self.module = module
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._names = [name for name, _ in named]

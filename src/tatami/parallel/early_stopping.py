@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
+from tatami.inputs import check_at_least
 from tatami.parallel.evaluating import Measured, weighted_means
 
 _NAME = "value"
@@ -45,8 +46,7 @@ class EarlyStopping:
         mode: Literal["min", "max"] = "min",
         min_delta: float = 0.0,
     ) -> None:
-        if patience < 1:
-            raise InputError(f"patience must be at least 1, not {patience}")
+        check_at_least(1, patience=patience)
         if mode not in ("min", "max"):
             raise InputError(f"mode must be 'min' or 'max', not {mode!r}")
         self._monitor = monitor

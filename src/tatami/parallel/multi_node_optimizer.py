@@ -22,8 +22,7 @@ from torch import nn
 from tatami.comm.agreement import debugging
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
-from tatami.parallel.bucket_set import BucketSet
-from tatami.parallel.buckets import BUCKET_BYTES, check_wire, lay_buckets
+from tatami.parallel.buckets import BUCKET_BYTES, BucketSet, check_wire, lay_buckets
 from tatami.parallel.synchronizing import broadcast_model, check_finite, check_same_tensors
 
 

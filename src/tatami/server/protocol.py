@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tatami.errors import InputError
+from tatami.inputs import check_at_least
 from tatami.server.consistency import BSP, AbstractConsistency
 from tatami.server.recovery import AbstractRecovery, FromServers
 
@@ -45,19 +46,9 @@ class Protocol:
     save_every: int | None = None
 
     def __post_init__(self) -> None:
-        least = {
-            "rounds": 0,
-            "workers": 1,
-            "servers": 1,
-            "shards": 1,
-            "spares": 0,
-            "restarts": 0,
-            "min_workers": 1,
-            "replicas": 1,
-        }
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise InputError(f"{name} must be at least {smallest}, not {getattr(self, name)}")
+        check_at_least(0, rounds=self.rounds, spares=self.spares, restarts=self.restarts)
+        check_at_least(1, workers=self.workers, servers=self.servers, shards=self.shards)
+        check_at_least(1, min_workers=self.min_workers, replicas=self.replicas)
         if self.save_every is not None and self.save_every < 1:
             raise InputError(f"save_every must be at least 1 round, not {self.save_every}")
         if self.replicas > self.servers:

@@ -18,7 +18,6 @@ from tatami.engine.silence import Listening, look
 from tatami.errors import CheckpointError, ModelError, NotFiniteError, TrainingError
 from tatami.server import actions as act
 from tatami.server import events as ev
-from tatami.server.aftermath import aftermath
 from tatami.server.ledger import Ledger, Sink
 from tatami.server.optimizers import Vector
 from tatami.server.pieces import cut
@@ -28,9 +27,8 @@ from tatami.server.run_control import RunControl
 from tatami.server.server_process import ServerProcess
 from tatami.server.standing import RunPhase
 from tatami.server.state import Coordinator
-from tatami.server.storage import Published, Storage
-from tatami.server.terms import Terms
-from tatami.server.witness import Witness
+from tatami.server.storage import Published, Storage, Terms
+from tatami.server.witness import Witness, aftermath
 from tatami.server.worker_process import TaskOutcome, WorkerProcess, packed
 
 _TICK_S = 0.05

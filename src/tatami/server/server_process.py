@@ -6,8 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tatami.engine.processes import Identity, identity
-from tatami.engine.tether import tethered
+from tatami.engine.processes import Identity, identity, tethered
 from tatami.server.actions import ApplyShard, Contribution, SumShard
 from tatami.server.mail import posted
 from tatami.server.optimizers import AbstractOptimizer, Vector

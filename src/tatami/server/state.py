@@ -10,12 +10,10 @@ from __future__ import annotations
 from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.actions import Action, Cause, Contribution
-from tatami.server.commit import Commit
-from tatami.server.fleet import Fleet
-from tatami.server.place import Place, Status
+from tatami.server.fleet import Commit, Fleet
 from tatami.server.protocol import Protocol
 from tatami.server.recovery import Remedy
-from tatami.server.roster import Roster
+from tatami.server.roster import Place, Roster, Status
 from tatami.server.saving import Saved, Saving
 from tatami.server.standing import RunPhase, Standing
 from tatami.server.upkeep import Upkeep

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 
-from tatami.datasets.samples import Data
-from tatami.engine.ray_engine import require_ray
-from tatami.errors import InputError
+from tatami.clock import SystemClock
+from tatami.cluster.cores import memory_here
+from tatami.datasets.dataset import Data
+from tatami.engine.by_value import by_value
+from tatami.engine.ray_engine import engine, require_ray
+from tatami.engine.ray_watch import RayWatch, ray_processes
+from tatami.errors import CheckpointError, InputError
 from tatami.server import checkpoints
-from tatami.server.launch import run_training
-from tatami.server.learner import LossFn, ModelFn
+from tatami.server.learner import Course, LossFn, ModelFn, TrainingSpec, flatten, signature
+from tatami.server.optimizers import AbstractOptimizer, Vector
+from tatami.server.pieces import cut
+from tatami.server.protocol import Protocol
 from tatami.server.recovery import Checkpoint
 from tatami.server.report import RunReport
 from tatami.server.run_context import RunContext
 from tatami.server.run_settings import RunSettings
-from tatami.server.training_spec import TrainingSpec
+from tatami.server.saving import Saved
+from tatami.server.shard import COUNT, PARAMETERS
+from tatami.server.state import Coordinator
+from tatami.server.storage import Terms
+from tatami.server.witness import Witness
+from tatami.units import format_size
 
 
 def train(
@@ -101,3 +115,124 @@ def resume(
     settings = settings or RunSettings.read(folder)
     spec = TrainingSpec(model_fn=model_fn, loss_fn=loss_fn, dataset=dataset)
     return run_training(spec, settings, folder=folder, resumes=True, context=context or RunContext())
+
+
+_WORKER_BYTES = 180_000_000
+"""Of a process that has loaded torch; measured, without what it shares with others."""
+_SERVER_BYTES = 55_000_000
+_LEAST_PATIENCE_S = 4.0
+"""How long a worker waits for a server's answer at first. It is for servers that die and send nothing."""
+
+
+def run_training(
+    spec: TrainingSpec, settings: RunSettings, *, folder: Path | None, resumes: bool, context: RunContext
+) -> tuple[nn.Module, RunReport]:
+    """Train, from the start or from the last checkpoint in `folder`. Returns and raises as `tatami.server.train`."""
+    ray = require_ray()
+    if context.address is None and not ray.is_initialized():
+        _check_room(settings)
+    model = spec.model(seed=settings.seed)
+    first = flatten([parameter.detach() for parameter in model.parameters() if parameter.requires_grad]).copy()
+    if settings.servers > len(first):
+        raise InputError(
+            f"{settings.servers} servers, but only {len(first)} parameters to hold; at most {len(first)} servers can help"
+        )
+    protocol = settings.protocol()
+    course = Course(samples=spec.samples(), batch_size=settings.batch_size, seed=settings.seed, speeds=settings.speeds)
+    facts: dict[str, Any] = {
+        "model": signature(model),
+        "samples": course.samples,
+        "batch_size": settings.batch_size,
+        "seed": settings.seed,
+        "optimizer": repr(settings.optimizer),
+    }
+    saved, snapshots = (None, None)
+    if resumes and folder is not None:
+        saved, snapshots = _stored(folder, facts, protocol=protocol, first=first, optimizer=settings.optimizer)
+    if folder is not None:
+        settings.write(folder)
+
+    from tatami.server.runtime import Runtime
+    from tatami.server.worker_process import WorkerSpec
+
+    worker_spec = WorkerSpec(
+        model_fn=spec.model_fn,
+        loss_fn=spec.loss_fn,
+        course=course,
+        protocol=protocol,
+        hook=context.on_phase,
+        patience_s=max(_LEAST_PATIENCE_S, 2 * settings.heartbeat_s),
+    )
+    with by_value(spec.model_fn, spec.loss_fn, context.on_phase):
+        pickled_spec = ray.cloudpickle.dumps(worker_spec)
+    terms = Terms(
+        protocol=protocol,
+        pickled_spec=pickled_spec,
+        data=spec.dataset,
+        first=first,
+        signature=signature(model),
+        optimizer=settings.optimizer,
+        clip_norm=settings.clip_norm,
+        whole_batch=None if protocol.consistency.lockstep else min(settings.batch_size, course.samples),
+        directory=folder,
+        heartbeat_s=settings.heartbeat_s,
+        facts=facts,
+        snapshots=snapshots,
+    )
+    start = 0 if saved is None else saved.version
+    with (
+        Witness(recovery=settings.recovery.name, start=start, report=context.report, directory=folder) as witness,
+        engine(address=context.address),
+        RayWatch(ray_processes(ray), clock=SystemClock(), tell=witness.fault) as watch,
+    ):
+        runtime = Runtime(Coordinator(protocol, resumed=saved), terms=terms, context=context, watch=watch, witness=witness)
+        try:
+            parameters, outcome = runtime.run()
+        finally:
+            if context.report is not None:
+                runtime.control.report().save(context.report, force=True)
+    _load(model, parameters)
+    return model, outcome
+
+
+def _check_room(settings: RunSettings) -> None:
+    """Whether the processes fit into this machine's memory, before the first of them is started."""
+    computing = settings.workers + settings.spares
+    needed = computing * _WORKER_BYTES + settings.servers * _SERVER_BYTES
+    there = memory_here()
+    if needed > there:
+        raise InputError(
+            f"{computing} workers and spares and {settings.servers} servers need {format_size(needed, digits=3)} of memory "
+            f"before they hold anything, and this machine has {format_size(there, digits=3)}; start fewer, or give the "
+            "address of a Ray cluster"
+        )
+
+
+def _stored(
+    folder: Path, facts: dict[str, Any], *, protocol: Protocol, first: Vector, optimizer: AbstractOptimizer
+) -> tuple[Saved, tuple[dict[str, Any], ...]]:
+    stored = checkpoints.read(folder)
+    for name, value in facts.items():
+        if stored.terms.get(name) != value:
+            raise InputError(f"{folder} is of another run: its {name} is {stored.terms.get(name)!r}, here it is {value!r}")
+    for problem in stored.problems:
+        warnings.warn(f"{problem}; version {stored.saved.version} is used", stacklevel=4)
+    held = {name for snapshot in stored.snapshots for name in snapshot}
+    needed = {PARAMETERS, COUNT, *optimizer.slots}
+    found = sum(len(snapshot[PARAMETERS]) for snapshot in stored.snapshots)
+    kind = stored.snapshots[0][PARAMETERS].dtype
+    if (found, kind) != (len(first), first.dtype) or held != needed:
+        raise CheckpointError(
+            f"{folder} is of another run: it holds {found} parameters of {kind} with {', '.join(sorted(held))}; "
+            f"here are {len(first)} of {first.dtype} with {', '.join(sorted(needed))}"
+        )
+    stretches = cut(len(first), shards=protocol.shards)
+    return stored.saved, tuple(checkpoints.recut(stored.snapshots, stretches=stretches))
+
+
+def _load(model: nn.Module, parameters: Any) -> None:
+    flat, start = torch.from_numpy(parameters), 0
+    with torch.no_grad():
+        for parameter in (each for each in model.parameters() if each.requires_grad):
+            parameter.copy_(flat[start : start + parameter.numel()].view_as(parameter))
+            start += parameter.numel()

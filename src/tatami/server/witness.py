@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tatami.server.aftermath import aftermath
 from tatami.server.report import Failure, RunReport, with_costs
 
 _END_S = 10.0
@@ -143,6 +142,24 @@ def main() -> None:
     if path is not None:
         report.save(path, force=True)
     print(f"error: {message}{aftermath(report=path, directory=directory)}", file=sys.stderr, flush=True)
+
+
+def aftermath(*, report: Path | str | None, directory: Path | str | None) -> str:
+    """Sentences, each with a space before it, for the end of an error; "" where the run leaves nothing.
+
+    Args:
+        report: the file that says what happened.
+        directory: of checkpoints.
+    """
+    from tatami.server import checkpoints  # brings numpy, which the witness needs at its end only
+
+    said = "" if report is None else f" What happened is in {report}."
+    if directory is not None and (saved := checkpoints.versions(Path(directory))):
+        said += (
+            f" The state of version {saved[-1]} is saved in {directory}: "
+            f"`tatami server resume {directory}` or tatami.server.resume({str(directory)!r}, ...) goes on from there."
+        )
+    return said
 
 
 if __name__ == "__main__":

@@ -15,9 +15,8 @@ import torch
 from ray import cloudpickle
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 
-from tatami.datasets.samples import Data
-from tatami.engine.processes import Identity, identity
-from tatami.engine.tether import tethered
+from tatami.datasets.dataset import Data
+from tatami.engine.processes import Identity, identity, tethered
 from tatami.server.actions import Contribution, SendTask
 from tatami.server.learner import Course, Learner, LossFn, ModelFn, signature
 from tatami.server.mail import is_reference, posted

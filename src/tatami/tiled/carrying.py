@@ -34,12 +34,17 @@ def carry(
     for request in requests:
         request.wait()
     for peer, room in rooms.items():
-        position = 0
-        for view in incoming[peer]:
-            # A clone starts at an aligned address whatever came before it in the message.
-            view.copy_(room[position : position + _bytes(view)].clone().view(view.dtype).view(view.shape))
-            position += _bytes(view)
+        unpack(room, incoming[peer])
     return sum(bundle.numel() for bundle in packed.values())
+
+
+def unpack(room: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+    """Fill `views` from the bytes of `room`, (bytes,), in which they lie one after the other."""
+    position = 0
+    for view in views:
+        # A clone starts at an aligned address whatever came before it in the message.
+        view.copy_(room[position : position + _bytes(view)].clone().view(view.dtype).view(view.shape))
+        position += _bytes(view)
 
 
 def units_of(tiling: Tiling, name: str) -> Span:
@@ -48,11 +53,24 @@ def units_of(tiling: Tiling, name: str) -> Span:
     return Span(0, 0) if tile is None else tile.units
 
 
-def room_for(rows: Rows, *, units: int) -> torch.Tensor:
-    """An uninitialised tensor like that of `rows`, of so many units."""
+def counted_from(origin: Span, span: Span) -> Span:
+    """`span` of the unit axis, counted from the first unit of `origin`."""
+    return Span(span.start - origin.start, span.stop - origin.start) if span.size else Span(0, 0)
+
+
+def room_for(rows: Rows, *, units: int, device: str | None = None) -> torch.Tensor:
+    """An uninitialised tensor like that of `rows`, of so many units; on its device, or another."""
     shape = list(rows.tensor.shape)
     shape[rows.runs.axis] = units * rows.runs.per_unit
-    return rows.tensor.new_empty(shape)
+    return rows.tensor.new_empty(shape, device=device)
+
+
+def elementwise(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What an optimizer keeps for every element of a tensor, in the same order on every rank."""
+    state = optimizer.state.get(tensor, {})
+    return {
+        key: state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor) and state[key].shape == tensor.shape
+    }
 
 
 def put(tensor: torch.Tensor, replacement: torch.Tensor) -> None:

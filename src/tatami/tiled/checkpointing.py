@@ -13,6 +13,7 @@ from typing import Any
 from tatami.checkpoints import MultiNodeCheckpoint
 from tatami.checkpoints.state_codec import State
 from tatami.errors import CheckpointError, InputError
+from tatami.inputs import check_at_least
 from tatami.tiled.batches import AbstractBatches
 from tatami.tiled.model import TiledModel
 from tatami.tiled.moving import move
@@ -46,10 +47,7 @@ class ModelCheckpoint:
     copies: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("every_n_train_steps", "every_n_epochs"):
-            every = getattr(self, name)
-            if every is not None and every < 1:
-                raise InputError(f"{name} must be at least 1, not {every}")
+        check_at_least(1, every_n_train_steps=self.every_n_train_steps, every_n_epochs=self.every_n_epochs)
         if self.interval_s is not None and self.interval_s <= 0:
             raise InputError(f"train_time_interval must be above 0, not {self.train_time_interval}")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from tatami.datasets.samples import Samples
+from tatami.datasets.dataset import Samples
 from tatami.errors import InputError
 from tatami.tiled.batches import AbstractBatches
 from tatami.tiled.indexed_batches import IndexedBatches, is_tensors

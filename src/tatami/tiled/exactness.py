@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -88,3 +89,18 @@ def _refuse_random_functions(model: nn.Module) -> None:
                 "machine does. Use a torch.nn.Dropout layer, or give tatami.tile random='local', with which every column "
                 "draws its own"
             )
+
+
+def refuse_compiling() -> None:
+    """
+    Raises:
+        ModelError: this runs under `torch.compile`.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing was ever compiled, and to import it takes seconds
+        return
+    frames: Any = torch._C._dynamo.eval_frame
+    if frames.get_eval_frame_callback() is not None:
+        raise ModelError(
+            "torch.compile follows a tiled model into the sums over its ranks, which it cannot compile. Call the tiled model "
+            "outside of torch.compile; on one rank alone it may be compiled"
+        )

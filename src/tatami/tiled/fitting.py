@@ -10,14 +10,11 @@ from typing import Any, TypeVar
 from tatami.errors import InputError
 from tatami.tiled.batches import AbstractBatches, LocalBatch
 from tatami.tiled.checkpointing import ModelCheckpoint, TrainingCheckpoints, progress_state, restore_progress
-from tatami.tiled.evaluating import evaluate
-from tatami.tiled.history import History
-from tatami.tiled.limits import Limits
-from tatami.tiled.metrics import Metric
+from tatami.tiled.evaluating import Metric, evaluate
 from tatami.tiled.recording import RunRecorder
 from tatami.tiled.repairing import BeginAgain, RepairedUpdate, Repairs
 from tatami.tiled.retiling import Check
-from tatami.tiled.setup import TrainingPosition, TrainingSetup
+from tatami.tiled.setup import History, Limits, TrainingPosition, TrainingSetup
 from tatami.tiled.updating import Updated
 
 _STOP, _TIME, _WRITTEN, _DUE = "callback", "time", "written", "due"

@@ -17,7 +17,7 @@ from torch import nn
 
 from tatami.outputs import free_name
 from tatami.tiled.model import TiledModel
-from tatami.tiled.weights import write_model
+from tatami.tiled.state import write_model
 from tatami.tiling import Tiling
 
 FIRST = 10

@@ -22,11 +22,11 @@ from tatami.errors import ModelError
 from tatami.tiled.blocks import Blocks
 from tatami.tiled.context import RankContext
 from tatami.tiled.departing import Departures, buckets_of
-from tatami.tiled.link_times import LinkTimes
 from tatami.tiled.phases import IterationPhase, Phases
 from tatami.tiled.placement import Placement
 from tatami.tiled.rows import Rows
 from tatami.tiled.same_batch import different_sizes
+from tatami.tiled.stopwatch import LinkTimes
 from tatami.tiling.traffic import size_digits
 from tatami.workload import Workload
 

@@ -15,8 +15,8 @@ import torch
 
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.tiled.gradient_memory import GradientStage, GradientVector
-from tatami.tiled.link_times import LinkTimes
 from tatami.tiled.rows import Rows, blocks, flat_rows, pack
+from tatami.tiled.stopwatch import LinkTimes
 from tatami.tiled.vector_sum import VectorSum, wire_dtype
 from tatami.tiling import Span, Tiling
 from tatami.tiling.traffic import SumKind, gradient_sums, is_one_vector

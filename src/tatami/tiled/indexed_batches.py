@@ -10,8 +10,9 @@ from torch.utils.data import default_collate
 
 from tatami.comm.agreement import debugging, same_everywhere
 from tatami.comm.base import AbstractCommunicator
-from tatami.datasets.samples import Samples
+from tatami.datasets.dataset import Samples
 from tatami.errors import InputError
+from tatami.inputs import check_at_least
 from tatami.tiled.batch import cut_batch, on_device, samples_of, tensors_of
 from tatami.tiled.batches import AbstractBatches, LocalBatch
 from tatami.tiled.model import TiledModel
@@ -36,8 +37,7 @@ class IndexedBatches(AbstractBatches):
         self.num_samples: int = _length(data) if self._samples is None else len(data)
         if self.num_samples == 0:
             raise InputError(f"{name} is empty")
-        if batch_size < 1:
-            raise InputError(f"batch_size must be at least 1, not {batch_size}")
+        check_at_least(1, batch_size=batch_size)
         self.batch_size: int = min(batch_size, self.num_samples)
         self.num_batches: int = -(-self.num_samples // self.batch_size)
         self._seed = seed if self.num_batches > 1 else None

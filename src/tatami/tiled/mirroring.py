@@ -14,6 +14,7 @@ from torch import nn
 
 from tatami.comm.checked import as_bytes
 from tatami.comm.elastic import ElasticCommunicator
+from tatami.tiled.carrying import room_for, unpack
 from tatami.tiled.model import TiledModel
 from tatami.tiled.rows import Rows
 
@@ -77,11 +78,8 @@ class MirrorRows:
         requests = [comm.irecv(room, owner, tag=_TAG), comm.isend(bundle, keeper, tag=_TAG)]
         for request in requests:
             request.wait()
-        position = len(told)
-        for tensor, value, flag in zip(kept, came, room[:position].tolist(), strict=True):
-            size = value.numel() * value.element_size()
-            value.copy_(room[position : position + size].clone().view(value.dtype).view(value.shape))
-            position += size
+        unpack(room, [told, *came])
+        for tensor, value, flag in zip(kept, came, told.tolist(), strict=True):
             if not isinstance(tensor, nn.Parameter):
                 tensor.copy_(value)
             else:
@@ -99,7 +97,5 @@ def _values(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.
 
 
 def _copy_of_nothing(rows: Rows) -> torch.Tensor:
-    shape = list(rows.tensor.shape)
-    shape[rows.runs.axis] = 0
-    empty = rows.tensor.new_empty(shape)
+    empty = room_for(rows, units=0)
     return nn.Parameter(empty, rows.tensor.requires_grad) if isinstance(rows.tensor, nn.Parameter) else empty

@@ -19,27 +19,26 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError, TrainingError
 from tatami.tiled.batch import cut_batch, on_device, samples_of, tensors_of
 from tatami.tiled.blocks import Blocks, workload_of
-from tatami.tiled.compiling import refuse_compiling
+from tatami.tiled.carrying import units_of
 from tatami.tiled.context import ModuleContext, RankContext
-from tatami.tiled.cutting import cut_units_of, tensor_of
 from tatami.tiled.departing import leaving_early
 from tatami.tiled.describing import Description, describe
-from tatami.tiled.exactness import BATCH_NORMS
+from tatami.tiled.exactness import BATCH_NORMS, refuse_compiling
 from tatami.tiled.following.running import LocalForward
 from tatami.tiled.gradient_sums import GradientSums
-from tatami.tiled.link_times import LinkTimes
+from tatami.tiled.linear_pairs import TiledFirst, TiledSecond
 from tatami.tiled.local_draws import LocalDraws
 from tatami.tiled.losses import LossReduction, check_reduction, check_targets_count
 from tatami.tiled.norms import WholeNorms
 from tatami.tiled.optimizers import watch_optimizers
-from tatami.tiled.pair import TiledFirst, TiledSecond
 from tatami.tiled.phases import IterationPhase, Phases
 from tatami.tiled.placement import Placement, largest, place
 from tatami.tiled.registry import register
-from tatami.tiled.rows import ONE_EACH, Rows, UnitRuns
+from tatami.tiled.rows import ONE_EACH, Rows, UnitRuns, cut_units_of, tensor_of
 from tatami.tiled.same_batch import BatchWatch
 from tatami.tiled.scaling import watch_scalers
 from tatami.tiled.standing_in import with_stand_in, without_stand_in
+from tatami.tiled.stopwatch import LinkTimes
 from tatami.tiled.torch_norms import watch_norms
 from tatami.tiled.vertical import ColumnComm
 from tatami.tiled.weighing import PLAIN_VALUES, weighed
@@ -453,8 +452,7 @@ class TiledModel(nn.Module):
     def _units(self, block: int) -> tuple[Span, int]:
         """The units of a block that are here, and how many it has."""
         tiling = self.tilings[block]
-        tile = tiling.by_processor.get(self.name)
-        return Span(0, 0) if tile is None else tile.units, tiling.units
+        return units_of(tiling, self.name), tiling.units
 
     def _widths_of(self, samples: int) -> tuple[int, ...]:
         """The samples of every column."""

@@ -14,10 +14,10 @@ import torch
 from tatami.comm.agreement import same_everywhere
 from tatami.errors import PlanError
 from tatami.retiling.moves import Move, moves
-from tatami.tiled.carrying import carry, put, room_for, units_of
+from tatami.tiled.carrying import carry, counted_from, elementwise, put, room_for, units_of
 from tatami.tiled.model import TiledModel
 from tatami.tiled.rows import Rows
-from tatami.tiling import Layout, Span, Tiling
+from tatami.tiling import Layout, Tiling
 
 _TAG = 11
 
@@ -81,12 +81,9 @@ def _bundle(
     bundle = []
     for rows in rows_of_block:
         own = rows.tensor
-        state = optimizer.state.get(own, {}) if optimizer is not None else {}
-        elementwise = [
-            state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor) and state[key].shape == own.shape
-        ]
+        state = elementwise(optimizer, own).values() if optimizer is not None else ()
         beside = [tensor for tensor in (own.grad, companions.get(own)) if tensor is not None]
-        bundle += [Rows(tensor, rows.runs) for tensor in (own, *beside, *elementwise)]
+        bundle += [Rows(tensor, rows.runs) for tensor in (own, *beside, *state)]
     return bundle
 
 
@@ -98,7 +95,7 @@ def _keep(
         had, has = units_of(old, name), units_of(new, name)
         kept = had & has
         for source, target in zip(old_rows, new_rows, strict=True):
-            for view, kept_view in zip(target.cut(_shift(kept, has)), source.cut(_shift(kept, had)), strict=True):
+            for view, kept_view in zip(target.cut(counted_from(has, kept)), source.cut(counted_from(had, kept)), strict=True):
                 view.copy_(kept_view)
 
 
@@ -118,14 +115,9 @@ def _exchange(
         had, has = units_of(before[index], model.name), units_of(after[index], model.name)
         for each in plan:
             if each.dest == model.name:
-                views = [view for rows in laid[index] for view in rows.cut(_shift(each.units, has))]
+                views = [view for rows in laid[index] for view in rows.cut(counted_from(has, each.units))]
                 incoming.setdefault(rank_of[each.source], []).extend(views)
             if each.source == model.name:
-                views = [view for rows in bundles[index] for view in rows.cut(_shift(each.units, had))]
+                views = [view for rows in bundles[index] for view in rows.cut(counted_from(had, each.units))]
                 outgoing.setdefault(rank_of[each.dest], []).extend(views)
     return carry(model.comm, incoming=incoming, outgoing=outgoing, tag=_TAG)
-
-
-def _shift(span: Span, origin: Span) -> Span:
-    """`span` of the unit axis, counted from the first unit of `origin`."""
-    return Span(span.start - origin.start, span.stop - origin.start) if span.size else Span(0, 0)

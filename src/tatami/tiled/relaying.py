@@ -15,7 +15,7 @@ from torch import nn
 
 from tatami.cluster import Cluster
 from tatami.membership import Regroup, Take
-from tatami.tiled.carrying import carry, put, room_for, units_of
+from tatami.tiled.carrying import carry, counted_from, elementwise, put, room_for, units_of
 from tatami.tiled.mirroring import MirrorRows
 from tatami.tiled.model import TiledModel
 from tatami.tiled.placement import place
@@ -190,16 +190,9 @@ def _fill_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, kinds
 
 def _bundle(block: Sequence[Rows], optimizer: torch.optim.Optimizer) -> Bundle:
     """A block's tensors, and the optimizer's element-wise state of each, in the same order on every rank."""
-    bundle = []
-    for rows in block:
-        bundle.append(rows)
-        state = optimizer.state.get(rows.tensor, {}) if isinstance(rows.tensor, nn.Parameter) else {}
-        bundle += [
-            Rows(state[key], rows.runs)
-            for key in sorted(state)
-            if isinstance(state[key], torch.Tensor) and state[key].shape == rows.tensor.shape
-        ]
-    return bundle
+    return [
+        Rows(tensor, rows.runs) for rows in block for tensor in (rows.tensor, *elementwise(optimizer, rows.tensor).values())
+    ]
 
 
 def _of_tensors(takes: Sequence[Take], blocks: Sequence[TiledBlock]) -> list[Take]:
@@ -243,8 +236,7 @@ def _exchange(
 
 def _views(where: tuple[Bundle, Span], units: Span) -> list[torch.Tensor]:
     bundle, origin = where
-    span = Span(units.start - origin.start, units.stop - origin.start)
-    return [view for rows in bundle for view in rows.cut(span)]
+    return [view for rows in bundle for view in rows.cut(counted_from(origin, units))]
 
 
 def _kept_for(change: Regroup, name: str) -> str | None:

@@ -1,21 +1,25 @@
-"""What a Trainer trains with, and where it is."""
+"""What a Trainer trains with, where it is, when a call of `fit` ends, and what it did."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal
 
 import torch
 
 from tatami.clock import Clock
+from tatami.errors import InputError
+from tatami.inputs import check_at_least, check_finite
 from tatami.progress import Progress
 from tatami.records import Records
-from tatami.tiled.callbacks import Callbacks
 from tatami.tiled.good_state import GoodState
 from tatami.tiled.model import TiledModel
 from tatami.tiled.objective import Objective
-from tatami.tiled.retiling import Retiling
-from tatami.tiled.scheduling import LearningRate
+from tatami.tiled.retiling import Check, Retiling
+from tatami.tiled.scheduling import Callbacks, LearningRate
 from tatami.tiled.updating import Updates, UpdateSettings
+from tatami.units import parse_duration
 
 
 @dataclass(kw_only=True)
@@ -64,3 +68,71 @@ class TrainingSetup:
     record_every: int
     progress: Progress
     clock: Clock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The first that is reached ends it; the same on all ranks.
+
+    Attributes:
+        epochs: passes over the data.
+        iterations: updates.
+        stop_below: a loss.
+        max_time_s: by the clock of rank 0, after an update.
+    """
+
+    epochs: int | None = None
+    iterations: int | None = None
+    stop_below: float | None = None
+    max_time_s: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        epochs: int | None,
+        iterations: int | None,
+        stop_below: float | None,
+        max_time: str | float | timedelta | None,
+    ) -> Limits:
+        """
+        Args:
+            epochs, iterations, stop_below: as above.
+            max_time: "90 min", seconds, or a `timedelta`.
+
+        Raises:
+            InputError: none is given, or an invalid one.
+        """
+        if epochs is None and iterations is None and stop_below is None and max_time is None:
+            raise InputError("say when to stop: epochs, iterations, max_time or stop_below")
+        if stop_below is not None:
+            check_finite(stop_below, name="stop_below")
+        check_at_least(1, epochs=epochs, iterations=iterations)
+        seconds = None
+        if max_time is not None:
+            seconds = max_time.total_seconds() if isinstance(max_time, timedelta) else parse_duration(max_time)
+            if seconds <= 0:
+                raise InputError(f"max_time must be above 0, not {max_time}")
+        return cls(epochs=epochs, iterations=iterations, stop_below=stop_below, max_time_s=seconds)
+
+
+Stopped = Literal["epochs", "iterations", "loss", "time", "callback"]
+
+
+@dataclass(kw_only=True)
+class History:
+    """What a call of `fit` did.
+
+    Attributes:
+        losses: of every iteration: the loss over the samples of its update, before it.
+        iteration_s: of every iteration, as rank 0 saw it.
+        checks: every look at the balance.
+        validation: of every epoch, where validation data were given.
+        stopped: why it ended.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    iteration_s: list[float] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    validation: list[dict[str, float]] = field(default_factory=list)
+    stopped: Stopped = "epochs"

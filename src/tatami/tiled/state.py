@@ -1,13 +1,17 @@
-"""The ordinary, whole state dict of a tiled model: gathered from the ranks, and cut for them again."""
+"""The ordinary, whole state dict of a tiled model: gathered from the ranks, cut for them again, and kept in a file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
+from torch import nn
 
+from tatami.checkpoints.tensors import read_tensors, write_tensors_somewhere
 from tatami.comm.agreement import decided_on_root
 from tatami.errors import CheckpointError
+from tatami.tiled.carrying import room_for, units_of
 from tatami.tiled.model import TiledModel
 from tatami.tiled.rows import Rows, UnitRuns, cut_units
 from tatami.tiling import Span
@@ -52,21 +56,16 @@ def load_whole_state_dict(model: TiledModel, state: Mapping[str, torch.Tensor] |
             model.comm.bcast(whole, root=root)
             if name in sliced:
                 block, runs = sliced[name]
-                tile = model.tilings[block].by_processor.get(model.name)
-                whole = cut_units(whole, runs, tile.units if tile is not None else Span(0, 0))
+                whole = cut_units(whole, runs, units_of(model.tilings[block], model.name))
             own[name].copy_(whole)
 
 
 def whole_tensors(model: TiledModel) -> dict[str, torch.Tensor]:
     """Shape and dtype that every tensor of the state dict has in the plain model, as tensors without memory."""
-    tensors = {}
-    sliced = sliced_tensors(model)
-    for name, value in model.module.state_dict().items():
-        shape = list(value.shape)
-        if name in sliced:
-            block, runs = sliced[name]
-            shape[runs.axis] = model.tilings[block].units * runs.per_unit
-        tensors[name] = torch.empty(shape, dtype=value.dtype, device="meta")
+    tensors = {name: value.new_empty(value.shape, device="meta") for name, value in model.module.state_dict().items()}
+    for name, (block, runs) in sliced_tensors(model).items():
+        if name in tensors:
+            tensors[name] = room_for(Rows(tensors[name], runs), units=model.tilings[block].units)
     return tensors
 
 
@@ -83,16 +82,13 @@ def _gather(model: TiledModel, mine: Rows, *, block: int, root: int) -> torch.Te
         if comm.rank in holders and holders[comm.rank].size:
             comm.send(mine.tensor.contiguous(), root, tag=_TAG)
         return None
-    shape = list(mine.tensor.shape)
-    shape[mine.runs.axis] = tiling.units * mine.runs.per_unit
-    whole = Rows(torch.empty(shape, dtype=mine.tensor.dtype, device="cpu"), mine.runs)
+    whole = Rows(room_for(mine, units=tiling.units, device="cpu"), mine.runs)
     for rank, units in holders.items():
         if not units.size:
             continue
         held = mine.tensor
         if rank != root:
-            shape[mine.runs.axis] = units.size * mine.runs.per_unit
-            held = torch.empty(shape, dtype=mine.tensor.dtype, device="cpu")
+            held = room_for(mine, units=units.size, device="cpu")
             comm.recv(held, rank, tag=_TAG)
         for part, piece in zip(whole.cut(units), Rows(held, mine.runs).cut(Span(0, units.size)), strict=True):
             part.copy_(piece)
@@ -124,3 +120,59 @@ def check_state(expected: Mapping[str, torch.Tensor], state: Mapping[str, torch.
 
 def _can_be_taken(given: torch.dtype, wanted: torch.dtype) -> bool:
     return given == wanted or (given.is_floating_point and wanted.is_floating_point)
+
+
+def save_model(model: TiledModel, path: Path | str, *, force: bool = False) -> None:
+    """Write the ordinary state dict of the plain model. Collective: rank 0 writes.
+
+    What was trained is not lost where `path` cannot be had: it is written elsewhere then, and the error says where. To hear of
+    it before training, call `tatami.outputs.check_output` there.
+
+    Raises:
+        OutputExistsError: on every rank, if the file exists and `force` is not given; the weights are beside it.
+        CheckpointError: on every rank, if it cannot be written; the weights are in this or the temporary folder.
+        OSError: on every rank, if there is no place for them there, either.
+    """
+    write_model(model, Path(path), force=force, strict=True)
+
+
+def write_model(model: TiledModel, path: Path, *, force: bool, strict: bool) -> Path:
+    """As `save_model`; returns the file. Without `strict`, one that is not `path` is no error."""
+    state = whole_state_dict(model)
+
+    def write() -> Path:
+        where, problem = write_tensors_somewhere(path, state, force=force)
+        if problem is not None and strict:
+            raise problem
+        return where
+
+    # All ranks wait until the file is there: an error that nothing catches ends them all.
+    return decided_on_root(model.comm, write)
+
+
+def load_model(model: TiledModel, path: Path | str) -> None:
+    """Load what `save_model` wrote, or `safetensors.torch.save_file(plain.state_dict(), path)`. Collective: rank 0 reads.
+
+    Raises:
+        CheckpointError: on every rank, before anything is changed: no such file, damaged, or of another network (says which
+            tensors, which shapes and dtypes).
+    """
+    state: dict[str, torch.Tensor] = {}
+    decided_on_root(model.comm, lambda: state.update(read_tensors(path)))
+    try:
+        load_whole_state_dict(model, state)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def check_weights(model: nn.Module, path: Path | str) -> None:
+    """Whether the plain `model` could load the file, before any rank is started for it.
+
+    Raises:
+        CheckpointError: as `load_model`.
+    """
+    state = read_tensors(path)
+    try:
+        check_state(model.state_dict(), state)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error

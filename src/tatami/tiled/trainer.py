@@ -24,16 +24,12 @@ from tatami.records import Records
 from tatami.retiling import Retiler
 from tatami.tiled.batch import samples_of
 from tatami.tiled.batches import AbstractBatches
-from tatami.tiled.callbacks import Callbacks
 from tatami.tiled.checkpointing import ModelCheckpoint, TrainingCheckpoints
 from tatami.tiled.data import TrainingData, batches_of, comes_in_batches
-from tatami.tiled.evaluating import evaluate, predict
+from tatami.tiled.evaluating import Metric, evaluate, metrics_of, predict
 from tatami.tiled.fitting import Fit, Validation
 from tatami.tiled.good_state import GoodState
-from tatami.tiled.history import History
-from tatami.tiled.limits import Limits
 from tatami.tiled.losses import Loss, LossReduction
-from tatami.tiled.metrics import Metric, metrics_of
 from tatami.tiled.model import TiledModel
 from tatami.tiled.objective import Objective, TrainingStep
 from tatami.tiled.optimizers import check_optimizer
@@ -41,11 +37,11 @@ from tatami.tiled.precision import Precision
 from tatami.tiled.recording import RunPage
 from tatami.tiled.repairing import Repairs, repairs_of
 from tatami.tiled.retiling import Retiling, refuse_elastic
-from tatami.tiled.scheduling import LearningRate, LRSchedulerConfig, MakeScheduler
-from tatami.tiled.setup import TrainingPosition, TrainingSetup
+from tatami.tiled.scheduling import Callbacks, LearningRate, LRSchedulerConfig, MakeScheduler
+from tatami.tiled.setup import History, Limits, TrainingPosition, TrainingSetup
+from tatami.tiled.state import load_model, save_model
 from tatami.tiled.tile import tile as tile_network
 from tatami.tiled.updating import Updates, UpdateSettings
-from tatami.tiled.weights import load_model, save_model
 
 _Value = TypeVar("_Value")
 _SAMPLES = 4

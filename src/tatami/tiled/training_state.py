@@ -16,6 +16,7 @@ from torch import nn
 from tatami.checkpoints.sharing import share_out
 from tatami.checkpoints.state_codec import State
 from tatami.errors import CheckpointError
+from tatami.tiled.carrying import counted_from, elementwise, units_of
 from tatami.tiled.model import TiledModel
 from tatami.tiled.rows import Rows
 from tatami.tiled.state import check_state, sliced_tensors, whole_tensors
@@ -49,12 +50,12 @@ def shard_of(model: TiledModel, optimizer: torch.optim.Optimizer) -> State:
         if piece.writer != model.comm.rank:
             continue
         tensor = tensors[piece.name]
-        parts = {_VALUE: tensor, **_elementwise(optimizer, tensor)}
+        parts = {_VALUE: tensor, **elementwise(optimizer, tensor)}
         span = None
         if piece.units is not None:
             block, runs = sliced[piece.name]
             span = [piece.units.start, piece.units.stop]
-            here = _shifted(piece.units, _units_here(model, block))
+            here = counted_from(units_of(model.tilings[block], model.name), piece.units)
             parts = {key: _cut(Rows(part, runs), here) for key, part in parts.items()}
         pieces.append({"name": piece.name, "units": span, "tensors": {key: part.detach() for key, part in parts.items()}})
     return {"pieces": pieces}
@@ -69,7 +70,7 @@ def common_state(model: TiledModel, optimizer: torch.optim.Optimizer) -> State:
         own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]  # and not mirrors of others
         groups.append({"names": own, "settings": settings})
     counters = {
-        names[id(parameter)]: {key: value for key, value in state.items() if key not in _elementwise(optimizer, parameter)}
+        names[id(parameter)]: {key: value for key, value in state.items() if key not in elementwise(optimizer, parameter)}
         for parameter, state in optimizer.state.items()
         if id(parameter) in names
     }
@@ -117,11 +118,13 @@ class Assembly:
                 self._missing[name] = 0
                 continue
             block, runs = self._sliced[name]
-            here, there = _units_here(self._model, block), Span(*piece["units"])
+            here, there = units_of(self._model.tilings[block], self._model.name), Span(*piece["units"])
             both = here & there
             for key, part in tensors.items():
                 source, target = Rows(part, runs), Rows(found[key], runs)
-                for view, given in zip(target.cut(_shifted(both, here)), source.cut(_shifted(both, there)), strict=True):
+                for view, given in zip(
+                    target.cut(counted_from(here, both)), source.cut(counted_from(there, both)), strict=True
+                ):
                     view.copy_(given)
             self._missing[name] -= both.size * Rows(mine, runs).per_unit
 
@@ -185,22 +188,6 @@ def _tensors(model: TiledModel) -> dict[str, torch.Tensor]:
 def _whole(model: TiledModel) -> dict[str, torch.Tensor]:
     whole = whole_tensors(model)
     return {name: whole[name] for name in _tensors(model)}
-
-
-def _elementwise(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What an optimizer keeps for every element of a parameter."""
-    state: Mapping[str, Any] = optimizer.state.get(tensor, {}) if isinstance(tensor, nn.Parameter) else {}
-    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == tensor.shape}
-
-
-def _units_here(model: TiledModel, block: int) -> Span:
-    tile = model.tilings[block].by_processor.get(model.name)
-    return Span(0, 0) if tile is None else tile.units
-
-
-def _shifted(span: Span, origin: Span) -> Span:
-    """`span`, counted from the beginning of `origin`."""
-    return Span(span.start - origin.start, span.stop - origin.start) if span.size else Span(0, 0)
 
 
 def _cut(rows: Rows, span: Span) -> torch.Tensor:

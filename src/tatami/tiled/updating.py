@@ -19,11 +19,12 @@ from torch.amp import GradScaler
 from tatami.comm.agreement import problems_of
 from tatami.comm.base import AbstractRequest
 from tatami.errors import InputError, NotFiniteError
+from tatami.inputs import check_at_least
 from tatami.tiled.batch import samples_of
 from tatami.tiled.batches import LocalBatch
-from tatami.tiled.counted_means import CountedMeans
 from tatami.tiled.good_state import GoodState
 from tatami.tiled.loaded_batches import check_ends
+from tatami.tiled.losses import CountedMeans
 from tatami.tiled.model import TiledModel
 from tatami.tiled.objective import Objective
 from tatami.tiled.phases import IterationPhase
@@ -47,8 +48,7 @@ class UpdateSettings:
     gradient_clip_val: float | None = None
 
     def __post_init__(self) -> None:
-        if self.accumulate_grad_batches < 1:
-            raise InputError(f"accumulate_grad_batches must be at least 1, not {self.accumulate_grad_batches}")
+        check_at_least(1, accumulate_grad_batches=self.accumulate_grad_batches)
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
             raise InputError(f"gradient_clip_val must be above 0, not {self.gradient_clip_val}")
         check_precision(self.precision)

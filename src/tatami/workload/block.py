@@ -91,3 +91,31 @@ class Block:
     def flop(self, *, units: float, samples: float) -> float:
         """Flop of one iteration of a tile; both may be fractions of a whole, as planners use them."""
         return samples * (self.flop_per_unit * units + (self.flop_per_sample if units else 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """All alike blocks of a network, and their part of what every rank repeats: flop of one sample.
+
+    What is repeated lies between the blocks. It is shared out among them by their flop, so that heights which balance the whole
+    balance each block.
+
+    Attributes:
+        units: of each of the blocks.
+        unit_flop: for each unit that a rank has.
+        beside_flop: of a rank that has any unit.
+        repeated_flop: of every rank of a column.
+    """
+
+    units: int
+    unit_flop: float
+    beside_flop: float
+    repeated_flop: float
+
+    def flop(self, units: float) -> float:
+        """Of a rank with so many units of each block."""
+        return self.work(units) + (self.beside_flop if units else 0.0)
+
+    def work(self, units: float) -> float:
+        """The same as abilities are estimated by: without what a sample costs in a block beside its units, as in the paper."""
+        return self.unit_flop * units + self.repeated_flop

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tatami.errors import PlanError, shortened
-from tatami.workload.block import Block
+from tatami.workload.block import Block, Section
 from tatami.workload.linear_pair import linear_pair
-from tatami.workload.section import Section
 
 MOST_SAMPLES = 10**12
 """Of a batch: far below what a float counts exactly."""

@@ -11,7 +11,7 @@ from typing import Any
 from xml.sax.saxutils import quoteattr
 
 from tatami.cluster.cluster import MOST_PROCESSORS
-from tatami.cluster.speeds import speed_problem
+from tatami.cluster.speed_table import speed_problem
 from tatami.errors import ClusterError
 from tatami.sim.platforms.base import RDMA, AbstractPlatform, Fabric, PlatformPart, Wire
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from tatami.cluster.cluster import MOST_PROCESSORS
-from tatami.cluster.speeds import speed_problem
+from tatami.cluster.speed_table import speed_problem
 from tatami.errors import ClusterError
 from tatami.sim.engine import simgrid
 from tatami.sim.platforms.base import TCP, AbstractPlatform, Fabric, PlatformPart, Wire

@@ -8,8 +8,7 @@ from typing import Literal
 
 from tatami.errors import InputError
 from tatami.server.consistency import BSP, AbstractConsistency
-from tatami.server.recovery import AbstractRecovery, FromServers
-from tatami.server.recovery.checkpoint import YEAR_S
+from tatami.server.recovery import YEAR_S, AbstractRecovery, FromServers
 from tatami.sim.platforms import AbstractPlatform, ClusterPlatform, preset
 
 _MOST_FLOWS = 2000

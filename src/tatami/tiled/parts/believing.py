@@ -16,13 +16,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tatami.tiled.context import ModuleContext, RankContext
-from tatami.tiled.cutting import cut_units_of, tensor_of
 from tatami.tiled.following.believing import compare
 from tatami.tiled.following.exporting import NotFollowedError, same_leaves
 from tatami.tiled.following.keeping import Keeping
 from tatami.tiled.parts.running import AbstractParts, PartForward, Results
 from tatami.tiled.parts.vocabulary import EmbeddingPart
-from tatami.tiled.rows import ONE_EACH, UnitRuns, cut_units
+from tatami.tiled.rows import ONE_EACH, UnitRuns, cut_units, cut_units_of, tensor_of
 from tatami.tiled.vertical import ColumnComm
 from tatami.tiling import Span
 

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from tatami.tiled.context import ModuleContext
-from tatami.tiled.cutting import tensor_of
+from tatami.tiled.rows import tensor_of
 from tatami.tiled.vertical import ColumnComm, sum_over_column
 
 Slot = tuple[dict[str, Any], str]

@@ -1,16 +1,35 @@
-"""CKPT: all workers and servers return to the last checkpoint."""
+"""What is done about a dead worker."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from tatami.errors import InputError
-from tatami.server.recovery.base import AbstractRecovery, Remedy
 
 YEAR_S = 365 * 24 * 3600.0
+
+
+class Remedy(Enum):
+    """What happens to the task of a worker that died."""
+
+    REDO = "redo"
+    """A spare does it again; the round waits."""
+    SKIP = "skip"
+    """The round closes without it; the spare joins the next."""
+    ROLL_BACK = "roll back"
+    """All workers and servers return to the last checkpoint."""
+
+
+class AbstractRecovery(ABC):
+    """What is done about a dead worker."""
+
+    remedy: ClassVar[Remedy]
+    name: ClassVar[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,3 +83,25 @@ def daly_s(*, write_s: float, mtbf_s: float) -> float:
         return mtbf_s
     x = write_s / (2 * mtbf_s)
     return math.sqrt(2 * write_s * mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - write_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromServers(AbstractRecovery):
+    """A spare pulls the newest parameters and redoes the dead worker's task; the others wait for it at the end of the round.
+
+    The result is that of the undisturbed run, to the bit. (Method PS of Li, Tanimura and Nakada.)
+    """
+
+    remedy: ClassVar[Remedy] = Remedy.REDO
+    name: ClassVar[str] = "from-servers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ignore(AbstractRecovery):
+    """The round closes without the dead worker's update, as the mean over the samples that arrived; a spare joins the next.
+
+    Next to nothing is lost in time; one share of one batch is lost in learning. (Method IGNR of Li, Tanimura and Nakada.)
+    """
+
+    remedy: ClassVar[Remedy] = Remedy.SKIP
+    name: ClassVar[str] = "ignore"
