@@ -106,7 +106,7 @@ format: setup  ## let ruff put imports and lines in order
 	$(BIN)/python -m ruff check --fix-only
 	$(BIN)/python -m ruff format
 
-watched: setup  ## courses with machines that become slow, in labs, as JSON lines; some 2 hours of an idle machine
+watched: setup  ## courses with machines that become slow, in labs, as JSON lines; 40 minutes of an idle machine; goes on where it was stopped
 	$(BIN)/python benchmarks/watched.py --out benchmarks/results/watched.jsonl
 
 bench: setup  ## all benchmarks, and the paper's evaluation in labs; most of an hour on a machine that does nothing else
