@@ -205,6 +205,34 @@ def train_while_others_slow_down() -> tuple[int, dict[str, torch.Tensor]]:
     return loop.number, loop.whole(lambda: whole_state_dict(model))
 
 
+def train_while_one_is_slow_for_a_while() -> tuple[int, dict[str, torch.Tensor]]:
+    """Three ranks, of which the third has a twentieth of its speed from step 40 on, until it has had no tile for 200 steps."""
+    comm: Any = tatami.init()
+    torch.manual_seed(11)
+    own = comm.names[comm.rank]
+    clock = Ticking(seed=int(own[1:]))
+    model = tatami.tile(
+        network(), comm, batch_size=SAMPLES, layout=LAYOUTS[3], speeds="equal", reduction="mean", quiet=True, clock=clock
+    )
+    optimizer = optimizer_of(model, "sgd")
+    loop = steps(model, optimizer, count=4000)
+    without = 0
+    for step in loop:
+        slower = 20.0 if own == "p2" and step.number >= 40 and without < 200 else 1.0
+        share = model.local_work / (SAMPLES * model.workload.units) if model.tile is not None else 1.0
+        clock.tick_s = slower * share
+        with step:
+            x, y = model.local(*batch(step.number))
+            loss = nn.functional.mse_loss(model(x), y) if len(y) else (model(x) * 0).sum()
+            loss.backward()
+            step.update(loss)
+        has_tile = "p2" in model.layout.processors
+        if has_tile and without:
+            break
+        without += not has_tile
+    return loop.number, loop.whole(lambda: whole_state_dict(model))
+
+
 TURNS_JOINERS_AWAY = """
 import pathlib
 import sys

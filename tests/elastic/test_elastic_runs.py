@@ -289,6 +289,22 @@ def test_a_process_on_another_machine_is_ended_by_way_of_its_node(pool: Pool) ->
         assert process.wait(timeout=200) == -signal.SIGKILL
 
 
+def test_one_that_is_slow_for_a_while_waits_without_a_tile_and_comes_back_by_itself(pool: Pool) -> None:
+    settings = patient(ranks=3, retile=True)
+    result = run_elastic(scripts.train_while_one_is_slow_for_a_while, settings=settings, context=ElasticContext(pool=pool))
+    reasons = [change.reason for change in result.report.changes]
+    assert [reason.partition(", ")[2] for reason in reasons if "p2" in reason] == [
+        "p2 waits without a tile",
+        "p2 has a tile again",
+    ]
+    assert {change.members for change in result.report.changes} == {("p0", "p1", "p2")}
+    assert {change.settled for change in result.report.changes} == {"none"}
+    count, whole = result.values["p0"]
+    assert 240 < count < 4000
+    for name, tensor in undisturbed("sgd", count)[1].items():
+        torch.testing.assert_close(whole[name], tensor, rtol=1e-9, atol=1e-9, msg=f"{name} differs")
+
+
 def test_tiles_follow_the_ranks_and_one_that_is_too_slow_leaves(pool: Pool) -> None:
     settings = patient(ranks=3, retile=True)
     result = run_elastic(scripts.train_while_others_slow_down, settings=settings, context=ElasticContext(pool=pool))
