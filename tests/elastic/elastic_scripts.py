@@ -81,6 +81,35 @@ def train(columns: int, kind: str, count: int) -> tuple[list[float], dict[str, t
     return list(losses.values()), loop.whole(lambda: whole_state_dict(model))
 
 
+def train_in_disorder(columns: int, kind: str, leaver: tuple[str, int]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """As `train`, for more steps; one rank asks to leave in a step, and the first rank tells of every step."""
+    comm = tatami.init()
+    torch.manual_seed(11)
+    layout = None
+    if comm.size >= columns:
+        parts = [[f"p{rank}" for rank in range(index, comm.size, columns)] for index in range(columns)]
+        each = [Column(width=1 / columns, processors=tuple(part), heights=(1 / len(part),) * len(part)) for part in parts]
+        layout = Layout(columns=tuple(each))
+    model = tatami.tile(network(), comm, batch_size=SAMPLES, layout=layout, speeds="equal", reduction="mean", quiet=True)
+    optimizer = optimizer_of(model, kind)
+    losses: dict[int, float] = {}
+    loop = steps(model, optimizer, count=2 * STEPS)
+    for step in loop:
+        if (model.name, step.number) == leaver:
+            loop.leave()
+        with step:
+            x, y = model.local(*batch(step.number))
+            loss = nn.functional.mse_loss(model(x), y) if len(y) else (model(x) * 0).sum()
+            loss.backward()
+            step.update(loss)
+        if step.is_done:
+            assert step.loss is not None
+            losses[step.number] = step.loss
+            if model.comm.rank == 0:
+                print(f"step {step.number}", flush=True)
+    return list(losses.values()), loop.whole(lambda: whole_state_dict(model))
+
+
 class Passes(nn.Module):
     """Counts forward passes, and passes back; in one of them it computes until the run has called the step off."""
 
