@@ -14,9 +14,9 @@ Forecasts may be wrong: times that do not grow with the area, ranks that share a
 how a processor's speed goes with the size of its tile; and where a move did not bring half of what was promised, the next must
 be worth four times its price, and so on until one does.
 
-A processor that was left out looks now and then how fast it is, and is taken in again like any other gain. One that is left out
-a second time has become slow again at once: what that cost, until it was out, is part of the price of its next return, so that
-one which alternates costs at most about twice what it costs to do without it.
+A processor that was left out looks now and then how fast it is, and is taken in again like any other gain. Where one is left
+out a second time, or all but that (`ALL_BUT_OUT`), what its slowness cost until then is part of the price of its next return,
+so that one which alternates costs at most about twice what it costs to do without it.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ _LOOK = 32
 _LOOK_AT = (4, 8, 16, 32, 64)
 """Iterations since the last alarm or re-tiling at which the speeds may be looked at, too: as their errors shrink, gains show.
 A look plans, which takes 10 ms of a core for 8 ranks, and so 100 ms of a rank that has a tenth of one."""
+ALL_BUT_OUT = 0.125
+"""A processor that keeps less than this of its work is as good as left out."""
 _MOST_KEPT = 4096
 
 
@@ -214,13 +216,18 @@ class Watcher(AbstractDecider):
 
     def _returning_s(self, layout: Layout) -> float:
         """What the processors that would be taken in again cost when they were last left out; nothing for the first time."""
-        back = set(layout.processors) - set(self.layout.processors)
+        if not self._return_s:
+            return 0.0
+        now, then = self.works, works_of(layout, workload=self.workload)
+        back = (name for name in then if now.get(name, 0.0) < ALL_BUT_OUT * then[name])
         return max((self._return_s.get(name, 0.0) for name in back), default=0.0)
 
     def _leave_out(self, layout: Layout, *, cost_s: float) -> None:
-        """Remember what it cost until those without a tile in `layout` were left out."""
-        for name in set(self.layout.processors) - set(layout.processors):
-            self._return_s[name] = max(self._return_s[name], cost_s) if name in self._return_s else 0.0
+        """Remember what it cost until those that have next to nothing in `layout` were left out."""
+        now, then = self.works, works_of(layout, workload=self.workload)
+        for name in now:
+            if then.get(name, 0.0) < ALL_BUT_OUT * now[name]:
+                self._return_s[name] = max(self._return_s[name], cost_s) if name in self._return_s else 0.0
 
     def _decide(self, iteration: int, chosen: Level | None, fresh: list[Alarm]) -> Decision:
         self._decisions += 1
