@@ -74,14 +74,15 @@ test: setup $(OPENMPI)/installed $(SIMGRID)/tried  ## all tests; those that were
 test-busy: setup  ## `make test` beside 20 busy loops, which no test may notice; hours
 	$(BIN)/python tests/busy.py --loops $(BUSY_LOOPS) $(MAKE) --no-print-directory test
 
-chaos: setup  ## runs killed and stopped at random: 200 of servers, 20 of raylets, 100 of `tatami run`, and 100,000 each rehearsed
+chaos: setup  ## runs killed and stopped at random: 200 of servers and of elastic runs, 20 of raylets, 100 of `tatami run`, and 100,000 each rehearsed
 	TATAMI_STATE_CHAOS_RUNS=100000 TATAMI_CHAOS_SEED=$(CHAOS_SEED) $(BIN)/python -m pytest tests/server/test_server_state_chaos.py
 	TATAMI_MEMBERSHIP_CHAOS_RUNS=100000 TATAMI_CHAOS_SEED=$(CHAOS_SEED) $(BIN)/python -m pytest --timeout 3600 tests/membership
 	TATAMI_CHAOS_RUNS=$(CHAOS_RUNS) TATAMI_CHAOS_SEED=$(CHAOS_SEED) TATAMI_CHAOS_HEARTBEAT_S=3 $(BIN)/python -m pytest \
 	    tests/server/test_server_chaos.py
 	TATAMI_CHAOS_RAYLET_RUNS=$(CHAOS_RAYLET_RUNS) TATAMI_CHAOS_SEED=$(CHAOS_SEED) $(BIN)/python -m pytest \
 	    tests/server/test_server_raylet.py
-	TATAMI_ELASTIC_CHAOS=1 $(BIN)/python -m pytest tests/elastic
+	TATAMI_ELASTIC_CHAOS=1 TATAMI_ELASTIC_CHAOS_RUNS=$(CHAOS_RUNS) TATAMI_CHAOS_SEED=$(CHAOS_SEED) $(BIN)/python -m pytest \
+	    tests/elastic
 	TATAMI_LAUNCH_CHAOS_RUNS=$(LAUNCH_CHAOS_RUNS) TATAMI_CHAOS_SEED=$(CHAOS_SEED) $(BIN)/python -m pytest \
 	    tests/comm/test_comm_launch_chaos.py
 
@@ -106,7 +107,7 @@ format: setup  ## let ruff put imports and lines in order
 	$(BIN)/python -m ruff check --fix-only
 	$(BIN)/python -m ruff format
 
-watched: setup  ## courses with machines that become slow, in labs, as JSON lines; some 2 hours of an idle machine
+watched: setup  ## courses with machines that become slow, in labs, as JSON lines; 40 minutes of an idle machine; goes on where it was stopped
 	$(BIN)/python benchmarks/watched.py --out benchmarks/results/watched.jsonl
 
 bench: setup  ## all benchmarks, and the paper's evaluation in labs; most of an hour on a machine that does nothing else

@@ -15,7 +15,7 @@ from typing import Any
 
 from paper.breakdown import breakdown, mean_breakdown
 from paper.contestants import AbstractContestant, PaperTask, Rival, Serial, Tiled, make_task, start_rivals
-from paper.setting import ORACLE, RIVALS, EvaluationJob, method, paper_efficiency
+from paper.setting import ORACLE, RIVALS, EvaluationJob, SlowTrace, method, paper_efficiency
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
@@ -29,6 +29,8 @@ ASK = "ask"
 """Beside the records: a file that asks the lab for a host's other speed; the lab takes it away when that is done."""
 _REPEAT_S = 0.4
 """Of one timing of a speed: many periods of a quota."""
+_WARM_UP = 3
+"""Iterations before the first trace: connections and buffers, which else only the first course would pay."""
 _PROBE_S = 0.04
 """Of one large message, so that links of any rate are measured in the same time."""
 
@@ -49,7 +51,7 @@ class Measuring:
         """Measure what the job asks for; rank 0 writes a record for each finding."""
         job = self._job
         self.cluster = self._probe()
-        self.serial_s = self._serial(job.serial_s)
+        self.serial_s = [] if job.traces else self._serial(job.serial_s)
         self._say(
             "test bed",
             speeds_asked=[processor.speed for processor in job.cluster.processors],
@@ -59,9 +61,17 @@ class Measuring:
             latency_s=self.cluster.network.latency_s,
             slowest_link_bytes_per_s=self.cluster.network.bandwidth_bytes_per_s,
         )
+        if job.traces:
+            self._make(ORACLE).run(_WARM_UP)
+            for trace in job.traces:
+                # What the machine has for the lab drifts, and a lab runs for many minutes.
+                self.cluster = replace(self.cluster, processors=self._processors())
+                for name in trace.contestants:
+                    self._traced(name, trace)
+            return
         if job.course:
             for name in job.contestants:
-                (self._traced if job.trace else self._course)(name)
+                self._course(name)
             return
         if any(name in RIVALS for name in job.contestants):
             start_rivals(self._comm, interface="eth0")
@@ -74,15 +84,19 @@ class Measuring:
         comm = self._comm
         sample_flop = measure_sample_flop(self._task.workload, comm, repeats=3, repeat_s=_REPEAT_S)
         self._task = replace(self._task, workload=replace(self._task.workload, sample_flop=sample_flop))
-        speeds = measure_speeds(self._task.workload, comm, repeat_s=_REPEAT_S)
+        processors = self._processors()
         size_bytes = round(_PROBE_S / 2 * self._job.bandwidth_bytes_per_s)
         links = measure_links(comm, small_repeats=15, large_repeats=3, large_bytes=size_bytes)
-        processors = tuple(
-            Processor(name=f"p{rank}", speed=speed.flop_per_s, spread=speed.spread, host=host)
-            for rank, (speed, host) in enumerate(zip(speeds, comm.hosts, strict=True))
-        )
         slowest = min(links.values(), key=lambda link: link.bandwidth_bytes_per_s)
         return Cluster(processors=processors, network=slowest, links=links)
+
+    def _processors(self) -> tuple[Processor, ...]:
+        """The machines at the speeds that they have now."""
+        speeds = measure_speeds(self._task.workload, self._comm, repeat_s=_REPEAT_S)
+        return tuple(
+            Processor(name=f"p{rank}", speed=speed.flop_per_s, spread=speed.spread, host=host)
+            for rank, (speed, host) in enumerate(zip(speeds, self._comm.hosts, strict=True))
+        )
 
     def _serial(self, least_s: float) -> list[float]:
         """Seconds of an iteration of every rank alone. All at once: each has its own quota, and they fit on the machine."""
@@ -207,7 +221,7 @@ class Measuring:
         if step is not None:
             self._ask(step.host, next(each.speed for each in job.cluster.processors if each.host == step.host))
 
-    def _traced(self, name: str) -> None:
+    def _traced(self, name: str, trace: SlowTrace) -> None:
         """One contestant through all changes of the trace; its moves count, the lab's own work does not."""
         job = self._job
         contestant = self._make(name)
@@ -215,7 +229,7 @@ class Measuring:
         first = {each.host: each.speed for each in job.cluster.processors}
         factors = dict.fromkeys(first, 1.0)
         done, spent_s, moved_s = 0, 0.0, 0.0
-        for change in (*job.trace, None):
+        for change in (*trace.changes, None):
             stop = job.course if change is None else change.after_iteration
             self._comm.barrier()
             begun_s = self._clock.now_s()
@@ -232,11 +246,13 @@ class Measuring:
         walls = self._comm.allgather_object([each.wall_s for each in contestant.iterations])
         self._say(
             "traced",
+            seed=trace.seed,
             contestant=name,
+            speeds_flop_per_s=[processor.speed for processor in self.cluster.processors],
             total_s=max(self._comm.allgather_object(spent_s + moved_s)),
             told_moves_s=max(self._comm.allgather_object(moved_s)),
             iteration_s=[max(ranks) for ranks in zip(*walls, strict=True)],
-            trace=[asdict(change) for change in job.trace],
+            trace=[asdict(change) for change in trace.changes],
             checks=_told(contestant),
             **self._laid(contestant.model.layout),
         )

@@ -93,6 +93,21 @@ class SpeedChange:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SlowTrace:
+    """Machines that become slower and recover, and which contestants go through it.
+
+    Attributes:
+        seed: it was drawn with.
+        changes: in order.
+        contestants: in the order of their courses; an oracle is told every change.
+    """
+
+    seed: int
+    changes: tuple[SpeedChange, ...]
+    contestants: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationJob:
     """What the ranks of one lab measure, one contestant's block of iterations after the other's, in the same processes.
 
@@ -107,7 +122,7 @@ class EvaluationJob:
         serial_s: how long every rank trains alone, once before, and once in all rounds together.
         course: iterations of each contestant's course, where courses are measured and not blocks.
         step: what happens in the middle of each course.
-        trace: what happens in each course, in order, where an oracle that is told of it takes part as well.
+        traces: where courses are measured that machines become slow in, one trace after the other.
     """
 
     part: str
@@ -123,7 +138,7 @@ class EvaluationJob:
     serial_s: float = 8.0
     course: int = 0
     step: SpeedChange | None = None
-    trace: tuple[SpeedChange, ...] = ()
+    traces: tuple[SlowTrace, ...] = ()
     seed: int = field(default=0)
 
     def to_dict(self) -> dict[str, Any]:
@@ -148,7 +163,14 @@ def job_from_dict(values: Mapping[str, Any]) -> EvaluationJob:
     read = {
         "contestants": tuple(values["contestants"]),
         "step": None if step is None else SpeedChange(**step),
-        "trace": tuple(SpeedChange(**change) for change in values["trace"]),
+        "traces": tuple(
+            SlowTrace(
+                seed=trace["seed"],
+                changes=tuple(SpeedChange(**change) for change in trace["changes"]),
+                contestants=tuple(trace["contestants"]),
+            )
+            for trace in values["traces"]
+        ),
     }
     return EvaluationJob(**{**values, **read})
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paper.setting import CONDITIONS, ORACLE, job_from_dict, layout_of
+from paper.setting import CONDITIONS, ORACLE, EvaluationJob, job_from_dict, layout_of
+from tatami.errors import LabError
 from tatami.tiling import plan
 from tatami.workload import net_workload
-from watched import CONTESTANTS, NOTICE, QUIET, SETTLING, draw, job_of, summary
+from watched import CONTESTANTS, NOTICE, QUIET, SETTLING, draw, job_of, parse_seeds, run, summary
 
-OPTIONS = argparse.Namespace(n=4, net="203-80-26", samples=1024, iterations=200)
+OPTIONS = argparse.Namespace(n=4, net="203-80-26", samples=1024, iterations=200, cores=None, timeout=600.0)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -28,14 +32,21 @@ def test_in_a_trace_one_host_at_a_time_is_slow_and_as_fast_as_before_afterwards(
         assert (back.host, back.speed) == (slow.host, first[slow.host])
 
 
+def test_a_shorter_course_is_the_beginning_of_the_longer() -> None:
+    assert draw(3, iterations=120, num=8) == tuple(
+        change for change in draw(3, iterations=400, num=8) if change.after_iteration < 120
+    )
+
+
 def test_each_trace_has_another_order_of_contestants_and_is_read_as_it_was_written() -> None:
-    jobs = [job_of(seed, options=OPTIONS) for seed in range(3)]
-    assert {job.contestants[0] for job in jobs} == set(CONTESTANTS)
-    assert all(job_from_dict(json.loads(json.dumps(job.to_dict()))) == job for job in jobs)
+    job = job_of(range(3), options=OPTIONS)
+    assert [trace.seed for trace in job.traces] == [0, 1, 2]
+    assert {trace.contestants[0] for trace in job.traces} == set(CONTESTANTS)
+    assert job_from_dict(json.loads(json.dumps(job.to_dict()))) == job
 
 
 def test_the_oracle_lies_as_the_planner_says() -> None:
-    job = job_of(0, options=OPTIONS)
+    job = job_of([0], options=OPTIONS)
     work = net_workload(job.net, samples=job.samples)
     assert layout_of(ORACLE, cluster=job.cluster, workload=work) == plan(cluster=job.cluster, workload=work).layout
 
@@ -48,7 +59,38 @@ def test_the_summary_compares_whole_courses() -> None:
         record(seed, name, total) for seed in (0, 1) for name, total in ((NOTICE, 10.4), (SETTLING, 12.0), (ORACLE, 10.0))
     ]
     text = summary([*records, record(2, NOTICE, 1.0), {"record": "test bed"}])
-    assert "2 traces; the course of the oracle takes 10.0 s" in text
+    assert "2 of 20 traces; the course of the oracle takes 10.0 s" in text
     assert "notice-speeds: 1.040 x the oracle's" in text
     assert "in 2 of 2 traces" in text
     assert summary([]) == "no trace was measured whole"
+
+
+def test_a_trace_that_is_there_is_not_run_again_and_a_part_of_one_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[int]] = []
+
+    def fake(job: EvaluationJob, *, told: Callable[[dict[str, Any]], None], **_: object) -> list[dict[str, Any]]:
+        seen.append([trace.seed for trace in job.traces])
+        for trace in job.traces:
+            for name in trace.contestants:
+                if (trace.seed, name) == (7, trace.contestants[2]):
+                    raise LabError("a host is gone")
+                facts = {"record": "traced", "seed": trace.seed, "contestant": name, "total_s": 1.0, "trace": [], "checks": []}
+                setting = {"net": job.net, "samples": job.samples, "num": job.num, "condition": job.condition}
+                setting["bandwidth_bytes_per_s"] = job.bandwidth_bytes_per_s
+                told({**facts, **setting, "iteration_s": [0.005] * job.course})
+        return []
+
+    monkeypatch.setattr("watched.run_job", fake)
+    out = tmp_path / "watched.jsonl"
+    for asked in ("0-2", "1-6"):
+        run(argparse.Namespace(**vars(OPTIONS), traces=parse_seeds(asked), out=out))
+    assert seen == [[0, 1, 2], [3, 4, 5, 6]]
+    with pytest.raises(SystemExit, match="a host is gone"):
+        run(argparse.Namespace(**vars(OPTIONS), traces=parse_seeds("0-8"), out=out))
+    assert seen[-1] == [7, 8]
+    lines = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [(line["seed"]) for line in lines] == [seed for seed in range(7) for _ in CONTESTANTS]
+    with pytest.raises(SystemExit, match="give another --out"):
+        run(argparse.Namespace(**{**vars(OPTIONS), "samples": 512}, traces=parse_seeds("7"), out=out))

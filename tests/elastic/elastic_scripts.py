@@ -81,6 +81,35 @@ def train(columns: int, kind: str, count: int) -> tuple[list[float], dict[str, t
     return list(losses.values()), loop.whole(lambda: whole_state_dict(model))
 
 
+def train_in_disorder(columns: int, kind: str, leaver: tuple[str, int]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """As `train`, for more steps; one rank asks to leave in a step, and the first rank tells of every step."""
+    comm = tatami.init()
+    torch.manual_seed(11)
+    layout = None
+    if comm.size >= columns:
+        parts = [[f"p{rank}" for rank in range(index, comm.size, columns)] for index in range(columns)]
+        each = [Column(width=1 / columns, processors=tuple(part), heights=(1 / len(part),) * len(part)) for part in parts]
+        layout = Layout(columns=tuple(each))
+    model = tatami.tile(network(), comm, batch_size=SAMPLES, layout=layout, speeds="equal", reduction="mean", quiet=True)
+    optimizer = optimizer_of(model, kind)
+    losses: dict[int, float] = {}
+    loop = steps(model, optimizer, count=2 * STEPS)
+    for step in loop:
+        if (model.name, step.number) == leaver:
+            loop.leave()
+        with step:
+            x, y = model.local(*batch(step.number))
+            loss = nn.functional.mse_loss(model(x), y) if len(y) else (model(x) * 0).sum()
+            loss.backward()
+            step.update(loss)
+        if step.is_done:
+            assert step.loss is not None
+            losses[step.number] = step.loss
+            if model.comm.rank == 0:
+                print(f"step {step.number}", flush=True)
+    return list(losses.values()), loop.whole(lambda: whole_state_dict(model))
+
+
 class Passes(nn.Module):
     """Counts forward passes, and passes back; in one of them it computes until the run has called the step off."""
 
@@ -202,6 +231,34 @@ def train_while_others_slow_down() -> tuple[int, dict[str, torch.Tensor]]:
             step.update(loss)
         if model.comm.size == 2:
             break
+    return loop.number, loop.whole(lambda: whole_state_dict(model))
+
+
+def train_while_one_is_slow_for_a_while() -> tuple[int, dict[str, torch.Tensor]]:
+    """Three ranks, of which the third has a twentieth of its speed from step 40 on, until it has had no tile for 200 steps."""
+    comm: Any = tatami.init()
+    torch.manual_seed(11)
+    own = comm.names[comm.rank]
+    clock = Ticking(seed=int(own[1:]))
+    model = tatami.tile(
+        network(), comm, batch_size=SAMPLES, layout=LAYOUTS[3], speeds="equal", reduction="mean", quiet=True, clock=clock
+    )
+    optimizer = optimizer_of(model, "sgd")
+    loop = steps(model, optimizer, count=4000)
+    without = 0
+    for step in loop:
+        slower = 20.0 if own == "p2" and step.number >= 40 and without < 200 else 1.0
+        share = model.local_work / (SAMPLES * model.workload.units) if model.tile is not None else 1.0
+        clock.tick_s = slower * share
+        with step:
+            x, y = model.local(*batch(step.number))
+            loss = nn.functional.mse_loss(model(x), y) if len(y) else (model(x) * 0).sum()
+            loss.backward()
+            step.update(loss)
+        has_tile = "p2" in model.layout.processors
+        if has_tile and without:
+            break
+        without += not has_tile
     return loop.number, loop.whole(lambda: whole_state_dict(model))
 
 

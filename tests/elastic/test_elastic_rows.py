@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -96,6 +97,47 @@ def test_the_rows_of_one_that_is_gone_come_with_their_states(before: Layout, aft
                 for c in given.columns
             )
         )
+
+    (whole,) = [state for state in run_threads(body, size=3) if state]
+    for key, tensor in plain.state_dict().items():
+        torch.testing.assert_close(whole[key], tensor, rtol=1e-10, atol=1e-10)
+
+
+def test_a_member_without_a_tile_gets_one_again_with_the_states_of_the_optimizer() -> None:
+    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    start = network()
+    plain = copy.deepcopy(start)
+    plain_optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
+    for _ in range(6):
+        step(plain, plain_optimizer, x)
+    names = ("p0", "p1", "p2")
+    layouts = [layout(("p0", "p1"), ("p2",)), layout(("p0",), ("p1",)), layout(("p2", "p0", "p1"))]
+
+    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
+        elastic = ElasticCommunicator(comm, names=names)
+        model = tile(
+            copy.deepcopy(start), elastic, batch_size=6, speeds="equal", layout=layouts[0], reduction="sum", quiet=True
+        )
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        mirror = MirrorRows(model, optimizer)
+        change: Regroup | None = None
+        for ticket, (before, after) in enumerate(pairwise(layouts)):
+            for _ in range(2):
+                step(model, optimizer, model.local(x))
+            found, lost = takes(Held(layout=before), Held(layout=after), workload=model.workload, sources=names)
+            assert lost == ()
+            last, change = change, Regroup(
+                ticket=ticket, group=1, members=names, sections=0, finish=(), outcome=None, newcomers=(), source="p0",
+                layout=after, mirrors=(), takes=found, reason="",
+            )  # fmt: skip
+            put_in_place = relay(
+                model, change, name=model.name, cluster=model.cluster, optimizer=optimizer, mirror=mirror, before=last
+            )
+            put_in_place()
+        assert model.tile is not None
+        for _ in range(2):
+            step(model, optimizer, model.local(x))
+        return whole_state_dict(model)
 
     (whole,) = [state for state in run_threads(body, size=3) if state]
     for key, tensor in plain.state_dict().items():

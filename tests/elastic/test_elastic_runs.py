@@ -8,6 +8,7 @@ import functools
 import io
 import json
 import os
+import random
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -68,9 +69,9 @@ def run(pool: Pool, columns: int, *faults: tuple[str, Moment, int], kind: str = 
     )
 
 
-def check(result: ElasticResult, kind: str = "sgd") -> None:
+def check(result: ElasticResult, kind: str = "sgd", *, count: int = scripts.STEPS) -> None:
     """Every parameter and every loss is that of one machine."""
-    losses, state = undisturbed(kind)
+    losses, state = undisturbed(kind, count)
     (whole,) = [values for _, values in result.values.values() if values]
     assert set(whole) == set(state)
     for name, tensor in state.items():
@@ -82,6 +83,8 @@ def check(result: ElasticResult, kind: str = "sgd") -> None:
 MOMENTS = [moment for moment in Moment if moment not in (Moment.FORMING, Moment.TAKING, Moment.LAYING, Moment.LAID)]
 IN_REPAIR = [Moment.FORMING, Moment.TAKING, Moment.LAYING, Moment.LAID]
 ALL = os.environ.get("TATAMI_ELASTIC_CHAOS") == "1"
+CHAOS_RUNS = int(os.environ.get("TATAMI_ELASTIC_CHAOS_RUNS", "2"))
+CHAOS_SEED = int(os.environ.get("TATAMI_CHAOS_SEED", "0"))
 FEW = [(1, Moment.VERTICAL), (2, Moment.BACKWARD), (3, Moment.BEFORE_UPDATE)]
 
 
@@ -120,6 +123,39 @@ def test_a_rank_that_dies_while_the_death_of_another_is_repaired(pool: Pool, mom
     assert set(result.values) == {"p2"}
     check(result)
     assert len(result.report.changes) == (2 if moment in done_before else 1)
+
+
+@pytest.mark.parametrize("number", range(CHAOS_RUNS))
+def test_whatever_happens_a_run_ends_with_the_same_numbers_or_a_named_stop(pool: Pool, number: int) -> None:
+    """Deaths at any moments, of repairs too; ranks that join and leave meanwhile. `make chaos` has 200 of them."""
+    drawn = random.Random(f"{CHAOS_SEED}/{number}")
+    ranks, columns, kind = drawn.randint(2, 4), drawn.randint(1, 3), drawn.choice(["sgd", "adam"])
+    names = [f"p{rank}" for rank in range(ranks)]
+    deaths = drawn.sample(names, drawn.randint(1, min(2, ranks - 1)))
+    faults = [(name, drawn.choice(list(Moment)), drawn.randrange(2 * scripts.STEPS)) for name in deaths]
+    leaver = (drawn.choice(names), drawn.randrange(4 * scripts.STEPS))
+    joins = {f"step {drawn.randrange(2 * scripts.STEPS)}" for _ in range(drawn.randint(0, 2))}
+    told = f"{ranks} ranks, {columns} columns, {kind}, {faults}, leaving {leaver}, joining at {joins}"
+    print(told)
+    controls: list[ElasticControl] = []
+
+    def listen(_name: str, text: str) -> None:
+        if text in joins:
+            joins.discard(text)
+            controls[0].add()
+
+    context = ElasticContext(hook=Killer(*faults), pool=pool, on_line=listen, on_start=controls.append)
+    script = functools.partial(scripts.train_in_disorder, columns, kind, leaver)
+    stopped: TrainingError | None = None
+    try:
+        result = run_elastic(script, settings=patient(ranks=ranks), context=context)
+    except TrainingError as error:
+        stopped = error
+    if stopped is None:
+        check(result, kind, count=2 * scripts.STEPS)
+    else:  # two may have held the only copies, or all that there were
+        assert len(deaths) + (leaver[1] < 2 * scripts.STEPS) > 1
+        assert "(units lost)" in str(stopped) or "(no members)" in str(stopped)
 
 
 @functools.cache
@@ -287,6 +323,22 @@ def test_a_process_on_another_machine_is_ended_by_way_of_its_node(pool: Pool) ->
         there = Identity(pid=process.pid, node=ray.get_runtime_context().get_node_id(), machine="another")
         _kill(Member(actor=None, seen_s=0.0, heard_s=0.0, identity=there))
         assert process.wait(timeout=200) == -signal.SIGKILL
+
+
+def test_one_that_is_slow_for_a_while_waits_without_a_tile_and_comes_back_by_itself(pool: Pool) -> None:
+    settings = patient(ranks=3, retile=True)
+    result = run_elastic(scripts.train_while_one_is_slow_for_a_while, settings=settings, context=ElasticContext(pool=pool))
+    reasons = [change.reason for change in result.report.changes]
+    assert [reason.partition(", ")[2] for reason in reasons if "p2" in reason] == [
+        "p2 waits without a tile",
+        "p2 has a tile again",
+    ]
+    assert {change.members for change in result.report.changes} == {("p0", "p1", "p2")}
+    assert {change.settled for change in result.report.changes} == {"none"}
+    count, whole = result.values["p0"]
+    assert 240 < count < 4000
+    for name, tensor in undisturbed("sgd", count)[1].items():
+        torch.testing.assert_close(whole[name], tensor, rtol=1e-9, atol=1e-9, msg=f"{name} differs")
 
 
 def test_tiles_follow_the_ranks_and_one_that_is_too_slow_leaves(pool: Pool) -> None:

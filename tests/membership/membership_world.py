@@ -303,8 +303,9 @@ class World:
             self.ranks[name] = Rank(name)
             self.tell(Entered(member=name, group=None, layout=self.plan((name,)), workload=WORKLOAD))
         elif kind == "retile":
-            member, layout = self.machine.members[0], self.plan(self.machine.members)
-            self.tell(Unbalanced(member=member, layout=layout, because="re-map whole"))
+            members = self.machine.members
+            placed = tuple(name for name in members if name == members[-1] or self.random.random() < 0.7)
+            self.tell(Unbalanced(member=members[0], layout=self.plan(placed), because="re-map whole"))
         elif living:
             rank = self.random.choice(living)
             if kind == "die":

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from tatami.membership import Died, Entered, Halted, Membership, Regroup, Stalled, Unbalanced
+from tatami.membership import (
+    Abort,
+    Ask,
+    Died,
+    Entered,
+    Halted,
+    Laid,
+    Membership,
+    Regroup,
+    RunStage,
+    Stalled,
+    Unbalanced,
+)
 from tatami.tiling import Column, Layout
 from tatami.workload import Workload
 
@@ -32,6 +44,40 @@ def test_a_change_that_only_the_dead_rank_had_carried_out_is_carried_out_by_the_
     assert isinstance(second, Regroup)
     assert (second.members, second.sections, second.finish) == (("p0",), 1, ("p0",))
     assert any(take.from_mirror for take in second.takes), "what the dead rank held is in the mirror of that change"
+
+
+def test_a_member_without_a_tile_stays_through_repairs_and_gets_one_again() -> None:
+    machine = begun()
+    for name in ("p0", "p1"):
+        machine.handle(Laid(member=name, ticket=1))
+    assert machine.stage is RunStage.RUNNING
+
+    def carried_out(event: Unbalanced | Stalled) -> Regroup:
+        (asked,) = machine.handle(event)
+        assert isinstance(asked, Ask | Abort)
+        for name in machine.members:
+            told = machine.handle(Halted(member=name, ticket=asked.ticket, sections=machine.sections))
+        (change,) = told
+        assert isinstance(change, Regroup)
+        for name in change.members:
+            machine.handle(Laid(member=name, ticket=change.ticket))
+        assert machine.stage is RunStage.RUNNING
+        return change
+
+    out = carried_out(Unbalanced(member="p0", layout=column(("p0",)), because="leave one out"))
+    assert (out.members, out.layout) == (("p0", "p1"), column(("p0",)))
+    again = carried_out(Stalled(member="p1", group=machine.group, reason="the link broke"))
+    assert (again.members, again.layout) == (("p0", "p1"), column(("p0",)))
+    back = carried_out(Unbalanced(member="p0", layout=column(("p0", "p1")), because="re-map whole"))
+    assert {take.source for take in back.takes} == {"p0"}
+    assert {take.dest for take in back.takes} == {"p0", "p1"}
+
+
+def test_tiles_for_one_that_is_no_member_are_not_laid() -> None:
+    machine = begun()
+    for name in ("p0", "p1"):
+        machine.handle(Laid(member=name, ticket=1))
+    assert machine.handle(Unbalanced(member="p0", layout=column(("p0", "p7")), because="re-map whole")) == ()
 
 
 def test_other_tiles_are_not_laid_while_the_members_change() -> None:

@@ -140,6 +140,34 @@ def test_a_rank_that_all_but_stops_is_left_out_or_given_next_to_nothing_and_come
     assert run.watcher.works["p6"] > 0.5 * NETWORK.samples * NETWORK.units / 8
 
 
+def test_a_rank_left_out_is_known_by_the_speed_that_was_given_until_it_was_measured() -> None:
+    run = watched()
+    others = tuple(f"p{rank}" for rank in range(8) if rank != 6)
+    placed = plan(cluster=Cluster(processors=tuple(run.watcher.cluster.by_name[name] for name in others)), workload=NETWORK)
+    watcher = Watcher(Retiler(), cluster=run.watcher.cluster, workload=NETWORK, layout=placed.layout, known_speeds=True)
+    assert np.isnan(watcher.per_work_s("p6"))
+    for iteration in range(1, 9):
+        watcher.take(iteration, np.array([0.0 if rank == 6 else 2.0 / CONDITION_A[rank] for rank in range(8)]))
+    assert watcher.per_work_s("p6") == pytest.approx(2.0 / CONDITION_A[6])
+    assert watcher.per_work_s("p3") == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("lengths", [(20, 20), (300, 30)])
+def test_a_rank_that_alternates_costs_at_most_twice_what_it_costs_to_do_without_it(lengths: tuple[int, int]) -> None:
+    """Next to stopped and fast, for so many iterations each; a move costs 10 ms."""
+    run = watched()
+    run.go(200)
+    run.total_s, run.decisions = 0.0, []
+    while run.iteration < 1400:
+        for factor, length in zip((0.02, 1.0), lengths, strict=True):
+            run.factors[6] = factor
+            run.go(length)
+    moves = sum(decision.remaps for decision in run.decisions)
+    speeds = [speed * FLOP_PER_S / NETWORK.work_flop for rank, speed in enumerate(CONDITION_A) if rank != 6]
+    without_s = NETWORK.samples * NETWORK.units / sum(speeds)
+    assert run.total_s + 0.01 * moves < 2 * without_s * (run.iteration - 200)
+
+
 def test_forecasts_that_are_wrong_do_not_move_rows_for_ever() -> None:
     run = watched(outgrown=NETWORK.samples * NETWORK.units / 8)
     assert sum(decision.remaps for decision in run.go(1500)) <= 6

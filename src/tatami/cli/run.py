@@ -43,7 +43,7 @@ class RunJob:
     address: Annotated[str | None, optional(help="With --elastic: of a Ray cluster; left out, Ray is started here.")] = None
     copies: Annotated[int, typer.Option(min=1, max=2, help="With --elastic: ranks that hold each unit, at least.")] = 2
     retile: Annotated[
-        bool, typer.Option("--retile", help="With --elastic: tiles follow the ranks' speeds; one that is too slow leaves.")
+        bool, typer.Option("--retile", help="With --elastic: tiles follow the ranks' speeds; one that is too slow waits.")
     ] = False
     report: Annotated[Path | None, optional(help="With --elastic: write what was lost and repaired to this file.")] = None
     plot: Annotated[Path | None, optional(help="With --elastic: draw who was there when, and what was lost.")] = None

@@ -125,8 +125,8 @@ class WantsLayout:
     """The ranks are not as fast as they were, and would be faster so.
 
     Attributes:
-        layout: of the same members.
-        speeds: of each, all in one unit.
+        layout: of the same members, of which some may have no tile.
+        speeds: of each member, all in one unit.
         because: for the report.
     """
 

@@ -27,7 +27,8 @@ class ElasticSettings:
         heartbeat_s: a rank that gives no sign of life for longer counts as dead. A rank that is stopped is noticed by this.
         patience_s: so long a rank may take to stop, or to carry out a change; after that it counts as dead, too.
         timeout_s: so long an operation waits for another rank.
-        retile: tiles follow the ranks' speeds, by the rule of `tatami.retiling.Retiler()`; a rank that is best left out leaves.
+        retile: tiles follow the ranks' speeds, by the rule of `tatami.retiling.Retiler()`; a rank that is best left out waits
+            without a tile until it is faster, or leaves where it would delay every message.
 
     Raises:
         InputError: invalid numbers.

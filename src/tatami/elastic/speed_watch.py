@@ -6,6 +6,7 @@ import numpy as np
 
 from tatami.retiling import Decision, Retiler, Watcher
 from tatami.tiled.model import TiledModel
+from tatami.tiled.own_times import OwnTimes
 
 _FIRST_S = 0.2
 """What a re-tiling costs beside its rows until one was measured: all ranks stop, and form a new group."""
@@ -14,13 +15,16 @@ _FIRST_S = 0.2
 class SpeedWatch:
     """From one change of the members to the next; the same on all ranks.
 
+    Args:
+        model: as it lies now; some of the members may have no tile.
+        times: of this rank, for the whole run: how fast it is without a tile is known by what it once was.
+
     Attributes:
         names: of the members, in the order of the ranks.
     """
 
-    def __init__(self, model: TiledModel) -> None:
+    def __init__(self, model: TiledModel, *, times: OwnTimes) -> None:
         self.names = model.names
-        self._model = model
         self._watcher = Watcher(
             Retiler(),
             cluster=model.cluster,
@@ -29,8 +33,8 @@ class SpeedWatch:
             known_speeds=model.speeds_known,
         )
         self._watcher.moved(_FIRST_S)
-        self._computed_s = model.phases.computed_s
-        self._moved_s = 0.0
+        self._times = times
+        self._times.moved(0.0)
         self._steps = 0
 
     def suits(self, model: TiledModel) -> bool:
@@ -39,21 +43,11 @@ class SpeedWatch:
 
     def moved(self, took_s: float) -> None:
         """The tiles lie as was decided, and that took this rank so long."""
-        self._moved_s = took_s
-        self._computed_s = self._model.phases.computed_s
+        self._times.moved(took_s)
 
     def told(self) -> list[float]:
-        """For each rank two numbers, of which others have 0; `heard` wants their sums over all ranks.
-
-        They are its compute time per work since the last call, and how long the last re-tiling took it.
-        """
-        model, num_ranks = self._model, len(self.names)
-        computed_s, self._computed_s = model.phases.computed_s - self._computed_s, model.phases.computed_s
-        table = [0.0] * (2 * num_ranks)
-        if model.local_work > 0:
-            table[model.comm.rank] = computed_s / model.local_work
-        table[num_ranks + model.comm.rank], self._moved_s = self._moved_s, 0.0
-        return table
+        """See `OwnTimes.told`; `heard` wants its sum over all ranks."""
+        return self._times.told(self._watcher, iteration=self._steps)
 
     def heard(self, summed: list[float]) -> Decision | None:
         """What is to be done after one more step; None: nothing."""

@@ -34,10 +34,14 @@ from tatami.membership import Regroup
 from tatami.tiled.mirroring import MirrorRows
 from tatami.tiled.model import TiledModel
 from tatami.tiled.optimizers import check_optimizer
+from tatami.tiled.own_times import OwnTimes
 from tatami.tiled.phases import IterationPhase
 from tatami.tiled.random_state import random_state, set_random_state
 from tatami.tiled.relaying import common_state, load_common_state, relay
 from tatami.tiled.repairing import FitState, Stateful
+
+LEAST_SPEED = 0.01
+"""Of the fastest rank's: one without a tile that is slower would delay the messages of every step, and leaves."""
 
 
 def steps(
@@ -90,6 +94,7 @@ class Steps:
         self._carry = carry
         self._put_back = put_back
         self._mirror = MirrorRows(model, optimizer)
+        self._times: OwnTimes | None = None
         self._speeds: SpeedWatch | None = None
         self._before: dict[str, Any] = {}
 
@@ -209,15 +214,24 @@ class Steps:
         return [] if self._speeds is None else self._speeds.told()
 
     def heard(self, summed: list[float]) -> None:
-        """Ask for other tiles where they would be faster, by `summed`; a rank that is best left out asks to leave."""
+        """Ask for other tiles where they would be faster, by `summed`.
+
+        A rank that is best left out has no tile then, looks now and then how fast it is, and gets one again when that pays; one
+        that is too slow for that asks to leave.
+        """
         decision = None if self._speeds is None else self._speeds.heard(summed)
         if decision is None or self.session is None:
             return
-        left_out = set(self.model.names) - set(decision.layout.processors)
-        if self.model.name in left_out:
+        speeds, before, after = decision.speeds, set(self.model.layout.processors), set(decision.layout.processors)
+        least = LEAST_SPEED * max(speeds.values())
+        leaving = {name for name in self.model.names if name not in after and speeds[name] < least}
+        if self.model.name in leaving:
             self.session.leave(because="too slow to be worth its messages")
-        elif not left_out and self.model.comm.rank == 0:  # all have decided the same
-            self.session.report(WantsLayout(layout=decision.layout, speeds=dict(decision.speeds), because=decision.kind.value))
+        elif not leaving and self.model.comm.rank == 0:  # all have decided the same
+            told = [f"{name} waits without a tile" for name in sorted(before - after)]
+            told += [f"{name} has a tile again" for name in sorted(after - before)]
+            because = ", ".join([decision.kind.value, *told])
+            self.session.report(WantsLayout(layout=decision.layout, speeds=dict(speeds), because=because))
 
     def mirror_gradients(self) -> None:
         """Let the neighbour that keeps this rank's units have their gradients, where there is one."""
@@ -235,10 +249,9 @@ class Steps:
         """The tiles lie otherwise: as the watch has decided, or because the members have changed."""
         if self._speeds is not None and self._speeds.suits(self.model):
             self._speeds.moved(session.stopped_for_s)
-        elif session.assignment.retile and set(self.model.layout.processors) == set(self.model.names):
-            self._speeds = SpeedWatch(self.model)
-        else:
-            self._speeds = None
+        elif session.assignment.retile:
+            self._times = self._times or OwnTimes(self.model)
+            self._speeds = SpeedWatch(self.model, times=self._times)
 
 
 class RepairedStep:

@@ -42,7 +42,10 @@ class Leaving(_OfMember):
 
 @dataclass(frozen=True, kw_only=True)
 class Unbalanced(_OfMember):
-    """The members are not as fast as they were: it asks for another layout of the same members; `because` is for the report."""
+    """The members are not as fast as they were: it asks for another layout, in which some may have no tile.
+
+    `because` is for the report.
+    """
 
     layout: Layout
     because: str

@@ -110,7 +110,7 @@ class Membership:
                 self._let_go(event.member, f", {event.because}" if event.because else "")
             case ev.Unbalanced():
                 # Once the members change, there is a new plan for them anyway.
-                if self.stage is RunStage.RUNNING and set(event.layout.processors) == set(self.members):
+                if self.stage is RunStage.RUNNING and set(event.layout.processors) <= set(self.members):
                     self._wanted = event.layout
                     self._reasons.append(event.because)
                     self._ask()
@@ -360,12 +360,12 @@ class Membership:
     def _layout(self, staying: tuple[str, ...]) -> Layout | None:
         assert self.held is not None
         wanted, self._wanted = self._wanted, None
-        if wanted is not None and set(wanted.processors) == set(staying):
+        is_same = set(staying) == set(self.members)
+        if wanted is not None and is_same and set(wanted.processors) <= set(staying):
             return wanted
-        if set(self.held.layout.processors) == set(staying):
+        placed = set(self.held.layout.processors)
+        if placed == set(staying) or (is_same and placed <= set(staying)):  # some members may have no tile
             return self.held.layout  # it is as good as it was
-        if set(staying) == set(self.members) and self.sections == 0:
-            return self.held.layout  # some were left out of it from the beginning
         try:
             return self._plan(staying)
         except PlanError as error:

@@ -113,8 +113,8 @@ class Estimates:
         return bool((drift & known).any() or not np.isfinite(self._last).any())
 
     def per_work_s(self, processor: str) -> float:
-        """Seconds per work of a processor, as last known; NaN where it never was."""
-        return float(self._last[self._cluster.rank_of[processor]])
+        """Seconds per work of a processor, as last known; by the speeds that were given where it never was; else NaN."""
+        return float(1.0 / self._by_now()[self._cluster.rank_of[processor]]) if np.isfinite(self._last).any() else np.nan
 
     def speeds(self) -> dict[str, float]:
         """Work per second of every processor, as well as it is known."""
@@ -122,13 +122,18 @@ class Estimates:
         enough = (count >= _ENOUGH) | ((count > 0) & (self.since == 0)) | ~np.isfinite(self._last)
         enough |= (count > 0) & (count < count.max())
         self._last = np.where(enough & np.isfinite(self._level), self._level, self._last)
+        return dict(zip(self._names, map(float, self._by_now()), strict=True))
+
+    def _by_now(self) -> Vector:
+        """Work per second: as last known, and of the others as given, in proportion."""
         # Of a processor without a tile, at the size of its last one.
         flop = map(float, self._sized_at * self._workload.work_flop)
         given = np.array([speed_at(speed, work) for speed, work in zip(self._cluster.speeds.values(), flop, strict=True)])
         speeds = 1.0 / self._last
         known = np.isfinite(speeds)
         scale = np.sort((speeds / given)[known])[known.sum() // 2] if known.any() else 1.0
-        return dict(zip(self._names, map(float, np.where(known, speeds, given * scale)), strict=True))
+        filled: Vector = np.where(known, speeds, given * scale)
+        return filled
 
     def by_size(self, speeds: Mapping[str, float]) -> dict[str, float]:
         """The same as functions of the size of the tile, where they are known to depend on it."""

@@ -13,6 +13,10 @@ As long as nothing is to be gained, an iteration costs one step of the estimates
 Forecasts may be wrong: times that do not grow with the area, ranks that share a core. The estimates learn from each re-tiling
 how a processor's speed goes with the size of its tile; and where a move did not bring half of what was promised, the next must
 be worth four times its price, and so on until one does.
+
+A processor that was left out looks now and then how fast it is, and is taken in again like any other gain. Where one is left
+out a second time, or all but that (`ALL_BUT_OUT`), what its slowness cost until then is part of the price of its next return,
+so that one which alternates costs at most about twice what it costs to do without it.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from tatami.retiling.noticing import Vector
 from tatami.retiling.rental import Rental, expected_rest
 from tatami.retiling.situation import Situation
 from tatami.retiling.timing import Timing
+from tatami.tiling import Layout
 
 CERTAINTY = 4.0
 """Standard errors of a speed: a gain that is less is not believed."""
@@ -45,7 +50,10 @@ FIXED_S = 0.005
 _LOOK = 32
 """Iterations after which drifts are looked at."""
 _LOOK_AT = (4, 8, 16, 32, 64)
-"""Iterations since the last alarm or re-tiling at which the speeds are looked at, too: as their errors shrink, gains show."""
+"""Iterations since the last alarm or re-tiling at which the speeds may be looked at, too: as their errors shrink, gains show.
+A look plans, which takes 10 ms of a core for 8 ranks, and so 100 ms of a rank that has a tenth of one."""
+ALL_BUT_OUT = 0.125
+"""A processor that keeps less than this of its work is as good as left out."""
 _MOST_KEPT = 4096
 
 
@@ -64,12 +72,14 @@ class Watcher(AbstractDecider):
         self._known = Estimates(self.cluster, workload=self.workload, layout=self.layout)
         self._accounts: dict[DecisionKind, Rental] = {}
         self._levels: tuple[Level, ...] = ()
+        self._hides = False
         self._stay_s = 0.0
         self._slow_since: dict[str, tuple[int, float]] = {}
         self._lengths: list[int] = []
         self._change_at = 0
         self._promise: tuple[float, float] | None = None
         self._distrust = 1.0
+        self._return_s: dict[str, float] = {}
         self._fixed_s = FIXED_S
         self._predicted_move_s = 0.0
         self._decisions = 0
@@ -112,7 +122,7 @@ class Watcher(AbstractDecider):
         for alarm in fresh:
             self._remember(alarm)
         since = iteration - max(self._known.since, self._change_at - 1)
-        if fresh or since in _LOOK_AT:
+        if fresh or (since in _LOOK_AT and self._may_show_more()):
             self._look(iteration, lost=since)
         elif since % _LOOK == 0 and self._known.drifted(LEAST_GAIN / 2):
             self._look(iteration, lost=0)
@@ -125,6 +135,11 @@ class Watcher(AbstractDecider):
             # Speeds are as at the last look.
             self._glance(iteration, self.glances[-1].speeds)
         return self._decide(iteration, None, fresh) if fresh else None
+
+    def _may_show_more(self) -> bool:
+        """Whether a look could show what the last one did not."""
+        is_promised = self._promise is not None and self._known.enough
+        return bool(self._levels) or self._hides or is_promised or self._known.drifted(LEAST_GAIN / 2)
 
     def _remember(self, alarm: Alarm) -> None:
         self._change_at = alarm.began
@@ -162,6 +177,8 @@ class Watcher(AbstractDecider):
         self._settle_promise(speeds, situation)
         least_s = max(LEAST_GAIN, CERTAINTY * error) * self._stay_s
         self._levels = tuple(level for level in found if self._stay_s - level.iteration_s > least_s)
+        # Gains that are large enough, but not certain yet.
+        self._hides = any(LEAST_GAIN * self._stay_s < self._stay_s - level.iteration_s <= least_s for level in found)
         kinds = {level.kind for level in self._levels}
         for kind, account in self._accounts.items():
             if kind not in kinds and account.loss_s:
@@ -190,10 +207,27 @@ class Watcher(AbstractDecider):
             level
             for level in self._levels
             if self._accounts[level.kind].due(
-                self._distrust * level.price_s, rate_s=self._stay_s - level.iteration_s, rest=rest
+                self._distrust * level.price_s + self._returning_s(level.layout),
+                rate_s=self._stay_s - level.iteration_s,
+                rest=rest,
             )
         ]
         return min(due, key=lambda level: level.iteration_s, default=None)
+
+    def _returning_s(self, layout: Layout) -> float:
+        """What the processors that would be taken in again cost when they were last left out; nothing for the first time."""
+        if not self._return_s:
+            return 0.0
+        now, then = self.works, works_of(layout, workload=self.workload)
+        back = (name for name in then if now.get(name, 0.0) < ALL_BUT_OUT * then[name])
+        return max((self._return_s.get(name, 0.0) for name in back), default=0.0)
+
+    def _leave_out(self, layout: Layout, *, cost_s: float) -> None:
+        """Remember what it cost until those that have next to nothing in `layout` were left out."""
+        now, then = self.works, works_of(layout, workload=self.workload)
+        for name in now:
+            if then.get(name, 0.0) < ALL_BUT_OUT * now[name]:
+                self._return_s[name] = max(self._return_s[name], cost_s) if name in self._return_s else 0.0
 
     def _decide(self, iteration: int, chosen: Level | None, fresh: list[Alarm]) -> Decision:
         self._decisions += 1
@@ -224,6 +258,7 @@ class Watcher(AbstractDecider):
             )
             self._predicted_move_s = chosen.price_s - self._fixed_s
             self._glance(iteration, tuple(speeds.values()))
+            self._leave_out(chosen.layout, cost_s=account.loss_s + chosen.price_s)
             account.moved(chosen.price_s, rate_s=rate_s)
             self._leave(iteration, chosen)
         return Decision(

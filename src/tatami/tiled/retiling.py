@@ -19,16 +19,13 @@ from tatami.errors import InputError
 from tatami.retiling import Controller, Decision, Retiler, Timing, Watcher
 from tatami.retiling.columns import works_of
 from tatami.retiling.link_watch import WatchedMessage
-from tatami.retiling.timing import PROBE_EVERY
 from tatami.tiled.model import TiledModel
 from tatami.tiled.moving import Moved, move
 from tatami.tiled.optimizers import check_optimizer
+from tatami.tiled.own_times import OwnTimes
 from tatami.tiled.phases import PhaseTimes
-from tatami.tiled.stopwatch import AbstractStopwatch
 
 logger = logging.getLogger(__name__)
-
-_PROBE_SIZE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,34 +88,22 @@ class Retiling:
         )
         self._controller = controller if isinstance(controller, Controller) else None
         self.watcher = controller if isinstance(controller, Watcher) else None
-        self._probe = _Probe(model.phases.stopwatch, model.device)
-        self._computed_s = model.phases.computed_s
-        self._moved_s = 0.0
+        self._times = OwnTimes(model)
         self._heard: list[float] | None = None
         self._window: list[Timing] = []
         self.iteration = 0
         self.checks: list[Check] = []
 
     def told(self) -> list[float]:
-        """This rank's part of what `heard` wants the sum of over all ranks: for each rank two numbers, of which others have 0.
+        """This rank's part of what `heard` wants the sum of over all ranks: what `OwnTimes.told` says.
 
-        They are its compute time per work since the last call, and how long the last re-tiling took it. Behind them is a number
-        for each message that is watched: the receiver adds when it came, and the sender takes off when it left. None where the
-        rule gathers by itself.
+        Behind it is a number for each message that is watched: the receiver adds when it came, and the sender takes off when it
+        left. None where the rule gathers by itself.
         """
         if self.watcher is None:
             return []
-        model = self._model
-        computed_s = model.phases.computed_s - self._computed_s
-        self._computed_s = model.phases.computed_s
-        work = model.local_work
-        table = [0.0] * (2 * model.comm.size)
-        if work > 0:
-            table[model.comm.rank] = computed_s / work
-        elif model.tile is None and self.iteration % PROBE_EVERY == 0:
-            table[model.comm.rank] = self._probe.per_work_s(self.watcher.per_work_s(model.name))
-        table[model.comm.size + model.comm.rank], self._moved_s = self._moved_s, 0.0
-        return table + [self._late_s(message) for message in self.watcher.links.messages]
+        own = self._times.told(self.watcher, iteration=self.iteration)
+        return own + [self._late_s(message) for message in self.watcher.links.messages]
 
     def _late_s(self, message: WatchedMessage) -> float:
         rank, times = self._model.comm.rank, self._model.link_times
@@ -187,8 +172,7 @@ class Retiling:
         began_s = clock.now_s()
         check = self._carry_out(decision, compute_s=compute_s, companions=companions)
         if decision.remaps:
-            self._moved_s = clock.now_s() - began_s
-            self._computed_s = self._model.phases.computed_s
+            self._times.moved(clock.now_s() - began_s)
         return check
 
     def _carry_out(
@@ -203,28 +187,6 @@ class Retiling:
         if self._model.comm.rank == 0:
             logger.info("%s", decision.reason)
         return check
-
-
-class _Probe:
-    """How fast a rank is that was left out, by a matrix product: it was as slow as it was known to be when it first looked."""
-
-    def __init__(self, stopwatch: AbstractStopwatch, device: torch.device) -> None:
-        self._stopwatch = stopwatch
-        self._matrix = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=torch.float32, device=device)
-        self._first: tuple[float, float] | None = None
-
-    def per_work_s(self, known_s: float) -> float:
-        """Seconds per work; `known_s` is what the first look is taken for."""
-        took_s = min(self._time_s() for _ in range(3))
-        if self._first is None:
-            self._first = took_s, known_s
-        first_s, then_s = self._first
-        return then_s * took_s / first_s if first_s > 0 else then_s
-
-    def _time_s(self) -> float:
-        began = self._stopwatch.mark()
-        self._matrix @ self._matrix
-        return self._stopwatch.between_s(began, self._stopwatch.mark())
 
 
 def _mean_compute_s(timings: list[Timing]) -> dict[str, float]:
