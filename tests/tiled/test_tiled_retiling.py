@@ -16,7 +16,7 @@ from tatami.records import Records
 from tatami.retiling import Decision, Retiler
 from tatami.testing.worlds import World
 from tatami.tiled import Check, IterationPhase, Retiling, TiledModel, Trainer, move, tile, whole_state_dict
-from tatami.tiled.retiling import _Probe
+from tatami.tiled.own_times import _Probe
 from tatami.tiled.stopwatch import HostStopwatch
 from tiled_rig import assert_close, optimizers, simple_layout, tiled
 
@@ -340,6 +340,8 @@ def test_a_rank_that_was_left_out_is_as_slow_as_it_was_known_to_be_until_its_pro
 
     clock = Steps()
     probe = _Probe(HostStopwatch(clock), torch.device("cpu"))
+    assert probe.per_work_s(float("nan")) == 0.0
+    assert not probe.has_looked
     assert probe.per_work_s(0.125) == 0.125
     clock.step_s = 0.5
     # What is known by then is what the probe itself said: only the first look counts.
