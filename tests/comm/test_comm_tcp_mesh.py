@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -145,8 +146,12 @@ def test_the_end_of_the_other_side_settles_all_and_what_comes_later() -> None:
     assert all(each.is_settled and each.is_broken for each in later)
 
 
+def _store() -> Any:
+    return cast(Any, dist).HashStore()
+
+
 def _meshes(size: int) -> list[TcpMesh]:
-    store = dist.HashStore()
+    store = _store()
     meshes = [TcpMesh(store, rank=rank, size=size) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(lambda mesh: mesh.connect(_never), meshes))
@@ -225,7 +230,7 @@ def test_severed_connections_end_the_waits_of_both_sides() -> None:
 
 
 def test_a_stranger_is_turned_away() -> None:
-    store = dist.HashStore()
+    store = _store()
     one = TcpMesh(store, rank=0, size=2)
     host, _, port = store.get("0").decode().rpartition(" ")
     assert host == "127.0.0.1"
@@ -247,7 +252,7 @@ def test_a_stranger_is_turned_away() -> None:
 
 
 def test_a_meeting_is_called_off() -> None:
-    store = dist.HashStore()
+    store = _store()
     mesh = TcpMesh(store, rank=0, size=2)
 
     def look() -> None:
@@ -259,7 +264,7 @@ def test_a_meeting_is_called_off() -> None:
 
 
 def test_a_rank_that_has_gone_is_named() -> None:
-    store = dist.HashStore()
+    store = _store()
     TcpMesh(store, rank=0, size=2).close()
     mesh = TcpMesh(store, rank=1, size=2)
     with pytest.raises(CommError, match=r"rank 1 of 2 could not reach rank 0 at 127.0.0.1:\d+: Connection refused"):
