@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Any, cast
 
@@ -9,9 +10,12 @@ import torch.distributed as dist
 
 
 def keep_store(host: str, *, timeout_s: float) -> Any:
-    """Keep a store at a free port of this host."""
+    """Keep a store at a free port of this address; by itself it would listen on all interfaces."""
     make = cast(Any, dist).TCPStore
-    return make(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    listener = socket.create_server((host, 0))
+    port, number = listener.getsockname()[1], listener.detach()
+    limit = timedelta(seconds=timeout_s)
+    return make(host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=number)
 
 
 def reach_store(host: str, port: int, *, timeout_s: float) -> Any:
