@@ -3,10 +3,13 @@
 Properties draw the same examples in every run, and have no deadline: machines are busy.
 """
 
-from pathlib import Path
+import os
+from collections import defaultdict
 
 import pytest
 from hypothesis import settings
+
+from parts import cost_s
 
 pytest_plugins = ["tatami.testing.worlds"]
 settings.register_profile("tatami", deadline=None, derandomize=True)
@@ -16,9 +19,19 @@ START_RAY = ("server", "elastic", "test_sim_server_decisions.py")
 """One after the other: a second Ray of the machine would take the memory of the first, and what they leave is looked for."""
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where `pytest -n 2` shares the tests out, the tests of a file stay together, and all that start Ray."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            starts_ray = any(part in START_RAY for part in Path(item.path).parts)
-            item.add_marker(pytest.mark.xdist_group("ray" if starts_ray else item.path.name))
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where `pytest -n` shares the tests out, the tests of a file stay together, and all that start Ray; the longest begin."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    groups: dict[str, set[str]] = defaultdict(set)
+    for item in items:
+        groups[group_of(item)].add(item.path.name)
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    cost_of_s = {group: sum(map(cost_s, files)) for group, files in groups.items()}
+    items.sort(key=lambda item: -cost_of_s[group_of(item)])
+
+
+def group_of(item: pytest.Item) -> str:
+    """The tests of a group are run by one process."""
+    return "ray" if any(part in START_RAY for part in item.path.parts) else item.path.name

@@ -1,4 +1,4 @@
-"""The loops that the tests can be run beside are there while the command runs, and gone after it, however it ends."""
+"""Tests beside busy loops: the loops are gone with the command, parts are as long as each other, and files stay together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-BUSY = Path(__file__).with_name("busy.py")
+import pytest
+
+from parts import COSTS_S, cost_s, parts
+
+TESTS = Path(__file__).parent
+BUSY = TESTS / "busy.py"
 CHILDREN = "import os, pathlib; print(*pathlib.Path(f'/proc/{os.getppid()}/task/{os.getppid()}/children').read_text().split())"
 
 
@@ -41,3 +46,27 @@ def test_loops_end_where_the_whole_is_killed() -> None:
         while not ended(pid):  # ends by the test's own timeout if it stays
             os.sched_yield()
     os.kill(int(pids[2]), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [1, 7])
+def test_every_file_is_in_one_part_and_parts_take_as_long_as_each_other(number: int) -> None:
+    files = list(TESTS.rglob("test_*.py"))
+    assert COSTS_S.keys() <= {file.name for file in files}
+    shared = parts(files, number)
+    assert sorted(file for part in shared for file in part) == sorted(files)
+    loads_s = [sum(cost_s(file.name) for file in part) for part in shared]
+    assert max(loads_s) - min(loads_s) <= max(map(cost_s, (file.name for file in files)))
+    assert shared == parts(files[::-1], number), "the same in every run"
+
+
+@pytest.mark.parametrize(("asked", "words"), [("2/2", []), ("0/2", None), ("3/2", None), ("1/1", None), ("one", None)])
+def test_the_last_part_is_what_is_no_file_and_others_are_refused(asked: str, words: list[str] | None) -> None:
+    done = subprocess.run([sys.executable, str(TESTS / "parts.py"), asked], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == ((0, words) if words is not None else (1, []))
+    assert ("as in PART=3/8" in done.stderr) == (words is None)
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="one process runs all tests")
+def test_the_tests_of_a_file_stay_together(request: pytest.FixtureRequest) -> None:
+    """By the ending that pytest-xdist gives to the names of tests that it keeps together."""
+    assert request.node.nodeid.endswith("@test_busy.py")
