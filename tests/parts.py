@@ -43,6 +43,17 @@ COSTS_S = {
 """Seconds of a worker, to a few; of those that take much longer than others."""
 
 
+START_RAY = ("tests/server/", "tests/elastic/", "tests/sim/test_sim_server_decisions.py")
+
+
+def group_of(nodeid: str) -> str:
+    """The tests of a group are run by one process: those of a file, and all that start Ray.
+
+    A second Ray of the machine would take the memory of the first, and what they leave is looked for.
+    """
+    return "ray" if nodeid.startswith(START_RAY) else nodeid.split("::")[0]
+
+
 def cost_s(file: str) -> float:
     """About how long the tests of a file of this name take."""
     return COSTS_S.get(file, OTHERS_S)

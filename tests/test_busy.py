@@ -10,11 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from parts import COSTS_S, cost_s, parts
+from parts import COSTS_S, cost_s, group_of, parts
 
 TESTS = Path(__file__).parent
 BUSY = TESTS / "busy.py"
 CHILDREN = "import os, pathlib; print(*pathlib.Path(f'/proc/{os.getppid()}/task/{os.getppid()}/children').read_text().split())"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_process(tmp_path_factory: pytest.TempPathFactory) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the folder above is common to all
+        (tmp_path_factory.getbasetemp().parent / "of-test-busy").touch(exist_ok=False)
 
 
 def ended(pid: str) -> bool:
@@ -66,7 +72,7 @@ def test_the_last_part_is_what_is_no_file_and_others_are_refused(asked: str, wor
     assert ("as in PART=3/8" in done.stderr) == (words is None)
 
 
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="one process runs all tests")
-def test_the_tests_of_a_file_stay_together(request: pytest.FixtureRequest) -> None:
-    """By the ending that pytest-xdist gives to the names of tests that it keeps together."""
-    assert request.node.nodeid.endswith("@test_busy.py")
+def test_the_tests_of_a_file_stay_together_and_all_that_start_ray() -> None:
+    """Under `pytest -n`, that this file's do is seen by `_one_process`."""
+    assert group_of("tests/server/test_a.py::test_1[a::b]") == group_of("tests/elastic/test_b.py::test_2") == "ray"
+    assert group_of("tests/comm/test_c.py::test_3") == group_of("tests/comm/test_c.py::test_4[x]") == "tests/comm/test_c.py"
