@@ -4,6 +4,7 @@ Properties draw the same examples in every run, and have no deadline: machines a
 """
 
 import os
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -27,11 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Each group of tests as one piece, in their order; marks for `--dist loadgroup` do nothing under pytest 9."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Groups(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return group_of(nodeid)
-
+    scheduler = import_module("xdist.scheduler").LoadScopeScheduling(config, log)
+    scheduler._split_scope = group_of
     config.option.loadscopereorder = False
-    return Groups(config, log)
+    return scheduler
