@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 TEST_LOG := build/tests.log
-TEST_WORKERS := 2
+# One more than the cores of a small machine, for tests also wait.
+TEST_WORKERS := 3
 # Only ends what hangs: beside twenty busy loops a job takes ten times as long as alone.
 HANGS_AFTER_S := 10800
 BUSY_LOOPS := 20
@@ -39,7 +40,7 @@ LAUNCH_CHAOS_RUNS := 100
 CHAOS_SEED := 0
 CHAOS_RAYLET_RUNS := 20
 
-.PHONY: help setup demo docs test test-busy simgrid chaos lab-setup lab-test check format bench watched clean
+.PHONY: help setup demo docs test test-files test-ranks test-busy test-part simgrid chaos lab-setup lab-test check format bench watched clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -52,27 +53,43 @@ demo: setup  ## one network over ranks of unequal speed: even, SRPM, DRPM
 docs: setup  ## the site, in site/: every page and every public name; fails on a broken link
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html --jobs auto docs site
 
-# Everything once, with ranks as threads, in two processes that share out the files; then the tests of what ranks do together,
-# as real MPI jobs; then some of them on ranks of torch.distributed, and on the other MPI library.
+# Everything once, with ranks as threads, in processes that share out the files; then the tests of what ranks do together, as real
+# MPI jobs; then some of them on ranks of torch.distributed, and on the other MPI library.
 test: setup $(OPENMPI)/installed $(SIMGRID)/tried  ## all tests; those that were skipped are listed at the end
 	@mkdir -p $(dir $(TEST_LOG)) && : > $(TEST_LOG)
-	set -o pipefail; $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup 2>&1 | tee -a $(TEST_LOG)
-	set -o pipefail; for size in $(WORLD_SIZES); do \
-	    echo "== mpiexec -n $$size" && \
-	    MPIEXEC_TIMEOUT=$(HANGS_AFTER_S) $(BIN)/mpiexec -n $$size $(BIN)/python -m pytest -m mpi --world=mpi $(WORLD_TESTS) 2>&1 \
-	        | tee -a $(TEST_LOG) || exit 1; \
-	done
-	set -o pipefail; for size in $(GLOO_SIZES); do \
-	    echo "== torchrun --nproc-per-node $$size (gloo)" && \
-	    OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $$size \
-	        -m pytest -m mpi --world=gloo $(GLOO_TESTS) 2>&1 | tee -a $(TEST_LOG) || exit 1; \
-	done
-	@echo "== mpiexec -n 2 (Open MPI)"
-	set -o pipefail; $(OPENMPI_RUN) -n 2 $(BIN)/python -m pytest -m mpi --world=mpi $(OPENMPI_TESTS) 2>&1 | tee -a $(TEST_LOG)
+	@$(MAKE) --no-print-directory test-files
+	@$(MAKE) --no-print-directory test-ranks
 	@echo "== skipped:"; grep '^SKIPPED' $(TEST_LOG) | sort -u | grep . || echo "nothing"
 
-test-busy: setup  ## `make test` beside 20 busy loops, which no test may notice; hours
-	$(BIN)/python tests/busy.py --loops $(BUSY_LOOPS) $(MAKE) --no-print-directory test
+test-files:
+	set -o pipefail; $(BIN)/python -m pytest -n $(TEST_WORKERS) $(FILES) 2>&1 | tee -a $(TEST_LOG)
+
+# Two jobs at a time, for ranks also wait; what a job says comes when it ends.
+test-ranks:
+	set -o pipefail; $(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) \
+	    $(foreach size,$(WORLD_SIZES),ranks-mpi-$(size)) $(foreach size,$(GLOO_SIZES),ranks-gloo-$(size)) ranks-openmpi-2 2>&1 \
+	    | tee -a $(TEST_LOG)
+
+ranks-mpi-%:
+	@echo "== mpiexec -n $*"
+	@MPIEXEC_TIMEOUT=$(HANGS_AFTER_S) $(BIN)/mpiexec -n $* $(BIN)/python -m pytest -m mpi --world=mpi $(WORLD_TESTS) < /dev/null
+
+ranks-gloo-%:
+	@echo "== torchrun --nproc-per-node $* (gloo)"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $* \
+	    -m pytest -m mpi --world=gloo $(GLOO_TESTS) < /dev/null
+
+ranks-openmpi-%:
+	@echo "== mpiexec -n $* (Open MPI)"
+	@$(OPENMPI_RUN) -n $* $(BIN)/python -m pytest -m mpi --world=mpi $(OPENMPI_TESTS) < /dev/null
+
+test-busy: setup  ## `make test` beside 20 busy loops, which no test may notice; hours, or about one for `PART=3/8`
+	$(BIN)/python tests/busy.py --loops $(BUSY_LOOPS) $(MAKE) --no-print-directory $(if $(PART),test-part,test)
+
+test-part: setup $(OPENMPI)/installed $(SIMGRID)/tried
+	@mkdir -p $(dir $(TEST_LOG)) && : > $(TEST_LOG)
+	@files="$$($(BIN)/python tests/parts.py $(PART))" || exit; \
+	if [ -n "$$files" ]; then $(MAKE) --no-print-directory test-files FILES="$$files"; else $(MAKE) --no-print-directory test-ranks; fi
 
 chaos: setup  ## runs killed and stopped at random: 200 of servers and of elastic runs, 20 of raylets, 100 of `tatami run`, and 100,000 each rehearsed
 	TATAMI_STATE_CHAOS_RUNS=100000 TATAMI_CHAOS_SEED=$(CHAOS_SEED) $(BIN)/python -m pytest tests/server/test_server_state_chaos.py

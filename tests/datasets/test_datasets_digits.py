@@ -34,6 +34,13 @@ def test_digits() -> None:
     assert torch.equal(digits.y.sum(dim=1), torch.ones(1797))
 
 
+def test_digits_are_those_of_scikit_learn() -> None:
+    """Their file is read without importing it, which takes longer than all else."""
+    theirs, ours = pytest.importorskip("sklearn.datasets").load_digits(), load("digits", targets="classes")
+    assert torch.equal(ours.x * 16, torch.tensor(theirs.data, dtype=torch.float32))
+    assert torch.equal(ours.y, torch.tensor(theirs.target, dtype=torch.int64))
+
+
 def test_accuracy_of_one_hot_targets_and_of_ids() -> None:
     ids = torch.tensor([3, 1, 4, 1])
     one_hot = torch.nn.functional.one_hot(ids, 10).float()
@@ -95,7 +102,7 @@ def test_names() -> None:
 
 
 def test_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(
         MissingExtraError, match=r"scikit-learn .* is not installed. Install it with:  pip install 'tatami\[data\]'"
     ):

@@ -109,7 +109,8 @@ class Services:
 
 def starting(services: Services, folder: Path) -> AbstractContextManager[None]:
     constants = SimpleNamespace(ENABLE_RAY_CLUSTER=True, ENABLE_RAY_CLUSTERS_ENV_VAR="TATAMI_TEST_CLUSTERS")
-    ray = SimpleNamespace(_private=SimpleNamespace(ray_constants=constants, services=services))
+    node = SimpleNamespace(Node=SimpleNamespace(start_api_server=None, start_monitor=None, start_log_monitor=None))
+    ray = SimpleNamespace(_private=SimpleNamespace(ray_constants=constants, services=services, node=node))
     return conditions(ray, folder=folder, token="")
 
 

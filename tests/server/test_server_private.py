@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -121,6 +122,14 @@ def test_ray_listens_on_loopback_only(seen: Seen) -> None:
     addresses = listening(processes)
     assert len(addresses) >= 4 + 2, "those of the four, of the raylet and of the GCS are seen at least"
     assert set(addresses) == {"127.0.0.1"}
+
+
+def test_nothing_is_started_that_a_run_has_no_use_for(seen: Seen) -> None:
+    """Neither dashboard nor autoscaler nor a reader of logs, each a Python that takes seconds of a core."""
+    processes = started_with("TATAMI_RAY_FOLDER", seen[0][2]["TATAMI_RAY_FOLDER"])
+    said = [Path(f"/proc/{process}/cmdline").read_bytes().decode() for process in processes]
+    assert {"gcs_server", "raylet"} <= {Path(each.split("\0")[0]).name for each in said}
+    assert not re.findall(r"\w*monitor\.py|dashboard\.py", " ".join(said))
 
 
 def listening(processes: set[int]) -> list[str]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from tatami.bench.interleaved import machine
 from tatami.bench.server import UNCOUNTED
-from tatami.errors import InputError
+from tatami.datasets.digits import load_digits
 from tatami.server import BSP, Pool, RunContext, RunSettings, engine, train
 
 _LEAST_COMPUTE_S = 0.05
@@ -88,13 +88,8 @@ def _network() -> nn.Module:
 
 def _digits() -> tuple[torch.Tensor, torch.Tensor]:
     """The 1,797 digits, over and over: 115,008 samples."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise InputError("this benchmark needs scikit-learn: pip install 'tatami[data]'") from error
-    digits = load_digits()
-    x = torch.tensor(digits.data, dtype=torch.float32) / 16
-    return x.repeat(_COPIES, 1), torch.tensor(digits.target).repeat(_COPIES)
+    digits = load_digits(targets="classes")
+    return digits.x.repeat(_COPIES, 1), digits.y.repeat(_COPIES)
 
 
 def _enough_samples(x: torch.Tensor, y: torch.Tensor, *, most: int) -> int:

@@ -145,7 +145,7 @@ def conditions(ray: Any, *, folder: Path, token: str) -> Iterator[None]:
         **{name: str(value) for name, value in _PATIENCE.items()},
         **_streaming_copies(),
     }
-    with _alone(ray), _patient(ray), _environment(wanted):
+    with _alone(ray), _patient(ray), _lean(ray), _environment(wanted):
         yield
 
 
@@ -203,6 +203,20 @@ def _patient(ray: Any) -> Iterator[None]:
         yield
     finally:
         services.get_node, services.start_raylet = get_node, start_raylet
+
+
+@contextmanager
+def _lean(ray: Any) -> Iterator[None]:
+    """Without a dashboard, for which Ray waits, an autoscaler and a reader of logs, none of which a run has a use for."""
+    node = ray._private.node.Node
+    before = {name: getattr(node, name) for name in ("start_api_server", "start_monitor", "start_log_monitor")}
+    for name in before:
+        setattr(node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, start_it in before.items():
+            setattr(node, name, start_it)
 
 
 def _wait_for(is_so: Callable[[], bool], *, limit_s: float) -> bool:
