@@ -14,14 +14,14 @@ from simgrid_here import needs_simgrid
 from tatami.cluster import Cluster, Link, Processor
 from tatami.collective import Sync
 from tatami.sim.allreduce import Case, replay
-from tatami.sim.flows import Flow, Flows, Lane, Route, rates_of
+from tatami.sim.flows import Flow, Flows, Lane, LinkPath, rates_of
 from tatami.sim.platforms import AbstractPlatform, ClusterPlatform, preset
 from tatami.sim.stage import Stage, play
 
 
 def flow(lanes: Sequence[Lane], *, latency_s: float = 1.0, size_bytes: float = 1.0, most_bytes_per_s: float = 1e9) -> Flow:
     most = min([most_bytes_per_s, *(lane.bandwidth_bytes_per_s for lane in lanes)])
-    return Flow(what=None, route=Route(latency_s=latency_s, lanes=tuple(lanes), most_bytes_per_s=most), left_bytes=size_bytes)
+    return Flow(what=None, path=LinkPath(latency_s=latency_s, lanes=tuple(lanes), most_bytes_per_s=most), left_bytes=size_bytes)
 
 
 @st.composite
@@ -38,14 +38,14 @@ def crowds(draw: st.DrawFn) -> list[Flow]:
 def test_rates_are_max_min_fair(crowd: list[Flow]) -> None:
     """No link is more than full, and each transfer is as fast as it may be, or passes a full link on which none gets more."""
     rates = rates_of(crowd)
-    lanes = {lane for each in crowd for lane in each.route.lanes}
-    on = {lane: [each for each in crowd if lane in each.route.lanes] for lane in lanes}
+    lanes = {lane for each in crowd for lane in each.path.lanes}
+    on = {lane: [each for each in crowd if lane in each.path.lanes] for lane in lanes}
     used = {lane: sum(rates[each] for each in on[lane]) for lane in lanes}
     assert all(used[lane] <= lane.bandwidth_bytes_per_s * (1 + 1e-9) for lane in lanes)
     for each in crowd:
-        full = [lane for lane in each.route.lanes if used[lane] >= lane.bandwidth_bytes_per_s * (1 - 1e-9)]
+        full = [lane for lane in each.path.lanes if used[lane] >= lane.bandwidth_bytes_per_s * (1 - 1e-9)]
         level = rates[each] / each.weight
-        assert rates[each] >= each.route.most_bytes_per_s * (1 - 1e-9) or any(
+        assert rates[each] >= each.path.most_bytes_per_s * (1 - 1e-9) or any(
             level >= rates[other] / other.weight * (1 - 1e-9) for lane in full for other in on[lane]
         )
 

@@ -34,7 +34,7 @@ class Lane:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Route:
+class LinkPath:
     """The way from one host to another.
 
     Attributes:
@@ -48,22 +48,22 @@ class Route:
     most_bytes_per_s: float
 
 
-class Routes:
+class LinkPaths:
     """The ways that SimGrid's hosts have, each asked for once."""
 
     def __init__(self, hosts: Sequence[Any]) -> None:
         self._hosts = hosts
         self._fat = simgrid().Link.SharingPolicy.FATPIPE
         self._lanes: dict[Any, Lane] = {}
-        self._known: dict[tuple[int, int], Route] = {}
+        self._known: dict[tuple[int, int], LinkPath] = {}
 
-    def of(self, source: int, target: int) -> Route:
+    def of(self, source: int, target: int) -> LinkPath:
         """From one host to another one, by their indices."""
         if (source, target) not in self._known:
             links, latency_s = self._hosts[source].route_to(self._hosts[target])
             lanes = tuple(self._lane(link) for link in links if link.get_sharing_policy() != self._fat)
             most = min(link.bandwidth for link in links)
-            self._known[source, target] = Route(latency_s=latency_s, lanes=lanes, most_bytes_per_s=most)
+            self._known[source, target] = LinkPath(latency_s=latency_s, lanes=lanes, most_bytes_per_s=most)
         return self._known[source, target]
 
     def _lane(self, link: Any) -> Lane:
@@ -76,12 +76,12 @@ class Flow:
 
     Attributes:
         what: whose it is; for the caller.
-        route: its way.
+        path: its way.
         left_bytes: at `since_s`; from then on it moves at `rate_bytes_per_s`, until `ends_s` if nothing changes.
     """
 
     what: Any
-    route: Route
+    path: LinkPath
     left_bytes: float
     rate_bytes_per_s: float = 0.0
     since_s: float = 0.0
@@ -90,7 +90,7 @@ class Flow:
     @property
     def weight(self) -> float:
         """Its share beside others."""
-        return 1 / self.route.latency_s if self.route.latency_s else 1.0
+        return 1 / self.path.latency_s if self.path.latency_s else 1.0
 
     def left_at(self, now_s: float) -> float:
         """Bytes that have not moved by then."""
@@ -105,13 +105,13 @@ class Flows:
 
     def add(self, flow: Flow) -> None:
         """It begins to move."""
-        for lane in flow.route.lanes:
+        for lane in flow.path.lanes:
             lane.flows[flow] = None
             self._changed[lane] = None
 
     def remove(self, flow: Flow) -> None:
         """It moves no more."""
-        for lane in flow.route.lanes:
+        for lane in flow.path.lanes:
             del lane.flows[flow]
             self._changed[lane] = None
 
@@ -137,7 +137,7 @@ class Flows:
                 for flow in lanes.pop().flows:
                     if flow not in found:
                         found[flow] = None
-                        new = [lane for lane in flow.route.lanes if lane not in seen]
+                        new = [lane for lane in flow.path.lanes if lane not in seen]
                         lanes += new
                         seen.update(new)
             if found:
@@ -148,26 +148,24 @@ def rates_of(flows: Iterable[Flow]) -> dict[Flow, float]:
     """The max-min fair rate of each, where no others pass their links."""
     rising = dict.fromkeys(flows)
     if len(rising) == 1:
-        return {flow: flow.route.most_bytes_per_s for flow in rising}
+        return {flow: flow.path.most_bytes_per_s for flow in rising}
     rates: dict[Flow, float] = {}
-    left = {lane: lane.bandwidth_bytes_per_s for flow in rising for lane in flow.route.lanes}
+    left = {lane: lane.bandwidth_bytes_per_s for flow in rising for lane in flow.path.lanes}
     while rising:
         weights: dict[Lane, float] = {}
         for flow in rising:
-            for lane in flow.route.lanes:
+            for lane in flow.path.lanes:
                 weights[lane] = weights.get(lane, 0.0) + flow.weight
         level = min(left[lane] / weight for lane, weight in weights.items())
-        level = min(level, min(flow.route.most_bytes_per_s / flow.weight for flow in rising))
+        level = min(level, min(flow.path.most_bytes_per_s / flow.weight for flow in rising))
         until = level * (1 + _EQUAL)
         full = {lane for lane, weight in weights.items() if left[lane] <= until * weight}
         stopped = [
-            flow
-            for flow in rising
-            if flow.route.most_bytes_per_s <= until * flow.weight or not full.isdisjoint(flow.route.lanes)
+            flow for flow in rising if flow.path.most_bytes_per_s <= until * flow.weight or not full.isdisjoint(flow.path.lanes)
         ]
         for flow in stopped:
             rates[flow] = level * flow.weight
             del rising[flow]
-            for lane in flow.route.lanes:
+            for lane in flow.path.lanes:
                 left[lane] -= rates[flow]
     return rates

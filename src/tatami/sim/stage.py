@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tatami.sim.engine import simgrid
-from tatami.sim.flows import Flow, Flows, Route, Routes
+from tatami.sim.flows import Flow, Flows, LinkPath, LinkPaths
 from tatami.sim.platforms.base import AbstractPlatform
 from tatami.sim.waiting import PendingActivities
 
@@ -79,7 +79,7 @@ class Stage:
         self._timers: list[_Timer] = []
         self._flows = Flows() if meet_few else None
         self._dividing: Going | None = None
-        self._routes = Routes(hosts)
+        self._paths = LinkPaths(hosts)
 
     @property
     def now_s(self) -> float:
@@ -97,7 +97,7 @@ class Stage:
             going.stop = lambda: min(size_bytes, (ends_s - self._now_s) * link.bandwidth_bytes_per_s)
             return going
         if self._flows is not None and source != target:
-            return self._flow(self._flows, self._routes.of(source, target), whole_bytes, then)
+            return self._flow(self._flows, self._paths.of(source, target), whole_bytes, then)
         self._catch_up()
         return self._start(self._simgrid.Comm.sendto_async(self.hosts[source], self.hosts[target], whole_bytes), then)
 
@@ -183,7 +183,7 @@ class Stage:
 
     # -- transfers that are divided here ------------------------------------------------------------------------------
 
-    def _flow(self, flows: Flows, route: Route, size_bytes: int, then: Then) -> Going:
+    def _flow(self, flows: Flows, path: LinkPath, size_bytes: int, then: Then) -> Going:
         moves = False
 
         def begin() -> None:
@@ -206,8 +206,8 @@ class Stage:
             return flow.left_at(self._now_s)
 
         going = Going(number=next(self._numbers), then=end, stop=stop)
-        flow = Flow(what=going, route=route, left_bytes=size_bytes)
-        self.at(self._now_s + route.latency_s, begin)
+        flow = Flow(what=going, path=path, left_bytes=size_bytes)
+        self.at(self._now_s + path.latency_s, begin)
         return going
 
     def _divide_next(self, flows: Flows) -> None:
