@@ -118,31 +118,34 @@ def measured_spots() -> Iterator[Spot]:
 def draw(predicted: list[Spot], measured: list[Spot], out: Path) -> None:
     """The picture."""
     figure, ax = blank(width_in=8.5, height_in=5.5)
-    levels = (1.0, 1.05, 1.3, 2.0, 4.0, 8.0, 16.0)
-    colours = {"vmin": 0.0, "vmax": np.log2(levels[-1]), "cmap": "viridis"}
-    for spots, style in (
+    levels = (1.0, 1.3, 2.0, 4.0, 8.0, 16.0)
+    colours: dict[str, Any] = {"vmin": 0.0, "vmax": np.log2(levels[-1]), "cmap": "viridis"}
+    styles: tuple[tuple[list[Spot], dict[str, Any]], ...] = (
         (sorted(predicted, key=lambda each: each.gain), {"s": 26, "alpha": 0.8, "linewidths": 0}),
-        (measured, {"s": 90, "marker": "D", "edgecolors": "black", "linewidths": 1.4, "zorder": 3}),
-    ):
-        places = [[each.advice.rho for each in spots], [each.advice.q for each in spots]]
-        shown = ax.scatter(*places, c=[np.log2(max(each.gain, 1.0)) for each in spots], **colours, **style)
-    for each in _furthest(measured):
+        (measured, {"s": 60, "marker": "D", "edgecolors": "black", "linewidths": 1.4, "zorder": 3}),
+    )
+    for spots, style in styles:
+        rhos, qs = [each.advice.rho for each in spots], [each.advice.q for each in spots]
+        gains = [np.log2(max(each.gain, 1.0)) for each in spots]
+        shown = ax.scatter(rhos, qs, c=gains, **(colours | style))
+    for near in _neighbours(measured):
+        ends = [f"{each.gain:.2f}" for each in (near[0], near[-1])]
+        right = max(near, key=lambda each: each.advice.rho)
         ax.annotate(
-            f"{each.gain:.2f} x",
-            (each.advice.rho, each.advice.q),
+            " to ".join(ends[: 1 + (len(near) > 1)]) + " x",
+            (right.advice.rho, right.advice.q),
             textcoords="offset points",
-            xytext=(9, 4),
+            xytext=(9, -3),
             fontsize=9,
             bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "alpha": 0.8, "linewidth": 0},
             zorder=4,
         )
     ax.set_xscale("log")
     ax.set_yscale("log")
-    left, right = ax.get_xlim()
-    low, high = ax.get_ylim()
-    rho, q = np.meshgrid(np.geomspace(left, right, 200), np.geomspace(low, high, 200))
+    (left, last), (low, high) = ax.get_xlim(), ax.get_ylim()
+    rho, q = np.meshgrid(np.geomspace(left, last, 200), np.geomspace(low, high, 200))
     rule = (1 + q) / (1 + 2 * q / np.sqrt(rho))
-    lines = ax.contour(rho, q, rule, levels=levels[2:], colors="black", linewidths=0.8, linestyles="dashed")
+    lines = ax.contour(rho, q, rule, levels=levels[1:], colors="black", linewidths=0.8, linestyles="dashed")
     ax.clabel(lines, fmt=lambda value: f"{value:g} x", fontsize=8)
     bar = figure.colorbar(shown, ax=ax, ticks=np.log2(levels))
     bar.ax.set_yticklabels([f"{level:g} x" for level in levels])
@@ -153,14 +156,17 @@ def draw(predicted: list[Spot], measured: list[Spot], out: Path) -> None:
     save(figure, out, force=True)
 
 
-def _furthest(measured: list[Spot]) -> list[Spot]:
-    """Those whose labels do not lie on one another: of neighbours, the first."""
-    kept: list[Spot] = []
-    for each in sorted(measured, key=lambda spot: -spot.gain):
-        x, y = np.log10(each.advice.rho), np.log10(each.advice.q)
-        if all(abs(x - np.log10(o.advice.rho)) > 0.35 or abs(y - np.log10(o.advice.q)) > 0.12 for o in kept):
-            kept.append(each)
-    return kept
+def _neighbours(measured: list[Spot]) -> list[list[Spot]]:
+    """Those that lie on one another together, from the smallest gain to the largest."""
+    found: list[list[Spot]] = []
+    for each in sorted(measured, key=lambda spot: spot.gain):
+        place = np.log10([each.advice.rho, each.advice.q])
+        near = [group for group in found if np.abs(place - np.log10([group[0].advice.rho, group[0].advice.q])).max() < 0.4]
+        if near:
+            near[0].append(each)
+        else:
+            found.append([each])
+    return found
 
 
 def _lines(name: str) -> Iterator[dict[str, Any]]:

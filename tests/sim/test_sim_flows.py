@@ -87,24 +87,32 @@ def test_transfers_take_the_times_of_simgrid(platform: AbstractPlatform) -> None
     assert found.bytes_moved == expected.bytes_moved
 
 
+EVEN, UNEVEN = 4 * 60 * 1666, 4 * 100_003
+
+
 @needs_simgrid
 @pytest.mark.parametrize(
     "case",
     [
-        Case(algorithm="native", ranks=60, size_bytes=4 * 100_003),
-        Case(algorithm="ring", ranks=60, size_bytes=4 * 100_003),
-        Case(algorithm="torus", ranks=60, size_bytes=4 * 100_003, grid=(6, 10), across="halving_doubling"),
-        Case(algorithm="torus_put", ranks=60, size_bytes=4 * 100_003, grid=(2, 30)),
-        Case(algorithm="torus_put", ranks=60, size_bytes=4 * 100_003, grid=(5, 12), sync=Sync.FENCE),
-        Case(algorithm="torus_put", ranks=60, size_bytes=4 * 100_003, grid=(30, 2), sync=Sync.LOCK),
+        Case(algorithm="native", ranks=60, size_bytes=EVEN),
+        Case(algorithm="ring", ranks=60, size_bytes=EVEN),
+        Case(algorithm="torus", ranks=60, size_bytes=EVEN, grid=(6, 10), across="halving_doubling"),
+        Case(algorithm="native", ranks=60, size_bytes=UNEVEN),
+        Case(algorithm="ring", ranks=60, size_bytes=UNEVEN),
+        Case(algorithm="torus_put", ranks=60, size_bytes=UNEVEN, grid=(2, 30)),
+        Case(algorithm="torus_put", ranks=60, size_bytes=UNEVEN, grid=(5, 12), sync=Sync.FENCE),
+        Case(algorithm="torus_put", ranks=60, size_bytes=UNEVEN, grid=(30, 2), sync=Sync.LOCK),
     ],
 )
 def test_all_reduces_take_the_times_of_simgrid(case: Case) -> None:
+    """SimGrid tells no times apart that are nearer than 1e-9 s: so far it is off in rounds whose parts differ by an element."""
     job = case.job(preset("oakforest-like", nodes=case.ranks))
     found, expected = call(replay, job), call(replay, replace(job, lean=False))
-    assert found.total_s == pytest.approx(expected.total_s, rel=1e-6)
+    rounds = 0 if case.size_bytes == EVEN else sum(max(phase.num_rounds, 12) for phase in job.schedule.phases)
+    ends_s = [at_s for _, at_s in expected.phases]
+    assert [at_s for _, at_s in found.phases] == pytest.approx(ends_s, rel=1e-9, abs=1e-9 * rounds)
+    assert found.total_s == pytest.approx(expected.total_s, rel=1e-9, abs=1e-9 * rounds)
     assert found.bytes_moved == expected.bytes_moved
-    assert [at_s for _, at_s in found.phases] == pytest.approx([at_s for _, at_s in expected.phases], rel=1e-6)
 
 
 @needs_simgrid

@@ -24,6 +24,8 @@ Then = Callable[[], None]
 
 _SAME_TIME_S = 1e-9
 """SimGrid's own: events that are nearer to each other take place together."""
+_SAME_END_S = 1e-13
+"""Ends of transfers are told apart, as SimGrid does: only rounding makes them differ by less."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +38,7 @@ class Going:
         activity: SimGrid's; None for a timer.
         stop: of a transfer that is a timer: breaks it off, and says how many bytes it has not moved.
         at_s: of a timer, when it is due.
+        is_flow: whether it is the end of a transfer that is divided here.
     """
 
     number: int
@@ -43,6 +46,7 @@ class Going:
     activity: Any = None
     stop: Callable[[], float] | None = None
     at_s: float = math.inf
+    is_flow: bool = False
     ended: bool = False
 
 
@@ -162,11 +166,17 @@ class Stage:
         while self._timers and not _counts(self._timers[0]):
             heapq.heappop(self._timers)
         due: list[Going] = []
-        until_s = self._now_s + _SAME_TIME_S
-        while self._timers and self._timers[0][0] <= until_s:
+        later: list[_Timer] = []
+        while self._timers and self._timers[0][0] <= self._now_s + _SAME_TIME_S:
             timer = heapq.heappop(self._timers)
-            if _counts(timer):
+            if not _counts(timer):
+                continue
+            if timer[2].is_flow and timer[0] > self._now_s + _SAME_END_S:
+                later.append(timer)
+            else:
                 due.append(timer[2])
+        for timer in later:
+            heapq.heappush(self._timers, timer)
         return due
 
     def _next(self) -> list[Going]:
@@ -205,7 +215,7 @@ class Stage:
             self._divide_next(flows)
             return flow.left_at(self._now_s)
 
-        going = Going(number=next(self._numbers), then=end, stop=stop)
+        going = Going(number=next(self._numbers), then=end, stop=stop, is_flow=True)
         flow = Flow(what=going, path=path, left_bytes=size_bytes)
         self.at(self._now_s + path.latency_s, begin)
         return going
