@@ -40,13 +40,23 @@ class LeftToSimGrid(ClusterPlatform):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlayedByEvents(ClusterPlatform):
+    """The same machines; each message of an iteration is an event."""
+
+    @property
+    def only_link(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Transfers:
-    """Things that all begin at 0: (source, target, bytes), (host, flop), and seconds."""
+    """Things that all begin at 0: (source, target, bytes), (host, flop), and seconds; `meet_few` as of `Stage`."""
 
     platform: AbstractPlatform
     sends: tuple[tuple[int, int, float], ...] = ()
     computes: tuple[tuple[int, float], ...] = ()
     waits: tuple[float, ...] = ()
+    meet_few: bool = False
 
 
 @dataclass
@@ -82,7 +92,7 @@ def ends(transfers: Transfers) -> Ends:
 
         return finish
 
-    return play(transfers.platform, act)
+    return play(transfers.platform, act, meet_few=transfers.meet_few)
 
 
 def actions_of(setup: ServerSetup) -> list[Action]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sim_rig import LeftToSimGrid, call, started
+from sim_rig import LeftToSimGrid, PlayedByEvents, call, started
 from torch import nn
 
 from simgrid_here import needs_simgrid
@@ -97,6 +97,47 @@ def test_ranks_of_one_machine_take_the_times_of_simgrid() -> None:
     )
     assert found.total_s == pytest.approx(expected.total_s, rel=1e-6)
     assert found.bytes_moved == pytest.approx(expected.bytes_moved, rel=1e-9)
+
+
+CHAIN = net_workload("60-80-40-30-50-20-10", samples=256)
+
+
+@needs_simgrid
+@pytest.mark.parametrize("planner", ["srpm", "weighted", "timed"])
+@pytest.mark.parametrize(
+    ("workload", "costs", "changed"),
+    [
+        (CHAIN, {}, {}),
+        (CHAIN, {"message_s": 3e-5, "copy_bytes_per_s": 4e8, "call_s": 2e-5}, {}),
+        (replace(CHAIN, bucket_bytes=8000, wire="bfloat16"), {"message_s": 1e-5}, {"startup": Startup(tile_flop=1e4)}),
+        (
+            replace(CHAIN, replicated_parameters=40_000, replicated_flop_per_sample=3000),
+            {},
+            {
+                "software": Software(message_s=2e-5, sum_bytes_per_s=1e9),
+                "changes": (Change(processor="p3", factor=0.5, at_s=0.02),),
+            },
+        ),
+        (replace(CHAIN, samples=11), {}, {"retiler": Retiler(every=3), "known_speeds": False}),
+    ],
+)
+def test_one_machine_is_simulated_in_one_pass_as_by_events(
+    workload: Workload, costs: dict[str, float], changed: dict[str, object], planner: str
+) -> None:
+    speeds = [1.0, 0.5, 0.7, 0.3, 0.9, 0.6, 0.8, 0.33, 0.66, 0.55]
+    plain = replace(Cluster.from_speeds(speeds), local=Link(bandwidth_bytes_per_s=1e9, latency_s=1e-5))
+    cluster = replace(plain, processors=tuple(replace(each, **costs) for each in plain.processors))  # type: ignore[arg-type]
+    layout = plan(planner, cluster=cluster, workload=workload).layout
+    arguments = {"layout": layout, "workload": workload, "cluster": cluster, "iterations": 12, "flop_per_s": 1000 * MFLOP}
+    found, expected = (
+        rehearsed(job(speeds, **{**arguments, "platform": kind(cluster=cluster), **changed}))
+        for kind in (ClusterPlatform, PlayedByEvents)
+    )
+    assert found.iteration_s == pytest.approx(expected.iteration_s, rel=1e-6, abs=2e-8)
+    assert [max(each) for each in found.compute_s] == pytest.approx([max(each) for each in expected.compute_s], rel=1e-9)
+    assert found.bytes_moved == pytest.approx(expected.bytes_moved, rel=1e-12)
+    assert [each.kind for each in found.decisions] == [each.kind for each in expected.decisions]
+    assert found.tilings == expected.tilings
 
 
 @needs_simgrid

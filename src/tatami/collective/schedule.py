@@ -86,7 +86,7 @@ class Phase:
         members = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         return f"{self.what.title}, {len(self.groups)} group{'s' * (len(self.groups) > 1)} of {members}"
 
-    @property
+    @cached_property
     def num_rounds(self) -> int:
         """Rounds until the largest group is done; smaller ones may be done before. 0 for a native."""
         if isinstance(self.what, Explicit):

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tatami.sim.engine import simgrid
+from tatami.sim.flows import Flow, Flows, LinkPath, LinkPaths
 from tatami.sim.platforms.base import AbstractPlatform
 from tatami.sim.waiting import PendingActivities
 
@@ -22,6 +24,8 @@ Then = Callable[[], None]
 
 _SAME_TIME_S = 1e-9
 """SimGrid's own: events that are nearer to each other take place together."""
+_SAME_END_S = 1e-13
+"""Ends of transfers are told apart, as SimGrid does: only rounding makes them differ by less."""
 
 
 @dataclass(eq=False, slots=True)
@@ -32,18 +36,23 @@ class Going:
         number: in the order in which things were started.
         then: called when it ends.
         activity: SimGrid's; None for a timer.
-        left_bytes: of a transfer that is a timer, what it has not moved yet.
+        stop: of a transfer that is a timer: breaks it off, and says how many bytes it has not moved.
+        at_s: of a timer, when it is due.
+        is_flow: whether it is the end of a transfer that is divided here.
     """
 
     number: int
     then: Then
     activity: Any = None
-    left_bytes: Callable[[], float] | None = None
+    stop: Callable[[], float] | None = None
+    at_s: float = math.inf
+    is_flow: bool = False
     ended: bool = False
 
 
 _Timer = tuple[float, int, Going]
-"""When, and which number it has: of timers for the same time the one that was started first comes first."""
+"""When, and which number it has: of timers for the same time the one that was started first comes first. One whose time has
+changed since counts for nothing."""
 
 
 class Stage:
@@ -52,12 +61,17 @@ class Stage:
     A transfer that shares no link (`AbstractPlatform.unshared`) is a timer: SimGrid's solver looks at all transfers whenever
     one ends. Its clock stands still while there are only timers, and is put right before the next activity begins.
 
+    Args:
+        hosts: SimGrid's hosts, in the order of the platform's.
+        platform: the same.
+        meet_few: links are divided among transfers by `Flows`, which are timers as well; else by SimGrid.
+
     Attributes:
         hosts: SimGrid's hosts, in the order of the platform's.
         bytes_moved: of all transfers that were started, those that were cancelled counted up to then.
     """
 
-    def __init__(self, hosts: Sequence[Any], platform: AbstractPlatform) -> None:
+    def __init__(self, hosts: Sequence[Any], platform: AbstractPlatform, *, meet_few: bool = False) -> None:
         self._simgrid = simgrid()
         self._platform = platform
         self._now_s = 0.0
@@ -67,6 +81,9 @@ class Stage:
         self._numbers = itertools.count()
         self._waiting: PendingActivities[Going] = PendingActivities(hosts[0])
         self._timers: list[_Timer] = []
+        self._flows = Flows() if meet_few else None
+        self._dividing: Going | None = None
+        self._paths = LinkPaths(hosts)
 
     @property
     def now_s(self) -> float:
@@ -81,8 +98,10 @@ class Stage:
         if link is not None:
             ends_s = self._now_s + link.transfer_s(whole_bytes)
             going = self.at(ends_s, then)
-            going.left_bytes = lambda: min(size_bytes, (ends_s - self._now_s) * link.bandwidth_bytes_per_s)
+            going.stop = lambda: min(size_bytes, (ends_s - self._now_s) * link.bandwidth_bytes_per_s)
             return going
+        if self._flows is not None and source != target:
+            return self._flow(self._flows, self._paths.of(source, target), whole_bytes, then)
         self._catch_up()
         return self._start(self._simgrid.Comm.sendto_async(self.hosts[source], self.hosts[target], whole_bytes), then)
 
@@ -100,7 +119,7 @@ class Stage:
     def at(self, at_s: float, then: Then) -> Going:
         """Do something at a time, at once if it is past."""
         going = Going(number=next(self._numbers), then=then)
-        heapq.heappush(self._timers, (at_s, going.number, going))
+        self._due_at(going, at_s)
         return going
 
     def cancel(self, going: Going) -> None:
@@ -108,8 +127,8 @@ class Stage:
         if going.ended:
             return
         going.ended = True
-        if going.left_bytes is not None:
-            self.bytes_moved -= going.left_bytes()
+        if going.stop is not None:
+            self.bytes_moved -= going.stop()
         elif going.activity in self._waiting:  # neither a timer nor ended just now
             if isinstance(going.activity, self._simgrid.Comm):
                 self.bytes_moved -= going.activity.remaining
@@ -137,16 +156,27 @@ class Stage:
         self._waiting.add(activity, going)
         return going
 
+    def _due_at(self, going: Going, at_s: float) -> None:
+        """Make it a timer, or one for another time."""
+        going.at_s = at_s
+        heapq.heappush(self._timers, (at_s, going.number, going))
+
     def _due(self) -> list[Going]:
         """Timers whose time has come, and activities that ended at that time too."""
-        while self._timers and self._timers[0][2].ended:
+        while self._timers and not _counts(self._timers[0]):
             heapq.heappop(self._timers)
         due: list[Going] = []
-        until_s = self._now_s + _SAME_TIME_S
-        while self._timers and self._timers[0][0] <= until_s:
-            _, _, going = heapq.heappop(self._timers)
-            if not going.ended:
-                due.append(going)
+        later: list[_Timer] = []
+        while self._timers and self._timers[0][0] <= self._now_s + _SAME_TIME_S:
+            timer = heapq.heappop(self._timers)
+            if not _counts(timer):
+                continue
+            if timer[2].is_flow and timer[0] > self._now_s + _SAME_END_S:
+                later.append(timer)
+            else:
+                due.append(timer[2])
+        for timer in later:
+            heapq.heappush(self._timers, timer)
         return due
 
     def _next(self) -> list[Going]:
@@ -160,6 +190,45 @@ class Stage:
             return []
         self._now_s, self._is_ahead = max(self._now_s, until_s), True
         return self._due()
+
+    # -- transfers that are divided here ------------------------------------------------------------------------------
+
+    def _flow(self, flows: Flows, path: LinkPath, size_bytes: int, then: Then) -> Going:
+        moves = False
+
+        def begin() -> None:
+            nonlocal moves
+            if not going.ended:
+                moves = True
+                flows.add(flow)
+                self._divide_next(flows)
+
+        def end() -> None:
+            flows.remove(flow)
+            self._divide_next(flows)
+            then()
+
+        def stop() -> float:
+            if not moves:
+                return size_bytes
+            flows.remove(flow)
+            self._divide_next(flows)
+            return flow.left_at(self._now_s)
+
+        going = Going(number=next(self._numbers), then=end, stop=stop, is_flow=True)
+        flow = Flow(what=going, path=path, left_bytes=size_bytes)
+        self.at(self._now_s + path.latency_s, begin)
+        return going
+
+    def _divide_next(self, flows: Flows) -> None:
+        """When all is told that happens at this time."""
+
+        def divide() -> None:
+            for flow in flows.divide(self._now_s):
+                self._due_at(flow.what, flow.ends_s)
+
+        if self._dividing is None or self._dividing.ended:
+            self._dividing = self.at(self._now_s, divide)
 
     def _catch_up(self) -> None:
         if self._is_ahead:
@@ -184,12 +253,13 @@ def build(platform: AbstractPlatform) -> tuple[Any, list[Any]]:
     return engine, hosts
 
 
-def play(platform: AbstractPlatform, act: Callable[[Stage], Callable[[], T]]) -> T:
+def play(platform: AbstractPlatform, act: Callable[[Stage], Callable[[], T]], *, meet_few: bool = False) -> T:
     """Simulate; a process may do it once, so callers are run by `Runs`.
 
     Args:
         platform: the machines; they are there already where `build` was called in this process, or in one it was forked from.
         act: starts what there is to start, in the one actor; all of it is then driven to its end.
+        meet_few: as of `Stage`.
 
     Returns:
         What the function that `act` returned says when nothing goes on any more.
@@ -199,7 +269,7 @@ def play(platform: AbstractPlatform, act: Callable[[Stage], Callable[[], T]]) ->
     errors: list[BaseException] = []
 
     def actor() -> None:
-        stage = Stage(hosts, platform)
+        stage = Stage(hosts, platform, meet_few=meet_few)
         try:
             finish = act(stage)
             stage.drive()
@@ -213,6 +283,11 @@ def play(platform: AbstractPlatform, act: Callable[[Stage], Callable[[], T]]) ->
     if errors:
         raise errors[0]
     return results[0]
+
+
+def _counts(timer: _Timer) -> bool:
+    at_s, _, going = timer
+    return not going.ended and going.at_s == at_s
 
 
 def _whole(size_bytes: float) -> int:

@@ -69,6 +69,11 @@ class Software:
         if sizes != sorted(set(sizes)):
             raise InputError(f"pieces of the software must be of rising sizes, not of {sizes}")
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether no message holds another one up, so that each takes its own time."""
+        return not (self.gap_s or self.pieces)
+
     def beyond_s(self, size_bytes: float) -> float:
         """What a message of this size takes longer than its wires."""
         return self._between([(piece.size_bytes, piece.beyond_s) for piece in self.pieces], size_bytes)

@@ -115,6 +115,16 @@ class AbstractPlatform(ABC):
         """The link from one host to another that every transfer has to itself; None where transfers may share something."""
         return None
 
+    @property
+    def only_link(self) -> Link | None:
+        """The link that every transfer has to itself, whichever two hosts it is between; None where there is no such."""
+        return None
+
+    @property
+    def meet_few(self) -> bool:
+        """Whether transfers share their links with few others where each host has a few, and links are as in `sim.flows`."""
+        return False
+
     @abstractmethod
     def build(self, engine: Any) -> list[Any]:
         """Tell a SimGrid engine of it, and return its hosts in the order of `hosts`."""

@@ -44,6 +44,10 @@ class FatTree(AbstractPlatform):
         return tuple(f"node{index}" for index in range(self.nodes))
 
     @property
+    def meet_few(self) -> bool:
+        return self.fabric == RDMA
+
+    @property
     def per_switch(self) -> int:
         """Machines on one leaf switch."""
         return min(_MOST_PER_SWITCH, self.nodes)

@@ -62,6 +62,14 @@ class ClusterPlatform(AbstractPlatform):
         machine, other = self.cluster.processors[source].host, self.cluster.processors[target].host
         return self._inside[machine] if machine == other else None
 
+    @property
+    def only_link(self) -> Link | None:
+        return self.unshared(0, 1) if self.cluster.size > 1 and len(self._machines) == 1 else None
+
+    @property
+    def meet_few(self) -> bool:
+        return self._is_plain
+
     @cached_property
     def _is_plain(self) -> bool:
         """Whether a transfer alone takes what its link says, and no more."""

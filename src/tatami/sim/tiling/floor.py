@@ -11,7 +11,7 @@ from functools import cached_property
 
 from tatami.cluster import Cluster, Processor, SpeedTable
 from tatami.collective import Schedule
-from tatami.sim.allreduce import NATIVES, expand
+from tatami.sim.allreduce import NATIVES, MessageRounds, expand, rounds_of
 from tatami.sim.tiling.work import NO_STARTUP, Startup, Work, work_of
 from tatami.tiling import PlannedSum, SumKind, Tiling, traffic_of
 from tatami.tiling.summing import transfer_rates
@@ -36,6 +36,11 @@ class FloorSum:
     ranks: tuple[int, ...]
     schedule: Schedule
     processors: tuple[Processor, ...]
+
+    @cached_property
+    def rounds(self) -> MessageRounds | None:
+        """Its messages as arrays; None where it has other things than messages."""
+        return rounds_of(self.schedule, element_bytes=self.planned.element_bytes)
 
     @cached_property
     def place_of(self) -> dict[int, int]:
@@ -122,6 +127,12 @@ class Floor:
                 self.legs[rank] = _legs(work, ready, leaving=leaving)
                 self.update_flop[rank] = work.update_flop
                 self.works[rank] = workload.tile_work([tile.units.size for tile in tiles], samples=samples)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether all sums are of messages and nothing else."""
+        sums = [*self.gradients, *(each for legs in self.legs.values() for leg in legs for each in leg.sums)]
+        return all(each.rounds is not None for each in sums)
 
     def _ready(self, planned: PlannedSum) -> FloorSum:
         # Alike sums share one schedule: what it has looked up of its groups is looked up once.

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tatami.cluster import Link
 from tatami.retiling import Alarm, Controller, Decision, Glance, Timing, Watcher, moves
 from tatami.retiling.timing import PROBE_EVERY
 from tatami.sim.stage import Stage, Then, play
@@ -18,6 +19,7 @@ from tatami.sim.tiling.changes import Speeds
 from tatami.sim.tiling.floor import Floor
 from tatami.sim.tiling.iteration import Iteration, Times
 from tatami.sim.tiling.job import TilingJob
+from tatami.sim.tiling.unshared import UnsharedIteration
 from tatami.tiling import Tiling
 
 _TOGETHER = 1e-9
@@ -62,6 +64,7 @@ class TilingPlay:
         self._job = job
         self._cluster = job.cluster
         self._workload = job.workload
+        self._link = job.platform.only_link if job.software.is_plain else None
         self._speeds = Speeds(job.true_flop_per_s, changes=job.changes)
         self._controller: Controller | Watcher | None = None
         if job.retiler is not None:
@@ -128,15 +131,27 @@ class TilingPlay:
         self._speeds.begin(self._iteration)
         self._bytes_before = self._stage.bytes_moved
         now_s = self._stage.now_s
+        begin_s = {rank: now_s + lead_s for rank, lead_s in leads_s.items()}
+        if self._link is not None and self.floor.is_plain:
+            self._pass(begin_s, self._link)
+            return
         Iteration(
             self._stage,
             self.floor,
             speeds=self._speeds,
-            begin_s={rank: now_s + lead_s for rank, lead_s in leads_s.items()},
+            begin_s=begin_s,
             ahead_s=self._ahead_s,
             software=self._job.software,
             done=self._ended,
         )
+
+    def _pass(self, begin_s: dict[int, float], link: Link) -> None:
+        """An iteration in one pass; what has ended is told when it has."""
+        done = UnsharedIteration(
+            self.floor, speeds=self._speeds, begin_s=begin_s, ahead_s=self._ahead_s, software=self._job.software, link=link
+        )
+        self._stage.bytes_moved += done.bytes_moved
+        self._stage.at(max(each.ended_s for each in done.times.values()), lambda: self._ended(done.times))
 
     def _ended(self, times: dict[int, Times]) -> None:
         now_s = self.now_s
