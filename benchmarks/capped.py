@@ -265,10 +265,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=288)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--cap", type=float, default=0.4, help="what a host has of the memory that the whole needs")

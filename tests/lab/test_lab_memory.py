@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from lab_rig import CLUSTER_TOML, NETWORK, traces
+from lab_rig import BASE_MEMORY, CLUSTER_TOML, HELD, HELD_SAMPLES, JOB, NETWORK, holding, traces
 
 from tatami.cluster import Cluster, Processor
-from tatami.errors import InputError
+from tatami.errors import InputError, MemoryLackError
 from tatami.lab import Lab, missing
+from tatami.tiling import plan
+from tatami.workload import Workload
 
 REASON = missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -50,6 +53,23 @@ def test_a_command_is_told_that_a_host_had_too_little(tmp_path: Path) -> None:
     )
     assert done.returncode != 0
     assert "lab: the kernel ended 1 process on h2: more was wanted than the 96 MiB of memory" in " ".join(done.stderr.split())
+
+
+def test_a_network_that_no_host_holds_is_refused_there_ended_there_and_trains_on_four(tmp_path: Path) -> None:
+    """`benchmarks/capped.py` is this of a GPT, with what each rank held beside what was planned."""
+    with pytest.raises(MemoryLackError, match="timed finds no room for 8 samples of this network: p0 lacks "):
+        plan(cluster=holding(1), workload=Workload.mlp(*HELD, samples=HELD_SAMPLES))
+    with Lab(holding(1), base_memory=BASE_MEMORY) as lab:
+        assert lab.run([str(JOB), "hold", str(tmp_path)], timeout_s=PATIENCE_S) != 0
+        assert list(lab.starved()) == ["h0"]
+    assert list(tmp_path.iterdir()) == []
+    with Lab(holding(4), base_memory=BASE_MEMORY) as lab:
+        assert lab.run([str(JOB), "hold", str(tmp_path)], timeout_s=PATIENCE_S) == 0
+        assert lab.starved() == {}
+    found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(4)]
+    assert sum(each["units"] for each in found) == HELD[1]
+    assert all(each["losses"] == found[0]["losses"] for each in found)
+    assert found[0]["losses"][2] < found[0]["losses"][0]
 
 
 def test_a_base_that_is_no_size_is_refused() -> None:

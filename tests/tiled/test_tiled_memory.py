@@ -76,8 +76,9 @@ class Counted:
         return tensor
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> int:
-    """One step of training; the bytes of weights, gradients, the optimizer's state and what forward keeps for backward."""
+def step(model: TiledModel, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> int:
+    """One step of training; the bytes of weights, gradients, the optimizer's state, what forward keeps for backward, and the
+    messages between columns."""
     optimizer.zero_grad()
     saved, state = Counted(), Counted()
     with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
@@ -92,6 +93,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
     state.add([*model.parameters(), *model.buffers(), *(parameter.grad for parameter in model.parameters())])
     for each in optimizer.state.values():
         state.add(value for value in each.values() if value.dim())
+    exchange = model._placement.exchange
+    if exchange is not None:
+        state.add(room.buffer for room in exchange._rooms.values())
+        state.add(stage.values for stage in exchange._stages)
+        state.add(sum_._scratch for sum_ in exchange._vectors._sums.values())
+        state.add([] if exchange._vector is None else [exchange._vector._values])
     return sum(saved.sizes.values()) + sum(state.sizes.values())
 
 

@@ -182,12 +182,12 @@ def tile(
 
 def _plain(model: nn.Module | Callable[[], nn.Module], comm: AbstractCommunicator) -> nn.Module:
     """The network that was given, or made by the function that was given."""
-    if isinstance(model, TiledModel):
-        raise InputError("this model is tiled already: give the plain network, or lay it out again with tatami.tiled.move")
     given = type(model).__name__
     if isinstance(comm, AbstractCommunicator) and callable(model) and not isinstance(model, nn.Module):
         model = model()
         given = f"a function that returns {type(model).__name__}"
+    if isinstance(model, TiledModel):
+        raise InputError("this model is tiled already: give the plain network, or lay it out again with tatami.tiled.move")
     if not isinstance(model, nn.Module) or not isinstance(comm, AbstractCommunicator):
         raise InputError(
             "tatami.tile(network, comm, ...) takes a torch.nn.Module and what tatami.init() returned, not "
