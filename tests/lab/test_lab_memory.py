@@ -69,7 +69,6 @@ def test_a_network_that_no_host_holds_is_refused_there_ended_there_and_trains_on
     found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(4)]
     assert sum(each["units"] for each in found) == HELD[1]
     assert all(each["losses"] == found[0]["losses"] for each in found)
-    assert found[0]["losses"][2] < found[0]["losses"][0]
 
 
 def test_a_base_that_is_no_size_is_refused() -> None:
