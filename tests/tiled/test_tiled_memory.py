@@ -76,9 +76,8 @@ class Counted:
         return tensor
 
 
-def step(model: TiledModel, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> int:
-    """One step of training; the bytes of weights, gradients, the optimizer's state, what forward keeps for backward, and the
-    messages between columns."""
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> int:
+    """One step of training; the bytes of weights, gradients, the optimizer's state and what forward keeps for backward."""
     optimizer.zero_grad()
     saved, state = Counted(), Counted()
     with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
@@ -93,12 +92,6 @@ def step(model: TiledModel, optimizer: torch.optim.Optimizer, x: torch.Tensor) -
     state.add([*model.parameters(), *model.buffers(), *(parameter.grad for parameter in model.parameters())])
     for each in optimizer.state.values():
         state.add(value for value in each.values() if value.dim())
-    exchange = model._placement.exchange
-    if exchange is not None:
-        state.add(room.buffer for room in exchange._rooms.values())
-        state.add(stage.values for stage in exchange._stages)
-        state.add(sum_._scratch for sum_ in exchange._vectors._sums.values())
-        state.add([] if exchange._vector is None else [exchange._vector._values])
     return sum(saved.sizes.values()) + sum(state.sizes.values())
 
 
@@ -183,9 +176,10 @@ def test_a_rank_holds_its_tile_and_nothing_of_the_whole(is_made_by_tile: bool) -
     """What the network was called with while it was followed led to all weights, and held them as long as the model lived."""
     network, x = drawn(NETWORKS["gpt"])
     given = gpt if is_made_by_tile else network
+    layout = Layout(columns=(Column(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),))
 
     def body(comm: AbstractCommunicator) -> TiledModel:
-        return tile(given, comm, batch_size=SAMPLES, sample=x[:2], speeds="equal", reduction="mean", quiet=True)
+        return tile(given, comm, batch_size=SAMPLES, sample=x[:2], speeds="equal", layout=layout, reduction="mean", quiet=True)
 
     run_threads(body, size=2, timeout_s=800)  # what is remembered of networks that are alike stays
     before = living_bytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
 
 import numpy as np
@@ -11,7 +10,6 @@ from numpy.typing import NDArray
 from tatami.cluster import Cluster
 from tatami.tiling.layout import Column, Layout
 from tatami.tiling.speeds import at_equal_times
-from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS
 from tatami.workload import Workload
 
 Vector = NDArray[np.float64]
@@ -26,64 +24,24 @@ _MARGIN = 1.02
 def memory_bytes(layout: Layout, *, workload: Workload) -> dict[str, float]:
     """What every processor keeps, in whole samples and units; nothing where it has no work.
 
-    Weights with their gradients and the optimizer's state, those of its units and those that every rank repeats; what its
-    samples leave behind in the forward pass for the backward pass; and the memory in which gradients travel between columns.
+    Weights with their gradients and the optimizer's state, those of its units and those that every rank repeats; and what its
+    samples leave behind in the forward pass for the backward pass.
     """
     kept: dict[str, float] = {}
-    messages = _Messages.of(layout)
-    repeated_bytes = workload.replicated_state_bytes + messages.replicated_bytes(workload)
     for block, _ in workload.kinds:
         Column.cut_together(layout.columns, block.units)
     for column, samples in zip(layout.columns, layout.sample_sizes(workload.samples), strict=True):
-        own = [repeated_bytes + samples * workload.replicated_activation_bytes] * len(column.processors)
+        own = [workload.replicated_state_bytes + samples * workload.replicated_activation_bytes] * len(column.processors)
         works = [not workload.blocks] * len(column.processors)
         for block, count in workload.kinds:
             unit_bytes = workload.unit_state_bytes(block) + samples * block.unit_activation_bytes
             for index, size in enumerate(column.unit_sizes(block.units)):
                 if size:
-                    sent_bytes = messages.units(size) * block.unit_parameters * workload.element_bytes
-                    own[index] += count * (size * unit_bytes + samples * block.sample_activation_bytes + sent_bytes)
+                    own[index] += count * (size * unit_bytes + samples * block.sample_activation_bytes)
                     works[index] = True
         for name, bytes_, work in zip(column.processors, own, works, strict=True):
             kept[name] = bytes_ if work and samples else 0.0
     return kept
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Messages:
-    """What a rank keeps of gradients so that they can travel between columns, as `HorizontalExchange` lays them out.
-
-    Attributes:
-        columns: C.
-        one_vector: each column is one processor: gradients are one vector, and what comes lies beside it.
-    """
-
-    columns: int
-    one_vector: bool
-
-    @classmethod
-    def of(cls, layout: Layout) -> _Messages:
-        return cls(columns=len(layout.columns), one_vector=all(len(column.processors) == 1 for column in layout.columns))
-
-    def units(self, units: int) -> float:
-        """So many units' gradients, of one block, for a rank that has `units` of it.
-
-        All units lie together once more. Of the share s that the rank sums, those of C - 1 others come and the sums go back;
-        the rest goes out, and comes back summed: 1 + 2 (1 - s) + 2 (C - 1) s. With two columns all goes out and comes once. A
-        share is the C-th part, in whole units; what ranks of unlike links sum more or less of is not looked at.
-        """
-        if self.columns == 1:
-            return 0.0
-        if self.one_vector:
-            return 2.0 * units
-        return 3 * units + 2 * (self.columns - 2) * min(units, units / self.columns + 1)
-
-    def replicated_bytes(self, workload: Workload) -> float:
-        """Of gradients that all ranks of a column have: a vector and what comes; small ones go with others' messages."""
-        if self.columns == 1:
-            return 0.0
-        rides = not self.one_vector and workload.replicated_parameters <= RIDE_ALONG_ELEMENTS
-        return (2 * (self.columns - 1) if rides else 2) * workload.replicated_parameters * workload.element_bytes
 
 
 def lacking_bytes(layout: Layout, *, cluster: Cluster, workload: Workload) -> dict[str, float]:
@@ -102,10 +60,10 @@ def lacking_bytes(layout: Layout, *, cluster: Cluster, workload: Workload) -> di
 def squeezed(layout: Layout, *, cluster: Cluster, workload: Workload) -> Layout | None:
     """The same processors in the same columns, as fast as their memory allows; None where it does not hold the network at all.
 
-    A tile of width w and height h keeps A + P h + w (B + Q h): A for what every rank repeats, P for all units' weights and the
-    messages with their gradients, B and Q for what a batch leaves behind, beside the units and with all of them. So memory
-    limits the height for a width, as a time T does: w (F h + G) / v <= T. Both limits fall with w; the widest that a column can
-    be within T is found by bisection, and so is the least T in which the columns together are as wide as the batch.
+    A tile of width w and height h keeps A + P h + w (B + Q h): A for what every rank repeats, P for the weights of all units, B
+    and Q for what a batch leaves behind, beside the units and with all of them. So memory limits the height for a width, as a
+    time T does: w (F h + G) / v <= T. Both limits fall with w; the widest that a column can be within T is found by bisection,
+    and so is the least T in which the columns together are as wide as the batch.
     """
     cluster = at_equal_times(cluster, workload=workload)
     limits = np.array([_given_bytes(cluster, name) for name in layout.processors])
@@ -136,13 +94,8 @@ class _Squeeze:
         self._starts = np.cumsum([0, *counts[:-1]])
         self._column = np.repeat(np.arange(len(counts)), counts)
         self._speeds = np.array([cluster.by_name[name].speed for name in layout.processors])
-        messages = _Messages.of(layout)
-        self._room = limits - workload.replicated_state_bytes - messages.replicated_bytes(workload)
-        self._unit_bytes = sum(
-            count * (block.units * workload.unit_state_bytes(block))
-            + count * messages.units(block.units) * block.unit_parameters * workload.element_bytes
-            for block, count in workload.kinds
-        )
+        self._room = limits - workload.replicated_state_bytes
+        self._unit_bytes = sum(count * block.units * workload.unit_state_bytes(block) for block, count in workload.kinds)
         beside_bytes = sum(count * block.sample_activation_bytes for block, count in workload.kinds)
         self._beside_bytes = workload.samples * (workload.replicated_activation_bytes + beside_bytes)
         self._area_bytes = workload.samples * sum(
