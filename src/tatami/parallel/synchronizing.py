@@ -51,7 +51,7 @@ def broadcast_model(
 def _digest(tensor: torch.Tensor) -> bytes:
     """Equal for equal bytes."""
     values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(values.numpy(), digest_size=16).digest()
+    return hashlib.blake2b(values.numpy().data, digest_size=16).digest()
 
 
 def average_gradients(model: nn.Module, comm: AbstractCommunicator, *, algorithm: str = AUTO) -> None:
