@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the lab: `python lab_job.py sum|train|wait FOLDER`; what they find, they write there."""
+"""What ranks do in the tests of the lab: `python lab_job.py sum|train|hold|wait FOLDER`; what they find, they write there."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lab_rig import HELD, HELD_SAMPLES, holding
 from torch import nn
 
 import tatami
 from tatami.comm import AbstractCommunicator
 from tatami.errors import CommTimeoutError
+from tatami.tiling import Column, Layout
 
 # An iteration of some 0.1 s on each host: what is much shorter than a quota's period does not feel it.
 BATCH, INPUTS, HIDDEN, OUTPUTS = 8192, 100, 500, 20
@@ -26,7 +28,7 @@ MESSAGE_BYTES = 1_250_000  # 0.1 s at 100 Mbit/s
 def main() -> None:
     what, folder = sys.argv[1], Path(sys.argv[2])
     comm = tatami.init(timeout_s=1000.0)
-    {"sum": add_up, "train": train, "wait": wait_for_death}[what](comm, folder)
+    {"sum": add_up, "train": train, "hold": hold, "wait": wait_for_death}[what](comm, folder)
 
 
 def add_up(comm: AbstractCommunicator, folder: Path) -> None:
@@ -95,6 +97,35 @@ def share_of_rank_0(model: tatami.TiledModel) -> float:
     """The part of the work that the first processor has."""
     areas = [tile.area for tile in model.tiling.tiles if tile.processor == model.names[0]]
     return sum(areas) / (model.tiling.samples * model.tiling.units)
+
+
+def hold(comm: AbstractCommunicator, folder: Path) -> None:
+    """Three steps of a network that may be too large; a rank that is alone does not ask a plan."""
+    inputs, hidden, outputs = HELD
+    alone = Layout(columns=(Column(width=1.0, processors=("p0",), heights=(1.0,)),))
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(inputs, hidden), nn.Sigmoid(), nn.Linear(hidden, outputs))
+
+    model = tatami.tile(
+        network,
+        comm,
+        batch_size=HELD_SAMPLES,
+        speeds=holding(comm.size),
+        layout=alone if comm.size == 1 else None,
+        reduction="mean",
+        quiet=True,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, losses = torch.ones(HELD_SAMPLES, inputs), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(model.local(x)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    report(comm, folder, losses=losses, units=model.tile.units.size if model.tile is not None else 0)
 
 
 def wait_for_death(comm: AbstractCommunicator, folder: Path) -> None:

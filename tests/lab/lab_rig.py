@@ -36,6 +36,18 @@ speed = 0.5
 host = "h3"
 """
 
+HELD = 1000, 30_000, 1000
+"""Sizes of a perceptron whose weights take 240 MB: with gradients and momentum three times as much, on four hosts a quarter."""
+HELD_SAMPLES = 8
+HELD_MEMORY, BASE_MEMORY = "300 MiB", "450 MiB"
+"""Of a host, for a network, and beside that: a rank without one takes more than 70 and less than 450."""
+
+
+def holding(hosts: int) -> Cluster:
+    """So many hosts, none of which holds that perceptron."""
+    processors = tuple(Processor(name=f"p{i}", speed=1.0, host=f"h{i}", memory=HELD_MEMORY) for i in range(hosts))
+    return Cluster(processors=processors, network=NETWORK)
+
 
 def traces(name: str) -> list[str]:
     """All that there is of a lab on this machine: namespaces, control groups, files, and processes that know its name."""

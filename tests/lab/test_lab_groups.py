@@ -15,13 +15,14 @@ from tatami.lab.groups import AbstractGroups, find_groups
 
 @pytest.fixture
 def version_1(tmp_path: Path) -> AbstractGroups:
-    for controller in ("cpu,cpuacct", "freezer"):
+    for controller in ("cpu,cpuacct", "freezer", "memory"):
         (tmp_path / controller).mkdir()
     return find_groups(
         "tatami-1",
         mounts=(
             f"proc /proc proc rw 0 0\ncgroup {tmp_path}/cpu,cpuacct cgroup rw,cpu,cpuacct 0 0\n"
-            f"cgroup {tmp_path}/freezer cgroup rw,freezer 0 0\ncgroup2 {tmp_path} cgroup2 rw 0 0\n"
+            f"cgroup {tmp_path}/freezer cgroup rw,freezer 0 0\ncgroup {tmp_path}/memory cgroup rw,memory 0 0\n"
+            f"cgroup2 {tmp_path} cgroup2 rw 0 0\n"
         ),
     )
 
@@ -110,3 +111,47 @@ def test_groups_that_cannot_be_made(tmp_path: Path) -> None:
     ours = find_groups("tatami-1", mounts=f"cgroup {tmp_path}/cpu cgroup rw,cpu 0 0\n")
     with pytest.raises(LabError, match="cannot make the control group"):
         ours.build_lab()
+
+
+def test_memory_of_version_1_is_that_of_the_host_and_has_no_swap(version_1: AbstractGroups, tmp_path: Path) -> None:
+    build(version_1)
+    assert not (tmp_path / "memory/tatami-1").exists()  # a lab without limits does not need it
+    group = tmp_path / "memory/tatami-1/h1"
+    group.mkdir(parents=True)
+    (group / "memory.memsw.limit_in_bytes").touch()
+    version_1.limit_memory("h1", limit_bytes=5_000_000)
+    assert (group / "memory.limit_in_bytes").read_text() == "5000000"
+    assert (group / "memory.memsw.limit_in_bytes").read_text() == "5000000"
+    assert version_1.files("h1", "free")[2:] == version_1.files("h1", "0")[2:] == [str(group / "cgroup.procs")]
+    version_1.build_host("h2", leaves=["free"])
+    assert len(version_1.files("h2", "free")) == 2
+    version_1.limit_memory("h2", limit_bytes=6_000_000)
+    assert (tmp_path / "memory/tatami-1/h2/memory.swappiness").read_text() == "0"
+    assert version_1.num_starved("h1") == 0
+    (group / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    assert version_1.num_starved("h1") == 2
+
+
+def test_memory_of_version_2(version_2: AbstractGroups, tmp_path: Path) -> None:
+    (tmp_path / "cgroup.subtree_control").write_text("cpu")
+    build(version_2)
+    host = tmp_path / "tatami-1/h1"
+    (host / "memory.swap.max").touch()
+    version_2.limit_memory("h1", limit_bytes=5_000_000)
+    assert (tmp_path / "cgroup.subtree_control").read_text() == "+memory"
+    assert (tmp_path / "tatami-1/cgroup.subtree_control").read_text() == "+memory"
+    assert (host / "memory.max").read_text() == "5000000"
+    assert (host / "memory.swap.max").read_text() == "0"
+    assert version_2.num_starved("h1") == 0
+    (host / "memory.events").write_text("low 0\nhigh 0\nmax 7\noom 1\noom_kill 1\noom_group_kill 0\n")
+    assert version_2.num_starved("h1") == 1
+
+
+def test_memory_without_its_controller_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cgroup.controllers").write_text("cpu\n")
+    (tmp_path / "cgroup.subtree_control").write_text("cpu")
+    for mounts in (f"cgroup {tmp_path} cgroup rw,cpu 0 0\n", f"cgroup2 {tmp_path} cgroup2 rw 0 0\n"):
+        ours = find_groups("tatami-1", mounts=mounts)
+        with pytest.raises(LabError, match=r"limit the memory of its hosts.*no memory controller.*leave base_memory out"):
+            ours.limit_memory("h1", limit_bytes=1)
+        assert ours.num_starved("h1") == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -121,3 +122,15 @@ def test_all_names_that_cannot_be_are_told_at_once() -> None:
 def test_cores_that_cannot_be(cores: float) -> None:
     with pytest.raises(InputError, match="cores must be a finite number > 0"):
         plan_lab(cluster_of("a"), cores=cores)
+
+
+def test_a_host_has_the_memory_of_its_processors_and_a_base_for_each() -> None:
+    plain = cluster_of("a", "b", "a")
+    memories = (100, 200, 400)
+    cluster = replace(
+        plain, processors=tuple(replace(p, memory_bytes=m) for p, m in zip(plain.processors, memories, strict=True))
+    )
+    assert [host.memory_bytes for host in plan_lab(cluster, cores=2.0, base_bytes=10).hosts] == [520, 210]
+    assert [host.memory_bytes for host in plan_lab(cluster, cores=2.0).hosts] == [None, None]
+    with pytest.raises(ClusterError, match="processor 'p0' has no memory, and the lab is to limit it: give it one"):
+        plan_lab(plain, cores=2.0, base_bytes=10)

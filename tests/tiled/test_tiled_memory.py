@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from networks import CASES, GPT, LARGE, Case
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tatami
+from drawing import one_at_a_time
 from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
+from tatami.comm.recording import Recording
 from tatami.comm.threads import run_threads
-from tatami.errors import MemoryLackError
-from tatami.tiled import find_blocks, move, tile, workload_of
+from tatami.errors import InputError, MemoryLackError
+from tatami.tiled import TiledModel, find_blocks, move, tile, workload_of
 from tatami.tiling import Column, Layout, Plan, plan
 from tatami.tiling.memory import memory_bytes
 from tatami.workload import Workload
@@ -148,3 +154,81 @@ def test_a_plan_of_a_network_counts_what_samples_leave_behind() -> None:
     kept = found.memory_bytes["p0"]
     assert kept > 4 * sum(parameter.numel() for parameter in network.parameters())
     assert tatami.plan(network, speeds=[1.0], batch_size=2 * SAMPLES, sample=x).plans[0].memory_bytes["p0"] > kept
+
+
+def living_bytes() -> int:
+    """Of all tensors of this process."""
+    gc.collect()
+    counted = Counted()
+    # Not isinstance: it would wake what pretends to be of another class.
+    counted.add(each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter))
+    return sum(counted.sizes.values())
+
+
+@one_at_a_time
+def gpt(seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return NETWORKS["gpt"].build()
+
+
+@pytest.mark.parametrize("is_made_by_tile", [False, True])
+def test_a_rank_holds_its_tile_and_nothing_of_the_whole(is_made_by_tile: bool) -> None:
+    """What the network was called with while it was followed led to all weights, and held them as long as the model lived."""
+    network, x = drawn(NETWORKS["gpt"])
+    given = gpt if is_made_by_tile else network
+    layout = Layout(columns=(Column(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),))
+
+    def body(comm: AbstractCommunicator) -> TiledModel:
+        return tile(given, comm, batch_size=SAMPLES, sample=x[:2], speeds="equal", layout=layout, reduction="mean", quiet=True)
+
+    run_threads(body, size=2, timeout_s=800)  # what is remembered of networks that are alike stays
+    before = living_bytes()
+    models = run_threads(body, size=2, timeout_s=800)
+    own = Counted()
+    own.add(tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+    held, whole = sum(own.sizes.values()), sum(parameter.nbytes for parameter in network.parameters())
+    assert held < 1.5 * whole
+    assert living_bytes() - before < held + 0.05 * whole
+
+
+def test_ranks_that_make_the_same_network_do_not_send_it_and_others_take_that_of_rank_0() -> None:
+    sample = drawn(NETWORKS["gpt"])[1][:2]
+
+    def body(inner: AbstractCommunicator, *, seed: Callable[[int], int]) -> tuple[int, float]:
+        comm = Recording(inner)
+        make = functools.partial(gpt, seed(comm.rank))
+        model = tile(make, comm, batch_size=SAMPLES, sample=sample, speeds="equal", reduction="mean", quiet=True)
+        sent = sum(call.operation == "bcast" for call in comm.calls)
+        return sent, model.get_parameter("module.wte.weight").sum().item()
+
+    same = run_threads(functools.partial(body, seed=lambda _: 3), size=2, timeout_s=800)
+    assert [sent for sent, _ in same] == [0, 0]
+    other = run_threads(functools.partial(body, seed=lambda rank: 3 + rank), size=2, timeout_s=800)
+    assert min(sent for sent, _ in other) > 0
+    assert [total for _, total in other] == [total for _, total in same]
+
+
+def test_weights_may_stay_in_their_file_until_they_are_cut(tmp_path: Path) -> None:
+    network, x = drawn(NETWORKS["perceptron"])
+    save_file(network.state_dict(), tmp_path / "network.safetensors")
+    with torch.no_grad():
+        expected = network.eval()(x)
+
+    def make(*, loaded: bool = True) -> nn.Module:
+        with torch.device("meta"):
+            made = perceptron()
+        if loaded:
+            made.load_state_dict(load_file(tmp_path / "network.safetensors"), assign=True)
+        return made
+
+    def body(comm: AbstractCommunicator) -> torch.Tensor:
+        model = tile(make, comm, batch_size=SAMPLES, sample=x[:2], speeds="equal", reduction="mean", quiet=True)
+        model.eval()
+        with torch.no_grad():
+            output: torch.Tensor = model(x)
+        return output
+
+    for output in run_threads(body, size=2, timeout_s=800):
+        torch.testing.assert_close(output, expected)
+    with pytest.raises(InputError, match=r"shape and no values: 0\.weight\. Give values to all of them"):
+        tile(functools.partial(make, loaded=False), tatami.init(), batch_size=SAMPLES, speeds="equal")

@@ -353,6 +353,7 @@ def test_an_optimizer_of_the_plain_network_is_refused_in_its_first_step(world: W
 def test_what_is_not_a_network_or_is_tiled_already(world: World) -> None:
     refuses(world, InputError, r"not \w+Communicator and Sequential", lambda comm: tile(comm, mlp(), batch_size=8))  # type: ignore[arg-type]
     refuses(world, InputError, "not Sequential and NoneType", lambda _: tile(mlp(), None, batch_size=8))  # type: ignore[arg-type]
+    refuses(world, InputError, r"not a function that returns int and \w+", lambda c: tile(lambda: 3, c, batch_size=8))  # type: ignore[arg-type,return-value]
     twice = partial(tile, batch_size=8, speeds="equal", quiet=True)
     refuses(world, InputError, "this model is tiled already", lambda comm: twice(twice(mlp(), comm), comm))
 

@@ -45,6 +45,12 @@ _CLUSTER = typer.Argument(metavar="CLUSTER.TOML", help="Hosts, their speeds, and
 _CORES = optional(callback=finite, help="How many cores of this machine to use, as 1.5; all if left out.")
 
 
+_BASE_MEMORY = optional(
+    metavar="SIZE",
+    help="Limit hosts to their processors' memory, and this for each process itself, as 400MiB; no limit if left out.",
+)
+
+
 class _WithEvents(TyperCommand):
     """`--at 20s kill h3` needs no quotes: the words after `--at`, as many as its verb has, become one."""
 
@@ -71,6 +77,7 @@ def run(
         list[str] | None, optional(metavar="EVENT", help="What happens meanwhile, as 20s kill h3; may be given again.")
     ] = None,
     cores: Annotated[float | None, _CORES] = None,
+    base_memory: Annotated[str | None, _BASE_MEMORY] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="After the command's own output, one line of JSON: exit code, scale, quotas.")
     ] = False,
@@ -79,7 +86,7 @@ def run(
     from tatami.lab import Lab, parse_event
 
     events = [parse_event(text) for text in at or []]
-    with Lab(read_cluster(cluster), cores=cores) as machine:
+    with Lab(read_cluster(cluster), cores=cores, base_memory=base_memory) as machine:
         tell(machine.plan.describe())
         code = machine.run(
             command,
@@ -87,6 +94,8 @@ def run(
             environment=environment_of_ranks(),
             said=lambda event: tell(f"lab: {_describe(event)}", style="yellow"),
         )
+        for told in machine.starved().values():
+            tell(f"lab: {told}", style="yellow")
         if as_json:
             plan = machine.plan
             show_json({"command": command, "exit_code": code, "scale_cores": plan.scale, "quotas_cores": plan.quotas})

@@ -44,7 +44,7 @@ class HostFacts:
         packages: versions, by the names of the packages; those that are not installed are left out.
         cores: that a process may use.
         quota: CPU time that the container may use, in cores; None where nothing limits it.
-        memory_bytes: of the machine.
+        memory_bytes: of the machine, or what its control group leaves it.
         shared_bytes: free in /dev/shm; None where there is none.
         gpus: that the NVIDIA driver shows.
     """

@@ -1,7 +1,8 @@
-"""CPU quotas and sudden death by control groups, of version 1 and 2.
+"""CPU quotas, limits of memory and sudden death by control groups, of version 1 and 2.
 
 A lab has one group, a host has one in it, and in that are the groups that hold processes: one for every processor, by the
 number of its rank, with a quota; and `free`, without one, for what a real cluster's ranks do not wait for: mpiexec's proxy.
+Memory is limited for a host as a whole: what a rank takes before it joins its own group is its host's as well.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ SMALLEST_QUOTA_S = 1e-3
 LAB_WEIGHT = 64
 """Of a lab against the rest of the machine, whose weight is 1: other programs must not make its hosts slower than asked."""
 
+_NO_MEMORY = (
+    "this lab is to limit the memory of its hosts, and the hierarchy of control groups that it uses here has no memory "
+    "controller. Mount it (in a container: --privileged --cgroupns=host), or leave base_memory out: hosts have no limit then"
+)
 _END_PATIENCE_S = 60.0
 _POLL_S = 5e-3
 
@@ -83,6 +88,18 @@ class AbstractGroups(ABC):
     def kill(self, host: str) -> None:
         """End all processes of a host at once: none of them sees another one die. Returns when they are gone."""
 
+    @abstractmethod
+    def limit_memory(self, host: str, *, limit_bytes: int) -> None:
+        """Let all processes of a host together have so much memory, and no swap; the kernel ends one that wants more.
+
+        Raises:
+            LabError: no control group here limits memory.
+        """
+
+    @abstractmethod
+    def num_starved(self, host: str) -> int:
+        """How many processes of a host the kernel has ended because they wanted more memory than there was."""
+
     def files(self, host: str, leaf: str) -> list[str]:
         """The files into which a process writes its number to become one of the host's."""
         return [str(root / host / leaf / "cgroup.procs") for root in self.roots]
@@ -99,9 +116,14 @@ class AbstractGroups(ABC):
         """
         for host in sorted({path.name for root in self.roots if root.is_dir() for path in root.iterdir() if path.is_dir()}):
             self.kill(host)
-        for root in self.roots:
+        for root in (*self.roots, *self._beside):
             for folder, _, _ in os.walk(root, topdown=False):
                 _remove_group(Path(folder))
+
+    @property
+    def _beside(self) -> tuple[Path, ...]:
+        """The lab's group in hierarchies that it may use, or not."""
+        return ()
 
     def _wait_until_gone(self, host: str) -> None:
         deadline_s = time.monotonic() + _END_PATIENCE_S
@@ -113,12 +135,14 @@ class AbstractGroups(ABC):
 
 @final
 class GroupsV1(AbstractGroups):
-    """Version 1: `cpu` for the quotas, and `freezer` where it is mounted, so that all stop before the first one dies."""
+    """Version 1: `cpu` for the quotas, and `freezer` where it is mounted, so that all stop before the first one dies; `memory`
+    of hosts whose memory is limited."""
 
-    def __init__(self, name: str, *, cpu: Path, freezer: Path | None) -> None:
+    def __init__(self, name: str, *, cpu: Path, freezer: Path | None, memory: Path | None = None) -> None:
         super().__init__(name)
         self._cpu = cpu
         self._freezer = freezer
+        self._memory = memory
 
     @property
     def roots(self) -> tuple[Path, ...]:
@@ -144,6 +168,28 @@ class GroupsV1(AbstractGroups):
 
     def _write_weight(self, group: Path, *, cores: float) -> None:
         _write(group / "cpu.shares", max(2, round(10240 * cores)))
+
+    @property
+    def _beside(self) -> tuple[Path, ...]:
+        return () if self._memory is None else (self._memory / self._name,)
+
+    def limit_memory(self, host: str, *, limit_bytes: int) -> None:
+        if self._memory is None:
+            raise LabError(_NO_MEMORY)
+        group = self._memory / self._name / host
+        _make_group(group)
+        _write(group / "memory.limit_in_bytes", limit_bytes)
+        if (group / "memory.memsw.limit_in_bytes").exists():  # memory and swap together; not below the former
+            _write(group / "memory.memsw.limit_in_bytes", limit_bytes)
+        else:
+            _write(group / "memory.swappiness", 0)
+
+    def num_starved(self, host: str) -> int:
+        return 0 if self._memory is None else _oom_kills(self._memory / self._name / host / "memory.oom_control")
+
+    def files(self, host: str, leaf: str) -> list[str]:
+        limited = [each / host for each in self._beside if (each / host).is_dir()]
+        return super().files(host, leaf) + [str(group / "cgroup.procs") for group in limited]
 
     def kill(self, host: str) -> None:
         frozen = [root / host / "freezer.state" for root in self.roots[1:] if (root / host).is_dir()]
@@ -198,6 +244,19 @@ class GroupsV2(AbstractGroups):
     def _write_weight(self, group: Path, *, cores: float) -> None:
         _write(group / "cpu.weight", min(10000, max(1, round(1000 * cores))))
 
+    def limit_memory(self, host: str, *, limit_bytes: int) -> None:
+        if "memory" not in _controllers(self._mount):
+            raise LabError(_NO_MEMORY)
+        for group in (self._mount, self.roots[0]):
+            if "memory" not in (group / "cgroup.subtree_control").read_text(encoding="ascii").split():
+                _write(group / "cgroup.subtree_control", "+memory")
+        _write(self.roots[0] / host / "memory.max", limit_bytes)
+        if (self.roots[0] / host / "memory.swap.max").exists():  # where there is swap
+            _write(self.roots[0] / host / "memory.swap.max", 0)
+
+    def num_starved(self, host: str) -> int:
+        return _oom_kills(self.roots[0] / host / "memory.events")
+
     def kill(self, host: str) -> None:
         group = self.roots[0] / host
         if (group / "cgroup.kill").exists():
@@ -233,7 +292,16 @@ def find_groups(name: str, *, mounts: str) -> AbstractGroups:
             "a lab needs CPU quotas, and no control group hierarchy with the cpu controller is mounted here (in a container: "
             f"start it with --privileged --cgroupns=host). {INSTEAD}"
         )
-    return GroupsV1(name, cpu=version_1["cpu"], freezer=version_1.get("freezer"))
+    return GroupsV1(name, cpu=version_1["cpu"], freezer=version_1.get("freezer"), memory=version_1.get("memory"))
+
+
+def _oom_kills(file: Path) -> int:
+    """What the line `oom_kill` says, in files of either version."""
+    try:
+        words = file.read_text(encoding="ascii").split()
+    except OSError:
+        return 0
+    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
 
 
 def _controllers(mount: Path) -> list[str]:

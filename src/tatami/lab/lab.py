@@ -26,7 +26,7 @@ from tatami.lab.needs import require_lab
 from tatami.lab.network import Network, kernel_delays
 from tatami.lab.plan import LARGEST_SHARE, NATIVE_LATENCY_S, SWITCH, Host, LabPlan, plan_lab, switch_address
 from tatami.lab.state import LabState, new_state, take_away
-from tatami.units import format_duration, parse_bandwidth
+from tatami.units import format_duration, format_size, parse_bandwidth, parse_size
 
 
 @final
@@ -39,18 +39,25 @@ class Lab:
     Args:
         cluster: its processors are the ranks; those of one host share its name, its link and its memory.
         cores: of this machine, that the lab may use; None for all that this process may use.
+        base_memory: limit each host's memory to that of its processors (`Processor.memory`), which is for networks, and so many
+            bytes more for each, or a text as "400 MiB", for Python, torch and MPI. The kernel ends a process that wants more.
+            None: no host has a limit.
 
     Raises:
-        ClusterError: invalid host names.
-        InputError: `cores` is not a number > 0, or more than there are.
+        ClusterError: invalid host names; with `base_memory`, processors without memory.
+        InputError: `cores` is not a number > 0, or more than there are; `base_memory` is no size.
         LabError: (on entering) this machine cannot be a lab; says what is missing and what works instead.
     """
 
-    def __init__(self, cluster: Cluster, *, cores: float | None = None) -> None:
+    def __init__(self, cluster: Cluster, *, cores: float | None = None, base_memory: int | str | None = None) -> None:
         available = len(os.sched_getaffinity(0))
         if cores is not None and cores > available:
             raise InputError(f"a lab may use at most the {available} cores that this process has, not {cores:g}")
-        self.plan: LabPlan = plan_lab(cluster, cores=float(available) if cores is None else cores)
+        self.plan: LabPlan = plan_lab(
+            cluster,
+            cores=float(available) if cores is None else cores,
+            base_bytes=None if base_memory is None else parse_size(base_memory),
+        )
         self._speeds = [processor.speed for processor in cluster.processors]
         self._dead: set[str] = set()
         self._cut: set[str] = set()
@@ -239,6 +246,17 @@ class Lab:
             case _:
                 self.set_rate(event.host, event.value)
 
+    def starved(self) -> dict[str, str]:
+        """The hosts on which the kernel ended processes that wanted more memory than there was, and what happened there."""
+        found = {}
+        for host in self.plan.hosts:
+            if host.memory_bytes is not None and (count := self._groups.num_starved(host.name)):
+                found[host.name] = (
+                    f"the kernel ended {count} process{'es' if count > 1 else ''} on {host.name}: more was wanted than the "
+                    f"{format_size(host.memory_bytes, digits=3)} of memory that the host has"
+                )
+        return found
+
     @property
     def name(self) -> str:
         """How the lab is called in names of namespaces and control groups, and by `tatami lab shell`."""
@@ -266,6 +284,8 @@ class Lab:
 
     def _build_host(self, host: Host) -> None:
         self._groups.build_host(host.name, leaves=[FREE, *map(str, host.processors)])
+        if host.memory_bytes is not None:
+            self._groups.limit_memory(host.name, limit_bytes=host.memory_bytes)
         for rank in host.processors:
             self._groups.set_quota(host.name, str(rank), cores=self.plan.quotas[rank])
         self._network.build_host(host)

@@ -37,11 +37,13 @@ class Host:
         name: as in the cluster.
         index: its place among the hosts; its address is made of it.
         processors: their indices in the cluster, which are ranks.
+        memory_bytes: what all its processes together may have; None: no limit.
     """
 
     name: str
     index: int
     processors: tuple[int, ...]
+    memory_bytes: int | None = None
 
     @property
     def address(self) -> str:
@@ -104,15 +106,18 @@ class LabPlan:
         )
 
 
-def plan_lab(cluster: Cluster, *, cores: float) -> LabPlan:
+def plan_lab(cluster: Cluster, *, cores: float, base_bytes: int | None = None) -> LabPlan:
     """Scale the speeds of `cluster` to `cores` cores, as large as they can be.
 
     Args:
         cluster: its hosts' names become host names, and its processors ranks in their order.
         cores: of this machine, that the lab may use; may be a fraction.
+        base_bytes: limit each host to the memory of its processors, and so much more for each, which is what a process has of
+            its own; None: no limit.
 
     Raises:
-        ClusterError: host names that no machine can have, all of them at once; speeds that depend on the size of the tile.
+        ClusterError: host names that no machine can have, all of them at once; speeds that depend on the size of the tile;
+            with `base_bytes`, processors without memory.
         InputError: `cores` is not a finite number > 0, or there are more hosts than addresses.
     """
     if not (math.isfinite(cores) and cores > 0):
@@ -126,8 +131,26 @@ def plan_lab(cluster: Cluster, *, cores: float) -> LabPlan:
         raise InputError(f"{len(places)} hosts are too many for one lab; it has {NETWORK.num_addresses - 4} addresses")
     speeds = cluster.plain_speeds("a lab, which gives each processor its share of a core,")
     scale = min(LARGEST_SHARE / max(speeds), FULLEST * cores / math.fsum(speeds))
-    hosts = tuple(Host(name=name, index=i, processors=tuple(ranks)) for i, (name, ranks) in enumerate(places.items()))
+    memory = {name: _memory_bytes(cluster, ranks, base_bytes) for name, ranks in places.items()}
+    hosts = tuple(
+        Host(name=name, index=i, processors=tuple(ranks), memory_bytes=memory[name])
+        for i, (name, ranks) in enumerate(places.items())
+    )
     return LabPlan(cluster=cluster, hosts=hosts, cores=cores, scale=scale)
+
+
+def _memory_bytes(cluster: Cluster, ranks: list[int], base_bytes: int | None) -> int | None:
+    if base_bytes is None:
+        return None
+    limit_bytes = 0
+    for processor in (cluster.processors[rank] for rank in ranks):
+        if processor.memory_bytes is None:
+            raise ClusterError(
+                f"processor {processor.name!r} has no memory, and the lab is to limit it: give it one, as in "
+                'memory = "1 GiB", or leave base_memory out'
+            )
+        limit_bytes += processor.memory_bytes + base_bytes
+    return limit_bytes
 
 
 def switch_address() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
@@ -17,21 +18,40 @@ from tatami.errors import InputError, NotFiniteError
 _LAZY = (UninitializedParameter, UninitializedBuffer)
 
 
-def broadcast_model(model: nn.Module, comm: AbstractCommunicator, *, root: int = 0, where: str = "broadcast_model") -> None:
+def broadcast_model(
+    model: nn.Module,
+    comm: AbstractCommunicator,
+    *,
+    root: int = 0,
+    only_different: bool = False,
+    where: str = "broadcast_model",
+) -> None:
     """Parameters and buffers of `root` become all ranks'. Collective.
 
     Args:
         model: the same network on all ranks.
         comm: the ranks.
         root: whose values count.
+        only_different: send, and write to, only tensors whose bytes differ between ranks: what all have read from one file is
+            not sent, and where it is a part of the file that was mapped it stays so.
         where: the operation that needs it, for messages.
 
     Raises:
         InputError: the networks differ in more than values (says where); a lazy layer that has no shape yet.
     """
     check_same_tensors(comm, {**dict(model.named_parameters()), **dict(model.named_buffers())}, where=where)
-    for tensor in (*model.parameters(), *model.buffers()):
+    tensors = [*model.parameters(), *model.buffers()]
+    if only_different:
+        told = zip(*comm.allgather_object([_digest(tensor) for tensor in tensors]), strict=True)
+        tensors = [tensor for tensor, digests in zip(tensors, told, strict=True) if len(set(digests)) > 1]
+    for tensor in tensors:
         comm.bcast(tensor, root=root)
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    """Equal for equal bytes."""
+    values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.blake2b(values.numpy().data, digest_size=16).digest()
 
 
 def average_gradients(model: nn.Module, comm: AbstractCommunicator, *, algorithm: str = AUTO) -> None:

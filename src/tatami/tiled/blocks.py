@@ -37,7 +37,7 @@ class Blocks:
         followed: modules that run a program of their own, by name.
         parts: modules that run as they are with some of their units.
         reasons: of modules that could not be followed, by name: why.
-        captured: what was seen on the sample batch; None where there was none.
+        captured: what was seen on the sample batch, without its tensors; None where there was none.
     """
 
     blocks: tuple[TiledBlock, ...]
@@ -122,6 +122,8 @@ def _find_blocks(model: nn.Module, sample: Any, random: RandomDraws) -> Blocks:
             cuts_of_block = {prefix + tensor: runs for tensor, runs in block.cuts.items()}
             blocks.append(TiledBlock(facts=replace(block.facts, name=name), cuts=cuts_of_block))
     blocks += [block for part in parts for block in part.blocks]
+    if captured is not None:  # its inputs lead, through the graph of their pass, to all weights, whole, and would hold them
+        captured = replace(captured, calls={}, kept=())
     return Blocks(blocks=tuple(blocks), pairs=pairs, followed=followed, parts=parts, reasons=reasons, captured=captured)
 
 

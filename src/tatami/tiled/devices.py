@@ -50,14 +50,18 @@ def device_here(device: torch.device | str, comm: AbstractCommunicator) -> torch
 
 
 def _device_of(model: nn.Module | None) -> torch.device:
+    named = () if model is None else (*model.named_parameters(), *model.named_buffers())
+    hollow = next((name for name, tensor in named if tensor.device.type == "meta"), None)
+    if hollow is not None:
+        raise InputError(
+            f"the weights lie on 'meta', where a tensor has a shape and no values: {hollow}. Give values to all of them, as "
+            "load_state_dict(..., assign=True) does; buffers that no file holds must be made outside of torch.device('meta')"
+        )
     devices = set() if model is None else {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise InputError(f"the weights lie on {names}; a rank computes on one device: give device=, or move the network to one")
-    found = devices.pop() if devices else torch.device("cpu")
-    if found.type == "meta":
-        raise InputError("the weights lie on 'meta', where a tensor has a shape and no values; give a network that has them")
-    return found
+    return devices.pop() if devices else torch.device("cpu")
 
 
 def with_memory(cluster: Cluster, comm: AbstractCommunicator, device: torch.device) -> Cluster:

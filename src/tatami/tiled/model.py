@@ -96,10 +96,10 @@ class TiledModel(nn.Module):
         draws: LocalDraws | None = None,
         wire: str | None = None,
         bucket_bytes: int | None = None,
-        plain: nn.Module,
+        plain: nn.Module | None,
     ) -> None:
         super().__init__()
-        self._plain = tuple(map(weakref.ref, plain.parameters()))
+        self._plain = () if plain is None else tuple(map(weakref.ref, plain.parameters()))
         self.comm = comm
         self._device = next(module.parameters()).device
         self.cluster = cluster

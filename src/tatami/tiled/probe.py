@@ -12,7 +12,7 @@ from torch import nn
 from tatami.clock import NO_PACE, Clock, Pace, SystemClock
 from tatami.cluster import Cluster, Link, Processor
 from tatami.cluster.cluster import LOCAL_LINK, NETWORK_LINK
-from tatami.cluster.cores import memory_here
+from tatami.cluster.cores import base_here, memory_here
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.probe import link_ranks, measure_links, measure_message_costs
 from tatami.comm.threads import single_communicator
@@ -39,8 +39,9 @@ def probe(
 ) -> Cluster:
     """The cluster that the ranks of `comm` make up: the same on every rank. Collective.
 
-    Speeds are flop/s of local compute on `workload`, timed on all ranks at once; a processor's memory is its share of its
-    host's. Figures are rounded to what a measurement is good for.
+    Speeds are flop/s of local compute on `workload`, timed on all ranks at once. A processor's memory is its share of what the
+    machine, or the control group that the rank is in, has, less what Python, torch and MPI have taken of it. Figures are
+    rounded to what a measurement is good for.
 
     Args:
         workload: what will be trained.
@@ -53,7 +54,9 @@ def probe(
     costs = measure_message_costs(comm)
     # Of a card, its host's; the calls are not timed on the device.
     calls_s = measure_calls(comm, clock=clock, pace=pace)
-    memory_bytes = comm.allgather_object(memory_here() // comm.local_size)
+    told: list[tuple[int, int]] = comm.allgather_object((memory_here() // comm.local_size, base_here()))
+    base_bytes = {host: max(base for (_, base), at in zip(told, comm.hosts, strict=True) if at == host) for host in comm.hosts}
+    memory_bytes = [max(_MIB, share - base_bytes[host]) for (share, _), host in zip(told, comm.hosts, strict=True)]
     processors = tuple(
         Processor(
             name=f"p{rank}",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -37,7 +38,7 @@ _SHOWN = 8
 
 
 def tile(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     comm: AbstractCommunicator,
     *,
     batch_size: int,
@@ -62,7 +63,8 @@ def tile(
     laid in columns of one rank. Parameters are those of rank 0.
 
     Args:
-        model: any module; it is not changed.
+        model: any module; it is not changed. Or a function without arguments that makes one: then no rank has the network twice
+            while it is tiled, nor afterwards any of it but its own part (docs/networks.md, Memory).
         comm: from `tatami.init()`. The model sends on a communicator of its own, which `TiledModel.close` gives back.
         batch_size: the global batch that the plan is made for; other batches (the last of an epoch) are cut alike.
         sample: inputs of the network for at least two samples: a tensor, a tuple of arguments, or a mapping of named ones.
@@ -97,13 +99,14 @@ def tile(
         InputError: not a network, or one that is tiled already; networks that differ between ranks in more than values; on all
             ranks: a device that is not there, or what is not done on one.
     """
-    _check_given(model, comm)
+    plain = _plain(model, comm)
+    is_made_here = plain is not model
     if reduction is not None:
         check_reduction(reduction)
     if random not in ("plain", "local"):
         raise InputError(f"random must be 'plain' or 'local', not {random!r}")
     check_wire(wire)
-    target = settle_devices(comm, device, model=model, random=random)
+    target = settle_devices(comm, device, model=plain, random=random)
     cluster = _given(speeds, comm)
     if isinstance(comm, ElasticCommunicator):
         layout = _renamed(layout, cluster or Cluster.from_speeds([1.0] * comm.size), comm)
@@ -119,10 +122,10 @@ def tile(
         "layout": layout,
     }
     same_everywhere(comm, facts, where="tatami.tile", error=PlanError)
-    whole = copy.deepcopy(model)
+    whole = plain if is_made_here else copy.deepcopy(plain)
     if target.type != "cpu":
         whole, sample = whole.to("cpu"), on_device(sample, torch.device("cpu"))
-    broadcast_model(whole, comm, where="tatami.tile")
+    broadcast_model(whole, comm, only_different=is_made_here, where="tatami.tile")
     comm.barrier()  # torch.fx patches nn.Module for the whole process while it traces, and ranks may be threads of one process
     found = find_blocks(whole, sample=sample, random=random)
     same_everywhere(comm, {"blocks": found.blocks}, where="tatami.tile", error=PlanError)
@@ -156,7 +159,7 @@ def tile(
     own.use_device(target)
     if comm.rank == 0 and not quiet and own.on_devices:
         print(f"tatami: {own.describe()}", flush=True)
-    return TiledModel(
+    tiled = TiledModel(
         whole,
         own,
         found=found,
@@ -170,18 +173,27 @@ def tile(
         draws=_draws(generator, found) if random == "local" else None,
         wire=wire,
         bucket_bytes=leaving,
-        plain=model,
+        plain=None if is_made_here else plain,
     )
+    if is_made_here:
+        gc.collect()  # torch.export leaves cycles behind that hold the whole weights until Python happens to look for them
+    return tiled
 
 
-def _check_given(model: nn.Module, comm: AbstractCommunicator) -> None:
+def _plain(model: nn.Module | Callable[[], nn.Module], comm: AbstractCommunicator) -> nn.Module:
+    """The network that was given, or made by the function that was given."""
+    given = type(model).__name__
+    if isinstance(comm, AbstractCommunicator) and callable(model) and not isinstance(model, nn.Module):
+        model = model()
+        given = f"a function that returns {type(model).__name__}"
     if isinstance(model, TiledModel):
         raise InputError("this model is tiled already: give the plain network, or lay it out again with tatami.tiled.move")
     if not isinstance(model, nn.Module) or not isinstance(comm, AbstractCommunicator):
         raise InputError(
             "tatami.tile(network, comm, ...) takes a torch.nn.Module and what tatami.init() returned, not "
-            f"{type(model).__name__} and {type(comm).__name__}"
+            f"{given} and {type(comm).__name__}"
         )
+    return model
 
 
 def _draws(generator: torch.Generator, found: Blocks) -> LocalDraws:

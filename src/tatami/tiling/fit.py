@@ -99,9 +99,8 @@ def with_remedies(
 ) -> MemoryLackError:
     """The error, and what would do, which takes some plans more to find out."""
     what = "; ".join(_remedies(planner, cluster=cluster, workload=workload, cost=cost))
-    return MemoryLackError(
-        f"{error}. {what or 'Take fewer samples, or machines with more memory'}", lacking_bytes=error.lacking_bytes
-    )
+    what = what or "take fewer samples, or machines with more memory"
+    return MemoryLackError(f"{error}. {what[0].upper()}{what[1:]}", lacking_bytes=error.lacking_bytes)
 
 
 def _size(size_bytes: float) -> str:
