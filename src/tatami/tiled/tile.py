@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +22,8 @@ from tatami.tiled.blocks import Blocks, find_blocks, workload_of
 from tatami.tiled.bucket_choice import BucketBytes, choose_bucket_bytes
 from tatami.tiled.describing import describe
 from tatami.tiled.devices import settle_devices, with_memory
-from tatami.tiled.following.capturing import Sample
+from tatami.tiled.following.sample import Sample
+from tatami.tiled.following.unchanged import copy_of
 from tatami.tiled.local_draws import LocalDraws
 from tatami.tiled.losses import LossReduction, check_reduction
 from tatami.tiled.measure import measure_network_speeds, measure_speeds
@@ -94,8 +94,8 @@ def tile(
     Raises:
         ModelError: a layer that a tiled run could not compute exactly.
         PlanError: invalid speeds, more ranks than samples or units, or settings that differ between ranks.
-        InputError: not a network, or one that is tiled already; networks that differ between ranks in more than values; on all
-            ranks: a device that is not there, or what is not done on one.
+        InputError: not a network, one that cannot be copied, or one that is tiled already; networks that differ between ranks
+            in more than values; on all ranks: a device that is not there, or what is not done on one.
     """
     _check_given(model, comm)
     if reduction is not None:
@@ -119,7 +119,7 @@ def tile(
         "layout": layout,
     }
     same_everywhere(comm, facts, where="tatami.tile", error=PlanError)
-    whole = copy.deepcopy(model)
+    whole = copy_of(model)
     if target.type != "cpu":
         whole, sample = whole.to("cpu"), on_device(sample, torch.device("cpu"))
     broadcast_model(whole, comm, where="tatami.tile")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import Dim
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
+
+from tatami.tiled.following.unchanged import kept
 
 _NOT_USERS = (Path(str(torch.__file__)).parent, Path(__file__).parents[2])
 
@@ -69,8 +72,13 @@ class FollowedProgram:
     leaves: tuple[Any, ...]
 
 
-def export(module: nn.Module, call: ModuleCall) -> FollowedProgram:
+def export(module: nn.Module, call: ModuleCall, *, fixed: Collection[tuple[int, int]] = ()) -> FollowedProgram:
     """Follow `module` over the inputs of `call`, in the mode (training or not) that it is in.
+
+    Args:
+        module: it is not changed.
+        call: its inputs.
+        fixed: axes that keep their length: (leaf, axis). Others may have any, unless the module needs the one that they have.
 
     Raises:
         NotFollowedError: torch.export could not follow it, or it holds tensors that are neither parameters nor buffers.
@@ -79,11 +87,11 @@ def export(module: nn.Module, call: ModuleCall) -> FollowedProgram:
     same = same_leaves(leaves)
     given = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and same[index] == index)
     samples = Dim("samples", min=2)
-    marks = tuple(_dynamic(leaves[index], call.sample_axes[index], samples) for index in given)
+    marks = tuple(_dynamic(leaves[index], call.sample_axes[index], samples, fixed, index) for index in given)
     tensors = tuple(leaves[index] for index in given)
     on_tensors = _OnTensors(module, leaves, same, structure)
     try:
-        with _quiet():
+        with _quiet(), kept(module):
             exported = torch.export.export(on_tensors, tensors, dynamic_shapes={"tensors": marks}, strict=False)
     except Exception as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
@@ -96,6 +104,9 @@ def export(module: nn.Module, call: ModuleCall) -> FollowedProgram:
             names.append(spec.target.removeprefix("module."))
         elif spec.kind is not InputKind.USER_INPUT:
             raise NotFollowedError(f"it holds a tensor that is neither a parameter nor a buffer ({spec.target})")
+    assigned = next((spec.target for spec in signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION), None)
+    if assigned is not None:
+        raise NotFollowedError(f"it assigns its buffer {str(assigned).removeprefix('module.')}; change it in place (+=, copy_)")
     if exported.call_spec.out_spec is None:
         raise NotFollowedError("its result has no structure that torch knows")
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"][len(names) :]
@@ -114,12 +125,23 @@ def export(module: nn.Module, call: ModuleCall) -> FollowedProgram:
 
 def _line_of(error: Exception) -> str:
     """The last line of the user's own code on the way to the error, such as "net.py:13 `if h.sum() > 0:`: "; or nothing."""
-    own = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.line and not any(folder in Path(frame.filename).parents for folder in _NOT_USERS)
-    ]
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno} `{own[-1].line}`: " if own else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [told for frame in frames if frame.line and (told := _told(frame.filename, frame.lineno, frame.line))]
+    return f"{own[-1]}: " if own else ""
+
+
+def line_of_node(node: fx.Node) -> str:
+    """The line of the user's own code that an operation comes from, such as "net.py:13 `x = x.view(-1, 64)`"; or nothing."""
+    own = [told for found in _FRAME.finditer(str(node.meta.get("stack_trace", ""))) if (told := _told(*found.groups()))]
+    return own[-1] if own else ""
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]+)')
+
+
+def _told(filename: str, number: int | str | None, line: str) -> str:
+    is_users = not any(folder in Path(filename).parents for folder in _NOT_USERS)
+    return f"{Path(filename).name}:{number} `{line.strip()}`" if is_users else ""
 
 
 class _OnTensors(nn.Module):
@@ -150,8 +172,13 @@ def same_leaves(leaves: Sequence[Any]) -> tuple[int, ...]:
     )
 
 
-def _dynamic(value: torch.Tensor, sample_axis: int | None, samples: Any) -> Any:
-    return {axis: samples if axis == sample_axis else Dim.AUTO for axis in range(value.dim())}
+def _dynamic(
+    value: torch.Tensor, sample_axis: int | None, samples: Any, fixed: Collection[tuple[int, int]], index: int
+) -> dict[int, Any]:
+    return {
+        axis: samples if axis == sample_axis else Dim.STATIC if (index, axis) in fixed else Dim.AUTO
+        for axis in range(value.dim())
+    }
 
 
 def _lengths(value: torch.Tensor) -> tuple[int | None, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -19,7 +19,8 @@ from tatami.tiled.following.capturing import Captured, inputs_of
 from tatami.tiled.following.exporting import FollowedProgram, ModuleCall, NotFollowedError, export
 from tatami.tiled.following.facts import facts_of
 from tatami.tiled.following.local import LocalProgram, localise
-from tatami.tiled.following.units import UnitAxis, find_units, follow
+from tatami.tiled.following.operators import Following
+from tatami.tiled.following.units import UnitAxis, find_stops, find_units, follow, unclear_axes
 from tatami.tiled.rows import UnitRuns
 from tatami.workload import Block
 
@@ -29,6 +30,8 @@ _LAYERS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd, nn.modules.batchnor
 
 _WORTH_FOLLOWING = 16
 """A module whose parts were followed is followed itself if so small a part of its weights could still be split."""
+
+_KEEPS = "its forward pass keeps something in the module ({}), which a program of it would not; return it, or leave it out"
 
 _ALIKE: OrderedDict[Any, Followed | str] = OrderedDict()
 _MOST_ALIKE = 64
@@ -62,11 +65,13 @@ class Followed:
     Attributes:
         training, evaluation: its programs.
         blocks: in the order of the programs' inputs.
+        stops: of weights that are whole: the line of the user's code because of which they are.
     """
 
     training: Mode
     evaluation: Mode
     blocks: tuple[FollowedBlock, ...]
+    stops: Mapping[str, str]
 
     def mode(self, training: bool) -> Mode:
         return self.training if training else self.evaluation
@@ -74,8 +79,10 @@ class Followed:
 
 def follow_modules(
     model: nn.Module, captured: Captured, *, taken: Collection[str], closed: Collection[str] = ()
-) -> tuple[dict[str, Followed], dict[str, str]]:
-    """The modules of `model` that can be split, by name, and of others that have weights why they cannot.
+) -> tuple[dict[str, Followed], dict[str, str], dict[str, str]]:
+    """The modules of `model` that can be split, by name; of others that have weights why they cannot; and lines of code.
+
+    The lines are those because of which weights, by name, are whole though what reads them was followed.
 
     Args:
         model: the whole network; it is not changed.
@@ -85,6 +92,7 @@ def follow_modules(
     """
     found: dict[str, Followed] = {}
     reasons: dict[str, str] = {}
+    stops: dict[str, str] = {}
     names = [name for name, _ in model.named_modules()]
     for name in sorted(names, key=lambda name: -_depth(name)):
         module = model.get_submodule(name)
@@ -99,16 +107,22 @@ def follow_modules(
         if len(spare) < 2 or sum(spare) * _WORTH_FOLLOWING < sum(own.values()):
             continue
         inside = {other for other in found if other.startswith(prefix) or not prefix}
-        whole = frozenset(tensor.removeprefix(prefix) for tensor in taken if tensor.startswith(prefix))
-        call = captured.calls[name]
-        result = _remembered(module, call, whole)
+        taken_inside = {tensor for tensor in taken if tensor.startswith(prefix)} | captured.read_elsewhere(name)
+        whole = frozenset(tensor.removeprefix(prefix) for tensor in taken_inside)
+        kept = sorted(each.removeprefix(prefix) for each in captured.leaves_behind.attributes if each.startswith(prefix))
+        if kept:
+            reasons[name] = _KEEPS.format(", ".join(kept))
+            continue
+        result = _remembered(module, captured.calls[name], whole)
         if isinstance(result, str):
             reasons[name] = result
-        elif result.blocks and _elements(model, {name: result}) > _elements(model, {other: found[other] for other in inside}):
+            continue
+        stops |= {prefix + tensor: line for tensor, line in result.stops.items()}
+        if result.blocks and _elements(model, {name: result}) > _elements(model, {other: found[other] for other in inside}):
             for other in inside:
                 del found[other]
             found[name] = result
-    return dict(sorted(found.items(), key=lambda item: names.index(item[0]))), reasons
+    return dict(sorted(found.items(), key=lambda item: names.index(item[0]))), reasons, stops
 
 
 def _weights(module: nn.Module, prefix: str) -> dict[str, int]:
@@ -173,10 +187,7 @@ def _followed(module: nn.Module, call: ModuleCall, whole: Collection[str]) -> Fo
         modes, cuts = {}, {}
         for training in (True, False):
             module.train(training)
-            program = export(module, inputs)
-            following = follow(program)
-            candidates = find_units(program, following, taken=whole)
-            modes[training] = (program, following, candidates)
+            modes[training] = program, _, candidates = _exported(module, inputs, whole)
             cuts[training] = [_cuts(program, candidate) for candidate in candidates]
         # In evaluation a model may leave something away; what it splits must be the same.
         common = [each for each in cuts[True] if each in cuts[False]]
@@ -195,7 +206,32 @@ def _followed(module: nn.Module, call: ModuleCall, whole: Collection[str]) -> Fo
         for inner, mode in was_training.items():
             inner.training = mode
     blocks = tuple(FollowedBlock(cuts=cut, facts=fact) for cut, fact in zip(common, facts, strict=True))
-    return Followed(training=localised[True], evaluation=localised[False], blocks=blocks)
+    stops = find_stops(program, following, kept[True])
+    return Followed(training=localised[True], evaluation=localised[False], blocks=blocks, stops=stops)
+
+
+def _exported(module: nn.Module, call: ModuleCall, whole: Collection[str]) -> _Exported:
+    """The program, with fixed lengths where more can be split then."""
+    program = export(module, call)
+    following = follow(program)
+    found = program, following, find_units(program, following, taken=whole)
+    fixed = unclear_axes(program, following)
+    if not fixed:
+        return found
+    try:
+        program = export(module, call, fixed=fixed)
+    except NotFollowedError:
+        return found
+    following = follow(program)
+    other = program, following, find_units(program, following, taken=whole)
+    return other if _tensors_cut(other) > _tensors_cut(found) else found
+
+
+_Exported: TypeAlias = "tuple[FollowedProgram, Following, list[UnitAxis]]"
+
+
+def _tensors_cut(exported: _Exported) -> int:
+    return sum(len(candidate.tensors) for candidate in exported[2])
 
 
 def _believe(

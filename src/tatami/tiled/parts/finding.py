@@ -170,6 +170,9 @@ def _refuse(module: nn.Module, prefix: str, captured: Captured) -> None:
     Raises:
         NotFollowedError: there is such a layer inside.
     """
+    kept = [name for name in captured.leaves_behind.with_gradient if name.startswith(prefix)]
+    if kept:
+        raise NotFollowedError(f"its forward pass keeps what has a gradient in the module ({', '.join(kept)}); return it")
     for inner, layer in module.named_modules():
         name = (prefix + inner).removesuffix(".")
         drops = isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0.0
