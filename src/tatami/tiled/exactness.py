@@ -46,13 +46,13 @@ def refuse_inexact(
     Raises:
         ModelError: names the layer, and what to use in its place.
     """
-    if captured is not None and captured.mixed:
-        raise ModelError(f"{captured.mixed}. Only batch normalization (torch.nn.BatchNorm1d to 3d) may look at the whole batch")
     if captured is not None and captured.draws_outside is not None:
         raise ModelError(
             f"the forward pass draws from {captured.draws_outside}, of which every rank has a state of its own, so ranks would "
             "compute different networks. Draw with torch (torch.rand(()) < p), and give tatami.tile random='local'"
         )
+    if captured is not None and captured.mixed:
+        raise ModelError(f"{captured.mixed}. Only batch normalization (torch.nn.BatchNorm1d to 3d) may look at the whole batch")
     for name, module in model.named_modules():
         what = f"layer {name or '(the model itself)'} ({type(module).__name__})"
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and type(module) not in BATCH_NORMS:

@@ -39,8 +39,11 @@ class ModuleState:
         for module in model.modules():
             for held in (vars(module), module._parameters, module._buffers, module._modules):
                 self._remember(held)
-        self._before = {name: _copied(value) for name, value in _attributes(model)}
         self._python, self._numpy = random.getstate(), np.random.get_state()
+
+    def mark(self) -> None:
+        """What `changes` tells of begins now."""
+        self._before = {name: _copied(value) for name, value in _attributes(self._model)}
 
     def draws_outside(self) -> str | None:
         """Whose random numbers were drawn since then, if not torch's."""
@@ -49,7 +52,7 @@ class ModuleState:
         return None if repr(np.random.get_state()) == repr(self._numpy) else "numpy.random"
 
     def changes(self) -> dict[str, Any]:
-        """Buffers and attributes that are not what they were, by qualified name, with copies of their values now."""
+        """Buffers and attributes that are not what they were at `mark`, by qualified name, with copies of their values now."""
         now = dict(_attributes(self._model))
         return {
             name: _copied(now.get(name))
@@ -128,6 +131,7 @@ def unchanged(model: nn.Module) -> Iterator[ModuleState]:
     """For passes in training: what they change (running statistics, what the modules keep, random state) is put back."""
     with kept(model) as state, torch.random.fork_rng(devices=[]):
         model.train()
+        state.mark()
         yield state
 
 
