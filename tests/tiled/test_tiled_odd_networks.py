@@ -38,8 +38,8 @@ class Written(nn.Module):
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.written[0](self, *inputs)
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.written[0](self, x)
 
 
 def moving_mean(net: Any, x: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ A model that fx cannot follow is still searched for pairs inside its `nn.Sequent
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import re
@@ -66,22 +67,16 @@ class Traced:
 
 def traced(model: nn.Module) -> Traced:
     """The forward pass of `model`, which stays as it is."""
+    graph = None
     with kept(model):
-        try:
+        with contextlib.suppress(Exception):
             graph = fx.Tracer().trace(model)
-        except Exception:
-            return Traced(graph=None)
-        assigned = [name for name, value in model.named_buffers() if isinstance(value, fx.Proxy)]
+        written = {name for name, value in model.named_buffers() if isinstance(value, fx.Proxy)}
     buffers = {name for name, _ in model.named_buffers()}
-    changed = [
-        str(node.args[0].target)
-        for node in graph.nodes
-        if node.op == "call_method"
-        and _IN_PLACE.fullmatch(node.target)
-        and isinstance(node.args[0], fx.Node)
-        and node.args[0].op == "get_attr"
-    ]
-    return Traced(graph=graph, written=tuple(sorted({*assigned, *buffers.intersection(changed)})))
+    for node in graph.nodes if graph is not None else ():
+        if node.op == "call_method" and _IN_PLACE.fullmatch(node.target) and isinstance(node.args[0], fx.Node):
+            written |= {node.args[0].target} & buffers
+    return Traced(graph=graph, written=tuple(sorted(written)))
 
 
 def pair_cuts(model: nn.Module, names: PairNames) -> dict[str, UnitRuns]:
