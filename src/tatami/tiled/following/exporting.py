@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import Dim
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from tatami.tiled.following.unchanged import kept
@@ -60,6 +60,7 @@ class FollowedProgram:
         sample_axes: of each of them, as in `ModuleCall`.
         same: of each leaf of the call: the index of the first leaf that is the same tensor; its own for all other leaves.
         leaves: of each leaf of the call: the lengths that a tensor must have (None where any will do), or its value.
+        guards: what else must hold of lengths, as Python of the tensors `L['tensors']`: branches on shapes were taken by it.
     """
 
     graph: fx.GraphModule
@@ -70,6 +71,7 @@ class FollowedProgram:
     sample_axes: tuple[int | None, ...]
     same: tuple[int, ...]
     leaves: tuple[Any, ...]
+    guards: tuple[str, ...] = ()
 
 
 def export(module: nn.Module, call: ModuleCall, *, fixed: Collection[tuple[int, int]] = ()) -> FollowedProgram:
@@ -104,13 +106,15 @@ def export(module: nn.Module, call: ModuleCall, *, fixed: Collection[tuple[int, 
             names.append(spec.target.removeprefix("module."))
         elif spec.kind is not InputKind.USER_INPUT:
             raise NotFollowedError(f"it holds a tensor that is neither a parameter nor a buffer ({spec.target})")
-    assigned = next((spec.target for spec in signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION), None)
-    if assigned is not None:
-        raise NotFollowedError(f"it assigns its buffer {str(assigned).removeprefix('module.')}; change it in place (+=, copy_)")
     if exported.call_spec.out_spec is None:
         raise NotFollowedError("its result has no structure that torch knows")
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"][len(names) :]
     shapes = {index: _lengths(node.meta["val"]) for index, node in zip(given, placeholders, strict=True)}
+    for node in reversed(list(exported.graph.nodes)):
+        if node.target is torch.ops.aten.copy_.default and _written_into(node.args[1]) is node.args[0]:
+            # torch ends with a copy of what was changed in place to itself, after which its backward pass would fail.
+            exported.graph.erase_node(node)
+    exported.graph_module.recompile()
     return FollowedProgram(
         graph=exported.graph_module,
         tensors=tuple(names),
@@ -120,7 +124,19 @@ def export(module: nn.Module, call: ModuleCall, *, fixed: Collection[tuple[int, 
         sample_axes=tuple(call.sample_axes[index] for index in given),
         same=same,
         leaves=tuple(shapes[first] if first in shapes else leaves[first] for first in same),
+        guards=tuple(guard for guard in exported._guards_code if not _ONE_LENGTH.fullmatch(guard)),
     )
+
+
+_ONE_LENGTH = re.compile(r"L\['tensors'\]\[\d+\]\.size\(\)\[\d+\] == \d+")
+"""A guard that `leaves` has already."""
+
+
+def _written_into(node: Any) -> Any:
+    """What an operation that changes its operand in place changes."""
+    while isinstance(node, fx.Node) and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        node = node.args[0]
+    return node
 
 
 def _line_of(error: Exception) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils import _pytree as pytree
 
 from tatami.errors import ModelError
@@ -50,6 +51,10 @@ class LocalForward:
         self._plain = module.forward
         self._plainly = plainly
         self._graphs = {training: _on_device(followed.mode(training).local.graph, device) for training in (True, False)}
+        self._guards = {
+            training: [compile(guard, "<guard>", "eval") for guard in followed.mode(training).program.guards]
+            for training in (True, False)
+        }
         self._owners = {
             training: [_owner(module, tensor) for tensor in followed.mode(training).program.tensors]
             for training in (True, False)
@@ -65,7 +70,8 @@ class LocalForward:
             raise ModelError(f"{self._what} is called with other arguments than it was for the sample batch; {_REMEDY}")
         self._check(mode.program, leaves)
         tensors = [owner[name] for owner, name in self._owners[self._module.training]]
-        inputs = (leaves[index] for index in mode.program.given)
+        inputs = [leaves[index] for index in mode.program.given]
+        self._check_lengths(mode.program, inputs)
         graph = self._graphs[self._module.training]
         results = graph(self._context, mode.local.facts, *(here.size for here, _ in units), *tensors, *inputs)
         return pytree.tree_unflatten(results, mode.program.out_spec)
@@ -89,10 +95,20 @@ class LocalForward:
                     )
             elif isinstance(expected, tuple) != isinstance(leaf, torch.Tensor) or leaf != expected:
                 raise ModelError(
-                    f"input {index} of {self._what} is {leaf!r}; in the sample batch it was {expected!r}; {_REMEDY}"
+                    f"input {index} of {self._what} is {leaf!r}; in the sample batch it was {expected!r}; {_REMEDY}. A number that "
+                    "changes between calls must be given as a tensor"
                 )
         if program.same != tuple(range(len(leaves))) and same_leaves(leaves) != program.same:
             raise ModelError(f"the inputs of {self._what} were one tensor in the sample batch and are several now; {_REMEDY}")
+
+    def _check_lengths(self, program: FollowedProgram, inputs: list[torch.Tensor]) -> None:
+        """Whether a branch that the module takes by lengths would be the one that was followed."""
+        for guard, text in zip(self._guards[self._module.training], program.guards, strict=True):
+            if not eval(guard, dict(SYMPY_INTERP), {"L": {"tensors": inputs}}):
+                raise ModelError(
+                    f"{self._what} was followed for lengths of which {text.replace("L['tensors']", 'inputs')} is true, and takes another way "
+                    f"for the shapes {[tuple(tensor.shape) for tensor in inputs]}; {_REMEDY}"
+                )
 
 
 _REMEDY = "tile the network with a sample batch (sample=) that is like those it will get"
