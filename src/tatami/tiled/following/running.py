@@ -95,8 +95,8 @@ class LocalForward:
                     )
             elif isinstance(expected, tuple) != isinstance(leaf, torch.Tensor) or leaf != expected:
                 raise ModelError(
-                    f"input {index} of {self._what} is {leaf!r}; in the sample batch it was {expected!r}; {_REMEDY}. A number that "
-                    "changes between calls must be given as a tensor"
+                    f"input {index} of {self._what} is {leaf!r}; in the sample batch it was {expected!r}; {_REMEDY}. A number "
+                    "that changes from call to call must be given as a tensor"
                 )
         if program.same != tuple(range(len(leaves))) and same_leaves(leaves) != program.same:
             raise ModelError(f"the inputs of {self._what} were one tensor in the sample batch and are several now; {_REMEDY}")
@@ -105,9 +105,10 @@ class LocalForward:
         """Whether a branch that the module takes by lengths would be the one that was followed."""
         for guard, text in zip(self._guards[self._module.training], program.guards, strict=True):
             if not eval(guard, dict(SYMPY_INTERP), {"L": {"tensors": inputs}}):
+                said = text.replace("L['tensors']", "inputs")
+                shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
                 raise ModelError(
-                    f"{self._what} was followed for lengths of which {text.replace("L['tensors']", 'inputs')} is true, and takes another way "
-                    f"for the shapes {[tuple(tensor.shape) for tensor in inputs]}; {_REMEDY}"
+                    f"{self._what} was followed for lengths of which {said} is true, and takes another way for {shapes}; {_REMEDY}"
                 )
 
 
