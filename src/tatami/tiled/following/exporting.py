@@ -61,6 +61,7 @@ class FollowedProgram:
         same: of each leaf of the call: the index of the first leaf that is the same tensor; its own for all other leaves.
         leaves: of each leaf of the call: the lengths that a tensor must have (None where any will do), or its value.
         guards: what else must hold of lengths, as Python of the tensors `L['tensors']`: branches on shapes were taken by it.
+        samples: how many it was followed with.
     """
 
     graph: fx.GraphModule
@@ -72,6 +73,7 @@ class FollowedProgram:
     same: tuple[int, ...]
     leaves: tuple[Any, ...]
     guards: tuple[str, ...] = ()
+    samples: int = 1
 
 
 def export(module: nn.Module, call: ModuleCall, *, fixed: Collection[tuple[int, int]] = ()) -> FollowedProgram:
@@ -124,12 +126,13 @@ def export(module: nn.Module, call: ModuleCall, *, fixed: Collection[tuple[int, 
         sample_axes=tuple(call.sample_axes[index] for index in given),
         same=same,
         leaves=tuple(shapes[first] if first in shapes else leaves[first] for first in same),
-        guards=tuple(guard for guard in exported._guards_code if not _ONE_LENGTH.fullmatch(guard)),
+        guards=tuple(guard for guard in exported._guards_code if not _NOT_CHECKED.search(guard)),
+        samples=call.samples,
     )
 
 
-_ONE_LENGTH = re.compile(r"L\['tensors'\]\[\d+\]\.size\(\)\[\d+\] == \d+")
-"""A guard that `leaves` has already."""
+_NOT_CHECKED = re.compile(r"^L\['tensors'\]\[\d+\]\.size\(\)\[\d+\] == \d+$|stride|storage_offset")
+"""Guards that `leaves` has already, and those on how tensors lie in memory."""
 
 
 def _written_into(node: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,10 +51,7 @@ class LocalForward:
         self._plain = module.forward
         self._plainly = plainly
         self._graphs = {training: _on_device(followed.mode(training).local.graph, device) for training in (True, False)}
-        self._guards = {
-            training: [compile(guard, "<guard>", "eval") for guard in followed.mode(training).program.guards]
-            for training in (True, False)
-        }
+        self._known: dict[bool, set[tuple[tuple[int, ...], ...]]] = {True: set(), False: set()}
         self._owners = {
             training: [_owner(module, tensor) for tensor in followed.mode(training).program.tensors]
             for training in (True, False)
@@ -101,15 +98,34 @@ class LocalForward:
         if program.same != tuple(range(len(leaves))) and same_leaves(leaves) != program.same:
             raise ModelError(f"the inputs of {self._what} were one tensor in the sample batch and are several now; {_REMEDY}")
 
-    def _check_lengths(self, program: FollowedProgram, inputs: list[torch.Tensor]) -> None:
-        """Whether a branch that the module takes by lengths would be the one that was followed."""
-        for guard, text in zip(self._guards[self._module.training], program.guards, strict=True):
-            if not eval(guard, dict(SYMPY_INTERP), {"L": {"tensors": inputs}}):
-                said = text.replace("L['tensors']", "inputs")
-                shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
+    def _check_lengths(self, program: FollowedProgram, inputs: Sequence[torch.Tensor]) -> None:
+        """Whether a branch that the module takes by lengths would be the one that was followed, however many samples there are."""
+        lengths = tuple(
+            tuple(program.samples if place == axis else size for place, size in enumerate(tensor.shape))
+            for tensor, axis in zip(inputs, program.sample_axes, strict=True)
+        )
+        known = self._known[self._module.training]
+        if lengths in known:
+            return
+        tensors = [_Lengths(each) for each in lengths]
+        for guard in program.guards:
+            if not eval(guard, dict(SYMPY_INTERP), {"L": {"tensors": tensors}}):
+                said = guard.replace("L['tensors']", "inputs")
                 raise ModelError(
-                    f"{self._what} was followed for lengths of which {said} is true, and takes another way for {shapes}; {_REMEDY}"
+                    f"{self._what} was followed for lengths of which {said} is true, and takes another way where the inputs are "
+                    f"{', '.join(str(tuple(tensor.shape)) for tensor in inputs)}; {_REMEDY}"
                 )
+        known.add(lengths)
+
+
+class _Lengths:
+    """Stands for a tensor in the guards of a program."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        self._lengths = lengths
+
+    def size(self) -> tuple[int, ...]:
+        return self._lengths
 
 
 _REMEDY = "tile the network with a sample batch (sample=) that is like those it will get"
