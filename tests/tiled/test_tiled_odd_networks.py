@@ -246,6 +246,32 @@ def test_what_cannot_be_copied_is_named() -> None:
     run_threads(body, size=1)
 
 
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
+def test_lengths_for_which_a_split_module_would_take_another_branch_are_refused(world: World) -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.relu(self.a(x))
+            result: torch.Tensor = self.b(h if x.shape[1] > 4 else 2 * h)
+            return result
+
+    model = Branching()
+
+    def body(comm: AbstractCommunicator) -> None:
+        tiled = tile(
+            model, comm, batch_size=4, sample=torch.rand(4, 6, 6), speeds="equal", layout=simple_layout([0, 1]), quiet=True
+        )
+        assert tiled(tiled.local(torch.rand(3, 5, 6))).shape == (3, 5, 6)
+        with pytest.raises(ModelError, match=r"lengths of which inputs\[0\].size\(\)\[1\] > 4 is true.* \(3, 4, 6\)"):
+            tiled(tiled.local(torch.rand(3, 4, 6)))
+
+    world(body)
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [({"max_norm": 0.5}, "shortens the rows.*max_norm=None"), ({"scale_grad_by_freq": True}, "how often its samples look up")],

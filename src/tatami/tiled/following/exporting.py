@@ -131,8 +131,8 @@ def export(module: nn.Module, call: ModuleCall, *, fixed: Collection[tuple[int, 
     )
 
 
-_NOT_CHECKED = re.compile(r"^L\['tensors'\]\[\d+\]\.size\(\)\[\d+\] == \d+$|stride|storage_offset")
-"""Guards that `leaves` has already, and those on how tensors lie in memory."""
+_NOT_CHECKED = re.compile(r"^L\['tensors'\]\[\d+\]\.size\(\)\[\d+\] == \d+$|!= [01]$|stride|storage_offset")
+"""Guards that `leaves` has already, those of torch's own for lengths of 0 and 1, and those on how tensors lie in memory."""
 
 
 def _written_into(node: Any) -> Any:

@@ -99,7 +99,7 @@ class LocalForward:
             raise ModelError(f"the inputs of {self._what} were one tensor in the sample batch and are several now; {_REMEDY}")
 
     def _check_lengths(self, program: FollowedProgram, inputs: Sequence[torch.Tensor]) -> None:
-        """Whether a branch that the module takes by lengths would be the one that was followed, however many samples there are."""
+        """Whether branches that the module takes by lengths would be those that were followed, however many samples there are."""
         lengths = tuple(
             tuple(program.samples if place == axis else size for place, size in enumerate(tensor.shape))
             for tensor, axis in zip(inputs, program.sample_axes, strict=True)
@@ -112,8 +112,8 @@ class LocalForward:
             if not eval(guard, dict(SYMPY_INTERP), {"L": {"tensors": tensors}}):
                 said = guard.replace("L['tensors']", "inputs")
                 raise ModelError(
-                    f"{self._what} was followed for lengths of which {said} is true, and takes another way where the inputs are "
-                    f"{', '.join(str(tuple(tensor.shape)) for tensor in inputs)}; {_REMEDY}"
+                    f"{self._what} was followed for lengths of which {said} is true, and takes another way for inputs of the "
+                    f"shapes {', '.join(str(tuple(tensor.shape)) for tensor in inputs)}; {_REMEDY}"
                 )
         known.add(lengths)
 
