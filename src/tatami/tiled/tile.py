@@ -182,6 +182,8 @@ def _check_given(model: nn.Module, comm: AbstractCommunicator) -> None:
             "tatami.tile(network, comm, ...) takes a torch.nn.Module and what tatami.init() returned, not "
             f"{type(model).__name__} and {type(comm).__name__}"
         )
+    if next(model.parameters(), None) is None:
+        raise InputError(f"this {type(model).__name__} has no parameters: there is nothing to train on several ranks")
 
 
 def _draws(generator: torch.Generator, found: Blocks) -> LocalDraws:

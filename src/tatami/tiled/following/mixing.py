@@ -136,7 +136,7 @@ def _passes(model: nn.Module, one: Sample, other: Sample) -> _TwoPasses:
 
 def _results(model: nn.Module, sample: Sample, kept: Iterable[str], *, training: bool) -> list[Any]:
     """The leaves of the result, and what the modules hold then under the names `kept`."""
-    with unchanged(model), torch.no_grad():
+    with unchanged(model), torch.enable_grad():  # forces are gradients that a forward pass takes
         model.train(training)
         result = pytree.tree_leaves(model(*sample.args, **sample.kwargs))
         return _detached([*result, *(attribute(model, name) for name in kept)])

@@ -99,7 +99,7 @@ class LocalForward:
             raise ModelError(f"the inputs of {self._what} were one tensor in the sample batch and are several now; {_REMEDY}")
 
     def _check_lengths(self, program: FollowedProgram, inputs: Sequence[torch.Tensor]) -> None:
-        """Whether branches that the module takes by lengths would be those that were followed, however many samples there are."""
+        """Whether branches that the module takes by lengths are those that were followed, however many samples there are."""
         lengths = tuple(
             tuple(program.samples if place == axis else size for place, size in enumerate(tensor.shape))
             for tensor, axis in zip(inputs, program.sample_axes, strict=True)
