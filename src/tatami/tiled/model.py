@@ -124,6 +124,7 @@ class TiledModel(nn.Module):
         self._tile(module)
         self.module = module
         self._keepers = _keepers(module, found)
+        self._weighed: dict[tuple[nn.Module, str], Any] = {}
         rows = [_rows(module, block.cuts) for block in found.blocks]
         self._rows = rows or [[]]
         self._sums = GradientSums(
@@ -233,8 +234,9 @@ class TiledModel(nn.Module):
         samples, mine = self._rank.samples, self._rank.mine
         scale = mine.size / samples if self._reduction == "mean" else {"sum": 1.0}.get(self._reduction or "")
         for owner, name in self._keepers:
-            if name in vars(owner):
-                vars(owner)[name] = weighed(vars(owner)[name], scale=scale, phases=self.phases)
+            kept = vars(owner).get(name)
+            if kept is not None and kept is not self._weighed.get((owner, name)):  # else it is that of the pass before
+                self._weighed[owner, name] = vars(owner)[name] = weighed(kept, scale=scale, phases=self.phases)
         return weighed(output, scale=scale, phases=self.phases)
 
     @property
