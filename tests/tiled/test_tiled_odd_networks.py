@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equal_runs import check_equal
-from networks import Case
+from networks import Case, build
 from torch import nn
 
 import tatami
@@ -91,11 +91,11 @@ def whole_only(net: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("forward", "match"),
     [
-        (moving_mean, r"keeps something of its samples for later \(mean\).* BatchNorm1d"),
+        (moving_mean, r"keeps something of its samples for later \(mean\).* torch.nn.BatchNorm1d"),
         (moving_mean_in_place, r"keeps something of its samples for later \(mean\)"),
         (remembering, r"keeps something of its samples for later \(last\)"),
         (clamped, r"changes weights \(pair.0.weight\).* between two steps"),
-        (drawn_in_python, "draws from Python's random.* torch.rand"),
+        (drawn_in_python, "draws from Python's random.* Draw with torch"),
         (balanced, "a loss that is neither the mean nor the sum of what its samples give"),
         (contrasted, "has the samples of the batch on two axes"),
         (whole_only, "runs on 4 samples but not on 3.* must be that of independent samples"),
@@ -125,6 +125,8 @@ def test_without_a_sample_batch_what_is_kept_of_samples_is_seen_as_well(forward:
 
 class CountingHeads(nn.Module):
     """Attention that counts its passes in a buffer, and computes with it."""
+
+    steps: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,15 +171,15 @@ ODD = {
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("name", sorted(ODD))
 def test_counters_and_views_of_unnamed_samples_are_split_and_exact(world: World, name: str) -> None:
-    found = find_blocks(ODD[name].build(), sample=ODD[name].draw(4, torch.Generator().manual_seed(1)))
+    found = find_blocks(build(ODD[name]), sample=ODD[name].draw(4, torch.Generator().manual_seed(1)))
     assert tuple(block.facts.kind for block in found.blocks) == ODD[name].blocks
     check_equal(world, ODD[name])
 
 
-def trained_alike(world: World, build: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Any], torch.Tensor]) -> None:
+def trained_alike(world: World, make: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Any], torch.Tensor]) -> None:
     """The gradients of a pass over 6 samples, on columns of uneven widths, are those of the plain network."""
     x = torch.rand(6, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    plain, model = one_at_a_time(build)(), one_at_a_time(build)()
+    plain, model = one_at_a_time(make)(), one_at_a_time(make)()
     loss_of(plain, plain(x)).backward()  # type: ignore[no-untyped-call]
     expected = gradients(plain)
 
@@ -223,15 +225,15 @@ def test_a_loss_that_is_kept_in_the_network_is_weighed_like_its_result(world: Wo
 def test_a_network_that_has_run_before_can_be_tiled_with_what_it_holds(world: World) -> None:
     """As those with torch's older weight normalization, which keeps the weight that it computed, with its history."""
 
-    def build() -> nn.Module:
+    def make() -> nn.Module:
         torch.manual_seed(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 2)).double()
 
     with pytest.raises(RuntimeError, match="deepcopy"):
-        copy.deepcopy(build())
-    trained_alike(world, build, lambda _, output: output.square().mean())
+        copy.deepcopy(make())
+    trained_alike(world, make, lambda _, output: output.square().mean())
 
 
 def test_what_cannot_be_copied_is_named() -> None:
@@ -259,15 +261,13 @@ def test_lengths_for_which_a_split_module_would_take_another_branch_are_refused(
             result: torch.Tensor = self.b(h if x.shape[1] > 4 else 2 * h)
             return result
 
-    model = Branching()
+    model, sample = Branching(), torch.rand(4, 6, 6)
 
     def body(comm: AbstractCommunicator) -> None:
-        tiled = tile(
-            model, comm, batch_size=4, sample=torch.rand(4, 6, 6), speeds="equal", layout=simple_layout([0, 1]), quiet=True
-        )
-        assert tiled(tiled.local(torch.rand(3, 5, 6))).shape == (3, 5, 6)
+        tiled = tile(model, comm, batch_size=4, sample=sample, speeds="equal", layout=simple_layout([0, 1]), quiet=True)
+        assert tiled(tiled.local(sample[:3, :5])).shape == (3, 5, 6)
         with pytest.raises(ModelError, match=r"lengths of which inputs\[0\].size\(\)\[1\] > 4 is true.* \(3, 4, 6\)"):
-            tiled(tiled.local(torch.rand(3, 4, 6)))
+            tiled(tiled.local(sample[:3, :4]))
 
     world(body)
 
@@ -299,14 +299,14 @@ def test_dropout_draws_for_samples_on_another_axis(world: World) -> None:
     torch.manual_seed(0)
     model = TimeFirst()
     torch.manual_seed(1)
-    expected = copy.deepcopy(model)(x)
+    expected = copy.deepcopy(model)(x).detach()
     torch.manual_seed(1)  # the state that tile() takes over
 
     def body(comm: AbstractCommunicator) -> None:
         tiled = tile(
             model, comm, batch_size=6, sample=x, speeds="equal", layout=simple_layout([0], [1]), reduction="mean", quiet=True
         )
-        assert_close({"y": tiled(tiled.local(x))}, {"y": expected[3 * comm.rank :][:3]}, what="dropout")
+        assert_close({"y": tiled(tiled.local(x)).detach()}, {"y": expected[3 * comm.rank :][:3]}, what="dropout")
 
     world(body)
 

@@ -52,8 +52,8 @@ def unclear_axes(program: FollowedProgram, following: Following) -> frozenset[tu
 
     What `x.view(-1, 64)` does to (samples, a, b, c) cannot be told as long as a, b and c may be anything.
     """
-    views = [value.meta["val"] for node in following.unclear for value in (node, node.args[0])]
-    needed = {symbol for value in views for size in value.shape for symbol in _symbols(size)}
+    views = [value for node in following.unclear for value in (node, *node.all_input_nodes) if value in following.axes]
+    needed = {symbol for value in views for size in value.meta["val"].shape for symbol in _symbols(size)}
     inputs = [node for node in program.graph.graph.nodes if node.op == "placeholder"][len(program.tensors) :]
     return frozenset(
         (leaf, axis)
