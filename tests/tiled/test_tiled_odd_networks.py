@@ -311,6 +311,40 @@ def test_dropout_draws_for_samples_on_another_axis(world: World) -> None:
     world(body)
 
 
+def test_layers_that_look_alike_but_compute_other_functions_are_followed_each() -> None:
+    class Activated(nn.Module):
+        def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+            super().__init__()
+            self.up, self.down, self.function = nn.Linear(6, 8), nn.Linear(8, 6), function
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            up, gate = self.up(x), self.up(2 * x)
+            result: torch.Tensor = self.down(self.function(up) * gate)
+            return result
+
+    model = nn.Sequential(Activated(F.relu), Activated(torch.tanh))
+    found = find_blocks(model, sample=torch.randn(4, 6))
+    programs = [str(each.training.local.graph.code) for each in found.followed.values()]
+    assert ["relu" in program for program in programs] == [True, False]
+    assert ["tanh" in program for program in programs] == [False, True]
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
+def test_a_layer_that_is_frozen_inside_of_a_split_module_is_refused(world: World) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)), torch.rand(4, 2, 5, 5)
+
+    def body(comm: AbstractCommunicator) -> None:
+        tiled = tile(model, comm, batch_size=4, sample=x, speeds="equal", layout=simple_layout([0, 1]), quiet=True)
+        tiled(tiled.local(x))
+        tiled.module.get_submodule("1").eval()
+        with pytest.raises(ModelError, match="1 of the network .* is in evaluation.* override train"):
+            tiled(tiled.local(x))
+
+    world(body)
+
+
 def test_the_line_that_keeps_weights_whole_is_named() -> None:
     class Sorting(nn.Module):
         def __init__(self) -> None:

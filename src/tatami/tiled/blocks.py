@@ -176,7 +176,7 @@ def _may_be_better(model: nn.Module, parts: Sequence[FoundPart], found: _Found) 
 
 
 def _lies_in(name: str, modules: set[str]) -> bool:
-    return any(name == other or name.startswith(f"{other}.") for other in modules)
+    return any(name == other or name.startswith(f"{other}.") or not other for other in modules)
 
 
 def _pair_facts(model: nn.Module, pair: PairNames, captured: Captured | None) -> Block:

@@ -71,11 +71,12 @@ def traced(model: nn.Module) -> Traced:
     with kept(model):
         with contextlib.suppress(Exception):
             graph = fx.Tracer().trace(model)
-        written = {name for name, value in model.named_buffers() if isinstance(value, fx.Proxy)}
+        held: list[tuple[str, object]] = list(model.named_buffers())
+        written = {name for name, value in held if isinstance(value, fx.Proxy)}
     buffers = {name for name, _ in model.named_buffers()}
     for node in graph.nodes if graph is not None else ():
         if node.op == "call_method" and _IN_PLACE.fullmatch(node.target) and isinstance(node.args[0], fx.Node):
-            written |= {node.args[0].target} & buffers
+            written |= {str(node.args[0].target)} & buffers
     return Traced(graph=graph, written=tuple(sorted(written)))
 
 

@@ -39,10 +39,16 @@ _MOST_ALIKE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """A followed module in training or in evaluation."""
+    """A followed module in training or in evaluation.
+
+    Attributes:
+        program, local: its programs.
+        modes: of the module and of those inside of it: whether they were in training.
+    """
 
     program: FollowedProgram
     local: LocalProgram
+    modes: tuple[bool, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +105,7 @@ def follow_modules(
         prefix = f"{name}." if name else ""
         if isinstance(module, _LAYERS) or name not in captured.calls:
             continue
-        if any(f"{other}.".startswith(prefix) or prefix.startswith(f"{other}.") for other in closed):
+        if any(not other or f"{other}.".startswith(prefix) or prefix.startswith(f"{other}.") for other in closed):
             continue
         used = set(taken) | {inner for other, each in found.items() for inner in cut_names(other, each)}
         own = _weights(module, prefix)
@@ -170,12 +176,38 @@ def _signature(module: nn.Module, call: ModuleCall) -> tuple[Any, ...]:
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
     )
     plain = tuple(
-        (name, repr(value))
+        (name, _identified(value))
         for inner in module.modules()
         for name, value in sorted(vars(inner).items())
-        if isinstance(value, (bool, int, float, str, type(None), torch.dtype)) and not name.startswith("_")
+        if not name.startswith("_") and name != "training"
     )
     return type(module), repr(module), shapes, str(structure), inputs, call.sample_axes, plain
+
+
+@dataclass(frozen=True)
+class _TheSame:
+    """An object that is like no other one, and lives as long as it is compared with."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _TheSame) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _identified(value: Any) -> Any:
+    """What an attribute is compared by: one layer may compute `F.relu` where another that looks like it computes `F.gelu`."""
+    if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_identified, value))
+    if isinstance(value, dict):
+        return tuple((repr(key), _identified(each)) for key, each in value.items())
+    if isinstance(value, torch.Tensor) or callable(value) or type(value).__repr__ is object.__repr__:
+        return _TheSame(value)
+    return type(value), repr(value)
 
 
 def _followed(module: nn.Module, call: ModuleCall, whole: Collection[str]) -> Followed | str:
@@ -197,11 +229,14 @@ def _followed(module: nn.Module, call: ModuleCall, whole: Collection[str]) -> Fo
             module.train(training)
             local = localise(program, following, kept[training])
             _believe(module, inputs, program, local, kept[training])
-            localised[training] = Mode(program=program, local=local)
+            inside = tuple(inner.training for inner in module.modules())
+            localised[training] = Mode(program=program, local=local, modes=inside)
         program, following, _ = modes[True]
         facts = facts_of(module, call, program, following, kept[True])
     except NotFollowedError as error:
         return str(error)
+    except Exception as error:  # a program that is odd beyond what is known of programs: it is repeated
+        return f"its program could not be split ({type(error).__name__}: {error})"
     finally:
         for inner, mode in was_training.items():
             inner.training = mode

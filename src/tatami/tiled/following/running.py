@@ -15,7 +15,7 @@ from tatami.errors import ModelError
 from tatami.tiled.context import ModuleContext
 from tatami.tiled.following.capturing import canonical
 from tatami.tiled.following.exporting import FollowedProgram, same_leaves
-from tatami.tiled.following.following import Followed
+from tatami.tiled.following.following import Followed, Mode
 from tatami.tiling import Span
 
 
@@ -51,6 +51,7 @@ class LocalForward:
         self._plain = module.forward
         self._plainly = plainly
         self._graphs = {training: _on_device(followed.mode(training).local.graph, device) for training in (True, False)}
+        self._inside: list[tuple[str, nn.Module]] | None = None
         self._known: dict[bool, set[tuple[tuple[int, ...], ...]]] = {True: set(), False: set()}
         self._owners = {
             training: [_owner(module, tensor) for tensor in followed.mode(training).program.tensors]
@@ -59,6 +60,7 @@ class LocalForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = self._followed.mode(self._module.training)
+        self._check_modes(mode)
         units = [units() for units in self._units]
         if self._plainly and all(here.size == total for here, total in units):
             return self._plain(*args, **kwargs)
@@ -98,6 +100,20 @@ class LocalForward:
         if program.same != tuple(range(len(leaves))) and same_leaves(leaves) != program.same:
             raise ModelError(f"the inputs of {self._what} were one tensor in the sample batch and are several now; {_REMEDY}")
 
+    def _check_modes(self, mode: Mode) -> None:
+        """Whether the modules inside are in the mode in which they were followed: a layer that is frozen by `eval()` is not."""
+        if self._inside is None:  # layers are replaced after this was made
+            self._inside = list(self._module.named_modules())
+        if self._context.rank.comm is None:
+            return
+        for (name, inner), was_training in zip(self._inside, mode.modes, strict=False):
+            if inner.training != was_training and not isinstance(inner, _WITHOUT_MODE):
+                now = "training" if inner.training else "evaluation"
+                raise ModelError(
+                    f"{name} of {self._what} is in {now}, in which the network was not followed. To keep a layer frozen, override "
+                    "train() of the module that holds it, before the network is tiled"
+                )
+
     def _check_lengths(self, program: FollowedProgram, inputs: Sequence[torch.Tensor]) -> None:
         """Whether branches that the module takes by lengths are those that were followed, however many samples there are."""
         lengths = tuple(
@@ -128,6 +144,7 @@ class _Lengths:
         return self._lengths
 
 
+_WITHOUT_MODE = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Sequential, nn.ModuleList, nn.Identity, nn.modules.conv._ConvNd)
 _REMEDY = "tile the network with a sample batch (sample=) that is like those it will get"
 
 

@@ -84,7 +84,7 @@ class ModuleState:
             self._undo.append(lambda: value.__setitem__(slice(None), elements))
         elif isinstance(value, set):
             members = set(value)
-            self._undo.append(lambda: (value.clear(), value.update(members))[1])
+            self._undo += [value.clear, lambda: value.update(members)]
         inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
         for each in list(inside):
             self._remember(each)

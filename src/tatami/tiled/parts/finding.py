@@ -91,7 +91,9 @@ def find_parts(model: nn.Module, captured: Captured) -> tuple[tuple[FoundPart, .
     found: list[FoundPart] = []
     reasons: dict[str, str] = {}
     for name, module in model.named_modules():
-        if name not in captured.calls or any(name.startswith(f"{other}.") for part in found for other in part.closed):
+        if name not in captured.calls or any(
+            not other or name.startswith(f"{other}.") for part in found for other in part.closed
+        ):
             continue
         try:
             part = _part_of(name, module, captured)
