@@ -339,7 +339,7 @@ def test_a_layer_that_is_frozen_inside_of_a_split_module_is_refused(world: World
         tiled = tile(model, comm, batch_size=4, sample=x, speeds="equal", layout=simple_layout([0, 1]), quiet=True)
         tiled(tiled.local(x))
         tiled.module.get_submodule("1").eval()
-        with pytest.raises(ModelError, match="1 of the network .* is in evaluation.* override train"):
+        with pytest.raises(ModelError, match=r"1 of the network .* is in evaluation.* override train"):
             tiled(tiled.local(x))
 
     world(body)

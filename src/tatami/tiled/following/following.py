@@ -205,7 +205,7 @@ def _identified(value: Any) -> Any:
         return type(value), tuple(map(_identified, value))
     if isinstance(value, dict):
         return tuple((repr(key), _identified(each)) for key, each in value.items())
-    if isinstance(value, torch.Tensor) or callable(value) or type(value).__repr__ is object.__repr__:
+    if isinstance(value, torch.Tensor) or callable(value) or repr(value) == object.__repr__(value):
         return _TheSame(value)
     return type(value), repr(value)
 

@@ -110,8 +110,8 @@ class LocalForward:
             if inner.training != was_training and not isinstance(inner, _WITHOUT_MODE):
                 now = "training" if inner.training else "evaluation"
                 raise ModelError(
-                    f"{name} of {self._what} is in {now}, in which the network was not followed. To keep a layer frozen, override "
-                    "train() of the module that holds it, before the network is tiled"
+                    f"{name} of {self._what} is in {now}, in which the network was not followed. To keep a layer frozen, "
+                    "override train() of the module that holds it, before the network is tiled"
                 )
 
     def _check_lengths(self, program: FollowedProgram, inputs: Sequence[torch.Tensor]) -> None:
