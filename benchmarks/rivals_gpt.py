@@ -44,7 +44,7 @@ from tatami.lab import Lab
 from tatami.report import EfficiencyRound, efficiency
 from tatami.retiling import Retiler
 from tatami.tiled import TiledModel, tile
-from tatami.tiled.following.capturing import Sample
+from tatami.tiled.following.sample import Sample
 from tatami.tiled.measure import measure_network_speeds
 from tatami.tiled.phases import PhaseTimes
 from tatami.tiled.probe import probe

@@ -19,8 +19,8 @@ import tatami
 from drawing import one_at_a_time
 from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.recording import Recording
 from tatami.comm.threads import run_threads
+from tatami.comm.wrapper import Recording
 from tatami.errors import InputError, MemoryLackError
 from tatami.tiled import TiledModel, find_blocks, move, tile, workload_of
 from tatami.tiling import Column, Layout, Plan, plan

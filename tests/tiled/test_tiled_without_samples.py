@@ -14,7 +14,8 @@ from torch import nn
 from tatami.comm.base import AbstractCommunicator
 from tatami.testing.worlds import World
 from tatami.tiled import tile, whole_state_dict
-from tatami.tiled.following.capturing import Sample, capture
+from tatami.tiled.following.capturing import capture
+from tatami.tiled.following.sample import Sample
 from tatami.tiled.standing_in import with_stand_in, without_stand_in
 from tatami.tiling import Layout
 from tiled_rig import assert_close, gradients, simple_layout, some_layouts, whole_gradients

@@ -12,8 +12,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tatami.tiled.exactness import BATCH_NORMS, RandomDraws, refuse_inexact
-from tatami.tiled.following.capturing import Captured, Sample, capture
+from tatami.tiled.following.capturing import Captured, capture
 from tatami.tiled.following.following import Followed, cut_names, follow_modules
+from tatami.tiled.following.sample import Sample
+from tatami.tiled.following.unchanged import WeightSums
 from tatami.tiled.linear_pairs import PairNames, find_pairs, pair_block, pair_cuts
 from tatami.tiled.parts.finding import FoundPart, PartVocabulary, find_parts
 from tatami.tiled.tiled_block import TiledBlock
@@ -37,6 +39,7 @@ class Blocks:
         followed: modules that run a program of their own, by name.
         parts: modules that run as they are with some of their units.
         reasons: of modules that could not be followed, by name: why.
+        stops: of weights that are whole, by name: the line of the user's code because of which they are.
         captured: what was seen on the sample batch, without its tensors; None where there was none.
     """
 
@@ -45,6 +48,7 @@ class Blocks:
     followed: Mapping[str, Followed] = field(default_factory=dict)
     parts: tuple[FoundPart, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
+    stops: Mapping[str, str] = field(default_factory=dict)
     captured: Captured | None = None
 
     def runs_plainly(self, model: nn.Module, name: str) -> bool:
@@ -97,13 +101,16 @@ def find_blocks(model: nn.Module, *, sample: Any = None, random: RandomDraws = "
 
 
 def _find_blocks(model: nn.Module, sample: Any, random: RandomDraws) -> Blocks:
+    weights = WeightSums(model)
     pairs = find_pairs(model)
     followed: dict[str, Followed] = {}
     reasons: dict[str, str] = {}
+    stops: dict[str, str] = {}
     captured = None
     parts: tuple[FoundPart, ...] = ()
     if sample is not None:
         captured = capture(model, Sample.of(sample))
+        pairs = tuple(pair for pair in pairs if not any(map(captured.read_elsewhere, (pair.first, pair.second))))
         parts, why = find_parts(model, captured)
         found = _beside(model, captured, parts, pairs)
         if _may_be_better(model, parts, found):
@@ -112,9 +119,9 @@ def _find_blocks(model: nn.Module, sample: Any, random: RandomDraws) -> Blocks:
             other = _beside(model, captured, rest, pairs)
             if _split_elements(model, rest, other) > _split_elements(model, parts, found):
                 parts, found = rest, other
-        pairs, followed, reasons = found
+        pairs, followed, reasons, stops = found
         reasons |= why
-    refuse_inexact(model, followed=followed, captured=captured, random=random)
+    refuse_inexact(model, followed=followed, captured=captured, written=weights.changed(), random=random)
     blocks = [TiledBlock(facts=_pair_facts(model, pair, captured), cuts=pair_cuts(model, pair)) for pair in pairs]
     for name, each in followed.items():
         prefix = f"{name}." if name else ""
@@ -124,29 +131,31 @@ def _find_blocks(model: nn.Module, sample: Any, random: RandomDraws) -> Blocks:
     blocks += [block for part in parts for block in part.blocks]
     if captured is not None:  # its inputs lead, through the graph of their pass, to all weights, whole, and would hold them
         captured = replace(captured, calls={}, kept=())
-    return Blocks(blocks=tuple(blocks), pairs=pairs, followed=followed, parts=parts, reasons=reasons, captured=captured)
+    return Blocks(
+        blocks=tuple(blocks), pairs=pairs, followed=followed, parts=parts, reasons=reasons, stops=stops, captured=captured
+    )
 
 
-_Found = tuple[tuple[PairNames, ...], dict[str, Followed], dict[str, str]]
+_Found = tuple[tuple[PairNames, ...], dict[str, Followed], dict[str, str], dict[str, str]]
 
 
 def _beside(model: nn.Module, captured: Captured, parts: Sequence[FoundPart], pairs: Sequence[PairNames]) -> _Found:
-    """The pairs and the followed modules beside `parts`, and of other modules why they were not followed."""
+    """The pairs and the followed modules beside `parts`, and the rest of what `follow_modules` says."""
     closed = {name for part in parts for name in part.closed}
     left = tuple(pair for pair in pairs if not _lies_in(pair.first, closed) and not _lies_in(pair.second, closed))
     while True:
         taken = {name for pair in left for name in pair_cuts(model, pair)} | _shared(model)
-        followed, reasons = follow_modules(model, captured, taken=taken, closed=closed)
+        followed, reasons, stops = follow_modules(model, captured, taken=taken, closed=closed)
         # A module that runs a program of its own has no place for the layers of a pair: the program splits it, or nothing does.
         outside = tuple(pair for pair in left if "" not in followed and not _lies_in(pair.first, set(followed)))
         if outside == left or not followed:
-            return left, followed, reasons
+            return left, followed, reasons, stops
         left = outside
 
 
 def _split_names(model: nn.Module, parts: Sequence[FoundPart], found: _Found) -> set[str]:
     """The tensors that are split."""
-    pairs, followed, _ = found
+    pairs, followed, *_ = found
     names = {name for part in parts for block in part.blocks for name in block.cuts}
     names |= {name for pair in pairs for name in pair_cuts(model, pair)}
     return names | {cut for name, each in followed.items() for cut in cut_names(name, each)}
@@ -169,7 +178,7 @@ def _may_be_better(model: nn.Module, parts: Sequence[FoundPart], found: _Found) 
 
 
 def _lies_in(name: str, modules: set[str]) -> bool:
-    return any(name == other or name.startswith(f"{other}.") for other in modules)
+    return any(name == other or name.startswith(f"{other}.") or not other for other in modules)
 
 
 def _pair_facts(model: nn.Module, pair: PairNames, captured: Captured | None) -> Block:

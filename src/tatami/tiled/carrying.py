@@ -24,6 +24,7 @@ def carry(
     Returns:
         The bytes that this rank sent.
     """
+    incoming, outgoing = ({peer: views for peer, views in each.items() if views} for each in (incoming, outgoing))
     rooms = {
         peer: torch.empty(sum(map(_bytes, views)), dtype=torch.uint8, device=views[0].device)
         for peer, views in incoming.items()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -63,11 +63,13 @@ class RepeatedPart:
         layer: the class; of biases that are added to what a block gives, what they are.
         names: where they are.
         parameters: elements of their trained weights.
+        stops: lines of the user's code that need all of what some of them give at once, and which these are.
     """
 
     layer: str
     names: tuple[str, ...]
     parameters: int
+    stops: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +159,8 @@ class Description:
             for repeated in self.repeated:
                 lead = f"{_INDENT}{repeated.layer}: "
                 yield from _wrapped(f"{ranges(repeated.names)} ({repeated.parameters:,})", width, lead=lead)
+                for line, names in repeated.stops.items():
+                    yield from _wrapped(f"{ranges(names)}: needed whole at {line}", width, lead=2 * _INDENT)
         if self.unfollowed:
             yield "not followed"
             for told in self.unfollowed:
@@ -212,6 +216,7 @@ def describe(model: nn.Module, found: Blocks, *, workload: Workload) -> Descript
 def _repeated(model: nn.Module, found: Blocks) -> tuple[RepeatedPart, ...]:
     tiled = {name for block in found.blocks for name in block.cuts}
     layers: dict[str, tuple[list[str], int]] = {}
+    stops: dict[str, dict[str, list[str]]] = {}
     for name, parameter in model.named_parameters():
         if name in tiled or not parameter.requires_grad:
             continue
@@ -221,7 +226,17 @@ def _repeated(model: nn.Module, found: Blocks) -> tuple[RepeatedPart, ...]:
         kind = _BIASES if split else type(module).__name__
         names, elements = layers.get(kind, ([], 0))
         layers[kind] = ([*names, owner] if owner not in names else names, elements + parameter.numel())
-    parts = [RepeatedPart(layer=kind, names=tuple(names), parameters=size) for kind, (names, size) in layers.items()]
+        if name in found.stops and not isinstance(module, nn.Embedding):
+            stops.setdefault(kind, {}).setdefault(found.stops[name], []).append(owner)
+    parts = [
+        RepeatedPart(
+            layer=kind,
+            names=tuple(names),
+            parameters=size,
+            stops={line: tuple(owners) for line, owners in stops.get(kind, {}).items()},
+        )
+        for kind, (names, size) in layers.items()
+    ]
     return tuple(sorted(parts, key=lambda part: -part.parameters))
 
 

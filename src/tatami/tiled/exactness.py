@@ -28,7 +28,12 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def refuse_inexact(
-    model: nn.Module, *, followed: Collection[str], captured: Captured | None, random: RandomDraws = "plain"
+    model: nn.Module,
+    *,
+    followed: Collection[str],
+    captured: Captured | None,
+    written: Collection[str] = (),
+    random: RandomDraws = "plain",
 ) -> None:
     """Refuse layers whose result would depend on the tiling.
 
@@ -36,16 +41,19 @@ def refuse_inexact(
         model: the network.
         followed: modules that run a program of their own, in which random numbers are drawn for the whole batch.
         captured: what was seen on a sample batch; None where there was none.
+        written: the weights that its forward passes have changed.
         random: whether random layers that cannot draw as the plain model does are refused ("plain"), or not ("local").
 
     Raises:
         ModelError: names the layer, and what to use in its place.
     """
-    if captured is not None and captured.mixes:
+    if captured is not None and captured.draws_outside is not None:
         raise ModelError(
-            f"what {type(model).__name__} gives for a sample depends on the other samples of the batch, of which a rank "
-            "sees only a part. Only batch normalization (torch.nn.BatchNorm1d to 3d) may look at the whole batch"
+            f"the forward pass draws from {captured.draws_outside}, of which every rank has a state of its own, so ranks would "
+            "compute different networks. Draw with torch (torch.rand(()) < p), and give tatami.tile random='local'"
         )
+    if captured is not None and captured.mixed:
+        raise ModelError(f"{captured.mixed}. Only batch normalization (torch.nn.BatchNorm1d to 3d) may look at the whole batch")
     for name, module in model.named_modules():
         what = f"layer {name or '(the model itself)'} ({type(module).__name__})"
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and type(module) not in BATCH_NORMS:
@@ -56,6 +64,15 @@ def refuse_inexact(
             raise ModelError(f"{what} keeps running statistics of this rank's samples alone. Set track_running_stats=False")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ModelError(f"{what} has sparse gradients, which are not summed over ranks. Set sparse=False")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.scale_grad_by_freq:
+            raise ModelError(
+                f"{what} divides gradients by how often its samples look up a row, and a rank sees only its own samples. Set "
+                "scale_grad_by_freq=False"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ModelError(
+                f"{what} shortens the rows that its samples look up, and a rank sees only its own samples. Set max_norm=None"
+            )
         if any(name == other or name.startswith(f"{other}.") or not other for other in followed):
             continue
         if captured is not None and name in captured.normalizes and type(module) not in BATCH_NORMS:
@@ -67,8 +84,24 @@ def refuse_inexact(
                 "Use torch.nn.Dropout, set its probability to 0, or give tatami.tile random='local', with which every column "
                 "draws its own"
             )
+    _refuse_written(written, traced(model).written if captured is None else captured.leaves_behind.of_samples)
     if captured is None and random == "plain":
         _refuse_random_functions(model)
+
+
+def _refuse_written(weights: Collection[str], kept: Collection[str]) -> None:
+    """What a forward pass may not leave behind."""
+    if weights:
+        raise ModelError(
+            f"the forward pass changes weights ({', '.join(weights)}), which a rank would do with a part of them, or by a part "
+            "of the samples. Change them between two steps, or compute with what is made of them and leave them as they are"
+        )
+    if kept:
+        raise ModelError(
+            f"in training the forward pass keeps something of its samples for later ({', '.join(kept)}). A rank sees only its "
+            "own samples, so this would not be what one machine keeps. torch.nn.BatchNorm1d to 3d keep running means and "
+            "variances of the whole batch (with affine=False, and nothing else); compute other things between two steps"
+        )
 
 
 def _may_draw(module: nn.Module) -> bool:
@@ -79,7 +112,7 @@ def _may_draw(module: nn.Module) -> bool:
 
 
 def _refuse_random_functions(model: nn.Module) -> None:
-    graph = traced(model)
+    graph = traced(model).graph
     for node in graph.nodes if graph is not None else ():
         random_method = node.op == "call_method" and str(node.target).rstrip("_") in ("bernoulli", "normal", "uniform")
         if random_method or (node.op == "call_function" and node.target in _RANDOM_FUNCTIONS):

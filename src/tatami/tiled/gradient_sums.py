@@ -96,6 +96,10 @@ class GradientSums:
         )
         stand_ins = _HorizontalSum.apply(exchange, *trained)  # type: ignore[no-untyped-call]
         by_parameter = {id(p): s for p, s in zip(trained, stand_ins, strict=True)}
+        for stand_in in stand_ins:
+            # A slice of an nn.ParameterList would make new parameters of plain tensors, whose gradients are lost; of this it
+            # cannot, and torch says so.
+            stand_in._is_param = True
         if departing is not None:
             departing.stand_ins = by_parameter
         for owner, name, parameter in self._slots:

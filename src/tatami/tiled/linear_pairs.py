@@ -6,8 +6,10 @@ A model that fx cannot follow is still searched for pairs inside its `nn.Sequent
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from tatami.tiled.following.unchanged import kept
 from tatami.tiled.rows import ONE_EACH, UnitRuns
 from tatami.tiled.vertical import ColumnComm, copy_to_column, sum_over_column
 from tatami.workload import Block, linear_pair
@@ -31,6 +34,7 @@ _ELEMENTWISE_FUNCTIONS = {
     F.logsigmoid, F.threshold,
 }  # fmt: skip
 _ELEMENTWISE_METHODS = {"sigmoid", "tanh", "relu", "exp", "sin", "cos", "abs", "square", "erf", "clamp", "float", "double"}
+_IN_PLACE = re.compile(r"\w*[^_]_")
 _SCALAR_ARITHMETIC = {operator.mul, operator.truediv, operator.add, operator.sub, operator.neg, operator.pow}
 
 
@@ -45,16 +49,36 @@ class PairNames:
 
 def find_pairs(model: nn.Module) -> tuple[PairNames, ...]:
     """The linear-activation-linear pairs of `model`, in the order of its forward pass. No layer is in two pairs."""
-    graph = traced(model)
+    graph = traced(model).graph
     return tuple(_disjoint(list(_sequential_chains(model) if graph is None else _graph_chains(model, graph))))
 
 
-def traced(model: nn.Module) -> fx.Graph | None:
-    """The forward pass as torch.fx sees it; None where it cannot follow it."""
-    try:
-        return fx.Tracer().trace(model)
-    except Exception:
-        return None
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A forward pass as torch.fx sees it.
+
+    Attributes:
+        graph: None where torch.fx cannot follow it.
+        written: buffers into which it writes something that is made of its inputs.
+    """
+
+    graph: fx.Graph | None
+    written: tuple[str, ...] = ()
+
+
+def traced(model: nn.Module) -> Traced:
+    """The forward pass of `model`, which stays as it is."""
+    graph = None
+    with kept(model):
+        with contextlib.suppress(Exception):
+            graph = fx.Tracer().trace(model)
+        held: list[tuple[str, object]] = list(model.named_buffers())
+        written = {name for name, value in held if isinstance(value, fx.Proxy)}
+    buffers = {name for name, _ in model.named_buffers()}
+    for node in graph.nodes if graph is not None else ():
+        if node.op == "call_method" and _IN_PLACE.fullmatch(node.target) and isinstance(node.args[0], fx.Node):
+            written |= {str(node.args[0].target)} & buffers
+    return Traced(graph=graph, written=tuple(sorted(written)))
 
 
 def pair_cuts(model: nn.Module, names: PairNames) -> dict[str, UnitRuns]:

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from tatami.clock import NO_PACE, Clock, Pace, SystemClock
 from tatami.comm.base import AbstractCommunicator
-from tatami.tiled.following.capturing import Sample, unchanged
+from tatami.tiled.following.sample import Sample
+from tatami.tiled.following.unchanged import unchanged
 from tatami.tiled.stopwatch import stopwatch_of
 from tatami.tiling import GRAIN
 from tatami.workload import Block, Workload

@@ -122,6 +122,8 @@ class TiledModel(nn.Module):
         self._adopt(self._place(layout))
         self._tile(module)
         self.module = module
+        self._keepers = _keepers(module, found)
+        self._weighed: dict[tuple[nn.Module, str], Any] = {}
         rows = [_rows(module, block.cuts) for block in found.blocks]
         self._rows = rows or [[]]
         self._sums = GradientSums(
@@ -230,6 +232,10 @@ class TiledModel(nn.Module):
                 output = self._sums.forward(inputs, named_inputs)
         samples, mine = self._rank.samples, self._rank.mine
         scale = mine.size / samples if self._reduction == "mean" else {"sum": 1.0}.get(self._reduction or "")
+        for owner, name in self._keepers:
+            kept = vars(owner).get(name)
+            if kept is not None and kept is not self._weighed.get((owner, name)):  # else it is that of the pass before
+                self._weighed[owner, name] = vars(owner)[name] = weighed(kept, scale=scale, phases=self.phases)
         return weighed(output, scale=scale, phases=self.phases)
 
     @property
@@ -439,7 +445,8 @@ class TiledModel(nn.Module):
         # A layer may be there under several names.
         for name, layer in list(whole.named_modules(remove_duplicate=False)):
             if isinstance(layer, nn.Dropout):
-                _replace(whole, name, WholeDropout(layer.p, context=context))
+                axis = None if self.found.captured is None else self.found.captured.samples_axis(name)
+                _replace(whole, name, WholeDropout(layer.p, context=context, samples_axis=axis or 0))
             elif isinstance(layer, BATCH_NORMS) and (self.comm.size > 1 or self.comm.changes):
                 _replace(whole, name, WholeBatchNorm(layer, context=context))
 
@@ -496,6 +503,12 @@ class TiledModel(nn.Module):
         column = self._rank.index or 0
         is_training = self.training and torch.is_grad_enabled()
         return self.draws.next_pass(column=column) if is_training else self.draws.evaluation(column=column)
+
+
+def _keepers(module: nn.Module, found: Blocks) -> list[tuple[nn.Module, str]]:
+    """Modules that keep what a loss may be made of as well, and its names there."""
+    names = () if found.captured is None else found.captured.leaves_behind.with_gradient
+    return [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
 
 
 def _samples_given(inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 from collections.abc import Callable, Sequence
@@ -24,7 +23,8 @@ from tatami.tiled.blocks import Blocks, find_blocks, workload_of
 from tatami.tiled.bucket_choice import BucketBytes, choose_bucket_bytes
 from tatami.tiled.describing import describe
 from tatami.tiled.devices import settle_devices, with_memory
-from tatami.tiled.following.capturing import Sample
+from tatami.tiled.following.sample import Sample
+from tatami.tiled.following.unchanged import copy_of
 from tatami.tiled.local_draws import LocalDraws
 from tatami.tiled.losses import LossReduction, check_reduction
 from tatami.tiled.measure import measure_network_speeds, measure_speeds
@@ -96,8 +96,8 @@ def tile(
     Raises:
         ModelError: a layer that a tiled run could not compute exactly.
         PlanError: invalid speeds, more ranks than samples or units, or settings that differ between ranks.
-        InputError: not a network, or one that is tiled already; networks that differ between ranks in more than values; on all
-            ranks: a device that is not there, or what is not done on one.
+        InputError: not a network, one that cannot be copied, or one that is tiled already; networks that differ between ranks
+            in more than values; on all ranks: a device that is not there, or what is not done on one.
     """
     plain = _plain(model, comm)
     is_made_here = plain is not model
@@ -122,7 +122,7 @@ def tile(
         "layout": layout,
     }
     same_everywhere(comm, facts, where="tatami.tile", error=PlanError)
-    whole = plain if is_made_here else copy.deepcopy(plain)
+    whole = plain if is_made_here else copy_of(plain)
     if target.type != "cpu":
         whole, sample = whole.to("cpu"), on_device(sample, torch.device("cpu"))
     broadcast_model(whole, comm, only_different=is_made_here, where="tatami.tile")
@@ -193,6 +193,8 @@ def _plain(model: nn.Module | Callable[[], nn.Module], comm: AbstractCommunicato
             "tatami.tile(network, comm, ...) takes a torch.nn.Module and what tatami.init() returned, not "
             f"{given} and {type(comm).__name__}"
         )
+    if next(model.parameters(), None) is None:
+        raise InputError(f"this {type(model).__name__} has no parameters: there is nothing to train on several ranks")
     return model
 
 

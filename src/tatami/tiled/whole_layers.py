@@ -18,19 +18,21 @@ class WholeDropout(nn.Module):
         p: probability of a zero.
         context: what it asks.
         units: inside a pair: the units on the last axis; None outside of pairs.
+        samples_axis: of what it is applied to.
     """
 
-    def __init__(self, p: float, *, context: ModuleContext, units: UnitFactor | None = None) -> None:
+    def __init__(self, p: float, *, context: ModuleContext, units: UnitFactor | None = None, samples_axis: int = 0) -> None:
         super().__init__()
         self.p = p
+        self._samples_axis = samples_axis
         self._context = context
         self._units = units
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(samples_here, ..., units_here) to the same shape."""
+        """(samples_here, ..., units_here), or with the samples on another axis, to the same shape."""
         if not self.training or self.p == 0.0:
             return x
-        shape: list[tuple[Factor, ...]] = [("samples",), *((None,) for _ in x.shape[1:])]
+        shape: list[tuple[Factor, ...]] = [("samples",) if axis == self._samples_axis else (None,) for axis in range(x.dim())]
         if self._units is not None:
             shape[-1] = (self._units,)
         return whole_batch.dropout(self._context, x, self.p, tuple(shape))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,15 +28,17 @@ class Atom:
         mixed: whether an operation needs all of its elements at once.
         factors: the atoms whose product it turned out to be, the outermost first; None as long as it is whole.
         pieces: (start, atom) of the consecutive ranges that it was cut into; None as long as it is whole.
+        stop: the operation that was the first to need all of them.
     """
 
-    __slots__ = ("_parent", "factors", "mixed", "pieces", "size")
+    __slots__ = ("_parent", "factors", "mixed", "pieces", "size", "stop")
 
     def __init__(self, size: Size, *, mixed: bool = False) -> None:
         self.size = size
         self.mixed = mixed
         self.factors: list[Atom] | None = None
         self.pieces: list[tuple[int, Atom]] | None = None
+        self.stop: Any = None
         self._parent: Atom | None = None
 
     @property
@@ -54,6 +56,8 @@ class Atom:
         """Take this root for a product of `outer` and the rest."""
         assert isinstance(self.size, int)
         self.factors = [Atom(outer, mixed=self.mixed), Atom(self.size // outer, mixed=self.mixed)]
+        for factor in self.factors:
+            factor.stop = self.stop
         return self.factors
 
 
@@ -120,6 +124,7 @@ def _join(a: Atom, b: Atom) -> None:
     kept, gone = (a, b) if a.pieces is not None or b.pieces is None else (b, a)
     mixed = a.mixed or b.mixed
     gone.become(kept)
+    kept.stop = kept.stop or gone.stop
     if mixed:
         mix([kept])
 
@@ -164,28 +169,37 @@ def cut(axis: Axis, start: int, stop: int) -> Axis:
 
 
 def regroup(axes: Axes, sizes: Sequence[Size]) -> Axes:
-    """The axes of a `view` with the given sizes: the same atoms, grouped again and split where an edge falls inside of one."""
+    """The axes of a `view` with the given sizes; unknown ones where it cannot be told which atoms they are."""
+    return regrouped(axes, sizes) or all_mixed(axes, sizes)
+
+
+def regrouped(axes: Axes, sizes: Sequence[Size]) -> Axes | None:
+    """The axes of a `view` with the given sizes: the same atoms, grouped again and split where an edge falls inside of one.
+
+    None where that cannot be told.
+    """
     left = [atom for axis in axes for atom in leaves(axis)]
     result: Axes = []
     for size in sizes:
         axis: Axis = []
         while not _same(extent(axis), size):
             if not left:
-                return _unknown(axes, sizes)
+                return None
             atom = left.pop(0)
             rest = _ratio(size, extent(axis))
             if isinstance(atom.size, int) and rest is not None and atom.size > rest:
                 if rest < 1 or atom.size % rest or atom.pieces is not None:
-                    return _unknown(axes, sizes)
+                    return None
                 outer, inner = atom.split(rest)
                 left.insert(0, inner)
                 atom = outer
             axis.append(atom)
         result.append(axis)
-    return result if not left else _unknown(axes, sizes)
+    return result if not left else None
 
 
-def _unknown(axes: Axes, sizes: Sequence[Size]) -> Axes:
+def all_mixed(axes: Axes, sizes: Sequence[Size]) -> Axes:
+    """The axes of a result of which nothing is known but its sizes; all of `axes` are needed for it."""
     for axis in axes:
         mix(axis)
     return [[Atom(size, mixed=True)] for size in sizes]

@@ -8,7 +8,6 @@ about some operation can make a network be tiled less, never wrongly.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from tatami.tiled import context as steps
 from tatami.tiled import whole_batch
 from tatami.tiled.following.exporting import FollowedProgram, ModuleCall, NotFollowedError
 from tatami.tiled.following.local import LocalProgram
+from tatami.tiled.following.unchanged import copy_of
 from tatami.tiled.following.units import UnitAxis
 from tatami.tiled.rows import UnitRuns, cut_units
 from tatami.tiled.vertical import ColumnComm
@@ -68,7 +68,7 @@ def _believe(
     *,
     written: torch.dtype,
 ) -> None:
-    module = copy.deepcopy(module).double()
+    module = copy_of(module).double()
     leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
     # A tensor that was given twice is one tensor: some modules look at that.
     inputs = [_double(leaves[first]) if first == index else None for index, first in enumerate(program.same)]
@@ -85,6 +85,7 @@ def _believe(
         results = [[leaf for leaf in result if _is_float(leaf)] for result in _run(local, parts, program.given, written)]
         for index, result in enumerate(results):
             compare(result, expected, f"the result of part {index}")
+            parts[index].compare_buffers(dict(_tensors(module, program)), cuts)
         _backward(expected, weights)
         _backward([leaf for result in results for leaf in result], weights * _PARTS)
         for part in parts:
@@ -131,6 +132,13 @@ class _Part:
         for mine, whole in zip(self.inputs, inputs, strict=True):
             if isinstance(whole, torch.Tensor):
                 compare([mine.grad], [whole.grad], "the gradient of an input")
+
+    def compare_buffers(self, own: dict[str, torch.Tensor], cuts: dict[str, tuple[UnitRuns, int]]) -> None:
+        """What the forward pass left in them."""
+        for name, tensor in own.items():
+            if not isinstance(tensor, nn.Parameter) and not tensor.is_complex():
+                whole = cut_units(tensor, cuts[name][0], self.spans[cuts[name][1]]) if name in cuts else tensor
+                compare([self.own[name].double()], [whole.double()], f"the buffer {name} after a pass")
 
 
 def _tensors(module: nn.Module, program: FollowedProgram) -> list[tuple[str, torch.Tensor]]:

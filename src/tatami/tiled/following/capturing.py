@@ -6,8 +6,8 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,60 +16,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from tatami.errors import InputError
+from tatami.errors import ModelError
 from tatami.tiled.following.counting import ForwardFlop
 from tatami.tiled.following.exporting import ModuleCall
 from tatami.tiled.following.keeping import Keeping, Kept
-
-_FEWEST = 2
-"""torch.export takes a length of 1 for a constant."""
-_ALIKE = 1e-3
-"""Of the largest element: single precision in another order is off by 1e-6, a sample that sees others by much more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """A batch of inputs, for following a network.
-
-    Attributes:
-        args, kwargs: of the network.
-        samples: in the batch.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    samples: int
-
-    @classmethod
-    def of(cls, batch: Any) -> Sample:
-        """From a tensor (samples, ...), a tuple or list of positional arguments, or a mapping of named ones.
-
-        Raises:
-            InputError: no tensor in it, or fewer than two samples.
-        """
-        if isinstance(batch, Mapping):
-            args, kwargs = (), dict(batch)
-        else:
-            args, kwargs = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
-        lengths = [
-            leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()
-        ]
-        if not lengths or lengths[0] < _FEWEST:
-            raise InputError(
-                f"a sample batch must have tensors of at least {_FEWEST} samples on their first axis; this one has "
-                f"{lengths[0] if lengths else 'no tensor'}"
-            )
-        return cls(args=args, kwargs=kwargs, samples=lengths[0])
-
-    def part(self, samples: int) -> Sample:
-        """The first `samples` of it."""
-
-        def cut(leaf: Any) -> Any:
-            shares = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == self.samples
-            return leaf[:samples] if shares else leaf
-
-        args, kwargs = pytree.tree_map(cut, (self.args, dict(self.kwargs)))
-        return Sample(args=args, kwargs=kwargs, samples=samples)
+from tatami.tiled.following.mixing import LeftBehind, attribute, kept_of_samples, why_mixed
+from tatami.tiled.following.sample import FEWEST, Sample
+from tatami.tiled.following.unchanged import unchanged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +32,9 @@ class Captured:
     Attributes:
         calls: of each module that was called, by name: its first call; only those that are called in one way.
         draws: the modules that drew random numbers themselves, not by way of others.
+        draws_outside: who drew random numbers that are not torch's: Python or NumPy; None where neither.
         normalizes: the modules that took statistics of the batch by a function, not by way of a layer.
-        mixes: whether, in evaluation, the result for a sample depends on the other samples of the batch.
+        mixed: why the samples of a batch cannot be computed apart, in a sentence; empty where they can.
         forward_flop: of one sample, in the whole network.
         flop: the same of each module.
         samples: of the batch that the calls were made with.
@@ -93,12 +47,14 @@ class Captured:
         ends: of modules: how much was kept when their first call ended.
         result_axes: of each leaf of the network's result: the axis of the samples; None where it has none.
         runs_without_samples: whether the network runs on a batch of no sample as well, in training and in evaluation.
+        leaves_behind: what the pass left in the modules.
     """
 
     calls: Mapping[str, ModuleCall]
     draws: frozenset[str]
     normalizes: frozenset[str]
-    mixes: bool
+    mixed: str
+    draws_outside: str | None = None
     forward_flop: float
     flop: Mapping[str, float] = field(default_factory=dict)
     samples: int = 1
@@ -111,6 +67,21 @@ class Captured:
     ends: Mapping[str, int] = field(default_factory=dict)
     result_axes: Sequence[int | None] | None = None
     runs_without_samples: bool = False
+    leaves_behind: LeftBehind = field(default_factory=LeftBehind)
+
+    def samples_axis(self, layer: str) -> int | None:
+        """Of what a layer of one input is called with; None where that is not known."""
+        call = self.calls.get(layer)
+        return call.sample_axes[0] if call is not None and len(call.sample_axes) == 1 else None
+
+    def read_elsewhere(self, inside: str) -> set[str]:
+        """The weights of a module that are also read outside of it, such as by a penalty on them."""
+        prefix = f"{inside}." if inside else ""
+        return {
+            name
+            for name, readers in self.readers.items()
+            if name.startswith(prefix) and any(reader != inside and not reader.startswith(prefix) for reader in readers)
+        }
 
     def kept_between(self, first: str, second: str, *, units: int) -> float | None:
         """Bytes of one sample that were kept from the end of one module to that of another, with `units` on the last axis.
@@ -131,11 +102,20 @@ def capture(model: nn.Module, sample: Sample) -> Captured:
     """
     most = sample.part(min(sample.samples, 4))
     watch = _Watch(model, most)
-    with watch.counted as counted:
+    try:
         first = _calls(model, most, watch)
-    less = most.part(most.samples - 1) if most.samples > _FEWEST else _repeated(most)
+    except Exception as error:
+        error.add_note("(tatami ran the network over the sample batch, sample=, in training mode)")
+        raise
+    less = most.part(most.samples - 1) if most.samples > FEWEST else most.with_one_more()
     other_watch = _Watch(model, less)
-    second = _calls(model, less, other_watch)
+    try:
+        second = _calls(model, less, other_watch)
+    except Exception as error:  # whatever the user's code raises
+        raise ModelError(
+            f"{type(model).__name__} runs on {most.samples} samples but not on {less.samples}, and a rank sees only a part of "
+            f"the batch: {type(error).__name__}: {error}. The first axis must be that of independent samples"
+        ) from error
     calls = {}
     for name, (args, kwargs) in first.items():
         if name not in second:
@@ -145,12 +125,22 @@ def capture(model: nn.Module, sample: Sample) -> Captured:
         if structure == other_structure:
             axes = tuple(_sample_axis(a, b) for a, b in zip(mine, other, strict=True))
             calls[name] = ModuleCall(args=args, kwargs=kwargs, sample_axes=axes)
+    numbers = [i for i, leaf in enumerate(watch.results) if _has_history(leaf) and not leaf.dim()]
+    statistics = [
+        f"{name}." if name else ""
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+    ]
+    changed = [name for name in watch.changed if not name.startswith(tuple(statistics))]
+    with_gradient = tuple(name for name in changed if name in watch.with_gradient)
+    draws_or_normalizes = bool(watch.draws or watch.normalizes or statistics)
     return Captured(
         calls=calls,
         draws=frozenset(watch.draws),
         normalizes=frozenset(watch.normalizes),
-        mixes=_mixes_samples(model, most),
-        forward_flop=counted.flop / most.samples,
+        draws_outside=watch.draws_outside and other_watch.draws_outside,
+        mixed=why_mixed(model, most, numbers=numbers, attributes=with_gradient, training=not draws_or_normalizes),
+        forward_flop=watch.counted.flop / most.samples,
         flop={name: flop / most.samples for name, flop in watch.flop.items()},
         samples=most.samples,
         readers={name: frozenset(watch.readers.get(id(p), ())) for name, p in model.named_parameters(remove_duplicate=False)},
@@ -162,6 +152,11 @@ def capture(model: nn.Module, sample: Sample) -> Captured:
         ends=watch.ends,
         result_axes=_result_axes(watch.results, other_watch.results),
         runs_without_samples=_runs_without_samples(model, most),
+        leaves_behind=LeftBehind(
+            attributes=frozenset(changed) - {name for name, _ in model.named_buffers()},
+            with_gradient=with_gradient,
+            of_samples=kept_of_samples(model, most, changed),
+        ),
     )
 
 
@@ -189,32 +184,6 @@ def _runs_without_samples(model: nn.Module, sample: Sample) -> bool:
     return True
 
 
-def _mixes_samples(model: nn.Module, sample: Sample) -> bool:
-    fewer = sample.part(sample.samples - 1)
-    with unchanged(model), torch.no_grad(), _SteadyDraws():
-        model.eval()
-        whole, part = (pytree.tree_leaves(model(*each.args, **each.kwargs)) for each in (sample, fewer))
-    for one, other in zip(whole, part, strict=False):
-        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or not one.dim():
-            continue
-        if one.shape[0] == sample.samples and one.shape[1:] == other.shape[1:] and one.is_floating_point():
-            scale = float(other.abs().nan_to_num(posinf=0.0).max()) if other.numel() else 0.0
-            if not torch.allclose(one[: fewer.samples], other, rtol=0.0, atol=_ALIKE * max(scale, 1e-30), equal_nan=True):
-                return True
-    return False
-
-
-class _SteadyDraws(TorchFunctionMode):
-    """What is drawn is always the same number, so that samples that differ differ by what the network makes of them."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        state = torch.get_rng_state()
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and not torch.equal(state, torch.get_rng_state()):
-            result.fill_(0.5 if result.is_floating_point() else 0)
-        return result
-
-
 class _Watch(TorchFunctionMode):
     """Who looks beyond single samples: who draws random numbers, and who takes statistics of the batch; and who reads what.
 
@@ -238,6 +207,9 @@ class _Watch(TorchFunctionMode):
         self.kept_bytes = sum(leaf.numel() * leaf.element_size() for leaf in inputs)
         self.ends: dict[str, int] = {}
         self.results: list[Any] = []
+        self.draws_outside: str | None = None
+        self.changed: list[str] = []
+        self.with_gradient: set[str] = set()
         self.draws: set[str] = set()
         self.normalizes: set[str] = set()
         self._running: list[str] = []
@@ -291,15 +263,8 @@ class _Watch(TorchFunctionMode):
         self._state = state
 
 
-def _repeated(sample: Sample) -> Sample:
-    """Three samples of two."""
-
-    def repeat(leaf: Any) -> Any:
-        shares = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == sample.samples
-        return torch.cat([leaf, leaf[:1]]) if shares else leaf
-
-    args, kwargs = pytree.tree_map(repeat, (sample.args, dict(sample.kwargs)))
-    return Sample(args=args, kwargs=kwargs, samples=sample.samples + 1)
+def _has_history(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
 
 
 def _sample_axis(one: Any, other: Any) -> int | None:
@@ -313,28 +278,32 @@ def _calls(model: nn.Module, sample: Sample, watch: _Watch) -> dict[str, tuple[t
     """The canonical arguments of every module's first call, without those that are called in several ways."""
     found: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     several: set[str] = set()
-    with ExitStack() as stack:
-        stack.enter_context(unchanged(model))
-        for name, module in model.named_modules():
+    with unchanged(model) as state:
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
 
-            def remember(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                call = canonical(module, args, kwargs)
-                watch.begin(name)
-                if name not in found:
-                    found[name] = call
-                elif _kinds(found[name]) != _kinds(call):
-                    several.add(name)
+                def remember(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                    call = canonical(module, args, kwargs)
+                    watch.begin(name)
+                    if name not in found:
+                        found[name] = call
+                    elif _kinds(found[name]) != _kinds(call):
+                        several.add(name)
 
-            def ended(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
-                watch.computed(name, module, args, output)
-                watch.end()
+                def ended(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                    watch.computed(name, module, args, output)
+                    watch.end()
 
-            for handle in (module.register_forward_pre_hook(remember, with_kwargs=True), module.register_forward_hook(ended)):
-                stack.callback(handle.remove)
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(watch)
-        stack.enter_context(watch.keeping.watched())
-        result = model(*sample.args, **sample.kwargs)
+                before = module.register_forward_pre_hook(remember, with_kwargs=True)
+                for handle in (before, module.register_forward_hook(ended)):
+                    stack.callback(handle.remove)
+            for context in (torch.enable_grad(), watch.counted, watch, watch.keeping.watched()):
+                stack.enter_context(context)
+            result = model(*sample.args, **sample.kwargs)
+        watch.draws_outside = state.draws_outside()
+        changed = state.changes()
+        watch.changed = sorted(changed)
+        watch.with_gradient = {name for name in changed if any(map(_has_history, pytree.tree_leaves(attribute(model, name))))}
     watch.kept_bytes += watch.keeping.size_bytes
     watch.results = pytree.tree_leaves(result)
     for leaf in watch.results:
@@ -362,24 +331,6 @@ def canonical(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
 def _kinds(call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
     leaves, structure = pytree.tree_flatten(call)
     return [structure, *((leaf.dim(), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)]
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """What a forward pass in training changes (running statistics, random state) is put back."""
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    modes = {module: module.training for module in model.modules()}
-    with torch.random.fork_rng(devices=[]):
-        model.train()
-        try:
-            yield
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-            with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    if name in buffers:
-                        buffer.copy_(buffers[name])
 
 
 def inputs_of(call: ModuleCall) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from torch import fx, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
+
+from tatami.tiled.following.unchanged import kept
 
 _NOT_USERS = (Path(str(torch.__file__)).parent, Path(__file__).parents[2])
 
@@ -57,6 +60,8 @@ class FollowedProgram:
         sample_axes: of each of them, as in `ModuleCall`.
         same: of each leaf of the call: the index of the first leaf that is the same tensor; its own for all other leaves.
         leaves: of each leaf of the call: the lengths that a tensor must have (None where any will do), or its value.
+        guards: what else must hold of lengths, as Python of the tensors `L['tensors']`: branches on shapes were taken by it.
+        samples: how many it was followed with.
     """
 
     graph: fx.GraphModule
@@ -67,10 +72,17 @@ class FollowedProgram:
     sample_axes: tuple[int | None, ...]
     same: tuple[int, ...]
     leaves: tuple[Any, ...]
+    guards: tuple[str, ...] = ()
+    samples: int = 1
 
 
-def export(module: nn.Module, call: ModuleCall) -> FollowedProgram:
+def export(module: nn.Module, call: ModuleCall, *, fixed: Collection[tuple[int, int]] = ()) -> FollowedProgram:
     """Follow `module` over the inputs of `call`, in the mode (training or not) that it is in.
+
+    Args:
+        module: it is not changed.
+        call: its inputs.
+        fixed: axes that keep their length: (leaf, axis). Others may have any, unless the module needs the one that they have.
 
     Raises:
         NotFollowedError: torch.export could not follow it, or it holds tensors that are neither parameters nor buffers.
@@ -79,11 +91,11 @@ def export(module: nn.Module, call: ModuleCall) -> FollowedProgram:
     same = same_leaves(leaves)
     given = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and same[index] == index)
     samples = Dim("samples", min=2)
-    marks = tuple(_dynamic(leaves[index], call.sample_axes[index], samples) for index in given)
+    marks = tuple(_dynamic(leaves[index], call.sample_axes[index], samples, fixed, index) for index in given)
     tensors = tuple(leaves[index] for index in given)
     on_tensors = _OnTensors(module, leaves, same, structure)
     try:
-        with _quiet():
+        with _quiet(), kept(module):
             exported = torch.export.export(on_tensors, tensors, dynamic_shapes={"tensors": marks}, strict=False)
     except Exception as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
@@ -100,6 +112,11 @@ def export(module: nn.Module, call: ModuleCall) -> FollowedProgram:
         raise NotFollowedError("its result has no structure that torch knows")
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"][len(names) :]
     shapes = {index: _lengths(node.meta["val"]) for index, node in zip(given, placeholders, strict=True)}
+    for node in reversed(list(exported.graph.nodes)):
+        if node.target is torch.ops.aten.copy_.default and _written_into(node.args[1]) is node.args[0]:
+            # torch ends with a copy of what was changed in place to itself, after which its backward pass would fail.
+            exported.graph.erase_node(node)
+    exported.graph_module.recompile()
     return FollowedProgram(
         graph=exported.graph_module,
         tensors=tuple(names),
@@ -109,17 +126,41 @@ def export(module: nn.Module, call: ModuleCall) -> FollowedProgram:
         sample_axes=tuple(call.sample_axes[index] for index in given),
         same=same,
         leaves=tuple(shapes[first] if first in shapes else leaves[first] for first in same),
+        guards=tuple(guard for guard in exported._guards_code if not _NOT_CHECKED.search(guard)),
+        samples=call.samples,
     )
+
+
+_NOT_CHECKED = re.compile(r"^L\['tensors'\]\[\d+\]\.size\(\)\[\d+\] == \d+$|!= [01]$|stride|storage_offset")
+"""Guards that `leaves` has already, those of torch's own for lengths of 0 and 1, and those on how tensors lie in memory."""
+
+
+def _written_into(node: Any) -> Any:
+    """What an operation that changes its operand in place changes."""
+    while isinstance(node, fx.Node) and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        node = node.args[0]
+    return node
 
 
 def _line_of(error: Exception) -> str:
     """The last line of the user's own code on the way to the error, such as "net.py:13 `if h.sum() > 0:`: "; or nothing."""
-    own = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.line and not any(folder in Path(frame.filename).parents for folder in _NOT_USERS)
-    ]
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno} `{own[-1].line}`: " if own else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [told for frame in frames if frame.line and (told := _told(frame.filename, frame.lineno, frame.line))]
+    return f"{own[-1]}: " if own else ""
+
+
+def line_of_node(node: fx.Node) -> str:
+    """The line of the user's own code that an operation comes from, such as "net.py:13 `x = x.view(-1, 64)`"; or nothing."""
+    own = [told for found in _FRAME.finditer(str(node.meta.get("stack_trace", ""))) if (told := _told(*found.groups()))]
+    return own[-1] if own else ""
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]+)')
+
+
+def _told(filename: str, number: int | str | None, line: str) -> str:
+    is_users = not any(folder in Path(filename).parents for folder in _NOT_USERS)
+    return f"{Path(filename).name}:{number} `{line.strip()}`" if is_users else ""
 
 
 class _OnTensors(nn.Module):
@@ -150,8 +191,13 @@ def same_leaves(leaves: Sequence[Any]) -> tuple[int, ...]:
     )
 
 
-def _dynamic(value: torch.Tensor, sample_axis: int | None, samples: Any) -> Any:
-    return {axis: samples if axis == sample_axis else Dim.AUTO for axis in range(value.dim())}
+def _dynamic(
+    value: torch.Tensor, sample_axis: int | None, samples: Any, fixed: Collection[tuple[int, int]], index: int
+) -> dict[int, Any]:
+    return {
+        axis: samples if axis == sample_axis else Dim.STATIC if (index, axis) in fixed else Dim.AUTO
+        for axis in range(value.dim())
+    }
 
 
 def _lengths(value: torch.Tensor) -> tuple[int | None, ...]:

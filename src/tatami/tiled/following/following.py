@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -19,7 +19,8 @@ from tatami.tiled.following.capturing import Captured, inputs_of
 from tatami.tiled.following.exporting import FollowedProgram, ModuleCall, NotFollowedError, export
 from tatami.tiled.following.facts import facts_of
 from tatami.tiled.following.local import LocalProgram, localise
-from tatami.tiled.following.units import UnitAxis, find_units, follow
+from tatami.tiled.following.operators import Following
+from tatami.tiled.following.units import UnitAxis, find_stops, find_units, follow, unclear_axes
 from tatami.tiled.rows import UnitRuns
 from tatami.workload import Block
 
@@ -30,16 +31,24 @@ _LAYERS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd, nn.modules.batchnor
 _WORTH_FOLLOWING = 16
 """A module whose parts were followed is followed itself if so small a part of its weights could still be split."""
 
+_KEEPS = "its forward pass keeps something in the module ({}), which a program of it would not; return it, or leave it out"
+
 _ALIKE: OrderedDict[Any, Followed | str] = OrderedDict()
 _MOST_ALIKE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """A followed module in training or in evaluation."""
+    """A followed module in training or in evaluation.
+
+    Attributes:
+        program, local: its programs.
+        modes: of the module and of those inside of it: whether they were in training.
+    """
 
     program: FollowedProgram
     local: LocalProgram
+    modes: tuple[bool, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +71,13 @@ class Followed:
     Attributes:
         training, evaluation: its programs.
         blocks: in the order of the programs' inputs.
+        stops: of weights that are whole: the line of the user's code because of which they are.
     """
 
     training: Mode
     evaluation: Mode
     blocks: tuple[FollowedBlock, ...]
+    stops: Mapping[str, str]
 
     def mode(self, training: bool) -> Mode:
         return self.training if training else self.evaluation
@@ -74,8 +85,10 @@ class Followed:
 
 def follow_modules(
     model: nn.Module, captured: Captured, *, taken: Collection[str], closed: Collection[str] = ()
-) -> tuple[dict[str, Followed], dict[str, str]]:
-    """The modules of `model` that can be split, by name, and of others that have weights why they cannot.
+) -> tuple[dict[str, Followed], dict[str, str], dict[str, str]]:
+    """The modules of `model` that can be split, by name; of others that have weights why they cannot; and lines of code.
+
+    The lines are those because of which weights, by name, are whole though what reads them was followed.
 
     Args:
         model: the whole network; it is not changed.
@@ -85,13 +98,14 @@ def follow_modules(
     """
     found: dict[str, Followed] = {}
     reasons: dict[str, str] = {}
+    stops: dict[str, str] = {}
     names = [name for name, _ in model.named_modules()]
     for name in sorted(names, key=lambda name: -_depth(name)):
         module = model.get_submodule(name)
         prefix = f"{name}." if name else ""
         if isinstance(module, _LAYERS) or name not in captured.calls:
             continue
-        if any(f"{other}.".startswith(prefix) or prefix.startswith(f"{other}.") for other in closed):
+        if any(not other or f"{other}.".startswith(prefix) or prefix.startswith(f"{other}.") for other in closed):
             continue
         used = set(taken) | {inner for other, each in found.items() for inner in cut_names(other, each)}
         own = _weights(module, prefix)
@@ -99,16 +113,22 @@ def follow_modules(
         if len(spare) < 2 or sum(spare) * _WORTH_FOLLOWING < sum(own.values()):
             continue
         inside = {other for other in found if other.startswith(prefix) or not prefix}
-        whole = frozenset(tensor.removeprefix(prefix) for tensor in taken if tensor.startswith(prefix))
-        call = captured.calls[name]
-        result = _remembered(module, call, whole)
+        taken_inside = {tensor for tensor in taken if tensor.startswith(prefix)} | captured.read_elsewhere(name)
+        whole = frozenset(tensor.removeprefix(prefix) for tensor in taken_inside)
+        kept = sorted(each.removeprefix(prefix) for each in captured.leaves_behind.attributes if each.startswith(prefix))
+        if kept:
+            reasons[name] = _KEEPS.format(", ".join(kept))
+            continue
+        result = _remembered(module, captured.calls[name], whole)
         if isinstance(result, str):
             reasons[name] = result
-        elif result.blocks and _elements(model, {name: result}) > _elements(model, {other: found[other] for other in inside}):
+            continue
+        stops |= {prefix + tensor: line for tensor, line in result.stops.items()}
+        if result.blocks and _elements(model, {name: result}) > _elements(model, {other: found[other] for other in inside}):
             for other in inside:
                 del found[other]
             found[name] = result
-    return dict(sorted(found.items(), key=lambda item: names.index(item[0]))), reasons
+    return dict(sorted(found.items(), key=lambda item: names.index(item[0]))), reasons, stops
 
 
 def _weights(module: nn.Module, prefix: str) -> dict[str, int]:
@@ -156,12 +176,38 @@ def _signature(module: nn.Module, call: ModuleCall) -> tuple[Any, ...]:
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
     )
     plain = tuple(
-        (name, repr(value))
+        (name, _identified(value))
         for inner in module.modules()
         for name, value in sorted(vars(inner).items())
-        if isinstance(value, (bool, int, float, str, type(None), torch.dtype)) and not name.startswith("_")
+        if not name.startswith("_") and name != "training"
     )
     return type(module), repr(module), shapes, str(structure), inputs, call.sample_axes, plain
+
+
+@dataclass(frozen=True)
+class _TheSame:
+    """An object that is like no other one, and lives as long as it is compared with."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _TheSame) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _identified(value: Any) -> Any:
+    """What an attribute is compared by: one layer may compute `F.relu` where another that looks like it computes `F.gelu`."""
+    if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_identified, value))
+    if isinstance(value, dict):
+        return tuple((repr(key), _identified(each)) for key, each in value.items())
+    if isinstance(value, torch.Tensor) or callable(value) or repr(value) == object.__repr__(value):
+        return _TheSame(value)
+    return type(value), repr(value)
 
 
 def _followed(module: nn.Module, call: ModuleCall, whole: Collection[str]) -> Followed | str:
@@ -173,10 +219,7 @@ def _followed(module: nn.Module, call: ModuleCall, whole: Collection[str]) -> Fo
         modes, cuts = {}, {}
         for training in (True, False):
             module.train(training)
-            program = export(module, inputs)
-            following = follow(program)
-            candidates = find_units(program, following, taken=whole)
-            modes[training] = (program, following, candidates)
+            modes[training] = program, _, candidates = _exported(module, inputs, whole)
             cuts[training] = [_cuts(program, candidate) for candidate in candidates]
         # In evaluation a model may leave something away; what it splits must be the same.
         common = [each for each in cuts[True] if each in cuts[False]]
@@ -186,16 +229,44 @@ def _followed(module: nn.Module, call: ModuleCall, whole: Collection[str]) -> Fo
             module.train(training)
             local = localise(program, following, kept[training])
             _believe(module, inputs, program, local, kept[training])
-            localised[training] = Mode(program=program, local=local)
+            inside = tuple(inner.training for inner in module.modules())
+            localised[training] = Mode(program=program, local=local, modes=inside)
         program, following, _ = modes[True]
         facts = facts_of(module, call, program, following, kept[True])
     except NotFollowedError as error:
         return str(error)
+    except Exception as error:  # a program that is odd beyond what is known of programs: it is repeated
+        return f"its program could not be split ({type(error).__name__}: {error})"
     finally:
         for inner, mode in was_training.items():
             inner.training = mode
     blocks = tuple(FollowedBlock(cuts=cut, facts=fact) for cut, fact in zip(common, facts, strict=True))
-    return Followed(training=localised[True], evaluation=localised[False], blocks=blocks)
+    stops = find_stops(program, following, kept[True])
+    return Followed(training=localised[True], evaluation=localised[False], blocks=blocks, stops=stops)
+
+
+def _exported(module: nn.Module, call: ModuleCall, whole: Collection[str]) -> _Exported:
+    """The program, with fixed lengths where more can be split then."""
+    program = export(module, call)
+    following = follow(program)
+    found = program, following, find_units(program, following, taken=whole)
+    fixed = unclear_axes(program, following)
+    if not fixed:
+        return found
+    try:
+        program = export(module, call, fixed=fixed)
+    except NotFollowedError:
+        return found
+    following = follow(program)
+    other = program, following, find_units(program, following, taken=whole)
+    return other if _tensors_cut(other) > _tensors_cut(found) else found
+
+
+_Exported: TypeAlias = "tuple[FollowedProgram, Following, list[UnitAxis]]"
+
+
+def _tensors_cut(exported: _Exported) -> int:
+    return sum(len(candidate.tensors) for candidate in exported[2])
 
 
 def _believe(

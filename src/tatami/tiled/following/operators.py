@@ -14,7 +14,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from tatami.tiled.following.atoms import Atom, Axes, Axis, cut, extent, mix, regroup, unify, whole_axis
+from tatami.tiled.following.atoms import (
+    Atom,
+    Axes,
+    Axis,
+    all_mixed,
+    cut,
+    deep_leaves,
+    extent,
+    mix,
+    regroup,
+    regrouped,
+    unify,
+    whole_axis,
+)
 
 aten = torch.ops.aten
 
@@ -57,9 +70,11 @@ class Following:
         axes: of every node that is a tensor; a list of them for a node that is several tensors.
         contracted: the axis that each contracting node sums over.
         attentions: the nodes that are attention.
+        unclear: the views of which it could not be told what they do with the axes.
     """
 
     def __init__(self) -> None:
+        self.unclear: list[fx.Node] = []
         self.axes: dict[fx.Node, Any] = {}
         self.contracted: dict[fx.Node, Axis] = {}
         self.attentions: set[fx.Node] = set()
@@ -72,6 +87,15 @@ class Following:
 
     def visit(self, node: fx.Node) -> None:
         """Find the axes of `node`, whose inputs have been visited."""
+        self._find(node)
+        for seen in (node, *node.all_input_nodes):
+            axes = self.axes.get(seen, ())
+            for axis in (axis for tensor in (axes if isinstance(axes, tuple) else (axes,)) for axis in tensor or ()):
+                for atom in deep_leaves(axis):
+                    if atom.mixed and atom.stop is None:
+                        atom.stop = node
+
+    def _find(self, node: fx.Node) -> None:
         value = node.meta.get("val")
         if node.op in ("placeholder", "get_attr"):
             if isinstance(value, torch.Tensor):
@@ -176,7 +200,11 @@ def _same(following: Following, node: fx.Node) -> Axes:
 
 
 def _view(following: Following, node: fx.Node) -> Axes:
-    return regroup(following.of(node.args[0]), node.meta["val"].shape)
+    axes, sizes = following.of(node.args[0]), node.meta["val"].shape
+    found = regrouped(axes, sizes)
+    if found is None:
+        following.unclear.append(node)
+    return found or all_mixed(axes, sizes)
 
 
 def _transpose(following: Following, node: fx.Node) -> Axes:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils import _pytree as pytree
 
 from tatami.errors import ModelError
 from tatami.tiled.context import ModuleContext
 from tatami.tiled.following.capturing import canonical
 from tatami.tiled.following.exporting import FollowedProgram, same_leaves
-from tatami.tiled.following.following import Followed
+from tatami.tiled.following.following import Followed, Mode
 from tatami.tiling import Span
 
 
@@ -50,6 +51,8 @@ class LocalForward:
         self._plain = module.forward
         self._plainly = plainly
         self._graphs = {training: _on_device(followed.mode(training).local.graph, device) for training in (True, False)}
+        self._inside: list[tuple[str, nn.Module]] | None = None
+        self._known: dict[bool, set[tuple[tuple[int, ...], ...]]] = {True: set(), False: set()}
         self._owners = {
             training: [_owner(module, tensor) for tensor in followed.mode(training).program.tensors]
             for training in (True, False)
@@ -57,6 +60,7 @@ class LocalForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = self._followed.mode(self._module.training)
+        self._check_modes(mode)
         units = [units() for units in self._units]
         if self._plainly and all(here.size == total for here, total in units):
             return self._plain(*args, **kwargs)
@@ -65,7 +69,8 @@ class LocalForward:
             raise ModelError(f"{self._what} is called with other arguments than it was for the sample batch; {_REMEDY}")
         self._check(mode.program, leaves)
         tensors = [owner[name] for owner, name in self._owners[self._module.training]]
-        inputs = (leaves[index] for index in mode.program.given)
+        inputs = [leaves[index] for index in mode.program.given]
+        self._check_lengths(mode.program, inputs)
         graph = self._graphs[self._module.training]
         results = graph(self._context, mode.local.facts, *(here.size for here, _ in units), *tensors, *inputs)
         return pytree.tree_unflatten(results, mode.program.out_spec)
@@ -89,12 +94,57 @@ class LocalForward:
                     )
             elif isinstance(expected, tuple) != isinstance(leaf, torch.Tensor) or leaf != expected:
                 raise ModelError(
-                    f"input {index} of {self._what} is {leaf!r}; in the sample batch it was {expected!r}; {_REMEDY}"
+                    f"input {index} of {self._what} is {leaf!r}; in the sample batch it was {expected!r}; {_REMEDY}. A number "
+                    "that changes from call to call must be given as a tensor"
                 )
         if program.same != tuple(range(len(leaves))) and same_leaves(leaves) != program.same:
             raise ModelError(f"the inputs of {self._what} were one tensor in the sample batch and are several now; {_REMEDY}")
 
+    def _check_modes(self, mode: Mode) -> None:
+        """Whether the modules inside are in the mode in which they were followed: a layer that is frozen by `eval()` is not."""
+        if self._inside is None:  # layers are replaced after this was made
+            self._inside = list(self._module.named_modules())
+        if self._context.rank.comm is None:
+            return
+        for (name, inner), was_training in zip(self._inside, mode.modes, strict=False):
+            if inner.training != was_training and not isinstance(inner, _WITHOUT_MODE):
+                now = "training" if inner.training else "evaluation"
+                raise ModelError(
+                    f"{name} of {self._what} is in {now}, in which the network was not followed. To keep a layer frozen, "
+                    "override train() of the module that holds it, before the network is tiled"
+                )
 
+    def _check_lengths(self, program: FollowedProgram, inputs: Sequence[torch.Tensor]) -> None:
+        """Whether branches that the module takes by lengths are those that were followed, however many samples there are."""
+        lengths = tuple(
+            tuple(program.samples if place == axis else size for place, size in enumerate(tensor.shape))
+            for tensor, axis in zip(inputs, program.sample_axes, strict=True)
+        )
+        known = self._known[self._module.training]
+        if lengths in known:
+            return
+        tensors = [_Lengths(each) for each in lengths]
+        for guard in program.guards:
+            if not eval(guard, dict(SYMPY_INTERP), {"L": {"tensors": tensors}}):
+                said = guard.replace("L['tensors']", "inputs")
+                raise ModelError(
+                    f"{self._what} was followed for lengths of which {said} is true, and takes another way for inputs of the "
+                    f"shapes {', '.join(str(tuple(tensor.shape)) for tensor in inputs)}; {_REMEDY}"
+                )
+        known.add(lengths)
+
+
+class _Lengths:
+    """Stands for a tensor in the guards of a program."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        self._lengths = lengths
+
+    def size(self) -> tuple[int, ...]:
+        return self._lengths
+
+
+_WITHOUT_MODE = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Sequential, nn.ModuleList, nn.Identity, nn.modules.conv._ConvNd)
 _REMEDY = "tile the network with a sample batch (sample=) that is like those it will get"
 
 

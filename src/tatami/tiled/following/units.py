@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx
 
 from tatami.tiled.following.atoms import Atom, deep_leaves, lies_on, places
-from tatami.tiled.following.exporting import FollowedProgram
+from tatami.tiled.following.exporting import FollowedProgram, line_of_node
 from tatami.tiled.following.operators import Following
 from tatami.tiled.rows import UnitRuns
 
@@ -43,6 +45,39 @@ def follow(program: FollowedProgram) -> Following:
     for node in program.graph.graph.nodes:
         following.visit(node)
     return following
+
+
+def unclear_axes(program: FollowedProgram, following: Following) -> frozenset[tuple[int, int]]:
+    """Axes of the inputs, as (leaf, axis), whose lengths must be known for views of them to be understood.
+
+    What `x.view(-1, 64)` does to (samples, a, b, c) cannot be told as long as a, b and c may be anything.
+    """
+    views = [value for node in following.unclear for value in (node, *node.all_input_nodes) if value in following.axes]
+    needed = {symbol for value in views for size in value.meta["val"].shape for symbol in _symbols(size)}
+    inputs = [node for node in program.graph.graph.nodes if node.op == "placeholder"][len(program.tensors) :]
+    return frozenset(
+        (leaf, axis)
+        for leaf, node, sample_axis in zip(program.given, inputs, program.sample_axes, strict=True)
+        for axis, size in enumerate(node.meta["val"].shape)
+        if axis != sample_axis and needed & _symbols(size)
+    )
+
+
+def _symbols(size: Any) -> set[str]:
+    return {str(symbol) for symbol in size.node.expr.free_symbols} if isinstance(size, torch.SymInt) else set()
+
+
+def find_stops(program: FollowedProgram, following: Following, candidates: Collection[UnitAxis]) -> dict[str, str]:
+    """Of weights that no candidate cuts: the line of the user's code that needs all of what their rows give at once."""
+    cut = {index for candidate in candidates for index in candidate.tensors}
+    own = [node for node in program.graph.graph.nodes if node.op == "placeholder"][: len(program.tensors)]
+    found = {}
+    for index, node in enumerate(own):
+        atoms = deep_leaves(following.axes.get(node, [[]])[0]) if node.meta["val"].dim() > 1 and index not in cut else []
+        stop = atoms[0].stop if atoms and all(atom.mixed for atom in atoms) else None
+        if stop is not None and line_of_node(stop):
+            found[program.tensors[index]] = line_of_node(stop)
+    return found
 
 
 def find_units(program: FollowedProgram, following: Following, *, taken: Collection[str] = ()) -> list[UnitAxis]:

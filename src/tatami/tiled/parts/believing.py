@@ -19,6 +19,7 @@ from tatami.tiled.context import ModuleContext, RankContext
 from tatami.tiled.following.believing import compare
 from tatami.tiled.following.exporting import NotFollowedError, same_leaves
 from tatami.tiled.following.keeping import Keeping
+from tatami.tiled.following.unchanged import copy_of
 from tatami.tiled.parts.running import AbstractParts, PartForward, Results
 from tatami.tiled.parts.vocabulary import EmbeddingPart
 from tatami.tiled.rows import ONE_EACH, UnitRuns, cut_units, cut_units_of, tensor_of
@@ -68,7 +69,7 @@ def believe_parts(
     result = None
     element_bytes = max((parameter.element_size() for parameter in module.parameters()), default=_FLOAT_BYTES)
     for training in (True, False):
-        whole = copy.deepcopy(module).double().train(training)
+        whole = copy_of(module).double().train(training)
         try:
             believed = _believe(whole, args, kwargs, parts, units, total, element_bytes)
         except NotFollowedError:

@@ -91,7 +91,9 @@ def find_parts(model: nn.Module, captured: Captured) -> tuple[tuple[FoundPart, .
     found: list[FoundPart] = []
     reasons: dict[str, str] = {}
     for name, module in model.named_modules():
-        if name not in captured.calls or any(name.startswith(f"{other}.") for part in found for other in part.closed):
+        if name not in captured.calls or any(
+            not other or name.startswith(f"{other}.") for part in found for other in part.closed
+        ):
             continue
         try:
             part = _part_of(name, module, captured)
@@ -170,6 +172,9 @@ def _refuse(module: nn.Module, prefix: str, captured: Captured) -> None:
     Raises:
         NotFollowedError: there is such a layer inside.
     """
+    kept = [name for name in captured.leaves_behind.with_gradient if name.startswith(prefix)]
+    if kept:
+        raise NotFollowedError(f"its forward pass keeps what has a gradient in the module ({', '.join(kept)}); return it")
     for inner, layer in module.named_modules():
         name = (prefix + inner).removesuffix(".")
         drops = isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0.0

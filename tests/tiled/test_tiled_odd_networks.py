@@ -1,0 +1,363 @@
+"""Networks that change themselves, or look at their batch or weights in odd ways: exact as they come, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equal_runs import check_equal
+from networks import Case, build
+from torch import nn
+
+import tatami
+from drawing import one_at_a_time
+from tatami.comm.base import AbstractCommunicator
+from tatami.comm.threads import run_threads
+from tatami.errors import InputError, ModelError
+from tatami.testing.worlds import World
+from tatami.tiled import find_blocks, tile, workload_of
+from tatami.tiled.describing import describe
+from tiled_rig import assert_close, gradients, simple_layout, whole_gradients
+
+Forward = Callable[..., Any]
+
+
+class Written(nn.Module):
+    """A pair of linear layers, and a forward pass that is given."""
+
+    def __init__(self, forward: Forward, **buffers: torch.Tensor) -> None:
+        super().__init__()
+        self.pair = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.written = (forward,)
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.written[0](self, x)
+
+
+def moving_mean(net: Any, x: torch.Tensor) -> torch.Tensor:
+    if net.training:
+        net.mean = 0.5 * net.mean + 0.5 * x.detach().mean(0)
+    result: torch.Tensor = net.pair(x - net.mean)
+    return result
+
+
+def moving_mean_in_place(net: Any, x: torch.Tensor) -> torch.Tensor:
+    net.mean.mul_(0.5).add_(0.5 * x.detach().mean(0))
+    result: torch.Tensor = net.pair(x)
+    return result
+
+
+def remembering(net: Any, x: torch.Tensor) -> torch.Tensor:
+    before = getattr(net, "last", 0.0)
+    net.last = x.detach().sum()
+    result: torch.Tensor = net.pair(x) + 0.1 * before
+    return result
+
+
+def clamped(net: Any, x: torch.Tensor) -> torch.Tensor:
+    net.pair[0].weight.data.clamp_(-0.1, 0.1)
+    result: torch.Tensor = net.pair(x)
+    return result
+
+
+def drawn_in_python(net: Any, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = net.pair(x) if random.random() < 0.5 else x
+    return result
+
+
+def balanced(net: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    shares = net.pair(x).softmax(-1)
+    return {"loss": shares.square().mean() + shares.mean(0).square().sum()}
+
+
+def contrasted(net: Any, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = net.pair(x) @ x.T
+    return result
+
+
+def whole_only(net: Any, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = torch.eye(4) @ net.pair(x)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("forward", "match"),
+    [
+        (moving_mean, r"keeps something of its samples for later \(mean\).* torch.nn.BatchNorm1d"),
+        (moving_mean_in_place, r"keeps something of its samples for later \(mean\)"),
+        (remembering, r"keeps something of its samples for later \(last\)"),
+        (clamped, r"changes weights \(pair.0.weight\).* between two steps"),
+        (drawn_in_python, "draws from Python's random.* Draw with torch"),
+        (balanced, "a loss that is neither the mean nor the sum of what its samples give"),
+        (contrasted, "has the samples of the batch on two axes"),
+        (whole_only, "runs on 4 samples but not on 3.* must be that of independent samples"),
+    ],
+)
+def test_a_forward_pass_that_ranks_could_not_share_is_refused_and_nothing_is_left_of_it(forward: Forward, match: str) -> None:
+    torch.manual_seed(0)
+    model = Written(forward, mean=torch.zeros(6))
+    state, mean = copy.deepcopy(model.state_dict()), model.get_buffer("mean")
+    names = set(vars(model))
+    with pytest.raises(ModelError, match=match):
+        find_blocks(model, sample=torch.randn(4, 6))
+    assert model.get_buffer("mean") is mean
+    assert set(vars(model)) == names
+    if forward is not clamped:  # which torch.fx has run
+        assert_close(model.state_dict(), state, what="after it was refused")
+
+
+@pytest.mark.parametrize("forward", [moving_mean, moving_mean_in_place])
+def test_without_a_sample_batch_what_is_kept_of_samples_is_seen_as_well(forward: Forward) -> None:
+    model = Written(forward, mean=torch.zeros(6))
+    with pytest.raises(ModelError, match=r"keeps something of its samples for later \(mean\)"):
+        tatami.plan(model, speeds=[1, 1], batch_size=4)
+    assert type(model.get_buffer("mean")) is torch.Tensor
+    assert not model.get_buffer("mean").any()
+
+
+class CountingHeads(nn.Module):
+    """Attention that counts its passes in a buffer, and computes with it."""
+
+    steps: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.steps += 1
+        q, k, v = self.qkv(x).view(x.shape[0], x.shape[1], 3, 3, 4).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+        result: torch.Tensor = self.out(y) / (1 + 0.1 * self.steps)
+        return result
+
+
+class Viewed(nn.Module):
+    """Convolutions on images that come as rows, with the views that torch's own examples have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = nn.Conv2d(1, 6, 3), nn.Conv2d(6, 4, 3), nn.Linear(16, 9), nn.Linear(9, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.b(torch.relu(self.a(x.view(-1, 1, 6, 6)))))
+        result: torch.Tensor = self.d(torch.relu(self.c(h.view(-1, 16))))
+        return result
+
+
+ODD = {
+    "counting heads": Case(
+        build=CountingHeads, draw=lambda n, g: (torch.rand(n, 5, 12, generator=g, dtype=torch.float64),), blocks=("attention",)
+    ),
+    "viewed": Case(
+        build=Viewed,
+        draw=lambda n, g: (torch.rand(n, 36, generator=g, dtype=torch.float64),),
+        blocks=("convolution pair", "linear pair"),
+    ),
+}
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("name", sorted(ODD))
+def test_counters_and_views_of_unnamed_samples_are_split_and_exact(world: World, name: str) -> None:
+    found = find_blocks(build(ODD[name]), sample=ODD[name].draw(4, torch.Generator().manual_seed(1)))
+    assert tuple(block.facts.kind for block in found.blocks) == ODD[name].blocks
+    check_equal(world, ODD[name])
+
+
+def trained_alike(world: World, make: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Any], torch.Tensor]) -> None:
+    """The gradients of a pass over 6 samples, on columns of uneven widths, are those of the plain network."""
+    x = torch.rand(6, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    plain, model = one_at_a_time(make)(), one_at_a_time(make)()
+    loss_of(plain, plain(x)).backward()  # type: ignore[no-untyped-call]
+    expected = gradients(plain)
+
+    def body(comm: AbstractCommunicator) -> None:
+        layout = simple_layout([0], list(range(1, comm.size)), widths=[0.34, 0.66])
+        tiled = tile(model, comm, batch_size=6, sample=x, speeds="equal", layout=layout, reduction="mean", quiet=True)
+        output = tiled(tiled.local(x))
+        loss_of(tiled.module, output).backward()  # type: ignore[no-untyped-call]
+        assert_close(whole_gradients(tiled), expected, what="gradients")
+
+    world(body)
+
+
+def written(forward: Forward) -> nn.Module:
+    torch.manual_seed(0)
+    return Written(forward).double()
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(3)
+def test_a_penalty_on_weights_that_could_be_split_counts_all_of_them(world: World) -> None:
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        assert float(x.detach().sum()) < 1e9  # which torch.fx cannot follow: the pair is found in its Sequential
+        result: torch.Tensor = net.pair(x).square().mean() + sum(parameter.norm() for parameter in net.parameters())
+        return result
+
+    trained_alike(world, lambda: written(forward), lambda _, output: output)
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(3)
+def test_a_loss_that_is_kept_in_the_network_is_weighed_like_its_result(world: World) -> None:
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = net.pair(x)
+        net.extra = h.square().mean()
+        return h
+
+    trained_alike(world, lambda: written(forward), lambda net, output: output.mean() + net.extra)
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(3)
+def test_a_network_that_has_run_before_can_be_tiled_with_what_it_holds(world: World) -> None:
+    """As those with torch's older weight normalization, which keeps the weight that it computed, with its history."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 2)).double()
+
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(make())
+    trained_alike(world, make, lambda _, output: output.square().mean())
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    class Locked(nn.Linear):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("cannot pickle a lock")
+
+    def body(comm: AbstractCommunicator) -> None:
+        with pytest.raises(InputError, match=r"cannot be copied.*TypeError: cannot pickle a lock"):
+            tile(Locked(2, 2), comm, batch_size=2, speeds="equal")
+
+    run_threads(body, size=1)
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
+def test_lengths_for_which_a_split_module_would_take_another_branch_are_refused(world: World) -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.relu(self.a(x))
+            result: torch.Tensor = self.b(h if x.shape[1] > 4 else 2 * h)
+            return result
+
+    model, sample = Branching(), torch.rand(4, 6, 6)
+
+    def body(comm: AbstractCommunicator) -> None:
+        tiled = tile(model, comm, batch_size=4, sample=sample, speeds="equal", layout=simple_layout([0, 1]), quiet=True)
+        assert tiled(tiled.local(sample[:3, :5])).shape == (3, 5, 6)
+        with pytest.raises(ModelError, match=r"lengths of which inputs\[0\].size\(\)\[1\] > 4 is true.* \(3, 4, 6\)"):
+            tiled(tiled.local(sample[:3, :4]))
+
+    world(body)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"max_norm": 0.5}, "shortens the rows.*max_norm=None"), ({"scale_grad_by_freq": True}, "how often its samples look up")],
+)
+def test_embeddings_that_count_their_samples_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ModelError, match=match):
+        find_blocks(nn.Sequential(nn.Embedding(5, 4, **options), nn.Linear(4, 2)))
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
+def test_dropout_draws_for_samples_on_another_axis(world: World) -> None:
+    """Also where that axis happens to be as long as this rank's samples are many."""
+
+    class TimeFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop, self.pair = nn.Dropout(0.5), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.pair(self.drop(x.transpose(0, 1))).transpose(0, 1)
+            return result
+
+    x = torch.rand(6, 3, 4, generator=torch.Generator().manual_seed(2))
+    torch.manual_seed(0)
+    model = TimeFirst()
+    torch.manual_seed(1)
+    expected = copy.deepcopy(model)(x).detach()
+    torch.manual_seed(1)  # the state that tile() takes over
+
+    def body(comm: AbstractCommunicator) -> None:
+        tiled = tile(
+            model, comm, batch_size=6, sample=x, speeds="equal", layout=simple_layout([0], [1]), reduction="mean", quiet=True
+        )
+        assert_close({"y": tiled(tiled.local(x)).detach()}, {"y": expected[3 * comm.rank :][:3]}, what="dropout")
+
+    world(body)
+
+
+def test_layers_that_look_alike_but_compute_other_functions_are_followed_each() -> None:
+    class Activated(nn.Module):
+        def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+            super().__init__()
+            self.up, self.down, self.function = nn.Linear(6, 8), nn.Linear(8, 6), function
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            up, gate = self.up(x), self.up(2 * x)
+            result: torch.Tensor = self.down(self.function(up) * gate)
+            return result
+
+    model = nn.Sequential(Activated(F.relu), Activated(torch.tanh))
+    found = find_blocks(model, sample=torch.randn(4, 6))
+    programs = [str(each.training.local.graph.code) for each in found.followed.values()]
+    assert ["relu" in program for program in programs] == [True, False]
+    assert ["tanh" in program for program in programs] == [False, True]
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
+def test_a_layer_that_is_frozen_inside_of_a_split_module_is_refused(world: World) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)), torch.rand(4, 2, 5, 5)
+
+    def body(comm: AbstractCommunicator) -> None:
+        tiled = tile(model, comm, batch_size=4, sample=x, speeds="equal", layout=simple_layout([0, 1]), quiet=True)
+        tiled(tiled.local(x))
+        tiled.module.get_submodule("1").eval()
+        with pytest.raises(ModelError, match=r"1 of the network .* is in evaluation.* override train"):
+            tiled(tiled.local(x))
+
+    world(body)
+
+
+def test_the_line_that_keeps_weights_whole_is_named() -> None:
+    class Sorting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.relu(self.a(x)).sort(-1).values
+            result: torch.Tensor = self.b(h)
+            return result
+
+    model = nn.Sequential(Sorting())
+    found = find_blocks(model, sample=torch.randn(4, 6))
+    assert found.stops["0.a.weight"].endswith("`h = torch.relu(self.a(x)).sort(-1).values`")
+    text = describe(model, found, workload=workload_of(model, found, samples=8)).text(width=120)
+    assert "0.a: needed whole at test_tiled_odd_networks.py:" in text
