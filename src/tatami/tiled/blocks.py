@@ -130,7 +130,8 @@ def _find_blocks(model: nn.Module, sample: Any, random: RandomDraws) -> Blocks:
             blocks.append(TiledBlock(facts=replace(block.facts, name=name), cuts=cuts_of_block))
     blocks += [block for part in parts for block in part.blocks]
     if captured is not None:  # its inputs lead, through the graph of their pass, to all weights, whole, and would hold them
-        captured = replace(captured, calls={}, kept=())
+        calls = {name: replace(call, args=(), kwargs={}) for name, call in captured.calls.items()}
+        captured = replace(captured, calls=calls, kept=())
     return Blocks(
         blocks=tuple(blocks), pairs=pairs, followed=followed, parts=parts, reasons=reasons, stops=stops, captured=captured
     )
