@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -21,6 +22,8 @@ from tatami.errors import CommError, InputError
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
 KEY, OTHER_KEY = (1, 0), (1, 1)
 _LIMIT_S = 60.0
+_FOR_EVER_S = 1e5
+"""Longer than a test may take: a wait that nothing ends is a failure."""
 
 
 def _pair() -> tuple[TcpConnection, TcpConnection]:
@@ -163,8 +166,11 @@ def _never() -> None:
 
 
 def _wait(mesh: TcpMesh, *transfers: Transfer) -> None:
-    while not all(each.is_settled for each in transfers):
-        mesh.progress(_LIMIT_S)
+    def is_over() -> bool:
+        return all(each.is_settled for each in transfers)
+
+    while not is_over():
+        mesh.progress(_FOR_EVER_S, is_over=is_over)
 
 
 def _on_each(meshes: list[TcpMesh], run: Callable[[int], None]) -> None:
@@ -208,6 +214,22 @@ def test_a_thread_that_waits_moves_what_another_begins() -> None:
     _wait(other, other.send(0, KEY, memoryview(b"end")))
     waiting.join(_LIMIT_S)
     assert bytes(room) == b"end"
+    for mesh in meshes:
+        mesh.close()
+
+
+def test_what_is_over_by_now_is_not_waited_for() -> None:
+    """Another thread may have moved the last of it, and wait for something of its own since."""
+    one, other = meshes = _meshes(2)
+    waited = one.expect(1, KEY, _room(3))
+    waiting = threading.Thread(target=_wait, args=(one, waited))
+    waiting.start()
+    while not one._is_polling:
+        time.sleep(0.001)
+    one.progress(_FOR_EVER_S, is_over=lambda: True)
+    _wait(other, other.send(0, KEY, memoryview(b"end")))
+    waiting.join(_LIMIT_S)
+    assert waited.is_settled
     for mesh in meshes:
         mesh.close()
 

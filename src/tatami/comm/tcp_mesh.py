@@ -137,9 +137,16 @@ class TcpMesh:
         """Whether messages are under way, which move only where a thread of this rank looks after them."""
         return any(each.events for each in self._connections.values())
 
-    def progress(self, timeout_s: float) -> None:
-        """Move messages: those that can move now, or those that can first. Returns after `timeout_s` where none can."""
+    def progress(self, timeout_s: float, *, is_over: Callable[[], bool]) -> None:
+        """Move messages: those that can move now, or those that can first. Returns after `timeout_s` where none can.
+
+        Args:
+            is_over: whether what is waited for is settled already; then nothing is done. It is asked while nothing moves:
+                another thread may have moved the last of it just now, and nothing else may come for long.
+        """
         with self._turn:
+            if is_over():
+                return
             if self._is_polling:  # another thread's: it moves this one's messages, too
                 self._turn.wait(timeout_s)
                 return

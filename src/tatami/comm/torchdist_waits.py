@@ -108,7 +108,7 @@ class WorkRequest(AbstractRequest):
     def test(self) -> bool:
         if not all(work.is_completed() for work in self._works):
             if self._communicator.mesh.is_busy:  # with messages that others may wait for before they join in
-                self._communicator.mesh.progress(0.0)
+                self._communicator.mesh.progress(0.0, is_over=lambda: False)
             return False
         self._finish()
         return True
@@ -160,7 +160,7 @@ class MessageRequest(AbstractRequest):
 
     def test(self) -> bool:
         if not self._is_settled():
-            self._communicator.mesh.progress(0.0)
+            self._communicator.mesh.progress(0.0, is_over=self._is_settled)
         return self._is_over()
 
     def wait(self) -> None:
@@ -169,7 +169,7 @@ class MessageRequest(AbstractRequest):
         while not self._is_over():
             if (left_s := communicator.left_s(start_s)) <= 0:
                 raise self._given_up().timeout(communicator.timeout_s, roll_call=communicator.roll_call)
-            communicator.mesh.progress(min(left_s, _SLICE_S))
+            communicator.mesh.progress(min(left_s, _SLICE_S), is_over=self._is_settled)
             if not self._is_settled():
                 communicator.check_off()
                 communicator.answer(self._waiting)
