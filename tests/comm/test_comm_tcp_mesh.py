@@ -6,7 +6,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -161,7 +161,7 @@ def _meshes(size: int) -> list[TcpMesh]:
     return meshes
 
 
-def _never() -> None:
+def _never(_: Sequence[int]) -> None:
     """Nothing calls the meeting off."""
 
 
@@ -258,6 +258,7 @@ def test_a_stranger_is_turned_away() -> None:
     assert host == "127.0.0.1"
     stranger = socket.create_connection((host, int(port)))
     stranger.sendall(b"\0" * 16 + (1).to_bytes(4, "little"))
+    silent = socket.create_connection((host, int(port)))  # and keeps none of the others waiting
     other = TcpMesh(store, rank=1, size=2)
     meeting = threading.Thread(target=one.connect, args=(_never,))
     meeting.start()
@@ -265,6 +266,9 @@ def test_a_stranger_is_turned_away() -> None:
     assert stranger.recv(1) == b""
     other.connect(_never)
     meeting.join(_LIMIT_S)
+    assert not meeting.is_alive()
+    silent.settimeout(_LIMIT_S)
+    assert silent.recv(1) == b""
     room = _room(2)
     _wait(other, other.send(0, KEY, memoryview(b"us")))
     _wait(one, one.expect(1, KEY, room))
@@ -277,10 +281,10 @@ def test_a_meeting_is_called_off() -> None:
     store = _store()
     mesh = TcpMesh(store, rank=0, size=2)
 
-    def look() -> None:
-        raise CommError("the members change")
+    def look(missing: Sequence[int]) -> None:
+        raise CommError(f"the members change: {missing}")
 
-    with pytest.raises(CommError, match="the members change"):
+    with pytest.raises(CommError, match=r"the members change: \[1\]"):
         mesh.connect(look)
     mesh.close()
 

@@ -1,4 +1,4 @@
-"""What is special about ranks of torch.distributed; the other tests of communication run on them with `--world=gloo`."""
+"""What is special about ranks of torch.distributed; the other tests of communication run on them with `--world=torchrun`."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_collective_that_times_out_is_told_and_the_rank_still_ends(tmp_path: P
             except CommTimeoutError as error:
                 print(error, flush=True)
             try:
-                comm.allreduce(torch.ones(3000))
+                comm.allreduce(torch.ones(30_000))
             except CommTimeoutError as error:
                 print(error, flush=True)
             comm.timeout_s = 800
@@ -133,13 +133,13 @@ def test_a_collective_that_times_out_is_told_and_the_rank_still_ends(tmp_path: P
     )
     few, many = ended.stdout.splitlines()
     assert few.startswith("allreduce on rank 0 of 2 timed out after 0.2 s: rank 1 did not join."), ended.stderr
-    assert many.startswith("allreduce on rank 0 of 2 timed out after "), ended.stderr
-    assert "ends with collectives that timed out" in ended.stderr
+    assert many == few
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.ranks(1, 2)
 def test_windows_are_what_the_mpi_backend_has(world: World) -> None:
-    if world.kind != "gloo":
+    if world.kind != "torchrun":
         pytest.skip("asked of ranks of torch.distributed only")
 
     def body(comm: AbstractCommunicator) -> None:

@@ -107,9 +107,9 @@ print("fine")
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run it with --world=gloo")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run it with --world=torchrun")
 def test_cuda_tensors_travel_where_the_backend_has_them(world: World) -> None:
-    if world.kind != "gloo":
+    if world.kind != "torchrun":
         pytest.skip("CUDA tensors are moved by torch.distributed alone")
 
     def body(comm: AbstractCommunicator) -> float:

@@ -97,6 +97,8 @@ class TcpConnection:
         transfer = Transfer(memory=memory)
         if early := self._early.get(key):
             _fill(transfer, early.popleft())
+            if not early:
+                del self._early[key]
             return transfer
         self._expected[key].append(transfer)
         self._num_expected += 1
@@ -110,9 +112,11 @@ class TcpConnection:
             if each.transfer is transfer and not each.has_begun:
                 self._departing.remove(each)
                 return
-        for waiting in self._expected.values():
+        for key, waiting in self._expected.items():
             if transfer in waiting:
                 waiting.remove(transfer)
+                if not waiting:
+                    del self._expected[key]
                 self._num_expected -= 1
                 return
 

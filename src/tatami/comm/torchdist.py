@@ -1,9 +1,8 @@
-"""Ranks of torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors; under torchrun, or of a process group there is.
+"""Ranks of torch.distributed: over TCP, and NCCL for CUDA tensors; under torchrun, or of a process group there is.
 
-Every communicator has process groups of its own, made on the job's store, so that no other message comes between.
-
-Messages go over TCP connections of all ranks (`tatami.comm.tcp_mesh`), which the parts of a communicator share, and so do sums
-of few numbers; those of CUDA tensors through host memory.
+Messages and collectives of CPU tensors go over TCP connections of all ranks (`tatami.comm.tcp_mesh`), which a communicator and
+its parts share and no one else uses; messages of CUDA tensors through host memory. A process group that there is is only asked
+for its ranks and its store.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Never, cast
@@ -26,25 +25,20 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest
-from tatami.comm.roll_call import AbstractRollCall, ProcessPlace, StoreRollCall
+from tatami.comm.nccl_collectives import AbstractNcclCollectives, abandoned
+from tatami.comm.roll_call import AbstractRollCall, ProcessPlace, StoreRollCall, format_ranks
 from tatami.comm.tcp_mesh import TcpMesh
 from tatami.comm.threads import single_communicator
-from tatami.comm.torchdist_collectives import AbstractTorchdistCollectives
-from tatami.comm.torchdist_waits import MessageRequest, abandoned, said_by
+from tatami.comm.torchdist_waits import MessageRequest, said_by
 from tatami.comm.wait import Waiting, wait_policy
 from tatami.errors import CommError, InputError
 
-_NEVER = timedelta(days=365)
-"""Waits end by our own timeouts; gloo's would take the connections along."""
-_UNUSED_TAG = 0
-_LOOK_S = 0.02
 
-
-class TorchdistCommunicator(AbstractTorchdistCollectives):
+class TorchdistCommunicator(AbstractNcclCollectives):
     """One rank of a torch.distributed job, or of a part of it made by `split`.
 
     Collectives of CUDA tensors are NCCL's once `use_device` has found that every rank has a card of its own. Ranks that give a
-    collective different sizes are ended by gloo, with its message.
+    collective different sizes are told so.
     """
 
     def __init__(
@@ -76,35 +70,32 @@ class TorchdistCommunicator(AbstractTorchdistCollectives):
             world_ranks: of these ranks, in the communicator that has no other above it; None: this is it.
 
         Raises:
-            InputError: this torch was built without gloo.
+            InputError: this torch was built without torch.distributed.
             CommError: not all ranks came.
         """
         # Who shares this host is not known yet: as if all did, a wait is polite in any case.
         here = (socket.gethostname(),) * size
         super().__init__(rank=rank, hosts=hosts or here, name=name, timeout_s=timeout_s, roll_call=roll_call, off=off)
-        if not (dist.is_available() and dist.is_gloo_available()):
-            raise InputError("this build of torch has no gloo; start the ranks with mpiexec or tatami run")
+        if not dist.is_available():
+            raise InputError("this build of torch has no torch.distributed; start the ranks with mpiexec or tatami run")
         self._store = store
         self._num_splits = 0
         self._owns_mesh = part_of is None
-        self._gloo_device: Any = None if part_of is None else part_of._gloo_device
         ours = c10d.PrefixStore(f"{name}/mesh", store)
         self._mesh = TcpMesh(ours, rank=rank, size=size) if part_of is None else part_of._mesh
         self._number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
         self.world_ranks = world_ranks or tuple(range(size))
         self._parts: weakref.WeakSet[TorchdistCommunicator] = weakref.WeakSet()
         self._alone = single_communicator(timeout_s=timeout_s)
-        try:
-            self._gloo = self._connect(c10d.PrefixStore(f"{name}/gloo", store))
-            if self._owns_mesh:
-                start_s = self.clock.now_s()
-                self._mesh.connect(lambda: self._check_meeting(start_s))
-        except BaseException as error:
-            if self._owns_mesh:
+        if self._owns_mesh:
+            start_s = self.clock.now_s()
+            try:
+                self._mesh.connect(lambda missing: self._check_meeting(start_s, missing))
+            except BaseException as error:
                 self._mesh.close()
-            if isinstance(error, RuntimeError) and not isinstance(error, CommError):
-                raise CommError(f"rank {rank} of {size} could not reach all others through gloo: {said_by(error)}") from error
-            raise
+                if isinstance(error, RuntimeError) and not isinstance(error, CommError):
+                    raise CommError(f"rank {rank} of {size} could not reach all others: {said_by(error)}") from error
+                raise
         _open.add(self)
         cores = len(os.sched_getaffinity(0))
         self.policy = wait_policy(ranks_on_host=self.local_size, cores=cores)
@@ -117,41 +108,17 @@ class TorchdistCommunicator(AbstractTorchdistCollectives):
         policy = wait_policy(ranks_on_host=self.local_size, cores=cores)
         self.policy = replace(policy, roll_call=self._roll_call)
 
-    def _connect(self, store: Any) -> Any:
-        """Gloo's connections to all others; in a thread that is left behind where this is called off, as gloo cannot be."""
-        gloo: Any = dist.ProcessGroupGloo
-        # One device for all parts: each has a thread that wakes a hundred times a second.
-        self._gloo_device = self._gloo_device or gloo.create_default_device()
-        options = gloo._Options()
-        options._devices, options._timeout, options._threads = [self._gloo_device], _NEVER, 2
-        if self._off is None:
-            return gloo(store, self.rank, self.size, options)
-        made: list[Any] = []
-
-        def connect() -> None:
-            try:
-                made.append(gloo(store, self.rank, self.size, options))
-            except RuntimeError as error:
-                made.append(error)
-
-        thread = threading.Thread(target=connect, name=f"tatami connects {self._name}", daemon=True)
-        thread.start()
-        start_s = self.clock.now_s()
-        while not made:
-            self._check_meeting(start_s)
-            thread.join(_LOOK_S)
-        if isinstance(made[0], RuntimeError):
-            raise made[0]
-        return made[0]
-
-    def _check_meeting(self, start_s: float) -> None:
+    def _check_meeting(self, start_s: float, missing: Sequence[int]) -> None:
         """
         Raises:
             CommError: it is called off, or has taken too long.
         """
         self.check_off()
         if self.left_s(start_s) <= 0:
-            raise CommError(f"rank {self.rank} of {self.size}: {self._name} was not formed in {self.timeout_s:.3g} s")
+            raise CommError(
+                f"rank {self.rank} of {self.size}: {self._name} was not formed in {self.timeout_s:.3g} s: "
+                f"{format_ranks(missing)} did not come"
+            )
 
     @classmethod
     def world(cls, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> TorchdistCommunicator:
@@ -215,26 +182,15 @@ class TorchdistCommunicator(AbstractTorchdistCollectives):
         self._severed = True
         if self._owns_mesh:
             self._mesh.sever()
-        self._break_off()
         for part in list(self._parts):
             part.sever()
-
-    def _break_off(self) -> None:
-        # The one way to end waits inside of gloo (its abort() ends none): a wait that times out takes all connections of the
-        # group along. A wait for a rank that is gone fails at once, and takes nothing along, so each rank is tried.
-        gloo = self._gloo
-        for other in range(self.size):
-            if other != self.rank and gloo is not None:
-                with suppress(RuntimeError):
-                    room = torch.empty(1, dtype=torch.float32, device="cpu")
-                    gloo.recv([room], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             if self._owns_mesh:
                 self._mesh.close()
-            self._gloo = self._nccl = None
+            self._nccl = None
 
     def abort(self, reason: str) -> Never:
         """Ends this process; torchrun then ends the others."""
@@ -246,13 +202,13 @@ class TorchdistCommunicator(AbstractTorchdistCollectives):
         if dest == self.rank:
             return self._alone.isend(tensor, 0, tag=tag)
         waiting = Waiting(operation="send", rank=self.rank, size=self.size, peer=dest, tag=tag)
-        return MessageRequest(self, waiting, [self._sending(tensor, dest, tag)])
+        return MessageRequest(self, waiting, lambda: [self._sending(tensor, dest, tag)])
 
     def _start_recv(self, out: torch.Tensor, source: int, tag: int) -> AbstractRequest:
         if source == self.rank:
             return self._alone.irecv(out, 0, tag=tag)
         waiting = Waiting(operation="recv", rank=self.rank, size=self.size, peer=source, tag=tag)
-        return MessageRequest(self, waiting, [self._receiving(out, source, tag)])
+        return MessageRequest(self, waiting, lambda: [self._receiving(out, source, tag)])
 
 
 _open: weakref.WeakSet[TorchdistCommunicator] = weakref.WeakSet()
@@ -267,7 +223,7 @@ def _leave(message: str) -> Never:
 
 
 def _say_goodbye() -> None:
-    """Gloo's threads must end before the process does, and those of abandoned collectives never would."""
+    """NCCL's threads must end before the process does, and those of abandoned collectives never would."""
     for communicator in list(_open):
         communicator.close()
     if any(not work.is_completed() for works, _, _ in abandoned for work in works):

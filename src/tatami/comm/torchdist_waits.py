@@ -1,13 +1,12 @@
-"""Waits of ranks of torch.distributed: for the works of a collective, and for messages; each ends, and says for whom it was."""
+"""Waits of ranks of torch.distributed for messages; each ends, and says for whom it was."""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
-from typing import Any, Never
+from typing import Never
 
 import torch
 
@@ -15,26 +14,20 @@ from tatami.clock import SystemClock
 from tatami.comm.base import AbstractRequest
 from tatami.comm.checked import CheckedCommunicator, as_bytes
 from tatami.comm.roll_call import AbstractRollCall
-from tatami.comm.staging import is_on_host
 from tatami.comm.tcp_connection import Transfer
 from tatami.comm.tcp_mesh import TcpMesh
-from tatami.comm.wait import Waiting, WaitPolicy, wait_until
+from tatami.comm.wait import Waiting, WaitPolicy
 from tatami.errors import CommError, RankDiedError
 
-_SHORTEST_S = 1e-3
-"""A shorter wait of gloo's would be one without an end."""
 _SLICE_S = 0.25
 """So long a wait goes on before it is looked whether another rank asks what this one does."""
-
-abandoned: list[tuple[Any, Any, tuple[torch.Tensor, ...]]] = []
-"""Collectives whose wait timed out, with their group and tensors: gloo may still write there."""
 
 
 class AbstractTorchdistWaits(CheckedCommunicator):
     """How a rank waits.
 
     Attributes:
-        policy: how its polls are spaced.
+        policy: how polls for what is not a message are spaced.
         world_ranks: of all ranks, in the communicator that this one is a part of: those of the mesh.
     """
 
@@ -93,70 +86,28 @@ class AbstractTorchdistWaits(CheckedCommunicator):
         return source, self._mesh.expect(self.world_ranks[source], (self._number, tag), _memory(out))
 
 
-class WorkRequest(AbstractRequest):
-    """Works of one collective, complete together."""
-
-    def __init__(
-        self, communicator: AbstractTorchdistWaits, works: list[Any], group: Any, operation: str, *keep: torch.Tensor
-    ) -> None:
-        self._communicator = communicator
-        self._works = works
-        self._group = group
-        self._waiting = Waiting(operation=operation, rank=communicator.rank, size=communicator.size)
-        self._keep = keep
-
-    def test(self) -> bool:
-        if not all(work.is_completed() for work in self._works):
-            if self._communicator.mesh.is_busy:  # with messages that others may wait for before they join in
-                self._communicator.mesh.progress(0.0, is_over=lambda: False)
-            return False
-        self._finish()
-        return True
-
-    def wait(self) -> None:
-        communicator = self._communicator
-        start_s = communicator.clock.now_s()
-        if is_on_host(self._keep[0]) and not communicator.mesh.is_busy:
-            # Gloo's own wait sleeps, and gives the core to gloo's threads.
-            for work in self._works:
-                while not work.is_completed() and (left_s := communicator.left_s(start_s)) > 0:
-                    with suppress(RuntimeError):
-                        work.wait(timedelta(seconds=min(max(left_s, _SHORTEST_S), _SLICE_S)))
-                    if not work.is_completed():
-                        communicator.check_off()
-                        communicator.answer(self._waiting)
-        left_s = max(0.0, communicator.left_s(start_s))
-        policy, doing = communicator.policy, self._waiting.describe
-        if wait_until(self.test, policy=policy, timeout_s=left_s, clock=communicator.clock, doing=doing) is not None:
-            abandoned.append((self._works, self._group, self._keep))
-            raise self._waiting.timeout(communicator.clock.now_s() - start_s, roll_call=communicator.roll_call)
-
-    def _finish(self) -> None:
-        works, self._works = self._works, []
-        try:
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            raise CommError(
-                f"{self._waiting.describe()}: a rank has ended, or the link to it broke: {said_by(error)}"
-            ) from error
-
-
 class MessageRequest(AbstractRequest):
-    """Messages that are complete together: by the rank at their other end; and what is done then."""
+    """Messages that are complete together, by the rank at their other end; then those of the next phase.
+
+    A phase begins in whatever wait of this rank the one before ends, as the other ranks may wait for its messages.
+    """
 
     def __init__(
         self,
         communicator: AbstractTorchdistWaits,
         waiting: Waiting,
-        transfers: Sequence[tuple[int, Transfer]],
-        *,
-        then: Callable[[], object] | None = None,
+        *phases: Callable[[], Sequence[tuple[int, Transfer]]],
     ) -> None:
+        """
+        Args:
+            phases: each begins its messages when those of the phase before are complete; the first one's begin now.
+        """
         self._communicator = communicator
         self._waiting = waiting
-        self._transfers = transfers
-        self._then = then
+        self._phases = deque(phases)
+        self._transfers = self._phases.popleft()()
+        if self._phases and not self._advance():
+            communicator.mesh.pursue(self._advance)
 
     def test(self) -> bool:
         if not self._is_settled():
@@ -174,19 +125,27 @@ class MessageRequest(AbstractRequest):
                 communicator.check_off()
                 communicator.answer(self._waiting)
 
-    def _is_settled(self) -> bool:
+    def _advance(self) -> bool:
+        """Begin what can begin now; whether no phase will have to be begun any more."""
+        while self._phases and self._are_settled():
+            if any(transfer.problem for _, transfer in self._transfers):
+                self._phases.clear()
+            else:
+                self._transfers = self._phases[0]()
+                self._phases.popleft()
+        return not self._phases
+
+    def _are_settled(self) -> bool:
         return all(transfer.is_settled for _, transfer in self._transfers)
+
+    def _is_settled(self) -> bool:
+        return not self._phases and self._are_settled()
 
     def _is_over(self) -> bool:
         for peer, transfer in self._transfers:
             if transfer.problem:
                 self._fail(peer, transfer)
-        if not self._is_settled():
-            return False
-        then, self._then = self._then, None
-        if then is not None:
-            then()
-        return True
+        return self._is_settled()
 
     def _fail(self, peer: int, transfer: Transfer) -> Never:
         self._communicator.check_off()
@@ -197,6 +156,7 @@ class MessageRequest(AbstractRequest):
         )
 
     def _given_up(self) -> Waiting:
+        self._phases.clear()
         open_ones = [(peer, transfer) for peer, transfer in self._transfers if not transfer.is_settled]
         for peer, transfer in open_ones:
             self._communicator.mesh.withdraw(self._communicator.world_ranks[peer], transfer)
@@ -210,5 +170,5 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 
 
 def said_by(error: RuntimeError) -> str:
-    """What gloo says, without the place in its source."""
+    """What torch's store, or NCCL, says, without the place in its source."""
     return str(error).rpartition("] ")[2].partition(" This is typically")[0]

@@ -15,7 +15,7 @@ of ranks, 1, 2, 3 and 4 unless it says otherwise: `@pytest.mark.ranks(2, 3)`. Un
 one of
 
     mpiexec -n 3 python -m pytest -m mpi --world=mpi
-    torchrun --nproc-per-node 3 -m pytest -m mpi --world=gloo
+    torchrun --nproc-per-node 3 -m pytest -m mpi --world=torchrun
 
 every rank runs pytest, on the tests for exactly 3 ranks. Each call of `world` then gets a communicator of its own, the ranks
 exchange their outcomes so that all pass or fail together, with the traceback of each rank that failed, and only rank 0 reports.
@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 Body = Callable[[AbstractCommunicator], Result]
 
 DEFAULT_SIZES = (1, 2, 3, 4)
-WORLDS = {"threads": "threads", "mpi": "mpi", "gloo": "torchdist"}
+WORLDS = {"threads": "threads", "mpi": "mpi", "torchrun": "torchdist"}
 """What the ranks of a world can be, and the backend of each."""
 WORLD_TIMEOUT_S = 200.0
 """Only ends what hangs: on a machine with ten jobs for each core, a start that takes 2 s takes 20 s or more."""
