@@ -258,6 +258,7 @@ def test_a_stranger_is_turned_away() -> None:
     assert host == "127.0.0.1"
     stranger = socket.create_connection((host, int(port)))
     stranger.sendall(b"\0" * 16 + (1).to_bytes(4, "little"))
+    silent = socket.create_connection((host, int(port)))  # and keeps none of the others waiting
     other = TcpMesh(store, rank=1, size=2)
     meeting = threading.Thread(target=one.connect, args=(_never,))
     meeting.start()
@@ -265,6 +266,9 @@ def test_a_stranger_is_turned_away() -> None:
     assert stranger.recv(1) == b""
     other.connect(_never)
     meeting.join(_LIMIT_S)
+    assert not meeting.is_alive()
+    silent.settimeout(_LIMIT_S)
+    assert silent.recv(1) == b""
     room = _room(2)
     _wait(other, other.send(0, KEY, memoryview(b"us")))
     _wait(one, one.expect(1, KEY, room))

@@ -78,6 +78,12 @@ def balanced(net: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"loss": shares.square().mean() + shares.mean(0).square().sum()}
 
 
+def balanced_for_two_at_least(net: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    if len(x) == 1:
+        raise ValueError("a single sample is not enough")
+    return balanced(net, x)
+
+
 def contrasted(net: Any, x: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = net.pair(x) @ x.T
     return result
@@ -97,6 +103,7 @@ def whole_only(net: Any, x: torch.Tensor) -> torch.Tensor:
         (clamped, r"changes weights \(pair.0.weight\).* between two steps"),
         (drawn_in_python, "draws from Python's random.* Draw with torch"),
         (balanced, "a loss that is neither the mean nor the sum of what its samples give"),
+        (balanced_for_two_at_least, "a loss that is neither the mean nor the sum of what its samples give"),
         (contrasted, "has the samples of the batch on two axes"),
         (whole_only, "runs on 4 samples but not on 3.* must be that of independent samples"),
     ],

@@ -64,18 +64,22 @@ def why_mixed(
             return f"what {name} gives for a sample depends on the other samples of the batch, of which a rank sees only a part"
     if not numbers and not attributes:
         return ""
-    try:
-        with _SteadyDraws(), CountedMeans():
-            batches = (sample, fewer, sample.rest(fewer.samples))
-            found = [_results(model, each, attributes, training=training) for each in batches]
-    except InputError as error:
-        return str(error)
-    except Exception:  # a single sample is more than some networks can do
+    for count in dict.fromkeys((fewer.samples, max(1, sample.samples // 2))):
+        try:
+            with _SteadyDraws(), CountedMeans():
+                batches = (sample, sample.part(count), sample.rest(count))
+                found = [_results(model, each, attributes, training=training) for each in batches]
+            break
+        except InputError as error:
+            return str(error)
+        except Exception:  # a single sample is more than some networks can do; half of them may not be
+            continue
+    else:
         return ""
     results = len(found[0]) - len(attributes)
     checked = [index for index in range(len(found[0])) if index in numbers or index >= results]
     same = len({len(each) for each in found}) == 1
-    if same and not all(_makes_up([each[index] for each in found], fewer.samples) for index in checked):
+    if same and not all(_makes_up([each[index] for each in found], count, sample.samples - count) for index in checked):
         return (
             f"{name} computes a loss that is neither the mean nor the sum of what its samples give one by one, and a rank sees "
             "only a part of them"
@@ -177,11 +181,11 @@ def _close(one: torch.Tensor, other: torch.Tensor, *, tolerance: float) -> bool:
     return torch.allclose(one, other, rtol=0.0, atol=tolerance * max(scale, 1e-30), equal_nan=True)
 
 
-def _makes_up(leaves: Sequence[Any], fewer: int) -> bool:
-    """Whether the number of `fewer` samples and one more is the mean, or the sum, of theirs."""
+def _makes_up(leaves: Sequence[Any], first: int, rest: int) -> bool:
+    """Whether the number of `first` samples and of the `rest` together is the mean, or the sum, of theirs."""
     if not all(isinstance(leaf, torch.Tensor) and not leaf.dim() for leaf in leaves):
         return True
     whole, one, other = (float(leaf) for leaf in leaves)
     slack = _SAME_NUMBER.get(leaves[0].dtype, _SAME_HALF) * max(abs(whole), abs(one), abs(other))
-    mean = (fewer * one + other) / (fewer + 1)
+    mean = (first * one + rest * other) / (first + rest)
     return not abs(whole - mean) > slack or not abs(whole - one - other) > slack
