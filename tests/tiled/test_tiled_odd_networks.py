@@ -6,12 +6,13 @@ import copy
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from equal_runs import check_equal
+from equal_runs import check_equal, loss_of
 from networks import Case, build
 from torch import nn
 
@@ -23,6 +24,7 @@ from tatami.errors import InputError, ModelError
 from tatami.testing.worlds import World
 from tatami.tiled import find_blocks, tile, workload_of
 from tatami.tiled.describing import describe
+from tatami.tiling import Column, Layout
 from tiled_rig import assert_close, gradients, simple_layout, whole_gradients
 
 Forward = Callable[..., Any]
@@ -181,6 +183,27 @@ def test_counters_and_views_of_unnamed_samples_are_split_and_exact(world: World,
     found = find_blocks(build(ODD[name]), sample=ODD[name].draw(4, torch.Generator().manual_seed(1)))
     assert tuple(block.facts.kind for block in found.blocks) == ODD[name].blocks
     check_equal(world, ODD[name])
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", sorted(ODD))
+def test_a_rank_that_has_all_units_sums_with_those_of_its_column_that_have_none(world: World, name: str) -> None:
+    case = ODD[name]
+    (x,) = case.draw(4, torch.Generator().manual_seed(1))
+    plain, network = build(case), build(case)
+    loss_of(plain(x)).backward()  # type: ignore[no-untyped-call]
+    expected = gradients(plain)
+
+    def body(comm: AbstractCommunicator) -> None:
+        uneven = Column(width=0.5, processors=("p0", "p1"), heights=(0.98, 0.02))
+        others = tuple(Column(width=0.5, processors=(f"p{rank}",), heights=(1.0,)) for rank in range(2, comm.size))
+        layout = Layout(columns=(uneven, *others) if others else (replace(uneven, width=1.0),))
+        model = tile(network, comm, batch_size=4, sample=x, speeds="equal", layout=layout, reduction="mean", quiet=True)
+        loss_of(model(model.local(x))).backward()  # type: ignore[no-untyped-call]
+        assert_close(whole_gradients(model), expected, what="gradients")
+
+    world(body)
 
 
 def trained_alike(world: World, make: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Any], torch.Tensor]) -> None:

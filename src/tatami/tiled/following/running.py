@@ -62,7 +62,9 @@ class LocalForward:
         mode = self._followed.mode(self._module.training)
         self._check_modes(mode)
         units = [units() for units in self._units]
-        if self._plainly and all(here.size == total for here, total in units):
+        # Those of its column that have no unit wait for what it gives.
+        alone = self._context.rank.column.comm is None
+        if self._plainly and alone and all(here.size == total for here, total in units):
             return self._plain(*args, **kwargs)
         leaves, structure = pytree.tree_flatten(canonical(self._module, args, kwargs))
         if structure != mode.program.in_spec:
