@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from equal_runs import check_equal, loss_of
+from equal_runs import adam, check_equal, loss_of, random_layout
 from networks import Case, build
 from torch import nn
 
@@ -22,7 +22,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import run_threads
 from tatami.errors import InputError, ModelError
 from tatami.testing.worlds import World
-from tatami.tiled import find_blocks, tile, workload_of
+from tatami.tiled import find_blocks, move, tile, whole_state_dict, workload_of
 from tatami.tiled.describing import describe
 from tatami.tiling import Column, Layout
 from tiled_rig import assert_close, gradients, simple_layout, whole_gradients
@@ -359,17 +359,83 @@ def test_layers_that_look_alike_but_compute_other_functions_are_followed_each() 
     assert ["tanh" in program for program in programs] == [False, True]
 
 
+class Normalized(nn.Module):
+    """Two convolutions with batch normalization between and after them, and dropout in some."""
+
+    def __init__(self, *, drop: float = 0.0) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(2, 5, 3, bias=False), nn.Conv2d(5, 4, 1, bias=False)
+        self.c = nn.Conv2d(4, 2, 1)
+        self.norm, self.other = nn.BatchNorm2d(5), nn.BatchNorm2d(4)
+        self.drop = nn.Dropout(drop) if drop else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.c(self.other(self.b(torch.relu(self.drop(self.norm(self.a(x)))))))
+        return result
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("early", [False, True])
+def test_batch_normalization_that_is_frozen_in_a_split_module_is_exact(world: World, early: bool) -> None:
+    """By eval(), before or after the network is tiled, until step 3; and its weights, all the time."""
+    case = Case(
+        build=Normalized,
+        draw=lambda n, g: (torch.rand(n, 2, 5, 5, generator=g, dtype=torch.float64),),
+        blocks=("convolution pair",),
+    )
+    batches = [case.draw(6, torch.Generator().manual_seed(seed))[0] for seed in range(5)]
+
+    def prepared(model: nn.Module) -> nn.Module:
+        norm = model.get_submodule("norm")
+        norm.get_parameter("weight").requires_grad_(False)
+        with torch.no_grad():
+            norm.get_buffer("running_mean").copy_(torch.linspace(-0.3, 0.2, 5))
+        return norm.train(not early)
+
+    plain, network = build(case), build(case)
+    norm = prepared(plain).eval()
+    prepared(network)
+    optimizer, expected = adam(plain), []
+    for step, x in enumerate(batches):
+        norm.train(step >= 3)
+        optimizer.zero_grad()
+        loss_of(plain(x)).backward()  # type: ignore[no-untyped-call]
+        expected.append(gradients(plain))
+        optimizer.step()
+    state = plain.state_dict()
+
+    def body(comm: AbstractCommunicator) -> None:
+        layouts = [simple_layout(list(range(comm.size))), random_layout(comm.size, 1)]
+        model = tile(
+            network, comm, batch_size=6, sample=batches[0], speeds="equal", layout=layouts[0], reduction="mean", quiet=True
+        )
+        assert [block.facts.kind for block in model.found.blocks] == ["convolution pair"]
+        optimizer = adam(model)
+        for step, x in enumerate(batches):
+            model.module.get_submodule("norm").train(step >= 3)
+            if step in (2, 4):
+                move(model, layouts[1 - step // 4], optimizer=optimizer)
+            optimizer.zero_grad()
+            loss_of(model(model.local(x))).backward()  # type: ignore[no-untyped-call]
+            assert_close(whole_gradients(model), expected[step], what=f"gradients of step {step}")
+            optimizer.step()
+        assert_close(comm.bcast_object(whole_state_dict(model)), state, what="after the last step")
+
+    world(body)
+
+
 @pytest.mark.threads_only
 @pytest.mark.ranks(2)
-def test_a_layer_that_is_frozen_inside_of_a_split_module_is_refused(world: World) -> None:
+def test_dropout_that_is_frozen_inside_of_a_split_module_is_refused(world: World) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)), torch.rand(4, 2, 5, 5)
+    model, x = Normalized(drop=0.5), torch.rand(4, 2, 5, 5)
 
     def body(comm: AbstractCommunicator) -> None:
         tiled = tile(model, comm, batch_size=4, sample=x, speeds="equal", layout=simple_layout([0, 1]), quiet=True)
         tiled(tiled.local(x))
-        tiled.module.get_submodule("1").eval()
-        with pytest.raises(ModelError, match=r"1 of the network .* is in evaluation.* override train"):
+        tiled.module.get_submodule("drop").eval()
+        with pytest.raises(ModelError, match=r"drop of the network .* is in evaluation.* override train"):
             tiled(tiled.local(x))
 
     world(body)
