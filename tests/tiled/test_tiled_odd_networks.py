@@ -164,7 +164,60 @@ class Viewed(nn.Module):
         return result
 
 
+class Beside(nn.Module):
+    """Attention and a perceptron beside each other, of the same norm, which has a second name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = self.same = nn.LayerNorm(12)
+        self.qkv, self.out, self.up, self.down = nn.Linear(12, 36), nn.Linear(12, 12), nn.Linear(12, 10), nn.Linear(10, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.same(x)
+        q, k, v = self.qkv(h).view(x.shape[0], x.shape[1], 3, 3, 4).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        result: torch.Tensor = x + self.out(y) + self.down(F.gelu(self.up(h)))
+        return result
+
+
+class Summed(nn.Module):
+    """Attention in Einstein's notation, whose last weight has an axis of heads and one of their elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(12, 12, bias=False), nn.Linear(12, 12, bias=False), nn.Linear(12, 12)
+        self.out = nn.Parameter(torch.randn(3, 4, 12) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each(x).view(x.shape[0], x.shape[1], 3, 4) for each in (self.q, self.k, self.v))
+        weights = torch.einsum("b i h d, b j h d -> b h i j", q, k).softmax(-1)
+        return x + torch.einsum("bihd,hdo->bio", torch.einsum("bhij,bjhd->bihd", weights, v), self.out)
+
+
+class Gated(nn.Module):
+    """A gate of torch's own between convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv1d(4, 10, 3, padding=1), nn.Conv1d(5, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.b(F.glu(self.a(x), 1))
+        return result
+
+
 ODD = {
+    "beside": Case(
+        build=Beside,
+        draw=lambda n, g: (torch.rand(n, 5, 12, generator=g, dtype=torch.float64),),
+        blocks=("attention", "linear pair"),
+    ),
+    "gated": Case(
+        build=Gated, draw=lambda n, g: (torch.rand(n, 4, 7, generator=g, dtype=torch.float64),), blocks=("convolution pair",)
+    ),
+    "summed": Case(
+        build=Summed, draw=lambda n, g: (torch.rand(n, 5, 12, generator=g, dtype=torch.float64),), blocks=("attention",)
+    ),
     "counting heads": Case(
         build=CountingHeads, draw=lambda n, g: (torch.rand(n, 5, 12, generator=g, dtype=torch.float64),), blocks=("attention",)
     ),
@@ -177,9 +230,9 @@ ODD = {
 
 
 @pytest.mark.threads_only
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("name", sorted(ODD))
-def test_counters_and_views_of_unnamed_samples_are_split_and_exact(world: World, name: str) -> None:
+def test_odd_networks_are_split_and_exact(world: World, name: str) -> None:
     found = find_blocks(build(ODD[name]), sample=ODD[name].draw(4, torch.Generator().manual_seed(1)))
     assert tuple(block.facts.kind for block in found.blocks) == ODD[name].blocks
     check_equal(world, ODD[name])
@@ -379,12 +432,7 @@ class Normalized(nn.Module):
 @pytest.mark.parametrize("early", [False, True])
 def test_batch_normalization_that_is_frozen_in_a_split_module_is_exact(world: World, early: bool) -> None:
     """By eval(), before or after the network is tiled, until step 3; and its weights, all the time."""
-    case = Case(
-        build=Normalized,
-        draw=lambda n, g: (torch.rand(n, 2, 5, 5, generator=g, dtype=torch.float64),),
-        blocks=("convolution pair",),
-    )
-    batches = [case.draw(6, torch.Generator().manual_seed(seed))[0] for seed in range(5)]
+    batches = [torch.rand(6, 2, 5, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(5)]
 
     def prepared(model: nn.Module) -> nn.Module:
         norm = model.get_submodule("norm")
@@ -393,7 +441,8 @@ def test_batch_normalization_that_is_frozen_in_a_split_module_is_exact(world: Wo
             norm.get_buffer("running_mean").copy_(torch.linspace(-0.3, 0.2, 5))
         return norm.train(not early)
 
-    plain, network = build(case), build(case)
+    plain, network = one_at_a_time(Normalized)().double(), one_at_a_time(Normalized)().double()
+    network.load_state_dict(plain.state_dict())
     norm = prepared(plain).eval()
     prepared(network)
     optimizer, expected = adam(plain), []
