@@ -412,6 +412,32 @@ def test_layers_that_look_alike_but_compute_other_functions_are_followed_each() 
     assert ["tanh" in program for program in programs] == [False, True]
 
 
+class Sliced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.rand(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights[1:]:
+            x = torch.tanh(x @ weight)
+        return x
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
+def test_a_slice_of_a_list_of_parameters_is_refused_with_its_line(world: World) -> None:
+    x, network = torch.rand(4, 6), Sliced()
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tile(network, comm, batch_size=4, sample=x, speeds="equal", layout=simple_layout([0], [1]), quiet=True)
+        with pytest.raises(
+            ModelError, match=r"test_tiled_odd_networks.py:\d+ `for weight in self.weights\[1:\]:`: .* self.w\[i\]"
+        ):
+            model(model.local(x))
+
+    world(body)
+
+
 class Normalized(nn.Module):
     """Two convolutions with batch normalization between and after them, and dropout in some."""
 
@@ -442,7 +468,8 @@ def test_batch_normalization_that_is_frozen_in_a_split_module_is_exact(world: Wo
         norm.train(not early)
         return model
 
-    plain = one_at_a_time(Normalized)().double()
+    torch.manual_seed(0)
+    plain = Normalized().double()
     network = prepared(copy.deepcopy(plain))
     norm = prepared(plain).get_submodule("norm")
     optimizer, expected = adam(plain), []
