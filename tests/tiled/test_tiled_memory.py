@@ -23,6 +23,7 @@ from tatami.comm.threads import run_threads
 from tatami.comm.wrapper import Recording
 from tatami.errors import InputError, MemoryLackError
 from tatami.tiled import TiledModel, find_blocks, move, tile, workload_of
+from tatami.tiled.good_state import GoodState
 from tatami.tiling import Column, Layout, Plan, plan
 from tatami.tiling.memory import memory_bytes
 from tatami.workload import Workload
@@ -76,10 +77,13 @@ class Counted:
         return tensor
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> int:
-    """One step of training; the bytes of weights, gradients, the optimizer's state and what forward keeps for backward."""
+def step(model: TiledModel, optimizer: torch.optim.Optimizer, x: torch.Tensor, good: GoodState) -> int:
+    """One step of training; the bytes of weights, gradients, the optimizer's state, what forward keeps for backward, the
+    Trainer's copy, and the messages between columns."""
     optimizer.zero_grad()
+    good.keep(0)
     saved, state = Counted(), Counted()
+    state.add(good._kept)
     with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
         output = model(x)
         flat = output.flatten(0, -2)
@@ -92,6 +96,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
     state.add([*model.parameters(), *model.buffers(), *(parameter.grad for parameter in model.parameters())])
     for each in optimizer.state.values():
         state.add(value for value in each.values() if value.dim())
+    exchange = model._placement.exchange
+    if exchange is not None:
+        state.add(room.buffer for room in exchange._rooms.values())
+        state.add(stage.values for stage in exchange._stages)
+        state.add(sum_._scratch for sum_ in exchange._vectors._sums.values())
+        state.add([] if exchange._vector is None else [exchange._vector._values])
     return sum(saved.sizes.values()) + sum(state.sizes.values())
 
 
@@ -128,10 +138,10 @@ def test_of_a_hundred_capped_plans_none_exceeds_its_cap_when_it_runs(name: str) 
         first = plans[0].layout
         model = tile(network, comm, batch_size=SAMPLES, sample=x[:4], speeds="equal", layout=first, reduction="mean")
         optimizer = torch.optim.Adam([each for each in model.parameters() if each.requires_grad])
-        sizes = []
+        sizes, good = [], GoodState(model, folder=Path())
         for planned in plans:
             move(model, planned.layout, optimizer=optimizer)
-            sizes.append(step(model, optimizer, model.local(x)))
+            sizes.append(step(model, optimizer, model.local(x), good))
         return sizes
 
     measured = run_threads(body, size=RANKS, timeout_s=800)

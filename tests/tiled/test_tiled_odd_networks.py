@@ -6,12 +6,13 @@ import copy
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from equal_runs import check_equal
+from equal_runs import adam, check_equal, loss_of, random_layout
 from networks import Case, build
 from torch import nn
 
@@ -21,8 +22,9 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import run_threads
 from tatami.errors import InputError, ModelError
 from tatami.testing.worlds import World
-from tatami.tiled import find_blocks, tile, workload_of
+from tatami.tiled import find_blocks, move, tile, whole_state_dict, workload_of
 from tatami.tiled.describing import describe
+from tatami.tiling import Column, Layout
 from tiled_rig import assert_close, gradients, simple_layout, whole_gradients
 
 Forward = Callable[..., Any]
@@ -162,7 +164,60 @@ class Viewed(nn.Module):
         return result
 
 
+class Beside(nn.Module):
+    """Attention and a perceptron beside each other, of the same norm, which has a second name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = self.same = nn.LayerNorm(12)
+        self.qkv, self.out, self.up, self.down = nn.Linear(12, 36), nn.Linear(12, 12), nn.Linear(12, 10), nn.Linear(10, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.same(x)
+        q, k, v = self.qkv(h).view(x.shape[0], x.shape[1], 3, 3, 4).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        result: torch.Tensor = x + self.out(y) + self.down(F.gelu(self.up(h)))
+        return result
+
+
+class Summed(nn.Module):
+    """Attention in Einstein's notation, whose last weight has an axis of heads and one of their elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(12, 12, bias=False), nn.Linear(12, 12, bias=False), nn.Linear(12, 12)
+        self.out = nn.Parameter(torch.randn(3, 4, 12) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each(x).view(x.shape[0], x.shape[1], 3, 4) for each in (self.q, self.k, self.v))
+        weights = torch.einsum("b i h d, b j h d -> b h i j", q, k).softmax(-1)
+        return x + torch.einsum("bihd,hdo->bio", torch.einsum("bhij,bjhd->bihd", weights, v), self.out)
+
+
+class Gated(nn.Module):
+    """A gate of torch's own between convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv1d(4, 10, 3, padding=1), nn.Conv1d(5, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.b(F.glu(self.a(x), 1))
+        return result
+
+
 ODD = {
+    "beside": Case(
+        build=Beside,
+        draw=lambda n, g: (torch.rand(n, 5, 12, generator=g, dtype=torch.float64),),
+        blocks=("attention", "linear pair"),
+    ),
+    "gated": Case(
+        build=Gated, draw=lambda n, g: (torch.rand(n, 4, 7, generator=g, dtype=torch.float64),), blocks=("convolution pair",)
+    ),
+    "summed": Case(
+        build=Summed, draw=lambda n, g: (torch.rand(n, 5, 12, generator=g, dtype=torch.float64),), blocks=("attention",)
+    ),
     "counting heads": Case(
         build=CountingHeads, draw=lambda n, g: (torch.rand(n, 5, 12, generator=g, dtype=torch.float64),), blocks=("attention",)
     ),
@@ -175,12 +230,33 @@ ODD = {
 
 
 @pytest.mark.threads_only
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("name", sorted(ODD))
-def test_counters_and_views_of_unnamed_samples_are_split_and_exact(world: World, name: str) -> None:
+def test_odd_networks_are_split_and_exact(world: World, name: str) -> None:
     found = find_blocks(build(ODD[name]), sample=ODD[name].draw(4, torch.Generator().manual_seed(1)))
     assert tuple(block.facts.kind for block in found.blocks) == ODD[name].blocks
     check_equal(world, ODD[name])
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", sorted(ODD))
+def test_a_rank_that_has_all_units_sums_with_those_of_its_column_that_have_none(world: World, name: str) -> None:
+    case = ODD[name]
+    (x,) = case.draw(4, torch.Generator().manual_seed(1))
+    plain, network = build(case), build(case)
+    loss_of(plain(x)).backward()  # type: ignore[no-untyped-call]
+    expected = gradients(plain)
+
+    def body(comm: AbstractCommunicator) -> None:
+        uneven = Column(width=0.5, processors=("p0", "p1"), heights=(0.98, 0.02))
+        others = tuple(Column(width=0.5, processors=(f"p{rank}",), heights=(1.0,)) for rank in range(2, comm.size))
+        layout = Layout(columns=(uneven, *others) if others else (replace(uneven, width=1.0),))
+        model = tile(network, comm, batch_size=4, sample=x, speeds="equal", layout=layout, reduction="mean", quiet=True)
+        loss_of(model(model.local(x))).backward()  # type: ignore[no-untyped-call]
+        assert_close(whole_gradients(model), expected, what="gradients")
+
+    world(body)
 
 
 def trained_alike(world: World, make: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Any], torch.Tensor]) -> None:
@@ -336,17 +412,106 @@ def test_layers_that_look_alike_but_compute_other_functions_are_followed_each() 
     assert ["tanh" in program for program in programs] == [False, True]
 
 
+class Sliced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.rand(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights[1:]:
+            x = torch.tanh(x @ weight)
+        return x
+
+
 @pytest.mark.threads_only
 @pytest.mark.ranks(2)
-def test_a_layer_that_is_frozen_inside_of_a_split_module_is_refused(world: World) -> None:
+def test_a_slice_of_a_list_of_parameters_is_refused_with_its_line(world: World) -> None:
+    x, network = torch.rand(4, 6), Sliced()
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tile(network, comm, batch_size=4, sample=x, speeds="equal", layout=simple_layout([0], [1]), quiet=True)
+        with pytest.raises(
+            ModelError, match=r"test_tiled_odd_networks.py:\d+ `for weight in self.weights\[1:\]:`: .* self.w\[i\]"
+        ):
+            model(model.local(x))
+
+    world(body)
+
+
+class Normalized(nn.Module):
+    """Two convolutions with batch normalization between and after them, and dropout in some."""
+
+    def __init__(self, *, drop: float = 0.0) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(2, 5, 3, bias=False), nn.Conv2d(5, 4, 1, bias=False)
+        self.c = nn.Conv2d(4, 2, 1)
+        self.norm, self.other = nn.BatchNorm2d(5), nn.BatchNorm2d(4)
+        self.drop = nn.Dropout(drop) if drop else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.c(self.other(self.b(torch.tanh(self.drop(self.norm(self.a(x)))))))
+        return result
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("early", [False, True])
+def test_batch_normalization_that_is_frozen_in_a_split_module_is_exact(world: World, early: bool) -> None:
+    """By eval(), before or after the network is tiled, until step 3; and its weights, all the time."""
+    batches = [torch.randn(6, 2, 5, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(5)]
+
+    def prepared(model: nn.Module) -> nn.Module:
+        norm = model.get_submodule("norm")
+        norm.get_parameter("weight").requires_grad_(False)
+        with torch.no_grad():
+            norm.get_buffer("running_mean").copy_(torch.linspace(-0.3, 0.2, 5))
+        norm.train(not early)
+        return model
+
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)), torch.rand(4, 2, 5, 5)
+    plain = Normalized().double()
+    network = prepared(copy.deepcopy(plain))
+    norm = prepared(plain).get_submodule("norm")
+    optimizer, expected = adam(plain), []
+    for step, x in enumerate(batches):
+        norm.train(step >= 3)
+        optimizer.zero_grad()
+        loss_of(plain(x)).backward()  # type: ignore[no-untyped-call]
+        expected.append(gradients(plain))
+        optimizer.step()
+    state = plain.state_dict()
+
+    def body(comm: AbstractCommunicator) -> None:
+        layouts = [simple_layout(list(range(comm.size))), random_layout(comm.size, 1)]
+        model = tile(
+            network, comm, batch_size=6, sample=batches[0], speeds="equal", layout=layouts[0], reduction="mean", quiet=True
+        )
+        assert [block.facts.kind for block in model.found.blocks] == ["convolution pair"]
+        optimizer = adam(model)
+        for step, x in enumerate(batches):
+            model.module.get_submodule("norm").train(step >= 3)
+            if step in (2, 4):
+                move(model, layouts[1 - step // 4], optimizer=optimizer)
+            optimizer.zero_grad()
+            loss_of(model(model.local(x))).backward()  # type: ignore[no-untyped-call]
+            assert_close(whole_gradients(model), expected[step], what=f"gradients of step {step}")
+            optimizer.step()
+        assert_close(comm.bcast_object(whole_state_dict(model)), state, what="after the last step")
+
+    world(body)
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
+def test_dropout_that_is_frozen_inside_of_a_split_module_is_refused(world: World) -> None:
+    torch.manual_seed(0)
+    model, x = Normalized(drop=0.5), torch.rand(4, 2, 5, 5)
 
     def body(comm: AbstractCommunicator) -> None:
         tiled = tile(model, comm, batch_size=4, sample=x, speeds="equal", layout=simple_layout([0, 1]), quiet=True)
         tiled(tiled.local(x))
-        tiled.module.get_submodule("1").eval()
-        with pytest.raises(ModelError, match=r"1 of the network .* is in evaluation.* override train"):
+        tiled.module.get_submodule("drop").eval()
+        with pytest.raises(ModelError, match=r"drop of the network .* is in evaluation.* override train"):
             tiled(tiled.local(x))
 
     world(body)

@@ -21,8 +21,8 @@ from tatami.tiled.parts.finding import FoundPart, PartVocabulary, find_parts
 from tatami.tiled.tiled_block import TiledBlock
 from tatami.workload import Block, Workload
 
-_ADAM = 4
-"""A weight, its gradient, and two moments."""
+_COPIES = 5
+"""A weight, its gradient, two moments of Adam, and the Trainer's copy of the last good weight."""
 _STATISTICS_BYTES = 128
 """Of one channel: means and variances of up to eight columns, and what is made of them."""
 _FOLLOWING = threading.Lock()
@@ -253,7 +253,7 @@ def workload_of(model: nn.Module, found: Blocks, *, samples: int, wire: str | No
         replicated_flop_per_sample=_replicated_flop(found, replicated),
         wire=wire,
         element_bytes=element_bytes,
-        state_bytes_per_parameter=_ADAM * element_bytes,
+        state_bytes_per_parameter=_COPIES * element_bytes,
         # Whatever the pass kept, and no unit owns.
         replicated_activation_bytes=max(0.0, kept_bytes - sum(each.units * each.unit_activation_bytes for each in blocks)),
         replicated_frozen_bytes=sum(size for name, size in frozen.items() if name not in tiled) + _statistics_bytes(model),

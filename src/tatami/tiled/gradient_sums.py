@@ -22,6 +22,7 @@ from tatami.errors import ModelError
 from tatami.tiled.blocks import Blocks
 from tatami.tiled.context import RankContext
 from tatami.tiled.departing import Departures, buckets_of
+from tatami.tiled.following.exporting import line_of_error
 from tatami.tiled.phases import IterationPhase, Phases
 from tatami.tiled.placement import Placement
 from tatami.tiled.rows import Rows
@@ -29,6 +30,9 @@ from tatami.tiled.same_batch import different_sizes
 from tatami.tiled.stopwatch import LinkTimes
 from tatami.tiling.traffic import size_digits
 from tatami.workload import Workload
+
+_NO_LEAF = "Cannot assign non-leaf Tensor to parameter"
+"""How torch begins to say that a parameter was to be made of a plain tensor."""
 
 
 class GradientSums:
@@ -98,7 +102,7 @@ class GradientSums:
         by_parameter = {id(p): s for p, s in zip(trained, stand_ins, strict=True)}
         for stand_in in stand_ins:
             # A slice of an nn.ParameterList would make new parameters of plain tensors, whose gradients are lost; of this it
-            # cannot, and torch says so.
+            # cannot: torch raises `_NO_LEAF`.
             stand_in._is_param = True
         if departing is not None:
             departing.stand_ins = by_parameter
@@ -108,6 +112,13 @@ class GradientSums:
         self._departing = departing
         try:
             return self._run(inputs, named_inputs)
+        except ValueError as error:
+            if _NO_LEAF not in str(error):
+                raise
+            raise ModelError(
+                f"{line_of_error(error)}the forward pass makes new parameters of those that the network has, as a slice of an "
+                "nn.ParameterList does, and they would get no gradient. Take its elements one by one: self.w[i]"
+            ) from error
         finally:
             if departing is not None:
                 departing.stand_ins = {}  # which lead to the graph, and the graph leads to `departing`

@@ -42,6 +42,7 @@ def fit(
             f"{_largest(cluster).name}, has {_size(_largest(cluster).memory_bytes or 0)}",
             lacking_bytes={processor.name: least_bytes - (processor.memory_bytes or 0) for processor in cluster.processors},
         )
+    ranks = cluster.size
     if small:
         cluster = replace(cluster, processors=rest)  # otherwise the same object, of which prices are remembered
     slow: list[str] = []
@@ -52,10 +53,10 @@ def fit(
             raise PlanError(
                 f"planner {planner.name!r} must lay out every processor of the cluster once; these differ: {differ}"
             )
-        if lacking_bytes(layout, cluster=cluster, workload=workload):
-            found = squeezed(layout, cluster=cluster, workload=workload)
+        if lacking_bytes(layout, cluster=cluster, workload=workload, ranks=ranks):
+            found = squeezed(layout, cluster=cluster, workload=workload, ranks=ranks)
             if found is None:
-                raise _lack(planner, layout, cluster, workload)
+                raise _lack(planner, layout, cluster, workload, ranks)
             layout = found
         empty = layout.empty(workload)
         if not empty:
@@ -80,9 +81,9 @@ def _least_bytes(workload: Workload) -> float:
     return workload.replicated_state_bytes + workload.replicated_activation_bytes + min(units, default=0.0)
 
 
-def _lack(planner: AbstractPlanner, layout: Layout, cluster: Cluster, workload: Workload) -> MemoryLackError:
-    kept = memory_bytes(layout, workload=workload)
-    lacking = lacking_bytes(layout, cluster=cluster, workload=workload)
+def _lack(planner: AbstractPlanner, layout: Layout, cluster: Cluster, workload: Workload, ranks: int) -> MemoryLackError:
+    kept = memory_bytes(layout, workload=workload, cluster=cluster, ranks=ranks)
+    lacking = lacking_bytes(layout, cluster=cluster, workload=workload, ranks=ranks)
     told = [
         f"{name} lacks {_size(missing)} (it would keep {_size(kept[name])} in {_size(cluster.by_name[name].memory_bytes or 0)})"
         for name, missing in list(lacking.items())[:_SHOWN]

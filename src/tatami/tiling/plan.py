@@ -168,7 +168,7 @@ def _planned(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, 
             beta_bytes=workload.vertical_bytes,
         ),
         left_out=(*small, *slow),
-        memory_bytes=memory_bytes(layout, workload=workload),
+        memory_bytes=memory_bytes(layout, workload=workload, cluster=cluster),
     )
 
 

@@ -40,11 +40,12 @@ class Workload:
         wire: one of `WIRES`: what is summed over ranks is rounded to it on its way; None: it travels as it is.
         bucket_bytes: gradients leave while earlier blocks compute, as soon as so many bytes of them are there; None: all
             together after the backward pass.
-        state_bytes_per_parameter: what a processor keeps for each trained weight: the weight, its gradient, and the optimizer's
-            state. 16 for float32 and Adam, which has two moments; 8 for plain SGD, 12 with momentum.
+        state_bytes_per_parameter: what a processor keeps for each trained weight: the weight, its gradient, the optimizer's
+            state, and the Trainer's copy of the last good weight. 20 for float32 and Adam, which has two moments; 12 for plain
+            SGD, 16 with momentum.
         trained_tensors: how many trained weights there are, in all layers: ranks tell each other which had part in the loss.
         replicated_activation_bytes: what the layers outside of blocks leave behind for backward, for each sample.
-        replicated_frozen_bytes: of weights outside of blocks that are not trained, and of buffers.
+        replicated_frozen_bytes: of weights outside of blocks that are not trained, and of buffers, without a copy.
     """
 
     samples: int
@@ -55,7 +56,7 @@ class Workload:
     element_bytes: int = 4
     wire: str | None = None
     bucket_bytes: int | None = None
-    state_bytes_per_parameter: float = 16.0
+    state_bytes_per_parameter: float = 20.0
     replicated_activation_bytes: float = 0.0
     replicated_frozen_bytes: float = 0.0
     trained_tensors: int = 0
@@ -137,12 +138,12 @@ class Workload:
 
     @property
     def replicated_state_bytes(self) -> float:
-        """What every rank keeps of the weights outside of blocks, their gradients and the optimizer's state."""
-        return self.replicated_parameters * self.state_bytes_per_parameter + self.replicated_frozen_bytes
+        """What every rank keeps of the weights outside of blocks, with gradients, the optimizer's state and a copy."""
+        return self.replicated_parameters * self.state_bytes_per_parameter + 2 * self.replicated_frozen_bytes
 
     def unit_state_bytes(self, block: Block) -> float:
         """The same of one unit of a block."""
-        return block.unit_parameters * self.state_bytes_per_parameter + block.unit_frozen_bytes
+        return block.unit_parameters * self.state_bytes_per_parameter + 2 * block.unit_frozen_bytes
 
     @cached_property
     def vertical_exchanges(self) -> int:

@@ -110,12 +110,18 @@ class _Part:
             for half, candidate in zip(halves, candidates, strict=True)
         ]
         self.own = {}
+        whole: dict[int, torch.Tensor] = {}  # a tensor may be there under several names
         for name, tensor in own.items():
             value = tensor.detach()
             if name in cuts:
                 runs, block = cuts[name]
                 value = cut_units(value, runs, self.spans[block])
+            elif id(tensor) in whole:
+                self.own[name] = whole[id(tensor)]
+                continue
             self.own[name] = value.clone().requires_grad_(tensor.requires_grad)
+            if name not in cuts:
+                whole[id(tensor)] = self.own[name]
         copies = [
             leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in inputs

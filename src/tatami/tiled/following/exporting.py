@@ -99,7 +99,7 @@ def export(module: nn.Module, call: ModuleCall, *, fixed: Collection[tuple[int, 
             exported = torch.export.export(on_tensors, tensors, dynamic_shapes={"tensors": marks}, strict=False)
     except Exception as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
-        raise NotFollowedError(f"{_line_of(error)}torch.export: {said[0]}") from error
+        raise NotFollowedError(f"{line_of_error(error)}torch.export: {said[0]}") from error
     signature = exported.graph_signature
     names = []
     for spec in signature.input_specs:
@@ -142,7 +142,7 @@ def _written_into(node: Any) -> Any:
     return node
 
 
-def _line_of(error: Exception) -> str:
+def line_of_error(error: Exception) -> str:
     """The last line of the user's own code on the way to the error, such as "net.py:13 `if h.sum() > 0:`: "; or nothing."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [told for frame in frames if frame.line and (told := _told(frame.filename, frame.lineno, frame.line))]

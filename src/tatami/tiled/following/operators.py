@@ -331,6 +331,38 @@ def _matmul(following: Following, node: fx.Node) -> Axes | None:
     return [*batch, one[-2], other[-1]]
 
 
+def _einsum(following: Following, node: fx.Node) -> Axes | None:
+    """Of two tensors, every letter once in each."""
+    equation, operands = str(node.args[0]).replace(" ", ""), node.args[1]
+    given, arrow, wanted = equation.partition("->")
+    letters = given.split(",")
+    if not arrow or "." in equation or len(letters) != 2 or any(len(set(each)) < len(each) for each in letters):
+        return None
+    one, other = (dict(zip(each, following.of(x), strict=True)) for each, x in zip(letters, operands, strict=True))  # type: ignore[arg-type]
+    summed = [letter for letter in one if letter in other and letter not in wanted]
+    if set(one.keys() ^ other.keys()) - set(wanted):
+        return None
+    for letter in set(one) & set(other) & set(wanted):
+        unify(one[letter], other[letter])
+    if summed:
+        for letter in summed:
+            unify(one[letter], other[letter])
+        following.contracted[node] = [atom for letter in summed for atom in one[letter]]
+    return [(one | other)[letter] for letter in wanted]
+
+
+def _glu(following: Following, node: fx.Node) -> Axes | None:
+    axes = list(following.of(node.args[0]))
+    dim = int(_argument(node, 1, "dim", -1)) % len(axes)
+    size = extent(axes[dim])
+    if not isinstance(size, int):
+        return None
+    values, gates = cut(axes[dim], 0, size // 2), cut(axes[dim], size // 2, size)
+    unify(values, gates)
+    axes[dim] = values
+    return axes
+
+
 def _addmm(following: Following, node: fx.Node) -> Axes:
     bias, one, other = (following.of(operand) for operand in node.args[:3])
     _contract(following, node, one[1], other[0])
@@ -511,6 +543,8 @@ _RULES: dict[Any, Rule] = {
     aten.mm.default: _matmul,
     aten.bmm.default: _matmul,
     aten.addmm.default: _addmm,
+    aten.einsum.default: _einsum,
+    aten.glu.default: _glu,
     aten.sum.dim_IntList: _sum,
     aten.scaled_dot_product_attention.default: _attention,
     aten.layer_norm.default: _norm,

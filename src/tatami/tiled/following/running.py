@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils import _pytree as pytree
 
 from tatami.errors import ModelError
+from tatami.tiled import whole_batch
 from tatami.tiled.context import ModuleContext
 from tatami.tiled.following.capturing import canonical
 from tatami.tiled.following.exporting import FollowedProgram, same_leaves
@@ -51,6 +52,7 @@ class LocalForward:
         self._plain = module.forward
         self._plainly = plainly
         self._graphs = {training: _on_device(followed.mode(training).local.graph, device) for training in (True, False)}
+        self._variants: dict[tuple[bool, frozenset[str]], fx.GraphModule] = {}
         self._inside: list[tuple[str, nn.Module]] | None = None
         self._known: dict[bool, set[tuple[tuple[int, ...], ...]]] = {True: set(), False: set()}
         self._owners = {
@@ -60,9 +62,13 @@ class LocalForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = self._followed.mode(self._module.training)
-        self._check_modes(mode)
         units = [units() for units in self._units]
-        if self._plainly and all(here.size == total for here, total in units):
+        # Those of its column that have no unit wait for what it gives.
+        alone = self._context.rank.column.comm is None
+        runs_plainly = self._plainly and alone and all(here.size == total for here, total in units)
+        # On all ranks, or on none: where one of them refuses, no other may wait for it.
+        frozen = frozenset[str]() if runs_plainly and self._context.rank.comm is None else self._frozen(mode)
+        if runs_plainly:
             return self._plain(*args, **kwargs)
         leaves, structure = pytree.tree_flatten(canonical(self._module, args, kwargs))
         if structure != mode.program.in_spec:
@@ -72,6 +78,11 @@ class LocalForward:
         inputs = [leaves[index] for index in mode.program.given]
         self._check_lengths(mode.program, inputs)
         graph = self._graphs[self._module.training]
+        if frozen:
+            key = (self._module.training, frozen)
+            if key not in self._variants:
+                self._variants[key] = _frozen_in(graph, frozen, before=2 + len(units), tensors=mode.program.tensors)
+            graph = self._variants[key]
         results = graph(self._context, mode.local.facts, *(here.size for here, _ in units), *tensors, *inputs)
         return pytree.tree_unflatten(results, mode.program.out_spec)
 
@@ -100,19 +111,23 @@ class LocalForward:
         if program.same != tuple(range(len(leaves))) and same_leaves(leaves) != program.same:
             raise ModelError(f"the inputs of {self._what} were one tensor in the sample batch and are several now; {_REMEDY}")
 
-    def _check_modes(self, mode: Mode) -> None:
-        """Whether the modules inside are in the mode in which they were followed: a layer that is frozen by `eval()` is not."""
+    def _frozen(self, mode: Mode) -> frozenset[str]:
+        """The batch normalizations inside that were frozen by `eval()`; all else is in the mode in which it was followed."""
         if self._inside is None:  # layers are replaced after this was made
             self._inside = list(self._module.named_modules())
-        if self._context.rank.comm is None:
-            return
+        frozen = set()
         for (name, inner), was_training in zip(self._inside, mode.modes, strict=False):
-            if inner.training != was_training and not isinstance(inner, _WITHOUT_MODE):
-                now = "training" if inner.training else "evaluation"
-                raise ModelError(
-                    f"{name} of {self._what} is in {now}, in which the network was not followed. To keep a layer frozen, "
-                    "override train() of the module that holds it, before the network is tiled"
-                )
+            if inner.training == was_training or isinstance(inner, _WITHOUT_MODE):
+                continue
+            if was_training and isinstance(inner, nn.modules.batchnorm._BatchNorm):
+                frozen.add(name)
+                continue
+            now = "training" if inner.training else "evaluation"
+            raise ModelError(
+                f"{name} of {self._what} is in {now}, in which the network was not followed. To keep a layer frozen, "
+                "override train() of the module that holds it, before the network is tiled"
+            )
+        return frozenset(frozen)
 
     def _check_lengths(self, program: FollowedProgram, inputs: Sequence[torch.Tensor]) -> None:
         """Whether branches that the module takes by lengths are those that were followed, however many samples there are."""
@@ -162,6 +177,30 @@ def _on_device(graph: fx.GraphModule, device: torch.device) -> fx.GraphModule:
         node.kwargs = fx.node.map_aggregate(node.kwargs, move)
     moved.recompile()
     return moved
+
+
+def _frozen_in(graph: fx.GraphModule, frozen: frozenset[str], *, before: int, tensors: Sequence[str]) -> fx.GraphModule:
+    """The program where these batch normalizations take their running statistics, and leave them as they are.
+
+    Args:
+        graph: the program.
+        frozen: the layers' names. One that has no running statistics takes those of the batch even then.
+        before: inputs of the program before `tensors`.
+        tensors: the module's, by name.
+    """
+    copied = copy.deepcopy(graph)
+    nodes = list(copied.graph.nodes)
+    layers = {node: name.rpartition(".") for node, name in zip(nodes[before:], tensors, strict=False)}
+    for node in nodes:
+        layer, _, tensor = next((layers[each] for each in node.all_input_nodes if each in layers), ("", "", ""))
+        if node.target is whole_batch.batch_norm:
+            layer, _, tensor = layers.get(node.args[5], ("", "", ""))
+            if layer in frozen and tensor == "running_mean":
+                node.update_arg(7, False)
+        elif layer in frozen and tensor == "num_batches_tracked" and not node.users:
+            copied.graph.erase_node(node)
+    copied.recompile()
+    return copied
 
 
 def _owner(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
