@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tatami.cluster import Cluster, SpeedTable, speed_at
 from tatami.retiling.alarms import Alarm
 from tatami.retiling.columns import works_of
-from tatami.retiling.link_watch import LinkWatch
+from tatami.retiling.link_watch import LinkWatch, WatchedMessage
 from tatami.retiling.noticing import Detector, Vector
 from tatami.retiling.sizes import SizedTimes
 from tatami.tiling import Layout
@@ -44,14 +44,14 @@ class Estimates:
         self._sizes = SizedTimes(self._size, given=_in_work(cluster, workload=workload))
         self._sized_at: Vector = np.full(self._size, workload.samples * workload.units / self._size)
         self._last: Vector = np.full(self._size, np.nan)
-        self.lie(layout, iteration=0)
+        self.lie(layout, iteration=0, messages=self.links.messages_of(layout))
 
-    def lie(self, layout: Layout, *, iteration: int) -> None:
+    def lie(self, layout: Layout, *, iteration: int, messages: tuple[WatchedMessage, ...]) -> None:
         """The tiles lie like this after `iteration`; what was measured under others does not compare."""
         works = works_of(layout, workload=self._workload)
         self.works: Vector = np.array([works.get(name, 0.0) for name in self._names])
         self._sized_at = np.where(self.works > 0, self.works, self._sized_at)
-        self.links.lie(layout)
+        self.links.lie(messages)
         self._detector = self._detector.renewed((self._size, *([len(self.links.pairs)] if self.links.pairs else [])))
         self.since = iteration
 
