@@ -8,6 +8,7 @@ size of its tile.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +17,31 @@ from tatami.cluster import Cluster, SpeedTable, speed_at
 from tatami.retiling.alarms import Alarm
 from tatami.retiling.columns import works_of
 from tatami.retiling.link_watch import LinkWatch, WatchedMessage
-from tatami.retiling.noticing import Detector, Vector
-from tatami.retiling.sizes import SizedTimes
+from tatami.retiling.noticing import WINDOW, Detector, Vector
+from tatami.retiling.sizes import LEAST_DIFFERENCE, SizedTimes
 from tatami.tiling import Layout
 from tatami.workload import Workload
 
 _ENOUGH = 8
 """Samples under the tiles of now that replace what was known of a processor before."""
+
+AGREE = 3.0
+"""Standard errors within which samples under other tiles, at another size, are of the same speed."""
+CERTAINTY_USUAL = 2.0
+"""Within so many, a processor that changed is what it was before it changed for the first time."""
+
+
+@dataclass(kw_only=False)
+class _Remembered:
+    level: Vector
+    worth: NDArray[np.int64]
+
+    @classmethod
+    def nothing(cls, size: int) -> _Remembered:
+        return cls(np.full(size, np.nan), np.zeros(size, dtype=np.int64))
+
+    def put(self, index: int, level: float, worth: int) -> None:
+        self.level[index], self.worth[index] = level, worth
 
 
 class Estimates:
@@ -44,10 +63,15 @@ class Estimates:
         self._sizes = SizedTimes(self._size, given=_in_work(cluster, workload=workload))
         self._sized_at: Vector = np.full(self._size, workload.samples * workload.units / self._size)
         self._last: Vector = np.full(self._size, np.nan)
+        # Levels of before, and how many samples they are worth: under other tiles, and before the processor changed.
+        self._worth = np.zeros(self._size, dtype=np.int64)
+        self._prior, self._usual = (_Remembered.nothing(self._size) for _ in range(2))
         self.lie(layout, iteration=0, messages=self.links.messages_of(layout))
 
     def lie(self, layout: Layout, *, iteration: int, messages: tuple[WatchedMessage, ...]) -> None:
         """The tiles lie like this after `iteration`; what was measured under others does not compare."""
+        if np.isfinite(self._last).any():
+            self._prior = _Remembered(*self._pooled())
         works = works_of(layout, workload=self._workload)
         self.works: Vector = np.array([works.get(name, 0.0) for name in self._names])
         self._sized_at = np.where(self.works > 0, self.works, self._sized_at)
@@ -76,9 +100,32 @@ class Estimates:
         )
         if link is None:
             self._sizes.scale(index, alarm.slower)
+            self._remember(index, alarm)
         else:
             self.links.changed(link, slower=alarm.slower)
         return alarm
+
+    def _remember(self, index: int, alarm: Alarm) -> None:
+        """What has changed is as it used to be, if that is what it looks like: machines that were slow recover."""
+        prior, usual = self._prior, self._usual
+        if abs(alarm.after_s - usual.level[index]) <= CERTAINTY_USUAL * alarm.error * usual.level[index]:
+            prior.put(index, usual.level[index], usual.worth[index])
+            usual.put(index, np.nan, 0)
+        else:
+            if not usual.worth[index]:
+                usual.put(index, self._last[index], self._worth[index])
+            prior.put(index, np.nan, 0)
+
+    def _pooled(self) -> tuple[Vector, NDArray[np.int64]]:
+        """Levels from these samples and what was known before, as far as both agree; and how many samples they are worth."""
+        prior, level, count = self._prior, self._level, self._count
+        allowed = np.maximum(LEAST_DIFFERENCE, AGREE * self._detector.noise[: self._size] * np.sqrt(1.57 / np.maximum(count, 1)))
+        differs = np.abs(level - prior.level) > allowed * prior.level
+        worth = np.where(differs, 0, prior.worth)
+        known, seen = np.where(worth > 0, worth * prior.level, 0.0), np.where(count > 0, count * level, 0.0)
+        together = worth + count
+        pooled = np.where(together > 0, (known + seen) / np.maximum(together, 1), level)
+        return pooled, np.minimum(together, WINDOW)
 
     @property
     def _level(self) -> Vector:
@@ -102,6 +149,8 @@ class Estimates:
         """The largest relative standard error of these speeds; None while one has samples but no noise, or none has samples."""
         placed = [self._cluster.rank_of[name] for name in processors]
         errors, measured = self._error[placed], self._count[placed] > 0
+        # As far as samples of before agree, there are more.
+        errors = errors * np.sqrt(np.maximum(self._count, 1) / np.maximum(self._pooled()[1], 1))[placed]
         if not measured.any() or not np.isfinite(errors[measured]).all():
             return None
         return float(np.nanmax(errors))
@@ -109,7 +158,7 @@ class Estimates:
     def drifted(self, by: float) -> bool:
         """Whether a level has gone further than this fraction, and its error, since `speeds` was last asked."""
         known = np.isfinite(self._last) & (self._count > 0)
-        drift = np.abs(self._level - self._last) > np.maximum(by, 2 * self._error) * self._last
+        drift = np.abs(self._pooled()[0] - self._last) > np.maximum(by, 2 * self._error) * self._last
         return bool((drift & known).any() or not np.isfinite(self._last).any())
 
     def per_work_s(self, processor: str) -> float:
@@ -121,7 +170,10 @@ class Estimates:
         count = self._count
         enough = (count >= _ENOUGH) | ((count > 0) & (self.since == 0)) | ~np.isfinite(self._last)
         enough |= (count > 0) & (count < count.max())
-        self._last = np.where(enough & np.isfinite(self._level), self._level, self._last)
+        pooled, worth = self._pooled()
+        fresh = enough & np.isfinite(self._level)
+        self._last = np.where(fresh, pooled, self._last)
+        self._worth = np.where(fresh, worth, self._worth)
         return dict(zip(self._names, map(float, self._by_now()), strict=True))
 
     def _by_now(self) -> Vector:

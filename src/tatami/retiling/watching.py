@@ -43,6 +43,8 @@ from tatami.tiling import Layout
 
 CERTAINTY = 4.0
 """Standard errors of a speed: a gain that is less is not believed."""
+CERTAINTY_PROVED = 2.0
+PROVED = 64
 LEAST_GAIN = 0.03
 """Of an iteration. What is less is not worth the talk."""
 FIXED_S = 0.005
@@ -197,7 +199,8 @@ class Watcher(AbstractDecider):
         )
         self._looked_at = iteration
         self._settle_promise()
-        least_s = max(LEAST_GAIN, CERTAINTY * error) * self._stay_s
+        is_proved = bool(self.alarms) and iteration - self._change_at < PROVED
+        least_s = max(LEAST_GAIN, (CERTAINTY_PROVED if is_proved else CERTAINTY) * error) * self._stay_s
         self._levels = tuple(level for level in found if self._stay_s - level.iteration_s > least_s)
         # Gains that are large enough, but not certain yet.
         gains_s = [self._stay_s - level.iteration_s for level in found]
