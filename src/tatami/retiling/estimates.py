@@ -24,15 +24,16 @@ from tatami.workload import Workload
 
 _ENOUGH = 8
 """Samples under the tiles of now that replace what was known of a processor before."""
-
 AGREE = 3.0
 """Standard errors within which samples under other tiles, at another size, are of the same speed."""
-CERTAINTY_USUAL = 2.0
-"""Within so many, a processor that changed is what it was before it changed for the first time."""
+AS_USUAL = 0.25
+"""Within so much of what it was before it changed for the first time, a processor that changed is what it was."""
 
 
-@dataclass(kw_only=False)
+@dataclass
 class _Remembered:
+    """Levels, NaN where there is none, and how many samples each is worth."""
+
     level: Vector
     worth: NDArray[np.int64]
 
@@ -63,8 +64,8 @@ class Estimates:
         self._sizes = SizedTimes(self._size, given=_in_work(cluster, workload=workload))
         self._sized_at: Vector = np.full(self._size, workload.samples * workload.units / self._size)
         self._last: Vector = np.full(self._size, np.nan)
-        # Levels of before, and how many samples they are worth: under other tiles, and before the processor changed.
-        self._worth = np.zeros(self._size, dtype=np.int64)
+        self._worth, self._bursts = (np.zeros(self._size, dtype=np.int64) for _ in range(2))
+        # Under other tiles, and before the processor changed.
         self._prior, self._usual = (_Remembered.nothing(self._size) for _ in range(2))
         self.lie(layout, iteration=0, messages=self.links.messages_of(layout))
 
@@ -81,10 +82,23 @@ class Estimates:
 
     def take(self, iteration: int, values: Vector, *, late_s: Sequence[float]) -> list[Alarm]:
         """One sample of each; see `Watcher.take`. Says what changed."""
+        if self._usual.worth.any():
+            values = self._without_bursts(values)
         if self.links.pairs:
             values = np.concatenate((values, self.links.slowness(late_s)))
         changed = self._detector.step(values)
         return [self._alarm(int(index), iteration) for index in np.flatnonzero(changed)] if np.count_nonzero(changed) else []
+
+    def _without_bursts(self, values: Vector) -> Vector:
+        """Of a machine that is slow now, none that say it is twice as fast as it used to be, unless there are many in a row.
+
+        A container that is held to a part of a core may use that up elsewhere, and a small tile then takes no time at all.
+        """
+        usual = self._usual.level
+        burst = (self._level > 2 * usual) & (values < usual / 2)
+        self._bursts = (self._bursts + 1) * burst
+        shown: Vector = np.where(burst & (self._bursts < _ENOUGH), np.nan, values)
+        return shown
 
     def _alarm(self, index: int, iteration: int) -> Alarm:
         detector = self._detector
@@ -108,7 +122,8 @@ class Estimates:
     def _remember(self, index: int, alarm: Alarm) -> None:
         """What has changed is as it used to be, if that is what it looks like: machines that were slow recover."""
         prior, usual = self._prior, self._usual
-        if abs(alarm.after_s - usual.level[index]) <= CERTAINTY_USUAL * alarm.error * usual.level[index]:
+        nearer = abs(alarm.after_s - usual.level[index]) < abs(alarm.before_s - usual.level[index])
+        if nearer and abs(alarm.after_s - usual.level[index]) <= AS_USUAL * usual.level[index]:
             prior.put(index, usual.level[index], usual.worth[index])
             usual.put(index, np.nan, 0)
         else:
@@ -119,12 +134,11 @@ class Estimates:
     def _pooled(self) -> tuple[Vector, NDArray[np.int64]]:
         """Levels from these samples and what was known before, as far as both agree; and how many samples they are worth."""
         prior, level, count = self._prior, self._level, self._count
-        allowed = np.maximum(LEAST_DIFFERENCE, AGREE * self._detector.noise[: self._size] * np.sqrt(1.57 / np.maximum(count, 1)))
-        differs = np.abs(level - prior.level) > allowed * prior.level
+        differs = np.abs(level - prior.level) > np.maximum(LEAST_DIFFERENCE, AGREE * self._error) * prior.level
         worth = np.where(differs, 0, prior.worth)
         known, seen = np.where(worth > 0, worth * prior.level, 0.0), np.where(count > 0, count * level, 0.0)
         together = worth + count
-        pooled = np.where(together > 0, (known + seen) / np.maximum(together, 1), level)
+        pooled: Vector = np.where(together > 0, (known + seen) / np.maximum(together, 1), level)
         return pooled, np.minimum(together, WINDOW)
 
     @property
@@ -154,6 +168,15 @@ class Estimates:
         if not measured.any() or not np.isfinite(errors[measured]).all():
             return None
         return float(np.nanmax(errors))
+
+    @property
+    def imbalance_s(self) -> float:
+        """By how much the slowest tile takes longer than all would if they took the same time; no layout gains more compute."""
+        level = self._pooled()[0]
+        known = np.isfinite(level) & (level > 0)
+        if not known.any():
+            return 0.0
+        return float((self.works * level)[known].max() - self.works.sum() / (1.0 / level[known]).sum())
 
     def drifted(self, by: float) -> bool:
         """Whether a level has gone further than this fraction, and its error, since `speeds` was last asked."""

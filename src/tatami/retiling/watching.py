@@ -45,6 +45,7 @@ CERTAINTY = 4.0
 """Standard errors of a speed: a gain that is less is not believed."""
 CERTAINTY_PROVED = 2.0
 PROVED = 64
+"""Iterations after an alarm, which proves that there is something to gain: what is not known is only how much."""
 LEAST_GAIN = 0.03
 """Of an iteration. What is less is not worth the talk."""
 FIXED_S = 0.005
@@ -53,7 +54,7 @@ _LOOK = 32
 """Iterations after which drifts are looked at."""
 _LOOK_AT = (4, 8, 16, 32, 64)
 """Iterations since the last alarm or re-tiling at which the speeds may be looked at, too: as their errors shrink, gains show.
-A look plans, which takes 20 ms of a core for 8 ranks: the fastest rank does it for all, and not for less than that may bring."""
+A look plans, which takes 20 ms of a core for 8 ranks: the fastest rank does so for all, and not for less than it may bring."""
 ALL_BUT_OUT = 0.125
 """A processor that keeps less than this of its work is as good as left out."""
 _MOST_KEPT = 4096
@@ -160,7 +161,8 @@ class Watcher(AbstractDecider):
         is_promised = self._promise is not None and self._known.enough
         if not (self._levels or self._hidden_s or is_promised or self._known.drifted(LEAST_GAIN / 2)):
             return False
-        return (iteration - self._looked_at) * max(self._hidden_s, LEAST_GAIN * self._stay_s) >= self._look_s
+        gain_s = max(self._hidden_s, self._known.imbalance_s, LEAST_GAIN * self._stay_s)
+        return (iteration - self._looked_at) * gain_s >= self._look_s
 
     def _remember(self, alarm: Alarm) -> None:
         self._change_at = alarm.began
