@@ -142,9 +142,9 @@ class Watcher(AbstractDecider):
         for alarm in fresh:
             self._remember(alarm)
         since = iteration - max(self._known.since, self._change_at - 1)
-        if fresh or (since in _LOOK_AT and self._may_show_more(iteration)):
+        if fresh or (since in _LOOK_AT and self._may_show_more() and self._pays_to_look(iteration)):
             self._look(iteration, lost=since)
-        elif since % _LOOK == 0 and self._known.drifted(LEAST_GAIN / 2):
+        elif since % _LOOK == 0 and self._known.drifted(LEAST_GAIN / 2) and self._pays_to_look(iteration):
             self._look(iteration, lost=0)
         chosen = self._choose(iteration) if self._levels else None
         if chosen is not None:
@@ -156,11 +156,13 @@ class Watcher(AbstractDecider):
             self._glance(iteration, self.glances[-1].speeds)
         return self._decide(iteration, None, fresh) if fresh else None
 
-    def _may_show_more(self, iteration: int) -> bool:
-        """Whether a look could show what the last one did not, and enough of it: more since then than a look costs."""
+    def _may_show_more(self) -> bool:
+        """Whether a look could show what the last one did not."""
         is_promised = self._promise is not None and self._known.enough
-        if not (self._levels or self._hidden_s or is_promised or self._known.drifted(LEAST_GAIN / 2)):
-            return False
+        return bool(self._levels or self._hidden_s) or is_promised or self._known.drifted(LEAST_GAIN / 2)
+
+    def _pays_to_look(self, iteration: int) -> bool:
+        """Whether what may have been lost since the last look is more than a look costs."""
         gain_s = max(self._hidden_s, self._known.imbalance_s, LEAST_GAIN * self._stay_s)
         return (iteration - self._looked_at) * gain_s >= self._look_s
 
