@@ -24,10 +24,12 @@ from tatami.workload import Workload
 
 _ENOUGH = 8
 """Samples under the tiles of now that replace what was known of a processor before."""
+_SURE = 32
+"""Samples that outweigh what a processor was before it changed, at whatever size they are."""
 AGREE = 3.0
 """Standard errors within which samples under other tiles, at another size, are of the same speed."""
 AS_USUAL = 0.25
-"""Within so much of what it was before it changed for the first time, a processor that changed is what it was."""
+"""Within so much of what it was before it changed for the first time, a processor that changed again is what it was."""
 
 
 @dataclass
@@ -73,6 +75,7 @@ class Estimates:
         """The tiles lie like this after `iteration`; what was measured under others does not compare."""
         if np.isfinite(self._last).any():
             self._prior = _Remembered(*self._pooled())
+        self._recovered = np.zeros(self._size, dtype=bool)
         works = works_of(layout, workload=self._workload)
         self.works: Vector = np.array([works.get(name, 0.0) for name in self._names])
         self._sized_at = np.where(self.works > 0, self.works, self._sized_at)
@@ -122,19 +125,24 @@ class Estimates:
     def _remember(self, index: int, alarm: Alarm) -> None:
         """What has changed is as it used to be, if that is what it looks like: machines that were slow recover."""
         prior, usual = self._prior, self._usual
-        nearer = abs(alarm.after_s - usual.level[index]) < abs(alarm.before_s - usual.level[index])
-        if nearer and abs(alarm.after_s - usual.level[index]) <= AS_USUAL * usual.level[index]:
+        was_s, is_s = alarm.before_s / usual.level[index], alarm.after_s / usual.level[index]
+        low, high = 1 - AS_USUAL, 1 + AS_USUAL
+        # A small tile may take less for its work: that a machine is now faster than it ever was, a larger one has to show.
+        if (was_s > high >= is_s) or (was_s < low <= is_s <= high):
             prior.put(index, usual.level[index], usual.worth[index])
             usual.put(index, np.nan, 0)
+            self._recovered[index] = True
         else:
             if not usual.worth[index]:
                 usual.put(index, self._last[index], self._worth[index])
             prior.put(index, np.nan, 0)
+            self._recovered[index] = False
 
     def _pooled(self) -> tuple[Vector, NDArray[np.int64]]:
         """Levels from these samples and what was known before, as far as both agree; and how many samples they are worth."""
         prior, level, count = self._prior, self._level, self._count
         differs = np.abs(level - prior.level) > np.maximum(LEAST_DIFFERENCE, AGREE * self._error) * prior.level
+        differs &= ~self._recovered | (count >= _SURE)
         worth = np.where(differs, 0, prior.worth)
         known, seen = np.where(worth > 0, worth * prior.level, 0.0), np.where(count > 0, count * level, 0.0)
         together = worth + count
