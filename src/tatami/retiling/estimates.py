@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import fsum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -184,7 +185,9 @@ class Estimates:
         known = np.isfinite(level) & (level > 0)
         if not known.any():
             return 0.0
-        return float((self.works * level)[known].max() - self.works.sum() / (1.0 / level[known]).sum())
+        # fsum, as arrays may be summed in another order on another machine.
+        together = fsum(self.works.tolist()) / fsum((1.0 / level[known]).tolist())
+        return float((self.works * level)[known].max() - together)
 
     def drifted(self, by: float) -> bool:
         """Whether a level has gone further than this fraction, and its error, since `speeds` was last asked."""
