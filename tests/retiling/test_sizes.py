@@ -75,3 +75,12 @@ def test_there_are_few_points_in_order_and_no_time_is_beyond_them(points: list[t
     assert min(times) * (1 - 1e-9) <= found <= max(times) * (1 + 1e-9)
     # The newest is always believed, to what is told apart.
     assert sizes.at(0, work=points[-1][0]) == pytest.approx(points[-1][1], rel=0.0301)
+
+
+def test_after_an_alarm_the_height_is_measured_and_the_ratio_that_was_noticed_makes_no_curve() -> None:
+    sizes = learned((100.0, 2.0))
+    sizes.scale(0, 4.5)  # noticed after few samples; it is 4 times
+    sizes.learn(0, work=30.0, per_work_s=8.0, error=0.01)
+    assert sizes.points(0) == ((100.0, 8.0),)
+    sizes.learn(0, work=300.0, per_work_s=12.0, error=0.01)
+    assert sizes.points(0) == ((100.0, 8.0), (300.0, 12.0))

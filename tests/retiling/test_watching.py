@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from tatami.cluster import Cluster, Processor
 from tatami.errors import PlanError
 from tatami.retiling import Decision, DecisionKind, Retiler, Timing, Watcher
+from tatami.retiling.watching import Found
 from tatami.tiling import Column, Layout, plan
 from tatami.workload import Workload
 
@@ -171,6 +174,86 @@ def test_a_rank_that_alternates_costs_at_most_twice_what_it_costs_to_do_without_
 def test_forecasts_that_are_wrong_do_not_move_rows_for_ever() -> None:
     run = watched(outgrown=NETWORK.samples * NETWORK.units / 8)
     assert sum(decision.remaps for decision in run.go(1500)) <= 6
+
+
+def test_a_rank_that_recovers_is_known_to_be_as_fast_as_it_was_from_the_alarm_on() -> None:
+    run = watched()
+    run.go(200)
+    usual_s = run.watcher.per_work_s("p6")
+    run.factors[6] = 0.25
+    run.go(60)
+    assert run.watcher.per_work_s("p6") == pytest.approx(4 * usual_s, rel=0.1)
+    run.factors[6] = 1.0
+    while len(run.watcher.alarms) < 2:
+        run.go(1)
+    assert run.iteration <= 265
+    assert run.watcher.per_work_s("p6") == pytest.approx(usual_s, rel=0.02)
+
+
+def test_bursts_of_a_rank_that_is_slow_are_not_taken_for_its_speed() -> None:
+    """Where a quota is used up in other parts of an iteration, a small tile may compute as if there was none."""
+    run = watched()
+    run.go(100)
+    run.factors[6] = 0.2
+    run.go(40)
+    alarms, works = len(run.watcher.alarms), run.watcher.works["p6"]
+    for _ in range(5):
+        run.factors[6] = 10.0
+        run.go(4)
+        run.factors[6] = 0.2
+        run.go(8)
+    assert len(run.watcher.alarms) == alarms
+    assert run.watcher.works["p6"] == pytest.approx(works, rel=0.2)
+    run.factors[6] = 10.0
+    run.go(40)
+    assert run.watcher.works["p6"] > 4 * works
+
+
+def test_one_rank_plans_for_all_and_what_it_finds_may_travel() -> None:
+    """Two ranks: one plans, the other takes what comes as bytes; both decide the same to the bit."""
+    one, other = watched(seed=7), watched(seed=7)
+    leaders: list[str] = []
+    sent: list[bytes] = []
+
+    def leads(leader: str, compute: Callable[[], Found]) -> tuple[Found, float]:
+        leaders.append(leader)
+        found = compute()
+        sent.append(pickle.dumps((found, 0.02)))
+        return found, 0.02
+
+    def follows(leader: str, compute: Callable[[], Found]) -> tuple[Found, float]:  # noqa: ARG001
+        assert leader == leaders[-len(sent)]
+        found: tuple[Found, float] = pickle.loads(sent.pop(0))
+        return found
+
+    one.watcher.planned, other.watcher.planned = leads, follows
+    for factor in (1.0, 0.6, 1.0):
+        for run in (one, other):
+            run.factors[2] = factor
+            run.go(50)
+    assert not sent
+    assert one.decisions == other.decisions
+    assert one.watcher.layout == other.watcher.layout
+    assert any(decision.remaps for decision in one.decisions)
+    assert set(leaders) <= {"p3", "p4"}  # the fastest
+
+
+def test_looks_that_cost_more_than_they_may_bring_are_left_out() -> None:
+    def looks(took_s: float) -> int:
+        run, found = watched(), 0
+
+        def planned(leader: str, compute: Callable[[], Found]) -> tuple[Found, float]:  # noqa: ARG001
+            nonlocal found
+            found += 1
+            return compute(), took_s
+
+        run.watcher.planned = planned
+        run.go(100)
+        assert not run.watcher.alarms
+        return found
+
+    assert looks(1e6) == 1  # before the first, nothing is known of it
+    assert looks(0.0) > 2
 
 
 def test_equal_timings_give_equal_decisions_bit_for_bit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Self
 
 import pytest
@@ -11,13 +12,15 @@ from torch import nn
 from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.wrapper import WrappedCommunicator
-from tatami.errors import CommError
+from tatami.errors import CommError, PlanError
 from tatami.records import Records
 from tatami.retiling import Decision, Retiler
+from tatami.retiling.watching import Found
 from tatami.testing.worlds import World
 from tatami.tiled import Check, IterationPhase, Retiling, TiledModel, Trainer, move, tile, whole_state_dict
 from tatami.tiled.own_times import _Probe
 from tatami.tiled.stopwatch import HostStopwatch
+from tatami.tiling import Layout
 from tiled_rig import assert_close, optimizers, simple_layout, tiled
 
 SAMPLES, UNITS = 256, 128
@@ -178,6 +181,46 @@ def test_what_moves_is_weights_and_optimizer_state_and_no_more(world: World) -> 
     kept = sum((old[name].units & new[name].units).size for name in old)
     assert {units for units, _ in results} == {UNITS - kept}
     assert sum(sent for _, sent in results) == (UNITS - kept) * (3 + 1 + 2) * 3 * 8
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_one_rank_plans_for_all_and_a_plan_that_fails_fails_everywhere(world: World) -> None:
+    built = network()
+    x, y = data()
+
+    def body(comm: AbstractCommunicator) -> tuple[list[int], Layout]:
+        machine = Machine(4.0 if comm.rank == comm.size - 1 else 1.0)
+        model = laid(built, comm, machine)
+        optimizer = ADAM(model.parameters())
+        retiling = Retiling(model, optimizer, retiler=Retiler())
+        watcher = retiling.watcher
+        assert watcher is not None
+        told, leads = watcher.planned, []
+
+        def planned(leader: str, compute: Callable[[], Found]) -> tuple[Found, float]:
+            def counted() -> Found:
+                leads.append(comm.rank)
+                return compute()
+
+            return told(leader, counted)
+
+        watcher.planned = planned
+        for _ in range(30):
+            optimizer.zero_grad()
+            torch.autograd.backward(nn.functional.mse_loss(model(model.local(x)), model.local(y)))
+            optimizer.step()
+            retiling.step()
+
+        def fails() -> int:
+            raise PlanError("no layout")
+
+        with pytest.raises(PlanError, match="no layout"):
+            told(model.names[0], fails)
+        return leads, model.layout
+
+    results = world(body)
+    assert [bool(leads) for leads, _ in results] == [rank == world.size - 1 for rank in range(world.size)]
+    assert len({layout for _, layout in results}) == 1
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -234,6 +234,10 @@ class Cluster:
         return self.links.get((first, second), self.local if first == second else self.network)
 
 
+_REMEMBERED = 16
+"""Hosts of a group whose slowest link is found once: planners ask for the same few groups again and again."""
+
+
 class PairTable:
     """Every link between two hosts of a cluster, as arrays: a loop over the 61,075 of 350 hosts would be slow."""
 
@@ -255,9 +259,18 @@ class PairTable:
         # A host's link to itself is no link between two hosts.
         np.fill_diagonal(self._bandwidth_bytes_per_s, np.inf)
         np.fill_diagonal(self._latency_s, -np.inf)
+        self._found: dict[tuple[str, ...], Link | None] = {}
 
     def between(self, hosts: Iterable[str]) -> Link | None:
         """The least bandwidth and the greatest latency between any two of `hosts`, as one link; None for one host."""
+        asked = tuple(hosts)
+        if len(asked) > _REMEMBERED:
+            return self._between(asked)
+        if asked not in self._found:
+            self._found[asked] = self._between(asked)
+        return self._found[asked]
+
+    def _between(self, hosts: Sequence[str]) -> Link | None:
         at = np.array([self._index[host] for host in hosts])
         if len(at) < 2:
             return None

@@ -66,9 +66,13 @@ class LinkWatch:
         slow = sorted((pair for pair, factor in self._factors.items() if factor > 1), key=lambda pair: -self._factors[pair])
         return tuple(dict.fromkeys(host for pair in slow for host in pair))
 
-    def lie(self, layout: Layout) -> None:
-        """The tiles lie like this from now on."""
-        self.messages = watched_messages(layout, cluster=self._first, workload=self._workload)
+    def messages_of(self, layout: Layout) -> tuple[WatchedMessage, ...]:
+        """What is watched where the tiles lie like `layout`."""
+        return watched_messages(layout, cluster=self._first, workload=self._workload)
+
+    def lie(self, messages: tuple[WatchedMessage, ...]) -> None:
+        """These are watched from now on, as `messages_of` has them."""
+        self.messages = messages
         self.pairs = tuple(sorted({message.hosts for message in self.messages}))
         of = np.array([self.pairs.index(message.hosts) for message in self.messages], dtype=np.int64)
         self._order = np.argsort(of, kind="stable")

@@ -12,7 +12,9 @@ from tatami.retiling.ability import Balance, Point, balance, estimate
 from tatami.retiling.columns import Forecast, forecast, recut, works_of
 from tatami.retiling.retiler import Retiler
 from tatami.retiling.timing import Timing
-from tatami.tiling import AbstractCost, AbstractPlanner, AlphaBetaCost, Layout, compare, find_planner, with_speeds
+from tatami.tiling import AbstractCost, AbstractPlanner, AlphaBetaCost, Layout, find_planner, with_speeds
+from tatami.tiling.cost import RememberedCost
+from tatami.tiling.fit import fit
 from tatami.tiling.memory import lacking_bytes, squeezed
 from tatami.workload import Workload
 
@@ -86,11 +88,13 @@ class Situation:
             for name, speed in speeds.items()
         }
         try:
-            # Unlike `plan`, this does not warn at every check of every rank that another planner would be faster.
-            (best,) = compare([planner], cluster=cluster, workload=self.workload, speeds=measured, cost=cost)
+            # `plan` also prices and bounds what it found, and warns at every check of every rank.
+            layout, _, _ = fit(
+                planner, cluster=with_speeds(cluster, measured), workload=self.workload, cost=RememberedCost(cost)
+            )
         except MemoryLackError:
             return self.layout
-        return best.layout
+        return layout
 
     def columns(self, speeds: Mapping[str, float]) -> Layout:
         """The layout in force with its cuts moved to `speeds`, as far as there is memory."""

@@ -54,8 +54,8 @@ class SizedTimes:
         points = self._points[rank]
         expected = self.at(rank, work=work)
         if expected is not None and rank in self._unmeasured:
-            self._unmeasured.discard(rank)
             self.scale(rank, per_work_s / expected)
+            self._unmeasured.discard(rank)
             return
         if expected is not None and abs(per_work_s - expected) <= max(LEAST_DIFFERENCE, CERTAINTY * error) * expected:
             return
@@ -97,5 +97,6 @@ class SizedTimes:
         return SpeedTable(table)
 
     def scale(self, rank: int, factor: float) -> None:
-        """The processor became slower by this factor, at every size."""
+        """The processor became slower by about this factor, at every size; how slow it is now is measured next."""
+        self._unmeasured.add(rank)
         self._points[rank] = [(work, per_work_s * factor) for work, per_work_s in self._points[rank]]

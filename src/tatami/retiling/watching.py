@@ -22,8 +22,8 @@ so that one which alternates costs at most about twice what it costs to do witho
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar, final
 
 import numpy as np
 
@@ -32,8 +32,8 @@ from tatami.retiling.columns import works_of
 from tatami.retiling.deciding import AbstractDecider
 from tatami.retiling.decision import Decision, DecisionKind, tell_speeds
 from tatami.retiling.estimates import Estimates
-from tatami.retiling.levels import Level, iteration_s, levels
-from tatami.retiling.link_watch import LinkWatch
+from tatami.retiling.levels import Level, levels
+from tatami.retiling.link_watch import LinkWatch, WatchedMessage
 from tatami.retiling.moves import moves
 from tatami.retiling.noticing import Vector
 from tatami.retiling.rental import Rental, expected_rest
@@ -43,6 +43,9 @@ from tatami.tiling import Layout
 
 CERTAINTY = 4.0
 """Standard errors of a speed: a gain that is less is not believed."""
+CERTAINTY_PROVED = 2.0
+PROVED = 64
+"""Iterations after an alarm, which proves that there is something to gain: what is not known is only how much."""
 LEAST_GAIN = 0.03
 """Of an iteration. What is less is not worth the talk."""
 FIXED_S = 0.005
@@ -51,10 +54,23 @@ _LOOK = 32
 """Iterations after which drifts are looked at."""
 _LOOK_AT = (4, 8, 16, 32, 64)
 """Iterations since the last alarm or re-tiling at which the speeds may be looked at, too: as their errors shrink, gains show.
-A look plans, which takes 10 ms of a core for 8 ranks, and so 100 ms of a rank that has a tenth of one."""
+A look plans, which takes 20 ms of a core for 8 ranks: the fastest rank does so for all, and not for less than it may bring."""
 ALL_BUT_OUT = 0.125
 """A processor that keeps less than this of its work is as good as left out."""
 _MOST_KEPT = 4096
+
+Found = TypeVar("Found")
+
+
+class OneRankPlans(Protocol):
+    """How ranks that all decide the same have one of them plan."""
+
+    def __call__(self, leader: str, compute: Callable[[], Found]) -> tuple[Found, float]:
+        """What `compute` gives on the rank of the processor `leader`, and the seconds that it took there; the same on all."""
+
+
+def _plan_here(leader: str, compute: Callable[[], Found]) -> tuple[Found, float]:  # noqa: ARG001
+    return compute(), 0.0
 
 
 @final
@@ -64,15 +80,19 @@ class Watcher(AbstractDecider):
     Attributes:
         alarms: all so far.
         glances: the last few thousand looks.
+        planned: what plans. Each rank by itself, in no time that counts, unless it is set to something else.
     """
 
     def _begin(self) -> None:
+        self.planned: OneRankPlans = _plan_here
         self.alarms: list[Alarm] = []
         self.glances: deque[Glance] = deque(maxlen=_MOST_KEPT)
         self._known = Estimates(self.cluster, workload=self.workload, layout=self.layout)
         self._accounts: dict[DecisionKind, Rental] = {}
         self._levels: tuple[Level, ...] = ()
-        self._hides = False
+        self._hidden_s = 0.0
+        self._look_s = 0.0
+        self._looked_at = 0
         self._stay_s = 0.0
         self._slow_since: dict[str, tuple[int, float]] = {}
         self._lengths: list[int] = []
@@ -122,9 +142,9 @@ class Watcher(AbstractDecider):
         for alarm in fresh:
             self._remember(alarm)
         since = iteration - max(self._known.since, self._change_at - 1)
-        if fresh or (since in _LOOK_AT and self._may_show_more()):
+        if fresh or (since in _LOOK_AT and self._may_show_more() and self._pays_to_look(iteration)):
             self._look(iteration, lost=since)
-        elif since % _LOOK == 0 and self._known.drifted(LEAST_GAIN / 2):
+        elif since % _LOOK == 0 and self._known.drifted(LEAST_GAIN / 2) and self._pays_to_look(iteration):
             self._look(iteration, lost=0)
         chosen = self._choose(iteration) if self._levels else None
         if chosen is not None:
@@ -139,7 +159,12 @@ class Watcher(AbstractDecider):
     def _may_show_more(self) -> bool:
         """Whether a look could show what the last one did not."""
         is_promised = self._promise is not None and self._known.enough
-        return bool(self._levels) or self._hides or is_promised or self._known.drifted(LEAST_GAIN / 2)
+        return bool(self._levels or self._hidden_s) or is_promised or self._known.drifted(LEAST_GAIN / 2)
+
+    def _pays_to_look(self, iteration: int) -> bool:
+        """Whether what may have been lost since the last look is more than a look costs."""
+        gain_s = max(self._hidden_s, self._known.imbalance_s, LEAST_GAIN * self._stay_s)
+        return (iteration - self._looked_at) * gain_s >= self._look_s
 
     def _remember(self, alarm: Alarm) -> None:
         self._change_at = alarm.began
@@ -170,15 +195,20 @@ class Watcher(AbstractDecider):
             return
         self._known.learn_sizes()
         speeds = self._known.speeds()
-        situation = self._situation()
         old = {level.kind: level for level in self._levels}
         was_s = self._stay_s
-        self._stay_s, found = levels(situation, self._known.by_size(speeds), fixed_s=self._fixed_s)
-        self._settle_promise(speeds, situation)
-        least_s = max(LEAST_GAIN, CERTAINTY * error) * self._stay_s
+        (self._stay_s, found), self._look_s = self.planned(
+            self._leader(speeds),
+            lambda: levels(self._situation(), self._known.by_size(speeds), fixed_s=self._fixed_s),
+        )
+        self._looked_at = iteration
+        self._settle_promise()
+        is_proved = bool(self.alarms) and iteration - self._change_at < PROVED
+        least_s = max(LEAST_GAIN, (CERTAINTY_PROVED if is_proved else CERTAINTY) * error) * self._stay_s
         self._levels = tuple(level for level in found if self._stay_s - level.iteration_s > least_s)
         # Gains that are large enough, but not certain yet.
-        self._hides = any(LEAST_GAIN * self._stay_s < self._stay_s - level.iteration_s <= least_s for level in found)
+        gains_s = [self._stay_s - level.iteration_s for level in found]
+        self._hidden_s = max((gain_s for gain_s in gains_s if LEAST_GAIN * self._stay_s < gain_s <= least_s), default=0.0)
         kinds = {level.kind for level in self._levels}
         for kind, account in self._accounts.items():
             if kind not in kinds and account.loss_s:
@@ -191,13 +221,17 @@ class Watcher(AbstractDecider):
             account.lose(lost * max(0.0, rate_s - counted_s))
         self._glance(iteration, tuple(speeds.values()))
 
-    def _settle_promise(self, speeds: Mapping[str, float], situation: Situation) -> None:
+    def _leader(self, speeds: Mapping[str, float]) -> str:
+        """Plans for all: the fastest of those that have a tile, whose speed is known."""
+        return max(self.layout.processors, key=lambda name: speeds[name])
+
+    def _settle_promise(self) -> None:
         """Whether the last move brought what it promised, as far as it is known by now."""
         if self._promise is None or not self._known.enough:
             return
         gain_s, before_s = self._promise
         self._promise = None
-        held = before_s - iteration_s(self.layout, situation=situation, speeds=speeds) >= gain_s / 2
+        held = before_s - self._stay_s >= gain_s / 2
         self._distrust = max(1.0, self._distrust / 2) if held else 4 * self._distrust
 
     def _choose(self, iteration: int) -> Level | None:
@@ -250,7 +284,10 @@ class Watcher(AbstractDecider):
             rate_s = self._stay_s - chosen.iteration_s
             layout, kind = chosen.layout, chosen.kind
             new = layout.cut(samples=old.samples, units=old.units)
-            moved = sum(move.units.size for move in moves(old, new))
+            (moved, messages), _ = self.planned(
+                self._leader(speeds),
+                lambda: (sum(move.units.size for move in moves(old, new)), self.links.messages_of(layout)),
+            )
             told = f"{told}; " if told else ""
             told += (
                 f"{1e3 * rate_s:.3g} of {1e3 * self._stay_s:.3g} ms an iteration, {1e3 * account.loss_s:.3g} ms so far, lost; "
@@ -260,7 +297,7 @@ class Watcher(AbstractDecider):
             self._glance(iteration, tuple(speeds.values()))
             self._leave_out(chosen.layout, cost_s=account.loss_s + chosen.price_s)
             account.moved(chosen.price_s, rate_s=rate_s)
-            self._leave(iteration, chosen)
+            self._leave(iteration, chosen, messages=messages)
         return Decision(
             kind=kind,
             check=self._decisions,
@@ -273,7 +310,7 @@ class Watcher(AbstractDecider):
             reason=f"iteration {iteration}: {told}: {kind.value}",
         )
 
-    def _leave(self, iteration: int, chosen: Level) -> None:
+    def _leave(self, iteration: int, chosen: Level, *, messages: tuple[WatchedMessage, ...]) -> None:
         """From now on the tiles lie otherwise."""
         self._known.learn_sizes()
         self._promise = (self._stay_s - chosen.iteration_s, self._stay_s)
@@ -281,7 +318,7 @@ class Watcher(AbstractDecider):
             account.loss_s = 0.0
         self._levels = ()
         self.layout = chosen.layout
-        self._known.lie(chosen.layout, iteration=iteration)
+        self._known.lie(chosen.layout, iteration=iteration, messages=messages)
 
     def _glance(self, iteration: int, speeds: tuple[float, ...]) -> None:
         self.glances.append(

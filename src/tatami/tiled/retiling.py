@@ -3,22 +3,26 @@
 The decision is `tatami.retiling`'s, a pure function of all ranks' times, and the same on every rank. A rule that watches every
 iteration has the times travel with the sum of the loss that the Trainer makes anyway, as two numbers for each rank; in a loop
 written by hand, `step` sums them itself. The rules of DRPM gather their times every R iterations.
+
+Where it has to plan, which takes tens of milliseconds of a core, the fastest rank does, and tells the others.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from tatami.comm.agreement import decided_on_root
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.retiling import Controller, Decision, Retiler, Timing, Watcher
 from tatami.retiling.columns import works_of
 from tatami.retiling.link_watch import WatchedMessage
+from tatami.retiling.watching import Found
 from tatami.tiled.model import TiledModel
 from tatami.tiled.moving import Moved, move
 from tatami.tiled.optimizers import check_optimizer
@@ -88,6 +92,8 @@ class Retiling:
         )
         self._controller = controller if isinstance(controller, Controller) else None
         self.watcher = controller if isinstance(controller, Watcher) else None
+        if self.watcher is not None:
+            self.watcher.planned = self._planned
         self._times = OwnTimes(model)
         self._heard: list[float] | None = None
         self._window: list[Timing] = []
@@ -174,6 +180,16 @@ class Retiling:
         if decision.remaps:
             self._times.moved(clock.now_s() - began_s)
         return check
+
+    def _planned(self, leader: str, compute: Callable[[], Found]) -> tuple[Found, float]:
+        """See `OneRankPlans`: the others, which may have a tenth of a core, wait for what comes."""
+        clock = self._model.phases.clock
+
+        def timed() -> tuple[Found, float]:
+            began_s = clock.now_s()
+            return compute(), clock.now_s() - began_s
+
+        return decided_on_root(self._model.comm, timed, root=self._model.names.index(leader))
 
     def _carry_out(
         self, decision: Decision, *, compute_s: dict[str, float], companions: Mapping[torch.Tensor, torch.Tensor] | None
