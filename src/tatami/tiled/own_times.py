@@ -12,6 +12,8 @@ from tatami.tiled.model import TiledModel
 from tatami.tiled.stopwatch import AbstractStopwatch
 
 _PROBE_SIZE = 256
+_MOST_PROBING = 0.1
+"""Of the time: a look of a rank that has all but stopped may take longer than the others compute."""
 
 
 @final
@@ -23,6 +25,7 @@ class OwnTimes:
         self._probe = _Probe(model.phases.stopwatch, model.device)
         self._computed_s = model.phases.computed_s
         self._moved_s = 0.0
+        self._looks_again_s = 0.0
 
     def moved(self, took_s: float) -> None:
         """A re-tiling took this rank so long, and is done: what it computed until now does not count."""
@@ -32,7 +35,8 @@ class OwnTimes:
         """This rank's part of a table that all ranks sum: for each rank two numbers, of which others have 0.
 
         They are its compute time per work since the last call, and how long the last re-tiling took it. A rank without a tile
-        looks how fast it is in its first iteration as such, and then in every `PROBE_EVERY`th, while the others compute.
+        looks how fast it is in its first iteration as such, and then in every `PROBE_EVERY`th, while the others compute, unless
+        that would take it a large part of the time.
         """
         model = self._model
         rank, size = model.comm.rank, len(model.names)
@@ -41,10 +45,20 @@ class OwnTimes:
         if (work := model.local_work) > 0:
             table[rank] = computed_s / work
         elif model.tile is None and (iteration % PROBE_EVERY == 0 or not self._probe.has_looked):
-            table[rank] = self._probe.per_work_s(watcher.per_work_s(model.name))
+            table[rank] = self._look(watcher.per_work_s(model.name))
         table[size + rank] = self._moved_s
         self.moved(0.0)
         return table
+
+    def _look(self, known_s: float) -> float:
+        clock = self._model.phases.clock
+        began_s = clock.now_s()
+        if began_s < self._looks_again_s:
+            return 0.0
+        per_work_s = self._probe.per_work_s(known_s)
+        ended_s = clock.now_s()
+        self._looks_again_s = ended_s + (ended_s - began_s) / _MOST_PROBING
+        return per_work_s
 
 
 @final
