@@ -22,7 +22,7 @@ from paper.breakdown import RankIteration
 from paper.setting import DDP_WEIGHTED, DYNAMIC, ORACLE, layout_of
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster
-from tatami.comm.base import AbstractCommunicator
+from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.tiled import move, tile
 from tatami.tiled.retiling import Check, Retiling
 from tatami.tiling import Span, largest_remainder, spans
@@ -93,7 +93,11 @@ class Tiled(AbstractContestant):
 
     Attributes:
         iterations: what this rank's stopwatch saw since `iterations` was last cleared.
+        sums_loss: whether every iteration sums the loss over the ranks, as the Trainer does; what a rule that watches tells goes
+            with that sum then, and has one of its own otherwise.
     """
+
+    sums_loss = False
 
     def __init__(self, name: str, task: PaperTask, comm: AbstractCommunicator, *, cluster: Cluster) -> None:
         dynamic = DYNAMIC.get(name)
@@ -135,7 +139,8 @@ class Tiled(AbstractContestant):
         for _ in range(times):
             x, y = model.local(self._task.x, self._task.y)
             optimizer.zero_grad()
-            self._loss(model(x), y).backward()
+            loss = self._loss(model(x), y)
+            self._differentiate(loss)
             optimizer.step()
             spent = model.phases.finish_iteration()
             if self._retiling is not None:
@@ -143,6 +148,22 @@ class Tiled(AbstractContestant):
             now_s = self._clock.now_s()
             self.iterations.append(RankIteration(wall_s=now_s - start_s, times=spent))
             start_s = now_s
+
+    def _differentiate(self, loss: torch.Tensor) -> None:
+        """The sum of the loss travels meanwhile; with the times of a rule that watches it leaves when the gradients are there."""
+        retiling, watches = self._retiling, self._retiling is not None and self._retiling.watcher is not None
+        begun = self._sum(loss) if self.sums_loss and not watches else None
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self.sums_loss:
+            sums, request = begun or self._sum(loss)
+            request.wait()
+            if retiling is not None:
+                retiling.heard(sums.tolist()[1:])
+
+    def _sum(self, loss: torch.Tensor) -> tuple[torch.Tensor, AbstractRequest]:
+        told = [] if self._retiling is None else self._retiling.told()
+        sums = torch.tensor([loss.item(), *told], dtype=torch.float64)
+        return sums, self.model.comm.iallreduce(sums)
 
 
 @final

@@ -226,6 +226,7 @@ class Measuring:
         job = self._job
         contestant = self._make(name)
         assert isinstance(contestant, Tiled)
+        contestant.sums_loss = True
         first = {each.host: each.speed for each in job.cluster.processors}
         factors = dict.fromkeys(first, 1.0)
         done, spent_s, moved_s = 0, 0.0, 0.0
