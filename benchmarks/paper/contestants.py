@@ -93,8 +93,8 @@ class Tiled(AbstractContestant):
 
     Attributes:
         iterations: what this rank's stopwatch saw since `iterations` was last cleared.
-        sums_loss: whether every iteration sums the loss over the ranks, as the Trainer does; what a rule that watches tells goes
-            with that sum then, and has one of its own otherwise.
+        sums_loss: whether every iteration sums the loss over the ranks, as the Trainer does; the times that a rule watches go
+            with that sum then, and have one of their own otherwise.
     """
 
     sums_loss = False
@@ -150,7 +150,7 @@ class Tiled(AbstractContestant):
             start_s = now_s
 
     def _differentiate(self, loss: torch.Tensor) -> None:
-        """The sum of the loss travels meanwhile; with the times of a rule that watches it leaves when the gradients are there."""
+        """The sum of the loss travels meanwhile; with the times that a rule watches it leaves when the gradients are there."""
         retiling, watches = self._retiling, self._retiling is not None and self._retiling.watcher is not None
         begun = self._sum(loss) if self.sums_loss and not watches else None
         loss.backward()  # type: ignore[no-untyped-call]
