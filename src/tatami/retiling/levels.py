@@ -19,6 +19,10 @@ from tatami.workload import Workload
 LEAVE_BELOW = 0.25
 """A processor that has lost more than three quarters of its speed may be more trouble than help, and is tried without."""
 
+UNSURE = 5.0
+"""So many times what exchanges inside of columns are predicted to take more must still pay: machines that have become slow take
+longer over messages as well, by how much no one has measured."""
+
 _MOST_BEHIND = 4
 _MOST_SWAPPED = 64
 """Of more processors the swaps would take longer than what they are to save."""
@@ -53,10 +57,12 @@ def levels(situation: Situation, speeds: Mapping[str, float], *, fixed_s: float)
     works = works_of(now, workload=situation.workload)
     here = at_sizes(speeds, works)
     found: dict[Layout, DecisionKind] = {}
-    shifted = shift_samples(now, speeds=here, workload=situation.workload)
-    if not lacking_bytes(shifted, cluster=situation.cluster, workload=situation.workload):
-        found.setdefault(shifted, DecisionKind.SAMPLES)
-    found.setdefault(situation.columns(here), DecisionKind.COLUMNS)
+    recut = situation.columns(here)
+    found.setdefault(recut, DecisionKind.COLUMNS)
+    for layout, kind in ((now, DecisionKind.SAMPLES), (recut, DecisionKind.WHOLE)):
+        shifted = shift_samples(layout, speeds=here, workload=situation.workload)
+        if not lacking_bytes(shifted, cluster=situation.cluster, workload=situation.workload):
+            found.setdefault(shifted, kind)
     whole = situation.whole(here)
     found.setdefault(whole, DecisionKind.WHOLE)
     there = at_sizes(speeds, works_of(whole, workload=situation.workload))
@@ -76,30 +82,46 @@ def levels(situation: Situation, speeds: Mapping[str, float], *, fixed_s: float)
         found.setdefault(situation.without(name, speeds), DecisionKind.LEAVE)
     if situation.slow_hosts:
         found.setdefault(_swapped(situation, here), DecisionKind.WHOLE)
-    stay_s = iteration_s(now, situation=situation, speeds=speeds)
+    stays = _predicted(now, situation=situation, speeds=speeds)
     listed = []
     for layout, kind in found.items():
-        takes_s = iteration_s(layout, situation=situation, speeds=speeds)
-        if layout == now or takes_s >= stay_s:
-            continue
-        price_s = fixed_s + rows_s(now, layout, cluster=situation.cluster, workload=situation.workload)
-        listed.append(Level(kind=kind, layout=layout, iteration_s=takes_s, price_s=price_s))
+        takes = _predicted(layout, situation=situation, speeds=speeds)
+        if layout != now and takes.is_faster_than(stays):
+            price_s = fixed_s + rows_s(now, layout, cluster=situation.cluster, workload=situation.workload)
+            listed.append((takes, Level(kind=kind, layout=layout, iteration_s=takes.iteration_s, price_s=price_s)))
     # What costs more to get to, and is not faster, is no choice.
-    listed.sort(key=lambda level: (level.price_s, level.iteration_s))
-    kept: list[Level] = []
-    for level in listed:
-        if not kept or level.iteration_s < kept[-1].iteration_s:
-            kept.append(level)
-    return stay_s, tuple(kept)
+    listed.sort(key=lambda each: (each[1].price_s, each[0].vertical_s, each[0].iteration_s))
+    kept: list[tuple[_Predicted, Level]] = []
+    for takes, level in listed:
+        if not kept or takes.is_faster_than(kept[-1][0]):
+            kept.append((takes, level))
+    return stays.iteration_s, tuple(level for _, level in kept)
 
 
 def iteration_s(layout: Layout, *, situation: Situation, speeds: Mapping[str, float]) -> float:
     """Predicted seconds of an iteration: compute by whole samples and units, and what the cost model says of the messages."""
+    return _predicted(layout, situation=situation, speeds=speeds).iteration_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Predicted:
+    """Of one layout: seconds of an iteration, and those of them in which the ranks of a column exchange sums."""
+
+    iteration_s: float
+    vertical_s: float
+
+    def is_faster_than(self, other: _Predicted) -> bool:
+        """Even if the messages whose cost is known least take longer than predicted."""
+        return self.iteration_s + UNSURE * max(0.0, self.vertical_s - other.vertical_s) < other.iteration_s
+
+
+def _predicted(layout: Layout, *, situation: Situation, speeds: Mapping[str, float]) -> _Predicted:
     workload = situation.workload
     compute_s = situation.forecast(layout, speeds).slowest / workload.work_flop
     cost = AlphaBetaCost() if situation.cost is None else situation.cost
     price = cost.price(layout, cluster=situation.cluster, workload=workload)
-    return compute_s + (price.vertical + price.horizontal if price.unit == "s" else 0.0)
+    vertical_s, horizontal_s = (price.vertical, price.horizontal) if price.unit == "s" else (0.0, 0.0)
+    return _Predicted(iteration_s=compute_s + vertical_s + horizontal_s, vertical_s=vertical_s)
 
 
 def _behind(situation: Situation) -> list[str]:
@@ -156,7 +178,7 @@ def rows_s(old: Layout, new: Layout, *, cluster: Cluster, workload: Workload) ->
     sizes: dict[tuple[str, str], float] = defaultdict(float)
     before, after = old.cut_blocks(workload), new.cut_blocks(workload)
     for block, one, two in zip(workload.blocks, before, after, strict=True):
-        unit_bytes = workload.unit_state_bytes(block)
+        unit_bytes = workload.unit_moved_bytes(block)
         for move in moves(one, two):
             sizes[move.source, move.dest] += move.units.size * unit_bytes
     return carried_s(sizes, cluster=cluster)

@@ -145,6 +145,15 @@ class Workload:
         """The same of one unit of a block."""
         return block.unit_parameters * self.state_bytes_per_parameter + 2 * block.unit_frozen_bytes
 
+    @property
+    def replicated_moved_bytes(self) -> float:
+        """What of `replicated_state_bytes` a rank gets that joins: all but the gradients."""
+        return self.replicated_state_bytes - self.replicated_parameters * self.element_bytes
+
+    def unit_moved_bytes(self, block: Block) -> float:
+        """What of `unit_state_bytes` moves with a unit in a re-tiling."""
+        return self.unit_state_bytes(block) - block.unit_parameters * self.element_bytes
+
     @cached_property
     def vertical_exchanges(self) -> int:
         """Sums inside a column in one iteration, forward and backward."""

@@ -211,9 +211,9 @@ class _Play:
         sizes: dict[tuple[str, str], float] = defaultdict(float)
         for take in change.takes:
             if take.source != take.dest:
-                sizes[take.source, take.dest] += take.units.size * workload.unit_state_bytes(workload.blocks[take.block])
+                sizes[take.source, take.dest] += take.units.size * workload.unit_moved_bytes(workload.blocks[take.block])
         for name in change.newcomers:
-            sizes[change.source, name] += workload.replicated_state_bytes
+            sizes[change.source, name] += workload.replicated_moved_bytes
         return carried_s(sizes, cluster=self._setup.among(tuple(self._processors[name] for name in change.members)))
 
     def _plan(self, names: tuple[str, ...]) -> Layout:
