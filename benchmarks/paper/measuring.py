@@ -245,6 +245,7 @@ class Measuring:
                 contestant.lay(self._at(factors))
                 moved_s += self._clock.now_s() - begun_s
         walls = self._comm.allgather_object([each.wall_s for each in contestant.iterations])
+        computed = self._comm.allgather_object([round(each.times.compute_s, 4) for each in contestant.iterations])
         self._say(
             "traced",
             seed=trace.seed,
@@ -252,7 +253,8 @@ class Measuring:
             speeds_flop_per_s=[processor.speed for processor in self.cluster.processors],
             total_s=max(self._comm.allgather_object(spent_s + moved_s)),
             told_moves_s=max(self._comm.allgather_object(moved_s)),
-            iteration_s=[max(ranks) for ranks in zip(*walls, strict=True)],
+            iteration_s=[round(max(ranks), 4) for ranks in zip(*walls, strict=True)],
+            compute_s=computed,
             trace=[asdict(change) for change in trace.changes],
             checks=_told(contestant),
             **self._laid(contestant.model.layout),
