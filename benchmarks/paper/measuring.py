@@ -19,10 +19,11 @@ from paper.setting import ORACLE, RIVALS, EvaluationJob, SlowTrace, method, pape
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.probe import measure_links
+from tatami.comm.probe import measure_links, measure_message_costs, without_messages
 from tatami.report import EfficiencyRound, efficiency
 from tatami.tiled.measure import measure_sample_flop, measure_speeds
-from tatami.tiling import AlphaBetaCost, Layout
+from tatami.tiling import AlphaBetaCost, Layout, with_speeds
+from tatami.tiling.speeds import at_paces
 from tatami.workload import Workload, net_workload, parse_net
 
 ASK = "ask"
@@ -87,15 +88,24 @@ class Measuring:
         processors = self._processors()
         size_bytes = round(_PROBE_S / 2 * self._job.bandwidth_bytes_per_s)
         links = measure_links(comm, small_repeats=15, large_repeats=3, large_bytes=size_bytes)
+        links = without_messages(links, comm.hosts, [each.message_s for each in processors])
         slowest = min(links.values(), key=lambda link: link.bandwidth_bytes_per_s)
         return Cluster(processors=processors, network=slowest, links=links)
 
     def _processors(self) -> tuple[Processor, ...]:
         """The machines at the speeds that they have now."""
         speeds = measure_speeds(self._task.workload, self._comm, repeat_s=_REPEAT_S)
+        costs = measure_message_costs(self._comm)
         return tuple(
-            Processor(name=f"p{rank}", speed=speed.flop_per_s, spread=speed.spread, host=host)
-            for rank, (speed, host) in enumerate(zip(speeds, self._comm.hosts, strict=True))
+            Processor(
+                name=f"p{rank}",
+                speed=speed.flop_per_s,
+                spread=speed.spread,
+                host=host,
+                message_s=cost.message_s,
+                copy_bytes_per_s=cost.copy_bytes_per_s,
+            )
+            for rank, (speed, cost, host) in enumerate(zip(speeds, costs, self._comm.hosts, strict=True))
         )
 
     def _serial(self, least_s: float) -> list[float]:
@@ -266,8 +276,8 @@ class Measuring:
     def _at(self, factors: Mapping[str, float]) -> Cluster:
         """The machines as measured, their speeds times these, by host."""
         asked = {each.name: factors[each.host] for each in self._job.cluster.processors}
-        own = tuple(replace(each, speed=each.speed * asked[each.name]) for each in self.cluster.processors)
-        return replace(self.cluster, processors=own)
+        speeds = {name: speed * asked[name] for name, speed in self.cluster.speeds.items()}
+        return with_speeds(at_paces(self.cluster, asked), speeds)
 
     def _ask(self, host: str, speed: float) -> None:
         """Another speed for a host; returns when it has it."""

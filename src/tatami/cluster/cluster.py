@@ -187,6 +187,11 @@ class Cluster:
         return tuple(processor.name for processor in self.processors if isinstance(processor.speed, SpeedTable))
 
     @cached_property
+    def messages_known(self) -> bool:
+        """Whether it was measured what messages cost those that send and receive them."""
+        return any(processor.message_s for processor in self.processors)
+
+    @cached_property
     def calls_known(self) -> bool:
         """Whether it was measured what blocks cost however small they are."""
         return any(processor.call_s for processor in self.processors)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import torch
@@ -17,6 +17,8 @@ from tatami.comm.base import AbstractCommunicator
 SMALL_BYTES = 8
 LARGE_BYTES = 4 * 1024 * 1024
 _WARM_UPS = 3
+_LEAST_LATENCY = 0.05
+"""Of a round trip's half, that is left for the wire."""
 
 
 def measure_links(
@@ -49,6 +51,24 @@ def measure_links(
         transfer_s = max(large_s - small_s, 0.01 * large_s) / 2
         links[hosts] = Link(bandwidth_bytes_per_s=large_bytes / transfer_s, latency_s=small_s / 2)
     return links
+
+
+def without_messages(
+    links: Mapping[tuple[str, str], Link], hosts: tuple[str, ...], messages_s: Sequence[float]
+) -> dict[tuple[str, str], Link]:
+    """The links without what their two ranks spend on a message: that is the processors', and counted there.
+
+    Args:
+        links: as `measure_links` found them.
+        hosts: of every rank.
+        messages_s: of every rank (`Processor.message_s`).
+    """
+    ranks = link_ranks(hosts)
+    found = {}
+    for pair, link in links.items():
+        wire_s = link.latency_s - sum(messages_s[rank] for rank in ranks[pair])
+        found[pair] = replace(link, latency_s=max(wire_s, _LEAST_LATENCY * link.latency_s))
+    return found
 
 
 def link_ranks(hosts: tuple[str, ...]) -> Mapping[tuple[str, str], tuple[int, int]]:

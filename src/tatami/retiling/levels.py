@@ -11,8 +11,9 @@ from tatami.retiling.columns import forecast, works_of
 from tatami.retiling.decision import DecisionKind
 from tatami.retiling.moves import moves
 from tatami.retiling.situation import Situation
-from tatami.tiling import AlphaBetaCost, Column, Layout, at_tiles, with_speeds
+from tatami.tiling import AlphaBetaCost, Column, Layout, with_speeds
 from tatami.tiling.memory import lacking_bytes
+from tatami.tiling.speeds import at_paces
 from tatami.tiling.timed import balanced
 from tatami.workload import Workload
 
@@ -20,8 +21,8 @@ LEAVE_BELOW = 0.25
 """A processor that has lost more than three quarters of its speed may be more trouble than help, and is tried without."""
 
 UNSURE = 5.0
-"""So many times what exchanges inside of columns are predicted to take more must still pay: machines that have become slow take
-longer over messages as well, by how much no one has measured."""
+"""So many times what exchanges inside of columns are predicted to take more must still pay where it was not measured what messages
+cost the machines (`Processor.message_s`)."""
 
 _MOST_BEHIND = 4
 _MOST_SWAPPED = 64
@@ -71,29 +72,29 @@ def levels(situation: Situation, speeds: Mapping[str, float], *, fixed_s: float)
     if situation.cluster.sized:
         # Only with tables that were given: of what a few tiles have shown, planners would try one size after the other.
         found.setdefault(situation.whole(speeds), DecisionKind.WHOLE)
-    given = at_tiles(situation.cluster, now, workload=situation.workload).speeds
-    placed = set(now.processors)
-    lost = {name: here[name] / given[name] for name in placed}
-    usual = sorted(lost.values())[len(lost) // 2]
-    slow = min(lost, key=lambda name: lost[name])
-    if len(placed) > 1 and lost[slow] < LEAVE_BELOW * usual:
+    paces = situation.paces(speeds)
+    slow = min(now.processors, key=lambda name: paces[name])
+    # What is known of messages says by itself who should be left out.
+    if len(now.processors) > 1 and paces[slow] < LEAVE_BELOW and not situation.cluster.messages_known:
         found.setdefault(situation.without(slow, speeds), DecisionKind.LEAVE)
     for name in _behind(situation):
         found.setdefault(situation.without(name, speeds), DecisionKind.LEAVE)
     if situation.slow_hosts:
         found.setdefault(_swapped(situation, here), DecisionKind.WHOLE)
     stays = _predicted(now, situation=situation, speeds=speeds)
+    unsure = 0.0 if situation.cluster.messages_known else UNSURE
     listed = []
-    for layout, kind in found.items():
+    for layout, planned in found.items():
+        kind = planned if set(layout.processors) >= set(now.processors) else DecisionKind.LEAVE
         takes = _predicted(layout, situation=situation, speeds=speeds)
-        if layout != now and takes.is_faster_than(stays):
+        if layout != now and takes.is_faster_than(stays, unsure=unsure):
             price_s = fixed_s + rows_s(now, layout, cluster=situation.cluster, workload=situation.workload)
             listed.append((takes, Level(kind=kind, layout=layout, iteration_s=takes.iteration_s, price_s=price_s)))
     # What costs more to get to, and is not faster, is no choice.
     listed.sort(key=lambda each: (each[1].price_s, each[0].vertical_s, each[0].iteration_s))
     kept: list[tuple[_Predicted, Level]] = []
     for takes, level in listed:
-        if not kept or takes.is_faster_than(kept[-1][0]):
+        if not kept or takes.is_faster_than(kept[-1][0], unsure=unsure):
             kept.append((takes, level))
     return stays.iteration_s, tuple(level for _, level in kept)
 
@@ -110,16 +111,17 @@ class _Predicted:
     iteration_s: float
     vertical_s: float
 
-    def is_faster_than(self, other: _Predicted) -> bool:
-        """Even if the messages whose cost is known least take longer than predicted."""
-        return self.iteration_s + UNSURE * max(0.0, self.vertical_s - other.vertical_s) < other.iteration_s
+    def is_faster_than(self, other: _Predicted, *, unsure: float) -> bool:
+        """Even if the messages whose cost is known least take so many times longer than predicted."""
+        return self.iteration_s + unsure * max(0.0, self.vertical_s - other.vertical_s) < other.iteration_s
 
 
 def _predicted(layout: Layout, *, situation: Situation, speeds: Mapping[str, float]) -> _Predicted:
     workload = situation.workload
     compute_s = situation.forecast(layout, speeds).slowest / workload.work_flop
     cost = AlphaBetaCost() if situation.cost is None else situation.cost
-    price = cost.price(layout, cluster=situation.cluster, workload=workload)
+    cluster = at_paces(situation.cluster, situation.paces(speeds))
+    price = cost.price(layout, cluster=cluster, workload=workload)
     vertical_s, horizontal_s = (price.vertical, price.horizontal) if price.unit == "s" else (0.0, 0.0)
     return _Predicted(iteration_s=compute_s + vertical_s + horizontal_s, vertical_s=vertical_s)
 

@@ -12,10 +12,11 @@ from tatami.retiling.ability import Balance, Point, balance, estimate
 from tatami.retiling.columns import Forecast, forecast, recut, works_of
 from tatami.retiling.retiler import Retiler
 from tatami.retiling.timing import Timing
-from tatami.tiling import AbstractCost, AbstractPlanner, AlphaBetaCost, Layout, find_planner, with_speeds
+from tatami.tiling import AbstractCost, AbstractPlanner, AlphaBetaCost, Layout, at_tiles, find_planner, with_speeds
 from tatami.tiling.cost import RememberedCost
 from tatami.tiling.fit import fit
 from tatami.tiling.memory import lacking_bytes, squeezed
+from tatami.tiling.speeds import at_paces
 from tatami.workload import Workload
 
 Signal = Literal["t1_s", "t2_s", "compute_s"]
@@ -89,12 +90,19 @@ class Situation:
         }
         try:
             # `plan` also prices and bounds what it found, and warns at every check of every rank.
-            layout, _, _ = fit(
-                planner, cluster=with_speeds(cluster, measured), workload=self.workload, cost=RememberedCost(cost)
-            )
+            now = with_speeds(at_paces(cluster, self.paces(speeds)), measured)
+            return fit(planner, cluster=now, workload=self.workload, cost=RememberedCost(cost)).layout
         except MemoryLackError:
             return self.layout
-        return layout
+
+    def paces(self, speeds: Mapping[str, float]) -> dict[str, float]:
+        """How many times as fast each processor of `speeds` is as at first, if the one in the middle is as it was: what speeds
+        count is not the same at first, where they may be relative, and later."""
+        given = at_tiles(self.cluster, self.layout, workload=self.workload).speeds
+        here = at_sizes(speeds, works_of(self.layout, workload=self.workload))
+        ratios = {name: speed / given[name] for name, speed in here.items()}
+        usual = sorted(ratios.values())[len(ratios) // 2]
+        return {name: ratio / usual for name, ratio in ratios.items()}
 
     def columns(self, speeds: Mapping[str, float]) -> Layout:
         """The layout in force with its cuts moved to `speeds`, as far as there is memory."""

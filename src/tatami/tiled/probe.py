@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from tatami.cluster import Cluster, Link, Processor
 from tatami.cluster.cluster import LOCAL_LINK, NETWORK_LINK
 from tatami.cluster.cores import base_here, memory_here
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.probe import link_ranks, measure_links, measure_message_costs
+from tatami.comm.probe import measure_links, measure_message_costs, without_messages
 from tatami.comm.threads import single_communicator
 from tatami.tiled.devices import settle_devices, with_memory
 from tatami.tiled.measure import measure_speeds
@@ -22,8 +21,6 @@ from tatami.tiled.tile import tile
 from tatami.workload import Workload
 
 _MIB = 1024 * 1024
-_LEAST_LATENCY = 0.05
-"""Of a round trip's half, that is left for the wire."""
 _REPEAT_S = 0.25
 """Of one timing: more than two periods of a container's quota (100 ms), so that it is its share that is measured."""
 
@@ -72,10 +69,9 @@ def probe(
             zip(speeds, costs, calls_s, comm.hosts, memory_bytes, strict=True)
         )
     )
-    links = {
-        hosts: _rounded_link(_without_messages(link, [costs[rank].message_s for rank in link_ranks(comm.hosts)[hosts]]))
-        for hosts, link in measure_links(comm).items()
-    }
+    messages_s = [cost.message_s for cost in costs]
+    wires = without_messages(measure_links(comm), comm.hosts, messages_s)
+    links = {hosts: _rounded_link(link) for hosts, link in wires.items()}
     found = Cluster(
         processors=processors,
         local=_slowest(links, of_one_host=True) or LOCAL_LINK,
@@ -89,11 +85,6 @@ def _slowest(links: Mapping[tuple[str, str], Link], *, of_one_host: bool) -> Lin
     """Of the local links, or of those between hosts; None where there is none."""
     chosen = [link for (one, other), link in links.items() if (one == other) is of_one_host]
     return min(chosen, key=lambda link: link.bandwidth_bytes_per_s, default=None)
-
-
-def _without_messages(link: Link, messages_s: Sequence[float]) -> Link:
-    """The link without what its two ranks spend on a message: that is the processors', and counted there."""
-    return replace(link, latency_s=max(link.latency_s - sum(messages_s), _LEAST_LATENCY * link.latency_s))
 
 
 def _rounded_bandwidth(bandwidth_bytes_per_s: float) -> float:

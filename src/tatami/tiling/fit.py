@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tatami.cluster import Cluster, Processor
 from tatami.errors import MemoryLackError, PlanError
@@ -14,16 +14,72 @@ from tatami.tiling.planner import AbstractPlanner
 from tatami.units import format_size
 from tatami.workload import Workload
 
+_WORTH_LEAVING = 0.02
+"""Of an iteration. Predictions are not finer."""
 _SHOWN = 4
 _MOST_TRIED = 256
 """Where there are more processors, what would help is not tried out."""
 _MACHINES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
-def fit(
-    planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost
-) -> tuple[Layout, tuple[str, ...], tuple[str, ...]]:
-    """The layout; who is left out of it as too slow, the first to go first; and who is, as too small for what all repeat.
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """A layout, and who is left out of it.
+
+    Attributes:
+        layout: of all others.
+        slow: too slow for one sample and one unit, the first to go first.
+        small: without memory for what all repeat.
+        dear: with them an iteration is predicted to take longer, for their messages cost more time than they save; the first to
+            go first.
+    """
+
+    layout: Layout
+    slow: tuple[str, ...] = ()
+    small: tuple[str, ...] = ()
+    dear: tuple[str, ...] = ()
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """All of them."""
+        return (*self.small, *self.slow, *self.dear)
+
+
+def fit(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Fitted:
+    """What the planner says, where every processor has work, and memory for it.
+
+    Raises:
+        MemoryLackError, PlanError: as `_held`.
+    """
+    found = _held(planner, cluster=cluster, workload=workload, cost=cost)
+    if not (planner.picks and cluster.messages_known):
+        return found
+    ranks, dear = cluster.size, []
+    least = cost.price(found.layout, cluster=cluster, workload=workload)
+    while len(found.layout.processors) > 1 and least.unit == "s":
+        # Messages cost that one most, and so those who wait for it.
+        placed = [cluster.by_name[name] for name in found.layout.processors]
+        gone = max(placed, key=lambda each: (each.message_s, 1 / each.copy_bytes_per_s))
+        others = replace(cluster, processors=tuple(each for each in placed if each is not gone))
+        try:
+            without = _held(planner, cluster=others, workload=workload, cost=cost, ranks=ranks)
+        except MemoryLackError:
+            break
+        price = cost.price(without.layout, cluster=others, workload=workload)
+        if price.total > (1 - _WORTH_LEAVING) * least.total:
+            break
+        dear.append(gone.name)
+        found, least = replace(without, slow=(*found.slow, *without.slow), small=(*found.small, *without.small)), price
+    return replace(found, dear=tuple(dear))
+
+
+def _held(
+    planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost, ranks: int | None = None
+) -> Fitted:
+    """The planner's layout of all processors that have work and memory.
+
+    Args:
+        ranks: of the run; those that have no tile are among them.
 
     Raises:
         MemoryLackError: the processors' memory does not hold the network, in any way that the planner knows.
@@ -42,7 +98,7 @@ def fit(
             f"{_largest(cluster).name}, has {_size(_largest(cluster).memory_bytes or 0)}",
             lacking_bytes={processor.name: least_bytes - (processor.memory_bytes or 0) for processor in cluster.processors},
         )
-    ranks = cluster.size
+    ranks = ranks or cluster.size
     if small:
         cluster = replace(cluster, processors=rest)  # otherwise the same object, of which prices are remembered
     slow: list[str] = []
@@ -60,7 +116,7 @@ def fit(
             layout = found
         empty = layout.empty(workload)
         if not empty:
-            return layout, tuple(slow), small
+            return Fitted(layout=layout, slow=tuple(slow), small=small)
         candidates = sorted(
             (processor for processor in cluster.processors if processor.name in empty), key=lambda processor: processor.speed
         )
@@ -150,14 +206,19 @@ def _grown(cluster: Cluster, *, count: int) -> Cluster:
     return replace(cluster, processors=(*cluster.processors, *more))
 
 
-def leaving_out(planner: str, slow: tuple[str, ...], small: tuple[str, ...], *, workload: Workload) -> Iterator[str]:
-    """The warning about processors that are left out."""
-    if slow:
+def leaving_out(planner: str, fitted: Fitted, *, workload: Workload) -> Iterator[str]:
+    """The warnings about processors that are left out."""
+    if fitted.dear:
+        yield (
+            f"{planner} leaves out {', '.join(fitted.dear)}: predicted to be faster without, for the messages would take such a slow "
+            f"machine longer than its work saves. planner='srpm' takes all"
+        )
+    if slow := fitted.slow:
         yield (
             f"{planner} leaves out {', '.join(slow)}: too slow for one of {workload.samples} samples and one of "
             f"{workload.units} units beside the others. Plan without them, or give more samples"
         )
-    if small:
+    if small := fitted.small:
         yield (
             f"{planner} leaves out {', '.join(small)}: not enough memory for what every processor repeats, "
             f"{_size(_least_bytes(workload))}. Plan without them, or give them more"

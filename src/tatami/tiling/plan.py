@@ -63,8 +63,8 @@ class Plan:
         bound_s: seconds that no tiling of this cluster can beat under that cost.
         volume_bytes: what all processors together send in an iteration.
         volume_bounds: what they would send at least, with tiles of the same areas but any shape.
-        left_out: processors with too little memory for what all repeat, and those too slow for one sample and one unit, the
-            first to go first.
+        left_out: processors with too little memory for what all repeat, those too slow for one sample and one unit, and those
+            whose messages would take longer than their work saves; of each the first to go first.
         memory_bytes: what each processor will keep.
     """
 
@@ -114,8 +114,9 @@ def plan(
     """Lay out `workload` on `cluster`. Every rank gets the same answer from the same arguments, bit for bit.
 
     A processor that would get no sample, or no unit of any block, is left out: the slowest of them first, and the rest is
-    planned again. So is one whose memory does not hold what all of a column repeat. A warning names them; another one says
-    where equal shares are predicted to be faster than this planner.
+    planned again. So is one whose memory does not hold what all of a column repeat, and, by the planner of least predicted time,
+    one whose messages (`Processor.message_s`) would take longer than its work saves. A warning names them; another one says where
+    equal shares are predicted to be faster than this planner.
 
     Args:
         planner: a name in `PLANNERS`, or a planner of your own.
@@ -147,8 +148,9 @@ def plan(
 
 
 def _planned(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: RememberedCost) -> Plan:
-    layout, slow, small = fit(planner, cluster=cluster, workload=workload, cost=cost)
-    for told in leaving_out(planner.name, slow, small, workload=workload):
+    fitted = fit(planner, cluster=cluster, workload=workload, cost=cost)
+    layout = fitted.layout
+    for told in leaving_out(planner.name, fitted, workload=workload):
         warnings.warn(told, stacklevel=3)
     time_cost = cost.cost if isinstance(cost.cost, AlphaBetaCost) else AlphaBetaCost()
     predicted = (cost if time_cost is cost.cost else time_cost).price(layout, cluster=cluster, workload=workload)
@@ -167,7 +169,7 @@ def _planned(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, 
             alpha_bytes=workload.horizontal_bytes,
             beta_bytes=workload.vertical_bytes,
         ),
-        left_out=(*small, *slow),
+        left_out=fitted.left_out,
         memory_bytes=memory_bytes(layout, workload=workload, cluster=cluster),
     )
 

@@ -34,6 +34,9 @@ class AbstractPlanner(ABC):
     sized: ClassVar[bool] = False
     """Whether `layout` understands speeds that depend on the size of the tile; a cluster of those is refused elsewhere."""
 
+    picks: ClassVar[bool] = False
+    """Whether processors are to be left out that cost more by their messages than they bring."""
+
     @abstractmethod
     def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
         """A layout of all processors of the cluster.

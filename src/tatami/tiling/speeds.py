@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import fsum
 
 from tatami.cluster import Cluster, SpeedTable, at_sizes, speed_at
+from tatami.cluster.cluster import LARGEST_LATENCY_S
 from tatami.errors import PlanError
 from tatami.tiling.layout import Layout
 from tatami.workload import Workload
@@ -42,6 +43,29 @@ def with_speeds(cluster: Cluster, speeds: Mapping[str, float] | Sequence[float])
             raise PlanError(f"the speed of {name} must be a finite number > 0, not {speed}")
     pairs = zip(cluster.processors, listed, strict=True)
     return replace(cluster, processors=tuple(replace(processor, speed=_kept(speed)) for processor, speed in pairs))
+
+
+def at_paces(cluster: Cluster, paces: Mapping[str, float]) -> Cluster:
+    """The same machines, each so many times as fast at sending and receiving, and at calls, as when it was measured.
+
+    Whatever slows down a machine's computing, another program or a hot chip, slows down its messages.
+
+    Args:
+        cluster: as measured; speeds stay as they are.
+        paces: by processor, 1 for one that is as it was.
+    """
+    if not cluster.messages_known and not cluster.calls_known:
+        return cluster
+    processors = (
+        replace(
+            each,
+            message_s=min(each.message_s / pace, LARGEST_LATENCY_S),
+            copy_bytes_per_s=each.copy_bytes_per_s * pace,
+            call_s=min(each.call_s / pace, LARGEST_LATENCY_S),
+        )
+        for each, pace in ((each, paces[each.name]) for each in cluster.processors)
+    )
+    return replace(cluster, processors=tuple(processors))
 
 
 def _kept(speed: float) -> float:

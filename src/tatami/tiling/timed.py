@@ -37,6 +37,7 @@ class TimedPlanner(AbstractPlanner):
 
     name: ClassVar[str] = "timed"
     sized: ClassVar[bool] = True
+    picks: ClassVar[bool] = True
 
     def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
         others: tuple[AbstractPlanner, ...] = (WeightedPlanner(), EvenPlanner(), GridPlanner(), GridRevPlanner())
