@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -27,6 +27,7 @@ def measure_links(
     small_repeats: int = 101,
     large_repeats: int = 11,
     large_bytes: int = LARGE_BYTES,
+    pairs: Collection[tuple[str, str]] | None = None,
     clock: Clock | None = None,
 ) -> dict[tuple[str, str], Link]:
     """The links between hosts, and between two ranks of one host, one after the other while all others wait. Collective.
@@ -37,6 +38,7 @@ def measure_links(
     Args:
         small_repeats, large_repeats: round trips to take the median of.
         large_bytes: size of a large message.
+        pairs: of hosts, in sorted order; all where None.
         clock: for tests.
 
     Returns:
@@ -45,6 +47,8 @@ def measure_links(
     clock = clock or SystemClock()
     links = {}
     for hosts, (one, other) in link_ranks(comm.hosts).items():
+        if pairs is not None and hosts not in pairs:
+            continue
         small_s = _round_trip_s(comm, one, other, size_bytes=SMALL_BYTES, repeats=small_repeats, clock=clock)
         large_s = _round_trip_s(comm, one, other, size_bytes=large_bytes, repeats=large_repeats, clock=clock)
         # A large message that came no later than a small one says nothing more than that it was no slower.

@@ -21,8 +21,8 @@ LEAVE_BELOW = 0.25
 """A processor that has lost more than three quarters of its speed may be more trouble than help, and is tried without."""
 
 UNSURE = 5.0
-"""So many times what exchanges inside of columns are predicted to take more must still pay where it was not measured what messages
-cost the machines (`Processor.message_s`)."""
+"""So many times what exchanges inside of columns are predicted to take more must still pay: ranks of a column, which wait for each
+other many times in an iteration, are slower than any measure of messages says, the more so the less of a core they have."""
 
 _MOST_BEHIND = 4
 _MOST_SWAPPED = 64
@@ -82,19 +82,18 @@ def levels(situation: Situation, speeds: Mapping[str, float], *, fixed_s: float)
     if situation.slow_hosts:
         found.setdefault(_swapped(situation, here), DecisionKind.WHOLE)
     stays = _predicted(now, situation=situation, speeds=speeds)
-    unsure = 0.0 if situation.cluster.messages_known else UNSURE
     listed = []
     for layout, planned in found.items():
         kind = planned if set(layout.processors) >= set(now.processors) else DecisionKind.LEAVE
         takes = _predicted(layout, situation=situation, speeds=speeds)
-        if layout != now and takes.is_faster_than(stays, unsure=unsure):
+        if layout != now and takes.is_faster_than(stays):
             price_s = fixed_s + rows_s(now, layout, cluster=situation.cluster, workload=situation.workload)
             listed.append((takes, Level(kind=kind, layout=layout, iteration_s=takes.iteration_s, price_s=price_s)))
     # What costs more to get to, and is not faster, is no choice.
     listed.sort(key=lambda each: (each[1].price_s, each[0].vertical_s, each[0].iteration_s))
     kept: list[tuple[_Predicted, Level]] = []
     for takes, level in listed:
-        if not kept or takes.is_faster_than(kept[-1][0], unsure=unsure):
+        if not kept or takes.is_faster_than(kept[-1][0]):
             kept.append((takes, level))
     return stays.iteration_s, tuple(level for _, level in kept)
 
@@ -111,9 +110,9 @@ class _Predicted:
     iteration_s: float
     vertical_s: float
 
-    def is_faster_than(self, other: _Predicted, *, unsure: float) -> bool:
-        """Even if the messages whose cost is known least take so many times longer than predicted."""
-        return self.iteration_s + unsure * max(0.0, self.vertical_s - other.vertical_s) < other.iteration_s
+    def is_faster_than(self, other: _Predicted) -> bool:
+        """Even if the messages whose cost is known least take longer than predicted."""
+        return self.iteration_s + UNSURE * max(0.0, self.vertical_s - other.vertical_s) < other.iteration_s
 
 
 def _predicted(layout: Layout, *, situation: Situation, speeds: Mapping[str, float]) -> _Predicted:

@@ -112,11 +112,7 @@ class Detector:
         self.before = self.level
         valid: Mask = np.greater(values, 0)
         self._keep(values, valid)
-        ratio = values / self.level
-        z = log(ratio)
-        z *= self._precision
-        clip = np.where((ratio > FAR) | (ratio < 1.0 / FAR), self._far_clip, self._clip)
-        z = np.maximum(np.minimum(z, clip), -clip)
+        z = _in_noises(values / self.level, precision=self._precision, clip=self._clip, far_clip=self._far_clip)
         rises = self._signs * z
         rises -= self._k
         # Sums stay where there is no sample, and at 0 where level or noise are not known yet, so that z is NaN.
@@ -167,6 +163,8 @@ class Detector:
             newest, column = divmod(int(self._places[index]), self._size)
             ring = self._rings[(slice(WINDOW), *index)]
             kept = ring[np.arange(newest - int(keep[index]), newest) % WINDOW]
+            kept = kept[self._began(kept, index) :]
+            keep[index] = len(kept)
             ring[:] = np.nan
             ring[: len(kept)] = kept
             self._places[index] = len(kept) % WINDOW * self._size + column
@@ -175,6 +173,17 @@ class Detector:
         self._ages[:, changed] = 0
         self._any_young = True
         self._refresh(changed)
+
+    def _began(self, kept: Vector, index: tuple[np.int64, ...]) -> int:
+        """Where in these samples the change began most likely: the last k of them, which add up to S, where S^2 / k is largest.
+
+        The sum has grown from 0 since, or from before if noise had it above 0 when the change came: then the first samples are
+        as they were, and the speed since would come out between the old and the new.
+        """
+        clips = self._clip[index[-1]], self._far_clip[index[-1]]
+        z = _in_noises(kept / self.before[index], precision=self._precision[index], clip=clips[0], far_clip=clips[1])
+        back = np.cumsum(z[::-1])
+        return len(kept) - 1 - int(np.argmax(back * back / np.arange(1, len(kept) + 1)))
 
     def _refresh_due(self) -> None:
         """Estimate again: young series after each sample, all others now and then.
@@ -229,6 +238,15 @@ class Detector:
             noise = np.where(young, np.fmax(own, middle), own)
         self.noise[..., kind] = noise
         self._precision[..., kind] = 1.0 / (noise * np.sqrt(1.0 + _MEDIAN_VARIANCE / np.maximum(self.count[..., kind], 1)))
+
+
+def _in_noises(ratio: Vector, *, precision: Vector | float, clip: Vector | float, far_clip: Vector | float) -> Vector:
+    """The logarithms of these ratios to the level in units of the noise, not further from 0 than one sample counts."""
+    most = np.where((ratio > FAR) | (ratio < 1.0 / FAR), far_clip, clip)
+    z = log(ratio)
+    z *= precision
+    found: Vector = np.maximum(np.minimum(z, most), -most)
+    return found
 
 
 def _wider(rings: Vector, level: Vector, *, count: NDArray[np.int64], oldest: NDArray[np.int64]) -> Vector | float:

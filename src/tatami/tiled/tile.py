@@ -27,7 +27,7 @@ from tatami.tiled.following.sample import Sample
 from tatami.tiled.following.unchanged import copy_of
 from tatami.tiled.local_draws import LocalDraws
 from tatami.tiled.losses import LossReduction, check_reduction
-from tatami.tiled.measure import measure_network_speeds, measure_speeds
+from tatami.tiled.measure import at_hosts, measure_messages, measure_network_speeds, measure_speeds
 from tatami.tiled.model import TiledModel
 from tatami.tiled.phases import phases_of
 from tatami.tiling import DEFAULT_PLANNER, Layout, Plan, plan
@@ -70,7 +70,7 @@ def tile(
         sample: inputs of the network for at least two samples: a tensor, a tuple of arguments, or a mapping of named ones.
             With it attention, gated and convolution pairs are found as well; without it only pairs of linear layers.
         speeds: the ranks' speeds: a `Cluster` (which also tells of links), one number for each rank (only ratios count),
-            "measure" (time the model's own work on every rank), or "equal".
+            "measure" (time the model's own work on every rank, and between hosts what messages cost), or "equal".
         planner: one of `tatami.tiling.PLANNERS`; by default the one of least predicted time. It warns where equal shares are
             predicted to be faster than what another one says.
         layout: lie like this instead of planning; processors are named p0, p1, ... by rank, or as the cluster names them.
@@ -142,7 +142,8 @@ def tile(
             timed = workload if workload.blocks else Workload.mlp(256, 256, 256, samples=256)
             dtype = next(whole.parameters()).dtype
             measured = measure_speeds(timed, comm, dtype=dtype, device=target, clock=clock, pace=pace)
-        cluster = Cluster.from_speeds([speed.flop_per_s for speed in measured])
+        cluster = at_hosts(Cluster.from_speeds([speed.flop_per_s for speed in measured]), comm)
+        cluster = cluster if comm.changes else measure_messages(cluster, comm)
         cluster = _named(with_memory(cluster, comm, target), comm)
     if layout is None:
         planned = decided_on_root(comm, functools.partial(plan, planner, cluster=cluster, workload=workload, cost=cost))
@@ -207,13 +208,13 @@ def _given(speeds: Cluster | Sequence[float] | str, comm: AbstractCommunicator) 
     if isinstance(speeds, str):
         if speeds not in ("measure", "equal"):
             raise PlanError(f"speeds must be a Cluster, a number for each rank, 'measure' or 'equal', not {speeds!r}")
-        return Cluster.from_speeds([1.0] * comm.size) if speeds == "equal" else None
+        return at_hosts(Cluster.from_speeds([1.0] * comm.size), comm) if speeds == "equal" else None
     cluster = speeds if isinstance(speeds, Cluster) else Cluster.from_speeds(speeds)
     if cluster.size != comm.size and comm.changes:
         return Cluster.from_speeds([1.0] * comm.size)  # what was given is about other members
     if cluster.size != comm.size:
         raise PlanError(f"there are {comm.size} ranks but {cluster.size} speeds; give one for each rank")
-    return cluster
+    return cluster if cluster is speeds else at_hosts(cluster, comm)
 
 
 def _named(cluster: Cluster, comm: AbstractCommunicator) -> Cluster:

@@ -210,8 +210,8 @@ def leaving_out(planner: str, fitted: Fitted, *, workload: Workload) -> Iterator
     """The warnings about processors that are left out."""
     if fitted.dear:
         yield (
-            f"{planner} leaves out {', '.join(fitted.dear)}: predicted to be faster without, for the messages would take such a slow "
-            f"machine longer than its work saves. planner='srpm' takes all"
+            f"{planner} leaves out {', '.join(fitted.dear)}: an iteration is predicted to be shorter without, for messages "
+            "would take there longer than its work saves. planner='srpm' takes all"
         )
     if slow := fitted.slow:
         yield (

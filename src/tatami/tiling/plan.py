@@ -114,9 +114,9 @@ def plan(
     """Lay out `workload` on `cluster`. Every rank gets the same answer from the same arguments, bit for bit.
 
     A processor that would get no sample, or no unit of any block, is left out: the slowest of them first, and the rest is
-    planned again. So is one whose memory does not hold what all of a column repeat, and, by the planner of least predicted time,
-    one whose messages (`Processor.message_s`) would take longer than its work saves. A warning names them; another one says where
-    equal shares are predicted to be faster than this planner.
+    planned again. So is one whose memory does not hold what all of a column repeat, and, by the planner of least predicted
+    time, one whose messages (`Processor.message_s`) would take longer than its work saves. A warning names them; another one
+    says where equal shares are predicted to be faster than this planner.
 
     Args:
         planner: a name in `PLANNERS`, or a planner of your own.
