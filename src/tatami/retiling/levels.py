@@ -21,8 +21,8 @@ LEAVE_BELOW = 0.25
 """A processor that has lost more than three quarters of its speed may be more trouble than help, and is tried without."""
 
 UNSURE = 5.0
-"""So many times what exchanges inside of columns are predicted to take more must still pay: ranks of a column, which wait for each
-other many times in an iteration, are slower than any measure of messages says, the more so the less of a core they have."""
+"""So many times what exchanges inside of columns are predicted to take more must still pay: ranks of a column, which wait for
+each other often in an iteration, are slower than any measure of messages says, the more so the less of a core they have."""
 
 _MOST_BEHIND = 4
 _MOST_SWAPPED = 64
