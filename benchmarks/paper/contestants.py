@@ -23,7 +23,7 @@ from paper.setting import DDP_WEIGHTED, DYNAMIC, ORACLE, layout_of
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
-from tatami.tiled import move, tile
+from tatami.tiled import IterationPhase, move, tile
 from tatami.tiled.retiling import Check, Retiling
 from tatami.tiling import Span, largest_remainder, spans
 from tatami.workload import Workload
@@ -156,7 +156,8 @@ class Tiled(AbstractContestant):
         loss.backward()  # type: ignore[no-untyped-call]
         if self.sums_loss:
             sums, request = begun or self._sum(loss)
-            request.wait()
+            with self.model.phases.during(IterationPhase.HORIZONTAL):
+                request.wait()
             if retiling is not None:
                 retiling.heard(sums.tolist()[1:])
 

@@ -77,6 +77,23 @@ def test_a_change_is_noticed_within_few_samples_and_its_size_told(noise: float, 
     assert np.percentile(off, 95) < 4.0
 
 
+def test_what_noise_did_before_a_change_is_no_part_of_it() -> None:
+    detector = Detector((1,))
+    for number in range(100):
+        detector.step(np.array([1.02 if number % 2 else 0.98]))
+    # Four samples at the upper end of the noise, so that the sums are above 0 when the change comes.
+    for _ in range(3):
+        assert not detector.step(np.array([1.06])).any()
+    found = 0
+    for after in range(1, 6):
+        if detector.step(np.array([3.0])).any():
+            found = after
+            break
+    assert found
+    assert detector.count[0] == found
+    assert detector.level[0] == 3.0
+
+
 @pytest.mark.parametrize("noise", [0.02, 0.05, 0.1])
 def test_noise_and_stalls_alone_make_at_most_a_few_alarms_in_a_hundred_thousand(noise: float) -> None:
     rng = np.random.default_rng(2)

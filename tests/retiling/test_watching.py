@@ -194,6 +194,32 @@ def test_a_layout_that_needs_more_messages_must_pay_even_if_they_take_longer_tha
     assert not others
 
 
+def test_a_machine_whose_messages_slowed_down_with_it_is_left_out_as_soon_as_that_is_faster() -> None:
+    """With two thirds of its speed gone it still computes; but what it sends takes longer than what it saves."""
+    known = tuple(
+        Processor(name=f"p{i}", speed=speed * FLOP_PER_S, host=f"h{i}", message_s=0.4e-3 / speed, copy_bytes_per_s=1e9 * speed)
+        for i, speed in enumerate(CONDITION_A)
+    )
+    unknown = tuple(Processor(name=each.name, speed=each.speed, host=each.host) for each in known)
+    columns = tuple(Column(width=each.speed / FLOP_PER_S / 4.91, processors=(each.name,), heights=(1.0,)) for each in known)
+    kinds = []
+    for processors in (known, unknown):
+        situation = Situation(
+            retiler=Retiler(),
+            cluster=Cluster(processors=processors),
+            workload=NETWORK,
+            layout=Layout(columns=columns),
+            cost=None,
+        )
+        speeds = {each.name: each.speed / NETWORK.work_flop * (0.3 if each.name == "p1" else 1.0) for each in processors}
+        _, found = levels(situation, speeds, fixed_s=0.005)
+        kinds.append([level.kind for level in found])
+        if processors is known:
+            assert "p1" not in found[-1].layout.processors
+    assert kinds[0][-1] is DecisionKind.LEAVE
+    assert DecisionKind.LEAVE not in kinds[1]
+
+
 def test_a_rank_that_recovers_is_known_to_be_as_fast_as_it_was_from_the_alarm_on() -> None:
     run = watched()
     run.go(200)

@@ -26,6 +26,7 @@ from tatami.tiling import (
     compare,
     plan,
 )
+from tatami.tiling.speeds import at_paces
 from tatami.workload import Block, Workload, linear_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is predicted to take")
@@ -157,6 +158,70 @@ def test_the_slowest_go_first() -> None:
     cluster = Cluster.from_speeds([1.0, 2e-6, 1e-6, 1.0])
     with pytest.warns(UserWarning, match="leaves out p2, p1"):
         assert plan("weighted", cluster=cluster, workload=PAPER).left_out == ("p2", "p1")
+
+
+MESSAGES_TAKE = 20e-3
+"""Of one on a hundredth of a core, where it takes 0.2 ms of a whole one."""
+
+
+def odd_pile(*cores: float, known: bool = True) -> Cluster:
+    """Hosts with so many cores each, and what messages cost them."""
+    processors = (
+        Processor(
+            name=f"p{rank}",
+            speed=5e10 * share,
+            host=f"h{rank}",
+            message_s=0.01 / share * MESSAGES_TAKE if known else 0.0,
+            copy_bytes_per_s=1e9 * share if known else float("inf"),
+        )
+        for rank, share in enumerate(cores)
+    )
+    return Cluster(processors=tuple(processors))
+
+
+WIDE = Workload.mlp(203, 800, 26, samples=16384)
+
+
+def test_machines_whose_messages_take_longer_than_their_work_saves_are_left_out_together() -> None:
+    cluster = odd_pile(0.02, 0.4, 0.02, 0.4, 0.4)
+    with pytest.warns(UserWarning, match="timed leaves out p[02], p[02]: an iteration is predicted to be shorter without"):
+        result = plan(cluster=cluster, workload=WIDE)
+    assert set(result.left_out) == {"p0", "p2"}
+    alone = plan(cluster=odd_pile(0.4, 0.4, 0.4), workload=WIDE)
+    assert result.predicted_s == pytest.approx(alone.predicted_s)
+    # One of the two would keep the others waiting as both do.
+    for cores in ((0.02, 0.4, 0.4, 0.4), (0.02, 0.4, 0.02, 0.4, 0.4)):
+        assert plan("weighted", cluster=odd_pile(*cores), workload=WIDE).predicted_s > 1.5 * alone.predicted_s
+    # Who asks for a method by name gets all; and where it was not measured what messages cost, none is left out.
+    assert plan("srpm", cluster=cluster, workload=WIDE).left_out == ()
+    assert plan(cluster=odd_pile(0.02, 0.4, 0.02, 0.4, 0.4, known=False), workload=WIDE).left_out == ()
+
+
+@given(cores=st.lists(st.floats(0.01, 1.0), min_size=2, max_size=9), samples=st.sampled_from([512, 16384]))
+@settings(max_examples=40, deadline=None)
+def test_who_is_left_out_makes_an_iteration_shorter(cores: list[float], samples: int) -> None:
+    workload = WIDE.with_samples(samples)
+    cluster = odd_pile(*cores)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result, *others = compare(["timed", "weighted", "srpm", "even"], cluster=cluster, workload=workload)
+    assert all(result.predicted_s <= other.predicted_s * (1 + 1e-9) for other in others)
+    assert {tile.processor for tile in result.tiling.tiles} | set(result.left_out) == set(cluster.by_name)
+    if result.left_out:
+        assert min(cluster.message_s[name] for name in result.left_out) >= max(
+            cluster.message_s[name] for name in result.layout.processors
+        )
+
+
+def test_a_slower_machine_is_slower_at_messages() -> None:
+    cluster = odd_pile(0.1, 0.4)
+    slowed = at_paces(cluster, {"p0": 0.25, "p1": 1.0})
+    assert slowed.by_name["p1"] == cluster.by_name["p1"]
+    assert slowed.by_name["p0"].message_s == pytest.approx(4 * cluster.by_name["p0"].message_s)
+    assert slowed.by_name["p0"].copy_bytes_per_s == pytest.approx(cluster.by_name["p0"].copy_bytes_per_s / 4)
+    assert slowed.speeds == cluster.speeds
+    unknown = odd_pile(0.1, 0.4, known=False)
+    assert at_paces(unknown, {"p0": 0.25, "p1": 1.0}) is unknown
 
 
 def test_a_column_may_be_deeper_than_a_block_has_units() -> None:

@@ -27,7 +27,7 @@ from tatami.tiled.model import TiledModel
 from tatami.tiled.moving import Moved, move
 from tatami.tiled.optimizers import check_optimizer
 from tatami.tiled.own_times import OwnTimes
-from tatami.tiled.phases import PhaseTimes
+from tatami.tiled.phases import IterationPhase, PhaseTimes
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +105,13 @@ class Retiling:
 
         Behind it is a number for each message that is watched: the receiver adds when it came, and the sender takes off when it
         left. None where the rule gathers by itself.
+
+        After the backward pass the iteration waits from here on until `heard`: what passes is no compute time.
         """
         if self.watcher is None:
             return []
+        if self._model.phases.current is IterationPhase.UPDATE:
+            self._model.phases.enter(IterationPhase.HORIZONTAL)
         own = self._times.told(self.watcher, iteration=self.iteration)
         return own + [self._late_s(message) for message in self.watcher.links.messages]
 
@@ -122,6 +126,8 @@ class Retiling:
         if self.watcher is not None:
             self._heard = list(summed)
             self._model.link_times.begin()
+            if self._model.phases.current is IterationPhase.HORIZONTAL:
+                self._model.phases.enter(IterationPhase.UPDATE)
 
     def step(self, *, companions: Mapping[torch.Tensor, torch.Tensor] | None = None) -> Check | None:
         """End the iteration. Collective. Returns the check if one was due.

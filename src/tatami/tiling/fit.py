@@ -11,11 +11,14 @@ from tatami.tiling.cost import AbstractCost
 from tatami.tiling.layout import Layout
 from tatami.tiling.memory import lacking_bytes, memory_bytes, squeezed
 from tatami.tiling.planner import AbstractPlanner
+from tatami.tiling.speeds import at_equal_times
+from tatami.tiling.weighted import data_parallel
 from tatami.units import format_size
 from tatami.workload import Workload
 
 _WORTH_LEAVING = 0.02
 """Of an iteration. Predictions are not finer."""
+_ALL_TRIED = 32
 _SHOWN = 4
 _MOST_TRIED = 256
 """Where there are more processors, what would help is not tried out."""
@@ -52,25 +55,44 @@ def fit(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost:
         MemoryLackError, PlanError: as `_held`.
     """
     found = _held(planner, cluster=cluster, workload=workload, cost=cost)
-    if not (planner.picks and cluster.messages_known):
+    dear = _dear(cluster, workload=workload, cost=cost) if planner.picks and cluster.messages_known else ()
+    if not dear:
         return found
-    ranks, dear = cluster.size, []
-    least = cost.price(found.layout, cluster=cluster, workload=workload)
-    while len(found.layout.processors) > 1 and least.unit == "s":
-        # Messages cost that one most, and so those who wait for it.
-        placed = [cluster.by_name[name] for name in found.layout.processors]
-        gone = max(placed, key=lambda each: (each.message_s, 1 / each.copy_bytes_per_s))
-        others = replace(cluster, processors=tuple(each for each in placed if each is not gone))
-        try:
-            without = _held(planner, cluster=others, workload=workload, cost=cost, ranks=ranks)
-        except MemoryLackError:
-            break
-        price = cost.price(without.layout, cluster=others, workload=workload)
-        if price.total > (1 - _WORTH_LEAVING) * least.total:
-            break
-        dear.append(gone.name)
-        found, least = replace(without, slow=(*found.slow, *without.slow), small=(*found.small, *without.small)), price
-    return replace(found, dear=tuple(dear))
+    others = replace(cluster, processors=tuple(each for each in cluster.processors if each.name not in dear))
+    try:
+        without = _held(planner, cluster=others, workload=workload, cost=cost, ranks=cluster.size)
+    except MemoryLackError:
+        return found
+    with_s, without_s = (
+        cost.price(each.layout, cluster=machines, workload=workload).total
+        for each, machines in ((found, cluster), (without, others))
+    )
+    return replace(without, dear=dear) if without_s < (1 - _WORTH_LEAVING) * with_s else found
+
+
+def _dear(cluster: Cluster, *, workload: Workload, cost: AbstractCost) -> tuple[str, ...]:
+    """Who might better be left out: so many of those whose messages take longest that the rest, a column each, is fastest.
+
+    One at a time would not do: of three slow machines any two keep all others waiting.
+    """
+    order = sorted(cluster.processors, key=lambda each: (-each.message_s, each.copy_bytes_per_s))
+    dearest = [each.name for each in order]
+    counts = (
+        range(cluster.size)
+        if cluster.size <= _ALL_TRIED
+        else [0, *(2**power for power in range(cluster.size.bit_length() - 1))]
+    )
+    prices = {}
+    for count in counts:
+        gone = set(dearest[:count])
+        rest = replace(cluster, processors=tuple(each for each in cluster.processors if each.name not in gone))
+        layout = data_parallel(at_equal_times(rest, workload=workload).processors)
+        price = cost.price(layout, cluster=rest, workload=workload)
+        if price.unit != "s":
+            return ()
+        prices[count] = price.total
+    best = min(prices, key=lambda count: prices[count])
+    return tuple(dearest[:best]) if prices[best] < (1 - _WORTH_LEAVING) * prices[0] else ()
 
 
 def _held(

@@ -15,8 +15,6 @@ from tatami.cluster import Cluster
 
 _ALIKE = 1.25
 """Rates that differ by less are the same: they were measured."""
-_HALVINGS = 60
-"""Of an interval, until a double has no more digits."""
 
 
 def transfer_rates(cluster: Cluster) -> dict[str, float] | None:
@@ -50,14 +48,14 @@ def summing_shares(
         return None
     height = np.array(heights)
     rate = np.array([rates[name] for name in names])
-
-    def shares(time: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        with np.errstate(divide="ignore"):
-            wanted = (time * rate / height - 1) / (columns - 2)
-        return np.where(height > 0, np.clip(wanted, 0.0, 1.0), 0.0)
-
-    low, high = 0.0, float(np.max((columns - 1) * height / rate))
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if float(height @ shares(middle)) < 1.0 else (low, middle)
-    return dict(zip(names, map(float, shares(high)), strict=True))
+    # What is summed within T grows by `rate` from where a processor has sent what it does not sum until it sums all of its own.
+    begin, end = height / rate, (columns - 1) * height / rate
+    times = np.concatenate([begin, end])
+    order = np.argsort(times, kind="stable")
+    times, growth = times[order], np.cumsum(np.concatenate([rate, -rate])[order]) / (columns - 2)
+    summed = np.concatenate([[0.0], np.cumsum(growth[:-1] * np.diff(times))])
+    last = min(int(np.searchsorted(summed, 1.0, side="left")), len(times) - 1)
+    time = times[last - 1] + (1.0 - summed[last - 1]) / growth[last - 1]
+    with np.errstate(divide="ignore"):
+        wanted = (time / begin - 1) / (columns - 2)
+    return dict(zip(names, np.where(height > 0, np.clip(wanted, 0.0, 1.0), 0.0).tolist(), strict=True))
