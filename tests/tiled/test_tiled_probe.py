@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
+from torch import nn
 
 from tatami.cluster import Cluster
+from tatami.cluster.cluster import NETWORK_LINK
 from tatami.comm import AbstractCommunicator
 from tatami.testing.slowdown import Slowdown
 from tatami.testing.worlds import World
+from tatami.tiled import tile
 from tatami.tiled.probe import probe
 from tatami.workload import Workload
+from tiled_rig import Placed
 
 WORKLOAD = Workload.mlp(20, 16, 5, samples=64)
 
@@ -64,3 +70,28 @@ def test_a_slowed_rank_is_measured_as_slow(world: World) -> None:
     assert (slow.spread, fast.spread) == (0.0, 0.0)
     # An iteration of four blocks takes 1 s: five times what a block and the iteration itself take.
     assert (fast.call_s, slow.call_s) == pytest.approx((0.2, 4.0), rel=1e-3)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_between_hosts_it_is_measured_what_messages_cost_and_within_one_nothing_is(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> tuple[Cluster, Cluster, Cluster]:
+        apart = Placed(comm, hosts=tuple(f"host-{rank}" for rank in range(comm.size)))
+        found = []
+        for ranks, given in ((apart, None), (comm, None), (apart, [1.0] * comm.size)):
+            network = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # which of them are worth their messages depends on the machine
+                model = tile(network, ranks, batch_size=64, speeds=given or "measure", reduction="mean", quiet=True)
+            found.append(model.cluster)
+        return found[0], found[1], found[2]
+
+    results = world(body)
+    assert all(result == results[0] for result in results)
+    apart, together, given = results[0]
+    names = tuple(f"host-{rank}" for rank in range(world.size))
+    assert tuple(each.host for each in apart.processors) == tuple(each.host for each in given.processors) == names
+    assert all(each.message_s > 0 for each in apart.processors)
+    assert apart.network != NETWORK_LINK
+    assert not together.messages_known
+    assert not given.messages_known
+    assert given.network == NETWORK_LINK

@@ -223,6 +223,38 @@ def test_one_rank_plans_for_all_and_a_plan_that_fails_fails_everywhere(world: Wo
     assert len({layout for _, layout in results}) == 1
 
 
+@pytest.mark.ranks(2, 3)
+def test_what_a_loop_waits_for_its_own_sum_is_no_compute_time(world: World) -> None:
+    """Rank 0 waits for a second in each: its compute time per work is still the backward pass, and nothing else."""
+    built = network()
+    x, y = data()
+
+    def body(comm: AbstractCommunicator) -> tuple[list[float], float]:
+        machine = Machine(1.0)
+        model = laid(built, comm, machine, planner="even")
+        optimizer = ADAM(model.parameters())
+        retiling = Retiling(model, optimizer, retiler=Retiler())
+        own = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(model.local(x)), model.local(y))
+            torch.autograd.backward(loss)
+            sums = torch.tensor([loss.item(), *retiling.told()], dtype=torch.float64)
+            own.append(float(sums[1 + comm.rank]))
+            request = comm.iallreduce(sums)
+            if comm.rank == 0:
+                machine.sleep(1.0)
+            request.wait()
+            retiling.heard(sums.tolist()[1:])
+            assert model.phases.current is IterationPhase.UPDATE
+            optimizer.step()
+            retiling.step()
+        return own, 1.0 / 1e6
+
+    for own, per_work_s in world(body):
+        assert own[1:] == pytest.approx([per_work_s] * 3, rel=1e-6)
+
+
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_slow_rank_is_noticed_and_relieved_within_few_iterations_and_training_stays_exact(
