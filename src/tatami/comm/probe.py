@@ -104,9 +104,10 @@ def _round_trip_s(comm: AbstractCommunicator, one: int, other: int, *, size_byte
     return float(comm.bcast_object(median_s, root=one))
 
 
-_SMALL_BYTES, _LARGE_BYTES = 8, 8 * 1024
-"""Both are sent at once and buffered; long ones would wait for their receivers."""
-_BURST = 16
+_SMALL_BYTES, _LARGE_BYTES = 8, 64 * 1024
+_SMALL_BURST, _LARGE_BURST = 16, 8
+"""Long messages cost twice as much for a byte as those that are sent at once and buffered, and gradients are long. So many of
+them cross 100 Mbit/s while the ranks sleep."""
 _TRAVEL_S = 0.05
 _SPIN_S = 0.25
 """More than two periods of a container's quota."""
@@ -147,19 +148,19 @@ def measure_message_costs(
     comm.barrier()
     share = _core_share(clock=clock, cpu_s=cpu_s)
     small_s, large_s = (
-        statistics.median(_burst_s(comm, size_bytes, clock=clock, cpu_s=cpu_s) for _ in range(repeats + 1))
-        for size_bytes in (_SMALL_BYTES, _LARGE_BYTES)
+        statistics.median(_burst_s(comm, size_bytes, burst, clock=clock, cpu_s=cpu_s) for _ in range(repeats + 1))
+        for size_bytes, burst in ((_SMALL_BYTES, _SMALL_BURST), (_LARGE_BYTES, _LARGE_BURST))
     )
     byte_s = (large_s - small_s) / (_LARGE_BYTES - _SMALL_BYTES) / share
     mine = MessageCost(message_s=small_s / share, copy_bytes_per_s=1 / byte_s if byte_s > 0 else float("inf"), core_share=share)
     return list(comm.allgather_object(mine))
 
 
-def _burst_s(comm: AbstractCommunicator, size_bytes: int, *, clock: Clock, cpu_s: Callable[[], float]) -> float:
+def _burst_s(comm: AbstractCommunicator, size_bytes: int, burst: int, *, clock: Clock, cpu_s: Callable[[], float]) -> float:
     """CPU seconds of one message, sent or received, of a burst to the next rank and from the one before."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    values = [torch.zeros(size_bytes, dtype=torch.uint8, device="cpu") for _ in range(_BURST)]
-    rooms = [torch.empty(size_bytes, dtype=torch.uint8, device="cpu") for _ in range(_BURST)]
+    values = [torch.zeros(size_bytes, dtype=torch.uint8, device="cpu") for _ in range(burst)]
+    rooms = [torch.empty(size_bytes, dtype=torch.uint8, device="cpu") for _ in range(burst)]
     comm.barrier()
     start_s = cpu_s()
     requests = [comm.irecv(room, before) for room in rooms] + [comm.isend(each, after) for each in values]
@@ -168,7 +169,7 @@ def _burst_s(comm: AbstractCommunicator, size_bytes: int, *, clock: Clock, cpu_s
     start_s = cpu_s()
     for request in requests:
         request.wait()
-    return (spent_s + cpu_s() - start_s) / (2 * _BURST)
+    return (spent_s + cpu_s() - start_s) / (2 * burst)
 
 
 def _core_share(*, clock: Clock, cpu_s: Callable[[], float]) -> float:

@@ -164,6 +164,11 @@ class Estimates:
         return self._detector.error[: self._size]
 
     @property
+    def suspects(self) -> bool:
+        """Whether something may just have changed, so that levels and their errors are about to."""
+        return self._detector.suspects
+
+    @property
     def enough(self) -> bool:
         """Whether there are samples enough under these tiles to say what they brought."""
         return bool(self._count.max() >= _ENOUGH)

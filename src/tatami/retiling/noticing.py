@@ -98,6 +98,11 @@ class Detector:
         self._steps = 0
 
     @property
+    def suspects(self) -> bool:
+        """Whether a series may just have changed: the next few samples will tell."""
+        return bool((self._sums[:2] > self._suspect).any())
+
+    @property
     def error(self) -> Vector:
         """Relative standard error of `level`."""
         found: Vector = self.noise * np.sqrt(_MEDIAN_VARIANCE / np.maximum(self.count, 1))

@@ -46,6 +46,8 @@ CERTAINTY = 4.0
 CERTAINTY_PROVED = 2.0
 PROVED = 64
 """Iterations after an alarm, which proves that there is something to gain: what is not known is only how much."""
+FAR_OUT = 0.4
+"""Of an iteration: who would gain so much moves, even if the last move did not bring what it promised."""
 LEAST_GAIN = 0.03
 """Of an iteration. What is less is not worth the talk."""
 FIXED_S = 0.005
@@ -55,6 +57,8 @@ _LOOK = 32
 _LOOK_AT = (4, 8, 16, 32, 64)
 """Iterations since the last alarm or re-tiling at which the speeds may be looked at, too: as their errors shrink, gains show.
 A look plans, which takes 20 ms of a core for 8 ranks: the fastest rank does so for all, and not for less than it may bring."""
+_MOST_WAITED = 8
+"""Iterations for which nothing is done because something may just have changed."""
 ALL_BUT_OUT = 0.125
 """A processor that keeps less than this of its work is as good as left out."""
 _MOST_KEPT = 4096
@@ -93,6 +97,8 @@ class Watcher(AbstractDecider):
         self._hidden_s = 0.0
         self._look_s = 0.0
         self._looked_at = 0
+        self._is_due = False
+        self._waited = 0
         self._stay_s = 0.0
         self._slow_since: dict[str, tuple[int, float]] = {}
         self._lengths: list[int] = []
@@ -142,11 +148,16 @@ class Watcher(AbstractDecider):
         for alarm in fresh:
             self._remember(alarm)
         since = iteration - max(self._known.since, self._change_at - 1)
-        if fresh or (since in _LOOK_AT and self._may_show_more() and self._pays_to_look(iteration)):
+        self._is_due |= since in _LOOK_AT
+        # What may just have changed would be taken for the mean of before and after: a few samples later it is known.
+        waits = not fresh and (self._is_due or bool(self._levels)) and self._waited < _MOST_WAITED and self._known.suspects
+        self._waited = self._waited + 1 if waits else 0
+        if fresh or (self._is_due and not waits and self._may_show_more() and self._pays_to_look(iteration)):
             self._look(iteration, lost=since)
         elif since % _LOOK == 0 and self._known.drifted(LEAST_GAIN / 2) and self._pays_to_look(iteration):
             self._look(iteration, lost=0)
-        chosen = self._choose(iteration) if self._levels else None
+        self._is_due &= waits
+        chosen = self._choose(iteration) if self._levels and not waits else None
         if chosen is not None:
             return self._decide(iteration, chosen, fresh)
         if self._levels:
@@ -241,12 +252,16 @@ class Watcher(AbstractDecider):
             level
             for level in self._levels
             if self._accounts[level.kind].due(
-                self._distrust * level.price_s + self._returning_s(level.layout),
+                self._trusted(level) * level.price_s + self._returning_s(level.layout),
                 rate_s=self._stay_s - level.iteration_s,
                 rest=rest,
             )
         ]
         return min(due, key=lambda level: level.iteration_s, default=None)
+
+    def _trusted(self, level: Level) -> float:
+        """How many times its price a level must be worth. What is far out of balance is no matter of forecasts."""
+        return self._distrust if self._stay_s - level.iteration_s < FAR_OUT * self._stay_s else 1.0
 
     def _returning_s(self, layout: Layout) -> float:
         """What the processors that would be taken in again cost when they were last left out; nothing for the first time."""
