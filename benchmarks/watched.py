@@ -2,8 +2,8 @@
 
 Each trace is a course over the paper's machines of condition A, of which some become slower for a while. In one lab run, one
 after the other: the rule of `Retiler()` ("notice"), the settling rule, and an oracle that is told every change and lays the
-tiles for it at once; who is first changes from trace to trace. All start from the speeds measured just before, and sum the loss
-in every iteration as the Trainer does, with which the times go that the rule watches. What counts is the whole course, moves
+tiles for it at once; who is first changes from trace to trace. All start from speeds and costs of messages measured just
+before, and sum the loss in every iteration as the Trainer does, with which the times go that the rule watches. What counts is the whole course, moves
 included. Three records for each trace are added to the file when all its courses are done; a trace that is there is not run
 again, so any part can be run at any time (`--traces 0-4`), and `--summary FILE` says what is there.
 
@@ -109,6 +109,12 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
         half = 1.96 * float(np.std(ratios, ddof=1)) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
         lines.append(f"{name}: {together:.3f} x the oracle's (mean of the traces +- {half:.3f}; worst {max(ratios):.3f})")
     less = sum(each[NOTICE] < each[SETTLING] for each in whole)
+    free = [record for record in records if record["record"] == "traced" and record["contestant"] == ORACLE]
+    told_s = fmean(record["told_moves_s"] for record in free if record["seed"] in whole_traces(records))
+    ratio = fmean(each[NOTICE] for each in whole) / (oracle_s - told_s)
+    lines.append(
+        f"{NOTICE}: {ratio:.3f} x that of an oracle whose own planning and moves, {told_s:.1f} s in the mean, cost nothing"
+    )
     lines.append(
         f"{NOTICE} takes less than {SETTLING} in {less} of {len(whole)} traces; the goal is at most {GOAL} x the oracle's"
     )

@@ -234,6 +234,42 @@ def test_a_rank_that_recovers_is_known_to_be_as_fast_as_it_was_from_the_alarm_on
     assert run.watcher.per_work_s("p6") == pytest.approx(usual_s, rel=0.02)
 
 
+def test_nothing_is_moved_while_something_may_just_have_changed() -> None:
+    """A second machine becomes slow just before the tiles would have moved for the first: they move for both."""
+
+    def run_of(second_at: int | None, iterations: int) -> Watched:
+        run = watched(noise=0.02)
+        run.go(200)
+        run.watcher.moved(0.3)
+        run.factors[3] = 0.8
+        for _ in range(iterations):
+            if run.iteration + 1 == second_at:
+                run.factors[5] = 0.1
+            run.go(1)
+        return run
+
+    alone = [decision for decision in run_of(None, 60).decisions if decision.remaps]
+    moves_at = alone[0].iteration
+    assert moves_at > 205
+    both = [decision for decision in run_of(moves_at - 1, 70).decisions if decision.remaps]
+    first = both[0]
+    assert moves_at < first.iteration <= moves_at + 5
+    truly = (CONDITION_A[5] * 0.1) / (CONDITION_A[3] * 0.8)
+    assert first.speeds["p5"] / first.speeds["p3"] == pytest.approx(truly, rel=0.15)
+
+
+def test_who_is_far_out_of_balance_moves_even_if_the_last_move_did_not_bring_what_it_promised() -> None:
+    moved = {}
+    for factor in (0.8, 0.1):
+        run = watched(noise=0.02)
+        run.go(200)
+        run.watcher.moved(0.3)
+        run.watcher._distrust = 1000.0
+        run.factors[3] = factor
+        moved[factor] = any(decision.remaps for decision in run.go(60))
+    assert moved == {0.8: False, 0.1: True}
+
+
 def test_bursts_of_a_rank_that_is_slow_are_not_taken_for_its_speed() -> None:
     """Where a quota is used up in other parts of an iteration, a small tile may compute as if there was none."""
     run = watched()
