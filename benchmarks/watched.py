@@ -4,8 +4,8 @@ Each trace is a course over the paper's machines of condition A, of which some b
 after the other: the rule of `Retiler()` ("notice"), the settling rule, and an oracle that is told every change and lays the
 tiles for it at once; who is first changes from trace to trace. All start from speeds and costs of messages that were measured
 just before, and sum the loss in every iteration as the Trainer does, with which the times go that the rule watches. What counts
-is the whole course, moves included. Three records for each trace are added to the file when all its courses are done; a trace that is there
-is not run again, so any part can be run at any time (`--traces 0-4`), and `--summary FILE` says what is there.
+is the whole course, moves included. Three records for each trace are added to the file when all its courses are done; a trace
+that is there is not run again, so any part can be run at any time (`--traces 0-4`), and `--summary FILE` says what is there.
 
 Needs Linux and root (see docs/lab.md), and a machine with nothing else to do: on 2 cores some 2 minutes a trace, 40 for all 20.
 
