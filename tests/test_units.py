@@ -76,6 +76,7 @@ def test_a_speed_is_flop_per_second(text: object, value: float) -> None:
         (units.format_duration(50e-6), "50 us"),
         (units.format_duration(3 * 365 * 86400.0), "3 y"),
         (units.format_duration(90.0), "90 s"),
+        (units.format_duration(21.6e-6), "21.6 us"),
         (units.format_duration(0.0123456, digits=3), "12.3 ms"),
         (units.format_duration(0.9996, digits=3), "1 s"),
         (units.format_duration(0.0, digits=3), "0 s"),

@@ -94,9 +94,11 @@ class _Quantity:
                 if float((text := _rounded(float(scaled[symbol]), digits=digits)).replace(",", "")) >= 1:
                     return f"{text} {symbol}"
             return f"{_rounded(float(scaled[self.printed[-1]]), digits=digits)} {self.printed[-1]}"
-        # The shortest text that is the float nearest to each count, without a trailing `.0`.
+        # The shortest text that is the float nearest to each count, without a trailing `.0`; "21.6 us" before "6e-09 h".
         texts = [f"{repr(float(each)).removesuffix('.0')} {symbol}" for symbol, each in scaled.items() if each <= _LARGEST]
-        return min((text for text in texts if float(self.exact(text)) == value), key=len)
+        return min(
+            (text for text in texts if float(self.exact(text)) == value), key=lambda text: ("e" in text.split()[0], len(text))
+        )
 
     def read(self, text: str) -> Fraction:
         match = _NUMBER_THEN_UNIT.fullmatch(text) if len(text) <= _LONGEST_TEXT else None

@@ -11,7 +11,7 @@ from typing import Any
 
 from tatami.comm.agreement import decided_on_root
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import TatamiError
+from tatami.errors import OutputExistsError, TatamiError
 from tatami.page import RecordedRun, check_page, write_page
 from tatami.records import Records
 from tatami.retiling import Watcher
@@ -192,7 +192,7 @@ class RunPage:
         Raises:
             OutputExistsError, InputError, MissingExtraError: on all ranks, before anything is done: it cannot be written.
         """
-        decided_on_root(comm, lambda: check_page(self._path, force=self._is_ours))
+        decided_on_root(comm, self._check)
         if comm.rank == 0 and records.kept is None:
             records.kept = []
         try:
@@ -200,6 +200,14 @@ class RunPage:
         finally:
             if comm.rank == 0 and records.kept:
                 self._write(records.kept)
+
+    def _check(self) -> None:
+        try:
+            check_page(self._path, force=self._is_ours)
+        except OutputExistsError as error:
+            raise OutputExistsError(
+                f"{self._path} exists already; give Trainer(report=...) another name, or remove it"
+            ) from error
 
     def _write(self, kept: list[dict[str, Any]]) -> None:
         """A page that cannot be written is no reason to lose what was trained, nor to leave the other ranks alone."""
