@@ -53,7 +53,7 @@ def test_the_oracle_lies_as_the_planner_says() -> None:
 
 def test_the_summary_compares_whole_courses() -> None:
     def record(seed: int, contestant: str, total_s: float) -> dict[str, object]:
-        return {"record": "traced", "seed": seed, "contestant": contestant, "total_s": total_s}
+        return {"record": "traced", "seed": seed, "contestant": contestant, "total_s": total_s, "told_moves_s": 2.0 * seed}
 
     records = [
         record(seed, name, total) for seed in (0, 1) for name, total in ((NOTICE, 10.4), (SETTLING, 12.0), (ORACLE, 10.0))
@@ -61,6 +61,7 @@ def test_the_summary_compares_whole_courses() -> None:
     text = summary([*records, record(2, NOTICE, 1.0), {"record": "test bed"}])
     assert "2 of 20 traces; the course of the oracle takes 10.0 s" in text
     assert "notice-speeds: 1.040 x the oracle's" in text
+    assert "notice-speeds: 1.156 x that of an oracle whose own planning and moves, 1.0 s in the mean, cost nothing" in text
     assert "in 2 of 2 traces" in text
     assert summary([]) == "no trace was measured whole"
 
