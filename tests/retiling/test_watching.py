@@ -17,7 +17,7 @@ from tatami.errors import PlanError
 from tatami.retiling import Decision, DecisionKind, Retiler, Timing, Watcher
 from tatami.retiling.levels import levels
 from tatami.retiling.situation import Situation
-from tatami.retiling.watching import Found
+from tatami.retiling.watching import Found, _tell_places
 from tatami.tiling import Column, Layout, plan
 from tatami.workload import Workload
 
@@ -268,6 +268,14 @@ def test_who_is_far_out_of_balance_moves_even_if_the_last_move_did_not_bring_wha
         run.factors[3] = factor
         moved[factor] = any(decision.remaps for decision in run.go(60))
     assert moved == {0.8: False, 0.1: True}
+
+
+def test_it_says_who_is_left_out_and_who_is_taken_in_again() -> None:
+    def of(*names: str) -> Layout:
+        return Layout(columns=tuple(Column(width=1 / len(names), processors=(name,), heights=(1.0,)) for name in names))
+
+    assert _tell_places(of("p0", "p1"), of("p1", "p0")) == ""
+    assert _tell_places(of("p0", "p1", "p2"), of("p1", "p3")) == "; left out: p0, p2; taken in again: p3"
 
 
 def test_bursts_of_a_rank_that_is_slow_are_not_taken_for_its_speed() -> None:

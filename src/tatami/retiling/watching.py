@@ -73,6 +73,14 @@ class OneRankPlans(Protocol):
         """What `compute` gives on the rank of the processor `leader`, and the seconds that it took there; the same on all."""
 
 
+def _tell_places(old: Layout, new: Layout) -> str:
+    """Who is left out, and who is taken in again."""
+    gone = [name for name in old.processors if name not in new.processors]
+    back = [name for name in new.processors if name not in old.processors]
+    left = f"; left out: {', '.join(gone)}" if gone else ""
+    return left + (f"; taken in again: {', '.join(back)}" if back else "")
+
+
 def _plan_here(leader: str, compute: Callable[[], Found]) -> tuple[Found, float]:  # noqa: ARG001
     return compute(), 0.0
 
@@ -287,8 +295,9 @@ class Watcher(AbstractDecider):
         ratio = situation.forecast(self.layout, speeds).ratio
         if chosen is None:
             best = min(self._levels, key=lambda level: level.iteration_s, default=None)
+            unsure = f"{1e3 * self._hidden_s:.3g} ms an iteration might be gained, which is not certain yet"
             told += ": " + (
-                "nothing to gain"
+                (unsure if self._hidden_s else "nothing to gain")
                 if best is None
                 else f"{1e3 * (self._stay_s - best.iteration_s):.3g} ms an iteration lost, "
                 f"{1e3 * self._accounts[best.kind].loss_s:.3g} ms of {1e3 * best.price_s:.3g} so far"
@@ -307,6 +316,7 @@ class Watcher(AbstractDecider):
             told += (
                 f"{1e3 * rate_s:.3g} of {1e3 * self._stay_s:.3g} ms an iteration, {1e3 * account.loss_s:.3g} ms so far, lost; "
                 f"moving costs {1e3 * chosen.price_s:.3g} ms; speeds {tell_speeds(speeds)}; {moved} unit rows move"
+                f"{_tell_places(self.layout, layout)}"
             )
             self._predicted_move_s = chosen.price_s - self._fixed_s
             self._glance(iteration, tuple(speeds.values()))
