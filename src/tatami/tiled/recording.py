@@ -175,7 +175,7 @@ class RunRecorder:
 
 
 class RunPage:
-    """The page of a Trainer's runs, which rank 0 writes whenever `fit` ends, also where an error ends it.
+    """The page of a Trainer's runs, which rank 0 writes whenever `fit` ends, also by an error where it is left the time.
 
     Args:
         path: an .html file, which may not exist before the first `fit`.
