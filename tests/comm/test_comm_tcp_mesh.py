@@ -15,8 +15,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tatami.comm.door import INTERFACE_VARIABLE, Door, KnownMeeting, StoreMeeting, address_of_this_host, hello
 from tatami.comm.tcp_connection import TcpConnection, Transfer
-from tatami.comm.tcp_mesh import INTERFACE_VARIABLE, TcpMesh, address_of_this_host
+from tatami.comm.tcp_mesh import TcpMesh
 from tatami.errors import CommError, InputError
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
@@ -153,9 +154,13 @@ def _store() -> Any:
     return cast(Any, dist).HashStore()
 
 
+def _mesh(store: Any, *, rank: int, size: int) -> TcpMesh:
+    return TcpMesh(StoreMeeting(store, rank=rank), rank=rank, size=size)
+
+
 def _meshes(size: int) -> list[TcpMesh]:
     store = _store()
-    meshes = [TcpMesh(store, rank=rank, size=size) for rank in range(size)]
+    meshes = [_mesh(store, rank=rank, size=size) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(lambda mesh: mesh.connect(_never), meshes))
     return meshes
@@ -253,13 +258,13 @@ def test_severed_connections_end_the_waits_of_both_sides() -> None:
 
 def test_a_stranger_is_turned_away() -> None:
     store = _store()
-    one = TcpMesh(store, rank=0, size=2)
+    one = _mesh(store, rank=0, size=2)
     host, _, port = store.get("0").decode().rpartition(" ")
     assert host == "127.0.0.1"
     stranger = socket.create_connection((host, int(port)))
     stranger.sendall(b"\0" * 16 + (1).to_bytes(4, "little"))
     silent = socket.create_connection((host, int(port)))  # and keeps none of the others waiting
-    other = TcpMesh(store, rank=1, size=2)
+    other = _mesh(store, rank=1, size=2)
     meeting = threading.Thread(target=one.connect, args=(_never,))
     meeting.start()
     stranger.settimeout(_LIMIT_S)
@@ -277,9 +282,77 @@ def test_a_stranger_is_turned_away() -> None:
     other.close()
 
 
+def _known(doors: Sequence[Door], rank: int, token: bytes) -> KnownMeeting:
+    return KnownMeeting(door=doors[rank], token=token, addresses=tuple(door.address for door in doors))
+
+
+def _greet(one: TcpMesh, other: TcpMesh) -> None:
+    """Rank 1 of two sends to rank 0."""
+    room = _room(2)
+    _wait(other, other.send(0, KEY, memoryview(b"us")))
+    _wait(one, one.expect(1, KEY, room))
+    assert bytes(room) == b"us"
+
+
+def test_a_door_that_stays_keeps_who_comes_early_for_the_next_meeting() -> None:
+    doors, tokens = [Door(), Door()], [b"1" * 16, b"2" * 16]
+    early = TcpMesh(_known(doors, 1, tokens[1]), rank=1, size=2)
+    early.connect(_never)  # the highest rank awaits no other
+    first = [TcpMesh(_known(doors, rank, tokens[0]), rank=rank, size=2) for rank in range(2)]
+    first[1].connect(_never)
+    first[0].connect(_never)
+    _greet(*first)
+    late = TcpMesh(_known(doors, 0, tokens[1]), rank=0, size=2)
+    late.connect(_never)
+    _greet(late, early)
+    for mesh in (*first, late, early):
+        mesh.close()
+    for door in doors:
+        door.close()
+
+
+def test_a_door_keeps_a_bounded_number_of_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tatami.comm.door._MOST_KEPT", 2)
+    door = Door()
+    strangers = [socket.create_connection(door.address) for _ in range(4)]
+    for number, each in enumerate(strangers):
+        each.sendall(hello(bytes([number]) * 16, 1))
+    guest = socket.create_connection(door.address)
+    guest.sendall(hello(b"t" * 16, 1))
+    found = door.admit(b"t" * 16, [1], _never)
+    assert found[1].getpeername() == guest.getsockname()
+    strangers[0].settimeout(_LIMIT_S)
+    assert strangers[0].recv(1) == b"", "the first of those that are too many has to go"
+    strangers[3].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        strangers[3].recv(1)
+    door.close()
+    for each in (*strangers, guest, *found.values()):
+        each.close()
+
+
+def test_a_rank_that_comes_twice_is_admitted_once() -> None:
+    door = Door()
+    twice = [socket.create_connection(door.address) for _ in range(2)]
+    for each in twice:
+        each.sendall(hello(b"t" * 16, 1))
+    other = socket.create_connection(door.address)
+    other.sendall(hello(b"t" * 16, 2))
+    found = door.admit(b"t" * 16, [1, 2], _never)
+    assert {rank: sock.getpeername() for rank, sock in found.items()} == {
+        1: twice[0].getsockname(),
+        2: other.getsockname(),
+    }
+    twice[1].settimeout(_LIMIT_S)
+    door.close()
+    assert twice[1].recv(1) == b""
+    for each in (*twice, other, *found.values()):
+        each.close()
+
+
 def test_a_meeting_is_called_off() -> None:
     store = _store()
-    mesh = TcpMesh(store, rank=0, size=2)
+    mesh = _mesh(store, rank=0, size=2)
 
     def look(missing: Sequence[int]) -> None:
         raise CommError(f"the members change: {missing}")
@@ -291,8 +364,8 @@ def test_a_meeting_is_called_off() -> None:
 
 def test_a_rank_that_has_gone_is_named() -> None:
     store = _store()
-    TcpMesh(store, rank=0, size=2).close()
-    mesh = TcpMesh(store, rank=1, size=2)
+    _mesh(store, rank=0, size=2).close()
+    mesh = _mesh(store, rank=1, size=2)
     with pytest.raises(CommError, match=r"rank 1 of 2 could not reach rank 0 at 127.0.0.1:\d+: Connection refused"):
         mesh.connect(_never)
     mesh.close()

@@ -102,6 +102,13 @@ class AbstractCommunicator(ABC):
     def split(self, color: int | None, *, key: int = 0) -> AbstractCommunicator | None:
         """One communicator for each color, ranks ordered by (key, rank); None for ranks whose color is None. Collective."""
 
+    def subgroup(self, ranks: Sequence[int]) -> AbstractCommunicator | None:
+        """One communicator of these ranks, in this order, where each of them gives the same; None of no ranks. Collective.
+
+        As `split`, for where ranks know with whom they belong together: backends that need no messages for it send none.
+        """
+        return self.split(min(ranks), key=ranks.index(self.rank)) if ranks else self.split(None)
+
     def duplicate(self) -> Self:
         """The same ranks in the same order on another communicator, whose messages never meet those of this one. Collective."""
         other = self.split(0, key=self.rank)

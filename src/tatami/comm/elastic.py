@@ -64,6 +64,9 @@ class ElasticCommunicator(WrappedCommunicator):
     def split(self, color: int | None, *, key: int = 0) -> AbstractCommunicator | None:  # type: ignore[override]
         return self.inner.split(color, key=key)
 
+    def subgroup(self, ranks: Sequence[int]) -> AbstractCommunicator | None:
+        return self.inner.subgroup(ranks)
+
     def _before(self, operation: str, *, peer: int | None = None, tensor: torch.Tensor | None = None) -> None: ...
 
     def _wrap(self, part: AbstractCommunicator) -> Self:

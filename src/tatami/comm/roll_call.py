@@ -129,7 +129,7 @@ _STORE_LOOK_S = 0.05
 
 @final
 class StoreRollCall(AbstractRollCall):
-    """Over a store of torch.distributed that only these ranks use: those that wait for long count there. Collective to make."""
+    """Over a store of torch.distributed that only these ranks use: those that wait for long count there."""
 
     def __init__(self, store: Any, *, rank: int, places: Sequence[ProcessPlace], clock: Clock) -> None:
         super().__init__(rank=rank, places=places)
@@ -138,7 +138,6 @@ class StoreRollCall(AbstractRollCall):
         self._lock = threading.Lock()
         self._count = 0
         self._counted_s = float("-inf")
-        store.set(str(rank), "0")
 
     def answer(self, doing: str) -> None:
         with self._lock:
@@ -160,11 +159,13 @@ class StoreRollCall(AbstractRollCall):
                 self.answer(doing)
                 self._clock.sleep(_STORE_LOOK_S)
                 now = self._read(others)
-                found = {rank: text.partition(" ")[2] for rank, text in now.items() if text != before[rank]}
+                found = {rank: text.partition(" ")[2] for rank, text in now.items() if text != before.get(rank)}
         return found
 
     def _read(self, ranks: Sequence[int]) -> dict[int, str]:
-        return {rank: self._store.get(str(rank)).decode(errors="replace") for rank in ranks}
+        """What those have written that have waited for long at some time; asking for what is not there would wait for it."""
+        there = [rank for rank in ranks if self._store.check([str(rank)])]
+        return {rank: self._store.get(str(rank)).decode(errors="replace") for rank in there}
 
 
 _QUESTION, _ANSWER = 0, 1

@@ -6,29 +6,18 @@ took each 19 ms of a core with gloo's, two messages and a thread for each; it ta
 
 from __future__ import annotations
 
-import fcntl
 import os
-import secrets
 import select
 import socket
-import struct
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
-from typing import Any, final
+from typing import final
 
+from tatami.comm.door import AbstractMeeting, Address, Look, hello, wait
 from tatami.comm.tcp_connection import Key, TcpConnection, Transfer
-from tatami.errors import CommError, InputError
+from tatami.errors import CommError
 
-INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-_ASK_ADDRESS = 0x8915
-"""SIOCGIFADDR: the IPv4 address of an interface."""
-_TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sI")
-"""What a rank that connects says: the token of this mesh, and who it is."""
-_LOOK_S = 0.02
 _THREAD_ENDS_S = 1.0
 
 
@@ -36,13 +25,9 @@ _THREAD_ENDS_S = 1.0
 class TcpMesh:
     """The connections of one rank to all others of its job. Any thread may use it."""
 
-    def __init__(self, store: Any, *, rank: int, size: int) -> None:
-        """Open a port and tell the others where. Not collective; `connect` is.
-
-        Args:
-            store: of torch.distributed, that all ranks reach and only this mesh uses.
-        """
-        self._store = store
+    def __init__(self, meeting: AbstractMeeting, *, rank: int, size: int) -> None:
+        """Not collective; `connect` is."""
+        self._meeting = meeting
         self._rank = rank
         self._size = size
         self._connections: dict[int, TcpConnection] = {}
@@ -55,41 +40,29 @@ class TcpMesh:
         self._woken.setblocking(False)
         self._wakes.setblocking(False)
         self._poll.register(self._woken, select.POLLIN)
-        self._listener = socket.create_server((address_of_this_host(), 0), backlog=size)
-        self._listener.setblocking(False)
-        if rank == 0:
-            store.set("token", secrets.token_hex(_TOKEN_BYTES))
-        host, port = self._listener.getsockname()[:2]
-        store.set(str(rank), f"{host} {port}")
 
-    def connect(self, look: Callable[[Sequence[int]], object]) -> None:
+    def connect(self, look: Look) -> None:
         """Meet all others. Collective.
-
-        Args:
-            look: called every now and then, with the ranks that have not come yet; ends the attempt by raising.
 
         Raises:
             CommError: another rank does not answer.
         """
         lower = range(self._rank)
-        while not self._store.check(["token", *map(str, lower)]):
-            look([other for other in lower if not self._store.check([str(other)])])
-            time.sleep(_LOOK_S)
-        token = bytes.fromhex(self._store.get("token").decode())
+        token, addresses = self._meeting.find(lower, look)
         for other in lower:
-            host, _, port = self._store.get(str(other)).decode().rpartition(" ")
-            self._connections[other] = TcpConnection(self._reach(other, (host, int(port)), look))
-            self._connections[other].socket.sendall(_HELLO.pack(token, self._rank))  # the first bytes always fit
-        self._admit_others(token, look)
-        self._listener.close()
+            self._connections[other] = TcpConnection(self._reach(other, addresses[other], look))
+            self._connections[other].socket.sendall(hello(token, self._rank))  # the first bytes always fit
+        for other, sock in self._meeting.door.admit(token, range(self._rank + 1, self._size), look).items():
+            self._connections[other] = TcpConnection(sock)
+        self._meeting.end()
 
-    def _reach(self, other: int, place: tuple[str, int], look: Callable[[Sequence[int]], object]) -> socket.socket:
+    def _reach(self, other: int, place: Address, look: Look) -> socket.socket:
         sock = socket.socket()
         sock.setblocking(False)
         try:
             with suppress(BlockingIOError):
                 sock.connect(place)
-            _await([sock], select.POLLOUT, lambda: look([other]))
+            wait([sock], select.POLLOUT, lambda: look([other]))
             if error := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 where = f"rank {other} at {place[0]}:{place[1]}"
                 raise CommError(f"rank {self._rank} of {self._size} could not reach {where}: {os.strerror(error)}")
@@ -97,40 +70,6 @@ class TcpMesh:
             sock.close()
             raise
         return sock
-
-    def _admit_others(self, token: bytes, look: Callable[[Sequence[int]], object]) -> None:
-        """Those of higher ranks: who connects is one of them if it knows the token, and anything else is turned away.
-
-        One that says nothing keeps none of the others waiting.
-        """
-        said: dict[socket.socket, bytes] = {}
-        try:
-            while missing := [rank for rank in range(self._rank + 1, self._size) if rank not in self._connections]:
-                _await([self._listener, *said], select.POLLIN, partial(look, missing))
-                with suppress(BlockingIOError, ConnectionError):
-                    sock, _ = self._listener.accept()
-                    sock.setblocking(False)
-                    said[sock] = b""
-                for sock in list(said):
-                    try:
-                        part = sock.recv(_HELLO.size - len(said[sock]))
-                    except BlockingIOError:
-                        continue
-                    except ConnectionError:
-                        part = b""
-                    said[sock] += part
-                    if not part or len(said[sock]) == _HELLO.size:
-                        self._admit(sock, said.pop(sock), token)
-        finally:
-            for sock in said:
-                sock.close()
-
-    def _admit(self, sock: socket.socket, said: bytes, token: bytes) -> None:
-        theirs, other = _HELLO.unpack(said) if len(said) == _HELLO.size else (b"", -1)
-        if secrets.compare_digest(theirs, token) and self._rank < other < self._size and other not in self._connections:
-            self._connections[other] = TcpConnection(sock)
-        else:
-            sock.close()
 
     # -- messages -------------------------------------------------------------------------------------------------------
 
@@ -241,38 +180,6 @@ class TcpMesh:
                 connection.break_off("this communicator is closed")
                 connection.socket.close()
             self._pursued.clear()
-            for sock in (self._listener, self._wakes, self._woken):
+            for sock in (self._wakes, self._woken):
                 sock.close()
-
-
-def _await(sockets: Iterable[socket.socket], events: int, look: Callable[[], object]) -> None:
-    """Until one of them is ready."""
-    poll = select.poll()
-    for sock in sockets:
-        poll.register(sock, events)
-    while not poll.poll(_LOOK_S * 1000):
-        look()
-
-
-def address_of_this_host() -> str:
-    """Where ranks listen: on the interface that GLOO_SOCKET_IFNAME names, as gloo's do, or at this host's name.
-
-    Raises:
-        InputError: there is no such interface, or it has no IPv4 address.
-    """
-    if named := os.environ.get(INTERFACE_VARIABLE):
-        interface = named.split(",")[0]
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            try:
-                answer = fcntl.ioctl(sock.fileno(), _ASK_ADDRESS, struct.pack("256s", interface.encode()[:15]))
-            except OSError as error:
-                raise InputError(
-                    f"{INTERFACE_VARIABLE}={named!r}: no IPv4 address of {interface!r} was found: {error}"
-                ) from error
-        return socket.inet_ntoa(answer[20:24])
-    with suppress(OSError):
-        address = socket.gethostbyname(socket.gethostname())
-        with socket.socket() as sock:
-            sock.bind((address, 0))
-        return address
-    return "127.0.0.1"
+            self._meeting.end()

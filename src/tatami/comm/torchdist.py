@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest
+from tatami.comm.door import AbstractMeeting, StoreMeeting
 from tatami.comm.nccl_collectives import AbstractNcclCollectives, abandoned
 from tatami.comm.roll_call import AbstractRollCall, ProcessPlace, StoreRollCall, format_ranks
 from tatami.comm.tcp_mesh import TcpMesh
@@ -52,6 +53,7 @@ class TorchdistCommunicator(AbstractNcclCollectives):
         hosts: tuple[str, ...] | None = None,
         roll_call: AbstractRollCall | None = None,
         off: threading.Event | None = None,
+        meeting: AbstractMeeting | None = None,
         part_of: TorchdistCommunicator | None = None,
         world_ranks: tuple[int, ...] | None = None,
     ) -> None:
@@ -66,6 +68,7 @@ class TorchdistCommunicator(AbstractNcclCollectives):
             roll_call: that these ranks have already; None: a new one among them.
             off: once it is set, every rank that forms this communicator or a part of it, or waits in one, stops with a
                 `CommError`.
+            meeting: how the ranks find each other; None: by the store.
             part_of: whose connections it shares; None: none.
             world_ranks: of these ranks, in the communicator that has no other above it; None: this is it.
 
@@ -81,8 +84,11 @@ class TorchdistCommunicator(AbstractNcclCollectives):
         self._store = store
         self._num_splits = 0
         self._owns_mesh = part_of is None
-        ours = c10d.PrefixStore(f"{name}/mesh", store)
-        self._mesh = TcpMesh(ours, rank=rank, size=size) if part_of is None else part_of._mesh
+        if part_of is None:
+            meeting = meeting or StoreMeeting(c10d.PrefixStore(f"{name}/mesh", store), rank=rank)
+            self._mesh = TcpMesh(meeting, rank=rank, size=size)
+        else:
+            self._mesh = part_of._mesh
         self._number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
         self.world_ranks = world_ranks or tuple(range(size))
         self._parts: weakref.WeakSet[TorchdistCommunicator] = weakref.WeakSet()
@@ -104,7 +110,6 @@ class TorchdistCommunicator(AbstractNcclCollectives):
             self._hosts = tuple(place.host for place in places)
             ours = c10d.PrefixStore(f"{name}/roll call", store)
             self._roll_call = StoreRollCall(ours, rank=rank, places=places, clock=self.clock)
-            self.barrier()  # all are in the store
         policy = wait_policy(ranks_on_host=self.local_size, cores=cores)
         self.policy = replace(policy, roll_call=self._roll_call)
 
@@ -152,15 +157,28 @@ class TorchdistCommunicator(AbstractNcclCollectives):
 
     def split(self, color: int | None, *, key: int = 0) -> TorchdistCommunicator | None:
         self._check_open("split")
-        self._num_splits += 1
         ranks = self._split_ranks(color, key)
-        if ranks is None:
+        return self._part(() if ranks is None else ranks)
+
+    def subgroup(self, ranks: Sequence[int]) -> TorchdistCommunicator | None:
+        self._check_open("subgroup")
+        return self._part(ranks)
+
+    def duplicate(self) -> TorchdistCommunicator:
+        other = self.subgroup(range(self.size))
+        assert other is not None
+        return other
+
+    def _part(self, ranks: Sequence[int]) -> TorchdistCommunicator | None:
+        """Of these ranks, in this order; None of no ranks. Sends nothing, and is counted on all ranks."""
+        self._num_splits += 1
+        if not ranks:
             return None
         part = TorchdistCommunicator(
             self._store,
             rank=ranks.index(self.rank),
             size=len(ranks),
-            name=f"{self._name}/{self._num_splits}.{color}",
+            name=f"{self._name}/{self._num_splits}.{ranks[0]}",
             timeout_s=self.timeout_s,
             hosts=tuple(self.hosts[rank] for rank in ranks),
             roll_call=self._roll_call,

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from typing import Any
 
+import torch.distributed.distributed_c10d as c10d
+
+from tatami.clock import Clock
 from tatami.comm.base import AbstractCommunicator
+from tatami.comm.door import Door, KnownMeeting, Whereabouts
 from tatami.comm.elastic import ElasticCommunicator
+from tatami.comm.roll_call import ProcessPlace, StoreRollCall
 from tatami.comm.threads import single_communicator
 from tatami.comm.torchdist import TorchdistCommunicator
 from tatami.elastic.orders import Assignment
@@ -16,14 +23,21 @@ from tatami.errors import CommError
 class Connections:
     """Of one rank.
 
+    In the order to form a group the run says where its members are, so that they connect at once, over doors that stay open; to
+    find each other in the store took six messages and as many waits. The store is left for the groups of before the loop, and
+    for questions in waits that are too long.
+
     Attributes:
         comm: the same object for all groups; None before `begin`.
     """
 
-    def __init__(self, assignment: Assignment) -> None:
+    def __init__(self, assignment: Assignment, *, clock: Clock) -> None:
         self.comm: ElasticCommunicator | None = None
         self._assignment = assignment
+        self._clock = clock
         self._forming: AbstractCommunicator | None = None
+        self._door: Door | None = None
+        self._store: Any = None
 
     def begin(self) -> ElasticCommunicator:
         """A group of one to begin with: where the first is not formed, the next one is."""
@@ -31,8 +45,28 @@ class Connections:
         self.comm = ElasticCommunicator(alone, names=(self._assignment.name,))
         return self.comm
 
-    def form(self, group: int, *, members: tuple[str, ...], off: threading.Event) -> None:
+    @property
+    def whereabouts(self) -> Whereabouts:
+        """Of this rank."""
+        self._door = self._door or Door()
+        return Whereabouts(place=ProcessPlace.here(), door=self._door.address)
+
+    def form(
+        self,
+        group: int,
+        *,
+        members: tuple[str, ...],
+        off: threading.Event,
+        there: Sequence[Whereabouts] = (),
+        token: bytes = b"",
+    ) -> None:
         """Form a group, whose members all form it now, and leave the one before. Given up when `off` is set.
+
+        Args:
+            group: its number.
+            members: their names, in the order of the ranks.
+            there: where they are, in the same order, where the run knows it; otherwise they find each other in the store.
+            token: by which they know each other then.
 
         Raises:
             CommError: it was given up, or took too long.
@@ -40,7 +74,7 @@ class Connections:
         assert self.comm is not None
         old = self.comm.inner
         try:
-            self.comm.regroup(self._formed(group, members=members, off=off), names=members)
+            self.comm.regroup(self._formed(group, members=members, off=off, there=there, token=token), names=members)
         finally:
             self._forming = None
         if isinstance(old, TorchdistCommunicator):
@@ -53,16 +87,45 @@ class Connections:
             if isinstance(comm, TorchdistCommunicator):
                 comm.sever()
 
-    def _formed(self, group: int, *, members: tuple[str, ...], off: threading.Event) -> AbstractCommunicator:
+    def close(self) -> None:
+        """The run is over for this rank."""
+        if self.comm is not None:
+            self.comm.close()
+        if self._door is not None:
+            self._door.close()
+
+    def _formed(
+        self, group: int, *, members: tuple[str, ...], off: threading.Event, there: Sequence[Whereabouts], token: bytes
+    ) -> AbstractCommunicator:
         name, timeout_s = self._assignment.name, self._assignment.timeout_s
         if len(members) == 1:
             return single_communicator(timeout_s=timeout_s)
-        host, port = self._assignment.store
-        try:
-            store = reach_store(host, port, timeout_s=timeout_s)
-        except RuntimeError as error:
-            raise CommError(f"{name} does not reach the store of the run at {host}:{port}: {error}") from error
+        rank, title, store = members.index(name), f"group/{group}", self._reached()
+        if not there:
+            self._forming = TorchdistCommunicator(store, rank=rank, size=len(members), name=title, timeout_s=timeout_s, off=off)
+            return self._forming
+        assert self._door is not None
+        places = [each.place for each in there]
         self._forming = TorchdistCommunicator(
-            store, rank=members.index(name), size=len(members), name=f"group/{group}", timeout_s=timeout_s, off=off
+            store,
+            rank=rank,
+            size=len(members),
+            name=title,
+            timeout_s=timeout_s,
+            off=off,
+            hosts=tuple(place.host for place in places),
+            roll_call=StoreRollCall(c10d.PrefixStore(f"{title}/roll call", store), rank=rank, places=places, clock=self._clock),
+            meeting=KnownMeeting(door=self._door, token=token, addresses=tuple(each.door for each in there)),
         )
         return self._forming
+
+    def _reached(self) -> Any:
+        """The store: nothing here waits in it, so that one connection is enough."""
+        if self._store is None:
+            host, port = self._assignment.store
+            try:
+                self._store = reach_store(host, port, timeout_s=self._assignment.timeout_s)
+            except RuntimeError as error:
+                name = self._assignment.name
+                raise CommError(f"{name} does not reach the store of the run at {host}:{port}: {error}") from error
+        return self._store

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tatami.cluster import Link, Processor
+from tatami.comm.door import Whereabouts
 from tatami.membership import Dismiss, Regroup, Restart
 from tatami.tiling import Layout
 from tatami.workload import Workload
@@ -38,10 +39,18 @@ class Assignment:
 
 @dataclass(frozen=True, kw_only=True)
 class RegroupOrder:
-    """A change of the membership, with the processors of its members, in the order of the ranks."""
+    """A change of the membership.
+
+    Attributes:
+        processors: of its members, in the order of the ranks.
+        members: where they are, in the same order.
+        token: by which they know each other when they connect.
+    """
 
     change: Regroup
     processors: tuple[Processor, ...]
+    members: tuple[Whereabouts, ...]
+    token: bytes
 
 
 Order = RegroupOrder | Restart | Dismiss
@@ -53,10 +62,12 @@ class EnteredLoop:
 
     Attributes:
         group: None of a process that joins.
+        whereabouts: of the rank.
         links: between hosts, as far as they are known.
     """
 
     group: int | None
+    whereabouts: Whereabouts
     layout: Layout
     workload: Workload
     processor: Processor

@@ -77,8 +77,8 @@ class RankProcess:
         session, self._session = self._session, None
         if session is not None and not session.box.has_ended:
             raise RuntimeError("the script is still at work")
-        if session is not None and session.comm is not None:
-            session.comm.close()
+        if session is not None:
+            session.close()
         set_session(None)
         set_repairs(None)
         set_elastic_world(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from dataclasses import asdict, replace
 from functools import partial
@@ -9,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from tatami.cluster import Cluster, Link, Processor
+from tatami.comm.door import TOKEN_BYTES, Whereabouts
 from tatami.elastic.history import RunHistory
 from tatami.elastic.orders import (
     CarriedOut,
@@ -72,6 +74,7 @@ class ElasticRuntime:
             on_gone=self._gone,
         )
         self._processors: dict[str, Processor] = {}
+        self._whereabouts: dict[str, Whereabouts] = {}
         self._links: dict[tuple[str, str], Link] = {}
         self._workload: Workload | None = None
         names = tuple(self._crew.name() for _ in range(settings.ranks))
@@ -196,7 +199,12 @@ class ElasticRuntime:
 
     def _regroup(self, change: Regroup) -> None:
         self._history.regroup(change)
-        order = RegroupOrder(change=change, processors=tuple(self._processors[name] for name in change.members))
+        order = RegroupOrder(
+            change=change,
+            processors=tuple(self._processors[name] for name in change.members),
+            members=tuple(self._whereabouts[name] for name in change.members),
+            token=secrets.token_bytes(TOKEN_BYTES),
+        )
         self._deadlines = dict.fromkeys(change.members, self._crew.listened_s + self.settings.patience_s)
         for name in change.members:
             self._crew.order(name, order, ticket=change.ticket)
@@ -243,6 +251,7 @@ class ElasticRuntime:
 
     def _entered(self, name: str, told: EnteredLoop) -> None:
         self._processors[name] = replace(told.processor, name=name)
+        self._whereabouts[name] = told.whereabouts
         self._links |= told.links
         self._workload = told.workload
         self._tell(Entered(member=name, group=told.group, layout=told.layout, workload=told.workload))

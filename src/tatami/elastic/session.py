@@ -14,6 +14,7 @@ import torch
 
 from tatami.clock import Clock, SystemClock
 from tatami.cluster import Cluster
+from tatami.comm.door import Whereabouts
 from tatami.comm.elastic import ElasticCommunicator
 from tatami.elastic.forming import Connections
 from tatami.elastic.moments import Moment, MomentHook
@@ -43,8 +44,8 @@ class Training(Protocol):
     def step_number(self) -> int:
         """Of the step that is open, or comes next."""
 
-    def entering(self, group: int | None) -> EnteredLoop:
-        """What the run is told when the script has come to its loop."""
+    def entering(self, group: int | None, *, whereabouts: Whereabouts) -> EnteredLoop:
+        """What the run is told when the script has come to its loop; see `EnteredLoop`."""
 
     def relay(self, change: Regroup, *, name: str, cluster: Cluster) -> Callable[[], None]:
         """Collect what `change` gives this rank. Collective. Returns what puts it in place, and sends nothing."""
@@ -84,7 +85,7 @@ class Session:
         self._stopped_s = 0.0
         self._steps_before: int | None = None
         self._sections = Sections(self.name, clock=self._clock)
-        self._connections = Connections(assignment)
+        self._connections = Connections(assignment, clock=self._clock)
         self.box = OrderBox(self.name, where=self._where, sever=self._connections.sever)
 
     @property
@@ -145,7 +146,7 @@ class Session:
                 "an elastic run has one loop, and this script has come to a second one: train in one loop, or one fit"
             )
         self._training = training
-        self.report(training.entering(None if self.joins else self.group))
+        self.report(training.entering(None if self.joins else self.group, whereabouts=self._connections.whereabouts))
         self._park_and_obey()
         self.entered = True
 
@@ -207,6 +208,10 @@ class Session:
         if self._hook is not None:
             self._hook(moment, self.name, -1 if self._training is None else self._training.step_number)
 
+    def close(self) -> None:
+        """The run is over."""
+        self._connections.close()
+
     @property
     def stopped_for_s(self) -> float:
         """Since this rank stopped for the change that it is carrying out."""
@@ -264,7 +269,13 @@ class Session:
         assert self.comm is not None
         self.group = change.group
         self.at(Moment.FORMING)
-        self._connections.form(change.group, members=change.members, off=self.box.off)
+        self._connections.form(
+            change.group,
+            members=change.members,
+            off=self.box.off,
+            there=order.members,
+            token=order.token,
+        )
         self.at(Moment.TAKING)
         put_in_place = training.relay(change, name=self.name, cluster=Cluster(processors=order.processors))
 

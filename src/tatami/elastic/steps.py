@@ -23,6 +23,7 @@ from typing import Any, Self
 import torch
 
 from tatami.cluster import Cluster
+from tatami.comm.door import Whereabouts
 from tatami.elastic.heeding import heed, tell_moments
 from tatami.elastic.moments import Moment
 from tatami.elastic.orders import EnteredLoop, WantsLayout
@@ -37,7 +38,7 @@ from tatami.tiled.optimizers import check_optimizer
 from tatami.tiled.own_times import OwnTimes
 from tatami.tiled.phases import IterationPhase
 from tatami.tiled.random_state import random_state, set_random_state
-from tatami.tiled.relaying import common_state, load_common_state, relay
+from tatami.tiled.relaying import common_state, load_common_state, relay, tell_newcomers
 from tatami.tiled.repairing import FitState, Stateful
 
 LEAST_SPEED = 0.01
@@ -146,11 +147,12 @@ class Steps:
     def step_number(self) -> int:
         return self.number
 
-    def entering(self, group: int | None) -> EnteredLoop:
+    def entering(self, group: int | None, *, whereabouts: Whereabouts) -> EnteredLoop:
         """What the run is told of this rank when its script comes to the loop in `group`; see `EnteredLoop`."""
         model = self.model
         return EnteredLoop(
             group=group,
+            whereabouts=whereabouts,
             layout=model.layout,
             workload=model.workload,
             processor=replace(model.cluster.processors[model.comm.rank], host=model.comm.hosts[model.comm.rank]),
@@ -164,24 +166,22 @@ class Steps:
         put_in_place = relay(
             model, change, name=name, cluster=cluster, optimizer=self.optimizer, mirror=self._mirror, before=session.change
         )
-        if change.newcomers:
-            source = change.members.index(change.source)
-            state = None
-            if model.comm.rank == source:
-                carried = {key: each.state_dict() for key, each in self._carry.items()}
-                state = {"common": common_state(model, self.optimizer), "carried": carried, "number": self.number}
-            state = model.comm.bcast_object(state, root=source)
-            if name in change.newcomers:
-                load_common_state(model, self.optimizer, state["common"])
-                self.number = state["number"]
-                for key, each in self._carry.items():
-                    each.load_state_dict(state["carried"][key])
+        state = tell_newcomers(model.comm, change, self._state)
+        if state is not None:
+            load_common_state(model, self.optimizer, state["common"])
+            self.number = state["number"]
+            for key, each in self._carry.items():
+                each.load_state_dict(state["carried"][key])
 
         def put_all_in_place() -> None:
             put_in_place()
             self._watch_speeds(session)
 
         return put_all_in_place
+
+    def _state(self) -> dict[str, Any]:
+        carried = {key: each.state_dict() for key, each in self._carry.items()}
+        return {"common": common_state(self.model, self.optimizer), "carried": carried, "number": self.number}
 
     # -- for the steps --------------------------------------------------------------------------------------------------
 

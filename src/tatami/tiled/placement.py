@@ -64,9 +64,8 @@ def place(
     tilings = tilings or [layout.cut(samples=workload.samples, units=1)]
     tiling, me = largest(tilings), names[comm.rank]
     tile = tiling.by_processor.get(me)
-    color = tile.column if tile is not None else None
-    position = [other.processor for other in tiling.columns[color]].index(me) if color is not None else 0
-    column = comm.split(color, key=position) if comm.size > 1 else None
+    together = [] if tile is None else [names.index(other.processor) for other in tiling.columns[tile.column]]
+    column = comm.subgroup(together) if comm.size > 1 else None
     everyone = len(tiling.columns) == 1 and len(layout.processors) == comm.size
     rates = transfer_rates(cluster)
     across = [

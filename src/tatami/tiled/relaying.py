@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tatami.cluster import Cluster
+from tatami.comm.base import AbstractCommunicator
 from tatami.membership import Regroup, Take
 from tatami.tiled.carrying import carry, counted_from, elementwise, put, room_for, units_of
 from tatami.tiled.mirroring import MirrorRows
@@ -100,6 +101,16 @@ def relay(
     return put_in_place
 
 
+def tell_newcomers(comm: AbstractCommunicator, change: Regroup, what: Callable[[], Any]) -> Any:
+    """What the source of `change` makes, on newcomers; None on all others, which do not wait for it. Collective."""
+    source, mine = change.members.index(change.source), change.members[comm.rank]
+    if comm.rank == source and change.newcomers:
+        value = what()
+        for name in change.newcomers:
+            comm.send_object(value, change.members.index(name), tag=_TAG)
+    return comm.recv_object(source, tag=_TAG) if mine in change.newcomers else None
+
+
 def common_state(model: TiledModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What all ranks have in common beside the states of the optimizer: for newcomers, who then `load_common_state`."""
     tiled = {id(rows.tensor) for block in model.block_rows() for rows in block}
@@ -144,11 +155,11 @@ def _agree_on_states(
     mine = [] if is_new else [_kinds_of(p, optimizer.state.get(p, {}), rows=id(p) in tiled) for p in parameters]
     mirrors = {id(own): kept for own, kept in mirror.tensors}
     told: list[list[dict[str, Any]]] = model.comm.allgather_object(mine)
-    whole: list[Any] | None = None
-    if change.newcomers:
-        replicated = [dict(optimizer.state.get(p, {})) if id(p) not in tiled else None for p in parameters]
-        source = change.members.index(change.source)
-        whole = model.comm.bcast_object(replicated if model.comm.rank == source else None, root=source)
+    whole: list[Any] | None = tell_newcomers(
+        model.comm,
+        change,
+        lambda: [dict(optimizer.state.get(p, {})) if id(p) not in tiled else None for p in parameters],
+    )
     for index, parameter in enumerate(parameters):
         if id(parameter) in tiled:
             kinds: dict[str, Any] = {}
