@@ -211,7 +211,7 @@ def test_models_that_cannot_be_trained_this_way(model: nn.Module, words: str) ->
 
 def test_a_node_that_does_not_answer_is_not_one_to_start_on(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")
-    from tatami.engine.nodes import Nodes
+    from tatami.engine.nodes import Nodes, choose_node
 
     def node(name: str, port: int) -> dict[str, object]:
         return {"NodeID": name, "Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
@@ -229,6 +229,11 @@ def test_a_node_that_does_not_answer_is_not_one_to_start_on(monkeypatch: pytest.
         assert nodes.sound() == ["too"]
         nodes.note_death("too")
         assert nodes.sound() == ["there", "too"], "somewhere it must be"
+        free = Nodes(now_s=lambda: now_s[0], shuns=False)
+        free.note_death("there")
+        assert free.sound() == ["too", "there"]
+        assert choose_node(free.sound(), taken=["too"]) == "there", "a process has a node of its own, where there is one"
+        assert choose_node(free.sound(), taken=[]) == "too"
         now_s[0] = 60.0
         assert nodes.sound() == ["there", "too"]
     monkeypatch.setattr(ray, "nodes", lambda: [node("gone", closed), node("gone too", closed)])

@@ -47,7 +47,8 @@ class Connections:
 
     @property
     def whereabouts(self) -> Whereabouts:
-        """Of this rank."""
+        """Of this rank, which from now on is ready to form a group."""
+        self._reached()
         self._door = self._door or Door()
         return Whereabouts(place=ProcessPlace.here(), door=self._door.address)
 

@@ -56,7 +56,7 @@ class RankCrew:
         self._crew = Crew(
             RankProcess,
             calls=self._calls,
-            nodes=Nodes(now_s=self._clock.now_s),
+            nodes=Nodes(now_s=self._clock.now_s, shuns=False),
             now_s=now_s,
             listening=self._listening,
             heartbeat_s=settings.heartbeat_s,

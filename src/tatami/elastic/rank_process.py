@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import queue
 import signal
 import sys
@@ -44,8 +45,10 @@ class RankProcess:
     concurrency_groups = {"pulse": 1, "halts": 8, "mail": 1}  # noqa: RUF012 -- read by the crew
 
     def __init__(self) -> None:
-        # torch does much for the first time in its first backward pass: a process that stands by has that behind it.
+        # torch does much for the first time in its first backward pass, and where it unpickles its first tensor: a process that
+        # stands by has that behind it.
         torch.nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()
+        pickle.loads(pickle.dumps(torch.ones(1)))
         self._session: Session | None = None
         if threading.current_thread() is threading.main_thread():  # where signals are handled
             self._otherwise = signal.signal(signal.SIGTERM, self._given_notice)

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 _SHUN_S = 20.0
-"""For so long no process is started where one has died, if there is another node: a frozen node still answers."""
+"""For so long a node is suspect on which a process has died: a frozen node still answers."""
 _ANSWER_S = 0.5
 
 
@@ -19,10 +19,14 @@ class Nodes:
 
     Args:
         now_s: seconds, of any origin.
+        shuns: start nothing where a process has died lately, if there is another node, though that has processes already.
+            Otherwise such a node is only the last choice among those that have as few processes: for runs in which nothing waits
+            for a process to start, and two on one machine are as slow as half a machine each.
     """
 
-    def __init__(self, *, now_s: Callable[[], float]) -> None:
+    def __init__(self, *, now_s: Callable[[], float], shuns: bool = True) -> None:
         self._now_s = now_s
+        self._shuns = shuns
         self._died_s: dict[str, float] = {}
 
     def note_death(self, node: str) -> None:
@@ -31,9 +35,11 @@ class Nodes:
             self._died_s[node] = self._now_s()
 
     def sound(self) -> list[str]:
-        """Those to start a process on: where none has died lately, if there are any."""
+        """Those to start a process on: where none has died lately, if there are any; or these first."""
         alive = self.alive()
         sound = [node for node in alive if self._now_s() - self._died_s.get(node, -_SHUN_S) >= _SHUN_S]
+        if not self._shuns:
+            return sound + [node for node in alive if node not in sound]
         return sound or alive
 
     @staticmethod
