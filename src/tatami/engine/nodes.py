@@ -20,7 +20,7 @@ class Nodes:
     Args:
         now_s: seconds, of any origin.
         shuns: start nothing where a process has died lately, if there is another node, though that has processes already.
-            Otherwise such a node is only the last choice among those that have as few processes: for runs in which nothing waits
+            Otherwise such a node is the last choice among those that have as few processes: for runs in which nothing waits
             for a process to start, and two on one machine are as slow as half a machine each.
     """
 
