@@ -44,6 +44,16 @@ def test_the_times_of_a_change_add_up_and_the_member_that_lost_most_counts() -> 
     assert str(made) == "p1 died: step 12 is done again, 2 ranks go on after 2.75 s"
 
 
+def test_a_change_in_whose_middle_another_member_dies_tells_of_both() -> None:
+    pending = PendingChange(noticed_s=10.0)
+    pending.regroup(CHANGE, now_s=10.5)
+    pending.regroup(replace(CHANGE, ticket=8, members=("p2",), reason="p0 died"), now_s=11.0)
+    pending.carried_out(DONE)
+    pending.carried_out(replace(DONE, ticket=8, settled="redone"))
+    made = pending.made(now_s=12.0, tiling=None)
+    assert (made.reason, made.members, made.halted_s, made.laid_s) == ("p1 died, p0 died", ("p2",), 1.0, 1.0)
+
+
 @pytest.mark.parametrize("order", [("finished", "redone"), ("redone", "finished"), ("none", "finished")])
 def test_a_step_that_any_member_finished_is_finished(order: tuple[str, str]) -> None:
     pending = PendingChange(noticed_s=0.0)

@@ -118,11 +118,13 @@ def test_what_is_computed_in_vain_ends_at_the_next_layer(pool: Pool, where: str)
 @pytest.mark.parametrize("moment", IN_REPAIR if ALL else [Moment.LAYING])
 def test_a_rank_that_dies_while_the_death_of_another_is_repaired(pool: Pool, moment: Moment) -> None:
     """Two deaths of three leave one rank: with two holders of each unit and one death after the other, all is still there."""
-    done_before = {Moment.LAID}
     result = run(pool, 3, ("p1", Moment.BACKWARD, 2), ("p0", moment, 2))
     assert set(result.values) == {"p2"}
     check(result)
-    assert len(result.report.changes) == (2 if moment in done_before else 1)
+    changes = result.report.changes
+    # One that dies when it is done with the first repair may be missed before or after the other one has told that it is done.
+    assert len(changes) in ((1, 2) if moment is Moment.LAID else (1,))
+    assert ", ".join(change.reason for change in changes) == "p1 died, p0 died"
 
 
 @pytest.mark.parametrize("number", range(CHAOS_RUNS))

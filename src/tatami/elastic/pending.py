@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tatami.elastic.orders import CarriedOut
@@ -17,7 +17,8 @@ class PendingChange:
     Attributes:
         noticed_s: when the reason for it was noticed, since the start of the run.
         halted_s: so long after that, all members had stopped.
-        change: what they were then told to do.
+        change: what they were then told to do, the last time: a death in the middle of a change brings another one.
+        reasons: of all of them.
         spent_s: what the member that lost most had spent on work that is done again.
         steps_lost: the most that any member went back.
         settled: what became of the step that was open; see `MemberChange`.
@@ -27,6 +28,7 @@ class PendingChange:
     noticed_s: float
     halted_s: float = 0.0
     change: Regroup | None = None
+    reasons: list[str] = field(default_factory=list)
     spent_s: float = 0.0
     steps_lost: int = 0
     settled: str = "none"
@@ -35,6 +37,7 @@ class PendingChange:
     def regroup(self, change: Regroup, *, now_s: float) -> None:
         """All have stopped, and are told what to do."""
         self.change, self.halted_s = change, now_s - self.noticed_s
+        self.reasons.append(change.reason)
 
     def carried_out(self, done: CarriedOut) -> None:
         """A member has done its part of it, or of another change, which is none of this one's."""
@@ -52,7 +55,7 @@ class PendingChange:
         laid_s = now_s - self.noticed_s - self.halted_s
         return MemberChange(
             at_s=self.noticed_s,
-            reason=self.change.reason,
+            reason=", ".join(self.reasons),
             step=self.step,
             settled=self.settled,
             steps_lost=self.steps_lost,
