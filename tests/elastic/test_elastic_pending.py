@@ -76,4 +76,4 @@ def test_what_belongs_to_another_change_does_not_count() -> None:
     pending.carried_out(DONE)
     pending.regroup(CHANGE, now_s=1.0)
     pending.carried_out(replace(DONE, ticket=6, settled="finished", spent_s=9.0))
-    assert pending == PendingChange(noticed_s=0.0, halted_s=1.0, change=CHANGE)
+    assert pending == PendingChange(noticed_s=0.0, halted_s=1.0, change=CHANGE, reasons=["p1 died"])
