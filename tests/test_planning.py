@@ -86,6 +86,10 @@ def test_what_cannot_be_planned_is_refused_with_what_to_do() -> None:
         tatami.plan([1, 2], speeds=SPEEDS, batch_size=4)  # type: ignore[call-overload]
     with pytest.raises(PlanError, match="speeds by name go with a cluster"):
         tatami.plan(work, speeds={"p0": 1.0})
+    with pytest.raises(PlanError, match=r"^speeds must be a number > 0 for each rank, not 2$"):
+        tatami.plan(work, speeds=2)  # type: ignore[call-overload]
+    with pytest.raises(PlanError, match=r"^speeds must be a number > 0 for each rank; speeds\[1\] must be .*, not \[1\]$"):
+        tatami.plan(work, speeds=[1, [1]])  # type: ignore[list-item]
     with pytest.raises(PlanError, match="3 processors are more than the 2 samples"):
         tatami.plan(net(), speeds=SPEEDS, batch_size=2)
 

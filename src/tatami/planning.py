@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from tatami import tiling
-from tatami.cluster import Cluster
+from tatami.cluster import Cluster, listed_speeds
 from tatami.errors import InputError, MemoryLackError, PlanError
 from tatami.report import Table, memory_table, planner_table, sized_table
 from tatami.tiling import AbstractCost, AbstractPlanner, Plan, WeightedPlanner, advise, compare
@@ -112,7 +112,7 @@ def plan(
 
     Raises:
         ModelError: a layer that a tiled run could not compute exactly.
-        PlanError: neither a cluster nor speeds, no batch size, or one below the number of processors.
+        PlanError: neither a cluster nor speeds, speeds that cannot be, no batch size, or one below the number of processors.
         MemoryLackError: the processors do not hold the network; says who lacks how much, and what would do.
     """
     if isinstance(model, (str, AbstractPlanner)):
@@ -172,8 +172,7 @@ def _machines(cluster: Cluster | None, speeds: Mapping[str, float] | Sequence[fl
         return cluster if speeds is None else tiling.with_speeds(cluster, speeds)
     if isinstance(speeds, Mapping):
         raise PlanError("speeds by name go with a cluster; without one, give a number for each rank")
-    assert speeds is not None
-    return Cluster.from_speeds(speeds)
+    return Cluster.from_speeds(listed_speeds(speeds, error=PlanError))
 
 
 def _weighted(plans: Sequence[Plan], *, cluster: Cluster, workload: Workload, cost: AbstractCost | None) -> Plan | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tatami.cluster import Cluster, Link, Processor, check_speeds, parse_speeds
+from tatami.cluster import Cluster, Link, Processor, SpeedTable, check_speeds, listed_speeds, parse_speeds
 from tatami.errors import ClusterError
 
 
@@ -50,6 +54,30 @@ def test_numbers_are_checked_alike() -> None:
         "speeds[2]: must be a finite number > 0, not nan",
         "speeds: 3 given, expected 4, one for each rank",
     )
+
+
+def test_speeds_may_be_whatever_holds_numbers_in_an_order() -> None:
+    table = SpeedTable([(1.0, 1.0), (2.0, 1.5)])
+    assert listed_speeds((1, np.float32(2.0), Fraction(1, 2), np.array(3))) == (1.0, 2.0, 0.5, 3.0)
+    assert listed_speeds(np.array([1.0, 2.0])) == listed_speeds(range(1, 3)) == (1.0, 2.0)
+    assert listed_speeds([1.0, table])[1] is table
+
+
+@pytest.mark.parametrize(
+    ("speeds", "told"),
+    [
+        ({1.0, 2.0}, ", not {1.0, 2.0}"),
+        ("12", ", not '12'"),
+        (np.array(1.0), ", not array(1.)"),
+        (np.ones((1, 1)), "; speeds[0] must be a number > 0, not array([1.])"),
+        ([1.0, 10**400], "; speeds[1] must be a finite number > 0, not inf"),
+        ([1e-30], "; speeds[0] must be from 1e-12 to 1e+24, not 1e-30"),
+    ],
+)
+def test_what_holds_no_speeds_is_told_what_would(speeds: Any, told: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        listed_speeds(speeds)
+    assert str(caught.value) == f"speeds must be a number > 0 for each rank{told}"
 
 
 def test_a_cluster_names_all_its_faults() -> None:

@@ -113,8 +113,13 @@ def test_what_cannot_be_shared_out_is_refused() -> None:
     def body(comm: AbstractCommunicator) -> None:
         with pytest.raises(InputError, match="there are 1 ranks but 2 speeds"):
             DataParallel(network(), comm, speeds=[1, 1])
-        with pytest.raises(ClusterError):
+        rule = ": speeds must be a Cluster or a number > 0 for each rank"
+        with pytest.raises(ClusterError, match=rf"^DataParallel{rule}; speeds\[0\] must be a finite number > 0, not nan$"):
             DataParallel(network(), comm, speeds=[float("nan")])
+        with pytest.raises(ClusterError, match=f"^DataParallel{rule}, not 'equal'$"):
+            DataParallel(network(), comm, speeds="equal")  # type: ignore[arg-type]
+        with pytest.raises(ClusterError, match=f"^SynchronizedSampler{rule}, not 1$"):
+            SynchronizedSampler(range(4), comm, share="exact", speeds=1, global_batch=2)  # type: ignore[arg-type]
         with pytest.raises(InputError, match="speeds= and global_batch= go together"):
             SynchronizedSampler(range(4), comm, share="exact", speeds=[1])
         with pytest.raises(InputError, match="is for share='exact', not 'all'"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -299,11 +299,23 @@ def test_speeds_by_name_and_by_rank() -> None:
     assert by_name.tiling.by_processor["new"].samples.size == 768
 
 
-@pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
-def test_speeds_that_cannot_be_are_refused(speed: float) -> None:
-    with pytest.raises(PlanError, match="speed of p1 must be a finite number > 0"):
-        plan("srpm", cluster=Cluster.from_speeds([1.0, 1.0]), workload=PAPER, speeds=[1.0, speed])
-    with pytest.raises(ClusterError, match=r"processors\[1\]\.speed: must be"):
+@pytest.mark.parametrize(
+    ("speed", "problem"),
+    [
+        (0.0, "must be > 0, not 0"),
+        (-1.0, "must be > 0, not -1"),
+        (float("nan"), "must be a finite number > 0, not nan"),
+        (float("inf"), "must be a finite number > 0, not inf"),
+        ("2", "must be a number > 0, not '2'"),
+    ],
+)
+def test_speeds_that_cannot_be_are_refused(speed: Any, problem: str) -> None:
+    cluster = Cluster.from_speeds([1.0, 1.0])
+    with pytest.raises(PlanError, match=rf"^speeds must be a number > 0 for each processor, .* names; speeds\[1\] {problem}$"):
+        plan("srpm", cluster=cluster, workload=PAPER, speeds=[1.0, speed])
+    with pytest.raises(PlanError, match=f"^the speed of p1 {problem}$"):
+        plan("srpm", cluster=cluster, workload=PAPER, speeds={"p0": 1.0, "p1": speed})
+    with pytest.raises(ClusterError, match=rf"^speeds must be a number > 0 for each rank; speeds\[1\] {problem}$"):
         Cluster.from_speeds([1.0, speed])
 
 
@@ -313,7 +325,9 @@ def test_speeds_that_are_missing_or_too_many_are_refused() -> None:
         plan("srpm", cluster=cluster, workload=PAPER, speeds=[1.0, 1.0, 1.0])
     with pytest.raises(PlanError, match=r"missing \['p1'\], unknown \['x'\]"):
         plan("srpm", cluster=cluster, workload=PAPER, speeds={"p0": 1.0, "x": 1.0})
-    with pytest.raises(ClusterError, match="there is none"):
+    with pytest.raises(PlanError, match=r"by the processors' names, not 'equal'$"):
+        plan("srpm", cluster=cluster, workload=PAPER, speeds="equal")  # type: ignore[arg-type]
+    with pytest.raises(ClusterError, match=r"^speeds must be a number > 0 for each rank, not \[\]$"):
         Cluster.from_speeds([])
 
 

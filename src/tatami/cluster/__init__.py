@@ -1,7 +1,7 @@
 """What machines there are."""
 
 from tatami.cluster.cluster import LOCAL_LINK, NETWORK_LINK, Cluster, Link, Processor
-from tatami.cluster.speed_table import SpeedTable, at_sizes, check_speeds, fastest, parse_speeds, speed_at
+from tatami.cluster.speed_table import SpeedTable, at_sizes, check_speeds, fastest, listed_speeds, parse_speeds, speed_at
 from tatami.cluster.toml import cluster_toml, read_cluster, write_cluster
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "check_speeds",
     "cluster_toml",
     "fastest",
+    "listed_speeds",
     "parse_speeds",
     "read_cluster",
     "speed_at",

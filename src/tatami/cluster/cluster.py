@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from tatami.cluster.speed_table import SpeedTable, speed_problem
+from tatami.cluster.speed_table import SpeedTable, listed_speeds, speed_problem
 from tatami.errors import ClusterError, shortened
 from tatami.units import LARGEST_BANDWIDTH_BYTES_PER_S, format_duration, parse_size
 
@@ -140,9 +140,13 @@ class Cluster:
 
     @classmethod
     def from_speeds(cls, speeds: Sequence[float], *, host: str = "localhost") -> Cluster:
-        """Processors p0, p1, ... on one host, of these `speeds`: relative, or in flop/s, all in the same unit."""
-        kept = (s if isinstance(s, SpeedTable) else float(s) for s in speeds)
-        return cls(processors=tuple(Processor(name=f"p{i}", speed=speed, host=host) for i, speed in enumerate(kept)))
+        """Processors p0, p1, ... on one host, of these `speeds`: relative, or in flop/s, all in the same unit.
+
+        Raises:
+            ClusterError: something else than a number > 0 for each rank.
+        """
+        given = enumerate(listed_speeds(speeds))
+        return cls(processors=tuple(Processor(name=f"p{i}", speed=speed, host=host) for i, speed in given))
 
     @property
     def size(self) -> int:

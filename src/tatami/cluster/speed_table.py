@@ -8,10 +8,11 @@ Time is a straight line between the sizes, so that `t0 + a x` needs two of them;
 
 from __future__ import annotations
 
+import contextlib
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from typing import final
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, final
 
 from tatami.errors import ClusterError, InputError, shortened
 from tatami.units import LARGEST_SPEED, parse_speed
@@ -57,15 +58,55 @@ def check_speeds(speeds: Sequence[float], *, expected: int | None = None) -> Non
         raise ClusterError("these speeds cannot be used; give numbers > 0, one for each rank:", problems=problems)
 
 
-def speed_problem(speed: float) -> str | None:
+def listed_speeds(
+    speeds: Any, *, rule: str = "speeds must be a number > 0 for each rank", error: type[InputError] = ClusterError
+) -> tuple[float, ...]:
+    """The speeds that were given to a function, as numbers.
+
+    Args:
+        speeds: numbers, or tables by size, in the order of the ranks; a list, an array, whatever can be gone through.
+        rule: what may be given, for errors.
+        error: which kind to raise.
+
+    Raises:
+        ClusterError: `speeds` is something else, or empty, or holds what is no speed; says the rule, and what was given.
+    """
+    values = []
+    if not isinstance(speeds, (str, bytes, Mapping, Set)):  # the order of those is not that of the ranks
+        with contextlib.suppress(TypeError):
+            values = list(speeds)
+    if not values:
+        raise error(f"{rule}, not {shortened(repr(speeds))}")
+    for index, speed in enumerate(values):
+        if problem := speed_problem(speed):
+            raise error(f"{rule}; speeds[{index}] {problem}")
+    return tuple(speed if isinstance(speed, SpeedTable) else float(speed) for speed in values)
+
+
+def speed_problem(speed: Any) -> str | None:
     """Why `speed` cannot be one; None where it can."""
-    if not math.isfinite(speed):
-        return f"must be a finite number > 0, not {speed:g}"
-    if not speed > 0:
-        return f"must be > 0, not {speed:g}"
-    if not SMALLEST_SPEED <= speed <= LARGEST_SPEED:
-        return f"must be from {SMALLEST_SPEED:g} to {LARGEST_SPEED:g}, not {speed:g}"
+    number = _number(speed)
+    if number is None:
+        return f"must be a number > 0, not {shortened(repr(speed))}"
+    if not math.isfinite(number):
+        return f"must be a finite number > 0, not {number:g}"
+    if not number > 0:
+        return f"must be > 0, not {number:g}"
+    if not SMALLEST_SPEED <= number <= LARGEST_SPEED:
+        return f"must be from {SMALLEST_SPEED:g} to {LARGEST_SPEED:g}, not {number:g}"
     return None
+
+
+def _number(value: Any) -> float | None:
+    """None for what is no number: a text, a list, an array of numbers."""
+    if isinstance(value, (str, bytes)) or getattr(value, "ndim", None):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
+        return None
 
 
 def _speed(text: str) -> float:

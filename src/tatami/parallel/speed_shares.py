@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tatami.cluster import Cluster
+from tatami.cluster import Cluster, listed_speeds
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.tiling import Span, spans, whole_shares
@@ -20,11 +20,15 @@ class SpeedShares:
 
     Raises:
         InputError: not one speed for each rank.
-        ClusterError: a speed that is not a finite number above 0, or that depends on the size of the tile.
+        ClusterError: something else than numbers > 0, or a speed that depends on the size of the tile.
     """
 
     def __init__(self, speeds: Cluster | Sequence[float], comm: AbstractCommunicator, *, where: str) -> None:
-        cluster = speeds if isinstance(speeds, Cluster) else Cluster.from_speeds(speeds)
+        if isinstance(speeds, Cluster):
+            cluster = speeds
+        else:
+            rule = f"{where}: speeds must be a Cluster or a number > 0 for each rank"
+            cluster = Cluster.from_speeds(listed_speeds(speeds, rule=rule))
         if cluster.size != comm.size:
             raise InputError(f"{where}: there are {comm.size} ranks but {cluster.size} speeds; give one for each rank")
         self.speeds = cluster.plain_speeds(where)

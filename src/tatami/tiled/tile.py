@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tatami.clock import NO_PACE, Clock, Pace
-from tatami.cluster import Cluster
+from tatami.cluster import Cluster, listed_speeds
 from tatami.comm.agreement import decided_on_root, same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.elastic import ElasticCommunicator
@@ -205,11 +205,13 @@ def _draws(generator: torch.Generator, found: Blocks) -> LocalDraws:
 
 def _given(speeds: Cluster | Sequence[float] | str, comm: AbstractCommunicator) -> Cluster | None:
     """The cluster that `speeds` tells of; None where it is to be measured."""
-    if isinstance(speeds, str):
-        if speeds not in ("measure", "equal"):
-            raise PlanError(f"speeds must be a Cluster, a number for each rank, 'measure' or 'equal', not {speeds!r}")
+    if isinstance(speeds, str) and speeds in ("measure", "equal"):
         return at_hosts(Cluster.from_speeds([1.0] * comm.size), comm) if speeds == "equal" else None
-    cluster = speeds if isinstance(speeds, Cluster) else Cluster.from_speeds(speeds)
+    if isinstance(speeds, Cluster):
+        cluster = speeds
+    else:
+        rule = "speeds must be a Cluster, a number > 0 for each rank, 'measure' or 'equal'"
+        cluster = Cluster.from_speeds(listed_speeds(speeds, rule=rule, error=PlanError))
     if cluster.size != comm.size and comm.changes:
         return Cluster.from_speeds([1.0] * comm.size)  # what was given is about other members
     if cluster.size != comm.size:

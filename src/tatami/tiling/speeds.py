@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import fsum
 
-from tatami.cluster import Cluster, SpeedTable, at_sizes, speed_at
+from tatami.cluster import Cluster, SpeedTable, at_sizes, listed_speeds, speed_at
 from tatami.cluster.cluster import LARGEST_LATENCY_S
+from tatami.cluster.speed_table import speed_problem
 from tatami.errors import PlanError
 from tatami.tiling.layout import Layout
 from tatami.workload import Workload
@@ -30,17 +30,18 @@ def with_speeds(cluster: Cluster, speeds: Mapping[str, float] | Sequence[float])
             raise PlanError(
                 f"speeds must name the processors of the cluster: missing {missing or 'none'}, unknown {unknown or 'none'}"
             )
+        for name in names:
+            if problem := speed_problem(speeds[name]):
+                raise PlanError(f"the speed of {name} {problem}")
         listed = [speeds[name] for name in names]
     else:
-        listed = list(speeds)
+        rule = "speeds must be a number > 0 for each processor, or such numbers by the processors' names"
+        listed = list(listed_speeds(speeds, rule=rule, error=PlanError))
         if len(listed) != len(names):
             raise PlanError(
                 f"{len(listed)} speeds for {len(names)} processors ({names[0]} to {names[-1]}): give one for each, in the "
                 "order of the ranks"
             )
-    for name, speed in zip(names, listed, strict=True):
-        if not (math.isfinite(speed) and speed > 0):
-            raise PlanError(f"the speed of {name} must be a finite number > 0, not {speed}")
     pairs = zip(cluster.processors, listed, strict=True)
     return replace(cluster, processors=tuple(replace(processor, speed=_kept(speed)) for processor, speed in pairs))
 
