@@ -112,7 +112,7 @@ def plan(
 
     Raises:
         ModelError: a layer that a tiled run could not compute exactly.
-        PlanError: neither a cluster nor speeds, speeds that cannot be, no batch size, or one below the number of processors.
+        PlanError: neither a cluster nor speeds, unusable speeds, no batch size, or one below the number of processors.
         MemoryLackError: the processors do not hold the network; says who lacks how much, and what would do.
     """
     if isinstance(model, (str, AbstractPlanner)):

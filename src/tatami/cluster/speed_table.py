@@ -98,7 +98,7 @@ def speed_problem(speed: Any) -> str | None:
 
 
 def _number(value: Any) -> float | None:
-    """None for what is no number: a text, a list, an array of numbers."""
+    """None for a text, a list, or an array of numbers."""
     if isinstance(value, (str, bytes)) or getattr(value, "ndim", None):
         return None
     try:
