@@ -54,6 +54,27 @@ def test_what_is_repeated_is_counted_as_what_is_split() -> None:
     assert {part.layer: part.parameters for part in found.repeated} == {"Linear": 128 * 17, "biases after a sum": 16}
 
 
+def test_the_products_of_a_bilinear_layer_are_counted() -> None:
+    """Those that are repeated, and those that are split: per sample 2 x 6 x 6 x 8 of 2 x 8 x 3 + 8 for an activation."""
+
+    class Net(nn.Module):
+        def __init__(self, last: nn.Module) -> None:
+            super().__init__()
+            self.weight, self.last = nn.Parameter(torch.randn(8, 6, 6)), last
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.last(torch.tanh(F.bilinear(x, x, self.weight)))
+            return result
+
+    (whole, split) = (described(Net(last), torch.randn(4, 6)) for last in (nn.Identity(), nn.Linear(8, 3, bias=False)))
+    assert whole.repeated_fraction == 1.0
+    assert [(part.kind, part.units, part.names) for part in split.split] == [("linear pair", 8, ("last, weight",))]
+    assert split.repeated_fraction == pytest.approx(0.0, abs=1e-3)
+    model, sample = Net(nn.Identity()), torch.randn(4, 6)
+    work = workload_of(model, find_blocks(model, sample=sample), samples=1)
+    assert work.replicated_flop_per_sample == 3 * (2 * 6 * 6 * 8 + 8)
+
+
 def test_a_line_that_cannot_be_followed_is_named_with_what_to_do() -> None:
     class Looks(nn.Module):
         def __init__(self) -> None:

@@ -206,7 +206,41 @@ class Gated(nn.Module):
         return result
 
 
+class Biaffine(nn.Module):
+    """Products of two tensors: of two layers' results, of one with itself, and at the end, where nothing sums over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.both, self.mixed = nn.Linear(6, 5), nn.Linear(6, 4), nn.Bilinear(5, 4, 7), nn.Linear(7, 3)
+        self.square, self.narrow, self.last = nn.Bilinear(3, 3, 8, bias=False), nn.Linear(8, 5), nn.Bilinear(5, 6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.mixed(torch.tanh(self.both(torch.relu(self.a(x)), torch.relu(self.b(x)))))
+        result: torch.Tensor = self.last(self.narrow(F.gelu(self.square(h, h))), x)
+        return result
+
+
+class BilinearAlone(nn.Module):
+    """Nothing that sums over units, and no other layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Bilinear(6, 6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(x, x.flip(-1))
+        return result
+
+
 ODD = {
+    "biaffine": Case(
+        build=Biaffine,
+        draw=lambda n, g: (torch.rand(n, 2, 6, generator=g, dtype=torch.float64),),
+        blocks=("linear pair", "linear pair"),
+    ),
+    "bilinear alone": Case(
+        build=BilinearAlone, draw=lambda n, g: (torch.rand(n, 6, generator=g, dtype=torch.float64),), blocks=()
+    ),
     "beside": Case(
         build=Beside,
         draw=lambda n, g: (torch.rand(n, 5, 12, generator=g, dtype=torch.float64),),
@@ -513,6 +547,27 @@ def test_dropout_that_is_frozen_inside_of_a_split_module_is_refused(world: World
         tiled.module.get_submodule("drop").eval()
         with pytest.raises(ModelError, match=r"drop of the network .* is in evaluation.* override train"):
             tiled(tiled.local(x))
+
+    world(body)
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
+def test_a_bilinear_layer_may_be_frozen_inside_of_a_split_module(world: World) -> None:
+    case = ODD["biaffine"]
+    (x,) = case.draw(4, torch.Generator().manual_seed(1))
+    plain, network = build(case), build(case)
+    for each in (plain, network):
+        each.both.requires_grad_(False)
+    loss_of(plain(x)).backward()  # type: ignore[no-untyped-call]
+    expected = gradients(plain)
+
+    def body(comm: AbstractCommunicator) -> None:
+        layout = simple_layout([0, 1])
+        model = tile(network, comm, batch_size=4, sample=x, speeds="equal", layout=layout, reduction="mean", quiet=True)
+        model.module.get_submodule("both").eval()
+        loss_of(model(model.local(x))).backward()  # type: ignore[no-untyped-call]
+        assert_close(whole_gradients(model), expected, what="gradients")
 
     world(body)
 

@@ -190,7 +190,7 @@ def describe(model: nn.Module, found: Blocks, *, workload: Workload) -> Descript
         facts = block.facts
         share = workload.samples * facts.flop_per_unit * facts.units / whole
         # A block at the top of the network has no module of its own to be called by.
-        name = facts.name or ", ".join(sorted({tensor.rpartition(".")[0] for tensor in block.cuts}))
+        name = facts.name or ", ".join(sorted({tensor.rpartition(".")[0] or tensor for tensor in block.cuts}))
         alike.setdefault((facts.kind, facts.unit, facts.units), []).append((name, share))
     split = tuple(
         SplitPart(

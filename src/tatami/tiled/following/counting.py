@@ -30,6 +30,8 @@ class ForwardFlop(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.flop += sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
         elif operation in flop_registry:
             self.flop += flop_registry[operation](*args, **kwargs, out_val=result)
+        elif operation is aten._trilinear:
+            self.flop += 2.0 * args[0].shape[0] * args[1].numel()  # of a bilinear layer: rows, and its weights
         elif torch.Tag.pointwise in func.tags or operation in _BY_ELEMENT:
             first = result[0] if isinstance(result, (tuple, list)) else result
             self.flop += first.numel() if isinstance(first, torch.Tensor) else 0

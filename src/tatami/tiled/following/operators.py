@@ -322,6 +322,18 @@ def _linear(following: Following, node: fx.Node) -> Axes | None:
     return [*x[:-1], weight[0]]
 
 
+def _bilinear(following: Following, node: fx.Node) -> Axes:
+    """Weights are (outputs, inputs, inputs). Outputs stay apart; inputs do not, since torch refuses a layer without inputs."""
+    one, other, weight = (following.of(operand) for operand in node.args[:3])
+    for axis in (one[-1], other[-1], weight[1], weight[2]):
+        mix(axis)
+    following.contracted[node] = [*weight[1], *weight[2]]
+    bias = _argument(node, 3, "bias")
+    if bias is not None:
+        unify(weight[0], following.of(bias)[0])
+    return [*_broadcast([one[:-1], other[:-1]], len(one) - 1), weight[0]]
+
+
 def _matmul(following: Following, node: fx.Node) -> Axes | None:
     one, other = following.of(node.args[0]), following.of(node.args[1])
     if len(one) < 2 or len(other) < 2:
@@ -539,6 +551,7 @@ _RULES: dict[Any, Rule] = {
     aten.unbind.int: _unbind,
     aten.slice.Tensor: _slice,
     aten.linear.default: _linear,
+    aten.bilinear.default: _bilinear,
     aten.matmul.default: _matmul,
     aten.mm.default: _matmul,
     aten.bmm.default: _matmul,

@@ -159,7 +159,9 @@ class _Lengths:
         return self._lengths
 
 
-_WITHOUT_MODE = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Sequential, nn.ModuleList, nn.Identity, nn.modules.conv._ConvNd)
+_WITHOUT_MODE = (
+    nn.Linear, nn.Bilinear, nn.Embedding, nn.LayerNorm, nn.Sequential, nn.ModuleList, nn.Identity, nn.modules.conv._ConvNd,
+)  # fmt: skip
 _REMEDY = "tile the network with a sample batch (sample=) that is like those it will get"
 
 
