@@ -62,10 +62,12 @@ test: setup $(OPENMPI)/installed $(SIMGRID)/tried  ## all tests; those that were
 	@echo "== skipped:"; grep '^SKIPPED' $(TEST_LOG) | sort -u | grep . || echo "nothing"
 
 test-files:
+	@mkdir -p $(dir $(TEST_LOG))
 	set -o pipefail; $(BIN)/python -m pytest -n $(TEST_WORKERS) $(FILES) 2>&1 | tee -a $(TEST_LOG)
 
 # Two jobs at a time, for ranks also wait; what a job says comes when it ends.
 test-ranks:
+	@mkdir -p $(dir $(TEST_LOG))
 	set -o pipefail; $(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) \
 	    $(foreach size,$(WORLD_SIZES),ranks-mpi-$(size)) $(foreach size,$(TORCHRUN_SIZES),ranks-torchrun-$(size)) ranks-openmpi-2 2>&1 \
 	    | tee -a $(TEST_LOG)
