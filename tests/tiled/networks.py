@@ -197,6 +197,45 @@ class Parallel(nn.Module):
         return result
 
 
+class Fused(nn.Module):
+    """PaLM's layer: one projection for the hidden units of a SwiGLU and for all of attention; one for both results, or two.
+
+    With as many keys as queries it is that of ViT-22B and of Flux; with `shared`, all heads have the same keys and values. With
+    `apart`, keys and values are given by a layer of their own.
+    """
+
+    def __init__(
+        self, *, hidden: int, shared: bool = False, apart: bool = False, one: bool = True, bias: bool = False,
+        dropout: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.heads, self.size, width = 3, 4, 12
+        keys = [self.size if shared else width] * 2
+        self.widths = (2 * hidden, width) if apart else (2 * hidden, width, *keys)
+        self.keys = nn.Linear(width, sum(keys), bias=bias) if apart else None
+        self.norm = nn.LayerNorm(width)
+        self.fused = nn.Linear(width, sum(self.widths), bias=bias)
+        outputs = [width + hidden] if one else [width, hidden]
+        self.outs = nn.ModuleList([nn.Linear(inputs, width, bias=bias) for inputs in outputs])
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, _ = x.shape
+        normed = self.norm(x)
+        ff, *qkv = self.fused(normed).split(self.widths, dim=-1)
+        if self.keys is not None:
+            qkv += self.keys(normed).chunk(2, dim=-1)
+        q, k, v = (each.view(b, t, -1, self.size).transpose(1, 2) for each in qkv)
+        k, v = (each.expand(b, self.heads, t, self.size) for each in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, -1)
+        gate, h = ff.chunk(2, dim=-1)
+        both = (y, F.silu(gate) * h)
+        if len(self.outs) == 1:
+            both = (self.dropout(torch.cat(both, dim=-1)),)
+        result: torch.Tensor = x + sum(out(each) for out, each in zip(self.outs, both, strict=True))
+        return result
+
+
 class LowRank(nn.Module):
     """A linear layer that is frozen, with a trained low-rank addition."""
 
@@ -496,6 +535,25 @@ CASES: dict[str, Case] = {
         blocks=("attention", "gated pair") * 2,
     ),
     "parallel": Case(build=Parallel, draw=_reals(5, 12), blocks=_GPT[:2]),
+    "fused": Case(
+        build=lambda: nn.Sequential(Fused(hidden=9), Fused(hidden=6, bias=True, dropout=0.3)),
+        draw=_reals(5, 12),
+        blocks=("attention with perceptron",) * 2,
+    ),
+    "fused-two-outputs": Case(
+        build=lambda: Fused(hidden=9, one=False, bias=True), draw=_reals(5, 12), blocks=("attention with perceptron",)
+    ),
+    "fused-shared-keys": Case(
+        build=lambda: nn.Sequential(Fused(hidden=9, shared=True), Fused(hidden=6, shared=True, one=False)),
+        draw=_reals(5, 12),
+        blocks=(),
+    ),
+    "fused-shared-keys-apart": Case(
+        build=lambda: Fused(hidden=9, shared=True, apart=True), draw=_reals(5, 12), blocks=("attention with perceptron",)
+    ),
+    "fused-hidden-units-that-heads-do-not-divide": Case(
+        build=lambda: nn.Sequential(Fused(hidden=7), Fused(hidden=8, one=False)), draw=_reals(5, 12), blocks=()
+    ),
     "geglu": Case(
         build=lambda: GPT(width=12, layers=1, layer=_layer(nn.Identity, lambda width: PackedGEGLU(width, 7))),
         draw=_tokens,

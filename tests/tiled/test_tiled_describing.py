@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import GPT
+from networks import GPT, Fused
 from torch import nn
 
 import tatami
@@ -73,6 +75,47 @@ def test_the_products_of_a_bilinear_layer_are_counted() -> None:
     model, sample = Net(nn.Identity()), torch.randn(4, 6)
     work = workload_of(model, find_blocks(model, sample=sample), samples=1)
     assert work.replicated_flop_per_sample == 3 * (2 * 6 * 6 * 8 + 8)
+
+
+@pytest.mark.parametrize("one", [True, False])
+@pytest.mark.parametrize(
+    ("hidden", "shared", "line"),
+    [(9, True, "y = F.scaled_dot_product_attention"), (8, False, "ff, *qkv = self.fused(normed).split")],
+)
+def test_what_keeps_a_projection_for_all_whole_is_named(hidden: int, shared: bool, line: str, one: bool) -> None:
+    """Keys that all heads share; or hidden units that the heads do not divide. Of the outputs no line is to blame."""
+    model = Fused(hidden=hidden, shared=shared, one=one)
+    found = find_blocks(model, sample=torch.randn(4, 5, 12))
+    assert found.stops.keys() == {"fused.weight"}
+    assert f"networks.py:{line}" in re.sub(r":\d+ `", ":", found.stops["fused.weight"])
+    text = " ".join(str(describe(model, found, workload=workload_of(model, found, samples=8))).split())
+    assert "nothing in it splits over units" in text
+    assert "fused: needed whole at networks.py:" in text
+
+
+def test_units_of_a_projection_for_all_are_heads() -> None:
+    text = described(Fused(hidden=9), torch.randn(4, 5, 12)).text(width=120)
+    assert "1 x attention with perceptron of 3 heads   98 % of the flop  fused, outs.0" in text
+
+
+def test_the_line_that_puts_features_together_is_named() -> None:
+    """A skip connection: what a layer gives is only a part of what the next one takes."""
+
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.out = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(16, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            both = torch.cat((torch.relu(self.a(x)), torch.tanh(self.b(x))), dim=-1)
+            result: torch.Tensor = self.out(both)
+            return result
+
+    model = Skipping()
+    found = find_blocks(model, sample=torch.randn(4, 6))
+    assert not found.blocks
+    assert found.stops.keys() == {"a.weight", "b.weight"}
+    assert all("`both = torch.cat(" in line for line in found.stops.values())
 
 
 def test_a_line_that_cannot_be_followed_is_named_with_what_to_do() -> None:

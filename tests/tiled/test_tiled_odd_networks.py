@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equal_runs import adam, check_equal, loss_of, random_layout
-from networks import Case, build
+from networks import Case, Fused, build
 from torch import nn
 
 import tatami
@@ -206,6 +206,32 @@ class Gated(nn.Module):
         return result
 
 
+class Mirrored(nn.Module):
+    """An activation and its mirror image beside each other; each hidden unit is on two places of the layer after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 5), nn.Linear(10, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        result: torch.Tensor = self.b(torch.cat((torch.relu(h), torch.relu(-h)), dim=-1))
+        return result
+
+
+class TwoBranches(nn.Module):
+    """Hidden units of two kinds from one layer, by slices; half as many of one as of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.one, self.two = nn.Linear(6, 12), nn.Linear(4, 3), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        result: torch.Tensor = self.one(torch.tanh(h[..., :4])) * 2 + self.two(torch.relu(h[..., 4:]))
+        return result
+
+
 class Biaffine(nn.Module):
     """Products of two tensors: of two layers' results, of one with itself, and at the end, where nothing sums over them."""
 
@@ -237,6 +263,17 @@ ODD = {
         build=Biaffine,
         draw=lambda n, g: (torch.rand(n, 2, 6, generator=g, dtype=torch.float64),),
         blocks=("linear pair", "linear pair"),
+    ),
+    "fused": Case(
+        build=lambda: Fused(hidden=6, bias=True),
+        draw=lambda n, g: (torch.rand(n, 5, 12, generator=g, dtype=torch.float64),),
+        blocks=("attention with perceptron",),
+    ),
+    "mirrored": Case(
+        build=Mirrored, draw=lambda n, g: (torch.rand(n, 6, generator=g, dtype=torch.float64),), blocks=("linear pair",)
+    ),
+    "two branches": Case(
+        build=TwoBranches, draw=lambda n, g: (torch.rand(n, 2, 6, generator=g, dtype=torch.float64),), blocks=("linear pair",)
     ),
     "bilinear alone": Case(
         build=BilinearAlone, draw=lambda n, g: (torch.rand(n, 6, generator=g, dtype=torch.float64),), blocks=()

@@ -28,7 +28,7 @@ class Atom:
         mixed: whether an operation needs all of its elements at once.
         factors: the atoms whose product it turned out to be, the outermost first; None as long as it is whole.
         pieces: (start, atom) of the consecutive ranges that it was cut into; None as long as it is whole.
-        stop: the operation that was the first to need all of them.
+        stop: the operation that was the first to need all of them, or to cut them into pieces.
     """
 
     __slots__ = ("_parent", "factors", "mixed", "pieces", "size", "stop")
@@ -166,6 +166,31 @@ def cut(axis: Axis, start: int, stop: int) -> Axis:
             return [piece] if (begin, length) == (start, stop - start) else cut([piece], start - begin, stop - begin)
     mix(axis)
     return [Atom(stop - start, mixed=True)]
+
+
+def put_together(axes: Sequence[Axis]) -> Axis:
+    """The axis on which axes of known lengths lie one after the other."""
+    pieces: list[tuple[int, Atom]] = []
+    start = 0
+    for axis in axes:
+        size, factors = extent(axis), leaves(axis)
+        assert isinstance(size, int)
+        piece = factors[0] if len(factors) == 1 else Atom(size)
+        if len(factors) > 1:
+            piece.factors = factors
+        pieces.append((start, piece))
+        start += size
+    whole = Atom(start)
+    whole.pieces = pieces
+    return [whole]
+
+
+def parts_of(axis: Iterable[Atom]) -> list[list[Atom]]:
+    """The leaves of each range that an axis was cut into, or put together of; all of its leaves where it was not."""
+    found = leaves(axis)
+    if len(found) != 1 or found[0].pieces is None:
+        return [found]
+    return [part for _, piece in found[0].pieces for part in parts_of([piece])]
 
 
 def regroup(axes: Axes, sizes: Sequence[Size]) -> Axes:

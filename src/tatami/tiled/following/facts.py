@@ -141,14 +141,17 @@ def _flop(node: fx.Node, following: Following) -> float:
 def _words(candidate: UnitAxis, following: Following, inside: Sequence[fx.Node]) -> tuple[str, str]:
     """The kind of a block and what its unit is, for people."""
     if any(node in following.attentions or node.target is aten.softmax.int for node in inside):
+        if candidate.joined:
+            return "attention with perceptron", "head"
         shares = {runs.per_unit for runs in candidate.tensors.values()}
         per_run = {inner for runs in candidate.tensors.values() for _, inner in runs.runs}
         return "attention", "head" if len(per_run) == 1 else "group of heads" if len(shares) > 1 else "head"
     if any(node.target in CONVOLUTIONS for node in inside):
-        return "convolution pair", "channel"
+        return "convolution pair", "group of channels" if candidate.joined else "channel"
     entrances = [node for node in inside if node in following.contracted and node not in candidate.exits]
     packed = any(len(runs.runs) > 1 for runs in candidate.tensors.values())
     multiplied = any(
         node.target is aten.mul.Tensor and len([one for one in node.all_input_nodes if one in inside]) > 1 for node in inside
     )
-    return ("gated pair" if multiplied and (packed or len(entrances) > 1) else "linear pair"), "hidden unit"
+    unit = "group of hidden units" if candidate.joined else "hidden unit"
+    return ("gated pair" if multiplied and (packed or len(entrances) > 1) else "linear pair"), unit

@@ -23,6 +23,7 @@ from tatami.tiled.following.atoms import (
     deep_leaves,
     extent,
     mix,
+    put_together,
     regroup,
     regrouped,
     unify,
@@ -92,7 +93,7 @@ class Following:
             axes = self.axes.get(seen, ())
             for axis in (axis for tensor in (axes if isinstance(axes, tuple) else (axes,)) for axis in tensor or ()):
                 for atom in deep_leaves(axis):
-                    if atom.mixed and atom.stop is None:
+                    if (atom.mixed or atom.pieces is not None) and atom.stop is None:
                         atom.stop = node
 
     def _find(self, node: fx.Node) -> None:
@@ -520,8 +521,12 @@ def _concatenate(following: Following, node: fx.Node) -> Axes:
     num_axes = len(operands[0])
     dim = int(_argument(node, 1, "dim", 0)) % num_axes
     others = _broadcast([[axis if index != dim else [] for index, axis in enumerate(axes)] for axes in operands], num_axes)
-    for axes in operands:
-        mix(axes[dim])
+    lengths = [axes[dim] for axes in operands]
+    if all(isinstance(extent(axis), int) for axis in lengths):
+        others[dim] = put_together(lengths)
+        return others
+    for axis in lengths:
+        mix(axis)
     others[dim] = [Atom(node.meta["val"].shape[dim], mixed=True)]
     return others
 

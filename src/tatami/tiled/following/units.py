@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tatami.tiled.following.atoms import Atom, deep_leaves, lies_on, places
+from tatami.tiled.following.atoms import Atom, deep_leaves, lies_on, parts_of, places, unify
 from tatami.tiled.following.exporting import FollowedProgram, line_of_node
 from tatami.tiled.following.operators import Following
 from tatami.tiled.rows import UnitRuns
@@ -30,6 +30,7 @@ class UnitAxis:
         exits: the nodes that sum over the units.
         whole: nodes that have all units on every rank, because they come from outside or go there: the position bias of an
             attention that is handed from layer to layer. What uses them takes its own units out of them.
+        joined: whether parts of one weight have units of their own, of which each unit here has some (`_join_parts`).
     """
 
     atom: Atom
@@ -37,6 +38,7 @@ class UnitAxis:
     tensors: dict[int, UnitRuns]
     exits: tuple[fx.Node, ...]
     whole: frozenset[fx.Node] = frozenset()
+    joined: bool = False
 
 
 def follow(program: FollowedProgram) -> Following:
@@ -68,15 +70,29 @@ def _symbols(size: Any) -> set[str]:
 
 
 def find_stops(program: FollowedProgram, following: Following, candidates: Collection[UnitAxis]) -> dict[str, str]:
-    """Of weights that no candidate cuts: the line of the user's code that needs all of what their rows give at once."""
+    """Of weights that no candidate cuts: the line of the user's code that needs all of what their rows give at once.
+
+    Or all of a part of it. Where no part is needed whole, the line that cuts it into parts, or puts them together with others.
+    """
     cut = {index for candidate in candidates for index in candidate.tensors}
-    own = [node for node in program.graph.graph.nodes if node.op == "placeholder"][: len(program.tensors)]
+    order = {node: index for index, node in enumerate(program.graph.graph.nodes)}
+    own = [node for node in order if node.op == "placeholder"][: len(program.tensors)]
+    whole_of: dict[Atom, Atom] = {}
+    for atom in (atom for node in order for axis in _all_axes(following, node) for atom in deep_leaves(axis)):
+        for inner in (inner for _, piece in atom.pieces or () for inner in deep_leaves([piece])):
+            whole_of.setdefault(inner, atom)
     found = {}
     for index, node in enumerate(own):
-        atoms = deep_leaves(following.axes.get(node, [[]])[0]) if node.meta["val"].dim() > 1 and index not in cut else []
-        stop = atoms[0].stop if atoms and all(atom.mixed for atom in atoms) else None
-        if stop is not None and line_of_node(stop):
-            found[program.tensors[index]] = line_of_node(stop)
+        if node.meta["val"].dim() < 2 or index in cut or not following.axes.get(node, [[]])[0]:
+            continue
+        parts = parts_of(following.axes[node][0])
+        ends = [atom for part in parts if all(atom.mixed for atom in part) for atom in part[:1]]
+        ends += [whole_of[atom] for part in parts for atom in part if atom in whole_of]
+        # What was needed whole before this weight was used, the input that its result is added to, says nothing of the weight.
+        first = min(map(order.__getitem__, node.users), default=0)
+        lines = (line_of_node(atom.stop) for atom in ends if atom.stop is not None and order[atom.stop] >= first)
+        if line := next(filter(None, lines), ""):
+            found[program.tensors[index]] = line
     return found
 
 
@@ -96,12 +112,13 @@ def find_units(program: FollowedProgram, following: Following, *, taken: Collect
     outputs = next(node for node in nodes if node.op == "output").all_input_nodes
     exits: dict[Atom, list[fx.Node]] = {}
     with_weights = _sums_with_weights(program, following)
+    for node in following.contracted.keys() - with_weights:
+        for atom in deep_leaves(following.contracted[node]):
+            atom.mixed = True
+    joined = _join_parts(following, own)
     for node, axis in following.contracted.items():
-        for atom in deep_leaves(axis):
-            if node in with_weights:
-                exits.setdefault(atom, []).append(node)
-            else:
-                atom.mixed = True
+        for atom in dict.fromkeys(deep_leaves(axis) if node in with_weights else ()):
+            exits.setdefault(atom, []).append(node)
     found = []
     for atom, ends in exits.items():
         if atom.mixed or not isinstance(atom.size, int) or atom.size < 2 or atom.pieces is not None:
@@ -113,7 +130,9 @@ def find_units(program: FollowedProgram, following: Following, *, taken: Collect
         if tensors is None or len(tensors) < 2 or any(program.tensors[index] in taken for index in tensors):
             continue
         exits_in_order = tuple(sorted(ends, key=order.__getitem__))
-        found.append(UnitAxis(atom=atom, units=atom.size, tensors=tensors, exits=exits_in_order, whole=whole))
+        found.append(
+            UnitAxis(atom=atom, units=atom.size, tensors=tensors, exits=exits_in_order, whole=whole, joined=atom in joined)
+        )
     found.sort(key=lambda each: (order[each.exits[0]], -len(each.tensors), -each.units))
     sizes = [node.meta["val"].numel() for node in own]
     chosen: list[UnitAxis] = []
@@ -126,6 +145,29 @@ def find_units(program: FollowedProgram, following: Following, *, taken: Collect
         used |= candidate.tensors.keys()
         chosen.append(candidate)
     return chosen
+
+
+def _join_parts(following: Following, own: Sequence[fx.Node]) -> set[Atom]:
+    """Where one layer computes parts with units of their own, make them one axis of units; returns these axes.
+
+    A layer that gives queries, keys and values of 4 heads and 64 hidden units could be split by heads, or by hidden units, only
+    if its weight were two. So a unit is a head with 16 hidden units. Where 4 did not divide 64, or a part is needed whole (keys
+    that all heads share), nothing is joined.
+    """
+    joined = []
+    for node in own:
+        axes = following.axes.get(node, ())
+        parts = parts_of(axes[0]) if len(axes) > 1 else []  # a norm of what was put together has parts, too, but computes none
+        firsts = [next((atom for atom in part if not atom.mixed), None) for part in parts]
+        sizes = {atom: atom.size for atom in firsts if atom is not None and isinstance(atom.size, int) and atom.pieces is None}
+        if len(sizes) < 2 or len(sizes) < len(set(firsts)):
+            continue
+        least = min(sizes, key=sizes.__getitem__)
+        if not any(size % sizes[least] for size in sizes.values()):
+            for atom in sizes:
+                unify([least], [atom])
+            joined.append(least)
+    return {atom.root for atom in joined}
 
 
 def _sums_with_weights(program: FollowedProgram, following: Following) -> set[fx.Node]:
