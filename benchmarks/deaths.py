@@ -145,9 +145,9 @@ def strike(case: Case, step: int) -> None:
     threading.Timer(case.delays[step], os.kill, [os.getpid(), case.number]).start()
 
 
-def reached(case: Case, step: int) -> None:
+def reached(case: Case, step: int, *, by: str = "") -> None:
     """By one rank, after a step."""
-    with (case.path / "reached").open("a") as file:
+    with (case.path / f"reached{by}").open("a") as file:
         print(step, time.time(), file=file)
 
 
@@ -158,7 +158,7 @@ def outcome(case: Case, name: str, state: State, *, expected: State, samples_los
     at_s = {int(step): float(when) for step, when in lines}
     spans = {step: at_s[step] - at_s[step - 1] for step in at_s if step - 1 in at_s}
     usual = statistics.median(span for step, span in spans.items() if step not in case.delays)
-    lost = [spans[step] - usual for step in case.delays]
+    lost = [_around(step, at_s, usual) for step in case.delays]
     off = max(float((state[key] - value).abs().max()) for key, value in expected.items())
     return {
         "contestant": name,
@@ -170,6 +170,12 @@ def outcome(case: Case, name: str, state: State, *, expected: State, samples_los
         "samples_lost": samples_lost if samples_lost is None else samples_lost + BATCH * (case.steps - len(made)),
         "parameters_off": off,
     }
+
+
+def _around(step: int, at_s: Mapping[int, float], usual_s: float) -> float:
+    """By how much longer than usual it took to come past this step, where it was made or left out."""
+    before, after = max(each for each in at_s if each < step), min(each for each in at_s if each >= step)
+    return at_s[after] - at_s[before] - usual_s * (after - before)
 
 
 # -- tatami -------------------------------------------------------------------------------------------------------------------
@@ -286,6 +292,10 @@ def with_torchft(case: Case) -> dict[str, Any]:
         _end_well(case, [start() for start in ranks], again=ranks)
     finally:
         lighthouse.shutdown()
+    # A rank that catches up leaves out steps that others have made.
+    lines = [line.split() for file in case.path.glob("reached-*") for line in file.read_text().splitlines()]
+    first_s = {int(step): min(float(when) for other, when in lines if other == step) for step, _ in lines}
+    (case.path / "reached").write_text("".join(f"{step} {at_s}\n" for step, at_s in sorted(first_s.items())))
     return outcome(case, "torchft", torch.load(case.path / "saved.pt", weights_only=True), expected=plain(case.steps))
 
 
@@ -328,8 +338,8 @@ def _torchft_rank(case: Case, number: int) -> None:
         loss = nn.functional.cross_entropy(parallel(x[rank::size]), share) * len(share) * size / BATCH
         loss.backward()
         optimizer.step()
-        if number == 0 and manager.current_step() > step:
-            reached(case, step)
+        if manager.current_step() > step:
+            reached(case, step, by=f"-{number}")
     if number == 0:
         torch.save(model.state_dict(), case.path / "saved.pt")
     manager.shutdown()

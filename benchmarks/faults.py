@@ -33,7 +33,7 @@ from statistics import median
 from typing import Any
 
 from faulty.bed import open_bed
-from faulty.judging import WARM, throughput, usual_s
+from faulty.judging import WARM, share_of_changes, throughput, usual_s
 from faulty.training import NET, cluster_of, plain
 from paper.setting import CONDITIONS
 from tatami.bench.interleaved import machine
@@ -106,6 +106,7 @@ def disturbed(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, A
         "changes": [{name: each[name] for name in ("at_s", "reason", "settled", "lost_s")} for each in report["changes"]],
         "throughput": by_median,
         "throughput_by_speeds": by_speeds,
+        "share_of_changes": share_of_changes(marks),
         "goal": LEAST_THROUGHPUT,
         "holds": by_median >= LEAST_THROUGHPUT,
         "losses_off": max(abs(mark.loss - expected[mark.number]) for mark in marks),

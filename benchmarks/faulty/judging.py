@@ -42,14 +42,26 @@ def throughput(marks: Sequence[Mark], *, speeds: Mapping[str, float]) -> tuple[f
     What they would have done follows from their own median step between two changes, and from the sum of their speeds and the
     first of these medians. A machine is there from the first step that it has done to the last one.
     """
-    counted = marks[WARM:]
-    steps = [(later.at_s - earlier.at_s, later.hosts) for earlier, later in pairwise(counted)]
+    stretches = _stretches(marks)
     work = by_median = by_speeds = 0.0
-    for hosts, group in groupby(steps, key=lambda step: step[1]):
-        spans = [span for span, _ in group]
+    for hosts, spans in stretches:
         power = sum(speeds[host] for host in set(hosts))
         own_s = median(spans[1:]) if len(spans) > 1 else work / power if work else spans[0]  # the first has the change in it
         work = work or own_s * power
         by_median += sum(spans) / own_s
         by_speeds += sum(spans) * power / work
-    return len(steps) / by_median, len(steps) / by_speeds
+    steps = sum(len(spans) for _, spans in stretches)
+    return steps / by_median, steps / by_speeds
+
+
+def share_of_changes(marks: Sequence[Mark]) -> float:
+    """Of the time: what the first steps on other machines took longer than the median of those that followed on them."""
+    stretches = _stretches(marks)
+    longer = (spans[0] - median(spans[1:]) for _, spans in stretches[1:] if len(spans) > 1)
+    return sum(longer) / sum(sum(spans) for _, spans in stretches)
+
+
+def _stretches(marks: Sequence[Mark]) -> list[tuple[tuple[str, ...], list[float]]]:
+    """The machines, and the seconds of each step on them, from one change to the next."""
+    steps = [(later.at_s - earlier.at_s, later.hosts) for earlier, later in pairwise(marks[WARM:])]
+    return [(hosts, [span for span, _ in group]) for hosts, group in groupby(steps, key=lambda step: step[1])]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from faulty.judging import WARM, Mark, marks_of, throughput, usual_s
+from faulty.judging import WARM, Mark, marks_of, share_of_changes, throughput, usual_s
 from faulty.training import Training, cluster_of
 
 SPEEDS = {"a": 1.0, "b": 1.0, "c": 2.0}
@@ -33,12 +33,14 @@ def test_a_run_without_changes_does_all_that_its_machines_can() -> None:
     found = marks(*[(1.0, "abc")] * 6)
     assert usual_s(found) == 1.0
     assert throughput(found, speeds=SPEEDS) == (1.0, 1.0)
+    assert share_of_changes(found) == 0.0
 
 
 def test_what_a_change_costs_is_missing() -> None:
     """Two machines of half the speed take twice the time; the first of their steps has two seconds of repair in it."""
     found = marks(*[(1.0, "abc")] * 4, (4.0, "ab"), *[(2.0, "ab")] * 3)
     assert throughput(found, speeds=SPEEDS) == pytest.approx((8 / 9, 8 / 9))
+    assert share_of_changes(found) == 2 / 14
 
 
 def test_a_layout_that_wastes_machines_shows_by_their_speeds_alone() -> None:

@@ -229,9 +229,9 @@ class Fused(nn.Module):
         k, v = (each.expand(b, self.heads, t, self.size) for each in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, -1)
         gate, h = ff.chunk(2, dim=-1)
-        both = (y, F.silu(gate) * h)
+        both = [y, F.silu(gate) * h]
         if len(self.outs) == 1:
-            both = (self.dropout(torch.cat(both, dim=-1)),)
+            both = [self.dropout(torch.cat(both, dim=-1))]
         result: torch.Tensor = x + sum(out(each) for out, each in zip(self.outs, both, strict=True))
         return result
 

@@ -98,6 +98,11 @@ def test_units_of_a_projection_for_all_are_heads() -> None:
     assert "1 x attention with perceptron of 3 heads   98 % of the flop  fused, outs.0" in text
 
 
+def test_names_are_said_once() -> None:
+    assert ranges(["b", "b"]) == "b"
+    assert ranges(["a.0", "a.0", "a.1", "b", "b"]) == "a.0-1, b"
+
+
 def test_the_line_that_puts_features_together_is_named() -> None:
     """A skip connection: what a layer gives is only a part of what the next one takes."""
 

@@ -23,6 +23,7 @@ from tatami.comm.threads import run_threads
 from tatami.comm.wrapper import Recording
 from tatami.errors import InputError, MemoryLackError
 from tatami.tiled import TiledModel, find_blocks, move, tile, workload_of
+from tatami.tiled.following.keeping import Keeping
 from tatami.tiled.good_state import GoodState
 from tatami.tiling import Column, Layout, Plan, plan
 from tatami.tiling.memory import memory_bytes
@@ -243,3 +244,14 @@ def test_weights_may_stay_in_their_file_until_they_are_cut(tmp_path: Path) -> No
         torch.testing.assert_close(output, expected)
     with pytest.raises(InputError, match=r"shape and no values: 0\.weight\. Give values to all of them"):
         tile(functools.partial(make, loaded=False), tatami.init(), batch_size=SAMPLES, speeds="equal")
+
+
+def test_memory_that_a_pass_drops_again_counts_whatever_takes_its_place() -> None:
+    """A norm for the log, say: ranks counted differently, as the allocator liked, and refused each other's blocks."""
+    x = torch.rand(10, 100, requires_grad=True)
+    keeping = Keeping([x])
+    with keeping.watched():
+        for _ in range(5):
+            x.exp().sum().item()  # exp keeps its result
+        kept = x.exp()
+    assert keeping.size_bytes == 6 * kept.numel() * 4

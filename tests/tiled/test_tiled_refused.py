@@ -21,7 +21,7 @@ from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError, PlanError
 from tatami.testing.worlds import World
-from tatami.tiled import TiledModel, Trainer, move, tile
+from tatami.tiled import TiledModel, Trainer, find_blocks, move, tile
 from tiled_rig import simple_layout, some_layouts, tiled
 
 
@@ -188,6 +188,67 @@ def test_functional_dropout_is_refused(world: World) -> None:
             return result
 
     refuses(world, ModelError, r"calls dropout \(node dropout\)", lambda comm: tile(Net(), comm, batch_size=8, speeds="equal"))
+
+
+class Noisy(nn.Module):
+    """Draws what torch.fx takes for a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(torch.relu(self.up(x))) + torch.randn(4)
+        return result
+
+
+class Quiet(nn.Module):
+    """Calls what could draw, and does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, 2, batch_first=True)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.lstm(x[:, None])[0])
+        result: torch.Tensor = F.dropout(F.scaled_dot_product_attention(x, x, x), 0.5, training=False)[:, 0]
+        return result
+
+
+@pytest.mark.ranks(2)
+def test_noise_that_was_not_seen_is_refused_in_the_first_pass(world: World) -> None:
+    line = r"draws random numbers at test_tiled_refused.py:\d+ `result: .* torch.randn\(4\)` \(aten.randn.default\)"
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tile(Noisy(), comm, batch_size=8, speeds="equal", reduction="mean")
+        with pytest.raises(ModelError, match=line):
+            model(model.local(torch.ones(8, 4)))
+        model = tile(Quiet(), comm, batch_size=8, speeds="equal", reduction="mean")
+        assert model(model.local(torch.ones(8, 4))).shape == (4, 4)
+
+    world(body)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (torch.jit.script, r"the network was made by torch.jit"),
+        (torch.compile, r"the network was made by torch.compile"),
+        (lambda net: nn.Sequential(torch.compile(net)), r"layer 0 was made by torch.compile"),
+    ],
+)
+def test_networks_that_were_compiled(make: Callable[[nn.Module], Any], match: str) -> None:
+    for sample in (None, torch.ones(2, 4)):
+        with pytest.raises(ModelError, match=rf"{match}, and cannot be .* Give the network that it was made of"):
+            find_blocks(make(mlp()), sample=sample)
+
+
+def test_a_network_that_was_compiled_in_place() -> None:
+    net = mlp()
+    net.compile()
+    with pytest.raises(ModelError, match="the network was made by torch.compile"):
+        find_blocks(net)
 
 
 def laid(comm: AbstractCommunicator) -> TiledModel:

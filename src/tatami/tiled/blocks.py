@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tatami.tiled.exactness import BATCH_NORMS, RandomDraws, refuse_inexact
+from tatami.tiled.exactness import BATCH_NORMS, RandomDraws, refuse_compiled, refuse_inexact
 from tatami.tiled.following.capturing import Captured, capture
 from tatami.tiled.following.following import Followed, cut_names, follow_modules
 from tatami.tiled.following.sample import Sample
@@ -101,6 +101,7 @@ def find_blocks(model: nn.Module, *, sample: Any = None, random: RandomDraws = "
 
 
 def _find_blocks(model: nn.Module, sample: Any, random: RandomDraws) -> Blocks:
+    refuse_compiled(model)
     weights = WeightSums(model)
     pairs = find_pairs(model)
     followed: dict[str, Followed] = {}

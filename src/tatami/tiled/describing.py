@@ -257,7 +257,7 @@ def _unfollowed(model: nn.Module, found: Blocks) -> tuple[UnfollowedPart, ...]:
 
 def ranges(names: Sequence[str]) -> str:
     """Names in a line; those that differ in consecutive numbers alone are one: "layers.0-11.mlp, head"."""
-    found = [name.split(".") if name else ["the network itself"] for name in names]
+    found = [name.split(".") if name else ["the network itself"] for name in dict.fromkeys(names)]
     for place in range(max((len(parts) for parts in found), default=0)):
         found = _joined(found, place)
     return ", ".join(".".join(parts) for parts in found)

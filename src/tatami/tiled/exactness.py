@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tatami.errors import ModelError
 from tatami.tiled.following.capturing import Captured
+from tatami.tiled.following.exporting import line_of_caller
 from tatami.tiled.linear_pairs import traced
 
 _RANDOM_FUNCTIONS = {
@@ -121,6 +123,47 @@ def _refuse_random_functions(model: nn.Module) -> None:
                 f"the forward pass calls {target} (node {node.name}), whose random numbers a tiled run could not draw as one "
                 "machine does. Use a torch.nn.Dropout layer, or give tatami.tile random='local', with which every column "
                 "draws its own"
+            )
+
+
+class RefusingDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A forward pass in which nothing may be drawn but from generators that are given to what draws.
+
+    For networks of which no sample was seen: torch.fx does not see noise of a fixed shape, which would be another on every rank.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+            line = line_of_caller()
+            raise ModelError(
+                f"the forward pass draws random numbers{line and f' at {line}'} ({func}), which a tiled run could not draw as one "
+                "machine does. Use a torch.nn.Dropout layer, or give tatami.tile random='local', with which every column draws "
+                "its own"
+            )
+        return func(*args, **kwargs)
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    given = {argument.name: argument.default_value for argument in func._schema.arguments if argument.has_default_value()}
+    given |= {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+    given |= kwargs
+    is_off = given.get("dropout_p") == 0.0 or given.get("train") is False or given.get("training") is False
+    return given.get("generator") is None and not is_off
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """
+    Raises:
+        ModelError: it, or a part of it, is what `torch.compile` or `torch.jit` made.
+    """
+    for name, module in model.named_modules():
+        is_compiled = type(module).__module__.startswith("torch._dynamo") or module._compiled_call_impl is not None
+        if is_compiled or isinstance(module, torch.jit.ScriptModule):
+            maker = "torch.compile" if is_compiled else "torch.jit"
+            raise ModelError(
+                f"{f'layer {name}' if name else 'the network'} was made by {maker}, and cannot be looked into or split. Give "
+                "the network that it was made of"
             )
 
 

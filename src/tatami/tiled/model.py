@@ -23,7 +23,7 @@ from tatami.tiled.carrying import units_of
 from tatami.tiled.context import ModuleContext, RankContext
 from tatami.tiled.departing import leaving_early
 from tatami.tiled.describing import Description, describe
-from tatami.tiled.exactness import BATCH_NORMS, refuse_compiling
+from tatami.tiled.exactness import BATCH_NORMS, RefusingDraws, refuse_compiling
 from tatami.tiled.following.running import LocalForward
 from tatami.tiled.gradient_sums import GradientSums
 from tatami.tiled.linear_pairs import TiledFirst, TiledSecond
@@ -116,6 +116,7 @@ class TiledModel(nn.Module):
         self._description = describe(module, found, workload=self.workload)
         self._column = ColumnComm(phases, wire=wire)
         self._is_alone = comm.size == 1 and not comm.changes
+        self._is_unseen = found.captured is None and not self._is_alone  # what its forward pass draws
         self._rank: RankContext = RankContext(column=self._column, comm=None if self._is_alone else comm, generator=generator)
         self._shares: dict[int, tuple[Span, tuple[int, ...]]] = {}
         self._watch = BatchWatch(comm, columns=self._columns)
@@ -498,10 +499,13 @@ class TiledModel(nn.Module):
 
     def _drawing(self) -> AbstractContextManager[Any]:
         """The ranks of a column draw alike."""
+        is_training = self.training and torch.is_grad_enabled()
+        if self.draws is None and is_training and self._is_unseen:
+            self._is_unseen = False
+            return RefusingDraws()  # type: ignore[no-untyped-call]
         if self.draws is None or self._is_alone:
             return _ANY_STATE
         column = self._rank.index or 0
-        is_training = self.training and torch.is_grad_enabled()
         return self.draws.next_pass(column=column) if is_training else self.draws.evaluation(column=column)
 
 

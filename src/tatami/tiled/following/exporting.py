@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -144,9 +146,18 @@ def _written_into(node: Any) -> Any:
 
 def line_of_error(error: Exception) -> str:
     """The last line of the user's own code on the way to the error, such as "net.py:13 `if h.sum() > 0:`: "; or nothing."""
-    frames = traceback.extract_tb(error.__traceback__)
+    line = _line_of(traceback.extract_tb(error.__traceback__))
+    return f"{line}: " if line else ""
+
+
+def line_of_caller() -> str:
+    """The last line of the user's own code on the way here; or nothing."""
+    return _line_of(traceback.extract_stack())
+
+
+def _line_of(frames: traceback.StackSummary) -> str:
     own = [told for frame in frames if frame.line and (told := _told(frame.filename, frame.lineno, frame.line))]
-    return f"{own[-1]}: " if own else ""
+    return own[-1] if own else ""
 
 
 def line_of_node(node: fx.Node) -> str:
@@ -206,13 +217,29 @@ def _lengths(value: torch.Tensor) -> tuple[int | None, ...]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch.export logs every failure with its stack; who asked for the reason is told it."""
+    """torch.export logs every failure with its stack, and prints half the program; who asked for the reason is told it."""
     logger = logging.getLogger("torch")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
+    muted: Any = _Muted(sys.stderr)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(muted):
             warnings.simplefilter("ignore")
             yield
     finally:
         logger.setLevel(before)
+
+
+class _Muted:
+    """A stream to which the thread that made this writes nothing, and all others what they like: they may be ranks."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        written: int = len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

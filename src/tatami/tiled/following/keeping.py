@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +37,14 @@ class Keeping:
         self._double_bytes = double_bytes
         self.found: dict[int, Kept] = {}
         """By place, in the order of the pass."""
+        self._held: list[torch.UntypedStorage] = []
 
-    def watched(self) -> AbstractContextManager[Any]:
-        """Forward passes inside of it are seen."""
-        return torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A forward pass inside of it is seen."""
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
+            yield
+        self._held.clear()
 
     @property
     def size_bytes(self) -> int:
@@ -54,6 +58,9 @@ class Keeping:
                 size_bytes = tensor.untyped_storage().nbytes()
                 if tensor.dtype is torch.float64:
                     size_bytes = size_bytes // 8 * self._double_bytes
+                # What the pass drops again, such as a norm for its log, would leave its place to another tensor or not, as the
+                # allocator likes, and ranks would count differently.
+                self._held.append(tensor.untyped_storage())
                 self.found[place] = Kept(size_bytes=size_bytes, last_axis=tensor.shape[-1] if tensor.dim() else 1)
             return tensor.detach()  # the tensor itself would hold its own graph forever
 

@@ -177,7 +177,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for prefix, module in model.named_modules():
         lead = f"{prefix}." if prefix else ""
         own = {name: value for name, value in vars(module).items() if name not in _NOT_ATTRIBUTES and "_hooks" not in name}
-        for name, value in (own | module._buffers).items():
+        for name, value in (own | dict(module._buffers.items())).items():  # that of a script is no dict
             if not isinstance(value, nn.Module):
                 yield lead + name, value
 
