@@ -247,7 +247,7 @@ def test_networks_that_were_compiled(make: Callable[[nn.Module], Any], match: st
 def test_a_network_that_was_compiled_in_place() -> None:
     net = mlp()
     net.compile()
-    with pytest.raises(ModelError, match="the network was made by torch.compile"):
+    with pytest.raises(ModelError, match=r"the network was made by torch\.compile"):
         find_blocks(net)
 
 

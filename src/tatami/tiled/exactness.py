@@ -129,7 +129,7 @@ def _refuse_random_functions(model: nn.Module) -> None:
 class RefusingDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A forward pass in which nothing may be drawn but from generators that are given to what draws.
 
-    For networks of which no sample was seen: torch.fx does not see noise of a fixed shape, which would be another on every rank.
+    For networks of which no sample was seen: torch.fx sees no noise of a fixed shape, which would be another on every rank.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,9 +137,9 @@ class RefusingDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             line = line_of_caller()
             raise ModelError(
-                f"the forward pass draws random numbers{line and f' at {line}'} ({func}), which a tiled run could not draw as one "
-                "machine does. Use a torch.nn.Dropout layer, or give tatami.tile random='local', with which every column draws "
-                "its own"
+                f"the forward pass draws random numbers{line and f' at {line}'} ({func}), which a tiled run could not draw as "
+                "one machine does. Use a torch.nn.Dropout layer, or give tatami.tile random='local', with which every column "
+                "draws its own"
             )
         return func(*args, **kwargs)
 
