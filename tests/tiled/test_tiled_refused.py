@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -230,12 +230,13 @@ def test_noise_that_was_not_seen_is_refused_in_the_first_pass(world: World) -> N
     world(body)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     ("make", "match"),
     [
         (torch.jit.script, r"the network was made by torch.jit"),
         (torch.compile, r"the network was made by torch.compile"),
-        (lambda net: nn.Sequential(torch.compile(net)), r"layer 0 was made by torch.compile"),
+        (lambda net: nn.Sequential(cast(nn.Module, torch.compile(net))), r"layer 0 was made by torch.compile"),
     ],
 )
 def test_networks_that_were_compiled(make: Callable[[nn.Module], Any], match: str) -> None:

@@ -117,7 +117,8 @@ def _refuse_random_functions(model: nn.Module) -> None:
     graph = traced(model).graph
     for node in graph.nodes if graph is not None else ():
         random_method = node.op == "call_method" and str(node.target).rstrip("_") in ("bernoulli", "normal", "uniform")
-        if random_method or (node.op == "call_function" and node.target in _RANDOM_FUNCTIONS):
+        random_function = node.op == "call_function" and node.target in _RANDOM_FUNCTIONS and not _is_off(node.kwargs)
+        if random_method or random_function:
             target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
             raise ModelError(
                 f"the forward pass calls {target} (node {node.name}), whose random numbers a tiled run could not draw as one "
@@ -148,8 +149,11 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     given = {argument.name: argument.default_value for argument in func._schema.arguments if argument.has_default_value()}
     given |= {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
     given |= kwargs
-    is_off = given.get("dropout_p") == 0.0 or given.get("train") is False or given.get("training") is False
-    return given.get("generator") is None and not is_off
+    return given.get("generator") is None and not _is_off(given)
+
+
+def _is_off(given: Mapping[str, Any]) -> bool:
+    return given.get("dropout_p") == 0.0 or given.get("train") is False or given.get("training") is False
 
 
 def refuse_compiled(model: nn.Module) -> None:
