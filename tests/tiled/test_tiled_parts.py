@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from networks import CASES as NETWORKS
-from networks import LARGE, Experts, WrittenHeads, build
+from networks import LARGE, Experts, build
 from torch import nn
 
 from tatami.comm.base import AbstractCommunicator
@@ -142,7 +143,7 @@ CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
     [
         ({"units": "num"}, "has no attribute 'num'"),
         ({"cut": {"left.weight": 0}}, r"has no tensor 'left.weight'; it has down.bias, down.weight"),
-        ({"cut": {**CUT, "down.bias": 0}}, r"has down.bias of shape \(3,\), whose axis 0 is not 1 x 4 units"),
+        ({"cut": {**CUT, "down.bias": 0}, "once": []}, r"has down.bias of shape \(3,\), whose axis 0 is not 1 x 4 units"),
         ({"once": ["bias"]}, "has no tensor 'bias'"),
         ({"scaled": ["training"]}, "is no multiple of its 4 units"),
     ],
@@ -164,5 +165,20 @@ def test_what_was_registered_is_believed_only_after_its_test() -> None:
     found = find_blocks(nn.Sequential(Odd(dropout=0.5)), sample=torch.rand(4, 3))
     assert not found.blocks
     assert "draws random numbers" in found.reasons["0"]
-    with pytest.raises(ModelError, match="without a tensor that is cut"):
-        register(WrittenHeads, units="heads", cut={})
+    register(Odd, units="units", cut={**CUT, "down.weight": -1}, once=["down.bias"])
+    assert len(find_blocks(nn.Sequential(Odd()), sample=torch.rand(4, 3)).blocks) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "declared", "match"),
+    [
+        (Odd, {"cut": {}}, "without a tensor that is cut"),
+        (Odd, {"units": 4}, "units is the attribute of Odd that says how many units it has, a name, not 4"),
+        (Odd, {"once": "down.bias"}, r"once is a list of names, so write \['down.bias'\]"),
+        (Odd, {"once": ["up.bias"]}, "Odd was registered with up.bias both in cut and in once"),
+        ("Odd", {}, "takes a class of modules, not 'Odd'"),
+    ],
+)
+def test_what_register_does_not_take(module: Any, declared: dict[str, Any], match: str) -> None:
+    with pytest.raises(ModelError, match=match):
+        register(module, **{"units": "units", "cut": CUT, **declared})

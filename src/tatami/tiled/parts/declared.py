@@ -70,8 +70,17 @@ def register(
             elsewhere are named by the number of units that are here, and the module must leave them out.
 
     Raises:
-        ModelError: nothing to cut.
+        ModelError: what is no class of modules, nothing to cut, a tensor both in `cut` and in `once`, one name for several.
     """
+    if not (isinstance(module, type) and issubclass(module, nn.Module)):
+        raise ModelError(f"tatami.tiled.register takes a class of modules, not {module!r}")
+    if not isinstance(units, str):
+        raise ModelError(f"units is the attribute of {module.__name__} that says how many units it has, a name, not {units!r}")
+    for what, names in (("once", once), ("scaled", scaled)):
+        if isinstance(names, str):
+            raise ModelError(f"{what} is a list of names, so write [{names!r}]")
+    if both := sorted(set(cut) & set(once)):
+        raise ModelError(f"{module.__name__} was registered with {both[0]} both in cut and in once; it is one of them")
     if not cut:
         raise ModelError(f"{module.__name__} was registered without a tensor that is cut; its units own nothing")
     axes = {name: axis if isinstance(axis, tuple) else (axis, 1) for name, axis in cut.items()}
@@ -114,12 +123,13 @@ class DeclaredParts(AbstractParts):
             raise ModelError(f"{what} has {declaration.units} = {total!r}; it must be a number of units >= 1")
         tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
         cuts = {}
-        for name, (axis, runs) in declaration.cut.items():
+        for name, (given, runs) in declaration.cut.items():
             if name not in tensors:
                 raise ModelError(f"{what} has no tensor {name!r}; it has {', '.join(sorted(tensors))}")
             shape = tensors[name].shape
-            if axis >= len(shape) or shape[axis] % (runs * total):
-                raise ModelError(f"{what} has {name} of shape {tuple(shape)}, whose axis {axis} is not {runs} x {total} units")
+            axis = given + len(shape) if given < 0 else given
+            if not 0 <= axis < len(shape) or shape[axis] % (runs * total):
+                raise ModelError(f"{what} has {name} of shape {tuple(shape)}, whose axis {given} is not {runs} x {total} units")
             run, inner = shape[axis] // runs, shape[axis] // (runs * total)
             cuts[name] = UnitRuns(axis=axis, runs=tuple((index * run, inner) for index in range(runs)))
         unknown = sorted(declaration.once - set(tensors))
