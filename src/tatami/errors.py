@@ -25,7 +25,7 @@ Each says what happened, where (rank, peer, operation), the value seen, and what
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 
 def shortened(text: str, *, longest: int = 200) -> str:
@@ -36,6 +36,14 @@ def shortened(text: str, *, longest: int = 200) -> str:
 
 class TatamiError(Exception):
     """The root: `except tatami.errors.TatamiError` catches what Tatami raises on purpose."""
+
+    def __reduce__(self) -> tuple[Callable[..., TatamiError], tuple[object, ...], dict[str, object]]:
+        # Exceptions are pickled as a call with their message alone, which those that take more do not survive.
+        return _rebuilt, (type(self), self.args), dict(vars(self))
+
+
+def _rebuilt(kind: type[TatamiError], args: tuple[object, ...]) -> TatamiError:
+    return kind.__new__(kind, *args)
 
 
 class InputError(TatamiError, ValueError):

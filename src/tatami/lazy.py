@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 
 
 def lazy_names(package: str, modules: Mapping[str, tuple[str, ...]]) -> Callable[[str], object]:
@@ -19,6 +20,8 @@ def lazy_names(package: str, modules: Mapping[str, tuple[str, ...]]) -> Callable
     def look_up(name: str) -> object:
         here = sys.modules[package]
         if name not in homes:
+            if name.isidentifier() and not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
+                return import_module(f"{package}.{name}")
             raise AttributeError(f"module '{package}' has no attribute {name!r}; it has {', '.join(here.__all__)}")
         value = getattr(import_module(homes[name]), name)
         setattr(here, name, value)

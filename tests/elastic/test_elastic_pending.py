@@ -77,3 +77,12 @@ def test_what_belongs_to_another_change_does_not_count() -> None:
     pending.regroup(CHANGE, now_s=1.0)
     pending.carried_out(replace(DONE, ticket=6, settled="finished", spent_s=9.0))
     assert pending == PendingChange(noticed_s=0.0, halted_s=1.0, change=CHANGE, reasons=["p1 died"])
+
+
+def test_one_rank_goes_on_from_a_checkpoint() -> None:
+    pending = PendingChange(noticed_s=0.0)
+    reason = "p0, p1 died, the run goes on from its last checkpoint"
+    pending.regroup(replace(CHANGE, members=("p2",), reason=reason), now_s=0.0)
+    pending.carried_out(replace(DONE, settled="returned", steps_lost=4))
+    told = f"{reason}: step 12 comes next and 4 steps are lost, 1 rank goes on after 500 ms"
+    assert str(pending.made(now_s=0.5, tiling=None)) == told

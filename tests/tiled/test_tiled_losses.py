@@ -152,3 +152,47 @@ def test_a_loop_written_by_hand_goes_backward_only_where_it_is_known(world: Worl
                 model.reduction = "none"  # type: ignore[assignment]
 
     world(body)
+
+
+def variance(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output, target) + torch.relu(1 - output.std(0)).mean()
+
+
+def contrast(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    del target
+    return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+def masked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    mask = (target > 0).double()
+    return ((output - target).square() * mask).sum() / mask.sum()
+
+
+def penalized(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output, target) + 0.1 * output.abs().mean()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(
+    ("loss", "reduction", "is_taken"),
+    [
+        (variance, "mean", False),
+        (contrast, "mean", False),
+        (masked, "mean", False),
+        (summed, "mean", False),
+        (penalized, "sum", False),
+        (penalized, "mean", True),
+        (summed, "sum", True),
+    ],
+)
+def test_a_loss_of_ones_own_is_tried_on_the_first_batch(world: World, loss: Any, reduction: Any, is_taken: bool) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        trainer = Trainer(tiled(network(), comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES),
+                          optimizer=SGD, loss=loss, reduction=reduction)  # fmt: skip
+        if is_taken:
+            assert trainer.fit(batch(), batch_size=SAMPLES, epochs=1).losses
+            return
+        with pytest.raises(InputError, match=f"is said to be the {reduction} over the samples of a batch, and is not"):
+            trainer.fit(batch(), batch_size=SAMPLES, epochs=1)
+
+    world(body)

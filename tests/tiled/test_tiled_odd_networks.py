@@ -86,6 +86,28 @@ def balanced_for_two_at_least(net: Any, x: torch.Tensor) -> dict[str, torch.Tens
     return balanced(net, x)
 
 
+def varying(net: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    h = net.pair(x)
+    return h, torch.relu(1 - h.std(0)).mean()  # not a number for a single sample
+
+
+def apart(net: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    h = net.pair(x)
+    return h, torch.pdist(h).mean()
+
+
+def keeping_a_mean(net: Any, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = net.pair(x)
+    net.kept = result.abs().sum(1).mean()
+    return result
+
+
+def keeping_a_sum(net: Any, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = net.pair(x)
+    net.kept = result.abs().sum()
+    return result
+
+
 def contrasted(net: Any, x: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = net.pair(x) @ x.T
     return result
@@ -106,6 +128,8 @@ def whole_only(net: Any, x: torch.Tensor) -> torch.Tensor:
         (drawn_in_python, "draws from Python's random.* Draw with torch"),
         (balanced, "a loss that is neither the mean nor the sum of what its samples give"),
         (balanced_for_two_at_least, "a loss that is neither the mean nor the sum of what its samples give"),
+        (varying, "a loss that is neither the mean nor the sum of what its samples give"),
+        (apart, "a loss that is neither the mean nor the sum of what its samples give"),
         (contrasted, "has the samples of the batch on two axes"),
         (whole_only, "runs on 4 samples but not on 3.* must be that of independent samples"),
     ],
@@ -121,6 +145,20 @@ def test_a_forward_pass_that_ranks_could_not_share_is_refused_and_nothing_is_lef
     assert set(vars(model)) == names
     if forward is not clamped:  # which torch.fx has run
         assert_close(model.state_dict(), state, what="after it was refused")
+
+
+@pytest.mark.parametrize(("forward", "fits", "other"), [(keeping_a_mean, "mean", "sum"), (keeping_a_sum, "sum", "mean")])
+def test_a_number_that_is_kept_must_be_what_the_reduction_says(forward: Forward, fits: Any, other: Any) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        torch.manual_seed(0)
+        model = Written(forward)
+        with pytest.raises(ModelError, match=f"is the {fits} of what its samples give, and the reduction is '{other}'"):
+            tatami.tile(model, comm, batch_size=8, sample=torch.ones(4, 6), speeds="equal", reduction=other)
+        tiled = tatami.tile(model, comm, batch_size=8, sample=torch.ones(4, 6), speeds="equal", reduction=fits)
+        with pytest.raises(ModelError, match=f"the reduction is '{other}'"):
+            tiled.reduction = other
+
+    run_threads(body, size=2)
 
 
 @pytest.mark.parametrize("forward", [moving_mean, moving_mean_in_place])

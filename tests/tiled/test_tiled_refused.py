@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from drawing import one_at_a_time
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
+from tatami.comm.threads import run_threads
 from tatami.errors import InputError, ModelError, PlanError
 from tatami.testing.worlds import World
 from tatami.tiled import TiledModel, Trainer, find_blocks, move, tile
@@ -250,6 +253,32 @@ def test_a_network_that_was_compiled_in_place() -> None:
     net.compile()
     with pytest.raises(ModelError, match=r"the network was made by torch\.compile"):
         find_blocks(net)
+
+
+@pytest.mark.parametrize("sample", [torch.ones(4, 5), (torch.ones(4, 4), torch.ones(4)), torch.ones(4, 4, dtype=torch.int64)])
+def test_a_sample_that_the_network_does_not_take(sample: Any) -> None:
+    with pytest.raises(ModelError, match=r"Sequential does not run on the sample batch \((float32|int64) \(4, .* targets"):
+        find_blocks(mlp(), sample=sample)
+
+
+def test_what_is_given_in_place_of_a_layout_a_batch_or_a_tile() -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        model = laid(comm)
+        with pytest.raises(PlanError, match=r"takes a tatami.tiling.Layout, .* not \[0.5, 0.5\]"):
+            move(model, [0.5, 0.5], optimizer=None)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match=r"a list of 8 tuples, which seem to be samples.* default_collate"):
+            model.local([(torch.ones(4), torch.tensor(1)) for _ in range(8)])
+        with pytest.raises(ModelError, match=r"these are whole weights, .* load_whole_state_dict\(model, weights\)"):
+            model.load_state_dict(mlp().state_dict())
+        model.load_state_dict(model.state_dict())
+
+    run_threads(body, size=2)
+
+
+def test_packages_are_found_without_their_own_import() -> None:
+    code = "import tatami; print(tatami.tiled.register.__name__, hasattr(tatami, 'tild'), hasattr(tatami, '_lazy'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["register", "False", "False"]
 
 
 def laid(comm: AbstractCommunicator) -> TiledModel:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tatami.cli.options import DEVICE_HELP, MOST_RANKS, ask_for_device, epilog, optional, takes
+from tatami.cli.options import DEVICE_HELP, MOST_RANKS, ask_for_device, epilog, finite, optional, takes
 from tatami.cli.terminal import show_json
 from tatami.errors import InputError
 from tatami.outputs import check_output
@@ -47,6 +47,16 @@ class RunJob:
     ] = False
     report: Annotated[Path | None, optional(help="With --elastic: write what was lost and repaired to this file.")] = None
     plot: Annotated[Path | None, optional(help="With --elastic: draw who was there when, and what was lost.")] = None
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the files of --report and --plot.")] = False
+    heartbeat: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            callback=finite,
+            show_default="10",
+            help="With --elastic: a rank silent for longer counts as dead.",
+        ),
+    ] = None
     as_json: Annotated[
         bool, typer.Option("--json", help="After the script's own output, one line of JSON: exit code and seconds.")
     ] = False
@@ -67,7 +77,8 @@ def run(job: RunJob) -> None:
             raise InputError("--hosts is for MPI; an elastic run is spread over the nodes of a Ray cluster: --address")
         _run_elastic(job)
         return
-    for name, value in (("--address", job.address), ("--report", job.report), ("--plot", job.plot)):
+    only = {"--address": job.address, "--report": job.report, "--plot": job.plot, "--heartbeat": job.heartbeat}
+    for name, value in only.items():
         if value is not None:
             raise InputError(f"{name} is for elastic runs: add --elastic, or leave it out")
     if job.retile:
@@ -84,27 +95,38 @@ def run(job: RunJob) -> None:
 
 def _run_elastic(job: RunJob) -> None:
     if job.report is not None:
-        check_output(job.report, force=False)
+        check_output(job.report, force=job.force)
     from tatami.report import blank, check_path, draw_members, save
 
     if job.plot is not None:
         check_path(job.plot)
+        check_output(job.plot, force=job.force)
         figure, ax = blank()
     from tatami.elastic.launch import Script, run_elastic
+    from tatami.elastic.report import ElasticReport
     from tatami.elastic.settings import ElasticContext, ElasticSettings
 
+    def keep(report: ElasticReport) -> None:
+        if job.report is not None:
+            report.save(job.report, force=job.force)
+        if job.plot is not None:
+            draw_members(ax, report)
+            save(figure, job.plot)
+
     settings = ElasticSettings(ranks=job.ranks, copies=job.copies, retile=job.retile)
+    if job.heartbeat is not None:
+        settings = replace(settings, heartbeat_s=job.heartbeat)
     context = ElasticContext(
         address=job.address,
         on_change=lambda change: print(f"tatami run: {change}", file=sys.stderr, flush=True),
         on_line=lambda name, text: print(f"{name}: {text}", flush=True),
+        on_end=keep,
     )
-    result = run_elastic(Script(job.command), settings=settings, context=context)
-    if job.report is not None:
-        result.report.save(job.report)
-    if job.plot is not None:
-        draw_members(ax, result.report)
-        save(figure, job.plot)
+    try:
+        result = run_elastic(Script(job.command), settings=settings, context=context)
+    except KeyboardInterrupt:
+        print("tatami run: interrupted; all ranks are stopped", file=sys.stderr, flush=True)
+        raise
     if job.as_json:
         changes = [asdict(change) for change in result.report.changes]
         seconds = result.report.startup_s + result.report.total_s

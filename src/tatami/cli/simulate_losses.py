@@ -138,6 +138,8 @@ def show_losses(cases: Sequence[_Case], *, title: str) -> None:
         for case in cases
     ]
     show(table_of(title, rows, texts=("after a death",)))
+    if not any(run.deaths for case in cases for run in case.runs):
+        show("no machine died in any of these runs, which are short beside the mean lives: give more --iterations")
     for case in cases:
         if ended := next((run for run in case.runs if run.ended is not None), None):
             show(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tatami.clock import Clock
 from tatami.elastic.pending import PendingChange
 from tatami.elastic.report import ElasticReport, MemberChange
-from tatami.membership import Regroup
+from tatami.membership import THE_RUN_BEGINS, Regroup
 
 
 class RunHistory:
@@ -51,9 +52,14 @@ class RunHistory:
         assert pending.change is not None
         if self._first_members is None:
             self._first_tiling, self._first_members = tiling, pending.change.members
+            made = pending.made(now_s=self.now_s, tiling=tiling)
             self._zero_s = self._clock.now_s()
+            if pending.change.reason != THE_RUN_BEGINS:  # a rank is gone that never came to the first step
+                self._add(replace(made, at_s=0.0, halted_s=0.0, laid_s=0.0, lost_s=0.0))
             return
-        change = pending.made(now_s=self.now_s, tiling=tiling)
+        self._add(pending.made(now_s=self.now_s, tiling=tiling))
+
+    def _add(self, change: MemberChange) -> None:
         self.changes.append(change)
         self._tell(change)
 

@@ -57,7 +57,11 @@ def run_elastic(
             runtime = ElasticRuntime(settings, context=context, pickled_spec=pickled_spec, watch=watch)
             if context.on_start is not None:
                 context.on_start(runtime)
-            values = runtime.run()
+            try:
+                values = runtime.run()
+            finally:
+                if context.on_end is not None:
+                    context.on_end(runtime.report())
             return ElasticResult(values=dict(values), report=runtime.report())
 
 

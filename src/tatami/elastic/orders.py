@@ -111,10 +111,16 @@ class ScriptEnded:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptFailed:
-    """The script raised what no repair helps against."""
+    """The script raised what no repair helps against.
+
+    Attributes:
+        trace: of the user's own lines.
+        step: that was open, or would have come next; None before the loop.
+    """
 
     error: BaseException
     trace: str
+    step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import queue
+import runpy
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from ray import cloudpickle
 
 from tatami.comm.elastic import set_elastic_world
+from tatami.elastic import launch
 from tatami.elastic.moments import MomentHook
 from tatami.elastic.orders import Assignment, HaltAnswer, Order, Report, Said, ScriptEnded, ScriptFailed
 from tatami.elastic.session import Session, set_session
@@ -49,6 +52,8 @@ class RankProcess:
         # stands by has that behind it.
         torch.nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()
         pickle.loads(pickle.dumps(torch.ones(1)))
+        with Path(os.devnull).open() as nothing:  # a line that is typed would reach any one rank
+            os.dup2(nothing.fileno(), 0)
         self._session: Session | None = None
         if threading.current_thread() is threading.main_thread():  # where signals are handled
             self._otherwise = signal.signal(signal.SIGTERM, self._given_notice)
@@ -136,7 +141,18 @@ def _run(session: Session, function: Callable[[], Any]) -> None:
         session.report(ScriptEnded(value=value))
     except BaseException as error:
         session.box.end()
-        session.report(ScriptFailed(error=error, trace=traceback.format_exc()))
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            session.report(ScriptEnded(value=None))  # sys.exit(main())
+        else:
+            session.report(ScriptFailed(error=error, trace=_trace(error), step=session.step))
+
+
+def _trace(error: BaseException) -> str:
+    """Without what has called the script."""
+    trace, ours = error.__traceback__, (__file__, launch.__file__, runpy.__file__)
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in (*ours, "<frozen runpy>"):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 class _Lines(io.TextIOBase):

@@ -44,11 +44,12 @@ class MemberChange:
     steps_lost: int = 0
 
     def __str__(self) -> str:
-        returned = f"comes next, {self.steps_lost} steps are lost,"
+        returned = f"comes next and {self.steps_lost} {'step is' if self.steps_lost == 1 else 'steps are'} lost"
         what = {"finished": "was finished", "redone": "is done again", "none": "begins", "returned": returned}[self.settled]
+        left = "1 rank goes" if len(self.members) == 1 else f"{len(self.members)} ranks go"
         return (
             f"{self.reason}: step {self.step if self.settled != 'finished' else self.step - 1} {what}, "
-            f"{len(self.members)} ranks go on after {format_duration(self.lost_s, digits=3)}"
+            f"{left} on after {format_duration(self.lost_s, digits=3)}"
         )
 
 

@@ -29,7 +29,7 @@ from tatami.elastic.rank_crew import RankCrew
 from tatami.elastic.report import ElasticReport, MemberChange
 from tatami.elastic.settings import ElasticContext, ElasticSettings
 from tatami.engine.ray_watch import RayWatch
-from tatami.errors import TatamiError, TrainingError
+from tatami.errors import CommError, TatamiError, TrainingError
 from tatami.membership import (
     Abort,
     Action,
@@ -83,6 +83,8 @@ class ElasticRuntime:
         self._deadlines: dict[str, float] = {}
         self._released: set[str] = set()
         self._end: EndRun | ScriptFailed | None = None
+        self._failed = ""
+        self._lost: list[str] = []
 
     # -- control --------------------------------------------------------------------------------------------------
 
@@ -214,6 +216,7 @@ class ElasticRuntime:
     def _gone(self, name: str, late: bool) -> None:
         self._deadlines.pop(name, None)
         if name not in self._released:
+            self._lost.append(name)
             self._tell(Silent(member=name) if late else Died(member=name))
 
     def _take(self, name: str, report: Report) -> None:
@@ -230,7 +233,7 @@ class ElasticRuntime:
                 self._tell(Ended(member=name))
             case ScriptFailed():
                 if name in self.members:
-                    self._end = self._end or report
+                    self._end, self._failed = (self._end, self._failed) if self._end else (report, name)
                 else:
                     self._turn_away(name, report)
             case Said():
@@ -299,5 +302,17 @@ class ElasticRuntime:
     def _failure(self, failed: ScriptFailed) -> Exception:
         if failed.trace:
             print(failed.trace, file=sys.stderr)
-        error = failed.error
-        return error if isinstance(error, TatamiError) else TrainingError(f"the script failed: {type(error).__name__}: {error}")
+        error, where = failed.error, f"on {self._failed}" + ("" if failed.step is None else f", at step {failed.step}")
+        if isinstance(error, CommError) and self._lost:
+            return TrainingError(
+                f"{', '.join(self._lost)} died, and {self._failed} was in a collective that is no part of a step, which is not "
+                "repaired. Put what comes between two steps or after the loop into loop.whole(lambda: ...) "
+                f"({type(error).__name__}: {error})"
+            )
+        if isinstance(error, TatamiError):
+            if error.args and isinstance(error.args[0], str):
+                error.args = (f"{error.args[0]} ({where})", *error.args[1:])
+            return error
+        if isinstance(error, SystemExit):
+            return TrainingError(f"the script ended {where}, with exit code {error.code}; a rank leaves by loop.leave()")
+        return TrainingError(f"the script failed {where}: {type(error).__name__}: {error}")

@@ -89,6 +89,11 @@ class Session:
         self.box = OrderBox(self.name, where=self._where, sever=self._connections.sever)
 
     @property
+    def step(self) -> int | None:
+        """That is open, or comes next; None before the loop."""
+        return None if self._training is None else self._training.step_number
+
+    @property
     def comm(self) -> ElasticCommunicator | None:
         """To the members that are there now; None before the first group."""
         return self._connections.comm
@@ -206,7 +211,7 @@ class Session:
     def at(self, moment: Moment) -> None:
         """Tell the hook of the tests."""
         if self._hook is not None:
-            self._hook(moment, self.name, -1 if self._training is None else self._training.step_number)
+            self._hook(moment, self.name, -1 if self.step is None else self.step)
 
     def close(self) -> None:
         """The run is over."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tatami.clock import Clock, SystemClock
 from tatami.elastic.moments import Moment
-from tatami.elastic.report import MemberChange
+from tatami.elastic.report import ElasticReport, MemberChange
 from tatami.errors import InputError
 from tatami.tiling import DEFAULT_PLANNER
 
@@ -75,6 +75,7 @@ class ElasticContext:
         on_change: told of every change of the members, in this process.
         on_line: given the name of a rank and every line that it prints.
         on_start: given the run's control before the ranks are started; to be used in `on_change` and `on_line`.
+        on_end: given the report when the run has ended, also where an error or Ctrl-C has ended it.
         hook: see `tatami.elastic.moments`.
         pool: keeps the processes of runs that have ended for the next one.
         clock: of the run's process.
@@ -84,6 +85,7 @@ class ElasticContext:
     on_change: Callable[[MemberChange], None] | None = None
     on_line: Callable[[str, str], None] | None = None
     on_start: Callable[[ElasticControl], None] | None = None
+    on_end: Callable[[ElasticReport], None] | None = None
     hook: Callable[[Moment, str, int], None] | None = None
     pool: Pool | None = None
     clock: Clock = field(default_factory=SystemClock)

@@ -15,7 +15,9 @@ torchrun the same loop runs, and ends with the first rank that dies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -43,6 +45,9 @@ from tatami.tiled.repairing import FitState, Stateful
 
 LEAST_SPEED = 0.01
 """Of the fastest rank's: one without a tile that is slower would delay the messages of every step, and leaves."""
+
+_SETTINGS = 2**13
+"""Numbers below it, their squares, and sums of these over thousands of ranks are exact."""
 
 
 def steps(
@@ -140,6 +145,10 @@ class Steps:
         """Ask that this rank may leave, as after the notice of a spot instance: it goes between two of the next steps."""
         if self.session is not None:
             self.session.leave()
+        else:
+            warnings.warn(
+                "loop.leave() does nothing here: ranks leave in elastic runs alone (tatami run --elastic)", stacklevel=2
+            )
 
     # -- for the session ------------------------------------------------------------------------------------------------
 
@@ -208,6 +217,34 @@ class Steps:
         self.optimizer.zero_grad(set_to_none=True)
         model.phases.finish_iteration()
         self._put_back()
+
+    def settings_told(self) -> list[float]:
+        """By which `settings_heard` knows whether all optimizers have the same settings: 1, a number of them, its square."""
+        number = zlib.crc32(repr(self._settings()).encode()) % _SETTINGS
+        return [1.0, float(number), float(number**2)]
+
+    def settings_heard(self, summed: Sequence[float]) -> None:
+        """
+        Raises:
+            InputError: ranks have different ones.
+        """
+        ranks, numbers, squares = summed
+        if ranks * squares != numbers**2:
+            raise InputError(
+                f"in step {self.number} the ranks' optimizers have different settings; those of {self.model.name} are "
+                f"{', '.join(f'{name}={value}' for name, value in self._settings()[0])}. A schedule, or what else changes "
+                "them, must be given to ranks that join: tatami.steps(..., carry={'schedule': schedule})"
+            )
+
+    def _settings(self) -> list[list[tuple[str, Any]]]:
+        return [
+            [
+                (name, float(value) if isinstance(value, torch.Tensor) else value)
+                for name, value in group.items()
+                if name != "params"
+            ]
+            for group in self.optimizer.param_groups
+        ]
 
     def told(self) -> list[float]:
         """What travels with the sums of a step; `heard` is given its sum over all ranks."""
@@ -309,7 +346,7 @@ class RepairedStep:
         self._num_sums = len(sums)
         with model.phases.during(IterationPhase.HORIZONTAL):
             if session is not None:
-                told = torch.tensor(self._steps.told(), dtype=torch.float64)
+                told = torch.tensor([*self._steps.settings_told(), *self._steps.told()], dtype=torch.float64)
                 session.pass_point(torch.cat([sums.to(torch.float64), told]))
             else:
                 model.comm.allreduce(sums)
@@ -320,8 +357,9 @@ class RepairedStep:
         steps, session = self._steps, self._steps.session
         if session is not None:
             session.at(Moment.BEFORE_UPDATE)
+            steps.settings_heard(outcome[self._num_sums : self._num_sums + 3])
         steps.model.phases.enter(IterationPhase.UPDATE)
-        own, rest = outcome[: self._num_sums], outcome[self._num_sums :]
+        own, rest = outcome[: self._num_sums], outcome[self._num_sums + 3 :]
         self._apply(own)
         if session is not None:
             session.at(Moment.IN_UPDATE)

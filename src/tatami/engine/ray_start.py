@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import secrets
+import signal
 import sys
 import threading
 import time
@@ -66,7 +67,8 @@ def start(ray: Any, *, folder: Path, store_bytes: int | None) -> tuple[int, ...]
     """
     for attempt in range(_STARTS):
         try:
-            with conditions(ray, folder=folder, token=secrets.token_hex(32)), _within(_STARTS_S, folder):
+            token = secrets.token_hex(32)
+            with _uninterrupted(), conditions(ray, folder=folder, token=token), _within(_STARTS_S, folder):
                 read_token(ray)
                 ray.init(
                     num_cpus=1,
@@ -86,6 +88,22 @@ def start(ray: Any, *, folder: Path, store_bytes: int | None) -> tuple[int, ...]
         else:
             break
     return tuple(agent for process in started_with(_MARK, str(folder)) for agent in children(process))
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of this: in the middle of it, Ray's own code ends by SIGSEGV, or leaves processes behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+    if asked:
+        raise KeyboardInterrupt
 
 
 def shut_down(ray: Any, *, folder: Path, agents: tuple[int, ...] = ()) -> None:

@@ -34,6 +34,10 @@ class RunStage(Enum):
     DONE = "done"
 
 
+THE_RUN_BEGINS = "the run begins"
+"""The reason of the first group, where nothing else has happened."""
+
+
 class Membership:
     """Call `handle` with each event in the order they are seen, and carry out the actions in their order.
 
@@ -154,7 +158,7 @@ class Membership:
     def _see_whether_started(self) -> None:
         if self._entered >= set(self.members):
             self._halted = {each: ev.Halted(member=each, ticket=self._ticket, sections=0) for each in self.members}
-            self._reasons.append("the run goes on from its last checkpoint" if self._returns else "the run begins")
+            self._reasons.append("the run goes on from its last checkpoint" if self._returns else THE_RUN_BEGINS)
             self._returns = False
             self._decide()
 

@@ -31,6 +31,11 @@ def samples_of(batch: Any) -> int:
     Raises:
         InputError: as `tensors_of`; it has no tensor, or tensors of different lengths.
     """
+    if isinstance(batch, list) and len(batch) > 1 and all(isinstance(each, tuple | list | Mapping) for each in batch):
+        raise InputError(
+            f"this batch is a list of {len(batch)} {type(batch[0]).__name__}s, which seem to be samples; a batch is tensors "
+            "(samples, ...): torch.utils.data.default_collate makes one of such a list"
+        )
     sizes = {tensor.shape[0] for tensor in tensors_of(batch)}
     if not sizes:
         raise InputError(f"a batch must have a tensor (samples, ...); this one is a {type(batch).__name__} without any")

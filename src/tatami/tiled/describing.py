@@ -21,6 +21,11 @@ _HINTS = (
         "module of its own, so that the rest can be followed",
     ),
     (
+        "is not the sum of",
+        "where something else is added to what the units give, put their sum into a module of its own; where the module was "
+        "registered, look at the axes and runs that were given",
+    ),
+    (
         "differs by",
         "its two parts do not give what the whole gives, so it stays whole. If they should, please report it with this line",
     ),
@@ -223,7 +228,9 @@ def _repeated(model: nn.Module, found: Blocks) -> tuple[RepeatedPart, ...]:
         owner = name.rpartition(".")[0]
         module = model.get_submodule(owner)
         split = any(f"{owner}.{own}" in tiled for own, _ in module.named_parameters(recurse=False))
-        kind = _BIASES if split else type(module).__name__
+        kind = type(module).__name__
+        if split:
+            kind = _BIASES if parameter.dim() < 2 else f"{kind}, beside what is split of it"
         names, elements = layers.get(kind, ([], 0))
         layers[kind] = ([*names, owner] if owner not in names else names, elements + parameter.numel())
         if name in found.stops and not isinstance(module, nn.Embedding):

@@ -127,6 +127,22 @@ def _refuse_random_functions(model: nn.Module) -> None:
             )
 
 
+def refuse_other_reduction(model: nn.Module, captured: Captured | None, reduction: str | None) -> None:
+    """
+    Raises:
+        ModelError: the numbers that the network gives, or keeps in its modules, are weighed as means and are sums, or the other
+            way around.
+    """
+    if captured is None or reduction not in ("mean", "sum") or reduction in captured.reductions:
+        return
+    (other,) = captured.reductions
+    raise ModelError(
+        f"{type(model).__name__} gives, or keeps in a module, a number that is the {other} of what its samples give, and the "
+        f"reduction is {reduction!r}, by which it would be weighed as well. Take the {reduction} of both, and detach() what is "
+        "only to be looked at"
+    )
+
+
 class RefusingDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A forward pass in which nothing may be drawn but from generators that are given to what draws.
 

@@ -16,14 +16,14 @@ from torch.utils import _pytree as pytree
 
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import InputError, ModelError, TrainingError
+from tatami.errors import CommTimeoutError, InputError, ModelError, TrainingError
 from tatami.tiled.batch import cut_batch, on_device, samples_of, tensors_of
 from tatami.tiled.blocks import Blocks, workload_of
 from tatami.tiled.carrying import units_of
 from tatami.tiled.context import ModuleContext, RankContext
 from tatami.tiled.departing import leaving_early
 from tatami.tiled.describing import Description, describe
-from tatami.tiled.exactness import BATCH_NORMS, RefusingDraws, refuse_compiling
+from tatami.tiled.exactness import BATCH_NORMS, RefusingDraws, refuse_compiling, refuse_other_reduction
 from tatami.tiled.following.running import LocalForward
 from tatami.tiled.gradient_sums import GradientSums
 from tatami.tiled.linear_pairs import TiledFirst, TiledSecond
@@ -111,6 +111,7 @@ class TiledModel(nn.Module):
         self.generator = generator
         self.draws = draws
         self.found: Blocks = found
+        refuse_other_reduction(module, found.captured, reduction)
         work = workload_of(module, found, samples=batch_size, wire=wire)
         self.workload: Workload = leaving_early(work, module=module, found=found, bucket_bytes=bucket_bytes)
         self._description = describe(module, found, workload=self.workload)
@@ -205,7 +206,15 @@ class TiledModel(nn.Module):
             InputError: the input has another number of samples than `local` gave this rank; or, now and then and on all ranks,
                 the ranks were given different batches.
             ModelError: the network returns objects in which its tensors cannot be found.
+            CommTimeoutError: other ranks do not call it.
         """
+        try:
+            return self._forward(inputs, named_inputs)
+        except CommTimeoutError as error:
+            error.add_note("in the forward pass of a tiled model, which all ranks call alike, in evaluation as well")
+            raise
+
+    def _forward(self, inputs: tuple[Any, ...], named_inputs: dict[str, Any]) -> Any:
         given = _samples_given(inputs, named_inputs)
         if self.comm.size > 1:
             refuse_compiling()
@@ -247,6 +256,7 @@ class TiledModel(nn.Module):
     @reduction.setter
     def reduction(self, reduction: LossReduction) -> None:
         check_reduction(reduction)
+        refuse_other_reduction(self.module, self.found.captured, reduction)
         self._reduction = reduction
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> float:
@@ -278,6 +288,19 @@ class TiledModel(nn.Module):
             for grad in grads:
                 grad.mul_(scale)
         return norm
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """This rank's part of the weights, as `state_dict` gives it.
+
+        Raises:
+            ModelError: these are the weights of the plain network.
+        """
+        if strict and state_dict and not any(name.startswith("module.") for name in state_dict):
+            raise ModelError(
+                "these are whole weights, and a rank holds its tile: tatami.tiled.load_whole_state_dict(model, weights) takes "
+                "them, and tatami.tiled.whole_state_dict(model) gives them"
+            )
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def describe(self) -> Description:
         """What is tiled by what, what is repeated on every rank of a column, and what could not be followed: print it."""

@@ -52,6 +52,10 @@ def move(
     Raises:
         PlanError: the layout names processors that no rank runs on, or differs between ranks.
     """
+    if not isinstance(layout, Layout):
+        raise PlanError(
+            f"tatami.tiled.move takes a tatami.tiling.Layout, such as that of tatami.plan(...).best, not {layout!r}"
+        )
     same_everywhere(model.comm, {"layout": layout}, where="a re-tiling", error=PlanError)
     placement = model._place(layout)
     before, after = model.tilings, placement.tilings

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from tatami.errors import InputError
-from tatami.tiled.losses import Loss, LossReduction, check_reduction, reduction_of, setting_of
+from tatami.tiled.batch import cut_batch, samples_of
+from tatami.tiled.following.mixing import SteadyDraws, lacks_samples, reductions_of
+from tatami.tiled.following.unchanged import unchanged
+from tatami.tiled.losses import CountedMeans, Loss, LossReduction, check_reduction, reduction_of, setting_of
+from tatami.tiling import Span
 
 TrainingStep = Callable[[Any, Any], torch.Tensor]
 """(model, batch) -> the loss over the samples of the batch, a scalar."""
@@ -51,14 +57,48 @@ class Objective:
         check_reduction(named)
         return named
 
-    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
-        """The loss of `batch` (samples_here, ...), a scalar."""
+    def __call__(self, model: Any, batch: Any, *, check: LossReduction | None = None) -> torch.Tensor:
+        """The loss of `batch` (samples_here, ...), a scalar.
+
+        Args:
+            check: what it is said to do with samples, where that is to be looked at.
+
+        Raises:
+            InputError: it does something else.
+        """
         if self.training_step is not None:
-            loss = self.training_step(model, batch)
-            what = "training_step returned"
-        else:
-            return self.judge(self.run(model, batch), batch)
-        return _scalar(loss, what)
+            return _scalar(self.training_step(model, batch), "training_step returned")
+        output = self.run(model, batch)
+        if check is not None and self.loss is not None:
+            self._check(self.loss, check, output, batch)
+        return self.judge(output, batch)
+
+    def _check(self, loss: Loss, reduction: LossReduction, output: Any, batch: Any) -> None:
+        """What nobody but its author knows of a loss shows on the samples of this rank: they are judged in two parts."""
+        target, samples = self.target_of(batch), samples_of(batch)
+        tensors = [leaf for leaf in pytree.tree_leaves((output, target)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        is_plain = all(type(each) is torch.Tensor and each.shape[0] == samples for each in tensors)
+        if setting_of(loss, "reduction") is not None or samples < 2 or not is_plain:
+            return
+        output = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output)
+        what = getattr(loss, "__name__", type(loss).__name__)
+        for first in dict.fromkeys((samples // 2, samples - 1)):
+            spans = Span(0, samples), Span(0, first), Span(first, samples)
+            parts = [tuple(cut_batch(each, span, samples=samples) for each in (output, target)) for span in spans]
+            kept = unchanged(loss) if isinstance(loss, torch.nn.Module) else nullcontext()
+            try:
+                with torch.no_grad(), SteadyDraws(), CountedMeans(), kept:
+                    found = [loss(*part) for part in parts]
+            except Exception:  # it may take some numbers of samples only
+                continue
+            if not lacks_samples(found) and reduction not in reductions_of(found, first, samples - first):
+                whole, one, rest = (float(each) for each in found)
+                raise InputError(
+                    f"the loss ({what}) is said to be the {reduction} over the samples of a batch, and is not: of {samples} "
+                    f"samples it is {whole:.6g}, of the first {first} {one:.6g}, and of the others {rest:.6g}. A rank sees a "
+                    "part of the batch, so a loss must be the mean or the sum of what its samples give one by one; targets "
+                    "are left out by ignore_index"
+                )
 
     def run(self, model: Any, batch: Any) -> Any:
         """The network's output for the inputs of `batch`."""

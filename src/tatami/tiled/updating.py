@@ -130,6 +130,7 @@ class Updates:
         self._settings, self._good, self.retiling = settings, good, retiling
         self._device = next(model.parameters()).device
         self.scaler = GradScaler(self._device.type, enabled=settings.precision == "16-mixed")
+        self._is_checked = False
         self.forget()
 
     def forget(self) -> None:
@@ -170,7 +171,8 @@ class Updates:
         num_here = samples_of(batch.here)
         counting = CountedMeans() if model.reduction == "mean" and self._objective.may_leave_out(batch.here) else None
         with autocast(self._settings.precision, self._device), counting or nullcontext():
-            loss = self._objective(model, batch.here)
+            check, self._is_checked = None if self._is_checked else model.reduction, True
+            loss = self._objective(model, batch.here, check=check)
         left_out = counting.left_out(loss) * num_here if counting is not None and num_here else 0.0
         if left_out and update is not None and self._settings.gradient_clip_val is not None:
             raise InputError(

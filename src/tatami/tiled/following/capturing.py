@@ -20,7 +20,7 @@ from tatami.errors import ModelError
 from tatami.tiled.following.counting import ForwardFlop
 from tatami.tiled.following.exporting import ModuleCall
 from tatami.tiled.following.keeping import Keeping, Kept
-from tatami.tiled.following.mixing import LeftBehind, attribute, kept_of_samples, why_mixed
+from tatami.tiled.following.mixing import EITHER, LeftBehind, attribute, kept_of_samples, mixture_of
 from tatami.tiled.following.sample import FEWEST, Sample
 from tatami.tiled.following.unchanged import unchanged
 
@@ -34,7 +34,7 @@ class Captured:
         draws: the modules that drew random numbers themselves, not by way of others.
         draws_outside: who drew random numbers that are not torch's: Python or NumPy; None where neither.
         normalizes: the modules that took statistics of the batch by a function, not by way of a layer.
-        mixed: why the samples of a batch cannot be computed apart, in a sentence; empty where they can.
+        mixed, reductions: whether the samples of a batch can be computed apart; see `Mixture`.
         forward_flop: of one sample, in the whole network.
         flop: the same of each module.
         samples: of the batch that the calls were made with.
@@ -54,6 +54,7 @@ class Captured:
     draws: frozenset[str]
     normalizes: frozenset[str]
     mixed: str
+    reductions: frozenset[str] = EITHER
     draws_outside: str | None = None
     forward_flop: float
     flop: Mapping[str, float] = field(default_factory=dict)
@@ -104,9 +105,18 @@ def capture(model: nn.Module, sample: Sample) -> Captured:
     watch = _Watch(model, most)
     try:
         first = _calls(model, most, watch)
-    except Exception as error:
-        error.add_note("(tatami ran the network over the sample batch, sample=, in training mode)")
+    except ModelError:
         raise
+    except Exception as error:  # whatever the user's code raises
+        given = ", ".join(
+            f"{leaf.dtype} {tuple(leaf.shape)}".removeprefix("torch.") if isinstance(leaf, torch.Tensor) else repr(leaf)
+            for leaf in pytree.tree_leaves((sample.args, sample.kwargs))
+        )
+        raise ModelError(
+            f"{type(model).__name__} does not run on the sample batch ({given}), in training: {type(error).__name__}: {error}. "
+            "sample= is what the network is called with, for a few samples: a tensor, a tuple of arguments or a mapping of "
+            "named ones, without targets"
+        ) from error
     less = most.part(most.samples - 1) if most.samples > FEWEST else most.with_one_more()
     other_watch = _Watch(model, less)
     try:
@@ -134,12 +144,14 @@ def capture(model: nn.Module, sample: Sample) -> Captured:
     changed = [name for name in watch.changed if not name.startswith(tuple(statistics))]
     with_gradient = tuple(name for name in changed if name in watch.with_gradient)
     draws_or_normalizes = bool(watch.draws or watch.normalizes or statistics)
+    mixture = mixture_of(model, most, numbers=numbers, attributes=with_gradient, training=not draws_or_normalizes)
     return Captured(
         calls=calls,
         draws=frozenset(watch.draws),
         normalizes=frozenset(watch.normalizes),
         draws_outside=watch.draws_outside and other_watch.draws_outside,
-        mixed=why_mixed(model, most, numbers=numbers, attributes=with_gradient, training=not draws_or_normalizes),
+        mixed=mixture.reason,
+        reductions=mixture.reductions,
         forward_flop=watch.counted.flop / most.samples,
         flop={name: flop / most.samples for name, flop in watch.flop.items()},
         samples=most.samples,

@@ -6,6 +6,7 @@ is neither the mean nor the sum of what its samples give, and where the network 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ _ALIKE = 1e-3
 """Of the largest element: single precision in another order is off by 1e-6, a sample that sees others by much more."""
 _SAME_NUMBER = {torch.float64: 1e-8, torch.float32: 1e-4}
 _SAME_HALF = 3e-2
+EITHER = frozenset({"mean", "sum"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +43,23 @@ class LeftBehind:
     of_samples: tuple[str, ...] = ()
 
 
-def why_mixed(
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Whether samples of a batch can be computed apart.
+
+    Attributes:
+        reason: why not, in a sentence; empty where they can.
+        reductions: of "mean" and "sum": what the numbers that the network gives, or keeps, are of what its samples give.
+    """
+
+    reason: str = ""
+    reductions: frozenset[str] = EITHER
+
+
+def mixture_of(
     model: nn.Module, sample: Sample, *, numbers: Collection[int], attributes: Collection[str], training: bool
-) -> str:
-    """Why samples of a batch cannot be computed apart, in a sentence; empty where they can.
+) -> Mixture:
+    """Whether samples of a batch can be computed apart.
 
     Args:
         model: the network; it is not changed.
@@ -55,36 +70,44 @@ def why_mixed(
     """
     name = type(model).__name__
     fewer = sample.part(sample.samples - 1)
-    with _SteadyDraws():
+    with SteadyDraws():
         whole, part = (_results(model, each, (), training=False) for each in (sample, fewer))
     for one, other in zip(whole, part, strict=False):
         if _is_table(one, other, sample.samples):
-            return f"what {name} gives has the samples of the batch on two axes, of which a rank sees only a part"
+            return Mixture(
+                reason=f"what {name} gives has the samples of the batch on two axes, of which a rank sees only a part"
+            )
         if _differs(one, other, fewer.samples):
-            return f"what {name} gives for a sample depends on the other samples of the batch, of which a rank sees only a part"
+            return Mixture(
+                reason=f"what {name} gives for a sample depends on the other samples of the batch, of which a rank sees only a "
+                "part"
+            )
     if not numbers and not attributes:
-        return ""
+        return Mixture()
+    neither = Mixture(
+        reason=f"{name} computes a loss that is neither the mean nor the sum of what its samples give one by one, and a rank "
+        "sees only a part of them"
+    )
+    unknown = Mixture()
     for count in dict.fromkeys((fewer.samples, max(1, sample.samples // 2))):
         try:
-            with _SteadyDraws(), CountedMeans():
+            with SteadyDraws(), CountedMeans():
                 batches = (sample, sample.part(count), sample.rest(count))
                 found = [_results(model, each, attributes, training=training) for each in batches]
-            break
         except InputError as error:
-            return str(error)
+            return Mixture(reason=str(error))
         except Exception:  # a single sample is more than some networks can do; half of them may not be
             continue
-    else:
-        return ""
-    results = len(found[0]) - len(attributes)
-    checked = [index for index in range(len(found[0])) if index in numbers or index >= results]
-    same = len({len(each) for each in found}) == 1
-    if same and not all(_makes_up([each[index] for each in found], count, sample.samples - count) for index in checked):
-        return (
-            f"{name} computes a loss that is neither the mean nor the sum of what its samples give one by one, and a rank sees "
-            "only a part of them"
-        )
-    return ""
+        if len({len(each) for each in found}) > 1:
+            return Mixture()
+        results = len(found[0]) - len(attributes)
+        checked = [[each[i] for each in found] for i in range(len(found[0])) if i in numbers or i >= results]
+        if any(lacks_samples(leaves) for leaves in checked):
+            unknown = neither  # a variance of a single sample, say; unless half of them show what it is
+            continue
+        reductions = EITHER.intersection(*(reductions_of(leaves, count, sample.samples - count) for leaves in checked))
+        return Mixture(reductions=reductions) if reductions else neither
+    return unknown
 
 
 def kept_of_samples(model: nn.Module, sample: Sample, changed: Collection[str]) -> tuple[str, ...]:
@@ -110,7 +133,7 @@ def kept_of_samples(model: nn.Module, sample: Sample, changed: Collection[str]) 
     return tuple(sorted(later | (differs & buffers)))
 
 
-class _SteadyDraws(TorchFunctionMode):
+class SteadyDraws(TorchFunctionMode):
     """What is drawn is always the same number, so that samples that differ differ by what the network makes of them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -181,11 +204,23 @@ def _close(one: torch.Tensor, other: torch.Tensor, *, tolerance: float) -> bool:
     return torch.allclose(one, other, rtol=0.0, atol=tolerance * max(scale, 1e-30), equal_nan=True)
 
 
-def _makes_up(leaves: Sequence[Any], first: int, rest: int) -> bool:
-    """Whether the number of `first` samples and of the `rest` together is the mean, or the sum, of theirs."""
-    if not all(isinstance(leaf, torch.Tensor) and not leaf.dim() for leaf in leaves):
-        return True
+def lacks_samples(leaves: Sequence[Any]) -> bool:
+    """Whether a part gives no number where the whole gives one."""
+    if not _are_numbers(leaves):
+        return False
+    whole, one, other = (float(leaf) for leaf in leaves)
+    return not math.isnan(whole) and (math.isnan(one) or math.isnan(other))
+
+
+def reductions_of(leaves: Sequence[Any], first: int, rest: int) -> frozenset[str]:
+    """What the number of a batch, the first of three, is of those of its `first` samples and of the `rest`: mean, sum, both."""
+    if not _are_numbers(leaves):
+        return EITHER
     whole, one, other = (float(leaf) for leaf in leaves)
     slack = _SAME_NUMBER.get(leaves[0].dtype, _SAME_HALF) * max(abs(whole), abs(one), abs(other))
-    mean = (first * one + rest * other) / (first + rest)
-    return not abs(whole - mean) > slack or not abs(whole - one - other) > slack
+    off = {"mean": whole - (first * one + rest * other) / (first + rest), "sum": whole - one - other}
+    return frozenset(name for name, difference in off.items() if not abs(difference) > slack)
+
+
+def _are_numbers(leaves: Sequence[Any]) -> bool:
+    return all(isinstance(leaf, torch.Tensor) and not leaf.dim() for leaf in leaves)

@@ -1,0 +1,65 @@
+"""`tatami run --elastic` as a user sees it where a run does not go as it should: what is said, and what is written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="ray is not installed")
+
+HEAD = """
+import os, signal, sys, torch, tatami
+from torch import nn
+
+comm = tatami.init()
+model = None
+"""
+TRAINS = """
+torch.manual_seed(0)
+network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+model = tatami.tile(network, comm, batch_size=8, speeds="equal", reduction="mean")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in tatami.steps(model, optimizer, count=3):
+    with step:
+        x = model.local(torch.ones(8, 4))
+        loss = model(x).square().mean()
+        MIDDLE
+        loss.backward()
+        step.update(loss)
+print(comm.size, "ranks have trained")
+"""
+DIES_ONCE = """
+if comm.rank == 1 and not os.path.exists("dead"):
+    open("dead", "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def elastic_run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(script)
+    command = [sys.executable, "-m", "tatami", "run", "--elastic", "-n", "2", "--report", "report.json", "script.py"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
+
+
+def test_a_rank_that_dies_before_the_loop_is_told_of_and_the_script_may_end_by_exit(tmp_path: Path) -> None:
+    chdir = f"os.chdir({str(tmp_path)!r})\n"
+    done = elastic_run(tmp_path, HEAD + chdir + DIES_ONCE + TRAINS.replace("MIDDLE", "pass") + "sys.exit(0)\n")
+    assert done.returncode == 0, done.stderr
+    assert "p1 died, the run begins: step 0 begins, 1 rank goes on" in done.stderr
+    assert "p0: 1 ranks have trained" in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [change["reason"] for change in report["changes"]] == ["p1 died, the run begins"]
+    assert report["first_members"] == ["p0"]
+
+
+def test_an_error_names_rank_and_step_and_the_report_is_written(tmp_path: Path) -> None:
+    fails = "if comm.rank == 1 and step.number == 1: raise ValueError('one rank fails')"
+    done = elastic_run(tmp_path, HEAD + TRAINS.replace("MIDDLE", fails))
+    assert done.returncode == 1
+    assert "the script failed on p1, at step 1: ValueError: one rank fails" in " ".join(done.stderr.split())
+    assert "runpy" not in done.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["changes"] == []
