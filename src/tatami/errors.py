@@ -26,6 +26,7 @@ Each says what happened, where (rank, peer, operation), the value seen, and what
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 
 def shortened(text: str, *, longest: int = 200) -> str:
@@ -43,7 +44,12 @@ class TatamiError(Exception):
 
 
 def _rebuilt(kind: type[TatamiError], args: tuple[object, ...]) -> TatamiError:
-    return kind.__new__(kind, *args)
+    base: Any = kind
+    while base.__module__ != "builtins":  # the one whose memory it has: `kind.__new__` may be another's, and refuses
+        base = base.__base__
+    error: TatamiError = base.__new__(kind, *args)
+    error.args = args
+    return error
 
 
 class InputError(TatamiError, ValueError):

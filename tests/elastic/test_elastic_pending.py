@@ -84,5 +84,5 @@ def test_one_rank_goes_on_from_a_checkpoint() -> None:
     reason = "p0, p1 died, the run goes on from its last checkpoint"
     pending.regroup(replace(CHANGE, members=("p2",), reason=reason), now_s=0.0)
     pending.carried_out(replace(DONE, settled="returned", steps_lost=4))
-    told = f"{reason}: step 12 comes next and 4 steps are lost, 1 rank goes on after 500 ms"
+    told = f"{reason}: step 12 comes next and 4 steps are lost, 1 rank goes on after 750 ms"
     assert str(pending.made(now_s=0.5, tiling=None)) == told

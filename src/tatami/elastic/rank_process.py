@@ -22,7 +22,6 @@ import torch
 from ray import cloudpickle
 
 from tatami.comm.elastic import set_elastic_world
-from tatami.elastic import launch
 from tatami.elastic.moments import MomentHook
 from tatami.elastic.orders import Assignment, HaltAnswer, Order, Report, Said, ScriptEnded, ScriptFailed
 from tatami.elastic.session import Session, set_session
@@ -149,8 +148,8 @@ def _run(session: Session, function: Callable[[], Any]) -> None:
 
 def _trace(error: BaseException) -> str:
     """Without what has called the script."""
-    trace, ours = error.__traceback__, (__file__, launch.__file__, runpy.__file__)
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in (*ours, "<frozen runpy>"):
+    trace, ours = error.__traceback__, (str(Path(__file__).parent), str(runpy.__file__), "<frozen runpy>")
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace))
 

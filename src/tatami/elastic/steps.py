@@ -224,7 +224,11 @@ class Steps:
         return [1.0, float(number), float(number**2)]
 
     def settings_heard(self, summed: Sequence[float]) -> None:
-        """
+        """Hold them against each other.
+
+        Args:
+            summed: (3,), what `settings_told` gave, over all ranks.
+
         Raises:
             InputError: ranks have different ones.
         """

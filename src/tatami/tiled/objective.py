@@ -74,7 +74,7 @@ class Objective:
         return self.judge(output, batch)
 
     def _check(self, loss: Loss, reduction: LossReduction, output: Any, batch: Any) -> None:
-        """What nobody but its author knows of a loss shows on the samples of this rank: they are judged in two parts."""
+        """A loss of the user's own shows what it is on the samples of this rank, judged in two parts."""
         target, samples = self.target_of(batch), samples_of(batch)
         tensors = [leaf for leaf in pytree.tree_leaves((output, target)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
         is_plain = all(type(each) is torch.Tensor and each.shape[0] == samples for each in tensors)
