@@ -29,7 +29,7 @@ from tatami.elastic.rank_crew import RankCrew
 from tatami.elastic.report import ElasticReport, MemberChange
 from tatami.elastic.settings import ElasticContext, ElasticSettings
 from tatami.engine.ray_watch import RayWatch
-from tatami.errors import CommError, TatamiError, TrainingError
+from tatami.errors import CommError, RankDiedError, TatamiError, TrainingError
 from tatami.membership import (
     Abort,
     Action,
@@ -303,9 +303,9 @@ class ElasticRuntime:
         if failed.trace:
             print(failed.trace, file=sys.stderr)
         error, where = failed.error, f"on {self._failed}" + ("" if failed.step is None else f", at step {failed.step}")
-        if isinstance(error, CommError) and self._lost:
+        if isinstance(error, RankDiedError) or (isinstance(error, CommError) and self._lost):
             return TrainingError(
-                f"{', '.join(self._lost)} died, and {self._failed} was in a collective that is no part of a step, which is not "
+                f"{', '.join(self._lost) or 'a rank'} died, and {self._failed} was in a collective that is no part of a step, which is not "
                 "repaired. Put what comes between two steps or after the loop into loop.whole(lambda: ...) "
                 f"({type(error).__name__}: {error})"
             )
