@@ -305,8 +305,8 @@ class ElasticRuntime:
         error, where = failed.error, f"on {self._failed}" + ("" if failed.step is None else f", at step {failed.step}")
         if isinstance(error, RankDiedError) or (isinstance(error, CommError) and self._lost):
             return TrainingError(
-                f"{', '.join(self._lost) or 'a rank'} died, and {self._failed} was in a collective that is no part of a step, which is not "
-                "repaired. Put what comes between two steps or after the loop into loop.whole(lambda: ...) "
+                f"{', '.join(self._lost) or 'a rank'} died, and {self._failed} was in a collective that is no part of a step, "
+                "which is not repaired. Put what comes between two steps or after the loop into loop.whole(lambda: ...) "
                 f"({type(error).__name__}: {error})"
             )
         if isinstance(error, TatamiError):
