@@ -399,7 +399,9 @@ class Membership:
         )
         if not advises:
             return f"{self._why}, with which {what} are lost"
-        advice = "copies=2 survives the death of one rank at a time" if self._copies == 1 else "more columns survive more"
+        advice = "copies=2 survives the death of one rank at a time"
+        if self._copies > 1:
+            advice = "A layout of more columns survives more: tatami.tile(layout=...)"
         return f"{self._why}, with which {what} are lost. {advice}; a checkpoint (Trainer(checkpoint=...)) survives all of them"
 
     def _stop(self, cause: EndCause, reason: str) -> None:
