@@ -9,7 +9,8 @@ from typing import Any
 from tatami.clock import Clock
 from tatami.elastic.pending import PendingChange
 from tatami.elastic.report import ElasticReport, MemberChange
-from tatami.membership import THE_RUN_BEGINS, Regroup
+from tatami.membership import Regroup
+from tatami.membership.state import THE_RUN_BEGINS
 
 
 class RunHistory:

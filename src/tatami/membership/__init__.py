@@ -3,10 +3,9 @@
 from tatami.membership.actions import Abort, Action, Ask, Dismiss, EndCause, EndRun, Kill, Regroup, Release, Restart
 from tatami.membership.copies import Held, Lost, Mirror, Take, mirrors_of, takes
 from tatami.membership.events import Died, Ended, Entered, Halted, Laid, Leaving, MemberEvent, Silent, Stalled, Unbalanced
-from tatami.membership.state import THE_RUN_BEGINS, Membership, RunStage
+from tatami.membership.state import Membership, RunStage
 
 __all__ = [
-    "THE_RUN_BEGINS",
     "Abort",
     "Action",
     "Ask",
