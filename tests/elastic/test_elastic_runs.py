@@ -215,7 +215,7 @@ def test_deaths_of_all_copies_cost_the_steps_since_the_last_checkpoint(pool: Poo
     change = result.report.changes[-1]
     assert (change.settled, change.members) == ("returned", ("p0",))
     assert change.steps_lost == 5 - change.step > 0
-    assert f"{change.steps_lost} steps are lost" in str(change)
+    assert f"comes next and {change.steps_lost} step" in str(change)
 
 
 def test_two_that_die_at_once_leave_the_third_where_it_holds_all(pool: Pool, tmp_path: Path) -> None:

@@ -275,6 +275,26 @@ def test_what_is_given_in_place_of_a_layout_a_batch_or_a_tile() -> None:
     run_threads(body, size=2)
 
 
+FIRST_PASS = """
+import sys, torch, tatami
+from tatami.comm.threads import run_threads
+
+def body(comm):
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    model = tatami.tile(net, comm, batch_size=8, speeds="equal", reduction="mean", quiet=True)
+    model(model.local(torch.ones(8, 4))).mean().backward()
+
+run_threads(body, size=2)
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_the_first_pass_does_not_import_the_compiler() -> None:
+    """40 MiB of every rank."""
+    done = subprocess.run([sys.executable, "-c", FIRST_PASS], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["False"]
+
+
 def test_packages_are_found_without_their_own_import() -> None:
     code = "import tatami; print(tatami.tiled.register.__name__, hasattr(tatami, 'tild'), hasattr(tatami, '_lazy'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -149,6 +149,10 @@ class RefusingDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     For networks of which no sample was seen: torch.fx sees no noise of a fixed shape, which would be another on every rank.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, 40 MiB and a second, to keep it away from this
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
