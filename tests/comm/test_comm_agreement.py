@@ -69,8 +69,8 @@ def test_the_root_decides_alone_for_all(world: World, root: int) -> None:
     ("error", "elsewhere"),
     [
         (OutputExistsError("x is there"), OutputExistsError),
-        (NotFiniteError("the loss", rank=1, iteration=2), TrainingError),  # its constructor needs more than the message
-        (MissingExtraError("Ray", extra="server"), TrainingError),
+        (NotFiniteError("the loss", rank=1, iteration=2), NotFiniteError),  # its constructor needs more than the message
+        (MissingExtraError("Ray", extra="server"), MissingExtraError),
         (KeyError("accuracy"), TrainingError),
         (OSError(28, "No space left"), OSError),
     ],
