@@ -111,6 +111,7 @@ def test_a_device_that_cannot_be_had_is_refused(arguments: list[str], said: str)
         (["--elastic", "--report", "there.png"], "there.png"),
         (["--plot", "run.png"], "--plot is for elastic runs: add --elastic, or leave it out"),
         (["--report", "run.json"], "--report is for elastic runs: add --elastic, or leave it out"),
+        (["--force"], "--force is for the files of elastic runs: add --elastic, or leave it out"),
         (["--heartbeat", "5"], "--heartbeat is for elastic runs: add --elastic, or leave it out"),
         (["--elastic", "--heartbeat", "0"], "heartbeat_s must be more than 0 seconds, not 0.0"),
     ],

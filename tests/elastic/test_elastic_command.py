@@ -39,9 +39,9 @@ if comm.rank == 1 and not os.path.exists("dead"):
 """
 
 
-def elastic_run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+def elastic_run(folder: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(script)
-    command = [sys.executable, "-m", "tatami", "run", "--elastic", "-n", "2", "--report", "report.json", "script.py"]
+    command = [sys.executable, "-m", "tatami", "run", "--elastic", "-n", "2", "--report", "report.json", *options, "script.py"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
 
 
@@ -63,3 +63,18 @@ def test_an_error_names_rank_and_step_and_the_report_is_written(tmp_path: Path) 
     assert "the script failed on p1, at step 1: ValueError: one rank fails" in " ".join(done.stderr.split())
     assert "runpy" not in done.stderr
     assert json.loads((tmp_path / "report.json").read_text())["changes"] == []
+
+
+def test_files_are_overwritten_by_force_also_where_a_rank_ends_itself(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    for name in ("report.json", "run.png"):
+        (tmp_path / name).write_text("old")
+    ends = "if comm.rank == 1 and step.number == 1: sys.exit(0)"
+    done = elastic_run(tmp_path, HEAD + TRAINS.replace("MIDDLE", ends), "--plot", "run.png", "--force")
+    assert done.returncode == 1
+    assert "the script ended on p1, at step 1, with exit code 0; a rank leaves by loop.leave()" in " ".join(done.stderr.split())
+    assert json.loads((tmp_path / "report.json").read_text())["first_members"] == ["p0", "p1"]
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    done = elastic_run(tmp_path, "raise ValueError('before the loop')", "--plot", "run.png", "--force")
+    assert "the script failed on p" in done.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["first_members"] == []

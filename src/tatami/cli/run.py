@@ -81,6 +81,8 @@ def run(job: RunJob) -> None:
     for name, value in only.items():
         if value is not None:
             raise InputError(f"{name} is for elastic runs: add --elastic, or leave it out")
+    if job.force:
+        raise InputError("--force is for the files of elastic runs: add --elastic, or leave it out")
     if job.retile:
         raise InputError("--retile is for elastic runs: add --elastic. In others the script asks for it: Trainer(retile=...)")
     from tatami.comm import launch
@@ -99,8 +101,7 @@ def _run_elastic(job: RunJob) -> None:
     from tatami.report import blank, check_path, draw_members, save
 
     if job.plot is not None:
-        check_path(job.plot)
-        check_output(job.plot, force=job.force)
+        check_path(job.plot, force=job.force)
         figure, ax = blank()
     from tatami.elastic.launch import Script, run_elastic
     from tatami.elastic.report import ElasticReport
@@ -111,7 +112,7 @@ def _run_elastic(job: RunJob) -> None:
             report.save(job.report, force=job.force)
         if job.plot is not None:
             draw_members(ax, report)
-            save(figure, job.plot)
+            save(figure, job.plot, force=job.force)
 
     settings = ElasticSettings(ranks=job.ranks, copies=job.copies, retile=job.retile)
     if job.heartbeat is not None:

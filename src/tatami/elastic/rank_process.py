@@ -140,8 +140,8 @@ def _run(session: Session, function: Callable[[], Any]) -> None:
         session.report(ScriptEnded(value=value))
     except BaseException as error:
         session.box.end()
-        if isinstance(error, SystemExit) and error.code in (None, 0):
-            session.report(ScriptEnded(value=None))  # sys.exit(main())
+        if isinstance(error, SystemExit) and error.code in (None, 0) and (session.is_through or session.is_over):
+            session.report(ScriptEnded(value=None))  # sys.exit(main()); before its end, the others would train no further
         else:
             session.report(ScriptFailed(error=error, trace=_trace(error), step=session.step))
 

@@ -62,6 +62,7 @@ class Session:
     Attributes:
         box: where Ray's threads hand in orders.
         change: the last one of the members that this rank has carried out.
+        is_through: its loop has come to its end, so that its script may end, too.
     """
 
     def __init__(self, assignment: Assignment, *, hook: MomentHook | None = None, clock: Clock | None = None) -> None:
@@ -74,6 +75,7 @@ class Session:
         self.returns = False
         self.has_checkpoint = False
         self.is_over = False
+        self.is_through = False
         self.is_leaving = False
         self.is_watched = hook is not None
         self._clock = clock or SystemClock()

@@ -109,6 +109,7 @@ class Steps:
         while self.number < self._count:
             yield self.step()
         self.whole(lambda: None)  # no rank leaves the loop while another may have to come back to it
+        self.through()
 
     @property
     def joins(self) -> bool:
@@ -132,6 +133,11 @@ class Steps:
                 tell_moments(self.model, self.session)
             heed(self.model, self.session)
             self.session.enter(self)
+
+    def through(self) -> None:
+        """The loop is behind this rank: its script may end."""
+        if self.session is not None:
+            self.session.is_through = True
 
     def step(self) -> RepairedStep:
         """The next one."""

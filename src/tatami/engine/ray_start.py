@@ -68,7 +68,7 @@ def start(ray: Any, *, folder: Path, store_bytes: int | None) -> tuple[int, ...]
     for attempt in range(_STARTS):
         try:
             token = secrets.token_hex(32)
-            with _uninterrupted(), conditions(ray, folder=folder, token=token), _within(_STARTS_S, folder):
+            with uninterrupted(), conditions(ray, folder=folder, token=token), _within(_STARTS_S, folder):
                 read_token(ray)
                 ray.init(
                     num_cpus=1,
@@ -91,7 +91,7 @@ def start(ray: Any, *, folder: Path, store_bytes: int | None) -> tuple[int, ...]
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Ctrl-C waits for the end of this: in the middle of it, Ray's own code ends by SIGSEGV, or leaves processes behind."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -87,6 +87,8 @@ class Fit:
                 if self._epoch() or self._end_epoch():
                     break
             self.whole(self._save_last)  # and no rank leaves the loop while another may have to come back to it
+            if self.repairs is not None:
+                self.repairs.through()
             self._recorder.ended(self.history.stopped, iteration=self._position.iteration)
             call("on_fit_end", self._trainer)
         except BeginAgain:

@@ -89,6 +89,8 @@ class Objective:
             try:
                 with torch.no_grad(), SteadyDraws(), CountedMeans(), kept:
                     found = [loss(*part) for part in parts]
+            except InputError:  # class weights, by which a mean divides
+                raise
             except Exception:  # it may take some numbers of samples only
                 continue
             if not lacks_samples(found) and reduction not in reductions_of(found, first, samples - first):

@@ -75,6 +75,9 @@ class Repairs(Protocol):
     def whole(self, body: Callable[[], _Value]) -> _Value:
         """What `body`, a collective, returns; again where a rank dies in it."""
 
+    def through(self) -> None:
+        """The loop is behind this rank: its script may end."""
+
 
 MakeRepairs = Callable[[TiledModel, torch.optim.Optimizer, FitState], Repairs]
 _make: list[MakeRepairs] = []
