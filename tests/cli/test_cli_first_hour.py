@@ -40,7 +40,7 @@ def test_the_examples_are_copied_and_replace_nothing_unasked(tmp_path: Path, mon
         ("tatami do", {"doctor"}),
         ("tatami re", {"report"}),
         ("tatami server re", {"report", "resume"}),
-        ("tatami run --h", {"--hosts", "--help"}),
+        ("tatami run --h", {"--hosts", "--help", "--heartbeat"}),
     ],
 )
 def test_tab_completes_commands_and_options(typed: str, offered: set[str]) -> None:
