@@ -29,6 +29,7 @@ from paper.setting import (
     ORIGINAL,
     RIVALS,
     SIZES,
+    TIMED_BFLOAT16,
     Condition,
     EvaluationJob,
     SpeedChange,
@@ -80,7 +81,7 @@ def jobs(options: argparse.Namespace) -> Iterator[EvaluationJob]:
             )
         if "rivals" in options.part:
             for bandwidth in (GIGABIT, FAST_ETHERNET):
-                names = ("weighted", "srpm", "timed", *RETILED, *RIVALS)
+                names = ("weighted", "srpm", "timed", TIMED_BFLOAT16, *RETILED, *RIVALS)
                 yield replace(base, part="rivals", bandwidth_bytes_per_s=bandwidth, contestants=names)
 
 

@@ -17,9 +17,10 @@ from typing import Any, Literal, final
 import torch
 import torch.distributed
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from paper.breakdown import RankIteration
-from paper.setting import DDP_WEIGHTED, DYNAMIC, ORACLE, layout_of
+from paper.setting import DDP, DDP_FLOAT16, DYNAMIC, ORACLE, TIMED_BFLOAT16, layout_of
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
@@ -101,10 +102,14 @@ class Tiled(AbstractContestant):
 
     def __init__(self, name: str, task: PaperTask, comm: AbstractCommunicator, *, cluster: Cluster) -> None:
         dynamic = DYNAMIC.get(name)
-        layout = layout_of(name, cluster=cluster, workload=task.workload)
+        halved = name == TIMED_BFLOAT16
+        layout = None if halved else layout_of(name, cluster=cluster, workload=task.workload)
         speeds: Cluster | Literal["equal"] = cluster if dynamic is None or dynamic.speeds else "equal"
         samples = task.workload.samples
-        self.model = tile(task.model, comm, batch_size=samples, speeds=speeds, layout=layout, reduction="mean", quiet=True)
+        self.model = tile(
+            task.model, comm, batch_size=samples, speeds=speeds, layout=layout, reduction="mean", quiet=True,
+            wire="bfloat16" if halved else None,
+        )  # fmt: skip
         self._task = task
         self._loss = nn.MSELoss()
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=_LEARNING_RATE)
@@ -173,13 +178,15 @@ class Rival(AbstractContestant):
 
     def __init__(self, name: str, task: PaperTask, comm: AbstractCommunicator, *, cluster: Cluster) -> None:
         samples = task.workload.samples
-        weights = [processor.speed if name == DDP_WEIGHTED else 1.0 for processor in cluster.processors]
+        weights = [1.0 if name == DDP else processor.speed for processor in cluster.processors]
         total = sum(weights)
         span: Span = spans(largest_remainder([weight / total for weight in weights], total=samples))[comm.rank]
         self._x, self._y = task.x[span.slice()].clone(), task.y[span.slice()].clone()
         # DDP divides the sum of gradients by the number of ranks; the mean over the batch divides it by the samples.
         self._scale = span.size * comm.size / samples
         self._model = nn.parallel.DistributedDataParallel(copy.deepcopy(task.model))
+        if name == DDP_FLOAT16:
+            self._model.register_comm_hook(None, fp16_compress_hook)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=_LEARNING_RATE)
         self._loss = nn.MSELoss()
 

@@ -20,12 +20,14 @@ STYLES: dict[str, tuple[str, str]] = {
     "srpm": ("#2f6db3", "D"),
     "srpm-merged": ("#6fb1e0", "v"),
     "timed": ("#3a9188", "P"),
+    "timed-bfloat16": ("#7cc3ba", "p"),
     "drpm": ("#b5392f", "o"),
     "drpm-speeds": ("#e58a6b", "s"),
     "drpm-timed": ("#8a2a5b", "X"),
     "drpm-timed-speeds": ("#d07fb0", "*"),
     "ddp": ("#8c8c8c", "o"),
     "ddp-weighted": ("#4d4d4d", "^"),
+    "ddp-weighted-float16": ("#1f1f1f", "v"),
 }
 """Colour and marker of every method."""
 PART_COLOURS = {
@@ -179,4 +181,5 @@ def _points(course: Record) -> list[CoursePoint]:
 
 
 def _rival_colour(method: str) -> str:
-    return STYLES[method][0] if method not in ("ddp", "ddp-weighted") else {"ddp": "#c9c9c9", "ddp-weighted": "#8c8c8c"}[method]
+    lighter = {"ddp": "#c9c9c9", "ddp-weighted": "#8c8c8c", "ddp-weighted-float16": "#5c5c5c"}
+    return lighter.get(method) or STYLES[method][0]

@@ -46,8 +46,11 @@ _LATENCY_S = 50e-6
 
 ORACLE = "oracle"
 """Is told every change, and lays the tiles for it at once."""
-DDP, DDP_WEIGHTED = "ddp", "ddp-weighted"
-RIVALS = (DDP, DDP_WEIGHTED)
+DDP, DDP_WEIGHTED, DDP_FLOAT16 = "ddp", "ddp-weighted", "ddp-weighted-float16"
+RIVALS = (DDP, DDP_WEIGHTED, DDP_FLOAT16)
+"""The last with float16 on the wire: torch has its bfloat16 hook for NCCL only."""
+TIMED_BFLOAT16 = "timed-bfloat16"
+"""As `timed`, planned for bfloat16 on the wire and with it."""
 _GRIDS: Mapping[str, AbstractPlanner] = MappingProxyType({"even": EvenPlanner(), "h-rev": GridRevPlanner()})
 _STATIC = ("weighted", "srpm", "srpm-merged", "timed", ORACLE)
 

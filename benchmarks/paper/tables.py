@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from paper.setting import RIVALS
 from tatami.report.efficiency import MOST_GAMMA
 from tatami.report.tables import Table
 from tatami.units import format_bandwidth, format_duration
@@ -19,12 +20,14 @@ METHODS: Mapping[str, str] = {
     "srpm": "SRPM",
     "srpm-merged": "SRPM, small groups removed",
     "timed": "least predicted time",
+    "timed-bfloat16": "least predicted time, bfloat16 sent",
     "drpm": "DRPM",
     "drpm-speeds": "DRPM, speeds known",
     "drpm-timed": "DRPM by predicted time",
     "drpm-timed-speeds": "DRPM by predicted time, speeds known",
     "ddp": "DDP, even batches",
     "ddp-weighted": "DDP, weighted batches",
+    "ddp-weighted-float16": "DDP, weighted batches, float16 sent",
 }
 """What methods are called, in the order in which they are shown."""
 PARTS = ("compute", "waiting", "vertical", "horizontal", "overhead")
@@ -101,15 +104,15 @@ def rivals_table(records: Sequence[Record]) -> Table:
                 format_bandwidth(rate),
                 METHODS[name],
                 f"{1 / own_s:.2f}",
-                *(f"{seconds[rival] / own_s:.2f} x" if rival in seconds else "-" for rival in ("ddp", "ddp-weighted")),
+                *(f"{seconds[rival] / own_s:.2f} x" if rival in seconds else "-" for rival in RIVALS),
             )
             for name, own_s in seconds.items()
         ]
     return Table(
         title="against DistributedDataParallel over gloo, in turn in the same processes",
-        headers=("links", "method", "iterations/s", "against DDP,\neven", "against DDP,\nweighted"),
+        headers=("links", "method", "iterations/s", "against DDP,\neven", "against DDP,\nweighted", "weighted,\nfloat16"),
         rows=tuple(rows),
-        numbers=frozenset({2, 3, 4}),
+        numbers=frozenset({2, 3, 4, 5}),
     )
 
 

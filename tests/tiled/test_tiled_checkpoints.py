@@ -242,6 +242,20 @@ def test_two_are_kept_and_what_ends_fit_is_saved(world: World, folder: Path) -> 
     world(body)
 
 
+def test_where_it_goes_on_is_told_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def body(comm: AbstractCommunicator, **limits: Any) -> None:
+        run(comm, folder, some_layouts(comm.size)[0], resume=True, **limits)
+
+    for iterations in (3, 5):
+        run_threads(partial(body, iterations=iterations), size=2)
+    run_threads(body, size=2)
+    assert [line for line in capsys.readouterr().out.splitlines() if "checkpoint" in line] == [
+        f"tatami: there is no checkpoint in {folder} yet; training begins",
+        f"tatami: going on from the checkpoint in {folder}, after 3 updates: 1 epoch",
+        f"tatami: going on from the checkpoint in {folder}, after 5 updates: 1 epoch and 2 batches of the next",
+    ]
+
+
 @pytest.mark.ranks(1, 2)
 def test_what_cannot_be_gone_on_with_is_refused_by_name(world: World, folder: Path) -> None:
     def body(comm: AbstractCommunicator) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError
 from tatami.testing.worlds import World
 from tatami.tiled import TiledModel, move, whole_state_dict
 from tiled_rig import assert_close, copy_of, gradients, optimizers, simple_layout, some_layouts, tiled, whole_gradients
@@ -83,6 +84,17 @@ def test_a_second_backward_through_the_same_graph_is_refused_as_ever(world: Worl
             loss.backward()
 
     world(body)
+
+
+def test_gradients_of_gradients_are_refused_and_the_ranks_stay_in_step(world: World) -> None:
+    def loop(model: Any, local: Any) -> None:
+        x = local(x_of(SAMPLES, 4)).requires_grad_()
+        if isinstance(model, TiledModel):
+            with pytest.raises(InputError, match="create_graph=True: gradients of gradients"):
+                torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        model(x).square().mean().backward()
+
+    same_gradients(world, mlp, loop)
 
 
 class Outputs(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,8 +21,6 @@ from tatami.tiled.training_state import Assembly, common_state, shard_of
 from tatami.tiling import Layout
 from tatami.tiling.layout import Column
 from tatami.units import parse_duration
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +124,7 @@ class TrainingCheckpoints:
         return self._last == position.iteration
 
     def resume(self, setup: TrainingSetup, position: TrainingPosition, batches: AbstractBatches) -> bool:
-        """Go on from the newest checkpoint; False where there is none.
+        """Go on from the newest checkpoint, and print from where; False where there is none.
 
         Nothing is changed where it cannot be loaded.
 
@@ -136,7 +133,7 @@ class TrainingCheckpoints:
         """
         found = self._store.resume(assemble=lambda states: _assembled(states, setup, batches))
         if found is None:
-            logger.info("there is no checkpoint in %s; training begins", self._settings.dirpath)
+            self._tell(f"there is no checkpoint in {self._settings.dirpath} yet; training begins")
             return False
         assembly, common, own = found.state
         assembly.commit()
@@ -144,7 +141,16 @@ class TrainingCheckpoints:
         batches.seek(own)
         self._last = position.iteration
         self.on_whole()
+        epochs = f"{position.epoch:,} epoch{'s' if position.epoch != 1 else ''}"
+        within = f" and {position.batch:,} batch{'es' if position.batch != 1 else ''} of the next" if position.batch else ""
+        self._tell(
+            f"going on from the checkpoint in {self._settings.dirpath}, after {position.iteration:,} updates: {epochs}{within}"
+        )
         return True
+
+    def _tell(self, message: str) -> None:
+        if self._comm.rank == 0:
+            print(f"tatami: {message}", flush=True)
 
     def close(self) -> None:
         """Leave the other ranks; the checkpoints stay."""

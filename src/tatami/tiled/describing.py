@@ -249,7 +249,11 @@ def _repeated(model: nn.Module, found: Blocks) -> tuple[RepeatedPart, ...]:
 
 def _unfollowed(model: nn.Module, found: Blocks) -> tuple[UnfollowedPart, ...]:
     alike: dict[tuple[str, str], list[str]] = {}
-    for name, reason in found.reasons.items():
+    reasons = found.reasons.items()
+    for name, reason in reasons:
+        within = f"{name}." if name else ""
+        if any(other != name and other.startswith(within) and other_reason == reason for other, other_reason in reasons):
+            continue  # what is around a module fails by the same line: told of the innermost
         alike.setdefault((type(model.get_submodule(name)).__name__, reason), []).append(name)
     return tuple(
         UnfollowedPart(

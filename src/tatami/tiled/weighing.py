@@ -63,5 +63,10 @@ class _BackwardBegins(torch.autograd.Function):
                 "gradient depends. Give tatami.tile reduction='mean' or reduction='sum'; torch's losses take the mean unless "
                 "they are told otherwise"
             )
+        if torch.is_grad_enabled():  # that is create_graph; said here, before any rank has sent anything
+            raise InputError(
+                "create_graph=True: gradients of gradients, as for a gradient penalty, do not pass a tiled model; leave "
+                "create_graph out, or train this network untiled"
+            )
         ctx.phases.enter(IterationPhase.BACKWARD)
         return None, None, *(grad if grad is None or ctx.scale == 1.0 else grad * ctx.scale for grad in grads)

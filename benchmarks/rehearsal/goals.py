@@ -1,0 +1,17 @@
+"""What is asked of predictions, and how far errors are from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+ASKED = {"median": 0.05, "95th percentile": 0.15}
+
+
+def errors_against_goals(errors: Sequence[float]) -> dict[str, Any]:
+    """Of errors as shares of what was measured, of either sign: their size, and whether it is within what is asked."""
+    sizes = np.abs(errors)
+    got = {"median": float(np.median(sizes)), "95th percentile": float(np.percentile(sizes, 95)), "largest": float(max(sizes))}
+    return {"got": got, "asked": ASKED, "holds": all(got[name] <= ASKED[name] for name in ASKED)}
