@@ -17,12 +17,32 @@ settings.register_profile("tatami", deadline=None, derandomize=True)
 settings.load_profile("tatami")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where `pytest -n` shares the tests out, what takes longest begins."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--leave-to-mpiexec",
+        type=int,
+        metavar="RANKS",
+        help="leave out worlds of so many ranks as threads, but for tests of the backends: `make test` runs them under mpiexec",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what other parts of `make test` have; where `pytest -n` shares tests out, what takes longest begins."""
+    if (size := config.getoption("leave_to_mpiexec")) is not None:
+        left = [item for item in items if _is_left_to_mpiexec(item, size)]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
     if "PYTEST_XDIST_WORKER" in os.environ:
         files = {item.path.name: group_of(item.nodeid) for item in items}
         cost_of_s = {group: sum(cost_s(file) for file in files if files[file] == group) for group in files.values()}
         items.sort(key=lambda item: -cost_of_s[group_of(item.nodeid)])
+
+
+def _is_left_to_mpiexec(item: pytest.Item, size: int) -> bool:
+    if item.get_closest_marker("mpi") is None or item.path.parent.name == "comm":
+        return False
+    ranks: int = getattr(item, "callspec").params["world"]  # noqa: B009 -- pytest types it on functions only
+    return ranks == size
 
 
 @pytest.hookimpl(optionalhook=True)

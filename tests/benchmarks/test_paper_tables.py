@@ -89,7 +89,7 @@ def test_tables_say_what_was_measured() -> None:
     parts = breakdown_table(RECORDS, condition="A", net=NET, num=4)
     assert parts.rows[1] == ("SRPM", "2+2", "100 ms", "20 ms", "20 ms", "20 ms", "20 ms", "20 ms")
     rivals = rivals_table(RECORDS)
-    assert rivals.rows[0] == ("1 Gbit/s", "SRPM", "10.00", "2.50 x", "-")
+    assert rivals.rows[0] == ("1 Gbit/s", "SRPM", "10.00", "2.50 x", "-", "-")
     assert course_table(RECORDS).rows == (("drpm", "20 (whole)", "100 ms", "0.90", "100 ms", "6 s"),)
 
 

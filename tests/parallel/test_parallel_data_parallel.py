@@ -387,6 +387,64 @@ def test_networks_that_differ_are_told_apart(world: World) -> None:
     world(body)
 
 
+def penalised(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """A loss with a penalty on the gradient by the inputs."""
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (by_inputs,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out.square().mean() + by_inputs.square().sum(1).mean()
+
+
+def test_a_gradient_penalty_is_exact_where_ranks_have_equally_many_samples(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        x = torch.randn(3 * comm.size, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        plain, module = network(0), network(0)
+        penalised(plain, x).backward()  # type: ignore[no-untyped-call]
+        model = DataParallel(module, comm)
+        penalised(model, x[3 * comm.rank : 3 * comm.rank + 3]).backward()  # type: ignore[no-untyped-call]
+        assert_same(gradients(module), gradients(plain))
+        model.close()
+
+    world(body)
+
+
+def test_gradients_that_would_be_of_one_rank_alone_are_refused(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        module = network(0)
+        model = DataParallel(module, comm)
+        x = local(comm, batch(comm.size)[0]).requires_grad_()
+        for wanted in (list(module.last.parameters()), [x, module.side.weight]):
+            with pytest.raises(InputError, match=r"torch\.autograd\.grad was asked for the gradient of (side|last)\."):
+                torch.autograd.grad(model(x).square().mean(), wanted)
+        (by_inputs,) = torch.autograd.grad(model(x).square().mean(), x)
+        assert by_inputs.shape == x.shape
+        last = list(module.last.parameters())
+        model(x).square().mean().backward(inputs=last)
+        plain = network(0)
+        plain(batch(comm.size)[0]).square().mean().backward()
+        assert_same([each.grad for each in last], [each.grad for each in plain.last.parameters()])
+        model.close()
+
+    world(body)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_gradient_penalty_is_refused_on_all_ranks_where_their_gradients_are_weighed(world: World, reduction: Any) -> None:
+    counts = (4, 3, 2) if reduction == "mean" else (3, 3, 3)  # of three ranks, the second has the mean number of samples
+
+    def body(comm: AbstractCommunicator) -> None:
+        x = torch.randn(sum(counts[: comm.size]), 4, dtype=torch.float64)
+        mine = torch.split(x, list(counts[: comm.size]))[comm.rank]
+        model = DataParallel(network(0), comm, reduction=reduction)
+        with pytest.raises(InputError, match="create_graph=True: DataParallel has gradients of gradients"):
+            penalised(model, mine)
+        model(mine).square().mean().backward()  # the ranks are still in step
+        model.close()
+
+    world(body)
+
+
 @pytest.mark.ranks(1, 2)
 def test_what_cannot_be_is_refused(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:

@@ -9,13 +9,14 @@ for x, y in batches_of_this_rank:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from tatami.cluster import Cluster
 from tatami.comm.agreement import debugging, same_everywhere
@@ -37,6 +38,9 @@ class DataParallel(nn.Module):
     share one. They are those of the loss over the global batch, also where ranks have different numbers of samples: the
     gradient that enters the output of the module is weighed with the rank's share. What the loss adds beside the output, a
     penalty on the weights, is averaged.
+
+    Gradients by the module's inputs have that weight, too. Gradients of gradients (`create_graph=True`) are exact where all
+    ranks have equally many samples and the loss is a mean, and refused elsewhere.
 
     All ranks must call forward, with gradients enabled, and backward equally often. The weights and buffers of rank 0 are
     all ranks' at the start; buffers that forward changes (running statistics) are each rank's own from then on.
@@ -132,7 +136,7 @@ class DataParallel(nn.Module):
                 raise InputError(
                     f"{name} was frozen when DataParallel was made, and its gradient is not summed; make another DataParallel"
                 )
-        weight: Callable[[], float] | None = None
+        weight: _Weight | None = None
         if self._reduction == "mean" and self._comm.size > 1:
             weight = _Weight(self._comm, num_samples(args, kwargs))
         enter = partial(self._on_output_gradient, weight)
@@ -206,12 +210,42 @@ class DataParallel(nn.Module):
 
     # -- during backward --------------------------------------------------------------------------------------------
 
-    def _on_output_gradient(self, weight: Callable[[], float] | None, grad: torch.Tensor) -> torch.Tensor:
+    def _on_output_gradient(self, weight: _Weight | None, grad: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and self._weighs(weight):
+            # That is create_graph: what is computed from this gradient would have its weight, and then be weighed once more.
+            raise InputError(
+                "create_graph=True: DataParallel has gradients of gradients, as for a gradient penalty, only with "
+                "reduction='mean' and equally many samples on all ranks"
+            )
+        self._refuse_captures()
         self._enter_backward()
         share = 1.0 if weight is None else weight()
         if self._reduction == "sum":
             share = float(self._comm.size)
         return grad if share == 1.0 else grad * share
+
+    def _refuse_captures(self) -> None:
+        """`torch.autograd.grad` by parameters would return this rank's part of their gradients, which nothing sums.
+
+        Raises:
+            InputError: this pass is such a one.
+        """
+        internals: Any = torch._C
+        for name, parameter in zip(self._names, self._parameters_here, strict=True):
+            try:
+                if internals._will_engine_execute_node(get_gradient_edge(parameter).node):
+                    return  # it goes to `.grad`, as nothing does in `torch.autograd.grad`
+            except RuntimeError:  # how torch says that this leaf was asked for
+                raise InputError(
+                    f"torch.autograd.grad was asked for the gradient of {name}, and would return this rank's part of it. Call "
+                    "loss.backward(), which sums over the ranks, and read parameter.grad"
+                ) from None
+
+    def _weighs(self, weight: _Weight | None) -> bool:
+        """Whether any rank weighs the gradient of the output; the same on all ranks."""
+        if self._reduction == "sum":
+            return self._comm.size > 1
+        return weight is not None and not weight.is_alike
 
     def _place(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Where the gradient may be computed: in its bucket, unless it is to be added to one that is there."""
@@ -271,14 +305,25 @@ class _Weight:
     def __init__(self, comm: AbstractCommunicator, samples: int) -> None:
         self._mine = samples
         self._ranks = comm.size
-        self._total = torch.tensor([samples], dtype=torch.int64, device="cpu")
-        self._request: AbstractRequest | None = comm.iallreduce(self._total)
+        self._totals = torch.tensor([samples, samples * samples], dtype=torch.int64, device="cpu")
+        self._request: AbstractRequest | None = comm.iallreduce(self._totals)
 
     def __call__(self) -> float:
+        total, _ = self._arrived()
+        return self._mine * self._ranks / max(1, total)
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether all ranks have equally many samples; the same on all ranks, where a weight of 1 may be one rank's alone."""
+        total, squares = self._arrived()
+        return self._ranks * squares == total * total
+
+    def _arrived(self) -> list[int]:
         if self._request is not None:
             self._request.wait()
             self._request = None
-        return self._mine * self._ranks / max(1, int(self._total))
+        totals: list[int] = self._totals.tolist()
+        return totals
 
 
 def num_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:

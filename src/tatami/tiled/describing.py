@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from tatami.tiled.blocks import Blocks
 from tatami.workload import Workload
@@ -26,11 +27,16 @@ _HINTS = (
         "registered, look at the axes and runs that were given",
     ),
     (
+        "computed from others",
+        "torch.nn.utils.parametrize.remove_parametrizations takes it away, where the layer is to be split",
+    ),
+    (
         "differs by",
         "its two parts do not give what the whole gives, so it stays whole. If they should, please report it with this line",
     ),
 )
 _BIASES = "biases after a sum"
+_COMPUTED = "a weight that is computed from others, as by weight_norm, is not split"
 _HINT = "rewrite what this names, or move it into a module of its own, so that the rest can be followed"
 
 
@@ -254,7 +260,9 @@ def _unfollowed(model: nn.Module, found: Blocks) -> tuple[UnfollowedPart, ...]:
         within = f"{name}." if name else ""
         if any(other != name and other.startswith(within) and other_reason == reason for other, other_reason in reasons):
             continue  # what is around a module fails by the same line: told of the innermost
-        alike.setdefault((type(model.get_submodule(name)).__name__, reason), []).append(name)
+        module = model.get_submodule(name)
+        told = _COMPUTED if isinstance(module, ParametrizationList) else reason
+        alike.setdefault((type(module).__name__, told), []).append(name)
     return tuple(
         UnfollowedPart(
             layer=kind,
