@@ -392,7 +392,8 @@ def penalised(model: Any, x: torch.Tensor) -> torch.Tensor:
     x = x.clone().requires_grad_()
     out = model(x)
     (by_inputs,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    return out.square().mean() + by_inputs.square().sum(1).mean()
+    loss: torch.Tensor = out.square().mean() + by_inputs.square().sum(1).mean()
+    return loss
 
 
 def test_a_gradient_penalty_is_exact_where_ranks_have_equally_many_samples(world: World) -> None:

@@ -251,7 +251,7 @@ def test_where_it_goes_on_is_told_once(folder: Path, capsys: pytest.CaptureFixtu
     run_threads(body, size=2)
     assert [line for line in capsys.readouterr().out.splitlines() if "checkpoint" in line] == [
         f"tatami: there is no checkpoint in {folder} yet; training begins",
-        f"tatami: going on from the checkpoint in {folder}, after 3 updates: 1 epoch",
+        f"tatami: going on from the checkpoint in {folder}, after 3 updates: 0 epochs and 3 batches of the next",
         f"tatami: going on from the checkpoint in {folder}, after 5 updates: 1 epoch and 2 batches of the next",
     ]
 

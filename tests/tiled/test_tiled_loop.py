@@ -89,7 +89,7 @@ def test_a_second_backward_through_the_same_graph_is_refused_as_ever(world: Worl
 def test_gradients_of_gradients_are_refused_and_the_ranks_stay_in_step(world: World) -> None:
     def loop(model: Any, local: Any) -> None:
         x = local(x_of(SAMPLES, 4)).requires_grad_()
-        if isinstance(model, TiledModel):
+        if isinstance(model, TiledModel) and model.comm.size > 1:
             with pytest.raises(InputError, match="create_graph=True: gradients of gradients"):
                 torch.autograd.grad(model(x).sum(), x, create_graph=True)
         model(x).square().mean().backward()

@@ -28,6 +28,7 @@ from tatami.tiled.placement import Placement
 from tatami.tiled.rows import Rows
 from tatami.tiled.same_batch import different_sizes
 from tatami.tiled.stopwatch import LinkTimes
+from tatami.tiled.weights_beside import WeightsBeside
 from tatami.tiling.traffic import size_digits
 from tatami.workload import Workload
 
@@ -52,6 +53,7 @@ class GradientSums:
 
     Attributes:
         parameters: of the network, each once.
+        beside: what else the loss reads of them.
     """
 
     def __init__(
@@ -78,6 +80,12 @@ class GradientSums:
             for name, parameter in owner._parameters.items()
             if parameter is not None
         ]
+        self.beside = WeightsBeside(
+            module,
+            cut={name for block in found.blocks for name in block.cuts},
+            layout=lambda: placement().layout,
+            warns=rank.comm is not None and rank.comm.rank == 0,
+        )
         self._buckets = buckets_of(module, found=found, rows=rows, slots=self._slots, workload=workload)
         self._departing: Departures | None = None
         self._passes = 0
@@ -94,6 +102,8 @@ class GradientSums:
         if not trained:
             return self._run(inputs, named_inputs)
         placement = self._placement()
+        if self._rank.comm is not None and torch.is_grad_enabled():
+            self.beside.begin(trained)
         departing = self._departures(trained, placement)
         exchange = functools.partial(
             self._sum, trained, placement, self._rank.samples, departing, counts=self._rank.mine.size > 0
@@ -207,6 +217,8 @@ class GradientSums:
             by_parameter |= {**dict(zip(replicated, sums, strict=True)), **arrived}
             grads = tuple(by_parameter[id(p)] if part else None for p, part in zip(trained, used, strict=True))
         self._phases.enter(IterationPhase.UPDATE)
+        if self._rank.comm is not None:
+            self.beside.came(trained, grads)
         return grads
 
     def _refuse_late(self, late: Sequence[int]) -> None:

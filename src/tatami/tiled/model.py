@@ -42,6 +42,7 @@ from tatami.tiled.stopwatch import LinkTimes
 from tatami.tiled.torch_norms import watch_norms
 from tatami.tiled.vertical import ColumnComm
 from tatami.tiled.weighing import PLAIN_VALUES, weighed
+from tatami.tiled.weights_beside import WeightsBeside
 from tatami.tiled.whole_batch import UnitFactor
 from tatami.tiled.whole_layers import WholeBatchNorm, WholeDropout
 from tatami.tiling import Layout, Span, Tile, Tiling, Traffic, spans, traffic_of
@@ -401,6 +402,11 @@ class TiledModel(nn.Module):
     def plain_parameters(self) -> list[nn.Parameter]:
         """Those of the network that was given, as far as they still live: this model has copies of them."""
         return [parameter for each in self._plain if (parameter := each()) is not None]
+
+    @property
+    def beside(self) -> WeightsBeside:
+        """What the loss reads of the weights beside the forward pass."""
+        return self._sums.beside
 
     # -- inside -----------------------------------------------------------------------------------------------------------
 

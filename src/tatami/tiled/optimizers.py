@@ -1,17 +1,28 @@
-"""Optimizers that look at a whole weight, of which a rank holds only a part, are refused; so are those of the plain network."""
+"""Optimizers that look at a whole weight, of which a rank holds only a part, are refused; so are those of the plain network.
+
+Which those are is tried: one of the same class and settings takes steps on a small weight, and others on its parts.
+"""
 
 from __future__ import annotations
 
+import inspect
 import threading
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tatami.errors import InputError, ModelError
 from tatami.tiled.registry import models
 
 _NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
+"""What cannot be tried, because it wants a closure, and what is known by its name."""
+_STEPS = 4
+_SAME = 1e-9
+"""Of the largest change of an element; all is in double precision."""
 
 _lock = threading.Lock()
 _is_watching = False
@@ -24,11 +35,55 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         ModelError: the optimizer does not work element by element.
     """
     name = type(optimizer).__name__
-    if name in _NOT_ELEMENTWISE:
+    if name in _NOT_ELEMENTWISE or not _is_elementwise(optimizer):
         raise ModelError(
             f"{name} does not work element by element: it would see this rank's tile as the whole weight. "
             "Use SGD, Adam, AdamW, RMSprop, Adagrad or another optimizer that does"
         )
+
+
+_tried: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether steps on the parts of a weight, each part alone, are those on the whole; so it is where that cannot be tried."""
+    with _lock:
+        found = _tried.get(optimizer)
+        if found is None:
+            try:
+                found = all(_parts_step_as_the_whole(optimizer, dim) for dim in (0, 1))
+            except Exception:  # it takes other arguments, or a closure; torch's own and most others can be tried
+                found = True
+            _tried[optimizer] = found
+    return found
+
+
+def _parts_step_as_the_whole(optimizer: torch.optim.Optimizer, dim: int) -> bool:
+    """For a weight that is cut across dimension `dim`."""
+    generator = torch.Generator().manual_seed(0)
+    weight, *grads = (torch.randn(6, 4, dtype=torch.float64, generator=generator, device="cpu") for _ in range(1 + _STEPS))
+    sizes = [weight.shape[dim] // 2 - 1, weight.shape[dim] // 2 + 1]
+    whole = _stepped(optimizer, weight, grads)
+    cut = [torch.split(tensor, sizes, dim) for tensor in (weight, *grads)]
+    parts = torch.cat([_stepped(optimizer, part, of_part) for part, *of_part in zip(*cut, strict=True)], dim)
+    return float((parts - whole).abs().max()) <= _SAME * float((whole - weight).abs().max())
+
+
+def _stepped(optimizer: torch.optim.Optimizer, weight: torch.Tensor, grads: Iterable[torch.Tensor]) -> torch.Tensor:
+    """`weight` after a step for each gradient, by an optimizer of the same class and settings."""
+    known = inspect.signature(type(optimizer).__init__).parameters
+    given = {name: value for name, value in optimizer.defaults.items() if name in known}
+    if given.get("capturable"):  # of devices only
+        given["capturable"] = False
+    parameter = nn.Parameter(weight.clone())
+    alike = type(optimizer)([parameter], **given)
+    for group in alike.param_groups:
+        if group.get("lr") == 0:  # of a schedule that warms up
+            group["lr"] = 1e-2
+    for grad in grads:
+        parameter.grad = grad.clone()
+        alike.step()
+    return parameter.detach()
 
 
 def watch_optimizers() -> None:
@@ -50,7 +105,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 "and have no gradients. The tiled model's are new ones: make the optimizer from model.parameters() after "
                 "model = tatami.tile(...)"
             )
-    if type(optimizer).__name__ in _NOT_ELEMENTWISE:
+    if optimizer not in _tried or not _tried[optimizer] or type(optimizer).__name__ in _NOT_ELEMENTWISE:
         tiled = {id(parameter) for model in models() for parameter in model.tiled_parameters()}
         if any(id(parameter) in tiled for parameter in stepped):
             check_optimizer(optimizer)

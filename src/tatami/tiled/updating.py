@@ -131,6 +131,7 @@ class Updates:
         self._device = next(model.parameters()).device
         self.scaler = GradScaler(self._device.type, enabled=settings.precision == "16-mixed")
         self._is_checked = False
+        model.beside.warns = False  # it is an error here
         self.forget()
 
     def forget(self) -> None:
@@ -162,7 +163,7 @@ class Updates:
 
         Raises:
             NotFiniteError: on all ranks, the loss is NaN or infinite; the last good parameters are back in the model.
-            InputError: the epoch ends on some ranks only.
+            InputError: the epoch ends on some ranks only; or the loss has a term of weights, see `WeightsBeside`.
         """
         model, size = self._model, batch.size
         if self._num_batches == 0:
@@ -186,6 +187,7 @@ class Updates:
         weight = size / self._first_size if model.reduction == "mean" else 1.0
         scaled: torch.Tensor = self.scaler.scale(loss if weight == 1.0 else loss * weight)
         scaled.backward()  # type: ignore[no-untyped-call]
+        model.beside.refuse("the Trainer", is_sum=model.reduction == "sum")
         is_whole = self._num_batches + 1 >= self._settings.accumulate_grad_batches or batch.is_last
         report = report or self._begin_report(
             loss, batch, num_here=num_here, left_out=left_out, signals=signals, is_sent=update is None or not is_whole

@@ -1,0 +1,107 @@
+"""Weights that a loss reads beside the network, as a penalty on them does, where a rank has some of their units only.
+
+What is a sum over elements, as the square of the 2-norm, has the right gradient there. The norm itself has another one, and the
+value of either is of this rank's units. Which of them a loss takes cannot be seen; that it takes any can: such a gradient comes
+to the parameter beside that which was summed over the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from tatami.errors import InputError
+from tatami.tiling import Layout
+
+_LOOKS: Final = 8
+"""Backward passes that are looked at: a loss takes what it takes from the beginning."""
+
+
+class WeightsBeside:
+    """Those of one model.
+
+    Args:
+        module: the network, tiled.
+        cut: the names of the parameters of which a rank may have some units only.
+        layout: how the ranks lie now.
+        warns: whether this rank warns, for all ranks.
+
+    Attributes:
+        warns: whether it still does.
+    """
+
+    def __init__(self, module: nn.Module, *, cut: Collection[str], layout: Callable[[], Layout], warns: bool) -> None:
+        self._names: Mapping[nn.Parameter, str] = {parameter: name for name, parameter in module.named_parameters()}
+        self._cut, self._layout, self.warns = frozenset(cut), layout, warns
+        self._looks = _LOOKS
+        self._handles: list[Any] = []
+        self._came: dict[nn.Parameter, list[torch.Tensor]] = {}
+        self._read: dict[str, None] = {}
+
+    def begin(self, trained: Sequence[nn.Parameter]) -> None:
+        """A forward pass begins over these parameters."""
+        self._came.clear()
+        if not self._handles and self._looks:
+            for parameter in trained:
+                # Where others have hooks, what comes to ours is not what was summed.
+                if not parameter._backward_hooks:
+                    look = functools.partial(self._look, parameter)
+                    self._handles.append(parameter.register_hook(look))  # type: ignore[no-untyped-call]
+        elif self._handles and not self._looks:
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+
+    def came(self, trained: Sequence[nn.Parameter], grads: Sequence[torch.Tensor | None]) -> None:
+        """These gradients were summed over the ranks, and are on their way to the parameters."""
+        if self._looks:
+            self._looks -= 1
+            for parameter, grad in zip(trained, grads, strict=True):
+                if grad is not None:
+                    # While they are held, autograd does not add to them in place.
+                    self._came.setdefault(parameter, []).append(grad)
+
+    def refuse(self, where: str, *, is_sum: bool) -> None:
+        """
+        Args:
+            where: what tells the value of the loss, in which such a term would be wrong.
+            is_sum: whether the loss is one over samples, to which every column adds the term.
+
+        Raises:
+            InputError: there is such a term. The same on all ranks.
+        """
+        if not self._read:
+            return
+        name = self._read_in_parts()
+        if name is None and not (is_sum and len(self._layout().columns) > 1):
+            return
+        why = "and every column adds that term to the sum" if name is None else "of which a rank has some units only"
+        raise InputError(
+            f"the loss reads {name or next(iter(self._read))} beside the network's forward pass, as a penalty does, {why}: "
+            f"{where} would tell a wrong loss. Use the optimizer's weight_decay, which is exact; or a loop of your own, where "
+            "the gradient of a sum over elements is"
+        )
+
+    def _look(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
+        summed = self._came.pop(parameter, [])
+        # Of two forward passes before one backward pass, the sum comes.
+        if len(summed) < 2 and not any(grad is each for each in summed):
+            self._read[self._names[parameter]] = None
+            if self.warns and (name := self._read_in_parts()) is not None:
+                self.warns = False
+                warnings.warn(
+                    f"the loss reads {name} beside the network's forward pass, and a rank has some of its units only: the "
+                    "gradient of a sum over elements (weight.square().sum()) is exact, that of anything else (weight.norm()) "
+                    "is not, and the value is of this rank's units",
+                    stacklevel=2,
+                )
+
+    def _read_in_parts(self) -> str | None:
+        if all(len(column.processors) == 1 for column in self._layout().columns):
+            return None
+        return next((name for name in self._read if name in self._cut), None)
