@@ -218,6 +218,20 @@ def test_several_allreduces_at_once(world: World) -> None:
     world(body)
 
 
+@pytest.mark.parametrize("elements", [8, 1000, 60_000])
+def test_what_is_under_way_and_dropped_writes_nowhere_else(world: World, elements: int) -> None:
+    """As where an error ends the step that has begun a sum: its memory must not be handed out again too early."""
+
+    def body(comm: AbstractCommunicator) -> None:
+        for _ in range(40):
+            comm.iallreduce(torch.ones(elements))  # dropped at once
+            others = torch.zeros(elements)
+            comm.barrier()
+            assert not others.any()
+
+    world(body)
+
+
 def test_tensors_that_are_not_contiguous(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.bool):

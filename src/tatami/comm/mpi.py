@@ -23,7 +23,7 @@ from tatami.comm.checked import MAX_TAG
 from tatami.comm.mpi_window import AbstractMpiCommunicator, MpiSharedWindow, MpiWindow
 from tatami.comm.reduction import Op, combine
 from tatami.comm.roll_call import AbstractRollCall, MpiRollCall, ProcessPlace
-from tatami.comm.session import abandoned, load_mpi, say_goodbye_with, stop_all_ranks, takes_cuda
+from tatami.comm.session import abandoned, hold, load_mpi, say_goodbye_with, stop_all_ranks, takes_cuda
 from tatami.comm.transport import Transport
 from tatami.comm.wait import Waiting, wait_policy, wait_until
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow, check_window
@@ -59,6 +59,12 @@ class MpiRequest(AbstractRequest):
         self._status = communicator.mpi.Status() if room_bytes is not None else None
         self._then = then
         self._complete = False
+        self._given_up = False
+
+    def __del__(self) -> None:
+        # Dropped under way, as where an error ends the step that began it: MPI writes where the tensors are.
+        if not self._complete and not self._given_up:
+            hold(self._requests, self._keep)
 
     def test(self) -> bool:
         if self._complete:
@@ -104,6 +110,7 @@ class MpiRequest(AbstractRequest):
     def _give_up(self) -> None:
         """A receive can be taken back; anything else keeps its tensors alive for as long as MPI may touch them."""
         self._communicator.gave_up()
+        self._given_up = True
         if self._operation == "recv":
             self._requests[0].Cancel()
             if self._requests[0].Test():
