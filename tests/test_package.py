@@ -6,10 +6,11 @@ import importlib
 import re
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import tatami
 
@@ -114,3 +115,17 @@ def test_contributing_names_every_package_and_module_of_the_tree() -> None:
     text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([a-z_]+/?)`", text.partition("## How the tree reads")[2].partition("Beside the package")[0]))
     assert folders | modules == named - {"tatami"}
+
+
+def test_the_environment_installs_on_the_oldest_python() -> None:
+    """Also on the first release of it, as some distributions have one of the first."""
+    oldest = "3.11.0"
+    pins = (Path(__file__).parent.parent / "constraints.txt").read_text().splitlines()
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in pins if "==" in line and not line.startswith("#")}
+    asked = {
+        each.metadata["Name"]: each.metadata["Requires-Python"]
+        for each in distributions()
+        if each.metadata["Name"].lower().replace("_", "-") in pinned and each.metadata["Requires-Python"]
+    }
+    assert len(asked) > 50
+    assert {name: python for name, python in asked.items() if oldest not in SpecifierSet(python)} == {}
