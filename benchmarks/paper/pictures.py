@@ -58,7 +58,8 @@ def draw_efficiency(ax: Axes, records: Sequence[Record], *, condition: str, net:
                 linewidth=1.4,
                 label=METHODS[method],
             )
-    ax.axhline(1.0, color="black", linewidth=0.6, linestyle=":")
+    if any((each["efficiency"] or 0.0) > 0.5 for each in found):  # else all would lie at the bottom
+        ax.axhline(1.0, color="black", linewidth=0.6, linestyle=":")
     ax.set_xlabel("processors")
     ax.set_ylabel("parallel efficiency")
     ax.set_xticks(sorted({each["num"] for each in found}))
