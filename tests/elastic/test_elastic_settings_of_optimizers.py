@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -45,6 +46,15 @@ def test_leaving_where_ranks_do_not_leave_warns() -> None:
         loop.leave()
 
 
+@pytest.fixture
+def _is_interruptible() -> Iterator[None]:
+    """What runs in the background of a shell ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_is_interruptible")
 def test_an_interrupt_waits_for_the_end() -> None:
     went_on = []
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -39,8 +42,24 @@ host = "h3"
 HELD = 1000, 30_000, 1000
 """Sizes of a perceptron whose weights take 240 MB: with gradients and momentum three times as much, on four hosts a quarter."""
 HELD_SAMPLES = 8
-HELD_MEMORY, BASE_MEMORY = "300 MiB", "450 MiB"
-"""Of a host, for a network, and beside that: a rank without one takes more than 70 and less than 450."""
+HELD_MEMORY = "300 MiB"
+"""Of a host, for a network."""
+_BESIDE_MIB = 180
+"""What a rank takes beside its network after `tatami.init`: less than that."""
+_STARTED = """
+import tatami
+tatami.init()
+tatami.tile
+with open("/proc/self/statm") as file:
+    print(int(file.read().split()[1]) * 4096 >> 20)
+"""
+
+
+@functools.cache
+def base_memory() -> str:
+    """Of a host, beside the network: torch's build for CUDA takes twice as much memory as that for CPUs."""
+    done = subprocess.run([sys.executable, "-c", _STARTED], capture_output=True, text=True, timeout=800, check=True)
+    return f"{int(done.stdout) + _BESIDE_MIB} MiB"
 
 
 def holding(hosts: int) -> Cluster:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lab_rig import BASE_MEMORY, CLUSTER_TOML, HELD, HELD_SAMPLES, JOB, NETWORK, holding, traces
+from lab_rig import CLUSTER_TOML, HELD, HELD_SAMPLES, JOB, NETWORK, base_memory, holding, traces
 
 from tatami.cluster import Cluster, Processor
 from tatami.errors import InputError, MemoryLackError
@@ -58,11 +58,11 @@ def test_a_command_is_told_that_a_host_had_too_little(tmp_path: Path) -> None:
 def test_a_network_that_no_host_holds_is_refused_there_ended_there_and_trains_on_four(tmp_path: Path) -> None:
     with pytest.raises(MemoryLackError, match="timed finds no room for 8 samples of this network: p0 lacks "):
         plan(cluster=holding(1), workload=Workload.mlp(*HELD, samples=HELD_SAMPLES))
-    with Lab(holding(1), base_memory=BASE_MEMORY) as lab:
+    with Lab(holding(1), base_memory=base_memory()) as lab:
         assert lab.run([str(JOB), "hold", str(tmp_path)], timeout_s=PATIENCE_S) != 0
         assert list(lab.starved()) == ["h0"]
     assert list(tmp_path.iterdir()) == []
-    with Lab(holding(4), base_memory=BASE_MEMORY) as lab:
+    with Lab(holding(4), base_memory=base_memory()) as lab:
         assert lab.run([str(JOB), "hold", str(tmp_path)], timeout_s=PATIENCE_S) == 0
         assert lab.starved() == {}
     found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(4)]
