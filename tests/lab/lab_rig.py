@@ -44,20 +44,20 @@ HELD = 1000, 30_000, 1000
 HELD_SAMPLES = 8
 HELD_MEMORY = "300 MiB"
 """Of a host, for a network."""
-_BESIDE_MIB = 180
-"""What a rank takes beside its network after `tatami.init`: less than that."""
+_BESIDE_MIB = 300
+"""What a rank takes beside its network after `tatami.init`, its libraries' files among it: less than that."""
 _STARTED = """
 import tatami
 tatami.init()
 tatami.tile
-with open("/proc/self/statm") as file:
-    print(int(file.read().split()[1]) * 4096 >> 20)
+with open("/proc/self/status") as file:
+    print(next(int(line.split()[1]) >> 10 for line in file if line.startswith("RssAnon")))
 """
 
 
 @functools.cache
 def base_memory() -> str:
-    """Of a host, beside the network: torch's build for CUDA takes twice as much memory as that for CPUs."""
+    """Of a host, beside the network: torch's build for CUDA takes far more than that for CPUs."""
     done = subprocess.run([sys.executable, "-c", _STARTED], capture_output=True, text=True, timeout=800, check=True)
     return f"{int(done.stdout) + _BESIDE_MIB} MiB"
 
