@@ -106,6 +106,44 @@ def test_a_sum_over_samples_would_count_the_term_once_for_each_column(world: Wor
     world(body)
 
 
+class Scaled(nn.Module):
+    """A parameter that the forward pass does not read."""
+
+    @one_at_a_time
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(x)
+        return result
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("lay", [columns, one_column])
+def test_what_samples_decide_is_told_of_by_all_ranks_before_the_next_step(world: World, lay: Any) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        x, y = data()
+        model = tiled(Scaled().double(), comm, layout=lay(comm.size), batch_size=SAMPLES, reduction="mean")
+        (scale,) = (each for name, each in model.module.named_parameters() if name == "scale")
+
+        def step() -> None:
+            here_x, here_y = model.local(x, y)
+            torch.autograd.backward(nn.functional.mse_loss(scale * model(here_x), here_y))
+
+        step()
+        if comm.size == 1 or lay is one_column:  # all have all samples
+            step()
+            return
+        with pytest.raises(InputError, match=r"reads scale beside the network.* and its gradient from there differs"):
+            step()
+        comm.barrier()
+
+    world(body)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.threads_only
 @pytest.mark.parametrize("terms", [False, True])

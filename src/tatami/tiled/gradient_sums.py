@@ -84,7 +84,7 @@ class GradientSums:
             module,
             cut={name for block in found.blocks for name in block.cuts},
             layout=lambda: placement().layout,
-            warns=rank.comm is not None and rank.comm.rank == 0,
+            comm=rank.comm,
         )
         self._buckets = buckets_of(module, found=found, rows=rows, slots=self._slots, workload=workload)
         self._departing: Departures | None = None

@@ -2,7 +2,8 @@
 
 What is a sum over elements, as the square of the 2-norm, has the right gradient there. The norm itself has another one, and the
 value of either is of this rank's units. Which of them a loss takes cannot be seen; that it takes any can: such a gradient comes
-to the parameter beside that which was summed over the ranks.
+to the parameter beside that which was summed over the ranks. Where all ranks have the whole weight, it must be the same on all
+of them: what depends on samples, as a temperature that outputs are divided by, would have to be summed, and is not.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.tiling import Layout
 
 _LOOKS: Final = 8
 """Backward passes that are looked at: a loss takes what it takes from the beginning."""
+_SAME = 1e-4
+"""Of the sum of sizes: ranks round alike, but not where their processors differ."""
 
 
 class WeightsBeside:
@@ -29,23 +33,38 @@ class WeightsBeside:
         module: the network, tiled.
         cut: the names of the parameters of which a rank may have some units only.
         layout: how the ranks lie now.
-        warns: whether this rank warns, for all ranks.
+        comm: all ranks; None where the rank is alone.
 
     Attributes:
-        warns: whether it still does.
+        warns: whether this rank warns, for all ranks.
     """
 
-    def __init__(self, module: nn.Module, *, cut: Collection[str], layout: Callable[[], Layout], warns: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        cut: Collection[str],
+        layout: Callable[[], Layout],
+        comm: AbstractCommunicator | None,
+    ) -> None:
         self._names: Mapping[nn.Parameter, str] = {parameter: name for name, parameter in module.named_parameters()}
-        self._cut, self._layout, self.warns = frozenset(cut), layout, warns
+        self._cut, self._layout, self._comm = frozenset(cut), layout, comm
+        self.warns = comm is not None and comm.rank == 0
         self._looks = _LOOKS
         self._handles: list[Any] = []
         self._came: dict[nn.Parameter, list[torch.Tensor]] = {}
         self._read: dict[str, None] = {}
+        self._found: dict[str, tuple[float, float]] = {}
 
     def begin(self, trained: Sequence[nn.Parameter]) -> None:
-        """A forward pass begins over these parameters."""
+        """A forward pass begins over these parameters. Collective where the one before has found something.
+
+        Raises:
+            InputError: on all ranks: what came to a parameter that all have whole differed between them.
+        """
         self._came.clear()
+        if self._found:
+            self._compare()
         if not self._handles and self._looks:
             for parameter in trained:
                 # Where others have hooks, what comes to ours is not what was summed.
@@ -87,21 +106,44 @@ class WeightsBeside:
             "the gradient of a sum over elements is"
         )
 
-    def _look(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
+    def _look(self, parameter: nn.Parameter, grad: torch.Tensor | None) -> None:
         summed = self._came.pop(parameter, [])
+        if grad is None:  # no part in the loss
+            return
         # Of two forward passes before one backward pass, the sum comes.
         if len(summed) < 2 and not any(grad is each for each in summed):
-            self._read[self._names[parameter]] = None
-            if self.warns and (name := self._read_in_parts()) is not None:
+            if (name := self._names[parameter]) not in self._read:
+                beside = (grad - summed[0] if summed else grad).double()
+                self._found[name] = float(beside.sum()), float(beside.abs().sum())
+            self._read[name] = None
+            if self.warns and (cut := self._read_in_parts()) is not None:
                 self.warns = False
                 warnings.warn(
-                    f"the loss reads {name} beside the network's forward pass, and a rank has some of its units only: the "
+                    f"the loss reads {cut} beside the network's forward pass, and a rank has some of its units only: the "
                     "gradient of a sum over elements (weight.square().sum()) is exact, that of anything else (weight.norm()) "
                     "is not, and the value is of this rank's units",
                     stacklevel=2,
                 )
 
+    def _compare(self) -> None:
+        in_parts = self._cut if self._lies_in_parts else frozenset()
+        mine = {name: told for name, told in self._found.items() if name not in in_parts}
+        self._found = {}
+        if not mine or self._comm is None or self._comm.changes:  # ranks that have joined have found nothing
+            return
+        everywhere = self._comm.allgather_object(mine)
+        for name, (total, size) in mine.items():
+            others = [told.get(name, (0.0, 0.0)) for told in everywhere]
+            if any(abs(other - total) > _SAME * max(size, other_size) for other, other_size in others):
+                raise InputError(
+                    f"the loss reads {name} beside the network's forward pass, and its gradient from there differs between the "
+                    f"ranks ({', '.join(f'{other:.4g}' for other, _ in others)} in all), as where samples decide it; nothing "
+                    "sums it. Read it inside of the network's forward pass"
+                )
+
+    @property
+    def _lies_in_parts(self) -> bool:
+        return any(len(column.processors) > 1 for column in self._layout().columns)
+
     def _read_in_parts(self) -> str | None:
-        if all(len(column.processors) == 1 for column in self._layout().columns):
-            return None
-        return next((name for name in self._read if name in self._cut), None)
+        return next((name for name in self._read if name in self._cut), None) if self._lies_in_parts else None
