@@ -29,9 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what other parts of `make test` have; where `pytest -n` shares tests out, what takes longest begins."""
     if (size := config.getoption("leave_to_mpiexec")) is not None:
-        left = [item for item in items if _is_left_to_mpiexec(item, size)]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in set(left)]
+        left = {item for item in items if _is_left_to_mpiexec(item, size)}
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
     if "PYTEST_XDIST_WORKER" in os.environ:
         files = {item.path.name: group_of(item.nodeid) for item in items}
         cost_of_s = {group: sum(cost_s(file) for file in files if files[file] == group) for group in files.values()}

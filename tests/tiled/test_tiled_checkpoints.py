@@ -254,6 +254,9 @@ def test_where_it_goes_on_is_told_once(folder: Path, capsys: pytest.CaptureFixtu
         f"tatami: going on from the checkpoint in {folder}, after 3 updates: 0 epochs and 3 batches of the next",
         f"tatami: going on from the checkpoint in {folder}, after 5 updates: 1 epoch and 2 batches of the next",
     ]
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*nothing"):
+        run_threads(lambda comm: run(comm, folder, some_layouts(comm.size)[0], resume=folder / "nothing"), size=1)
+    assert "training begins" not in capsys.readouterr().out
 
 
 @pytest.mark.ranks(1, 2)

@@ -145,6 +145,40 @@ def test_a_line_that_cannot_be_followed_is_named_with_what_to_do() -> None:
     assert "not followed: " in found.summary
 
 
+def test_of_modules_in_each_other_the_innermost_is_told_of() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.a(x)
+            if y.mean() > 0:
+                y = torch.tanh(y)
+            result: torch.Tensor = self.b(y)
+            return result
+
+    class Around(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.inner(x)
+            return result
+
+    (part,) = described(Around(Around(Branching())), torch.randn(4, 8)).unfollowed
+    assert (part.layer, part.names) == ("Branching", ("inner.inner",))
+
+
+def test_a_weight_that_is_computed_from_others_is_called_so() -> None:
+    normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 16))
+    found = described(nn.Sequential(normed, nn.ReLU(), nn.Linear(16, 8)), torch.randn(4, 8))
+    (part,) = found.unfollowed
+    assert part.reason == "a weight that is computed from others, as by weight_norm, is not split"
+    assert "remove_parametrizations takes it away" in part.hint
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_its_lines_fit_a_terminal(width: int) -> None:
     model, sample = two_heads()

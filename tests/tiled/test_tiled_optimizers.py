@@ -88,6 +88,15 @@ def test_others_are_refused_whatever_they_are_called(kind: Any, lr: float) -> No
         check_optimizer(renamed(weights(), lr=lr))
 
 
+def test_what_is_tried_draws_nothing_from_the_run() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    with pytest.raises(ModelError, match="Noisy does not work element by element"):
+        check_optimizer(Noisy(weights()))
+    assert torch.equal(torch.rand(4), expected)
+
+
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_they_are_refused_by_the_trainer_and_in_a_loop(by_hand: bool) -> None:
     def body(comm: AbstractCommunicator) -> None:

@@ -106,6 +106,25 @@ def test_a_sum_over_samples_would_count_the_term_once_for_each_column(world: Wor
     world(body)
 
 
+@pytest.mark.ranks(2)
+def test_a_term_that_begins_late_is_found_too(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        passes = 0
+
+        def late(model: Any) -> torch.Tensor:
+            nonlocal passes
+            passes += 1
+            return squares(model) if passes > 20 else torch.zeros((), dtype=torch.float64)
+
+        run = trainer(comm, one_column(2), late, "mean")
+        with pytest.raises(InputError, match="the Trainer would tell a wrong loss"):
+            run.fit(data(), batch_size=SAMPLES, iterations=70)
+        assert 20 < run.iteration <= 51
+        comm.barrier()
+
+    world(body)
+
+
 class Scaled(nn.Module):
     """A parameter that the forward pass does not read."""
 

@@ -31,11 +31,13 @@ abandoned: list[tuple[list[Any], object]] = []
 """Requests whose wait timed out, with their tensors: MPI may still write there, so they must live as long as the process."""
 
 _dropped: list[tuple[list[Any], object]] = []
+"""The same of requests that nothing waits for any more."""
 _MOST_DROPPED = 64
+"""From so many on, those that have ended meanwhile are let go."""
 
 
 def hold(requests: list[Any], tensors: object) -> None:
-    """Keep the tensors of requests that nothing waits for any more, as after an error, until MPI is done with them."""
+    """Keep the tensors of requests that were dropped, as by an error, until MPI is done with them."""
     if len(_dropped) >= _MOST_DROPPED and _running_mpi() is not None:
         _dropped[:] = [each for each in _dropped if not all(request.Test() for request in each[0])]
     _dropped.append((requests, tensors))

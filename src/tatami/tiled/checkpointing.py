@@ -123,16 +123,25 @@ class TrainingCheckpoints:
         """Whether the last update is in a checkpoint."""
         return self._last == position.iteration
 
-    def resume(self, setup: TrainingSetup, position: TrainingPosition, batches: AbstractBatches) -> bool:
+    def resume(
+        self, setup: TrainingSetup, position: TrainingPosition, batches: AbstractBatches, *, needed: bool = False
+    ) -> bool:
         """Go on from the newest checkpoint, and print from where; False where there is none.
 
         Nothing is changed where it cannot be loaded.
 
+        Args:
+            setup, position, batches: of the run.
+            needed: raise where there is none.
+
         Raises:
-            CheckpointError: on all ranks: it is damaged, or of another network, optimizer, or data.
+            CheckpointError: on all ranks: there is none and one is needed; it is damaged, or of another network, optimizer, or
+                data.
         """
         found = self._store.resume(assemble=lambda states: _assembled(states, setup, batches))
         if found is None:
+            if needed:
+                raise CheckpointError(f"there is no checkpoint in {self._settings.dirpath}")
             self._tell(f"there is no checkpoint in {self._settings.dirpath} yet; training begins")
             return False
         assembly, common, own = found.state

@@ -47,14 +47,14 @@ _tried: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKey
 
 def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether steps on the parts of a weight, each part alone, are those on the whole; so it is where that cannot be tried."""
-    with _lock:
-        found = _tried.get(optimizer)
-        if found is None:
-            try:
+    found = _tried.get(optimizer)
+    if found is None:
+        try:
+            with torch.random.fork_rng(devices=[]):  # it may draw, and the run is to draw what it would without this
                 found = all(_parts_step_as_the_whole(optimizer, dim) for dim in (0, 1))
-            except Exception:  # it takes other arguments, or a closure; torch's own and most others can be tried
-                found = True
-            _tried[optimizer] = found
+        except Exception:  # it takes other arguments, or a closure; torch's own and most others can be tried
+            found = True
+        _tried[optimizer] = found
     return found
 
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tatami.clock import Clock, SystemClock
 from tatami.comm.agreement import same_everywhere
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import CheckpointError, InputError
+from tatami.errors import InputError
 from tatami.inputs import check_seed
 from tatami.progress import NoProgress, Progress
 from tatami.records import Records
@@ -378,10 +378,10 @@ class Trainer:
         else:
             elsewhere = TrainingCheckpoints(ModelCheckpoint(dirpath=resume), setup.model)
             elsewhere.on_whole = self._repairs.saved if self._repairs is not None else elsewhere.on_whole
-            found = elsewhere.resume(setup, self._position, batches)
-            elsewhere.close()
-            if not found:
-                raise CheckpointError(f"there is no checkpoint in {resume}")
+            try:
+                found = elsewhere.resume(setup, self._position, batches, needed=True)
+            finally:
+                elsewhere.close()
         if found and self._retiler is not None:
             setup.retiling = setup.updates.retiling = Retiling(setup.model, setup.optimizer, retiler=self._retiler)
         return found

@@ -21,7 +21,9 @@ from tatami.errors import InputError
 from tatami.tiling import Layout
 
 _LOOKS: Final = 8
-"""Backward passes that are looked at: a loss takes what it takes from the beginning."""
+"""The first backward passes are looked at, for a loss takes what it takes from the beginning;"""
+_EVERY: Final = 50
+"""and then one of so many, for terms that begin later: a look costs a call for each parameter."""
 _SAME = 1e-4
 """Of the sum of sizes: ranks round alike, but not where their processors differ."""
 
@@ -50,8 +52,8 @@ class WeightsBeside:
         self._names: Mapping[nn.Parameter, str] = {parameter: name for name, parameter in module.named_parameters()}
         self._cut, self._layout, self._comm = frozenset(cut), layout, comm
         self.warns = comm is not None and comm.rank == 0
-        self._looks = _LOOKS
-        self._handles: list[Any] = []
+        self._passes = 0
+        self._handles: dict[nn.Parameter, Any] = {}
         self._came: dict[nn.Parameter, list[torch.Tensor]] = {}
         self._read: dict[str, None] = {}
         self._found: dict[str, tuple[float, float]] = {}
@@ -65,23 +67,24 @@ class WeightsBeside:
         self._came.clear()
         if self._found:
             self._compare()
-        if not self._handles and self._looks:
+        looks = self._passes < _LOOKS or self._passes % _EVERY == 0
+        if looks and not self._handles:
             for parameter in trained:
                 # Where others have hooks, what comes to ours is not what was summed.
                 if not parameter._backward_hooks:
                     look = functools.partial(self._look, parameter)
-                    self._handles.append(parameter.register_hook(look))  # type: ignore[no-untyped-call]
-        elif self._handles and not self._looks:
-            for handle in self._handles:
+                    self._handles[parameter] = parameter.register_hook(look)  # type: ignore[no-untyped-call]
+        elif self._handles and not looks:
+            for handle in self._handles.values():
                 handle.remove()
-            self._handles = []
+            self._handles.clear()
 
     def came(self, trained: Sequence[nn.Parameter], grads: Sequence[torch.Tensor | None]) -> None:
         """These gradients were summed over the ranks, and are on their way to the parameters."""
-        if self._looks:
-            self._looks -= 1
+        self._passes += 1
+        if self._handles:
             for parameter, grad in zip(trained, grads, strict=True):
-                if grad is not None:
+                if grad is not None and parameter in self._handles:
                     # While they are held, autograd does not add to them in place.
                     self._came.setdefault(parameter, []).append(grad)
 
