@@ -86,7 +86,7 @@ ranks-openmpi-%:
 	@echo "== mpiexec -n $* (Open MPI)"
 	@$(OPENMPI_RUN) -n $* $(BIN)/python -m pytest -m mpi --world=mpi $(OPENMPI_TESTS) < /dev/null
 
-test-busy: setup  ## `make test` beside 20 busy loops, which no test may notice; hours, or about one for `PART=3/8`
+test-busy: setup $(OPENMPI)/installed $(SIMGRID)/tried  ## `make test` beside 20 busy loops, which no test may notice; hours, or about one for `PART=3/8`
 	$(BIN)/python tests/busy.py --loops $(BUSY_LOOPS) $(MAKE) --no-print-directory $(if $(PART),test-part,test)
 
 test-part: setup $(OPENMPI)/installed $(SIMGRID)/tried

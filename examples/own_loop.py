@@ -26,7 +26,9 @@ for step in range(100):
     check = retiling.step()
     if check is not None and check.moved is not None and comm.rank == 0:
         print(check.decision)
-    if step % 20 == 19 and comm.rank == 0:
-        print(f"step {step + 1}: loss {loss.item():.4f} on rank 0's samples")
+    if step % 20 == 19:
+        whole = model.global_loss(loss)  # of all samples, on all ranks: what a schedule may look at; loss is of this rank's
+        if comm.rank == 0:
+            print(f"step {step + 1}: loss {whole:.4f}")
 
 save_model(model, "model.safetensors", force=True)  # the whole weights: all ranks call it, rank 0 writes

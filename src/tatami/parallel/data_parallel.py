@@ -27,6 +27,7 @@ from tatami.functions.structure import with_tensors
 from tatami.inputs import check_at_least
 from tatami.parallel.buckets import BUCKET_BYTES, BucketSet, check_wire, lay_buckets
 from tatami.parallel.linear_gradients import LinearGradients
+from tatami.parallel.same_steps import StepWatch
 from tatami.parallel.speed_shares import SpeedShares
 from tatami.parallel.synchronizing import broadcast_model, is_finite, refuse_not_finite
 
@@ -92,6 +93,7 @@ class DataParallel(nn.Module):
         if not named:
             raise InputError("no parameter of this network requires gradients; there is nothing to train")
         self._comm = comm.duplicate()
+        self._steps = StepWatch(self._comm, self._parameters_here)
         options = {
             "reduction": reduction,
             "speeds": self._shares.speeds,
@@ -122,7 +124,7 @@ class DataParallel(nn.Module):
 
         Raises:
             InputError: no such tensor, an output without a tensor that needs gradients, or a frozen parameter that was
-                replaced.
+                replaced; on all ranks, now and then, optimizers that do not step alike.
             TrainingError: the backward pass before this one was broken off.
         """
         if not torch.is_grad_enabled():
@@ -136,6 +138,7 @@ class DataParallel(nn.Module):
                 raise InputError(
                     f"{name} was frozen when DataParallel was made, and its gradient is not summed; make another DataParallel"
                 )
+        self._steps.begin_pass()
         weight: _Weight | None = None
         if self._reduction == "mean" and self._comm.size > 1:
             weight = _Weight(self._comm, num_samples(args, kwargs))

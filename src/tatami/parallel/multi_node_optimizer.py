@@ -23,6 +23,7 @@ from tatami.comm.agreement import debugging
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.parallel.buckets import BUCKET_BYTES, BucketSet, check_wire, lay_buckets
+from tatami.parallel.same_steps import StepWatch
 from tatami.parallel.synchronizing import broadcast_model, check_finite, check_same_tensors
 
 
@@ -79,6 +80,8 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
         if model is not None:
             broadcast_model(model, self._comm)
         self._groups: list[_Group] = []
+        self._parameters: list[nn.Parameter] = []
+        self._steps = StepWatch(self._comm, self._parameters)
         self._rebind()
         self._add([each for group in optimizer.param_groups for each in group["params"]])
 
@@ -96,7 +99,8 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
             num_samples: of this rank; with `weighted`, and only then.
 
         Raises:
-            InputError: samples not given, or given in vain; a closure together with double buffering; a sparse gradient.
+            InputError: samples not given, or given in vain; a closure together with double buffering; a sparse gradient; on all
+                ranks, now and then, learning rates or other settings that differ.
             NotFiniteError: in debug mode (see `tatami.functions.debug`), a gradient that is NaN or infinite; says where.
             CommTimeoutError, RankDiedError: a rank did not come.
         """
@@ -172,11 +176,12 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
         self.state = self.optimizer.state
 
     def _add(self, parameters: Sequence[nn.Parameter]) -> None:
-        known = sum(len(group.parameters) for group in self._groups)
+        known = len(self._parameters)
         names = [self._names.get(id(each), f"parameter {number}") for number, each in enumerate(parameters, start=known)]
         check_same_tensors(self._comm, dict(zip(names, parameters, strict=True)), where="MultiNodeOptimizer")
         for each in parameters:
             self._comm.bcast(each)
+        self._parameters.extend(parameters)
         self._groups.append(self._make(names, parameters))
 
     def _weight(self, num_samples: int | None) -> float:
@@ -189,6 +194,7 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
 
     def _average(self, weight: float) -> None:
         self._num_steps += 1
+        self._steps.begin_pass()
         if debugging():
             names = [name for group in self._groups for name in group.names]
             check_finite(self._comm, names, [each for group in self._groups for each in group.parameters], step=self._num_steps)

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import CommTimeoutError, InputError, ModelError, TrainingError
+from tatami.parallel.same_steps import steps_of, watch_steps
 from tatami.tiled.batch import cut_batch, on_device, samples_of, tensors_of
 from tatami.tiled.blocks import Blocks, workload_of
 from tatami.tiled.carrying import units_of
@@ -144,6 +145,7 @@ class TiledModel(nn.Module):
         self.norms = WholeNorms(comm, holders=lambda: self._columns()[0], phases=phases)
         register(self)
         watch_optimizers()
+        watch_steps()
         if not self._is_alone:
             watch_norms()
             watch_scalers()
@@ -205,7 +207,7 @@ class TiledModel(nn.Module):
 
         Raises:
             InputError: the input has another number of samples than `local` gave this rank; or, now and then and on all ranks,
-                the ranks were given different batches.
+                the ranks were given different batches, or their optimizers do not step alike.
             ModelError: the network returns objects in which its tensors cannot be found.
             CommTimeoutError: other ranks do not call it.
         """
@@ -231,7 +233,8 @@ class TiledModel(nn.Module):
         if self.comm.size > 1:
             if self._watch.is_due:
                 with self.phases.during(IterationPhase.HORIZONTAL):
-                    self._watch.compare()
+                    # A rank that has joined has made fewer steps.
+                    self._watch.compare(() if self.comm.changes else steps_of(self._sums.parameters))
             self._watch.end_pass()
         self.phases.enter(IterationPhase.FORWARD)
         if self._is_alone:
@@ -289,6 +292,34 @@ class TiledModel(nn.Module):
             for grad in grads:
                 grad.mul_(scale)
         return norm
+
+    def global_loss(self, loss: torch.Tensor) -> float:
+        """The loss over the global batch, in a loop of your own, where `loss` is over this rank's samples. Collective.
+
+        What schedules and early stopping look at: the loss of a rank's own samples is another one on every rank.
+
+        Args:
+            loss: of shape (), over this rank's samples of the last batch; after its backward pass.
+
+        Returns:
+            The mean, or the sum, over all samples; the same on all ranks.
+
+        Raises:
+            InputError: on all ranks: the loss has a term of weights that are not whole here; or the model does not know its
+                reduction.
+        """
+        if self._reduction is None:
+            raise InputError("say what the loss does with the samples: tatami.tile(..., reduction='mean'), or 'sum'")
+        self.beside.refuse("global_loss", is_sum=self._reduction == "sum")
+        samples, here = self._rank.samples, self._rank.mine.size
+        share = 1.0 if self._reduction == "sum" else here / samples if samples else 0.0
+        total = torch.zeros(1, dtype=torch.float64, device="cpu")
+        if here and self._rank.speaks:
+            total += loss.item() * share
+        if self.comm.size > 1:
+            with self.phases.during(IterationPhase.HORIZONTAL):
+                self.comm.allreduce(total)
+        return total.item()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """This rank's part of the weights, as `state_dict` gives it.

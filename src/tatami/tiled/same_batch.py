@@ -1,6 +1,6 @@
 """Whether all ranks train on the same global batch. Each cuts its own samples out of it, so nothing else would notice.
 
-Three looks, by what they cost:
+Three looks, by what they cost, the second one at their optimizers, too:
 
 - the number of samples in every step: it rides on the messages between columns, which travel anyway;
 - some numbers of the batch, of ranks that compute the same samples, in the 1st, 2nd, 4th, 8th ... and every 64th pass: a
@@ -21,8 +21,8 @@ import torch
 from tatami.comm.agreement import debugging
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
+from tatami.parallel.same_steps import StepNumbers, is_due, refuse_other_steps
 
-EVERY = 64
 _NUMBERS = 16
 """So many numbers of a tensor are looked at, spread over it."""
 _TOLERANCE = 1e-3
@@ -63,11 +63,13 @@ class BatchNumbers:
         samples: how many it has.
         tensors: without them, only the number of samples is known.
         autocast: the dtype in which the pass over it is computed; None: that of the weights.
+        steps: of the optimizers, so far.
     """
 
     samples: int
     tensors: tuple[TensorNumbers, ...] = ()
     autocast: str | None = None
+    steps: tuple[StepNumbers, ...] = ()
 
 
 def numbers_of(samples: int, tensors: Sequence[torch.Tensor], *, whole: bool) -> BatchNumbers:
@@ -89,7 +91,7 @@ def compare(
 
     Raises:
         InputError: on all ranks; names those that have another number of samples than rank 0, or other samples than the first
-            rank of their column; or one that computes in another dtype.
+            rank of their column; or one that computes in another dtype, or whose optimizer steps otherwise.
     """
     if comm.size == 1:
         return
@@ -103,6 +105,7 @@ def compare(
         raise InputError(
             f"rank 0 computes in {dtypes[0]}, rank {other} in {dtypes[other]}. All ranks must enter torch.autocast alike"
         )
+    refuse_other_steps([each.steps for each in told])
     groups = [range(comm.size)] if everywhere else columns
     strange = {
         rank: members[0]
@@ -144,15 +147,15 @@ class BatchWatch:
             self._last = numbers_of(samples, tensors, whole=self._whole)
             self._everywhere = everywhere
 
-    def compare(self) -> None:
-        """Compare the batch of the pass that begins. Collective.
+    def compare(self, steps: tuple[StepNumbers, ...] = ()) -> None:
+        """Compare the batch of the pass that begins, and what the optimizers have done so far. Collective.
 
         Raises:
             InputError: as the function `compare`.
         """
         everywhere = self._whole or self._everywhere
         compare(
-            replace(self._last, autocast=_autocast()),
+            replace(self._last, autocast=_autocast(), steps=steps),
             self._comm,
             columns=self._columns(),
             everywhere=everywhere,
@@ -163,7 +166,7 @@ class BatchWatch:
         """The pass is under way; what is announced from now on is of the next one."""
         self._num_passes += 1
         number = self._num_passes + 1
-        self.is_due = self._whole or number % EVERY == 0 or number & (number - 1) == 0
+        self.is_due = self._whole or is_due(number)
 
 
 def _autocast() -> str | None:

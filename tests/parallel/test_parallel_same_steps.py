@@ -1,0 +1,180 @@
+"""Ranks whose optimizers step otherwise than those of others are told so, by name: by data parallelism, and of tiled models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from drawing import one_at_a_time
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError
+from tatami.parallel import DataParallel, MultiNodeOptimizer
+from tatami.parallel.same_steps import EVERY, StepNumbers, is_due, refuse_other_steps
+from tatami.testing.worlds import World
+from tiled_rig import simple_layout, tiled
+
+SAMPLES = 12
+mse: Any = F.mse_loss  # as torch has no type for `backward`
+Step = Callable[[], float]
+"""One step of training on this rank; returns the loss of this rank's samples."""
+
+
+@one_at_a_time
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(SAMPLES, width, generator=generator, dtype=torch.float64) for width in (4, 3))
+    return x, y
+
+
+def data_parallel(comm: AbstractCommunicator) -> tuple[Step, torch.optim.Optimizer]:
+    model = DataParallel(network(), comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = model.local(*samples())
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return float(loss.item())
+
+    return step, optimizer
+
+
+def multi_node_optimizer(comm: AbstractCommunicator) -> tuple[Step, torch.optim.Optimizer]:
+    model = network()
+    optimizer = MultiNodeOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), comm, model=model)
+    x, y = (tensor[comm.rank :: comm.size] for tensor in samples())
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return float(loss.item())
+
+    return step, optimizer
+
+
+def tiles(comm: AbstractCommunicator) -> tuple[Step, torch.optim.Optimizer]:
+    columns = [[0, 1], *([rank] for rank in range(2, comm.size))] if comm.size > 2 else [[rank] for rank in range(comm.size)]
+    model = tiled(network(), comm, layout=simple_layout(*columns), batch_size=SAMPLES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> float:
+        x, y = model.local(*samples())
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return float(loss.item())
+
+    return step, optimizer
+
+
+WAYS = [data_parallel, multi_node_optimizer, tiles]
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_learning_rate_by_the_loss_of_a_rank_is_found(world: World, way: Any) -> None:
+    last = world.size - 1
+
+    def body(comm: AbstractCommunicator) -> int:
+        step, optimizer = way(comm)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        told = rf"lr of SGD is 0\.05 on rank {last}, 0\.1 on rank 0"
+        for number in range(EVERY):
+            if number == 4:
+                schedule.step(0.0)
+                schedule.step(1.0 if comm.rank == last else -1.0)  # the last rank's has risen
+            if number == 7:
+                with pytest.raises(InputError, match=told):
+                    step()
+                return number
+            step()
+        return EVERY
+
+    assert world(body) == [7] * world.size
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_that_a_rank_leaves_out_is_found(world: World, way: Any) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        step, optimizer = way(comm)
+        name = "step" if not isinstance(optimizer, MultiNodeOptimizer) else "optimizer.step"
+        owner = optimizer if name == "step" else optimizer.optimizer
+        for number in range(3):
+            if comm.rank == 1 and number == 1:
+                owner.step, original = (lambda: None), owner.step
+                step()
+                owner.step = original
+            else:
+                step()
+        with pytest.raises(InputError, match="SGD has made 2 steps on rank 1, SGD 3 on rank 0"):
+            step()
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_step_alike_go_on(world: World, way: Any) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        step, optimizer = way(comm)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+        for _ in range(9):
+            step()
+            schedule.step()
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_global_loss_is_that_of_the_plain_run(world: World, reduction: Any) -> None:
+    x, y = samples()
+    expected = float(mse(network()(x), y, reduction="none").mean(1).sum() / (SAMPLES if reduction == "mean" else 1))
+
+    def body(comm: AbstractCommunicator) -> float:
+        columns = [[0, 1], *([rank] for rank in range(2, comm.size))] if comm.size > 1 else [[0]]
+        model = tiled(network(), comm, layout=simple_layout(*columns), batch_size=SAMPLES, reduction=reduction)
+        here_x, here_y = model.local(x, y)
+        each = mse(model(here_x), here_y, reduction="none").mean(1)
+        loss = each.mean() if reduction == "mean" else each.sum()
+        loss.backward()
+        return model.global_loss(loss)
+
+    told = world(body)
+    assert len(set(told)) == 1
+    assert told[0] == pytest.approx(expected, rel=1e-12)
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=3), st.integers(0, 3), st.floats(2e-6, 1.0))
+def test_any_other_number_is_found_and_rounding_is_none(numbers: list[float], steps: int, by: float) -> None:
+    def told(factor: float, *, steps: int = steps) -> tuple[StepNumbers, ...]:
+        settings = ({"lr": (numbers[0],), "betas": (*numbers[1:], numbers[-1] * factor)},)
+        return (StepNumbers(name="Adam", steps=steps, settings=settings),)
+
+    refuse_other_steps([told(1.0), told(1.0 + 1e-9), ()] if steps == 0 else [told(1.0), told(1.0 + 1e-9)])
+    with pytest.raises(InputError, match=r"betas of Adam is .* on rank 2"):
+        refuse_other_steps([told(1.0), told(1.0), told(1.0 + by)])
+    with pytest.raises(InputError, match=f"Adam has made {steps + 1} steps on rank 1, Adam {steps} on rank 0"):
+        refuse_other_steps([told(1.0), told(1.0, steps=steps + 1)])
+
+
+def test_ranks_compare_in_few_passes() -> None:
+    assert [number for number in range(1, 200) if is_due(number)] == [1, 2, 4, 8, 16, 32, 64, 128, 192]
