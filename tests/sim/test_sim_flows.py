@@ -21,7 +21,8 @@ from tatami.sim.stage import Stage, play
 
 def flow(lanes: Sequence[Lane], *, latency_s: float = 1.0, size_bytes: float = 1.0, most_bytes_per_s: float = 1e9) -> Flow:
     most = min([most_bytes_per_s, *(lane.bandwidth_bytes_per_s for lane in lanes)])
-    return Flow(what=None, path=LinkPath(latency_s=latency_s, lanes=tuple(lanes), most_bytes_per_s=most), left_bytes=size_bytes)
+    path = LinkPath(latency_s=latency_s, lanes=tuple(lanes), most_bytes_per_s=most, weight=1 / latency_s)
+    return Flow(what=None, path=path, left_bytes=size_bytes)
 
 
 @st.composite

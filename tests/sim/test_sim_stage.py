@@ -91,6 +91,62 @@ def test_transfers_inside_a_machine_have_the_link_to_themselves() -> None:
     assert found.bytes_moved == sum(size_bytes for _, _, size_bytes in inside + across)
 
 
+def probed_machines() -> Cluster:
+    """Three machines, between which latencies were measured: 1 ms and 9 ms."""
+    processors = tuple(Processor(name=f"p{rank}", speed=10.0, host=host) for rank, host in enumerate("abc"))
+    links = {("a", "b"): 1e-3, ("a", "c"): 9e-3, ("b", "c"): 1e-3}
+    return Cluster(
+        processors=processors,
+        local=Link(bandwidth_bytes_per_s=300 * MB, latency_s=0.0),
+        network=Link(bandwidth_bytes_per_s=100 * MB, latency_s=1e-3),
+        links={hosts: Link(bandwidth_bytes_per_s=100 * MB, latency_s=latency_s) for hosts, latency_s in links.items()},
+    )
+
+
+@needs_simgrid
+@pytest.mark.parametrize("meet_few", [False, True])
+def test_what_was_measured_to_be_nearer_gets_no_more_of_a_link(meet_few: bool) -> None:
+    """Both leave a, which has 100 MB/s: 0.8 MB of the first are gone when the other begins, and then each has a half."""
+    sends = ((0, 1, 50 * MB), (0, 2, 50 * MB))
+    platform = ClusterPlatform(cluster=probed_machines())
+    found = call(ends, Transfers(platform=platform, sends=sends, waits=(0.5,), meet_few=meet_few))
+    first_s = 9e-3 + 2 * (50 - 0.8) / 100
+    assert found.times[("send", 0)] == pytest.approx(first_s, rel=1e-8)
+    assert found.times[("send", 1)] == pytest.approx(first_s + 0.8 / 100, rel=1e-8)
+    assert found.times[("wait", 0)] == pytest.approx(0.5, rel=1e-8)
+    assert found.bytes_moved == 100 * MB
+
+
+@needs_simgrid
+def test_a_transfer_between_probed_machines_can_be_broken_off() -> None:
+    assert call(_broken_off_late, ClusterPlatform(cluster=probed_machines())) == pytest.approx(
+        [5 * MB, 0.0], rel=1e-6, abs=1e-3
+    )
+
+
+def _broken_off_late(platform: AbstractPlatform) -> list[float]:
+    """Bytes moved by two transfers: one broken off after 5 of 50 MB, one while its latency lasts."""
+    moved: list[float] = []
+
+    def act(stage: Stage) -> Callable[[], list[float]]:
+        def one(number: int) -> None:
+            before, at_s = stage.bytes_moved, (1e-3 + 5 / 100, 5e-4)[number]
+            going = stage.send(0, 1, size_bytes=50 * MB, then=lambda: moved.append(-1.0))
+
+            def broken() -> None:
+                stage.cancel(going)
+                moved.append(stage.bytes_moved - before)
+                if number == 0:
+                    one(1)
+
+            stage.after(at_s, broken)
+
+        one(0)
+        return lambda: moved
+
+    return play(platform, act)
+
+
 @needs_simgrid
 def test_a_transfer_inside_a_machine_can_be_broken_off() -> None:
     found, expected = (call(_broken_off, kind(cluster=two_machines())) for kind in (ClusterPlatform, LeftToSimGrid))

@@ -209,6 +209,21 @@ def test_what_calls_cost_processors_is_priced_as_it_is_simulated(layout: Layout)
 
 
 @needs_simgrid
+@pytest.mark.parametrize("layout", [grid(1, 2), grid(2, 1), grid(2, 2)])
+@pytest.mark.parametrize("kind", [ClusterPlatform, PlayedByEvents])
+def test_waiting_for_noisy_ranks_is_priced_as_it_is_simulated(layout: Layout, kind: type[ClusterPlatform]) -> None:
+    """The watcher's clocks have no part in it: each rank computes as long as alone."""
+    quiet = cluster_of([1.0] * len(layout.processors))
+    noisy = replace(quiet, processors=tuple(replace(each, spread=0.2) for each in quiet.processors))
+    cost = AlphaBetaCost(flop_per_s=100 * MFLOP).price(layout, cluster=noisy, workload=NETTALK)
+    speeds = list(quiet.speeds.values())
+    alone, found = (rehearsed(job(speeds, layout=layout, cluster=each, platform=kind(cluster=each))) for each in (quiet, noisy))
+    assert found.total_s == pytest.approx(cost.total, rel=1e-6)
+    assert found.total_s > 1.03 * alone.total_s
+    assert found.compute_s[0] == pytest.approx(alone.compute_s[0])
+
+
+@needs_simgrid
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_columns_over_several_hosts_sum_directly(ranks: int) -> None:
     """Two give each other all they have; more complete a part each, in two phases of 1/k from everyone to everyone."""

@@ -6,6 +6,7 @@ transfers meet few others, as in a fat tree that each rank sends one message int
 
 Bandwidth is max-min fair. The rates of transfers rise together, each in proportion to its weight, until a link is full; those
 that pass it keep their rate, and the others go on. A transfer weighs 1 / latency: of two on one link, the nearer gets more.
+Where latencies were measured (`AbstractPlatform.shares_evenly`), all weigh the same.
 """
 
 from __future__ import annotations
@@ -41,18 +42,21 @@ class LinkPath:
         latency_s: before the first byte moves.
         lanes: the links that others may share.
         most_bytes_per_s: the least bandwidth of all.
+        weight: of a transfer that goes this way, beside others.
     """
 
     latency_s: float
     lanes: tuple[Lane, ...]
     most_bytes_per_s: float
+    weight: float = 1.0
 
 
 class LinkPaths:
-    """The ways that SimGrid's hosts have, each asked for once."""
+    """The ways that SimGrid's hosts have, each asked for once; `evenly`: all transfers weigh the same."""
 
-    def __init__(self, hosts: Sequence[Any]) -> None:
+    def __init__(self, hosts: Sequence[Any], *, evenly: bool) -> None:
         self._hosts = hosts
+        self._evenly = evenly
         self._fat = simgrid().Link.SharingPolicy.FATPIPE
         self._lanes: dict[Any, Lane] = {}
         self._known: dict[tuple[int, int], LinkPath] = {}
@@ -63,7 +67,8 @@ class LinkPaths:
             links, latency_s = self._hosts[source].route_to(self._hosts[target])
             lanes = tuple(self._lane(link) for link in links if link.get_sharing_policy() != self._fat)
             most = min(link.bandwidth for link in links)
-            self._known[source, target] = LinkPath(latency_s=latency_s, lanes=lanes, most_bytes_per_s=most)
+            weight = 1 / latency_s if latency_s and not self._evenly else 1.0
+            self._known[source, target] = LinkPath(latency_s=latency_s, lanes=lanes, most_bytes_per_s=most, weight=weight)
         return self._known[source, target]
 
     def _lane(self, link: Any) -> Lane:
@@ -90,7 +95,7 @@ class Flow:
     @property
     def weight(self) -> float:
         """Its share beside others."""
-        return 1 / self.path.latency_s if self.path.latency_s else 1.0
+        return self.path.weight
 
     def left_at(self, now_s: float) -> float:
         """Bytes that have not moved by then."""

@@ -83,7 +83,7 @@ class Stage:
         self._timers: list[_Timer] = []
         self._flows = Flows() if meet_few else None
         self._dividing: Going | None = None
-        self._paths = LinkPaths(hosts)
+        self._paths = LinkPaths(hosts, evenly=platform.shares_evenly)
 
     @property
     def now_s(self) -> float:
@@ -102,6 +102,8 @@ class Stage:
             return going
         if self._flows is not None and source != target:
             return self._flow(self._flows, self._paths.of(source, target), whole_bytes, then)
+        if self._platform.shares_evenly and source != target:
+            return self._late(source, target, whole_bytes, then)
         self._catch_up()
         return self._start(self._simgrid.Comm.sendto_async(self.hosts[source], self.hosts[target], whole_bytes), then)
 
@@ -191,6 +193,20 @@ class Stage:
         self._now_s, self._is_ahead = max(self._now_s, until_s), True
         return self._due()
 
+    def _late(self, source: int, target: int, size_bytes: int, then: Then) -> Going:
+        """A transfer whose latency is a timer: SimGrid is told of none, for it would share links out by latencies."""
+        going = Going(number=next(self._numbers), then=then, stop=lambda: size_bytes)
+
+        def begin() -> None:
+            if not going.ended:
+                going.stop = None
+                self._catch_up()
+                going.activity = self._simgrid.Comm.sendto_async(self.hosts[source], self.hosts[target], size_bytes)
+                self._waiting.add(going.activity, going)
+
+        self.at(self._now_s + self._paths.of(source, target).latency_s, begin)
+        return going
+
     # -- transfers that are divided here ------------------------------------------------------------------------------
 
     def _flow(self, flows: Flows, path: LinkPath, size_bytes: int, then: Then) -> Going:
@@ -247,7 +263,8 @@ def built() -> AbstractPlatform | None:
 def build(platform: AbstractPlatform) -> tuple[Any, list[Any]]:
     """SimGrid's engine with this platform, and its hosts; a process can have one platform only."""
     if platform != built():
-        engine = simgrid().Engine(["tatami", "--log=root.fmt:%m%n", *platform.fabric.arguments])
+        late = ["--cfg=network/latency-factor:0"] if platform.shares_evenly else []
+        engine = simgrid().Engine(["tatami", "--log=root.fmt:%m%n", *platform.fabric.arguments, *late])
         _built[:] = [(platform, engine, platform.build(engine))]
     _, engine, hosts = _built[0]
     return engine, hosts

@@ -121,6 +121,11 @@ class AbstractPlatform(ABC):
         return None
 
     @property
+    def shares_evenly(self) -> bool:
+        """Whether transfers that meet on a link get equal parts of it. With SimGrid's models, the nearer gets more."""
+        return False
+
+    @property
     def meet_few(self) -> bool:
         """Whether transfers share their links with few others where each host has a few, and links are as in `sim.flows`."""
         return False

@@ -67,6 +67,11 @@ class ClusterPlatform(AbstractPlatform):
         return self.unshared(0, 1) if self.cluster.size > 1 and len(self._machines) == 1 else None
 
     @property
+    def shares_evenly(self) -> bool:
+        """Where latencies were measured pair by pair: that one is 4 us and another 40 us is chance, as far as shares go."""
+        return self._is_plain and bool(self._pairs)
+
+    @property
     def meet_few(self) -> bool:
         return self._is_plain
 

@@ -14,6 +14,7 @@ from tatami.collective import Schedule
 from tatami.sim.allreduce import NATIVES, MessageRounds, expand, rounds_of
 from tatami.sim.tiling.work import NO_STARTUP, Startup, Work, work_of
 from tatami.tiling import PlannedSum, SumKind, Tiling, traffic_of
+from tatami.tiling.compute import scatter
 from tatami.tiling.summing import transfer_rates
 from tatami.workload import Workload
 
@@ -75,6 +76,7 @@ class Floor:
         works: of each rank that has a tile, as the controller counts them.
         gradients: the sums across columns.
         across: those of them that begin when the backward pass is done, one after the other.
+        waits: for the slowest of noisy ranks, as a part of what each computes; that of `AlphaBetaCost`.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Floor:
         self.legs: dict[int, tuple[Leg, ...]] = dict.fromkeys(self.names, ())
         self.update_flop: dict[int, float] = dict.fromkeys(self.names, 0.0)
         self.works: dict[int, float] = {}
+        self.waits = scatter([each for each in cluster.processors if each.name in placed])
         for column, sums in zip(tiling.columns, self.traffic.columns, strict=True):
             samples = column[0].samples.size
             ready = [self._ready(each) for each in sums]

@@ -127,10 +127,10 @@ class Iteration:
             self._last.pop(rank)()
 
     def _stretch(self, work_flop: float, then: Callable[[float], None], rank: int) -> None:
-        """Compute; a timer, since processors are not shared, and thousands of them are cheap."""
+        """Compute, and wait for the slowest; a timer, since processors are not shared, and thousands of them are cheap."""
         begin_s = self._stage.now_s + self._ahead_s
         spent_s = self._speeds.finish_s(self._floor.names[rank], work_flop=work_flop, begin_s=begin_s) - begin_s
-        self._stage.after(spent_s, lambda: then(spent_s))
+        self._stage.after(spent_s * (1 + self._floor.waits), lambda: then(spent_s))
 
     def _sums(self, rank: int, sums: Sequence[FloorSum], number: int, then: Then) -> None:
         """Take part in sums, one after the other."""

@@ -63,8 +63,8 @@ class UnsharedIteration:
             self._now_s.update(self._done_s(each, self._now_s))
         for rank, times in self.times.items():
             gradients_s = max(self._now_s[rank], *(done_s[rank] for done_s in there if rank in done_s), backward_s[rank])
-            times.horizontal_s = gradients_s - backward_s[rank]
             times.update_s = self._spent_s(rank, self._floor.update_flop[rank], gradients_s)
+            times.horizontal_s = gradients_s - backward_s[rank] + times.update_s * self._floor.waits
 
     def _legs(self) -> list[tuple[FloorSum, dict[int, float]]]:
         """Forward and backward pass; the sums of gradients that leave meanwhile, and when each rank comes to them."""
@@ -73,7 +73,7 @@ class UnsharedIteration:
             legs = {rank: legs[number] for rank, legs in self._floor.legs.items() if number < len(legs)}
             for rank, leg in legs.items():
                 spent_s = self._spent_s(rank, leg.flop, self._now_s[rank])
-                self._now_s[rank] += spent_s
+                self._now_s[rank] += spent_s * (1 + self._floor.waits)
                 if leg.backward:
                     self.times[rank].backward_s += spent_s
                 else:
