@@ -19,9 +19,10 @@ from paper.setting import ORACLE, RIVALS, EvaluationJob, SlowTrace, method, pape
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.probe import measure_links, measure_message_costs, without_messages
+from tatami.comm.probe import MessageCost, measure_links, measure_message_costs, without_messages
 from tatami.report import EfficiencyRound, efficiency
 from tatami.tiled.measure import measure_sample_flop, measure_speeds
+from tatami.tiled.overheads import measure_overheads
 from tatami.tiling import AlphaBetaCost, Layout, with_speeds
 from tatami.tiling.speeds import at_paces
 from tatami.workload import Workload, net_workload, parse_net
@@ -66,7 +67,7 @@ class Measuring:
             self._make(ORACLE).run(_WARM_UP)
             for trace in job.traces:
                 # What the machine has for the lab drifts, and a lab runs for many minutes.
-                self.cluster = replace(self.cluster, processors=self._processors())
+                self.cluster = replace(self.cluster, processors=self._processors(measure_message_costs(self._comm)))
                 for name in trace.contestants:
                     self._traced(name, trace)
             return
@@ -85,27 +86,30 @@ class Measuring:
         comm = self._comm
         sample_flop = measure_sample_flop(self._task.workload, comm, repeats=3, repeat_s=_REPEAT_S)
         self._task = replace(self._task, workload=replace(self._task.workload, sample_flop=sample_flop))
-        processors = self._processors()
+        costs = measure_message_costs(comm)
+        processors = self._processors(costs)
         size_bytes = round(_PROBE_S / 2 * self._job.bandwidth_bytes_per_s)
         links = measure_links(comm, small_repeats=15, large_repeats=3, large_bytes=size_bytes)
-        links = without_messages(links, comm.hosts, [each.message_s for each in processors])
+        links = without_messages(links, comm.hosts, [each.message_s for each in costs])
         slowest = min(links.values(), key=lambda link: link.bandwidth_bytes_per_s)
         return Cluster(processors=processors, network=slowest, links=links)
 
-    def _processors(self) -> tuple[Processor, ...]:
+    def _processors(self, costs: Sequence[MessageCost]) -> tuple[Processor, ...]:
         """The machines at the speeds that they have now."""
         speeds = measure_speeds(self._task.workload, self._comm, repeat_s=_REPEAT_S)
-        costs = measure_message_costs(self._comm)
+        own = measure_overheads(self._comm)
         return tuple(
             Processor(
                 name=f"p{rank}",
                 speed=speed.flop_per_s,
                 spread=speed.spread,
                 host=host,
-                message_s=cost.message_s,
+                message_s=each.message_s,
+                call_s=each.call_s,
+                step_s=each.step_s,
                 copy_bytes_per_s=cost.copy_bytes_per_s,
             )
-            for rank, (speed, cost, host) in enumerate(zip(speeds, costs, self._comm.hosts, strict=True))
+            for rank, (speed, cost, each, host) in enumerate(zip(speeds, costs, own, self._comm.hosts, strict=True))
         )
 
     def _serial(self, least_s: float) -> list[float]:

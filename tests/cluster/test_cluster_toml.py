@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import tempfile
@@ -24,6 +25,9 @@ LINKS = st.builds(
 )
 
 
+COSTS = st.just(0.0) | st.floats(1e-9, 1e3)
+
+
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
     hosts = draw(st.lists(NAMES, min_size=1, max_size=4, unique=True))
@@ -35,6 +39,10 @@ def clusters(draw: st.DrawFn) -> Cluster:
             host=draw(st.sampled_from(hosts)),
             memory_bytes=draw(st.none() | st.integers(1, 2**50)),
             spread=draw(st.none() | st.floats(0, 10)),
+            message_s=draw(COSTS),
+            copy_bytes_per_s=draw(st.just(math.inf) | st.floats(1e-3, 1e15)),
+            call_s=draw(COSTS),
+            step_s=draw(COSTS),
         )
         for name in names
     )

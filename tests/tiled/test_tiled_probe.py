@@ -63,13 +63,14 @@ class Machine:
 def test_a_slowed_rank_is_measured_as_slow(world: World) -> None:
     def body(comm: AbstractCommunicator) -> Cluster:
         machine = Machine(1.0 + 19.0 * comm.rank)
-        return probe(WORKLOAD, comm, repeats=3, clock=machine, pace=machine)
+        return probe(WORKLOAD, comm, repeats=3, clock=machine, pace=machine, cpu_s=lambda: machine.used_s)
 
     fast, slow = world(body)[0].processors
     assert slow.speed == pytest.approx(fast.speed / 20, rel=1e-3)  # figures are rounded
     assert (slow.spread, fast.spread) == (0.0, 0.0)
-    # An iteration of four blocks takes 1 s: five times what a block and the iteration itself take.
-    assert (fast.call_s, slow.call_s) == pytest.approx((0.2, 4.0), rel=1e-3)
+    # However many blocks it has, and whatever it sends, an iteration takes 1 s.
+    assert (fast.step_s, slow.step_s) == pytest.approx((1.0, 20.0), rel=1e-3)
+    assert [(each.call_s, each.message_s) for each in (fast, slow)] == [(0.0, 0.0)] * 2
 
 
 @pytest.mark.ranks(2, 3, 4)

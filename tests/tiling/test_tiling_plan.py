@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -214,8 +215,10 @@ def test_who_is_left_out_makes_an_iteration_shorter(cores: list[float], samples:
 
 
 def test_a_slower_machine_is_slower_at_messages() -> None:
-    cluster = odd_pile(0.1, 0.4)
+    measured = odd_pile(0.1, 0.4)
+    cluster = replace(measured, processors=tuple(replace(each, call_s=1e-3, step_s=5e-3) for each in measured.processors))
     slowed = at_paces(cluster, {"p0": 0.25, "p1": 1.0})
+    assert (slowed.by_name["p0"].call_s, slowed.by_name["p0"].step_s) == pytest.approx((4e-3, 20e-3))
     assert slowed.by_name["p1"] == cluster.by_name["p1"]
     assert slowed.by_name["p0"].message_s == pytest.approx(4 * cluster.by_name["p0"].message_s)
     assert slowed.by_name["p0"].copy_bytes_per_s == pytest.approx(cluster.by_name["p0"].copy_bytes_per_s / 4)

@@ -86,6 +86,7 @@ def _processors(cluster: Cluster) -> Table:
             "spread": "" if processor.spread is None else f"{100 * processor.spread:.0f} %",
             "message": format_duration(processor.message_s, digits=2) if processor.message_s else "",
             "call": format_duration(processor.call_s, digits=2) if processor.call_s else "",
+            "step": format_duration(processor.step_s, digits=2) if processor.step_s else "",
             "memory": "" if processor.memory_bytes is None else format_size(processor.memory_bytes, digits=3),
         }
         for processor in cluster.processors
@@ -121,6 +122,7 @@ def _record(cluster: Cluster) -> dict[str, Any]:
                 "spread": processor.spread,
                 "message_s": processor.message_s,
                 "call_s": processor.call_s,
+                "step_s": processor.step_s,
                 "copy_bytes_per_s": processor.copy_bytes_per_s if processor.copy_bytes_per_s < math.inf else None,
                 "memory_bytes": processor.memory_bytes,
             }

@@ -36,8 +36,9 @@ class Processor:
         message_s: what it spends on sending a message, and as much on receiving one: CPU time over its share of a core. On a
             tenth of a core that is milliseconds. 0 where nothing was measured.
         copy_bytes_per_s: at which it takes bytes into messages and out of them; infinite where nothing was measured.
-        call_s: what it spends on each block of a network in an iteration, and once more, however small its tile is: the calls
-            of forward pass, backward pass and update. On a tenth of a core that is milliseconds. 0 where nothing was measured.
+        call_s: what it spends on each block of a network in an iteration, however small its tile is: the calls of forward pass,
+            backward pass and update. On a tenth of a core that is milliseconds. 0 where nothing was measured.
+        step_s: the same of an iteration, however few blocks it has.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Processor:
     message_s: float = 0.0
     copy_bytes_per_s: float = math.inf
     call_s: float = 0.0
+    step_s: float = 0.0
     memory: InitVar[str | None] = None
 
     def __post_init__(self, memory: str | None) -> None:
@@ -57,7 +59,7 @@ class Processor:
             object.__setattr__(self, "memory_bytes", parse_size(memory))
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             raise ClusterError(f"the memory of processor {self.name!r} must be > 0 bytes, not {self.memory_bytes}")
-        for name, seconds in (("message_s", self.message_s), ("call_s", self.call_s)):
+        for name, seconds in (("message_s", self.message_s), ("call_s", self.call_s), ("step_s", self.step_s)):
             if not 0 <= seconds <= LARGEST_LATENCY_S:
                 raise ClusterError(f"{name} of processor {self.name!r} must be from 0 to a day, not {seconds}")
         if not self.copy_bytes_per_s > 0:
@@ -197,8 +199,8 @@ class Cluster:
 
     @cached_property
     def calls_known(self) -> bool:
-        """Whether it was measured what blocks cost however small they are."""
-        return any(processor.call_s for processor in self.processors)
+        """Whether it was measured what blocks and iterations cost however small they are."""
+        return any(processor.call_s or processor.step_s for processor in self.processors)
 
     def plain_speeds(self, what: str) -> tuple[float, ...]:
         """The speeds in the order of the ranks, for `what`, which can only use numbers.

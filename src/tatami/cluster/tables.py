@@ -51,6 +51,7 @@ class ProcessorTable:
     message: float | None = None
     copy: float | None = None
     call: float | None = None
+    step: float | None = None
     host: str = "localhost"
     memory: int | None = None
     count: int | None = None
@@ -66,6 +67,7 @@ class ProcessorTable:
                 message_s=self.message or 0.0,
                 copy_bytes_per_s=self.copy or math.inf,
                 call_s=self.call or 0.0,
+                step_s=self.step or 0.0,
                 host=host,
                 memory_bytes=self.memory,
             )
@@ -104,7 +106,7 @@ def _converter() -> cattrs.Converter:
     name, latency, memory, bandwidth = read_by(name_of), read_by(parse_duration), read_by(_memory), read_by(bandwidth_of)
     link = {"bandwidth": bandwidth, "latency": latency}
     processor = {"name": name, "host": name, "speed": read_by(_speed), "spread": read_by(_spread), "count": read_by(count_of)}
-    processor |= {"message": latency, "call": latency, "copy": bandwidth, "memory": memory}
+    processor |= {"message": latency, "call": latency, "step": latency, "copy": bandwidth, "memory": memory}
     for table, of in ((LinkTable, link), (HostsLinkTable, link | {"hosts": read_by(_hosts)}), (ProcessorTable, processor)):
         converter.register_structure_hook(table, table_hook(table, converter, **of))
     lists = {"processors": list_hook(ProcessorTable, converter), "links": list_hook(HostsLinkTable, converter)}

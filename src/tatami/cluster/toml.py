@@ -16,6 +16,7 @@ spread = 0.02                             # of the measured speed, relative; may
 message = "30 us"                         # what a message costs it, sent or received; may be left out
 copy = "20 Gbit/s"                        # at which it copies into messages and out of them; may be left out
 call = "0.4 ms"                           # what a block of a network costs it, however small its tile is; may be left out
+step = "2 ms"                             # the same of an iteration, however few blocks it has; may be left out
 host = "cpu{i}"                           # cpu0 ... cpu3; "localhost" where it is left out
 memory = "24 GiB"                         # may be left out
 count = 4                                 # may be left out
@@ -97,6 +98,8 @@ def cluster_toml(cluster: Cluster) -> str:
             lines.append(f"copy = {_text(format_bandwidth(processor.copy_bytes_per_s))}")
         if processor.call_s:
             lines.append(f"call = {_text(format_duration(processor.call_s))}")
+        if processor.step_s:
+            lines.append(f"step = {_text(format_duration(processor.step_s))}")
         lines.append(f"host = {_text(processor.host)}")
         if processor.memory_bytes is not None:
             lines.append(f"memory = {_text(format_size(processor.memory_bytes))}")

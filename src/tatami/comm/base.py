@@ -115,6 +115,12 @@ class AbstractCommunicator(ABC):
         assert isinstance(other, type(self)), f"{type(self).__name__}.split made a {type(other).__name__}"
         return other
 
+    def wait_rarely(self) -> None:  # noqa: B027 -- nothing is to be done where waits block
+        """From now on, and in parts made later on, look so rarely for what has come that looking costs next to no CPU time.
+
+        For measurements of CPU time.
+        """
+
     @cached_property
     def _attached(self) -> dict[type, Any]:
         return {}

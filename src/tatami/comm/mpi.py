@@ -29,6 +29,7 @@ from tatami.comm.wait import Waiting, wait_policy, wait_until
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow, check_window
 from tatami.errors import CommError, InputError
 
+_RARE_S = 0.5e-3
 _OWN_TAG = MAX_TAG + 1
 """The tag of exchanges inside collectives."""
 
@@ -196,6 +197,9 @@ class MpiCommunicator(AbstractMpiCommunicator):
     def gave_up(self) -> None:
         """Transfers on this communicator will not come to their end."""
         self._gave_up = True
+
+    def wait_rarely(self) -> None:
+        self.policy = replace(self.policy, spin_s=0.0, first_sleep_s=_RARE_S, longest_sleep_s=_RARE_S)
 
     @property
     def roll_call(self) -> AbstractRollCall | None:

@@ -10,7 +10,7 @@ from itertools import combinations
 
 import torch
 
-from tatami.clock import Clock, SystemClock
+from tatami.clock import NO_PACE, Clock, Pace, SystemClock
 from tatami.cluster import Link
 from tatami.comm.base import AbstractCommunicator
 
@@ -109,6 +109,7 @@ _SMALL_BURST, _LARGE_BURST = 16, 8
 """Long messages cost twice as much for a byte as those that are sent at once and buffered, and gradients are long. So many of
 them cross 100 Mbit/s while the ranks sleep."""
 _TRAVEL_S = 0.05
+_SPINS = 1000
 _SPIN_S = 0.25
 """More than two periods of a container's quota."""
 
@@ -146,7 +147,7 @@ def measure_message_costs(
     if comm.size == 1:
         return [MessageCost(message_s=0.0, copy_bytes_per_s=float("inf"), core_share=1.0)]
     comm.barrier()
-    share = _core_share(clock=clock, cpu_s=cpu_s)
+    share = core_share(clock=clock, cpu_s=cpu_s)
     small_s, large_s = (
         statistics.median(_burst_s(comm, size_bytes, burst, clock=clock, cpu_s=cpu_s) for _ in range(repeats + 1))
         for size_bytes, burst in ((_SMALL_BYTES, _SMALL_BURST), (_LARGE_BYTES, _LARGE_BURST))
@@ -172,9 +173,19 @@ def _burst_s(comm: AbstractCommunicator, size_bytes: int, burst: int, *, clock: 
     return (spent_s + cpu_s() - start_s) / (2 * burst)
 
 
-def _core_share(*, clock: Clock, cpu_s: Callable[[], float]) -> float:
-    """CPU seconds that a rank gets in a second in which it wants all."""
+def core_share(*, clock: Clock, cpu_s: Callable[[], float], pace: Pace = NO_PACE) -> float:
+    """CPU seconds that a rank gets in a second in which it wants all.
+
+    Args:
+        clock: of the wall.
+        cpu_s: the CPU time of this rank so far.
+        pace: of a rank that is slowed down, see `tatami.clock`.
+    """
     start_s, start_cpu_s = clock.now_s(), cpu_s()
     while (spent_s := clock.now_s() - start_s) < _SPIN_S:
-        pass  # The loop itself is the measurement: it wants a whole core, and CPU time says how much it got.
+        # The loop itself is the measurement: it wants a whole core, and CPU time says how much it got.
+        pace.begin()
+        for _ in range(_SPINS):
+            pass
+        pace.end()
     return min(1.0, max(0.01, (cpu_s() - start_cpu_s) / spent_s))

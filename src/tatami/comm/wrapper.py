@@ -86,6 +86,9 @@ class WrappedCommunicator(AbstractCommunicator):
         self._before("use_device")
         return self.inner.use_device(device)
 
+    def wait_rarely(self) -> None:
+        self.inner.wait_rarely()
+
     @property
     def device(self) -> torch.device | None:
         return self.inner.device

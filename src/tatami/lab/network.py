@@ -18,9 +18,14 @@ from tatami.lab.plan import NETWORK, SWITCH, Host, switch_address
 
 MTU_BYTES = 9000
 """Jumbo frames: headers are 0.7 % of a rate instead of 4 %, so payload arrives at the rate that was asked for."""
-_BURST_S = 1e-3
-_SMALLEST_BURST_BYTES = 65536
-"""One packet as TCP hands it over: with less, nothing passes at its full size."""
+_BURST_S = 1e-4
+_SMALLEST_BURST_BYTES = 1600
+"""A link that was idle lets so much through at once, and the packet that is then on its way; a wire would not. 64 KiB of
+each are 10 ms of 100 Mbit/s, in which all gradients of a small network crossed for nothing."""
+_PACKET_S = 2.5e-4
+_LARGEST_PACKET_BYTES = 65536
+"""So TCP must not hand over its packets of 64 KiB on slow links. On fast ones smaller packets would cost CPU time that network
+cards save."""
 _QUANTUM_BYTES = 60000
 _NETWORK_CLASS = 1
 _FIRST_EXCEPTION = 2
@@ -91,7 +96,7 @@ class Network:
             call(*command)
 
     def change_rate(self, wire: ShapedDevice) -> None:
-        """Give a device that has its queues other rates; nothing that is in them is lost."""
+        """Give a device that has its queues other rates, its packets stay as they are; nothing that is in them is lost."""
         for command in rate_commands(wire, verb="change"):
             call(*command)
 
@@ -117,7 +122,10 @@ def shaping_commands(wire: ShapedDevice, *, delays: bool) -> list[list[str]]:
     A latency is split between the two ends of a cable that a message passes: half where it leaves, half where it arrives.
     """
     tc, at = ["tc", "-n", wire.namespace], ["dev", wire.device]
-    commands = [[*tc, "qdisc", "add", *at, "root", "handle", "1:", "htb", "default", str(_NETWORK_CLASS)]]
+    fastest_bytes_per_s = max(link.bandwidth_bytes_per_s for _, link in _classes(wire))
+    packet = min(_LARGEST_PACKET_BYTES, max(MTU_BYTES, round(fastest_bytes_per_s * _PACKET_S)))
+    commands = [["ip", "-n", wire.namespace, "link", "set", wire.device, "gso_max_size", str(packet)]]
+    commands.append([*tc, "qdisc", "add", *at, "root", "handle", "1:", "htb", "default", str(_NETWORK_CLASS)])
     commands += rate_commands(wire, verb="add")
     for number, (index, _) in enumerate(wire.exceptions.items(), start=_FIRST_EXCEPTION):
         address = f"{NETWORK[index + 1]}/32"

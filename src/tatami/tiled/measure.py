@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,6 @@ from torch.utils import _pytree as pytree
 from tatami.clock import NO_PACE, Clock, Pace, SystemClock
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.probe import measure_links, measure_message_costs, without_messages
 from tatami.tiled.following.sample import Sample
 from tatami.tiled.following.unchanged import unchanged
 from tatami.tiled.stopwatch import stopwatch_of
@@ -34,10 +32,6 @@ _FEW = 8
 """A tile of few units has this part of all."""
 _WARM_UP_S = 0.3
 """So long a device works before it is timed: its libraries choose their kernels, and its clock rises."""
-_MESSAGE_REPEATS = 3
-_SMALL_REPEATS, _LARGE_REPEATS, _LINK_BYTES = 9, 3, 128 * 1024
-_MOST_LINKS = 8
-"""Of many hosts not all links are looked at: those of neighbours in the order of their names."""
 _CPU = torch.device("cpu")
 
 
@@ -142,28 +136,6 @@ def at_hosts(cluster: Cluster, comm: AbstractCommunicator) -> Cluster:
         return cluster
     pairs = zip(cluster.processors, comm.hosts, strict=True)
     return replace(cluster, processors=tuple(replace(each, host=host) for each, host in pairs))
-
-
-def measure_messages(cluster: Cluster, comm: AbstractCommunicator) -> Cluster:
-    """`cluster` with what messages cost its processors, and with the slowest of some links between its hosts. Collective.
-
-    It takes a second or two; `tatami probe` takes longer and measures each link. Within one host there is nothing to measure
-    that a plan would depend on.
-    """
-    hosts = sorted(set(comm.hosts))
-    if len(hosts) == 1:
-        return cluster
-    costs = measure_message_costs(comm, repeats=_MESSAGE_REPEATS)
-    around = [tuple(sorted(pair)) for pair in zip(hosts, [*hosts[1:], hosts[0]], strict=True)]
-    some = {(one, other) for one, other in around[:: math.ceil(len(around) / _MOST_LINKS)]}
-    links = measure_links(comm, small_repeats=_SMALL_REPEATS, large_repeats=_LARGE_REPEATS, large_bytes=_LINK_BYTES, pairs=some)
-    wires = without_messages(links, comm.hosts, [cost.message_s for cost in costs])
-    processors = (
-        replace(each, message_s=cost.message_s, copy_bytes_per_s=cost.copy_bytes_per_s)
-        for each, cost in zip(cluster.processors, costs, strict=True)
-    )
-    slowest = min(wires.values(), key=lambda link: link.bandwidth_bytes_per_s)
-    return replace(cluster, processors=tuple(processors), network=slowest)
 
 
 def measure_sample_flop(

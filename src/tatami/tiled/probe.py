@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import nn
 
-from tatami.clock import NO_PACE, Clock, Pace, SystemClock
+from tatami.clock import NO_PACE, Clock, Pace
 from tatami.cluster import Cluster, Link, Processor
 from tatami.cluster.cluster import LOCAL_LINK, NETWORK_LINK
 from tatami.cluster.cores import base_here, memory_here
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.probe import measure_links, measure_message_costs, without_messages
-from tatami.comm.threads import single_communicator
 from tatami.tiled.devices import settle_devices, with_memory
 from tatami.tiled.measure import measure_speeds
-from tatami.tiled.tile import tile
+from tatami.tiled.overheads import measure_overheads
 from tatami.workload import Workload
 
 _MIB = 1024 * 1024
@@ -33,6 +31,7 @@ def probe(
     device: torch.device | str = "cpu",
     clock: Clock | None = None,
     pace: Pace = NO_PACE,
+    cpu_s: Callable[[], float] = time.thread_time,
 ) -> Cluster:
     """The cluster that the ranks of `comm` make up: the same on every rank. Collective.
 
@@ -45,12 +44,13 @@ def probe(
         repeats: timings to take the median of.
         device: of this rank, see `tatami.tile`; the memory of a card is its processor's.
         clock, pace: see `tatami.clock`.
+        cpu_s: the CPU time of this rank so far.
     """
     here = settle_devices(comm, device)
     speeds = measure_speeds(workload, comm, repeats=repeats, repeat_s=_REPEAT_S, device=here, clock=clock, pace=pace)
     costs = measure_message_costs(comm)
     # Of a card, its host's; the calls are not timed on the device.
-    calls_s = measure_calls(comm, clock=clock, pace=pace)
+    own = measure_overheads(comm, clock=clock, pace=pace, cpu_s=cpu_s)
     told: list[tuple[int, int]] = comm.allgather_object((memory_here() // comm.local_size, base_here()))
     base_bytes = {host: max(base for (_, base), at in zip(told, comm.hosts, strict=True) if at == host) for host in comm.hosts}
     memory_bytes = [max(_MIB, share - base_bytes[host]) for (share, _), host in zip(told, comm.hosts, strict=True)]
@@ -59,14 +59,15 @@ def probe(
             name=f"p{rank}",
             speed=_rounded(speed.flop_per_s, digits=4),
             spread=_rounded(speed.spread, digits=2),
-            message_s=_rounded(cost.message_s, digits=3),
+            message_s=_rounded(overheads.message_s, digits=3),
             copy_bytes_per_s=_rounded_bandwidth(cost.copy_bytes_per_s),
-            call_s=_rounded(call_s, digits=3),
+            call_s=_rounded(overheads.call_s, digits=3),
+            step_s=_rounded(overheads.step_s, digits=3),
             host=host,
             memory_bytes=memory // _MIB * _MIB,
         )
-        for rank, (speed, cost, call_s, host, memory) in enumerate(
-            zip(speeds, costs, calls_s, comm.hosts, memory_bytes, strict=True)
+        for rank, (speed, cost, overheads, host, memory) in enumerate(
+            zip(speeds, costs, own, comm.hosts, memory_bytes, strict=True)
         )
     )
     messages_s = [cost.message_s for cost in costs]
@@ -101,51 +102,3 @@ def _rounded_link(link: Link) -> Link:
 
 def _rounded(value: float, *, digits: int) -> float:
     return float(f"{value:.{digits}g}")
-
-
-_BLOCKS = 4
-_SAMPLES = 2
-_ITERATIONS = 20
-
-
-def measure_calls(
-    comm: AbstractCommunicator, *, repeats: int = 5, clock: Clock | None = None, pace: Pace = NO_PACE
-) -> list[float]:
-    """Seconds for each block of an iteration, and once more (`Processor.call_s`); the same list on all ranks. Collective.
-
-    Timed on all ranks at once, on a perceptron of a few blocks that is so small that it computes nothing.
-
-    Args:
-        comm: the ranks.
-        repeats: timings to take the median of; one more, which warms up, is not counted.
-        clock, pace: see `tatami.clock`.
-    """
-    clock = clock or SystemClock()
-    layers = [layer for _ in range(_BLOCKS) for layer in (_linear(), nn.Sigmoid(), _linear())]
-    comm.barrier()  # ranks may be threads of one process, all of which torch.fx disturbs while it traces
-    alone = single_communicator(timeout_s=60.0)
-    model = tile(nn.Sequential(*layers), alone, batch_size=_SAMPLES, speeds="equal", reduction="mean", quiet=True)
-    comm.barrier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    inputs, outputs = (torch.zeros(_SAMPLES, 2, dtype=torch.float32, device="cpu") for _ in range(2))
-    timings = []
-    for _ in range(repeats + 1):
-        start_s = clock.now_s()
-        for _ in range(_ITERATIONS):
-            pace.begin()
-            x, y = model.local(inputs, outputs)
-            optimizer.zero_grad()
-            torch.autograd.backward(nn.functional.mse_loss(model(x), y))
-            optimizer.step()
-            pace.end()
-        timings.append((clock.now_s() - start_s) / _ITERATIONS)
-    model.close()
-    return list(comm.allgather_object(statistics.median(timings[1:]) / (_BLOCKS + 1)))
-
-
-def _linear() -> nn.Module:
-    """Of zeros: weights that are drawn would change what the user's program draws next."""
-    layer = nn.Linear(2, 2, dtype=torch.float32, device="meta").to_empty(device="cpu")
-    for parameter in layer.parameters():
-        nn.init.zeros_(parameter)
-    return layer

@@ -27,8 +27,9 @@ from tatami.tiled.following.sample import Sample
 from tatami.tiled.following.unchanged import copy_of
 from tatami.tiled.local_draws import LocalDraws
 from tatami.tiled.losses import LossReduction, check_reduction
-from tatami.tiled.measure import at_hosts, measure_messages, measure_network_speeds, measure_speeds
+from tatami.tiled.measure import at_hosts, measure_network_speeds, measure_speeds
 from tatami.tiled.model import TiledModel
+from tatami.tiled.overheads import measure_messages
 from tatami.tiled.phases import phases_of
 from tatami.tiling import DEFAULT_PLANNER, Layout, Plan, plan
 from tatami.tiling.cost import AbstractCost

@@ -16,7 +16,7 @@ import numpy as np
 
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
-from tatami.tiling.compute import compute_time, scatter
+from tatami.tiling.compute import calls_s, compute_time, scatter
 from tatami.tiling.cost import AbstractCost, Cost
 from tatami.tiling.layout import Column, Layout
 from tatami.tiling.links import LinkGroup, SlowestLink
@@ -54,7 +54,7 @@ class AlphaBetaCost(AbstractCost):
       done by then counts.
 
     Beside the wire, messages cost the processors that send and receive them (`Processor.message_s`), and bytes their copying;
-    beside the flop, a block costs its calls (`Processor.call_s`).
+    beside the flop, blocks and iterations cost their calls (`Processor.call_s`, `Processor.step_s`).
 
     Members of a collective go at the pace of the slowest link among them; members of one host use its local link.
 
@@ -97,7 +97,9 @@ class AlphaBetaCost(AbstractCost):
 
     def _compute_s(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> float:
         scale = self.scale(cluster)
-        calls = {each.name: each.call_s * scale for each in cluster.processors} if cluster.calls_known else None
+        blocks = len(workload.blocks)
+        known = cluster.calls_known
+        calls = {each.name: calls_s(each, blocks=blocks) * scale for each in cluster.processors} if known else None
         return compute_time(layout, speeds=cluster.speeds, workload=workload, calls=calls) / scale
 
     def scale(self, cluster: Cluster) -> float:

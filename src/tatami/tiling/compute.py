@@ -56,18 +56,23 @@ def _deviation(processors: Sequence[Processor]) -> float | None:
     return fmean(spreads) / _RANGE if spreads else None
 
 
+def calls_s(processor: Processor, *, blocks: int) -> float:
+    """What the calls of an iteration over so many blocks cost a processor, however small its tiles are."""
+    return processor.step_s + blocks * processor.call_s
+
+
 def compute_time(
     layout: Layout, *, speeds: Mapping[str, float], workload: Workload, calls: Mapping[str, float] | None = None
 ) -> float:
     """Of the column that takes longest: flop over speed, that of the tile's size where it depends on it.
 
     Args:
-        calls: of each processor, what a block takes however small its tile is, and the iteration once more; in the same unit.
+        calls: of each processor, what the calls of an iteration take however small its tile is; in the same unit.
     """
     if SpeedTable in set(map(type, speeds.values())):
         speeds = at_sizes(speeds, tile_flop(layout, workload=workload))
     widths = np.array(layout.sample_shares(workload.samples))
     times = workload.samples * widths * column_flop_times(layout, speeds=speeds, workload=workload)
     if calls:
-        times += [(len(workload.blocks) + 1) * max(map(calls.__getitem__, column.processors)) for column in layout.columns]
+        times += [max(map(calls.__getitem__, column.processors)) for column in layout.columns]
     return float(times.max())

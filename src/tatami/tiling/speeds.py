@@ -63,6 +63,7 @@ def at_paces(cluster: Cluster, paces: Mapping[str, float]) -> Cluster:
             message_s=min(each.message_s / pace, LARGEST_LATENCY_S),
             copy_bytes_per_s=each.copy_bytes_per_s * pace,
             call_s=min(each.call_s / pace, LARGEST_LATENCY_S),
+            step_s=min(each.step_s / pace, LARGEST_LATENCY_S),
         )
         for each, pace in ((each, paces[each.name]) for each in cluster.processors)
     )

@@ -14,7 +14,7 @@ from tatami.collective import Schedule
 from tatami.sim.allreduce import NATIVES, MessageRounds, expand, rounds_of
 from tatami.sim.tiling.work import NO_STARTUP, Startup, Work, work_of
 from tatami.tiling import PlannedSum, SumKind, Tiling, traffic_of
-from tatami.tiling.compute import scatter
+from tatami.tiling.compute import calls_s, scatter
 from tatami.tiling.summing import transfer_rates
 from tatami.workload import Workload
 
@@ -123,7 +123,7 @@ class Floor:
             for name in (tile.processor for tile in column):
                 tiles = [each.by_processor[name] for each in tilings]
                 speed = (speeds or {}).get(name, 1.0)
-                own = _with_calls(startup, cluster.by_name[name].call_s, blocks=len(tiles), speed=speed)
+                own = _with_calls(startup, calls_s(cluster.by_name[name], blocks=len(tiles)), blocks=len(tiles), speed=speed)
                 work = work_of(tiles, samples=samples, workload=workload, startup=own)
                 work = _at_its_size(work, speed=speed)
                 rank = self._rank_of[name]
@@ -150,9 +150,9 @@ class Floor:
         )
 
 
-def _with_calls(startup: Startup, call_s: float, *, blocks: int, speed: float) -> Startup:
-    """With the calls of every block, and those of the iteration shared out among them, as flop at this speed."""
-    each = call_s * (blocks + 1) / max(blocks, 1)
+def _with_calls(startup: Startup, seconds: float, *, blocks: int, speed: float) -> Startup:
+    """With the calls of an iteration shared out among the blocks, as flop at this speed."""
+    each = seconds / max(blocks, 1)
     return replace(startup, tile_flop=startup.tile_flop + each * float(speed)) if each else startup
 
 
