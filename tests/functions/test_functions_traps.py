@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 import torch
 
 from tatami import functions
 from tatami.comm import AbstractCommunicator
+from tatami.errors import CommTimeoutError
+from tatami.functions import channel
 from tatami.testing.worlds import World
 
 
@@ -298,3 +303,40 @@ def test_backward_to_some_inputs_visits_all_the_same(world: World) -> None:
         return None
 
     assert world(body)[0] == 12
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.threads_only
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_rank_that_has_done_its_part_may_end_while_others_wait(
+    world: World, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """Rank 0 waits for rank 1 so long that it looks at what the others say, when rank 2 has ended already."""
+    monkeypatch.setattr(channel, "REPORT_AFTER_S", 0.02)
+
+    def body(comm: Any) -> float | None:
+        if not answers and comm.rank == 0:
+            comm.timeout_s = 1.0
+        if comm.rank == 0:
+            x = scalar(2)
+            functions.send(x, comm, dest=1)
+            if answers:
+                functions.backward()
+                return grad_of(x)
+            with pytest.raises(CommTimeoutError, match=r"By then rank 2 had ended\."):
+                functions.backward()
+            return None
+        if comm.rank == 1:
+            functions.send(functions.recv(comm, source=0) ** 2, comm, dest=2)
+            while 2 not in comm.world.ended:
+                time.sleep(0.01)
+            time.sleep(0.2)
+            if answers:
+                functions.backward()
+            else:
+                time.sleep(3.0)
+            return None
+        (functions.recv(comm, source=1) ** 2).backward()
+        return None
+
+    assert world(body)[0] == (4 * 2**3 if answers else None)

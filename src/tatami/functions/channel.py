@@ -14,8 +14,9 @@ import torch
 from tatami.clock import Clock, SystemClock
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.checked import as_bytes
+from tatami.comm.roll_call import format_ranks
 from tatami.comm.wait import WaitPolicy, wait_until
-from tatami.errors import CommError, CommTimeoutError
+from tatami.errors import CommError, CommTimeoutError, RankDiedError
 from tatami.functions.chain import chains_of
 from tatami.functions.inbox import Inbox, Key, ReceivedMessage
 from tatami.functions.memory import Memory
@@ -222,11 +223,16 @@ class Channel:
             return message
         self._tell_all(MessageKind.REPORT, describe(peer, self.clock.now_s() - start_s))
         came: list[ReceivedMessage] = []
+        ended: set[int] = set()
 
         def has_come() -> bool:
             for other in self._peers:
-                if other != peer:
-                    self._progress(other)
+                if other != peer and other not in ended:
+                    # One that has done its part may end before this wait does. Where it died, `peer` does not come either.
+                    try:
+                        self._progress(other)
+                    except RankDiedError:
+                        ended.add(other)
             self._outbox.clear()
             message = self._come(peer, key)
             if message is not None:
@@ -235,7 +241,8 @@ class Channel:
 
         if wait_until(has_come, policy=self.policy, timeout_s=timeout_s - first_s, clock=self.clock) is not None:
             waited_s = self.clock.now_s() - start_s
-            self.fail(self.peer_reports.diagnosis(describe(peer, waited_s), waited_s), timeout=True)
+            gone = f" By then {format_ranks(sorted(ended))} had ended." if ended else ""
+            self.fail(self.peer_reports.diagnosis(describe(peer, waited_s), waited_s) + gone, timeout=True)
         self._tell_all(MessageKind.REPORT, "")
         return came[0]
 
