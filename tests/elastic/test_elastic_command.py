@@ -42,7 +42,7 @@ if comm.rank == 1 and not os.path.exists("dead"):
 def elastic_run(folder: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(script)
     command = [sys.executable, "-m", "tatami", "run", "--elastic", "-n", "2", "--report", "report.json", *options, "script.py"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=800, check=False)
 
 
 def test_a_rank_that_dies_before_the_loop_is_told_of_and_the_script_may_end_by_exit(tmp_path: Path) -> None:
