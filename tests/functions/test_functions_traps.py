@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from tatami import functions
+from tatami.clock import SystemClock
 from tatami.comm import AbstractCommunicator
-from tatami.errors import CommTimeoutError
+from tatami.errors import CommTimeoutError, RankDiedError
 from tatami.functions import channel
+from tatami.functions.outbox import Outbox, Unsent
 from tatami.testing.worlds import World
 
 
@@ -340,3 +342,21 @@ def test_a_rank_that_has_done_its_part_may_end_while_others_wait(
         return None
 
     assert world(body)[0] == (4 * 2**3 if answers else None)
+
+
+@pytest.mark.parametrize("is_report", [True, False])
+def test_only_a_report_may_be_left_by_a_rank_that_has_ended(is_report: bool) -> None:
+    def ended() -> bool:
+        raise RankDiedError("rank 1 ended without taking part", rank=1)
+
+    outbox = Outbox([], rank=0, policy=channel.POLITE, clock=SystemClock())
+    chunk: Any = None
+    for test in (ended, lambda: True):
+        outbox.add(Unsent([test], chunk, (), [], "send", is_report=is_report))
+    if is_report:
+        outbox.clear()
+        assert outbox.num_unsent == 0
+        return
+    with pytest.raises(RankDiedError):
+        outbox.clear()
+    assert outbox.num_unsent == 2

@@ -103,7 +103,7 @@ class Channel:
         write(chunk, (kind, operation, tag, chain, number, serial), label, tensors)
         test = self._wire.send(chunk, peer, label.used_bytes)
         if label.all_fit:
-            self._outbox.add(Unsent([test], chunk, (), [], name))
+            self._outbox.add(Unsent([test], chunk, (), [], name, is_report=kind >= REPORT))
         else:
             follow = following(label, tensors)
             tests = [test, *(self._wire.send_memory(each, peer) for each in follow)]

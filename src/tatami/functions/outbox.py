@@ -10,7 +10,7 @@ import torch
 
 from tatami.clock import Clock
 from tatami.comm.wait import WaitPolicy
-from tatami.errors import InputError
+from tatami.errors import InputError, RankDiedError
 from tatami.functions.wire import Chunk, Test, wait_closely
 
 LINGER_S = 1e-3
@@ -31,6 +31,7 @@ class Unsent:
         chunk: its first part.
         tensors: what is sent from where it lies, with the versions they had.
         operation: for messages.
+        is_report: whether nothing depends on it: a rank that has done its part ends without it.
     """
 
     tests: list[Test]
@@ -38,6 +39,7 @@ class Unsent:
     tensors: Sequence[torch.Tensor]
     versions: list[int]
     operation: str
+    is_report: bool = False
 
 
 class Outbox:
@@ -82,9 +84,19 @@ class Outbox:
 
         Raises:
             InputError: a tensor was changed before it had left.
+            RankDiedError: a rank has ended without what it was sent.
         """
-        while self._unsent and all(test() for test in self._unsent[0].tests):
-            done = self._unsent.popleft()
+        while self._unsent:
+            done = self._unsent[0]
+            try:
+                if not all(test() for test in done.tests):
+                    return
+            except RankDiedError:
+                if not done.is_report:
+                    raise
+                self._unsent.popleft()
+                continue
+            self._unsent.popleft()
             if len(self._free) < MOST_FREE:
                 self._free.append(done.chunk)
             if done.tensors and done.versions != [tensor._version for tensor in done.tensors]:
