@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from tatami.errors import ModelError
 from tatami.tiled import find_blocks, workload_of
@@ -145,3 +147,22 @@ def test_the_first_pair_needs_no_input_gradient_and_half_precision_travels_in_si
     workload = workload_of(model.bfloat16(), find_blocks(model), samples=3)
     assert [each.backward_elements for each in workload.blocks] == [0, 4]
     assert workload.element_bytes == 4
+
+
+class AnotherThreadMeanwhile(Layers):
+    """While its forward pass is followed, another thread computes with modules of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        other = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+        said: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda: said.append(other(torch.ones(1, 2))))
+        thread.start()
+        thread.join()
+        assert len(said) == 1  # an error here, and the pair is not found
+        assert not isinstance(said[0], fx.Proxy)
+        result: torch.Tensor = self.b(torch.relu(self.a(x)))
+        return result
+
+
+def test_other_threads_compute_with_their_modules_while_a_network_is_followed() -> None:
+    assert find_pairs(AnotherThreadMeanwhile()) == (pair("a", "b"),)

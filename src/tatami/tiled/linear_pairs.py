@@ -10,8 +10,10 @@ import contextlib
 import itertools
 import operator
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,12 +68,30 @@ class Traced:
     written: tuple[str, ...] = ()
 
 
+class _OwnThread(fx.Tracer):
+    """Follows the thread that it is made in. torch.fx patches `nn.Module` for all: what other threads call is left as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+
 def traced(model: nn.Module) -> Traced:
     """The forward pass of `model`, which stays as it is."""
     graph = None
     with kept(model):
         with contextlib.suppress(Exception):
-            graph = fx.Tracer().trace(model)
+            graph = _OwnThread().trace(model)
         held: list[tuple[str, object]] = list(model.named_buffers())
         written = {name for name, value in held if isinstance(value, fx.Proxy)}
     buffers = {name for name, _ in model.named_buffers()}

@@ -141,13 +141,10 @@ def measure_messages(cluster: Cluster, comm: AbstractCommunicator) -> Cluster:
 def small_model(comm: AbstractCommunicator, layout: Layout, *, blocks: int) -> TiledModel:
     """A perceptron of two units and two samples for each rank, laid like this. Collective."""
     whole = nn.Sequential(*(layer for _ in range(blocks) for layer in (_linear(comm.size), nn.Sigmoid(), _linear(comm.size))))
-    comm.barrier()  # ranks may be threads of one process, all of which torch.fx disturbs while it traces
-    found = find_blocks(whole, sample=None, random="plain")
-    comm.barrier()
     return TiledModel(
         whole,
         comm.duplicate(),
-        found=found,
+        found=find_blocks(whole, sample=None, random="plain"),
         layout=layout,
         cluster=at_hosts(Cluster.from_speeds([1.0] * comm.size), comm),
         speeds_known=True,
