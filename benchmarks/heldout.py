@@ -19,7 +19,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +34,7 @@ from tatami.sim.platforms import ClusterPlatform
 from tatami.sim.processes import Runs
 from tatami.sim.tiling import TilingJob, rehearse
 from tatami.tiling import AlphaBetaCost, Layout
-from tatami.workload import Workload, net_workload
+from tatami.workload import as_probed, net_workload
 
 RESULTS = Path(__file__).parent / "results"
 _FOUND = "heldout-found.json"
@@ -60,11 +59,11 @@ def measure(bed: HeldOutBed, *, timeout_s: float = 1800.0) -> dict[str, Any]:
 def judged(lab: Mapping[str, Any], runs: Runs) -> Iterator[dict[str, Any]]:
     """A record for each tiling of one lab: measured, planned and simulated."""
     bed = lab["bed"]
-    workload: Workload = replace(net_workload(bed["net"], samples=bed["samples"]), sample_flop=lab["sample_flop"])
     with tempfile.TemporaryDirectory(prefix="tatami-heldout-") as folder:
         file = Path(folder) / "cluster.toml"
         file.write_text(lab["cluster"], encoding="utf-8")
         cluster: Cluster = read_cluster(file)
+    workload = as_probed(net_workload(bed["net"], samples=bed["samples"]), cluster)
     layouts = [Layout.from_json(json.dumps(each["layout"])) for each in lab["tilings"]]
     platform = ClusterPlatform(cluster=cluster)
     jobs = [

@@ -20,7 +20,7 @@ from tatami.cluster import Cluster, Link, Processor
 from tatami.cluster.toml import cluster_toml
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.detect import init
-from tatami.tiled import measure_sample_flop, tile
+from tatami.tiled import tile
 from tatami.tiled.probe import probe
 from tatami.tiling import Column, Layout
 from tatami.workload import net_workload, parse_net
@@ -125,8 +125,7 @@ def found_by(bed: HeldOutBed, comm: AbstractCommunicator) -> dict[str, Any]:
     """Probe, then measure blocks of iterations of all tilings in turn. Collective; the same on every rank."""
     workload = net_workload(bed.net, samples=bed.samples)
     task = make_task(parse_net(bed.net), samples=bed.samples, workload=workload, seed=0)
-    sample_flop = measure_sample_flop(workload, comm)
-    cluster = probe(replace(workload, sample_flop=sample_flop), comm)  # so that speeds are of the same work
+    cluster = probe(workload, comm, net=bed.net)
     layouts, clock = drawn_layouts(bed), SystemClock()
     steps = [_step(layout, cluster, task, comm) for layout in layouts]
     block_s: list[list[float]] = [[] for _ in layouts]
@@ -145,7 +144,6 @@ def found_by(bed: HeldOutBed, comm: AbstractCommunicator) -> dict[str, Any]:
     everywhere = comm.allgather_object(block_s)
     return {
         "cluster": cluster_toml(cluster),
-        "sample_flop": sample_flop,
         "tilings": [
             {
                 "layout": layout.to_dict(),

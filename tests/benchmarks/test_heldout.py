@@ -45,7 +45,7 @@ def test_ranks_measure_all_tilings_in_turn(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         found = found_by(bed, comm)
         assert [len(each["rounds_s"]) for each in found["tilings"]] == [bed.rounds] * 2
-        assert "message = " in found["cluster"]
-        assert found["cluster"].count("call = ") == 2
+        assert found["cluster"].count("speed = ") == 2
+        assert 'net = "8-16-4"' in found["cluster"]
 
     world(body)

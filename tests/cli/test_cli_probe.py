@@ -26,6 +26,7 @@ def test_it_writes_a_cluster_that_plan_reads(tmp_path: Path) -> None:
         assert processor.spread is not None
         assert processor.memory_bytes is not None
         assert f"{processor.name} " in result.stdout
+    assert list(cluster.sample_flop) == ["20-16-5"]
     planned = CliRunner().invoke(app, ["plan", str(file), "--planner", "weighted", "--json"])
     assert json.loads(planned.stdout)[0]["columns"] == [["p0"], ["p1"], ["p2"]]
 

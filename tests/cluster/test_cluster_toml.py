@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import tatami.cluster.toml
 from tatami.cluster import LOCAL_LINK, NETWORK_LINK, Cluster, Link, Processor, cluster_toml, read_cluster, write_cluster
-from tatami.cluster.tables import ClusterFile, HostsLinkTable, ProcessorTable
+from tatami.cluster.tables import ClusterFile, HostsLinkTable, NetworkTable, ProcessorTable
 from tatami.errors import ClusterError, OutputExistsError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster.toml"
@@ -49,7 +49,11 @@ def clusters(draw: st.DrawFn) -> Cluster:
     used = st.sampled_from(sorted({processor.host for processor in processors}))
     pairs = st.tuples(used, used).map(lambda pair: (min(pair), max(pair)))
     return Cluster(
-        processors=processors, local=draw(LINKS), network=draw(LINKS), links=draw(st.dictionaries(pairs, LINKS, max_size=3))
+        processors=processors,
+        local=draw(LINKS),
+        network=draw(LINKS),
+        links=draw(st.dictionaries(pairs, LINKS, max_size=3)),
+        sample_flop=draw(st.dictionaries(st.sampled_from(["203-80-26", "4-8-16-2"]), st.floats(0, 1e9))),
     )
 
 
@@ -137,6 +141,15 @@ def test_all_faults_at_once_each_with_its_path() -> None:
         [[links]]
         hosts = ["h"]
         latency = 1
+        [[networks]]
+        net = "203-80"
+        sample = -1
+        [[networks]]
+        net = "203-80-26"
+        sample = "37 kflop"
+        [[networks]]
+        net = "203-80-26"
+        sample = "38 kflop"
         """
     )
     starts = [
@@ -155,6 +168,9 @@ def test_all_faults_at_once_each_with_its_path() -> None:
         "links[0].hosts[0]: no processor is on 'localhos'; did you mean localhost?",
         "links[1].bandwidth: is missing",
         "links[1].hosts: must be a list of 2 host names",
+        "networks[0].net: must be the sizes of a network, such as 203-80-26, not '203-80'",
+        "networks[0].sample: must be >= 0, not -1",
+        "networks[2].net: '203-80-26' is there already",
         "netwrk: unknown key; did you mean network?",
     ]
     for start in starts:
@@ -282,4 +298,5 @@ def test_the_example_explains_every_key_and_can_be_read() -> None:
     assert read_cluster(example).size == 6
     for text in (example.read_text(encoding="utf-8"), tatami.cluster.toml.__doc__ or ""):
         keys = set(re.findall(r"^(?:# )?(\w+) = ", text, re.MULTILINE)) | set(re.findall(r"^\[+(\w+)", text, re.MULTILINE))
-        assert keys == {field.name for table in (ClusterFile, HostsLinkTable, ProcessorTable) for field in fields(table)}
+        tables = (ClusterFile, HostsLinkTable, ProcessorTable, NetworkTable)
+        assert keys == {field.name for table in tables for field in fields(table)}

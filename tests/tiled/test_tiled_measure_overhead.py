@@ -6,11 +6,13 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+from torch import nn
 
+from tatami.cluster import Cluster
 from tatami.comm import AbstractCommunicator
 from tatami.errors import PlanError
 from tatami.testing.worlds import World
-from tatami.tiled import measure, measure_sample_flop, measure_speeds
+from tatami.tiled import measure, measure_sample_flop, measure_speeds, tile
 from tatami.workload import Block, Workload
 
 WORKLOAD = Workload.mlp(20, 64, 5, samples=32)
@@ -18,7 +20,7 @@ FLOP_PER_S, SAMPLE_FLOP = 1e6, 700.0
 
 
 class Computed:
-    """A clock that a computation moves on: `flop` and so much for each sample, at 1 Mflop/s."""
+    """A clock that a computation moves on: a call, `flop` and so much for each sample, at 1 Mflop/s."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -30,11 +32,11 @@ class Computed:
         self.seconds += seconds
 
 
-def fake_pass(clock: Computed) -> type:
+def fake_pass(clock: Computed, *, call_s: float = 0.0) -> type:
     class Fake:
         def __init__(self, block: Block, *, samples: int, dtype: object, device: object) -> None:  # noqa: ARG002
             alone = Workload(samples=samples, blocks=(block,))
-            self.seconds = (alone.flop(width=1.0, height=1.0) + SAMPLE_FLOP * samples) / FLOP_PER_S
+            self.seconds = call_s + (alone.flop(width=1.0, height=1.0) + SAMPLE_FLOP * samples) / FLOP_PER_S
 
         def run(self) -> None:
             clock.sleep(self.seconds)
@@ -57,6 +59,19 @@ def test_finds_what_each_sample_costs(world: World) -> None:
     world(body)
 
 
+@pytest.mark.threads_only
+@pytest.mark.ranks(1)
+def test_what_calls_cost_is_left_out_and_one_sample_tells_nothing(world: World) -> None:
+    clock = Computed()
+
+    def body(comm: AbstractCommunicator) -> None:
+        with patch.object(measure, "_Pass", fake_pass(clock, call_s=0.5)):
+            assert measure_sample_flop(WORKLOAD, comm, clock=clock) == pytest.approx(SAMPLE_FLOP, rel=1e-9)
+            assert measure_sample_flop(WORKLOAD.with_samples(1), comm, clock=clock) == 0.0
+
+    world(body)
+
+
 def test_is_the_same_on_all_ranks_and_never_negative(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         found = measure_sample_flop(WORKLOAD, comm, repeats=1, repeat_s=1e-4)
@@ -75,3 +90,17 @@ def test_plans_reckon_with_it() -> None:
     assert dear.flop_per_width - plain.flop_per_width == pytest.approx(100 * SAMPLE_FLOP)
     with pytest.raises(PlanError, match="sample_flop of a workload must be a finite number >= 0, not -1"):
         Workload(samples=1, blocks=WORKLOAD.blocks, sample_flop=-1)
+
+
+@pytest.mark.ranks(2)
+def test_a_model_knows_what_was_probed_of_its_blocks(world: World) -> None:
+    cluster = replace(Cluster.from_speeds([1.0, 1.0]), sample_flop={"20-64-5": SAMPLE_FLOP, "20-32-5": 1.0})
+
+    def body(comm: AbstractCommunicator) -> None:
+        for units, sample_flop in ((64, SAMPLE_FLOP), (32, 1.0), (16, 0.0)):
+            network = nn.Sequential(nn.Linear(20, units), nn.Sigmoid(), nn.Linear(units, 5))
+            model = tile(network, comm, speeds=cluster, batch_size=8, quiet=True)
+            assert model.workload.sample_flop == sample_flop
+            model.close()
+
+    world(body)

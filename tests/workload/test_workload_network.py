@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from tatami.cluster import Cluster
 from tatami.errors import PlanError
 from tatami.workload import (
     Activation,
     Dense,
     Workload,
+    as_probed,
     linear_pair,
     net_layers,
     net_workload,
@@ -76,3 +80,14 @@ def test_a_network_of_layers_that_do_not_split_has_no_blocks() -> None:
 def test_networks_that_cannot_be_are_refused() -> None:
     with pytest.raises(PlanError, match="layer 0 has 4 outputs, but layer 1 takes 5 inputs"):
         network_workload((Dense(inputs=4, outputs=4), Dense(inputs=5, outputs=2)), samples=5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_was_probed_of_a_network_counts_for_the_same_blocks_only(bias: bool) -> None:
+    cluster = replace(Cluster.from_speeds([1.0]), sample_flop={"10-8-6": 7.0, "10-8-6-4-2": 9.0})
+    for net, sample_flop in (("10-8-6", 7.0), ("10-8-6-4-2", 9.0), ("10-9-6", 0.0), ("10-8-6-4-3", 0.0)):
+        workload = net_workload(net, samples=5, bias=bias)
+        assert as_probed(workload, cluster) == replace(workload, sample_flop=sample_flop)
+    known = replace(net_workload("10-8-6", samples=5), sample_flop=3.0)
+    assert as_probed(known, cluster) == known
+    assert as_probed(Workload(samples=5), cluster) == Workload(samples=5)

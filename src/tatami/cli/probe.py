@@ -57,7 +57,7 @@ def probe(
     def body(comm: AbstractCommunicator) -> None:
         if comm.rank == 0 and output is not None:
             check_output(output, force=force)
-        cluster = measure(workload, comm, device=device)
+        cluster = measure(workload, comm, net=net, device=device)
         if comm.rank == 0:
             _tell(cluster, output=output, force=force, as_json=as_json)
 

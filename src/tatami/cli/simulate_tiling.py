@@ -21,7 +21,7 @@ from tatami.report.tables import table_of
 from tatami.retiling import Retiler
 from tatami.tiling import DEFAULT_PLANNER, plan
 from tatami.units import format_duration
-from tatami.workload import net_workload
+from tatami.workload import Workload, as_probed, net_workload
 
 if TYPE_CHECKING:
     from tatami.sim.tiling import Change, TilingRun
@@ -100,7 +100,7 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
     labels, jobs = [], []
     for value in swept.values:
         given = {} if value is None else {swept.name: swept.read(_SWEPT[swept.name], value)}
-        workload = replace(net_workload(job.net, samples=given.get("samples", job.samples)), wire=job.wire)
+        workload = _workload(job, machines, samples=given.get("samples", job.samples))
         iterations = given.get("iterations", job.iterations)
         every = given.get("every", job.every)
         retiler = Retiler() if every is None else Retiler(every=every)
@@ -157,6 +157,11 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
         save(figure, job.plot_watch, force=job.force)
 
 
+def _workload(job: SimulateTilingJob, machines: Cluster | None, *, samples: int) -> Workload:
+    workload = replace(net_workload(job.net, samples=samples), wire=job.wire)
+    return workload if machines is None else as_probed(workload, machines)
+
+
 def _simulate_losses(job: SimulateTilingJob) -> None:
     if job.plot is not None:
         check_path(job.plot, force=job.force)
@@ -175,10 +180,11 @@ def _simulate_losses(job: SimulateTilingJob) -> None:
         raise InputError(f"with --mtbf give one planner, not {shortened(job.planner)!r}")
     if job.machines is not None and (job.cluster is not None or job.speeds is not None):
         raise InputError("which machines? Give --machines, or --speeds, or a cluster file; one of them")
+    machines = None if job.machines is not None else _machines(job.cluster, job.speeds)
     cases = simulate_losses(
         job,
-        machines=None if job.machines is not None else _machines(job.cluster, job.speeds),
-        workload=replace(net_workload(job.net, samples=job.samples), wire=job.wire),
+        machines=machines,
+        workload=_workload(job, machines, samples=job.samples),
         planner=job.planner,
         iterations=job.iterations,
         as_json=job.as_json,

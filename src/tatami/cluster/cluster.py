@@ -114,12 +114,15 @@ class Cluster:
         local: the link between processors of one host.
         network: the link between hosts.
         links: exceptions, by pair of host names (in sorted order; both the same for a host's own local link).
+        sample_flop: by a network's sizes ("203-80-26"), what a sample of it costs a rank however few units it has
+            (`Workload.sample_flop`); of networks that were probed.
     """
 
     processors: tuple[Processor, ...]
     local: Link = LOCAL_LINK
     network: Link = NETWORK_LINK
     links: dict[tuple[str, str], Link] = field(default_factory=dict)
+    sample_flop: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problems = []
@@ -134,6 +137,11 @@ class Cluster:
             if processor.name in names:
                 problems.append(f"processors[{index}].name: {processor.name!r} is taken already")
             names.add(processor.name)
+        problems += [
+            f"sample_flop[{net!r}]: must be a finite number >= 0, not {flop}"
+            for net, flop in self.sample_flop.items()
+            if not 0 <= flop < math.inf
+        ]
         for first, second in self.links:
             if first > second:
                 problems.append(f"links[{first!r}, {second!r}]: the hosts must be in sorted order")

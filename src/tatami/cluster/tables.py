@@ -20,6 +20,7 @@ from tatami.units import parse_bandwidth, parse_duration, parse_flop, parse_size
 
 _LONGEST_NAME = 255
 _MOST_COMPARED = 1000
+_SIZES = re.compile(r"[1-9]\d*(-[1-9]\d*){2,}")
 _Number = TypeVar("_Number", int, float)
 Field = Any
 """How a field of a table is read; cattrs does not export the type of what `override` makes."""
@@ -76,11 +77,18 @@ class ProcessorTable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NetworkTable:
+    net: str
+    sample: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterFile:
     processors: tuple[ProcessorTable, ...]
     local: LinkTable | None = None
     network: LinkTable | None = None
     links: tuple[HostsLinkTable, ...] = ()
+    networks: tuple[NetworkTable, ...] = ()
 
 
 def structure(tables: Mapping[str, Any]) -> tuple[ClusterFile | None, list[str]]:
@@ -107,9 +115,13 @@ def _converter() -> cattrs.Converter:
     link = {"bandwidth": bandwidth, "latency": latency}
     processor = {"name": name, "host": name, "speed": read_by(_speed), "spread": read_by(_spread), "count": read_by(count_of)}
     processor |= {"message": latency, "call": latency, "step": latency, "copy": bandwidth, "memory": memory}
-    for table, of in ((LinkTable, link), (HostsLinkTable, link | {"hosts": read_by(_hosts)}), (ProcessorTable, processor)):
+    network = {"net": read_by(_net), "sample": read_by(parse_flop)}
+    of_hosts = link | {"hosts": read_by(_hosts)}
+    kinds = ((LinkTable, link), (HostsLinkTable, of_hosts), (ProcessorTable, processor), (NetworkTable, network))
+    for table, of in kinds:
         converter.register_structure_hook(table, table_hook(table, converter, **of))
-    lists = {"processors": list_hook(ProcessorTable, converter), "links": list_hook(HostsLinkTable, converter)}
+    several = {"processors": ProcessorTable, "links": HostsLinkTable, "networks": NetworkTable}
+    lists = {key: list_hook(table, converter) for key, table in several.items()}
     converter.register_structure_hook(ClusterFile, table_hook(ClusterFile, converter, **lists))
     return converter
 
@@ -183,6 +195,13 @@ def name_of(value: object) -> str:
     if not isinstance(value, str) or not value.strip() or len(value) > _LONGEST_NAME:
         raise InputError(f"must be a text of 1 to {_LONGEST_NAME} characters, not {_shown(value)}")
     return value
+
+
+def _net(value: object) -> str:
+    name = name_of(value)
+    if not _SIZES.fullmatch(name):
+        raise InputError(f"must be the sizes of a network, such as 203-80-26, not {shortened(name)!r}")
+    return name
 
 
 def _hosts(value: object) -> list[str]:

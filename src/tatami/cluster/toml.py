@@ -25,6 +25,10 @@ count = 4                                 # may be left out
 hosts = ["cpu0", "cpu1"]
 bandwidth = "10 Gbit/s"
 latency = "20 us"
+
+[[networks]]                              # what `tatami probe --net` has timed; may be left out
+net = "203-80-26"
+sample = "37 kflop"                       # what a sample costs a processor, however few units it has
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ from tatami.cluster.tables import nearest, numbered, structure
 from tatami.errors import MOST_PROBLEMS, ClusterError, shortened
 from tatami.inputs import read_toml
 from tatami.outputs import write_text
-from tatami.units import format_bandwidth, format_duration, format_size
+from tatami.units import format_bandwidth, format_duration, format_flop, format_size
 
 
 def read_cluster(path: Path | str) -> Cluster:
@@ -69,6 +73,7 @@ def cluster_of(tables: Mapping[str, Any], *, source: Path | str) -> Cluster:
         local=file.local.link() if file.local else LOCAL_LINK,
         network=file.network.link() if file.network else NETWORK_LINK,
         links={_pair(table.hosts): table.link() for table in file.links},
+        sample_flop={table.net: table.sample for table in file.networks},
     )
 
 
@@ -88,6 +93,8 @@ def cluster_toml(cluster: Cluster) -> str:
     for pair, link in cluster.links.items():
         if hosts.issuperset(pair):
             blocks.append(["[[links]]", f"hosts = [{', '.join(map(_text, pair))}]", *_link_lines(link)])
+    for net, flop in cluster.sample_flop.items():
+        blocks.append(["[[networks]]", f"net = {_text(net)}", f"sample = {_text(format_flop(flop))}"])
     for processor in cluster.processors:
         lines = ["[[processors]]", f"name = {_text(processor.name)}", f"speed = {_speed_text(processor.speed)}"]
         if processor.spread is not None:
@@ -149,6 +156,12 @@ def _clashes(tables: Mapping[str, Any]) -> list[str]:
                         f"processors[{index}].name: {shortened(each)!r} is taken already, by processors[{taken[each]}]"
                     )
                 taken.setdefault(each, index)
+    nets = [table.get("net") for table in _listed(tables.get("networks"))]
+    problems += [
+        f"networks[{index}].net: {shortened(str(net))!r} is there already"
+        for index, net in enumerate(nets)
+        if isinstance(net, str) and net in nets[:index]
+    ]
     pairs: dict[tuple[str, str], int] = {}
     for index, table in enumerate(_listed(tables.get("links"))):
         names = table.get("hosts")

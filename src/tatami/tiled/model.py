@@ -49,7 +49,7 @@ from tatami.tiled.whole_layers import WholeBatchNorm, WholeDropout
 from tatami.tiling import Layout, Span, Tile, Tiling, Traffic, spans, traffic_of
 from tatami.tiling.summing import transfer_rates
 from tatami.tiling.traffic import gradient_sums, riding_elements
-from tatami.workload import Workload
+from tatami.workload import Workload, as_probed
 
 _ANY_STATE = nullcontext()
 
@@ -114,7 +114,7 @@ class TiledModel(nn.Module):
         self.draws = draws
         self.found: Blocks = found
         refuse_other_reduction(module, found.captured, reduction)
-        work = workload_of(module, found, samples=batch_size, wire=wire)
+        work = as_probed(workload_of(module, found, samples=batch_size, wire=wire), cluster)
         self.workload: Workload = leaving_early(work, module=module, found=found, bucket_bytes=bucket_bytes)
         self._description = describe(module, found, workload=self.workload)
         self._column = ColumnComm(phases, wire=wire)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -14,9 +15,9 @@ from tatami.cluster.cores import base_here, memory_here
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.probe import measure_links, measure_message_costs, without_messages
 from tatami.tiled.devices import settle_devices, with_memory
-from tatami.tiled.measure import measure_speeds
+from tatami.tiled.measure import measure_sample_flop, measure_speeds
 from tatami.tiled.overheads import measure_overheads
-from tatami.workload import Workload
+from tatami.workload import Workload, parse_net
 
 _MIB = 1024 * 1024
 _REPEAT_S = 0.25
@@ -27,6 +28,7 @@ def probe(
     workload: Workload,
     comm: AbstractCommunicator,
     *,
+    net: str | None = None,
     repeats: int = 7,
     device: torch.device | str = "cpu",
     clock: Clock | None = None,
@@ -41,12 +43,19 @@ def probe(
 
     Args:
         workload: what will be trained.
+        net: the sizes that the workload is of (`net_workload`), if it is of such a network. What its samples cost however few
+            units a rank has is then measured on CPUs, too, and speeds are of all that work.
         repeats: timings to take the median of.
         device: of this rank, see `tatami.tile`; the memory of a card is its processor's.
         clock, pace: see `tatami.clock`.
         cpu_s: the CPU time of this rank so far.
     """
     here = settle_devices(comm, device)
+    sample_flop = {}
+    if net is not None and set(comm.allgather_object(here.type)) == {"cpu"}:
+        beside = measure_sample_flop(workload, comm, repeats=repeats, repeat_s=_REPEAT_S, clock=clock, pace=pace)
+        sample_flop = {"-".join(map(str, parse_net(net))): _rounded(beside, digits=3)}
+        workload = replace(workload, sample_flop=beside)
     speeds = measure_speeds(workload, comm, repeats=repeats, repeat_s=_REPEAT_S, device=here, clock=clock, pace=pace)
     costs = measure_message_costs(comm)
     # Of a card, its host's; the calls are not timed on the device.
@@ -78,6 +87,7 @@ def probe(
         local=_slowest(links, of_one_host=True) or LOCAL_LINK,
         network=_slowest(links, of_one_host=False) or NETWORK_LINK,
         links=links if len(set(comm.hosts)) > 1 else {},
+        sample_flop=sample_flop,
     )
     return with_memory(found, comm, here)
 

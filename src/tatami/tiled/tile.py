@@ -33,7 +33,7 @@ from tatami.tiled.overheads import measure_messages
 from tatami.tiled.phases import phases_of
 from tatami.tiling import DEFAULT_PLANNER, Layout, Plan, plan
 from tatami.tiling.cost import AbstractCost
-from tatami.workload import Workload, check_wire
+from tatami.workload import Workload, as_probed, check_wire
 
 _SHOWN = 8
 
@@ -146,6 +146,7 @@ def tile(
         cluster = at_hosts(Cluster.from_speeds([speed.flop_per_s for speed in measured]), comm)
         cluster = cluster if comm.changes else measure_messages(cluster, comm)
         cluster = _named(with_memory(cluster, comm, target), comm)
+    workload = as_probed(workload, cluster)
     if layout is None:
         planned = decided_on_root(comm, functools.partial(plan, planner, cluster=cluster, workload=workload, cost=cost))
         layout = planned.layout

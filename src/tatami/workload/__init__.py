@@ -3,7 +3,17 @@
 from tatami.workload.block import Block, Section
 from tatami.workload.gpt import VOCABULARY, gpt_workload
 from tatami.workload.linear_pair import linear_pair
-from tatami.workload.network import Activation, Dense, Layer, net_layers, net_workload, network_workload, parse_net, partners
+from tatami.workload.network import (
+    Activation,
+    Dense,
+    Layer,
+    as_probed,
+    net_layers,
+    net_workload,
+    network_workload,
+    parse_net,
+    partners,
+)
 from tatami.workload.table1 import Counts, PairSizes, backward_counts, forward_counts, iteration_counts
 from tatami.workload.workload import WIRES, Workload, check_wire
 
@@ -18,6 +28,7 @@ __all__ = [
     "PairSizes",
     "Section",
     "Workload",
+    "as_probed",
     "backward_counts",
     "check_wire",
     "forward_counts",

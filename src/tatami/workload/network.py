@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from tatami.cluster import Cluster
 from tatami.errors import PlanError, shortened
 from tatami.workload.block import Block
 from tatami.workload.linear_pair import linear_pair
@@ -126,3 +127,18 @@ def network_workload(layers: Sequence[Layer], *, samples: int, element_bytes: in
 def net_workload(text: str, *, samples: int, bias: bool = False, element_bytes: int = 4) -> Workload:
     """The workload of "203-80-26": `parse_net`, `net_layers` and `network_workload` in one."""
     return network_workload(net_layers(parse_net(text), bias=bias), samples=samples, element_bytes=element_bytes)
+
+
+def as_probed(workload: Workload, cluster: Cluster) -> Workload:
+    """`workload` with what a sample costs beside its units, where `tatami probe` has timed a network of these blocks there."""
+    if workload.sample_flop or not workload.blocks:
+        return workload
+    own = _sizes(workload)
+    for net, sample_flop in cluster.sample_flop.items():
+        if any(_sizes(net_workload(net, samples=1, bias=bias)) == own for bias in (False, True)):
+            return replace(workload, sample_flop=sample_flop)
+    return workload
+
+
+def _sizes(workload: Workload) -> list[tuple[int, int, int]]:
+    return [(block.units, block.unit_parameters, block.forward_elements) for block in workload.blocks]
