@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import ceil, fsum
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,12 +21,14 @@ from tatami.cluster import Cluster, Link, Processor
 from tatami.cluster.toml import cluster_toml
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.detect import init
-from tatami.tiled import tile
+from tatami.tiled import measure_speeds, tile
 from tatami.tiled.probe import probe
 from tatami.tiling import Column, Layout
-from tatami.workload import net_workload, parse_net
+from tatami.workload import as_probed, net_workload, parse_net
 
 _TIMEOUT_S = 180.0
+_REPEAT_S = 0.25
+"""As `tatami probe` times speeds."""
 _OFF = 0.15
 """Heights and widths stray so far from what the speeds ask for."""
 _GIGABIT = 125e6
@@ -122,15 +125,23 @@ def drawn_layouts(bed: HeldOutBed) -> list[Layout]:
 
 
 def found_by(bed: HeldOutBed, comm: AbstractCommunicator) -> dict[str, Any]:
-    """Probe, then measure blocks of iterations of all tilings in turn. Collective; the same on every rank."""
+    """Probe, then measure blocks of iterations of all tilings in turn. Collective; the same on every rank.
+
+    The machine itself becomes faster and slower by 10 to 20 % within minutes. Therefore speeds are timed again before each round,
+    as the probe times them, and the median of all counts.
+    """
     workload = net_workload(bed.net, samples=bed.samples)
     task = make_task(parse_net(bed.net), samples=bed.samples, workload=workload, seed=0)
     cluster = probe(workload, comm, net=bed.net)
     layouts, clock = drawn_layouts(bed), SystemClock()
     steps = [_step(layout, cluster, task, comm) for layout in layouts]
     block_s: list[list[float]] = [[] for _ in layouts]
+    speeds = [[each.speed for each in cluster.processors]]
     repeats = [1] * len(layouts)
     for round_ in range(bed.rounds + 2):  # the first warms up, the second tells how often is long enough
+        if round_ > 1:
+            timed = measure_speeds(as_probed(workload, cluster), comm, repeats=3, repeat_s=_REPEAT_S)
+            speeds.append([each.flop_per_s for each in timed])
         for index, step in enumerate(steps):
             comm.barrier()
             start_s = clock.now_s()
@@ -142,8 +153,11 @@ def found_by(bed: HeldOutBed, comm: AbstractCommunicator) -> dict[str, Any]:
             elif round_ > 1:
                 block_s[index].append(spent_s)
     everywhere = comm.allgather_object(block_s)
+    medians = map(median, zip(*speeds, strict=True))
+    processors = tuple(replace(each, speed=speed) for each, speed in zip(cluster.processors, medians, strict=True))
     return {
-        "cluster": cluster_toml(cluster),
+        "cluster": cluster_toml(replace(cluster, processors=processors)),
+        "speeds": speeds,
         "tilings": [
             {
                 "layout": layout.to_dict(),

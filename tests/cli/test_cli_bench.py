@@ -74,3 +74,4 @@ def test_two_ranks_against_distributed_data_parallel(tmp_path: Path) -> None:
     record = json.loads(line)
     assert record["ranks"] == 2
     assert record["speed_over_ddp-gloo"] > 0
+    assert record["compute_speed_over_ddp-gloo"] == pytest.approx(record["ddp-gloo_median_s"] / record["compute_median_s"])

@@ -20,7 +20,7 @@ FLOP_PER_S, SAMPLE_FLOP = 1e6, 700.0
 
 
 class Computed:
-    """A clock that a computation moves on: a call, `flop` and so much for each sample, at 1 Mflop/s."""
+    """A clock that a computation moves on: `flop` and so much for each sample, at 1 Mflop/s."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -32,11 +32,11 @@ class Computed:
         self.seconds += seconds
 
 
-def fake_pass(clock: Computed, *, call_s: float = 0.0) -> type:
+def fake_pass(clock: Computed) -> type:
     class Fake:
         def __init__(self, block: Block, *, samples: int, dtype: object, device: object) -> None:  # noqa: ARG002
             alone = Workload(samples=samples, blocks=(block,))
-            self.seconds = call_s + (alone.flop(width=1.0, height=1.0) + SAMPLE_FLOP * samples) / FLOP_PER_S
+            self.seconds = (alone.flop(width=1.0, height=1.0) + SAMPLE_FLOP * samples) / FLOP_PER_S
 
         def run(self) -> None:
             clock.sleep(self.seconds)
@@ -55,19 +55,6 @@ def test_finds_what_each_sample_costs(world: World) -> None:
             assert found == pytest.approx(SAMPLE_FLOP, rel=1e-9)
             told = measure_speeds(replace(WORKLOAD, sample_flop=found), comm, clock=clock)
             assert told[0].flop_per_s == pytest.approx(FLOP_PER_S, rel=0.01), "Table 1's own few flop for each sample aside"
-
-    world(body)
-
-
-@pytest.mark.threads_only
-@pytest.mark.ranks(1)
-def test_what_calls_cost_is_left_out_and_one_sample_tells_nothing(world: World) -> None:
-    clock = Computed()
-
-    def body(comm: AbstractCommunicator) -> None:
-        with patch.object(measure, "_Pass", fake_pass(clock, call_s=0.5)):
-            assert measure_sample_flop(WORKLOAD, comm, clock=clock) == pytest.approx(SAMPLE_FLOP, rel=1e-9)
-            assert measure_sample_flop(WORKLOAD.with_samples(1), comm, clock=clock) == 0.0
 
     world(body)
 

@@ -154,6 +154,7 @@ def _table(records: list[dict[str, Any]]) -> Table:
                 "Tatami's\nstep": format_duration(record["tatami_median_s"], digits=3),
                 "Tatami's\nspeed": f"{record[f'speed_over_{rival}']:.2f} x",
                 "Trainer's\nspeed": f"{record[f'trainer_speed_over_{rival}']:.2f} x",
+                "nothing\nsent": "" if rival == "plain" else f"{record[f'compute_speed_over_{rival}']:.2f} x",
             }
         )
     machine = records[0]["machine"]
