@@ -127,8 +127,8 @@ def drawn_layouts(bed: HeldOutBed) -> list[Layout]:
 def found_by(bed: HeldOutBed, comm: AbstractCommunicator) -> dict[str, Any]:
     """Probe, then measure blocks of iterations of all tilings in turn. Collective; the same on every rank.
 
-    The machine itself becomes faster and slower by 10 to 20 % within minutes. Therefore speeds are timed again before each round,
-    as the probe times them, and the median of all counts.
+    The machine itself becomes faster and slower by 10 to 20 % within minutes. Therefore speeds are timed again before each
+    round, as the probe times them, and the median of all counts.
     """
     workload = net_workload(bed.net, samples=bed.samples)
     task = make_task(parse_net(bed.net), samples=bed.samples, workload=workload, seed=0)

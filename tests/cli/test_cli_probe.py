@@ -27,6 +27,7 @@ def test_it_writes_a_cluster_that_plan_reads(tmp_path: Path) -> None:
         assert processor.memory_bytes is not None
         assert f"{processor.name} " in result.stdout
     assert list(cluster.sample_flop) == ["20-16-5"]
+    assert "a sample of 20-16-5 costs " in result.stdout
     planned = CliRunner().invoke(app, ["plan", str(file), "--planner", "weighted", "--json"])
     assert json.loads(planned.stdout)[0]["columns"] == [["p0"], ["p1"], ["p2"]]
 
@@ -35,6 +36,7 @@ def test_the_record_has_speeds_and_links() -> None:
     result = CliRunner().invoke(app, ["probe", *SMALL, "--json"])
     record = json.loads(result.stdout)
     assert [processor["name"] for processor in record["processors"]] == ["p0", "p1"]
+    assert record["sample_flop"]["20-16-5"] >= 0
     (link,) = record["links"]
     assert link["hosts"][0] == link["hosts"][1]
     assert link["latency_s"] >= 0

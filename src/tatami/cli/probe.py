@@ -13,7 +13,7 @@ from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, write_cluster
 from tatami.outputs import check_output
 from tatami.report.tables import Table, table_of
-from tatami.units import format_bandwidth, format_duration, format_size, format_speed
+from tatami.units import format_bandwidth, format_duration, format_flop, format_size, format_speed
 from tatami.workload import net_workload
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ def _tell(cluster: Cluster, *, output: Path | None, force: bool, as_json: bool) 
         show_json(_record(cluster))
         return
     show(_processors(cluster), "", _links(cluster))
+    for net, flop in cluster.sample_flop.items():
+        show("", f"a sample of {net} costs {format_flop(flop, digits=2)} however few units a rank has")
     if output is not None:
         show("", f"written to {output}; next: tatami plan {output}")
 
@@ -128,6 +130,7 @@ def _record(cluster: Cluster) -> dict[str, Any]:
             }
             for processor in cluster.processors
         ],
+        "sample_flop": cluster.sample_flop,
         "links": [
             {"hosts": list(hosts), "latency_s": link.latency_s, "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s}
             for hosts, link in links.items()
