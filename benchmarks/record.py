@@ -16,7 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 COMMANDS = {
-    "train": "bench train --json",
+    "train": "bench train --rounds 15 --json",
     "allreduce": "bench allreduce -n 2 --json",
     "allreduce-8-ranks": "bench allreduce -n 8 --sizes 1KiB,64KiB,1MiB,16MiB --json",
     "put-vs-allgather": "bench put-vs-allgather -n 2 --json",

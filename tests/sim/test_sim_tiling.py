@@ -211,6 +211,22 @@ def test_what_calls_cost_processors_is_priced_as_it_is_simulated(layout: Layout)
 @needs_simgrid
 @pytest.mark.parametrize("layout", [grid(1, 2), grid(2, 1), grid(2, 2)])
 @pytest.mark.parametrize("kind", [ClusterPlatform, PlayedByEvents])
+def test_one_without_a_tile_goes_through_the_iteration_as_well(layout: Layout, kind: type[ClusterPlatform]) -> None:
+    placed = len(layout.processors)
+    speeds = [1.0] * (placed + 1)
+    quick = cluster_of(speeds)
+    free = AlphaBetaCost(flop_per_s=100 * MFLOP).price(layout, cluster=quick, workload=NETTALK)
+    for step_s in (1e-6, 2.0):
+        slow = replace(quick, processors=(*quick.processors[:placed], replace(quick.processors[placed], step_s=step_s)))
+        cost = AlphaBetaCost(flop_per_s=100 * MFLOP).price(layout, cluster=slow, workload=NETTALK)
+        assert cost.total == pytest.approx(max(free.compute + free.vertical, step_s) + free.horizontal, rel=1e-9)
+        found = rehearsed(job(speeds, layout=layout, cluster=slow, platform=kind(cluster=slow)))
+        assert found.total_s == pytest.approx(cost.total, rel=0.02)
+
+
+@needs_simgrid
+@pytest.mark.parametrize("layout", [grid(1, 2), grid(2, 1), grid(2, 2)])
+@pytest.mark.parametrize("kind", [ClusterPlatform, PlayedByEvents])
 def test_waiting_for_noisy_ranks_is_priced_as_it_is_simulated(layout: Layout, kind: type[ClusterPlatform]) -> None:
     """The watcher's clocks have no part in it: each rank computes as long as alone."""
     quiet = cluster_of([1.0] * len(layout.processors))

@@ -16,7 +16,7 @@ import numpy as np
 
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
-from tatami.tiling.compute import calls_s, compute_time, scatter
+from tatami.tiling.compute import calls_s, compute_time, idle_s, scatter
 from tatami.tiling.cost import AbstractCost, Cost
 from tatami.tiling.layout import Column, Layout
 from tatami.tiling.links import LinkGroup, SlowestLink
@@ -54,7 +54,8 @@ class AlphaBetaCost(AbstractCost):
       done by then counts.
 
     Beside the wire, messages cost the processors that send and receive them (`Processor.message_s`), and bytes their copying;
-    beside the flop, blocks and iterations cost their calls (`Processor.call_s`, `Processor.step_s`).
+    beside the flop, blocks and iterations cost their calls (`Processor.call_s`, `Processor.step_s`). A processor without a tile
+    has an iteration's all the same, and the others wait for it.
 
     Members of a collective go at the pace of the slowest link among them; members of one host use its local link.
 
@@ -72,12 +73,14 @@ class AlphaBetaCost(AbstractCost):
     def price(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> Cost:
         links = SlowestLink(cluster)
         compute_s = self._compute_s(layout, cluster=cluster, workload=workload)
+        noisy_s = compute_s * (1 + scatter([cluster.by_name[name] for name in layout.processors]))
+        vertical_s = max(
+            _vertical_s(column.processors, width, workload, links)
+            for column, width in zip(layout.columns, layout.sample_shares(workload.samples), strict=True)
+        )
         return Cost(
-            compute=compute_s * (1 + scatter([cluster.by_name[name] for name in layout.processors])),
-            vertical=max(
-                _vertical_s(column.processors, width, workload, links)
-                for column, width in zip(layout.columns, layout.sample_shares(workload.samples), strict=True)
-            ),
+            compute=max(noisy_s, idle_s(layout, cluster=cluster) - vertical_s),
+            vertical=vertical_s,
             horizontal=_exposed_s(layout, workload, links, compute_s=compute_s),
             unit="s",
         )
@@ -91,9 +94,10 @@ class AlphaBetaCost(AbstractCost):
             deepest = heapq.nlargest(_LOOKED_AT, columns, key=lambda pair: len(pair[0].processors))
             columns = [*heapq.nlargest(_LOOKED_AT, columns, key=itemgetter(1)), *deepest]
         vertical_s = max(_vertical_s(column.processors, width, workload, links) for column, width in columns)
+        before_s = max(compute_s + vertical_s, idle_s(layout, cluster=cluster))
         if workload.bucket_bytes is not None:
-            return compute_s + vertical_s
-        return compute_s + vertical_s + _horizontal_at_least_s(layout, workload, links)
+            return before_s
+        return before_s + _horizontal_at_least_s(layout, workload, links)
 
     def _compute_s(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> float:
         scale = self.scale(cluster)

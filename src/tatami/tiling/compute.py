@@ -8,7 +8,7 @@ from statistics import NormalDist, fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from tatami.cluster import Processor, SpeedTable, at_sizes
+from tatami.cluster import Cluster, Processor, SpeedTable, at_sizes
 from tatami.tiling.layout import Layout
 from tatami.tiling.speeds import tile_flop
 from tatami.workload import Workload
@@ -59,6 +59,14 @@ def _deviation(processors: Sequence[Processor]) -> float | None:
 def calls_s(processor: Processor, *, blocks: int) -> float:
     """What the calls of an iteration over so many blocks cost a processor, however small its tiles are."""
     return processor.step_s + blocks * processor.call_s
+
+
+def idle_s(layout: Layout, *, cluster: Cluster) -> float:
+    """What an iteration takes the slowest of those without a tile: they go through it with all others, which wait for them."""
+    if not cluster.calls_known or len(layout.processors) == cluster.size:
+        return 0.0
+    placed = set(layout.processors)
+    return max(each.step_s for each in cluster.processors if each.name not in placed)
 
 
 def compute_time(

@@ -63,10 +63,7 @@ def fit(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost:
         without = _held(planner, cluster=others, workload=workload, cost=cost, ranks=cluster.size)
     except MemoryLackError:
         return found
-    with_s, without_s = (
-        cost.price(each.layout, cluster=machines, workload=workload).total
-        for each, machines in ((found, cluster), (without, others))
-    )
+    with_s, without_s = (cost.price(each.layout, cluster=cluster, workload=workload).total for each in (found, without))
     return replace(without, dear=dear) if without_s < (1 - _WORTH_LEAVING) * with_s else found
 
 
@@ -87,7 +84,7 @@ def _dear(cluster: Cluster, *, workload: Workload, cost: AbstractCost) -> tuple[
         gone = set(dearest[:count])
         rest = replace(cluster, processors=tuple(each for each in cluster.processors if each.name not in gone))
         layout = data_parallel(at_equal_times(rest, workload=workload).processors)
-        price = cost.price(layout, cluster=rest, workload=workload)
+        price = cost.price(layout, cluster=cluster, workload=workload)
         if price.unit != "s":
             return ()
         prices[count] = price.total

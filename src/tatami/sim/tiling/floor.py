@@ -70,7 +70,8 @@ class Floor:
     """One tiling, ready to be replayed.
 
     Attributes:
-        names: the processor of each rank that takes part; one without a tile does where gradients are summed.
+        names: the processor of each rank that takes part; one without a tile does where gradients are summed, or where it was
+            measured what an iteration costs it however little it computes.
         legs: of each such rank, forward block by block and backward the other way round: every sum over a column is a meeting.
         update_flop: compute 3 of each such rank.
         works: of each rank that has a tile, as the controller counts them.
@@ -112,8 +113,14 @@ class Floor:
         self.across = tuple(each for each in self.gradients if each.planned.block is None)
         leaving = {each.planned.block: each for each in self.gradients}
         placed = {tile.processor for tile in tiling.tiles}
-        self.names = {rank: name for rank, name in enumerate(names) if name in placed or self.gradients}
-        self.legs: dict[int, tuple[Leg, ...]] = dict.fromkeys(self.names, ())
+        self.names = {
+            rank: each.name
+            for rank, each in enumerate(cluster.processors)
+            if each.name in placed or self.gradients or each.step_s
+        }
+        self.legs: dict[int, tuple[Leg, ...]] = {
+            rank: _idle_legs(cluster.by_name[name], speed=(speeds or {}).get(name, 1.0)) for rank, name in self.names.items()
+        }
         self.update_flop: dict[int, float] = dict.fromkeys(self.names, 0.0)
         self.works: dict[int, float] = {}
         self.waits = scatter([each for each in cluster.processors if each.name in placed])
@@ -154,6 +161,12 @@ def _with_calls(startup: Startup, seconds: float, *, blocks: int, speed: float) 
     """With the calls of an iteration shared out among the blocks, as flop at this speed."""
     each = seconds / max(blocks, 1)
     return replace(startup, tile_flop=startup.tile_flop + each * float(speed)) if each else startup
+
+
+def _idle_legs(processor: Processor, *, speed: float) -> tuple[Leg, ...]:
+    """Of one without a tile: what an iteration costs it, before it takes part in the sums of gradients."""
+    flop = processor.step_s * float(speed)
+    return (Leg(flop=flop, backward=False, sums=()),) if flop else ()
 
 
 def _at_its_size(work: Work, *, speed: float) -> Work:
