@@ -97,7 +97,7 @@ class Measuring:
     def _processors(self, costs: Sequence[MessageCost]) -> tuple[Processor, ...]:
         """The machines at the speeds that they have now."""
         speeds = measure_speeds(self._task.workload, self._comm, repeat_s=_REPEAT_S)
-        own = measure_overheads(self._comm)
+        own = measure_overheads(self._comm, costs)
         return tuple(
             Processor(
                 name=f"p{rank}",

@@ -12,7 +12,7 @@ from tatami.cluster import Cluster, listed_speeds
 from tatami.errors import InputError, MemoryLackError, PlanError
 from tatami.report import Table, memory_table, planner_table, sized_table
 from tatami.tiling import AbstractCost, AbstractPlanner, Plan, WeightedPlanner, advise, compare
-from tatami.workload import Workload, as_probed
+from tatami.workload import Workload
 
 if TYPE_CHECKING:
     from torch import nn
@@ -142,7 +142,6 @@ def compared(
     summary: str = "",
 ) -> PlanComparison:
     """The comparison of a workload. Raises as `tatami.tiling.plan`."""
-    workload = as_probed(workload, cluster)
     plans = compare(planners, cluster=cluster, workload=workload, cost=cost)
     weighted = _weighted(plans, cluster=cluster, workload=workload, cost=cost)
     return PlanComparison(cluster=cluster, plans=plans, weighted=weighted, summary=summary)

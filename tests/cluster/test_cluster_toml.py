@@ -6,7 +6,7 @@ import math
 import os
 import re
 import tempfile
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -300,3 +300,13 @@ def test_the_example_explains_every_key_and_can_be_read() -> None:
         keys = set(re.findall(r"^(?:# )?(\w+) = ", text, re.MULTILINE)) | set(re.findall(r"^\[+(\w+)", text, re.MULTILINE))
         tables = (ClusterFile, HostsLinkTable, ProcessorTable, NetworkTable)
         assert keys == {field.name for table in tables for field in fields(table)}
+
+
+def test_networks_of_many_layers_and_many_networks_are_read(tmp_path: Path) -> None:
+    deep = "-".join(["100000000"] * 1000)
+    known = {deep: 1.0} | {f"4-{units}-2": 2.0 for units in range(1, 30_001)}
+    cluster = replace(Cluster.from_speeds([1.0]), sample_flop=known)
+    write_cluster(cluster, tmp_path / "c.toml")
+    assert read_cluster(tmp_path / "c.toml").sample_flop == known
+    with pytest.raises(ClusterError, match=r"sample_flop\['4-2-1'\]: must be a finite number >= 0, not -1"):
+        replace(cluster, sample_flop={"4-2-1": -1})

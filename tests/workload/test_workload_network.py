@@ -13,6 +13,7 @@ from tatami.workload import (
     Dense,
     Workload,
     as_probed,
+    has_blocks_of,
     linear_pair,
     net_layers,
     net_workload,
@@ -91,3 +92,13 @@ def test_what_was_probed_of_a_network_counts_for_the_same_blocks_only(bias: bool
     known = replace(net_workload("10-8-6", samples=5), sample_flop=3.0)
     assert as_probed(known, cluster) == known
     assert as_probed(Workload(samples=5), cluster) == Workload(samples=5)
+
+
+def test_a_network_with_a_layer_more_or_another_position_for_its_gradient_has_other_blocks() -> None:
+    assert has_blocks_of(net_workload("10-8-6", samples=5), "10-8-6")
+    assert not has_blocks_of(net_workload("10-8-6-4-2", samples=5), "10-8-6")
+    trained = Workload(samples=5, blocks=(linear_pair(10, 8, 6, input_gradient=True),))
+    assert not has_blocks_of(trained, "10-8-6")
+    # Rows of a sequence: two of 5 outputs are summed like one of 10, of a layer with 5 inputs fewer.
+    rows = Workload(samples=5, blocks=(linear_pair(10, 8, 5, rows=2),))
+    assert not has_blocks_of(rows, "5-8-10")

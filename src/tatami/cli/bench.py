@@ -140,8 +140,13 @@ def _subject(task: Task, batch_size: int) -> TrainSubject:
     return TrainSubject(model=task.make(), x=x, y=y, loss=task.loss, sample=sample)
 
 
+def _nothing_sent(record: dict[str, Any]) -> str:
+    return "" if record["ranks"] == 1 else f"{record['compute_speed_over_ddp-gloo']:.2f} x"
+
+
 def _table(records: list[dict[str, Any]]) -> Table:
     rows = []
+    several = any(record["ranks"] > 1 for record in records)
     for record in records:
         rival = "plain" if record["ranks"] == 1 else "ddp-gloo"
         rows.append(
@@ -154,7 +159,7 @@ def _table(records: list[dict[str, Any]]) -> Table:
                 "Tatami's\nstep": format_duration(record["tatami_median_s"], digits=3),
                 "Tatami's\nspeed": f"{record[f'speed_over_{rival}']:.2f} x",
                 "Trainer's\nspeed": f"{record[f'trainer_speed_over_{rival}']:.2f} x",
-                "nothing\nsent": "" if rival == "plain" else f"{record[f'compute_speed_over_{rival}']:.2f} x",
+                **({"nothing\nsent": _nothing_sent(record)} if several else {}),
             }
         )
     machine = records[0]["machine"]

@@ -23,7 +23,7 @@ from tatami.testing.slowdown import Emulation, emulated_factors
 from tatami.tiled import check_weights, find_blocks, workload_of
 from tatami.tiling import DEFAULT_PLANNER, PLANNERS, SrpmPlanner, plan
 from tatami.units import format_size
-from tatami.workload import as_probed, net_workload
+from tatami.workload import net_workload
 
 DRPM = "drpm"
 OPTIMIZERS = ("adam", "adamw", "sgd")
@@ -99,7 +99,7 @@ def prepare(job: TrainJob) -> Prepared:
         workload = net_workload(task.net, samples=batch_size)
     else:
         workload = workload_of(model, find_blocks(model, sample=sample), samples=batch_size)
-    workload = replace(workload if machines is None else as_probed(workload, machines), wire=job.wire)
+    workload = replace(workload, wire=job.wire)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rank 0 names the processors without work when it plans
         plan(

@@ -20,7 +20,8 @@ from tatami.units import parse_bandwidth, parse_duration, parse_flop, parse_size
 
 _LONGEST_NAME = 255
 _MOST_COMPARED = 1000
-_SIZES = re.compile(r"[1-9]\d*(-[1-9]\d*){2,}")
+_SIZES = re.compile(r"[1-9][0-9]{0,8}(-[1-9][0-9]{0,8}){2,999}")
+"""Of a network: as many and as large as `tatami.workload.parse_net` reads."""
 _Number = TypeVar("_Number", int, float)
 Field = Any
 """How a field of a table is read; cattrs does not export the type of what `override` makes."""
@@ -198,10 +199,9 @@ def name_of(value: object) -> str:
 
 
 def _net(value: object) -> str:
-    name = name_of(value)
-    if not _SIZES.fullmatch(name):
-        raise InputError(f"must be the sizes of a network, such as 203-80-26, not {shortened(name)!r}")
-    return name
+    if not (isinstance(value, str) and _SIZES.fullmatch(value)):
+        raise InputError(f"must be the sizes of a network, such as 203-80-26, not {shortened(str(value))!r}")
+    return value
 
 
 def _hosts(value: object) -> list[str]:

@@ -156,12 +156,12 @@ def _clashes(tables: Mapping[str, Any]) -> list[str]:
                         f"processors[{index}].name: {shortened(each)!r} is taken already, by processors[{taken[each]}]"
                     )
                 taken.setdefault(each, index)
-    nets = [table.get("net") for table in _listed(tables.get("networks"))]
-    problems += [
-        f"networks[{index}].net: {shortened(str(net))!r} is there already"
-        for index, net in enumerate(nets)
-        if isinstance(net, str) and net in nets[:index]
-    ]
+    nets: set[str] = set()
+    for index, table in enumerate(_listed(tables.get("networks"))):
+        if isinstance(net := table.get("net"), str):
+            if net in nets:
+                problems.append(f"networks[{index}].net: {shortened(net)!r} is there already")
+            nets.add(net)
     pairs: dict[tuple[str, str], int] = {}
     for index, table in enumerate(_listed(tables.get("links"))):
         names = table.get("hosts")

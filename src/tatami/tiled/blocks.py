@@ -26,7 +26,7 @@ _COPIES = 5
 _STATISTICS_BYTES = 128
 """Of one channel: means and variances of up to eight columns, and what is made of them."""
 _FOLLOWING = threading.Lock()
-"""torch.fx and torch.export patch torch for the whole process while they follow a module, and ranks may be its threads."""
+"""torch.fx and torch.export patch torch for the whole process while they follow a module: one at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)

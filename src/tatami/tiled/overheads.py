@@ -19,7 +19,7 @@ from torch import nn
 from tatami.clock import NO_PACE, Clock, Pace, SystemClock
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.probe import core_share, measure_links, measure_message_costs, without_messages
+from tatami.comm.probe import MessageCost, core_share, measure_links, measure_message_costs, without_messages
 from tatami.tiled.blocks import find_blocks
 from tatami.tiled.measure import at_hosts
 from tatami.tiled.model import TiledModel
@@ -54,6 +54,7 @@ class Overheads:
 
 def measure_overheads(
     comm: AbstractCommunicator,
+    bursts: Sequence[MessageCost],
     *,
     repeats: int = 5,
     clock: Clock | None = None,
@@ -68,6 +69,8 @@ def measure_overheads(
 
     Args:
         comm: the ranks.
+        bursts: what a message costs every rank in a burst (`measure_message_costs`): in an iteration it costs no less, though
+            the difference of two noisy timings may.
         repeats: timings to take the median of; one more, which warms up, is not counted.
         clock: of the wall.
         pace: see `tatami.clock`.
@@ -90,21 +93,22 @@ def measure_overheads(
         messages.append(messages_of(model))
         model.close()
     group.close()
-    found = overheads_of(spent_s, messages=messages)
+    found = overheads_of(spent_s, messages=messages, least_message_s=own_share * bursts[comm.rank].message_s)
     mine = Overheads(call_s=found.call_s / share, step_s=found.step_s / share, message_s=found.message_s / own_share)
     return list(comm.allgather_object(mine))
 
 
-def overheads_of(spent_s: Sequence[float], *, messages: Sequence[float]) -> Overheads:
+def overheads_of(spent_s: Sequence[float], *, messages: Sequence[float], least_message_s: float = 0.0) -> Overheads:
     """
     Args:
         spent_s: CPU seconds of an iteration over each of the three networks.
         messages: how many each has.
+        least_message_s: CPU seconds that a message takes at least.
     """
     few_s, many_s, column_s = spent_s
     call_s = max(0.0, (many_s - few_s) / (_MANY_BLOCKS - _FEW_BLOCKS))
     more = messages[2] - messages[1]
-    message_s = max(0.0, (column_s - many_s) / more) if more else 0.0
+    message_s = max(least_message_s, (column_s - many_s) / more if more else 0.0)
     step_s = max(0.0, few_s - _FEW_BLOCKS * call_s - messages[0] * message_s)
     return Overheads(call_s=call_s, step_s=step_s, message_s=message_s)
 
@@ -118,8 +122,8 @@ def measure_messages(cluster: Cluster, comm: AbstractCommunicator) -> Cluster:
     hosts = sorted(set(comm.hosts))
     if len(hosts) == 1:
         return cluster
-    own = measure_overheads(comm, repeats=_MESSAGE_REPEATS)
     costs = measure_message_costs(comm, repeats=_MESSAGE_REPEATS)
+    own = measure_overheads(comm, costs, repeats=_MESSAGE_REPEATS)
     around = [tuple(sorted(pair)) for pair in zip(hosts, [*hosts[1:], hosts[0]], strict=True)]
     some = {(one, other) for one, other in around[:: math.ceil(len(around) / _MOST_LINKS)]}
     links = measure_links(comm, small_repeats=_SMALL_REPEATS, large_repeats=_LARGE_REPEATS, large_bytes=_LINK_BYTES, pairs=some)

@@ -14,10 +14,11 @@ from tatami.cluster.cluster import LOCAL_LINK, NETWORK_LINK
 from tatami.cluster.cores import base_here, memory_here
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.probe import measure_links, measure_message_costs, without_messages
+from tatami.errors import PlanError, shortened
 from tatami.tiled.devices import settle_devices, with_memory
 from tatami.tiled.measure import measure_sample_flop, measure_speeds
 from tatami.tiled.overheads import measure_overheads
-from tatami.workload import Workload, parse_net
+from tatami.workload import Workload, has_blocks_of, parse_net
 
 _MIB = 1024 * 1024
 _REPEAT_S = 0.25
@@ -49,17 +50,23 @@ def probe(
         device: of this rank, see `tatami.tile`; the memory of a card is its processor's.
         clock, pace: see `tatami.clock`.
         cpu_s: the CPU time of this rank so far.
+
+    Raises:
+        PlanError: the workload is not of `net`.
     """
+    if net is not None and not has_blocks_of(workload, net):
+        raise PlanError(f"net={shortened(net)!r} is not what the workload is of: make it with net_workload(net, samples=...)")
     here = settle_devices(comm, device)
     sample_flop = {}
     if net is not None and set(comm.allgather_object(here.type)) == {"cpu"}:
-        beside = measure_sample_flop(workload, comm, repeats=repeats, repeat_s=_REPEAT_S, clock=clock, pace=pace)
-        sample_flop = {"-".join(map(str, parse_net(net))): _rounded(beside, digits=3)}
+        measured = measure_sample_flop(workload, comm, repeats=repeats, repeat_s=_REPEAT_S, clock=clock, pace=pace)
+        beside = _rounded(measured, digits=3)
+        sample_flop = {"-".join(map(str, parse_net(net))): beside}
         workload = replace(workload, sample_flop=beside)
     speeds = measure_speeds(workload, comm, repeats=repeats, repeat_s=_REPEAT_S, device=here, clock=clock, pace=pace)
-    costs = measure_message_costs(comm)
+    costs = measure_message_costs(comm, cpu_s=cpu_s)
     # Of a card, its host's; the calls are not timed on the device.
-    own = measure_overheads(comm, clock=clock, pace=pace, cpu_s=cpu_s)
+    own = measure_overheads(comm, costs, clock=clock, pace=pace, cpu_s=cpu_s)
     told: list[tuple[int, int]] = comm.allgather_object((memory_here() // comm.local_size, base_here()))
     base_bytes = {host: max(base for (_, base), at in zip(told, comm.hosts, strict=True) if at == host) for host in comm.hosts}
     memory_bytes = [max(_MIB, share - base_bytes[host]) for (share, _), host in zip(told, comm.hosts, strict=True)]

@@ -127,7 +127,7 @@ def tile(
     if target.type != "cpu":
         whole, sample = whole.to("cpu"), on_device(sample, torch.device("cpu"))
     broadcast_model(whole, comm, only_different=is_made_here, where="tatami.tile")
-    comm.barrier()  # torch.fx patches nn.Module for the whole process while it traces, and ranks may be threads of one process
+    comm.barrier()  # torch.export patches torch for the whole process meanwhile, and ranks may be threads of one process
     found = find_blocks(whole, sample=sample, random=random)
     same_everywhere(comm, {"blocks": found.blocks}, where="tatami.tile", error=PlanError)
     workload = workload_of(whole, found, samples=batch_size, wire=wire)

@@ -27,7 +27,7 @@ from tatami.tiling.tiling import Tiling
 from tatami.tiling.timed import TimedPlanner
 from tatami.tiling.weighted import WeightedPlanner
 from tatami.units import format_duration
-from tatami.workload import Workload
+from tatami.workload import Workload, as_probed
 
 PLANNERS: dict[str, AbstractPlanner] = {
     planner.name: planner
@@ -131,6 +131,7 @@ def plan(
     """
     if speeds is not None:
         cluster = with_speeds(cluster, speeds)
+    workload = as_probed(workload, cluster)
     cost = RememberedCost(AlphaBetaCost() if cost is None else cost)
     (result,) = compare([planner], cluster=cluster, workload=workload, cost=cost)
     if result.planner not in (EvenPlanner.name, TimedPlanner.name):
@@ -199,6 +200,7 @@ def compare(
     listed = [find_planner(one) if isinstance(one, str) else one for one in (tuple(PLANNERS) if planners is None else planners)]
     if speeds is not None:
         cluster = with_speeds(cluster, speeds)
+    workload = as_probed(workload, cluster)
     check_sizes(cluster, workload=workload)
     listed = _that_know_sizes(listed, cluster=cluster, asked=planners is not None)
     choose_by = cost if isinstance(cost, RememberedCost) else RememberedCost(AlphaBetaCost() if cost is None else cost)

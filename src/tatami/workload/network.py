@@ -133,12 +133,22 @@ def as_probed(workload: Workload, cluster: Cluster) -> Workload:
     """`workload` with what a sample costs beside its units, where `tatami probe` has timed a network of these blocks there."""
     if workload.sample_flop or not workload.blocks:
         return workload
-    own = _sizes(workload)
-    for net, sample_flop in cluster.sample_flop.items():
-        if any(_sizes(net_workload(net, samples=1, bias=bias)) == own for bias in (False, True)):
-            return replace(workload, sample_flop=sample_flop)
-    return workload
+    found = (flop for net, flop in cluster.sample_flop.items() if has_blocks_of(workload, net))
+    sample_flop = next(found, 0.0)
+    return replace(workload, sample_flop=sample_flop) if sample_flop else workload
 
 
-def _sizes(workload: Workload) -> list[tuple[int, int, int]]:
-    return [(block.units, block.unit_parameters, block.forward_elements) for block in workload.blocks]
+def has_blocks_of(workload: Workload, net: str) -> bool:
+    """Whether its blocks compute what those of the network "203-80-26" do, with biases or without."""
+    # First what is quickly compared: a cluster's file may hold thousands of networks.
+    units = parse_net(net)[1::2][: net.count("-") // 2]
+    if units != tuple(block.units for block in workload.blocks):
+        return False
+    return any(_sums(net_workload(net, samples=1, bias=bias)) == _sums(workload) for bias in (False, True))
+
+
+def _sums(workload: Workload) -> list[tuple[float, ...]]:
+    return [
+        (block.unit_parameters, block.forward_elements, block.backward_elements, block.flop_per_unit)
+        for block in workload.blocks
+    ]
