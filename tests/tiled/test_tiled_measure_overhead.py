@@ -59,6 +59,31 @@ def test_finds_what_each_sample_costs(world: World) -> None:
     world(body)
 
 
+@pytest.mark.threads_only
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("slower", [-0.1, 0.0, 0.05])
+def test_units_whose_time_drowns_in_noise_are_not_taken_for_free(world: World, slower: float) -> None:
+    """All units take no longer than an eighth of them, or hardly: a tenth of the time is theirs all the same."""
+    clock = Computed()
+    most_flop = WORKLOAD.flop(width=1.0, height=1.0)
+
+    class Fake:
+        def __init__(self, block: Block, *, samples: int, dtype: object, device: object) -> None:  # noqa: ARG002
+            self.seconds = 1e-3 * (1 + slower * (block.units == WORKLOAD.blocks[0].units))
+
+        def run(self) -> None:
+            clock.sleep(self.seconds)
+
+    def body(comm: AbstractCommunicator) -> None:
+        with patch.object(measure, "_Pass", Fake):
+            found = measure_sample_flop(WORKLOAD, comm, clock=clock)
+            assert found == pytest.approx((9 * 7 / 8 - 1 / 8) * most_flop / WORKLOAD.samples, rel=0.01)
+            told = measure_speeds(replace(WORKLOAD, sample_flop=found), comm, clock=clock)
+            assert told[0].flop_per_s == pytest.approx(8.75 * most_flop / (1e-3 * (1 + slower)), rel=0.01)
+
+    world(body)
+
+
 def test_is_the_same_on_all_ranks_and_never_negative(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         found = measure_sample_flop(WORKLOAD, comm, repeats=1, repeat_s=1e-4)

@@ -30,6 +30,9 @@ _LONG_REPEAT_S = 0.2
 _MAX_SAMPLES = 1024
 _FEW = 8
 """A tile of few units has this part of all."""
+_LEAST_DIFFERENCE = 0.1
+"""Of the time of all units, that those which few units lack take at least: where a network is so small that its units drown in
+what calls take, noise would say that units take no time, and samples any."""
 _WARM_UP_S = 0.3
 """So long a device works before it is timed: its libraries choose their kernels, and its clock rises."""
 _CPU = torch.device("cpu")
@@ -166,8 +169,8 @@ def measure_sample_flop(
     found = []
     for _ in range(repeats + 1):
         most_s, least_s = (timer.seconds(passes[share]) for share in (1, _FEW))
-        flop_per_s = (most_flop - least_flop) / max(most_s - least_s, 1e-12)
-        found.append(max(0.0, flop_per_s * least_s - least_flop))
+        units_s = max(most_s - least_s, _LEAST_DIFFERENCE * most_s)
+        found.append(max(0.0, (most_flop - least_flop) / units_s * (most_s - units_s) - least_flop))
     everywhere = comm.allgather_object(statistics.median(found[1:]))
     return float(statistics.median(everywhere)) / workload.samples
 
