@@ -49,7 +49,8 @@ class PlanComparison:
         """Whether two-dimensional tiles are worth it, in a sentence."""
         if self.weighted is None:
             return "Data parallelism does not fit into the memory that there is; columns of several processors do."
-        return advise(self.weighted).sentence(self.weighted.predicted_s / self.best.predicted_s)
+        has_columns = any(len(column.processors) > 1 for column in self.best.layout.columns)
+        return advise(self.weighted).sentence(self.weighted.predicted_s / self.best.predicted_s, has_columns=has_columns)
 
     @property
     def tables(self) -> tuple[Table, ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from tatami.cli.app import app
-from tatami.cluster import read_cluster
+from tatami.cluster import Cluster, read_cluster
 
 SMALL = ["--backend", "threads", "--net", "20-16-5", "--samples", "64"]
 
@@ -18,7 +19,7 @@ def test_it_writes_a_cluster_that_plan_reads(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     result = CliRunner().invoke(app, ["probe", "-n", "3", *SMALL, "-o", str(file)])
     assert result.exit_code == 0, result.output
-    assert f"written to {file}; next: tatami plan {file}" in result.stdout
+    assert f"written to {file}; next: tatami plan {file} --net 20-16-5 --samples 64" in result.stdout
     cluster = read_cluster(file)
     assert [processor.name for processor in cluster.processors] == ["p0", "p1", "p2"]
     for processor in cluster.processors:
@@ -50,3 +51,22 @@ def test_the_tables_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPat
     assert result.exit_code == 0, result.output
     assert "assumed: one rank has no link to measure" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= columns
+
+
+@pytest.mark.parametrize(("spread", "told"), [(0.4, False), (2.3, True)])
+def test_speeds_that_strayed_are_told_and_planned_with(
+    spread: float, told: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cluster = replace(Cluster.from_speeds([1e10, 2e10]), sample_flop={"20-16-5": 100.0})
+    noisy = tuple(replace(each, spread=spread) for each in cluster.processors)
+    monkeypatch.setattr("tatami.tiled.probe.probe", lambda *_, **__: replace(cluster, processors=noisy))
+    file = tmp_path / "cluster.toml"
+    result = CliRunner().invoke(app, ["probe", "-n", "1", *SMALL[2:], "-o", str(file)])
+    assert result.exit_code == 0, result.output
+    assert ("speeds strayed by 230 % while they were measured" in result.stderr) is told
+    for net in ("20-16-5", "30-8-2"):
+        planned = CliRunner().invoke(app, ["plan", str(file), "--net", net, "--json"])
+        assert planned.exit_code == 0, planned.stderr
+        assert all(0 < each["range_s"][0] < each["predicted_s"] for each in json.loads(planned.stdout))
+        measured = "the speeds in" in planned.stderr and "tatami probe --net 30-8-2 measures them" in planned.stderr
+        assert measured is (net == "30-8-2")

@@ -88,6 +88,7 @@ def test_planners_side_by_side_and_swept() -> None:
         ([*TILING, "--slow", "p0"], "--slow is NAME:FACTOR@iteration:N"),
         ([*TILING, "--slow", "p9:2@1s"], "no processor 'p9'"),
         ([*TILING, "--planner", "best"], "no planner 'best'"),
+        ([*TILING, "--mtbf", "2s", "--update", "3"], "--update must be a share of an iteration from 0 to below 1, not 3"),
         ([*TILING, "--sweep", "every=often"], "--sweep every=often"),
     ],
 )
@@ -96,3 +97,10 @@ def test_bad_input(arguments: list[str], said: str) -> None:
     assert code == 2
     assert said in err.replace("\n", " ")
     assert out == ""
+
+
+def test_a_slowdown_after_the_last_iteration_is_told() -> None:
+    code, _, err = run(*TILING, "--slow", "p0:3@iteration:11", "--iterations", "10")
+    assert code == 0
+    assert "p0: --slow begins after the last of 10 iterations" in err
+    assert "--slow begins" not in run(*TILING, "--slow", "p0:3@iteration:10", "--iterations", "10")[2]

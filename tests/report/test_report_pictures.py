@@ -63,6 +63,14 @@ def test_colour_follows_speed_and_has_its_bar() -> None:
     assert [tick.get_text() for tick in bar.get_yticklabels()] == ["1", "3", "4"]
 
 
+def test_speeds_that_hardly_differ_have_nearly_one_colour() -> None:
+    _, ax = blank()
+    draw_tiling(ax, TILING, speeds={"slow": 0.97, "mid": 0.99, "fast": 1.0})
+    first, *others = (to_rgb(patch.get_facecolor()) for patch in ax.patches)
+    for other in others:
+        assert other == pytest.approx(first, abs=0.05)
+
+
 @pytest.mark.parametrize("count", [1, 2, 5, 8, 40, 100])
 @pytest.mark.parametrize("ratio", [1.0, 3.0, 100.0])
 def test_labels_stay_inside_their_mats_and_everybody_is_named(count: int, ratio: float) -> None:

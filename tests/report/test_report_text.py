@@ -52,6 +52,12 @@ def test_a_drawing_is_what_it_was() -> None:
     assert drawn == DRAWN
 
 
+def test_speeds_that_hardly_differ_are_drawn_alike() -> None:
+    assert draw_text(TILING, speeds={"slow": 0.97, "mid": 0.99, "fast": 1.0}) == draw_text(
+        TILING, speeds=dict.fromkeys(("slow", "mid", "fast"), 1.0)
+    )
+
+
 @settings(deadline=None, max_examples=60)
 @given(speeds=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=40), width=st.integers(50, 120))
 def test_a_drawing_is_as_wide_as_asked_and_names_everybody(speeds: list[float], width: int) -> None:

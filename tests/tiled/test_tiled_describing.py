@@ -145,6 +145,14 @@ def test_a_line_that_cannot_be_followed_is_named_with_what_to_do() -> None:
     assert "not followed: " in found.summary
 
 
+def test_a_list_of_layers_each_of_which_is_split_is_not_told_as_experts_that_could_not_be() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+    found = described(nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(8, 3)), torch.randn(4, 5, 8))
+    assert {(part.kind, len(part.names)) for part in found.split} == {("attention", 2), ("linear pair", 2)}
+    assert found.unfollowed == ()
+    assert "not followed" not in str(found)
+
+
 def test_of_modules_in_each_other_the_innermost_is_told_of() -> None:
     class Branching(nn.Module):
         def __init__(self) -> None:

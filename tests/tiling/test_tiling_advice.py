@@ -33,6 +33,10 @@ def test_each_case_has_its_sentence() -> None:
         "Weighted data parallelism does about as well; by the rule of thumb tiles pay from 32 and 0.5 on: rho = 64"
     )
     assert predicted.startswith("Tiles are predicted to be 1.20 x weighted data parallelism, although by the rule")
+    rows = Advice(rho=2.0, q=0.1).sentence(1.2, has_columns=False)
+    assert rows.startswith(
+        "Fewer machines, or other shares of the samples, are predicted to be 1.20 x weighted data parallelism; "
+    )
     assert Advice(rho=0.0, q=3.0).sentence(1.0).startswith("Nothing in this network splits over units")
     for told in (clear, no, predicted):
         assert told.endswith(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tatami.cluster import Cluster, Link, Processor
-from tatami.tiling import PLANNERS, AbstractCost, AlphaBetaCost, Cost, Layout, TimedPlanner
+from tatami.tiling import PLANNERS, AbstractCost, AlphaBetaCost, Cost, Layout, TimedPlanner, compare
 from tatami.workload import Workload, gpt_workload, net_workload
 
 
@@ -51,6 +52,20 @@ def test_it_is_never_worse_than_another_planner(cluster: Cluster, workload: Work
             prices[name] = cost.price(layout, cluster=cluster, workload=workload).total
     if prices:
         assert prices["timed"] <= min(prices.values()) * (1 + 1e-9)
+
+
+piles = st.lists(st.floats(-9.0, 0.0).map(lambda power: 10**power), min_size=1, max_size=8)
+
+
+@given(speeds=piles, network=st.sampled_from([1e6, 1e8, 1e11]), workload=workloads)
+def test_nor_where_machines_are_too_slow_for_a_sample(speeds: list[float], network: float, workload: Workload) -> None:
+    """Whoever plans shares in proportion to speed leaves these out; equal shares would have all others wait for days."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plans = compare(cluster=cluster_of(speeds, per_host=2, network=network), workload=workload)
+    timed = next(each for each in plans if each.planner == "timed")
+    assert timed.predicted_s <= min(each.predicted_s for each in plans) * (1 + 1e-9)
+    assert set(timed.left_out) == {f"p{rank}" for rank in range(len(speeds))} - set(timed.layout.processors)
 
 
 @given(cluster=clusters, workload=workloads, planner=st.sampled_from(sorted(PLANNERS)))

@@ -164,9 +164,24 @@ def test_plans_say_in_which_time_nine_of_ten_iterations_are_expected() -> None:
     assert float(((low_s <= times_s) & (times_s <= high_s)).mean()) == pytest.approx(0.9, abs=0.01)
 
 
+@pytest.mark.parametrize("spread", [0.01, 0.27, 1.9, 3.3, 100.0])
+@pytest.mark.parametrize("planner", ["even", "timed"])
+def test_no_iteration_is_expected_to_take_less_than_nothing(planner: str, spread: float) -> None:
+    for size in (1, 2, 4):
+        plain = four(*"aabb")
+        cluster = replace(plain, processors=tuple(replace(each, spread=spread) for each in plain.processors[:size]))
+        (found,) = compare([planner], cluster=cluster, workload=WORKLOAD)
+        assert found.range_s is not None
+        low_s, high_s = found.range_s
+        assert 0 <= low_s < high_s
+        assert low_s < found.predicted_s
+
+
 def test_measured_speeds_are_flop_per_second() -> None:
     assert AlphaBetaCost().scale(Cluster.from_speeds([1.0, 0.5])) == 1e9
     assert AlphaBetaCost().scale(Cluster.from_speeds([2e9, 3e9])) == 1.0
+    # One that was stopped while it was measured makes no relative speeds of the others.
+    assert AlphaBetaCost().scale(Cluster.from_speeds([2e9, 3e5])) == 1.0
     with pytest.raises(PlanError, match="flop_per_s of speed 1"):
         AlphaBetaCost(flop_per_s=0.0)
 

@@ -60,7 +60,8 @@ def bench_train(
 ) -> None:
     """Time steps of training: one rank against the plain torch loop, several against DistributedDataParallel over gloo.
 
-    The contestants take turns, on the same batches from the same weights, with one thread each.
+    The contestants take turns, on the same batches from the same weights, with one thread each. Speeds are times that of what
+    they are against; under "nothing sent" is that of ranks which tell each other nothing, and more is not to be had.
     """
     from tatami.bench.train import TrainBenchmark
     from tatami.cli.ranks import num_started

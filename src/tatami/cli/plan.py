@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,11 @@ import typer
 from tatami.cli.options import epilog, optional, takes
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, parse_speeds, read_cluster
-from tatami.errors import InputError
+from tatami.errors import InputError, shortened
 from tatami.planning import compared
 from tatami.report import blank, check_path, draw_text, draw_tiling, save
 from tatami.tiling import Plan, at_tiles, with_speeds
-from tatami.workload import VOCABULARY, Workload, gpt_workload, net_workload
+from tatami.workload import VOCABULARY, Workload, gpt_workload, has_blocks_of, net_workload
 
 _gpt = partial(typer.Option, rich_help_panel="A GPT")
 EPILOG = epilog(
@@ -84,7 +85,9 @@ def plan(job: PlanJob) -> None:
     if job.plot is not None:
         check_path(job.plot, force=job.force)
     machines = _machines(job.cluster, job.speeds)
-    found = compared(job.planner, cluster=machines, workload=replace(job.workload, wire=job.wire))
+    workload = replace(job.workload, wire=job.wire)
+    _warn_unprobed(job, machines, workload)
+    found = compared(job.planner, cluster=machines, workload=workload)
     plans, best = found.plans, found.best
     if job.plot is not None:
         _draw(best, machines, job.plot, force=job.force)
@@ -131,6 +134,16 @@ def _machines(file: Path | None, speeds: str | None) -> Cluster:
         return Cluster.from_speeds(parse_speeds(speeds))
     machines = read_cluster(file)
     return machines if speeds is None else with_speeds(machines, parse_speeds(speeds, expected=machines.size))
+
+
+def _warn_unprobed(job: PlanJob, machines: Cluster, workload: Workload) -> None:
+    known = list(machines.sample_flop)
+    if known and job.model is None and not any(has_blocks_of(workload, net) for net in known):
+        warnings.warn(
+            f"the speeds in {job.cluster} were measured with {shortened(', '.join(known))}, and machines compute networks of "
+            f"other sizes at other speeds: tatami probe --net {job.net} measures them",
+            stacklevel=2,
+        )
 
 
 def _speeds(plan: Plan, machines: Cluster) -> dict[str, float]:

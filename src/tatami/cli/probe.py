@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ from tatami.cluster import Cluster, write_cluster
 from tatami.outputs import check_output
 from tatami.report.tables import Table, table_of
 from tatami.units import format_bandwidth, format_duration, format_flop, format_size, format_speed
-from tatami.workload import net_workload
+from tatami.workload import Workload, net_workload
 
 if TYPE_CHECKING:
     from tatami.comm import AbstractCommunicator
@@ -24,6 +25,8 @@ EPILOG = epilog(
     "tatami probe -n 8 --hosts node1:4,node2:4 --net 203-800-26 -o cluster.toml",
     "Then: tatami plan cluster.toml, and tatami train --cluster cluster.toml",
 )
+_STRAYED = 0.5
+"""Of the speed, between the fastest and the slowest timing of a rank: from here on it is told."""
 
 
 def probe(
@@ -59,14 +62,21 @@ def probe(
             check_output(output, force=force)
         cluster = measure(workload, comm, net=net, device=device)
         if comm.rank == 0:
-            _tell(cluster, output=output, force=force, as_json=as_json)
+            _tell(cluster, workload=workload, net=net, output=output, force=force, as_json=as_json)
 
     on_ranks(body, ranks=ranks or started or 2, backend=backend, hosts=hosts)
 
 
-def _tell(cluster: Cluster, *, output: Path | None, force: bool, as_json: bool) -> None:
+def _tell(cluster: Cluster, *, workload: Workload, net: str, output: Path | None, force: bool, as_json: bool) -> None:
     if output is not None:
         write_cluster(cluster, output, force=force)
+    strayed = max(processor.spread or 0.0 for processor in cluster.processors)
+    if strayed > _STRAYED:
+        warnings.warn(
+            f"speeds strayed by {100 * strayed:.0f} % while they were measured, and plans will be as far off: probe again when "
+            "nothing else uses these machines",
+            stacklevel=2,
+        )
     if as_json:
         show_json(_record(cluster))
         return
@@ -74,7 +84,7 @@ def _tell(cluster: Cluster, *, output: Path | None, force: bool, as_json: bool) 
     for net, flop in cluster.sample_flop.items():
         show("", f"a sample of {net} costs {format_flop(flop, digits=2)} however few units a rank has")
     if output is not None:
-        show("", f"written to {output}; next: tatami plan {output}")
+        show("", f"written to {output}; next: tatami plan {output} --net {net} --samples {workload.samples}")
 
 
 def _processors(cluster: Cluster) -> Table:

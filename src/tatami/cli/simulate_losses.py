@@ -165,6 +165,8 @@ def _setups(
     from tatami.sim.elastic import LossySetup
 
     assert options.mtbf is not None
+    if not 0 <= options.update < 1:
+        raise InputError(f"--update must be a share of an iteration from 0 to below 1, not {options.update:g}")
     mtbfs_s = [given("--mtbf", parse_duration, text.strip()) for text in options.mtbf.split(",")]
     clusters = [machines] if machines is not None else [_equal(number) for number in _numbers(options.machines or "")]
     first = LossySetup(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,7 +105,11 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
         iterations = given.get("iterations", job.iterations)
         every = given.get("every", job.every)
         retiler = Retiler() if every is None else Retiler(every=every)
-        changes = (*(_change(text) for text in job.slow or ()), *_trace(job.trace, machines, iterations=iterations))
+        slowed = tuple(_change(text) for text in job.slow or ())
+        late = [each.processor for each in slowed if (each.at_iteration or 0) > iterations]
+        if late:
+            warnings.warn(f"{', '.join(late)}: --slow begins after the last of {iterations} iterations", stacklevel=2)
+        changes = (*slowed, *_trace(job.trace, machines, iterations=iterations))
         for name in job.planner.split(","):
             labels.append(name.strip() + (f", {swept.name} {value}" if value else ""))
             jobs.append(

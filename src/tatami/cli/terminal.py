@@ -90,8 +90,11 @@ def _show_table(console: Console, table: Table) -> None:
     rich_table.show_edge = False
     if console.measure(rich_table, options=console.options.update(max_width=1000)).maximum <= console.width:
         console.print(rich_table)
-    else:
-        console.print(Text(table.to_text()), soft_wrap=True)
+        return
+    text = table.to_text()
+    if max(map(len, text.splitlines())) > console.width:
+        text = table.to_text(gap=1)
+    console.print(Text(text), soft_wrap=True)
 
 
 def _console(stream: TextIO) -> Console:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from tatami.errors import InputError
-from tatami.report.words import check_speeds, idle, percent, share, working
+from tatami.report.words import ALIKE, check_speeds, idle, percent, share, working
 from tatami.tiling import Tile, Tiling, largest_remainder
 
 MIN_WIDTH = 24
@@ -144,7 +144,7 @@ def _filled(label: Sequence[str], *, across: int, down: int, shade: str) -> list
 
 def _shade(speed: float, *, speeds: Sequence[float]) -> str:
     low, high = min(speeds), max(speeds)
-    if low == high:
+    if low > (1 - ALIKE) * high:
         return SHADES[1]
     return SHADES[min(int(len(SHADES) * (speed - low) / (high - low)), len(SHADES) - 1)]
 

@@ -65,21 +65,23 @@ class Table:
             table.add_row(*map(Text, row), style="bold green" if index == self.best else None)
         return table
 
-    def to_text(self) -> str:
-        """Plain, for a log or a pipe; the best row is led by `*`."""
+    def to_text(self, *, gap: int = 2) -> str:
+        """Plain, for a log or a pipe; the best row is led by `*`, and `gap` spaces are between columns."""
         lead = ["", *("*" if index == self.best else "" for index in range(len(self.rows)))]
         rows = [self.headers, *self.rows]
         lines = [(mark if first else "", *cells) for mark, row in zip(lead, rows, strict=True) for first, cells in _lines(row)]
         widths = [max(len(line[index]) for line in lines) for index in range(len(self.headers) + 1)]
         aligned = [
-            "  ".join(
+            (" " * gap)
+            .join(
                 cell.rjust(width) if index - 1 in self.numbers else cell.ljust(width)
                 for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
+            )
+            .rstrip()
             for line in lines
         ]
         height = sum(1 for _ in _lines(self.headers))
-        rule = "  ".join("-" * width if width > 1 else " " * width for width in widths)
+        rule = (" " * gap).join("-" * width if width > 1 else " " * width for width in widths)
         return "\n".join([self.title, "", *aligned[:height], rule, *aligned[height:]])
 
     def to_markdown(self) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tatami.report.fitting import Box, Lettering, fit_lettering
-from tatami.report.words import check_speeds, idle, percent, share, working
+from tatami.report.words import ALIKE, check_speeds, idle, percent, share, working
 from tatami.tiling import Tile, Tiling
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _colours(speeds: Mapping[str, float]) -> ScalarMappable:
     from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 
     low, high = min(speeds.values()), max(speeds.values())
-    if low == high:
+    if low > (1 - ALIKE) * high:
         norm: Normalize = Normalize(0.5 * low, 1.5 * high)
     elif high / low > LOG_FROM_RATIO:
         norm = LogNorm(low, high)

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from tatami.errors import PlanError
 from tatami.tiling import Tile, Tiling
 
+ALIKE = 0.05
+"""Speeds that differ by less of the fastest are shown as equal: no measurement is finer."""
+
 
 def percent(fraction: float) -> str:
     """ "33.3 %"; three digits, so that a share of a thousandth is still one."""

@@ -17,6 +17,7 @@ from tatami.tiled.following.following import Followed, cut_names, follow_modules
 from tatami.tiled.following.sample import Sample
 from tatami.tiled.following.unchanged import WeightSums
 from tatami.tiled.linear_pairs import PairNames, find_pairs, pair_block, pair_cuts
+from tatami.tiled.parts.declared import declared_parts
 from tatami.tiled.parts.finding import FoundPart, PartVocabulary, find_parts
 from tatami.tiled.tiled_block import TiledBlock
 from tatami.workload import Block, Workload
@@ -109,10 +110,11 @@ def _find_blocks(model: nn.Module, sample: Any, random: RandomDraws) -> Blocks:
     stops: dict[str, str] = {}
     captured = None
     parts: tuple[FoundPart, ...] = ()
+    unsplit: dict[str, str] = {}
     if sample is not None:
         captured = capture(model, Sample.of(sample))
         pairs = tuple(pair for pair in pairs if not any(map(captured.read_elsewhere, (pair.first, pair.second))))
-        parts, why = find_parts(model, captured)
+        parts, unsplit = find_parts(model, captured)
         found = _beside(model, captured, parts, pairs)
         if _may_be_better(model, parts, found):
             # A module that looks up tokens itself is not followed where its vocabulary is split. Where that is worth less:
@@ -121,7 +123,6 @@ def _find_blocks(model: nn.Module, sample: Any, random: RandomDraws) -> Blocks:
             if _split_elements(model, rest, other) > _split_elements(model, parts, found):
                 parts, found = rest, other
         pairs, followed, reasons, stops = found
-        reasons |= why
     refuse_inexact(model, followed=followed, captured=captured, written=weights.changed(), random=random)
     blocks = [TiledBlock(facts=_pair_facts(model, pair, captured), cuts=pair_cuts(model, pair)) for pair in pairs]
     for name, each in followed.items():
@@ -130,12 +131,21 @@ def _find_blocks(model: nn.Module, sample: Any, random: RandomDraws) -> Blocks:
             cuts_of_block = {prefix + tensor: runs for tensor, runs in block.cuts.items()}
             blocks.append(TiledBlock(facts=replace(block.facts, name=name), cuts=cuts_of_block))
     blocks += [block for part in parts for block in part.blocks]
+    for name, why in unsplit.items():
+        # A list of layers looks like one of experts. Where each of them is split by itself, nothing is missing.
+        if declared_parts(model.get_submodule(name)) is not None or not _cuts_within(name, blocks):
+            reasons[name] = why
     if captured is not None:  # its inputs lead, through the graph of their pass, to all weights, whole, and would hold them
         calls = {name: replace(call, args=(), kwargs={}) for name, call in captured.calls.items()}
         captured = replace(captured, calls=calls, kept=())
     return Blocks(
         blocks=tuple(blocks), pairs=pairs, followed=followed, parts=parts, reasons=reasons, stops=stops, captured=captured
     )
+
+
+def _cuts_within(name: str, blocks: Sequence[TiledBlock]) -> bool:
+    prefix = f"{name}." if name else ""
+    return any(cut.startswith(prefix) for block in blocks for cut in block.cuts)
 
 
 _Found = tuple[tuple[PairNames, ...], dict[str, Followed], dict[str, str], dict[str, str]]

@@ -30,11 +30,12 @@ class Advice:
         """About how many times faster than weighted data parallelism: (1 + q) / (1 + 2 q / sqrt(rho)), at least 1."""
         return max(1.0, (1 + self.q) / (1 + 2 * self.q / sqrt(self.rho))) if self.rho else 1.0
 
-    def sentence(self, predicted: float) -> str:
+    def sentence(self, predicted: float, *, has_columns: bool = True) -> str:
         """What to do.
 
         Args:
             predicted: how many times faster than weighted data parallelism the best plan is predicted to be.
+            has_columns: whether processors share columns in it, so that its tiles have two dimensions.
         """
         if not self.rho:
             return "Nothing in this network splits over units: it is laid in columns of one processor each."
@@ -43,7 +44,10 @@ class Advice:
             return f"Use two-dimensional tiles: {numbers} promise about {self.gain:.1f} x weighted data parallelism."
         rule = f"by the rule of thumb tiles pay from {CLEAR_RHO:g} and {CLEAR_Q:g} on"
         if predicted >= _MUCH:
-            return f"Tiles are predicted to be {predicted:.2f} x weighted data parallelism, although {rule}: {numbers}."
+            gain = f"are predicted to be {predicted:.2f} x weighted data parallelism"
+            if not has_columns:
+                return f"Fewer machines, or other shares of the samples, {gain}; {rule}: {numbers}."
+            return f"Tiles {gain}, although {rule}: {numbers}."
         return f"Weighted data parallelism does about as well; {rule}: {numbers}."
 
 

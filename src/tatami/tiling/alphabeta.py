@@ -31,7 +31,7 @@ FLOP_PER_S = 1e9
 _WORTH_HIDING = 0.01
 """Less than this part of an iteration is not known so well."""
 MEASURED_FROM = 1e6
-"""Speeds from here on are flop/s: no processor does less, and relative speeds do not go up to a million."""
+"""Where the fastest is no slower, speeds are flop/s: relative speeds do not go up to a million."""
 _NOTHING = 1e-9
 """Of shares that were added and taken away."""
 _LOOKED_AT = 8
@@ -110,7 +110,7 @@ class AlphaBetaCost(AbstractCost):
         """Flop/s of speed 1 on this cluster."""
         if self.flop_per_s is not None:
             return self.flop_per_s
-        return 1.0 if min(cluster.speeds.values()) >= MEASURED_FROM else FLOP_PER_S
+        return 1.0 if max(cluster.speeds.values()) >= MEASURED_FROM else FLOP_PER_S
 
 
 def hiding_pays(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tatami.cluster import Cluster, Processor
@@ -55,16 +56,71 @@ def fit(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost:
         MemoryLackError, PlanError: as `_held`.
     """
     found = _held(planner, cluster=cluster, workload=workload, cost=cost)
-    dear = _dear(cluster, workload=workload, cost=cost) if planner.picks and cluster.messages_known else ()
+    if not planner.chooses_among:
+        return found
+    # Shares in proportion to speed may have nothing for the slowest, where equal ones would have all others wait for them.
+    tried = set()
+    for other in _leaving_slow(planner.chooses_among, cluster=cluster, workload=workload, cost=cost):
+        found = _cheaper(found, other, cluster=cluster, workload=workload, cost=cost)
+        if frozenset(other.slow) not in tried:
+            found = _better_without(other.slow, found, planner, cluster=cluster, workload=workload, cost=cost)
+        tried.add(frozenset(other.slow))
+    rest = _without(cluster, {*found.slow, *found.small})
+    dear = _dear(rest, workload=workload, cost=cost) if cluster.messages_known else ()
     if not dear:
         return found
-    others = replace(cluster, processors=tuple(each for each in cluster.processors if each.name not in dear))
+    gone = frozenset({*dear, *found.slow})
+    without = _better_without(gone, found, planner, cluster=cluster, workload=workload, cost=cost, least=_WORTH_LEAVING)
+    if without is found:
+        return found
+    return replace(without, slow=tuple(name for name in without.slow if name not in dear), dear=dear)
+
+
+def _better_without(
+    gone: Collection[str],
+    found: Fitted,
+    planner: AbstractPlanner,
+    *,
+    cluster: Cluster,
+    workload: Workload,
+    cost: AbstractCost,
+    least: float = 0.0,
+) -> Fitted:
+    """What the planner says without some processors, as too slow, where that is faster by `least`; otherwise `found`."""
     try:
-        without = _held(planner, cluster=others, workload=workload, cost=cost, ranks=cluster.size)
+        without = _held(planner, cluster=_without(cluster, gone), workload=workload, cost=cost, ranks=cluster.size)
     except MemoryLackError:
         return found
-    with_s, without_s = (cost.price(each.layout, cluster=cluster, workload=workload).total for each in (found, without))
-    return replace(without, dear=dear) if without_s < (1 - _WORTH_LEAVING) * with_s else found
+    # In the order in which they would go.
+    order = sorted((each for each in cluster.processors if each.name in gone), key=lambda each: each.speed)
+    without = replace(without, slow=(*(each.name for each in order), *without.slow))
+    return _cheaper(found, without, cluster=cluster, workload=workload, cost=cost, least=least)
+
+
+def _cheaper(
+    found: Fitted, other: Fitted, *, cluster: Cluster, workload: Workload, cost: AbstractCost, least: float = 0.0
+) -> Fitted:
+    """`other`, where it is cheaper by this part of the cost of `found`."""
+    own, others = (cost.price(each.layout, cluster=cluster, workload=workload).total for each in (found, other))
+    return other if others < (1 - least) * own else found
+
+
+def _without(cluster: Cluster, gone: Collection[str]) -> Cluster:
+    """The rest; the same object where none is gone, of which prices are remembered."""
+    rest = tuple(each for each in cluster.processors if each.name not in gone)
+    return cluster if len(rest) == cluster.size else replace(cluster, processors=rest)
+
+
+def _leaving_slow(
+    planners: Sequence[AbstractPlanner], *, cluster: Cluster, workload: Workload, cost: AbstractCost
+) -> Iterator[Fitted]:
+    """What planners say that leave out processors which would have no sample, or no unit."""
+    for planner in planners if cluster.size <= _MOST_TRIED else planners[:1]:
+        if planner.sized or not cluster.sized:
+            with suppress(MemoryLackError):
+                fitted = _held(planner, cluster=cluster, workload=workload, cost=cost)
+                if fitted.slow:
+                    yield fitted
 
 
 def _dear(cluster: Cluster, *, workload: Workload, cost: AbstractCost) -> tuple[str, ...]:
@@ -230,7 +286,7 @@ def leaving_out(planner: str, fitted: Fitted, *, workload: Workload) -> Iterator
     if fitted.dear:
         yield (
             f"{planner} leaves out {', '.join(fitted.dear)}: an iteration is predicted to be shorter without, for messages "
-            "would take there longer than its work saves. planner='srpm' takes all"
+            "would take there longer than its work saves. The planner srpm takes all"
         )
     if slow := fitted.slow:
         yield (

@@ -180,7 +180,8 @@ def _range_s(predicted: Cost, processors: Sequence[Processor]) -> tuple[float, f
     if ends is None:
         return None
     expected = scatter(processors)
-    low_s, high_s = (predicted.total + predicted.compute * (end - expected) / (1 + expected) for end in ends)
+    times = (predicted.compute * (1 + end) / (1 + expected) for end in ends)
+    low_s, high_s = (predicted.total - predicted.compute + time_s for time_s in times)
     return low_s, high_s
 
 
@@ -251,7 +252,8 @@ def check_sizes(cluster: Cluster, *, workload: Workload) -> None:
         PlanError: more processors than samples.
     """
     if cluster.size > workload.samples:
+        samples = "one sample" if workload.samples == 1 else f"the {workload.samples} samples"
         raise PlanError(
-            f"{cluster.size} processors are more than the {workload.samples} samples: some would have nothing to do. "
+            f"{cluster.size} processors are more than {samples}: some would have nothing to do. "
             "Take fewer processors or more samples"
         )

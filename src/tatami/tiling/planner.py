@@ -34,8 +34,9 @@ class AbstractPlanner(ABC):
     sized: ClassVar[bool] = False
     """Whether `layout` understands speeds that depend on the size of the tile; a cluster of those is refused elsewhere."""
 
-    picks: ClassVar[bool] = False
-    """Whether processors are to be left out that cost more by their messages than they bring."""
+    chooses_among: ClassVar[tuple[AbstractPlanner, ...]] = ()
+    """Planners whose layouts are among those that this one chooses from, if it is for the least cost: what they leave out, and
+    processors that cost more by their messages than they bring, is left out where that is cheaper."""
 
     @abstractmethod
     def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:

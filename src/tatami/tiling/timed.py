@@ -18,12 +18,13 @@ from tatami.tiling.merge import SrpmMergedPlanner
 from tatami.tiling.planner import AbstractPlanner, ascending, cheapest_whole
 from tatami.tiling.span import FEW
 from tatami.tiling.speeds import at_equal_times, at_tiles
-from tatami.tiling.srpm import SrpmTable, srpm_layout, srpm_table
+from tatami.tiling.srpm import SrpmPlanner, SrpmTable, srpm_layout, srpm_table
 from tatami.tiling.weighted import WeightedPlanner, data_parallel
 from tatami.workload import Workload
 
 _ROWS = 256
 """Of the dynamic program's table, whatever Eq. 8 thinks of them. Up to 16 columns all are tried, then steps of an eighth."""
+_OTHERS: tuple[AbstractPlanner, ...] = (WeightedPlanner(), EvenPlanner(), GridPlanner(), GridRevPlanner())
 
 
 @final
@@ -37,13 +38,11 @@ class TimedPlanner(AbstractPlanner):
 
     name: ClassVar[str] = "timed"
     sized: ClassVar[bool] = True
-    picks: ClassVar[bool] = True
+    chooses_among: ClassVar[tuple[AbstractPlanner, ...]] = (*_OTHERS, SrpmPlanner(), SrpmMergedPlanner())
 
     def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
-        others: tuple[AbstractPlanner, ...] = (WeightedPlanner(), EvenPlanner(), GridPlanner(), GridRevPlanner())
-
         def tried(plain: Cluster) -> list[Layout]:
-            layouts = [other.layout(cluster=plain, workload=workload, cost=cost) for other in others]
+            layouts = [other.layout(cluster=plain, workload=workload, cost=cost) for other in _OTHERS]
             if not workload.blocks:
                 return [data_parallel(ascending(plain)), *layouts]
             table = srpm_table(plain, workload=workload, least_rows=_ROWS)
