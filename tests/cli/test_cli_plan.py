@@ -65,6 +65,7 @@ def test_more_processors_than_units_are_laid_in_data_parallel_columns() -> None:
 def test_planner_restricts_and_may_be_given_again() -> None:
     answer = records("--speeds", SPEEDS, "--planner", "weighted", "--planner", "even")
     assert [record["planner"] for record in answer] == ["weighted", "even"]
+    assert records("--speeds", SPEEDS, "--planner", "weighted, even") == answer
     assert answer[0]["columns"] == [["p0"], ["p1"], ["p2"], ["p3"], ["p4"]]
 
 

@@ -49,7 +49,7 @@ class PlanJob:
     tokens: Annotated[int, _gpt(min=1, help="Of a sequence.")] = 1024
     vocabulary: Annotated[int, _gpt(min=1, help="Tokens there are.")] = VOCABULARY
     wire: Annotated[str | None, optional(metavar="NAME", help="bfloat16 or float16, if sums are to travel so.")] = None
-    planner: Annotated[list[str] | None, optional(help="Only this planner; may be given again for more.")] = None
+    planner: Annotated[list[str] | None, optional(metavar="A,B,...", help="Only these planners; may be given again.")] = None
     plot: Annotated[Path | None, optional(help="Draw the best tiling into this file (.png, .pdf or .svg).")] = None
     force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list with a record for each planner.")] = False
@@ -87,7 +87,8 @@ def plan(job: PlanJob) -> None:
     machines = _machines(job.cluster, job.speeds)
     workload = replace(job.workload, wire=job.wire)
     _warn_unprobed(job, machines, workload)
-    found = compared(job.planner, cluster=machines, workload=workload)
+    planners = [name.strip() for each in job.planner for name in each.split(",")] if job.planner else None
+    found = compared(planners, cluster=machines, workload=workload)
     plans, best = found.plans, found.best
     if job.plot is not None:
         _draw(best, machines, job.plot, force=job.force)

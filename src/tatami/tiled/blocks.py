@@ -18,6 +18,7 @@ from tatami.tiled.following.sample import Sample
 from tatami.tiled.following.unchanged import WeightSums
 from tatami.tiled.linear_pairs import PairNames, find_pairs, pair_block, pair_cuts
 from tatami.tiled.parts.declared import declared_parts
+from tatami.tiled.parts.experts import expert_lists
 from tatami.tiled.parts.finding import FoundPart, PartVocabulary, find_parts
 from tatami.tiled.tiled_block import TiledBlock
 from tatami.workload import Block, Workload
@@ -132,8 +133,7 @@ def _find_blocks(model: nn.Module, sample: Any, random: RandomDraws) -> Blocks:
             blocks.append(TiledBlock(facts=replace(block.facts, name=name), cuts=cuts_of_block))
     blocks += [block for part in parts for block in part.blocks]
     for name, why in unsplit.items():
-        # A list of layers looks like one of experts. Where each of them is split by itself, nothing is missing.
-        if declared_parts(model.get_submodule(name)) is not None or not _cuts_within(name, blocks):
+        if not _all_split(model.get_submodule(name), name, blocks):
             reasons[name] = why
     if captured is not None:  # its inputs lead, through the graph of their pass, to all weights, whole, and would hold them
         calls = {name: replace(call, args=(), kwargs={}) for name, call in captured.calls.items()}
@@ -143,9 +143,18 @@ def _find_blocks(model: nn.Module, sample: Any, random: RandomDraws) -> Blocks:
     )
 
 
-def _cuts_within(name: str, blocks: Sequence[TiledBlock]) -> bool:
+def _all_split(module: nn.Module, name: str, blocks: Sequence[TiledBlock]) -> bool:
+    """Whether what looks like a list of experts is one of layers, as that of `nn.TransformerEncoder`, each split by itself."""
+    if declared_parts(module) is not None:
+        return False
     prefix = f"{name}." if name else ""
-    return any(cut.startswith(prefix) for block in blocks for cut in block.cuts)
+    layers = [
+        f"{prefix}{listed}.{own}."
+        for listed in expert_lists(module)
+        for own, _ in module.get_submodule(listed).named_children()
+    ]
+    cuts = [cut for block in blocks for cut in block.cuts]
+    return bool(layers) and all(any(cut.startswith(layer) for cut in cuts) for layer in layers)
 
 
 _Found = tuple[tuple[PairNames, ...], dict[str, Followed], dict[str, str], dict[str, str]]
