@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import pytest
@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tatami.cluster import Cluster, Link, Processor
-from tatami.tiling import PLANNERS, AbstractCost, AlphaBetaCost, Cost, Layout, TimedPlanner, compare
+from tatami.errors import MemoryLackError
+from tatami.tiling import PLANNERS, AbstractCost, AlphaBetaCost, Cost, Layout, TimedPlanner, compare, plan
 from tatami.workload import Workload, gpt_workload, net_workload
 
 
@@ -66,6 +67,23 @@ def test_nor_where_machines_are_too_slow_for_a_sample(speeds: list[float], netwo
     timed = next(each for each in plans if each.planner == "timed")
     assert timed.predicted_s <= min(each.predicted_s for each in plans) * (1 + 1e-9)
     assert set(timed.left_out) == {f"p{rank}" for rank in range(len(speeds))} - set(timed.layout.processors)
+
+
+def test_where_all_processors_have_no_room_another_planner_may_find_some_without_the_slow() -> None:
+    speeds = [0.56, 0.87, 3.9e-5, 8.6e-4, 0.029, 8.5e-5, 0.57, 5.2e-5]
+    memory = [82_405, 38_282, 6_657_568, 10_440_852, 244_875, 114_078, 2_595_987, 10_893_640]
+    cluster = cluster_of(speeds, per_host=3, network=1e8)
+    sized = (replace(each, memory_bytes=size) for each, size in zip(cluster.processors, memory, strict=True))
+    cluster = replace(cluster, processors=tuple(sized))
+    workload = net_workload("203-80-26", samples=64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        srpm, timed = compare(["srpm", "timed"], cluster=cluster, workload=workload)
+    assert timed.predicted_s <= srpm.predicted_s
+    assert set(srpm.left_out) > set(timed.left_out) > {"p2", "p3", "p5", "p7"}
+    assert all(size <= dict(zip(cluster.by_name, memory, strict=True))[name] for name, size in timed.memory_bytes.items())
+    with pytest.raises(MemoryLackError, match="timed finds no room"):
+        plan("timed", cluster=cluster, workload=workload.with_samples(1_000_000))
 
 
 @given(cluster=clusters, workload=workloads, planner=st.sampled_from(sorted(PLANNERS)))

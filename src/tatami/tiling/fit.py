@@ -55,16 +55,24 @@ def fit(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost:
     Raises:
         MemoryLackError, PlanError: as `_held`.
     """
-    found = _held(planner, cluster=cluster, workload=workload, cost=cost)
-    if not planner.chooses_among:
-        return found
-    # Shares in proportion to speed may have nothing for the slowest, where equal ones would have all others wait for them.
+    found, lack = None, None
+    try:
+        found = _held(planner, cluster=cluster, workload=workload, cost=cost)
+    except MemoryLackError as error:
+        lack = error
+    # Shares in proportion to speed may have nothing for the slowest, where equal ones would have all others wait for them, or
+    # no room beside them.
     tried = set()
     for other in _leaving_slow(planner.chooses_among, cluster=cluster, workload=workload, cost=cost):
-        found = _cheaper(found, other, cluster=cluster, workload=workload, cost=cost)
+        found = other if found is None else _cheaper(found, other, cluster=cluster, workload=workload, cost=cost)
         if frozenset(other.slow) not in tried:
             found = _better_without(other.slow, found, planner, cluster=cluster, workload=workload, cost=cost)
         tried.add(frozenset(other.slow))
+    if found is None:
+        assert lack is not None
+        raise lack
+    if not planner.chooses_among:
+        return found
     rest = _without(cluster, {*found.slow, *found.small})
     dear = _dear(rest, workload=workload, cost=cost) if cluster.messages_known else ()
     if not dear:
@@ -281,7 +289,7 @@ def _grown(cluster: Cluster, *, count: int) -> Cluster:
     return replace(cluster, processors=(*cluster.processors, *more))
 
 
-def leaving_out(planner: str, fitted: Fitted, *, workload: Workload) -> Iterator[str]:
+def leaving_out(planner: str, fitted: Fitted, *, cluster: Cluster, workload: Workload) -> Iterator[str]:
     """The warnings about processors that are left out."""
     if fitted.dear:
         yield (
@@ -289,8 +297,10 @@ def leaving_out(planner: str, fitted: Fitted, *, workload: Workload) -> Iterator
             "would take there longer than its work saves. The planner srpm takes all"
         )
     if slow := fitted.slow:
+        given = any(cluster.by_name[name].memory_bytes is not None for name in slow)
+        why = "too slow, or with too little memory," if given else "too slow"
         yield (
-            f"{planner} leaves out {', '.join(slow)}: too slow for one of {workload.samples} samples and one of "
+            f"{planner} leaves out {', '.join(slow)}: {why} for one of {workload.samples} samples and one of "
             f"{workload.units} units beside the others. Plan without them, or give more samples"
         )
     if small := fitted.small:

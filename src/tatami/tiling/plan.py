@@ -151,7 +151,7 @@ def plan(
 def _planned(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: RememberedCost) -> Plan:
     fitted = fit(planner, cluster=cluster, workload=workload, cost=cost)
     layout = fitted.layout
-    for told in leaving_out(planner.name, fitted, workload=workload):
+    for told in leaving_out(planner.name, fitted, cluster=cluster, workload=workload):
         warnings.warn(told, stacklevel=3)
     time_cost = cost.cost if isinstance(cost.cost, AlphaBetaCost) else AlphaBetaCost()
     predicted = (cost if time_cost is cost.cost else time_cost).price(layout, cluster=cluster, workload=workload)
