@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 import tatami.cluster.toml
 from tatami.cluster import LOCAL_LINK, NETWORK_LINK, Cluster, Link, Processor, cluster_toml, read_cluster, write_cluster
 from tatami.cluster.tables import ClusterFile, HostsLinkTable, NetworkTable, ProcessorTable
-from tatami.errors import ClusterError, OutputExistsError
+from tatami.errors import ClusterError, OutputExistsError, PlanError
+from tatami.workload import parse_net
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster.toml"
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8).filter(lambda name: name.strip() != "")
@@ -300,6 +301,17 @@ def test_the_example_explains_every_key_and_can_be_read() -> None:
         keys = set(re.findall(r"^(?:# )?(\w+) = ", text, re.MULTILINE)) | set(re.findall(r"^\[+(\w+)", text, re.MULTILINE))
         tables = (ClusterFile, HostsLinkTable, ProcessorTable, NetworkTable)
         assert keys == {field.name for table in tables for field in fields(table)}
+
+
+@pytest.mark.parametrize("net", ["-".join(["1"] * 1001), "1000000000-2-3", "4-0-2", "4-2", "4-٣-2", "4--2"])
+def test_a_file_names_no_network_that_could_not_be_planned(net: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="network"):
+        parse_net(net)
+    file = tmp_path / "c.toml"
+    write_cluster(replace(Cluster.from_speeds([1.0]), sample_flop={"4-1-2": 2.0}), file)
+    file.write_text(file.read_text().replace("4-1-2", net))
+    with pytest.raises(ClusterError, match="must be the sizes of a network"):
+        read_cluster(file)
 
 
 def test_networks_of_many_layers_and_many_networks_are_read(tmp_path: Path) -> None:

@@ -52,6 +52,13 @@ def test_a_drawing_is_what_it_was() -> None:
     assert drawn == DRAWN
 
 
+def test_columns_may_stand_closer_and_say_the_same() -> None:
+    wide, narrow = (run_table(RUNS).to_text(gap=gap).splitlines() for gap in (2, 1))
+    assert [line.split() for line in narrow] == [line.split() for line in wide]
+    columns = len(run_table(RUNS).headers)
+    assert max(map(len, narrow)) == max(map(len, wide)) - columns
+
+
 def test_speeds_that_hardly_differ_are_drawn_alike() -> None:
     assert draw_text(TILING, speeds={"slow": 0.97, "mid": 0.99, "fast": 1.0}) == draw_text(
         TILING, speeds=dict.fromkeys(("slow", "mid", "fast"), 1.0)

@@ -32,7 +32,8 @@ _FEW = 8
 """A tile of few units has this part of all."""
 _LEAST_DIFFERENCE = 0.1
 """Of the time of all units, that those which few units lack take at least: where a network is so small that its units drown in
-what calls take, noise would say that units take no time, and samples any."""
+what calls take, noise would say that units take no time, and samples any. They take 0.69 of it in 203-80-26 with 1,024 samples,
+0.36 in 12-8-3, and 0.04 to 0.07 in 20-16-5 with 64, whose tiles of an eighth are so predicted 5 % too short."""
 _WARM_UP_S = 0.3
 """So long a device works before it is timed: its libraries choose their kernels, and its clock rises."""
 _CPU = torch.device("cpu")

@@ -61,7 +61,7 @@ class AlphaBetaCost(AbstractCost):
 
     Attributes:
         flop_per_s: flop/s of a processor of speed 1. None: `FLOP_PER_S`, or 1 where the cluster's speeds are flop/s already
-            (all of them from `MEASURED_FROM` on).
+            (the fastest is at least `MEASURED_FROM`).
     """
 
     flop_per_s: float | None = None
