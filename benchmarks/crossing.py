@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.colors import LinearSegmentedColormap
 
 from tatami.cluster import Cluster, Link, Processor
 from tatami.report import blank, save
+from tatami.report.palette import GREY, STRAW_TO_MOSS
 from tatami.tiling import plan
 from tatami.tiling.advice import Advice, advise
 from tatami.workload import Workload, gpt_workload, net_workload
@@ -117,11 +119,15 @@ def measured_spots() -> Iterator[Spot]:
 
 def draw(predicted: list[Spot], measured: list[Spot], out: Path) -> None:
     """The picture."""
-    figure, ax = blank(width_in=8.5, height_in=5.5)
+    figure, ax = blank(width_in=7.5, height_in=5)
     levels = (1.0, 1.3, 2.0, 4.0, 8.0, 16.0)
-    colours: dict[str, Any] = {"vmin": 0.0, "vmax": np.log2(levels[-1]), "cmap": "viridis"}
+    colours: dict[str, Any] = {
+        "vmin": 0.0,
+        "vmax": np.log2(levels[-1]),
+        "cmap": LinearSegmentedColormap.from_list("moss", STRAW_TO_MOSS),
+    }
     styles: tuple[tuple[list[Spot], dict[str, Any]], ...] = (
-        (sorted(predicted, key=lambda each: each.gain), {"s": 26, "alpha": 0.8, "linewidths": 0}),
+        (sorted(predicted, key=lambda each: each.gain), {"s": 28, "edgecolors": GREY, "linewidths": 0.5}),
         (measured, {"s": 60, "marker": "D", "edgecolors": "black", "linewidths": 1.4, "zorder": 3}),
     )
     for spots, style in styles:

@@ -25,10 +25,10 @@ from tatami import server
 from tatami.collective import build
 from tatami.datasets import load
 from tatami.elastic import ElasticContext, ElasticControl, ElasticSettings, run_elastic
-from tatami.page import joined, page_of, read_run
 from tatami.records import Records
 from tatami.report import blank, draw_schedule, save
-from tatami.server.timeline import draw_timeline
+from tatami.report.page import joined, page_of, read_run
+from tatami.report.ray_runs import draw_timeline
 from tatami.testing.slowdown import Slowdown
 from tatami.tiled import Callback
 
@@ -139,7 +139,7 @@ def screenshot(chromium: str, page: Path, picture: Path, *, width: int, height: 
     empty = Image.new("RGB", shown.size, shown.getpixel((0, height - 1)))
     box = ImageChops.difference(shown, empty).getbbox()
     bottom = height if box is None else min(height, box[3] + 16)
-    shown.crop((0, 0, width, bottom)).quantize(64).save(picture, optimize=True)
+    shown.crop((0, 0, width, bottom)).quantize(160).save(picture, optimize=True)
 
 
 def tiling() -> None:
@@ -194,8 +194,8 @@ def torus() -> None:
     from matplotlib.figure import Figure
 
     schedule = build("torus_put", ranks=8, size=64, hosts=["a"] * 4 + ["b"] * 4, across="native")
-    figure = Figure(figsize=(11, 2.1), layout="constrained")
-    draw_schedule(figure.subplots(1, len(schedule.phases) + 1), schedule, columns=4)
+    figure = Figure(figsize=(6.6, 3.4), layout="constrained")
+    draw_schedule(figure.subplots(2, 2).flat, schedule, columns=4)
     save(figure, PICTURES / "torus.png", force=True)
 
 

@@ -19,10 +19,10 @@ COMMANDS = {
     "train": "bench train --rounds 15 --json",
     "allreduce": "bench allreduce -n 2 --json",
     "allreduce-8-ranks": "bench allreduce -n 8 --sizes 1KiB,64KiB,1MiB,16MiB --json",
-    "put-vs-allgather": "bench put-vs-allgather -n 2 --json",
-    "dataparallel": "bench dataparallel --rounds 21 --json",
-    "functions": "bench functions --json",
-    "server": "bench server --json",
+    "put-vs-allgather": "run -n 2 benchmarks/bench_put.py",
+    "dataparallel": "run -n 2 benchmarks/bench_data_parallel.py",
+    "functions": "run -n 2 benchmarks/bench_functions.py",
+    "server": "benchmarks/bench_server.py",
     # In the lab, as root: four hosts of two ranks with links of 1 Gbit/s.
     "allreduce-four-hosts": (
         "lab run benchmarks/four-hosts-of-two.toml -- -m tatami bench allreduce --sizes 1MiB,16MiB,64MiB --rounds 5 "
@@ -34,13 +34,13 @@ COMMANDS = {
 def record(name: str) -> Path:
     """Run the command of a name; returns the file its results are in."""
     words = shlex.split(COMMANDS[name])
-    done = subprocess.run(
-        [sys.executable, "-m", "tatami", *words], stdout=subprocess.PIPE, text=True, check=True, cwd=HERE.parent
-    )
+    starter = ["python"] if words[0].endswith(".py") else ["tatami"]
+    started_by = [sys.executable] if starter == ["python"] else [sys.executable, "-m", "tatami"]
+    done = subprocess.run([*started_by, *words], stdout=subprocess.PIPE, text=True, check=True, cwd=HERE.parent)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     path = RESULTS / f"{name}.jsonl"
     path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join([json.dumps({"command": shlex.join(["tatami", *words])}), *lines, ""]), encoding="utf-8")
+    path.write_text("\n".join([json.dumps({"command": shlex.join([*starter, *words])}), *lines, ""]), encoding="utf-8")
     return path
 
 

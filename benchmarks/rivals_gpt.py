@@ -2,12 +2,14 @@
 
     --width 384 --tokens 16 --samples 16 --bandwidth 12.5e6     another network, batch or links
     --contestants tatami,ddp-weighted                           only some of them
+    --speeds 1,1,0.5,0.5                                        other hosts
+    --contestants tatami,pipelining-3.3.1.1-8                   torch's pipeline, layers of each rank and micro-batches by hand
 
 Eight hosts of the paper's condition A, one rank on each. Tatami (the layout of least predicted time, from speeds and links that
-the ranks measure first) and DDP over gloo (equal batches; batches in proportion to the same speeds, correctly averaged; both
-with and without bfloat16 on the wire) take turns in the same processes, and after each round all ranks train their weighted
-share alone, for gamma. Adds a line for each contestant to `benchmarks/results/rivals_gpt.jsonl`. Needs Linux and root
-(docs/lab.md), and a machine with nothing else to do.
+the ranks measure first; `tatami-flat`: without pipeline stages; `tatami-m8`: in so many micro-batches) and DDP over gloo (equal
+batches; batches in proportion to the same speeds, correctly averaged; both with and without bfloat16 on the wire) take turns in
+the same processes, and after each round all ranks train their weighted share alone, for gamma. Adds a line for each contestant
+to `benchmarks/results/rivals_gpt.jsonl`. Needs Linux and root (docs/lab.md), and a machine with nothing else to do.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -29,6 +31,7 @@ import torch
 import torch.distributed
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from elsewhere import of_ranks
 from paper.contestants import start_rivals
@@ -45,15 +48,15 @@ from tatami.report import EfficiencyRound, efficiency
 from tatami.retiling import Retiler
 from tatami.tiled import TiledModel, tile
 from tatami.tiled.following.sample import Sample
-from tatami.tiled.measure import measure_network_speeds
 from tatami.tiled.phases import PhaseTimes
 from tatami.tiled.probe import probe
 from tatami.tiled.retiling import Retiling
+from tatami.tiled.speed_curves import measure_network_curves, with_curves
 from tatami.tiling import AlphaBetaCost, largest_remainder, plan, spans
 from tatami.workload import Workload, gpt_workload
 
 RESULTS = Path(__file__).parent / "results" / "rivals_gpt.jsonl"
-CONTESTANTS = ("tatami", "tatami-early", "tatami-retiled", "tatami-bfloat16", "ddp", "ddp-weighted", "ddp-weighted-float16")
+CONTESTANTS = ("tatami", "tatami-retiled", "tatami-bfloat16", "ddp", "ddp-weighted", "ddp-weighted-float16")
 _CHARACTERS = 96
 _TIMEOUT_S = 600.0
 _LEARNING_RATE = 1e-3
@@ -71,7 +74,6 @@ class GptRace:
         contestants: of `CONTESTANTS`.
         settle: iterations that a contestant that re-tiles has before it is measured.
         rounds, repeats: blocks of each contestant, in turn, and iterations of a block.
-        bucket_bytes: of `tatami-early`, whose gradients leave while earlier blocks compute.
         speeds: of the hosts, relative.
     """
 
@@ -85,7 +87,6 @@ class GptRace:
     settle: int
     rounds: int
     repeats: int
-    bucket_bytes: int
     speeds: tuple[float, ...]
 
     @property
@@ -153,6 +154,7 @@ class Racing:
             "columns_of": {
                 name: [len(each.processors) for each in model.layout.columns] for name, model in self._models.items()
             },
+            "stages_of": {name: _stages(model) for name, model in self._models.items()},
             **self._foretold(cluster),
         }
 
@@ -160,11 +162,8 @@ class Racing:
         """Links and messages as `tatami probe` finds them, speeds of the network itself as `tile` does."""
         comm, race = self._comm, self._race
         found = probe(Workload.mlp(256, 512, 256, samples=512), comm, repeats=3)
-        flop = self._workload.flop(width=1.0, height=1.0) / race.samples
-        given = Sample.of(self._x[:2])
-        speeds = measure_network_speeds(self._model, given, comm, flop_per_sample=flop)
-        pairs = zip(found.processors, speeds, strict=True)
-        return replace(found, processors=tuple(replace(each, speed=speed.flop_per_s) for each, speed in pairs))
+        curves = measure_network_curves(self._model, Sample.of(self._x[:2]), comm, batch_size=race.samples)
+        return with_curves(found, curves, workload=self._workload)
 
     def _foretold(self, cluster: Cluster) -> dict[str, Any]:
         found = plan("timed", cluster=cluster, workload=self._workload)
@@ -185,14 +184,16 @@ class Racing:
         return (self._clock.now_s() - start_s) / repeats
 
     def _made(self, name: str, cluster: Cluster) -> Step:
+        if name.startswith("pipelining"):
+            return self._pipelining(name)
         return self._tiled(name, cluster) if name.startswith("tatami") else self._ddp(name, cluster)
 
     def _tiled(self, name: str, cluster: Cluster) -> Step:
         wire = "bfloat16" if name.endswith("bfloat16") else None
-        early = self._race.bucket_bytes if name.endswith("early") else None
         model: TiledModel = tile(
             self._model, self._comm, batch_size=self._race.samples, sample=self._x[:2], speeds=cluster, reduction="mean",
-            wire=wire, bucket_bytes=early, quiet=name != "tatami",
+            wire=wire, quiet=not name.startswith("tatami"), micro_batches=int(name.split("-m")[1]) if "-m" in name else None,
+            stages=1 if name.endswith(("flat", "retiled")) else None,
         )  # fmt: skip
         optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
         retiling = Retiling(model, optimizer, retiler=Retiler()) if name.endswith("retiled") else None
@@ -201,7 +202,8 @@ class Racing:
         def step() -> None:
             x, y = model.local(self._x, self._y)
             optimizer.zero_grad()
-            torch.autograd.backward(self._loss(model(x), y))
+            for x_part, y_part in model.parts((x, y)):
+                torch.autograd.backward(self._loss(model(x_part), y_part))
             optimizer.step()
             spent = model.phases.finish_iteration()
             self._spent.setdefault(name, []).append(spent)
@@ -230,6 +232,31 @@ class Racing:
 
         return step
 
+    def _pipelining(self, name: str) -> Step:
+        """`torch.distributed.pipelining`, one forward and one backward pass in turn; `name` ends in the layers of each rank and
+        the number of micro-batches."""
+        _, layers, micro_batches = name.split("-")
+        sizes, rank = [int(each) for each in layers.split(".")], self._comm.rank
+        last = len(sizes) - 1
+        whole = self._own()
+        assert isinstance(whole, CharacterGpt)
+        part = _PipelinePart(whole, first=sum(sizes[:rank]), count=sizes[rank], is_first=rank == 0, is_last=rank == last)
+        stage = PipelineStage(part, rank, len(sizes), torch.device("cpu"))
+        schedule = Schedule1F1B(stage, int(micro_batches), loss_fn=self._loss)
+        optimizer = torch.optim.SGD(part.parameters(), lr=_LEARNING_RATE)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            if rank == 0:
+                schedule.step(self._x)
+            elif rank == last:
+                schedule.step(target=self._y)
+            else:
+                schedule.step()
+            optimizer.step()
+
+        return step
+
     def _alone(self, samples: int) -> Step:
         """The whole network on this rank's weighted share of the batch."""
         model = self._own()
@@ -251,8 +278,30 @@ class Racing:
         return own
 
 
+class _PipelinePart(nn.Module):
+    """Consecutive layers of a network, with its embeddings in front or its head behind."""
+
+    def __init__(self, whole: CharacterGpt, *, first: int, count: int, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        layers = list(whole.layers)
+        self.layers = nn.Sequential(*layers[first : first + count + (1 if is_last else 0)])
+        self.characters = whole.characters if is_first else None
+        self.places = whole.places if is_first else None
+        self.head = whole.head if is_last else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.characters is not None and self.places is not None:
+            x = self.characters(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        x = self.layers(x)
+        return x if self.head is None else self.head(x)
+
+
 def _mean(spent: Sequence[PhaseTimes]) -> dict[str, float]:
     return {key: fmean(getattr(each, key) for each in spent) for key in ("compute_s", "vertical_s", "horizontal_s")}
+
+
+def _stages(model: TiledModel) -> dict[str, Any] | None:
+    return None if model.stage is None else model.stage.layout.to_dict()
 
 
 def _shares(weights: Sequence[float], *, samples: int) -> Sequence[int]:
@@ -334,8 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settle=options.settle,
         rounds=options.rounds,
         repeats=options.repeats,
-        bucket_bytes=options.bucket_bytes,
-        speeds=CONDITIONS["A"],
+        speeds=tuple(map(float, options.speeds.split(","))) if options.speeds else CONDITIONS["A"],
     )
     try:
         found = measured(race, timeout_s=options.timeout)
@@ -361,11 +409,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--bandwidth", type=float, default=125e6, help="bytes per second of every link")
+    parser.add_argument("--speeds", help="of the hosts, relative; condition A without")
     parser.add_argument("--contestants", default=",".join(CONTESTANTS))
     parser.add_argument("--settle", type=int, default=12, help="iterations before one that re-tiles is measured")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--bucket-bytes", type=int, default=1 << 20, help="gradients of tatami-early that leave together")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for the whole lab")
     parser.add_argument("--out", type=Path, default=RESULTS, help="a .jsonl file; records are added to it; give it last")
     parser.add_argument("--rank", type=Path, nargs=2, help=argparse.SUPPRESS)

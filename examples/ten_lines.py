@@ -10,6 +10,7 @@ from tatami.datasets import load
 
 train_data, test_data = load("digits", targets="classes").split(test_fraction=0.2, seed=0)
 comm = tatami.init()
+torch.manual_seed(0)
 network = nn.Sequential(nn.Linear(64, 200), nn.Sigmoid(), nn.Linear(200, 10))
 model = tatami.tile(network, comm, batch_size=256, speeds="measure")
 trainer = tatami.Trainer(

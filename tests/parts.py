@@ -55,7 +55,6 @@ COSTS_S = {
     "test_server_engine.py": 25.0,
     "test_parallel_batch_norm.py": 25.0,
     "test_tiled_weights.py": 25.0,
-    "test_bench_allreduce.py": 25.0,
 }
 """Seconds of a worker, to a few; of those that take much longer than others."""
 

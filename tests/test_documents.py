@@ -53,6 +53,24 @@ def test_programs_run_as_pasted(page: str, tmp_path: Path, monkeypatch: pytest.M
         exec(compile(text, where, "exec"), namespace)
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/gpt-at-home.md"])
+def test_plans_are_shown_as_they_are_printed(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the files of the page: `home.toml` is its block of TOML."""
+    testing = pytest.importorskip("typer.testing", reason="typer is not installed (extra `cli`)")
+    cli = import_module("tatami.cli.app")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for block in re.findall(r"^```toml\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
+        Path("home.toml").write_text(block)
+    shown = re.findall(r"^```console\n\$ tatami (plan .*?[^\\])\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    assert shown
+    for command, output in shown:
+        result = testing.CliRunner().invoke(cli.app, command.replace("\\\n", " ").split())
+        assert result.exit_code == 0, result.output
+        assert [line.rstrip() for line in result.stdout.rstrip().splitlines()] == output.splitlines()
+
+
 def test_the_program_of_the_readme_is_an_example_that_tests_run() -> None:
     """By `test_examples.py`, as a job of 1, 2 and 3 ranks. The first line of the example says how it is started."""
     (program, *_) = [text.strip() for _, text in blocks(ROOT / "README.md")]

@@ -198,10 +198,7 @@ def test_only_regular_files_are_replaced(
     elif "link" in kind:
         path.symlink_to({"link to a device": "/dev/full", "dangling link": "nowhere"}.get(kind, "there"))
     before = os.lstat(path)
-    attempts: list[Callable[[], None]] = [
-        lambda: check_output(path, force=force),
-        lambda: write_text(path, "x", force=force),
-    ]
+    attempts: list[Callable[[], None]] = [lambda: check_output(path, force=force), lambda: write_text(path, "x", force=force)]
     for attempt in attempts:
         with pytest.raises(InputError, match=said) as caught:
             attempt()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import ast
 import re
 import subprocess
 import sys
@@ -13,9 +13,10 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 import tatami
+from tatami.distribution import DISTRIBUTION
 
 HEAVY = ("torch", "mpi4py", "typer", "rich", "matplotlib", "sklearn")
-PURE = ("errors", "units", "clock", "cluster", "workload", "tiling", "retiling", "collective", "report", "page")
+PURE = ("errors", "units", "clock", "cluster", "workload", "tiling", "retiling", "collective", "report", "report.page")
 PUBLIC = {
     "Cluster",
     "DataParallel",
@@ -36,7 +37,9 @@ PUBLIC = {
     "__version__",
     "errors",
     "init",
+    "load_training",
     "plan",
+    "save_training",
     "scatter_dataset",
     "steps",
     "tile",
@@ -62,7 +65,7 @@ def blocked(*names: str) -> str:
 def test_the_public_names() -> None:
     assert set(tatami.__all__) == PUBLIC
     assert set(tatami.__all__) <= set(dir(tatami))
-    assert tatami.__version__ == version("tatami")
+    assert tatami.__version__ == version(DISTRIBUTION)
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))
@@ -85,6 +88,13 @@ def test_importing_and_planning_load_nothing_heavy() -> None:
     assert (ran.stdout.strip(), ran.stderr) == ("[]", "")
 
 
+def test_the_trainer_loads_nothing_of_the_wings() -> None:
+    ran = python("import sys, tatami.tiled.trainer\nprint([name for name in sys.modules if name.startswith('tatami.')])")
+    loaded = {name.split(".")[1] for name in ast.literal_eval(ran.stdout)}
+    assert "tiled" in loaded
+    assert loaded.isdisjoint({"functions", "parallel", "server", "elastic", "sim", "lab"})
+
+
 def test_the_pure_packages_need_neither_torch_nor_mpi_nor_an_extra() -> None:
     ran = python(blocked(*HEAVY) + "".join(f"import tatami.{name}\n" for name in PURE) + "print('ok')")
     assert (ran.stdout.strip(), ran.stderr) == ("ok", "")
@@ -94,18 +104,8 @@ def test_the_pure_packages_need_neither_torch_nor_mpi_nor_an_extra() -> None:
 def test_the_command_line_without_its_extra_names_the_pip_command(missing: str) -> None:
     ran = python(blocked(missing) + "import runpy\nrunpy.run_module('tatami', run_name='__main__')")
     assert ran.returncode == 1
-    assert "pip install 'tatami[cli]'" in ran.stderr
+    assert "pip install 'tatami-torch[cli]'" in ran.stderr
     assert "Traceback" not in ran.stderr
-
-
-@pytest.mark.parametrize("old", ["tatami.nn", "tatami.train"])
-def test_old_packages_still_have_what_they_had_and_say_the_new_name(old: str) -> None:
-    module = importlib.import_module(old)
-    for name, home in (("Retiling", "tatami.tiled"), ("MultiNodeChainList", "tatami.parallel"), ("Records", "tatami.records")):
-        with pytest.warns(DeprecationWarning, match=rf"{re.escape(old)}\.{name} is {re.escape(home)}\.{name} now"):
-            assert getattr(module, name) is getattr(importlib.import_module(home), name)
-    with pytest.raises(AttributeError, match=f"module '{old}' has no attribute 'no_such'"):
-        _ = module.no_such
 
 
 def test_contributing_names_every_package_and_module_of_the_tree() -> None:

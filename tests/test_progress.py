@@ -7,22 +7,10 @@ import sys
 
 import pytest
 
+from hand_clock import HandClock
 from tatami.errors import MissingExtraError
-from tatami.progress import LineProgress, NoProgress, Progress, format_rate
+from tatami.progress import LineProgress, Progress, format_rate, reported, shown
 from tatami.report.bar import BarProgress, progress_for
-
-
-class HandClock:
-    """Time passes when the test says so."""
-
-    def __init__(self) -> None:
-        self.time_s = 100.0
-
-    def now_s(self) -> float:
-        return self.time_s
-
-    def sleep(self, duration_s: float) -> None:
-        self.time_s += duration_s
 
 
 class Terminal(io.StringIO):
@@ -47,32 +35,16 @@ def test_a_line_at_most_every_ten_seconds_and_one_at_the_end() -> None:
     ]
 
 
-def test_the_rate_of_a_line_is_that_since_the_line_before() -> None:
+def test_the_rate_of_a_line_is_that_since_the_line_before_and_a_second_start_forgets_the_first() -> None:
     clock, lines = HandClock(), list[str]()
     progress = LineProgress(clock=clock, write=lines.append, every_s=1.0)
     progress.start("probe", unit="rounds")
     for amount in (10, 40):
         clock.sleep(2.0)
         progress.advance(amount)
-    assert lines == ["probe: 10 rounds · 5 rounds/s", "probe: 50 rounds · 20 rounds/s"]
-
-
-def test_a_second_start_forgets_the_first() -> None:
-    clock, lines = HandClock(), list[str]()
-    progress = LineProgress(clock=clock, write=lines.append)
-    progress.start("one", total=10)
-    progress.advance(10, fields={"loss": "1"})
     progress.start("two", total=0)
     progress.finish()
-    assert lines == ["two: 0 of 0 samples"]
-
-
-def test_no_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    progress: Progress = NoProgress()
-    progress.start("train", total=1)
-    progress.advance(1, fields={"loss": "1"})
-    progress.finish()
-    assert capsys.readouterr() == ("", "")
+    assert lines == ["probe: 10 rounds · 5 rounds/s", "probe: 50 rounds · 20 rounds/s", "two: 0 of 0 samples"]
 
 
 @pytest.mark.parametrize(("rate", "text"), [(8192.4, "8,192 samples/s"), (0.25, "0.25 samples/s"), (0.0, "0 samples/s")])
@@ -108,5 +80,18 @@ def test_a_bar_on_a_terminal_shows_rate_and_fields() -> None:
 def test_lines_on_a_terminal_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     assert isinstance(progress_for(Terminal(), clock=HandClock()), LineProgress)
-    with pytest.raises(MissingExtraError, match=r"pip install 'tatami\[cli\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'tatami-torch\[cli\]'"):
         BarProgress(Terminal(), clock=HandClock())
+
+
+@pytest.mark.parametrize(("item_s", "is_shown"), [(4.0, True), (4.0, False), (1.0, True)])
+def test_only_work_that_takes_long_is_reported_and_only_where_it_is_shown(item_s: float, is_shown: bool) -> None:
+    clock, lines = HandClock(), list[str]()
+    with shown(is_shown):
+        for _ in reported(range(5), "moving rows", unit="messages", clock=clock, write=lines.append):
+            clock.sleep(item_s)
+    told = [
+        "moving rows: 3 of 5 messages (60%) · 0.25 messages/s · 8 s left",
+        "moving rows: 5 of 5 messages (100%) · in 20 s · 0.25 messages/s",
+    ]
+    assert lines == (told if item_s > 2 and is_shown else [])

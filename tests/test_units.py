@@ -1,14 +1,15 @@
-"""Quantities as text: golden texts both ways, exact round trips, and errors that show how to write it."""
+"""Texts with units, and the tree of errors."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tatami import units
+from tatami import errors, units
 from tatami.errors import InputError
 
 POSITIVE = st.floats(min_value=1e-300, max_value=1e12) | st.integers(0, 10**12).map(float) | st.just(0.0)
@@ -141,3 +142,28 @@ def test_numbers_of_thousands_of_digits_are_refused_in_short() -> None:
     with pytest.raises(InputError) as caught:
         units.parse_size("9" * 10_000_000)
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.RankDiedError("gone", rank=3),
+        errors.NotFiniteError("nan", rank=1, iteration=None),
+        errors.MemoryLackError("too much", lacking_bytes={"p0": 8.0}),
+        errors.MissingExtraError("ray", extra="server"),
+        errors.ClusterError("wrong", problems=["speed", "memory"]),
+        errors.InputError("bad"),
+        errors.OutputExistsError("there"),
+    ],
+)
+def test_an_error_is_the_same_after_pickle(error: errors.TatamiError) -> None:
+    there = pickle.loads(pickle.dumps(error))
+    assert type(there) is type(error)
+    assert str(there) == str(error)
+    assert vars(there) == vars(error)
+
+
+def test_no_error_is_left_out() -> None:
+    """Whoever adds one with arguments of its own finds this."""
+    own = {kind.__name__ for kind in vars(errors).values() if isinstance(kind, type) and "__init__" in vars(kind)}
+    assert own == {"ClusterError", "MemoryLackError", "MissingExtraError", "NotFiniteError", "RankDiedError"}

@@ -39,6 +39,7 @@ class FreshEnvironment:
         pip.chmod(0o755)
         run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")], cwd=ROOT)
         (self.wheel,) = (folder / "dist").glob("*.whl")
+        (self.home / "dist").symlink_to(folder / "dist")
 
     def paste(self, line: str, *, timeout_s: float = 1500) -> str:
         """What a line prints that a user pastes into a shell."""

@@ -17,7 +17,7 @@ from tatami.cluster import Cluster, Processor
 from tatami.comm import Recording
 from tatami.comm.base import AbstractCommunicator
 from tatami.tiled import TiledModel, tile, whole_state_dict
-from tatami.tiling import Layout
+from tatami.tiling import Layout, StagedLayout
 from tatami.tiling.layout import Column
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.1}
@@ -231,8 +231,8 @@ def tiled(
     batch_size: int,
     reduction: str | None = "mean",
     wire: str | None = None,
-    bucket_bytes: int | None = None,
     uneven: bool = False,
+    sharded_optimizer: bool = False,
 ) -> TiledModel:
     """`tatami.tile` as the tests call it; `uneven`: bytes cost some ranks more than others."""
     assert reduction in ("mean", "sum", None)
@@ -244,7 +244,7 @@ def tiled(
         layout=layout,
         reduction="mean" if reduction == "mean" else "sum" if reduction == "sum" else None,
         wire=wire,
-        bucket_bytes=bucket_bytes,
+        sharded_optimizer=sharded_optimizer,
     )
 
 
@@ -269,6 +269,8 @@ def whole_gradients(model: TiledModel) -> dict[str, torch.Tensor | None]:
     with torch.no_grad():
         for parameter in model.module.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        if model.sharding is not None:  # each rank has the sums of its shard
+            model.sharding.gather([each for each in model.module.parameters() if each.grad is not None])
         state = model.comm.bcast_object(whole_state_dict(model))
         for name, parameter in model.module.named_parameters():
             parameter.copy_(values[name])
@@ -322,6 +324,18 @@ def draw_batches(
 
 def copy_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
+
+
+def staged(size: int, *, stages: int, cuts: tuple[int, ...], micro_batches: int = 1) -> StagedLayout:
+    """Replicas of `stages` ranks each, with shares of the samples that differ; what is left over of the ranks is left out."""
+    widths = [float(2 + replica) for replica in range(size // stages)]
+
+    def column(replica: int, stage: int) -> Column:
+        width, processors = widths[replica] / sum(widths), (f"p{replica * stages + stage}",)
+        return Column(width=width, processors=processors, heights=(1.0,), micro_batches=micro_batches)
+
+    laid = (Layout(columns=tuple(column(replica, stage) for replica in range(len(widths)))) for stage in range(stages))
+    return StagedLayout(stages=tuple(laid), cuts=cuts)
 
 
 def some_layouts(size: int) -> list[Layout]:

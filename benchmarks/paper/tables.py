@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from paper.setting import RIVALS
-from tatami.report.efficiency import MOST_GAMMA
+from tatami.report.measured_rounds import MOST_GAMMA
 from tatami.report.tables import Table
 from tatami.units import format_bandwidth, format_duration
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tatami.cluster import Cluster, Link, Processor
-from tatami.sim.allreduce import Piece, Software
+from tatami.sim.allreduce import Fragment, Software
 from tatami.sim.tiling import Startup, TimedTile, calibrate
 from tatami.workload import Workload
 
@@ -61,10 +61,10 @@ def calibrated(found: Mapping[str, Any], *, workload: Workload) -> Calibrated:
     )
 
 
-def _pieces(messages: Sequence[Mapping[str, Any]], *, link: Link) -> tuple[Piece, ...]:
+def _pieces(messages: Sequence[Mapping[str, Any]], *, link: Link) -> tuple[Fragment, ...]:
     seconds = {(each["way"], each["size_bytes"]): each["median_s"] for each in messages if each["size_bytes"] >= _LONG_BYTES}
     return tuple(
-        Piece(
+        Fragment(
             size_bytes=size_bytes,
             beyond_s=max(0.0, shift_s - link.transfer_s(size_bytes)),
             stagger_s=max(0.0, seconds["exchange", size_bytes] - shift_s),

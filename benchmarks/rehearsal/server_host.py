@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from bench_server import Weight, no_loss
 from ray_nodes import await_nodes, await_port
 from rehearsal.server import FLOAT_BYTES, TINY, ServerJob, server_job_from_dict
-from tatami.bench.server import Weight, no_loss
 from tatami.engine.ray_engine import engine
 from tatami.server import Pool, RunContext, RunSettings, train
 

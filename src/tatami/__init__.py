@@ -3,9 +3,11 @@
 from typing import TYPE_CHECKING
 
 from tatami import errors
+from tatami.distribution import __version__
 from tatami.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from tatami import comm as comm  # so that a type checker knows `tatami.comm.AbstractCommunicator`
     from tatami.checkpoints.multi_node_checkpoint import MultiNodeCheckpoint
     from tatami.cluster import Cluster, Link, Processor
     from tatami.comm.detect import init
@@ -19,12 +21,11 @@ if TYPE_CHECKING:
     from tatami.planning import PlanComparison, plan
     from tatami.retiling.retiler import Retiler
     from tatami.tiled.model import TiledModel
+    from tatami.tiled.own_checkpoints import load_training, save_training
     from tatami.tiled.tile import tile
     from tatami.tiled.trainer import Trainer
     from tatami.tiling import Plan, Tiling
     from tatami.workload import Workload
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Cluster",
@@ -46,7 +47,9 @@ __all__ = [
     "__version__",
     "errors",
     "init",
+    "load_training",
     "plan",
+    "save_training",
     "scatter_dataset",
     "steps",
     "tile",
@@ -70,6 +73,7 @@ if not TYPE_CHECKING:  # a type checker would take every misspelt name for one o
             "tatami.planning": ("PlanComparison", "plan"),
             "tatami.retiling.retiler": ("Retiler",),
             "tatami.tiled.model": ("TiledModel",),
+            "tatami.tiled.own_checkpoints": ("load_training", "save_training"),
             "tatami.tiled.tile": ("tile",),
             "tatami.tiled.trainer": ("Trainer",),
             "tatami.tiling": ("Plan", "Tiling"),

@@ -25,8 +25,12 @@ Each says what happened, where (rank, peer, operation), the value seen, and what
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from tatami.distribution import pip_command
 
 
 def shortened(text: str, *, longest: int = 200) -> str:
@@ -35,15 +39,27 @@ def shortened(text: str, *, longest: int = 200) -> str:
     return text if len(text) <= longest else f"{text[:half]}...{text[-half:]}"
 
 
+def warn(message: str) -> None:
+    """A warning that points at the line of the user's program: the nearest one outside of Tatami and torch."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_globals.get("__name__", "").split(".")[0] in _INSIDE and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+_INSIDE = ("tatami", "torch", "contextlib", "functools", "copy", "pickle")
+
+
 class TatamiError(Exception):
     """The root: `except tatami.errors.TatamiError` catches what Tatami raises on purpose."""
 
     def __reduce__(self) -> tuple[Callable[..., TatamiError], tuple[object, ...], dict[str, object]]:
         # Exceptions are pickled as a call with their message alone, which those that take more do not survive.
-        return _rebuilt, (type(self), self.args), dict(vars(self))
+        return rebuilt, (type(self), self.args), dict(vars(self))
 
 
-def _rebuilt(kind: type[TatamiError], args: tuple[object, ...]) -> TatamiError:
+def rebuilt(kind: type[TatamiError], args: tuple[object, ...]) -> TatamiError:
+    """An error of this class, made without what its constructor asks for."""
     base: Any = kind
     while base.__module__ != "builtins":  # the one whose memory it has: `kind.__new__` may be another's, and refuses
         base = base.__base__
@@ -108,7 +124,7 @@ class MissingExtraError(TatamiError, ImportError):
 
     def __init__(self, what: str, *, extra: str) -> None:
         self.extra = extra
-        super().__init__(f"{what} is not installed. Install it with:  pip install 'tatami[{extra}]'")
+        super().__init__(f"{what} is not installed. Install it with:  {pip_command(extra)}")
 
 
 class CommError(TatamiError, RuntimeError):

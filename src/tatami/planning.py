@@ -2,65 +2,170 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
 from tatami import tiling
-from tatami.cluster import Cluster, listed_speeds
+from tatami.cluster import Cluster, fastest, listed_speeds
+from tatami.cluster.changes import changed, with_more, without
 from tatami.errors import InputError, MemoryLackError, PlanError
-from tatami.report import Table, memory_table, planner_table, sized_table
-from tatami.tiling import AbstractCost, AbstractPlanner, Plan, WeightedPlanner, advise, compare
+from tatami.report import (
+    Table,
+    display_names,
+    machine_lines,
+    machine_table,
+    plan_table,
+    recommendation,
+    sized_table,
+    staged_lines,
+    staged_recommendation,
+    staged_time_words,
+    time_words,
+)
+from tatami.report.words import wrapped
+from tatami.tiling import (
+    AbstractCost,
+    AbstractPlanner,
+    AlphaBetaCost,
+    Plan,
+    ProcessorTime,
+    StagedPlan,
+    WeightedPlanner,
+    advise,
+    choose,
+    compare,
+    fastest_alone,
+    limits,
+    plan_stages,
+    timeline,
+)
 from tatami.workload import Workload
 
 if TYPE_CHECKING:
     from torch import nn
 
 
+WIDTH = 100
+"""Characters of a line, where nothing is said."""
+_ROUNDING = 1e-12
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanComparison:
-    """The planners' answers for one workload on one cluster; printed, it is the table of `tatami plan`.
+    """The planners' answers for one workload on one cluster; printed, it is what `tatami plan` says.
 
     Attributes:
         cluster: what was planned for.
         plans: one for each planner.
         weighted: weighted data parallelism, with which they are compared; None where memory does not allow it.
+        alone: the machine that is fastest by itself; None where none holds the network.
+        cost: predicts the time, where it is not `AlphaBetaCost()`.
         summary: what of the network is tiled, in a line; empty where a workload was given.
+        staged: the fastest plan with pipeline stages; None where there is none, or where planners were asked for by name.
+        must_be_staged: whether a plan with stages was asked for.
     """
 
     cluster: Cluster
     plans: tuple[Plan, ...]
     weighted: Plan | None
+    alone: Plan | None
+    cost: AlphaBetaCost | None = None
     summary: str = ""
+    staged: StagedPlan | None = None
+    must_be_staged: bool = False
+
+    @property
+    def recommended(self) -> Plan | StagedPlan:
+        """The plan of a planner or that with stages, as `tatami.tiling.choose` has it."""
+        if self.staged is not None and self.must_be_staged:
+            return self.staged
+        found = choose(self.best if self.plans else None, self.staged)
+        assert found is not None, "without plans there are stages"
+        return found
 
     @property
     def best(self) -> Plan:
-        """The plan of least predicted time."""
-        return min(self.plans, key=lambda plan: plan.predicted_s)
+        """Of `plans`, the one of least predicted time; of equal ones the default planner's."""
+        least_s = min(plan.predicted_s for plan in self.plans)
+        equal = [plan for plan in self.plans if plan.predicted_s <= least_s * (1 + _ROUNDING)]
+        return next((plan for plan in equal if plan.planner == tiling.DEFAULT_PLANNER), equal[0])
 
     @property
     def workload(self) -> Workload:
         """What was planned."""
-        return self.plans[0].workload
+        return (self.plans[0] if self.plans else self.recommended).workload
 
     @property
     def advice(self) -> str:
-        """Whether two-dimensional tiles are worth it, in a sentence."""
+        """Whether two-dimensional tiles are worth it by the rule of thumb, in a sentence."""
         if self.weighted is None:
             return "Data parallelism does not fit into the memory that there is; columns of several processors do."
         has_columns = any(len(column.processors) > 1 for column in self.best.layout.columns)
         return advise(self.weighted).sentence(self.weighted.predicted_s / self.best.predicted_s, has_columns=has_columns)
 
     @property
-    def tables(self) -> tuple[Table, ...]:
-        """The planners, how full the memory is where it is given, and speeds that depend on the size of the tile."""
-        table = planner_table(self.plans, weighted=self.weighted)
-        others = (memory_table(self.plans, cluster=self.cluster), sized_table(self.best, cluster=self.cluster))
-        return (table, *(each for each in others if each is not None))
+    def is_measured(self) -> bool:
+        """Whether speeds are flop/s, so that seconds are more than a guess."""
+        return (self.cost or AlphaBetaCost()).scale(self.cluster) == 1.0 or self.cost is not None
+
+    @cached_property
+    def times(self) -> tuple[ProcessorTime, ...]:
+        """What each processor of the best plan does in an iteration."""
+        run = self.cluster.only(self.best.layout.processors)
+        return timeline(self.best.layout, cluster=run, workload=self.workload, cost=self.cost)
+
+    def report(self, *, width: int = WIDTH, everything: bool = False) -> tuple[str | Table, ...]:
+        """The answer for people: the recommended plan, where its time goes, and what it is compared with.
+
+        Args:
+            width: characters of a line.
+            everything: also the plans of all planners, speeds by the size of the tile, and the rule of thumb for tiles.
+        """
+        if isinstance(self.recommended, StagedPlan):
+            return self._staged_report(self.recommended, width=width, everything=everything)
+        best = self.best
+        found = limits(best, cluster=self.cluster, cost=self.cost)
+        lines = machine_lines(best, cluster=self.cluster, times=self.times)
+        parts: list[str | Table] = [
+            recommendation(best, cluster=self.cluster, width=width),
+            machine_table(lines, names=display_names(self.cluster), width=width),
+            time_words(best, cluster=self.cluster, found=found, is_measured=self.is_measured, width=width),
+            plan_table(
+                plans=self.plans if everything else (best,),
+                best=best,
+                weighted=self.weighted,
+                alone=self.alone,
+                cluster=self.cluster,
+                staged=self.staged,
+            ),
+        ]
+        if everything:
+            sized = sized_table(best, cluster=self.cluster)
+            parts += [wrapped(self.advice, width=width)] if sized is None else [sized, wrapped(self.advice, width=width)]
+        return (wrapped(self.summary, width=width), *parts) if self.summary else tuple(parts)
+
+    def _staged_report(self, plan: StagedPlan, *, width: int, everything: bool) -> tuple[str | Table, ...]:
+        scale = (self.cost or AlphaBetaCost()).scale(self.cluster)
+        speeds = sum(fastest(speed) for speed in self.cluster.speeds.values()) * scale
+        ideal_s = plan.workload.flop(width=1.0, height=1.0) / speeds
+        shown = self.plans if everything else (self.best,) if self.plans else ()
+        parts = (
+            staged_recommendation(plan, cluster=self.cluster, width=width),
+            machine_table(staged_lines(plan), names=display_names(self.cluster), width=width),
+            staged_time_words(plan, ideal_s=ideal_s, cluster=self.cluster, width=width),
+            plan_table(
+                plans=shown, best=plan, weighted=self.weighted, alone=self.alone, cluster=self.cluster, staged=self.staged
+            ),
+        )
+        return (wrapped(self.summary, width=width), *parts) if self.summary else parts
 
     def __str__(self) -> str:
-        return "\n\n".join(part for part in (self.summary, *(table.to_text() for table in self.tables), self.advice) if part)
+        parts = self.report(everything=True)
+        return "\n\n".join(part if isinstance(part, str) else part.to_text() for part in parts)
 
 
 @overload
@@ -113,7 +218,7 @@ def plan(
 
     Raises:
         ModelError: a layer that a tiled run could not compute exactly.
-        PlanError: neither a cluster nor speeds, unusable speeds, no batch size, or one below the number of processors.
+        PlanError: neither a cluster nor speeds, unusable speeds, or no batch size.
         MemoryLackError: the processors do not hold the network; says who lacks how much, and what would do.
     """
     if isinstance(model, (str, AbstractPlanner)):
@@ -131,7 +236,7 @@ def plan(
         work = model if batch_size is None else model.with_samples(batch_size)
     else:
         work, summary = _followed(model, batch_size=batch_size, sample=sample)
-    return compared(planners, cluster=machines, workload=work, cost=cost, summary=summary)
+    return compared(planners, cluster=machines, workload=work, cost=cost, summary=summary, with_stages=planners is None)
 
 
 def compared(
@@ -141,11 +246,148 @@ def compared(
     workload: Workload,
     cost: AbstractCost | None = None,
     summary: str = "",
+    with_stages: bool = False,
+    stages: int | None = None,
+    micro_batches: int | None = None,
 ) -> PlanComparison:
-    """The comparison of a workload. Raises as `tatami.tiling.plan`."""
-    plans = compare(planners, cluster=cluster, workload=workload, cost=cost)
-    weighted = _weighted(plans, cluster=cluster, workload=workload, cost=cost)
-    return PlanComparison(cluster=cluster, plans=plans, weighted=weighted, summary=summary)
+    """The comparison of a workload.
+
+    Args:
+        planners, cluster, workload, cost, summary: as `plan` has them.
+        with_stages: whether plans with pipeline stages are among the candidates.
+        stages: how many pipeline stages the recommended plan has; 1: none; None: as is fastest.
+        micro_batches: in which every replica computes its samples; None: as is fastest.
+
+    Raises:
+        PlanError: as `tatami.tiling.plan` and `plan_stages`; or stages of a network whose pieces are not known.
+        MemoryLackError: neither a planner nor stages find room.
+    """
+    if micro_batches is not None:
+        if micro_batches > workload.samples:
+            raise PlanError(f"{micro_batches} micro-batches are more than the {workload.samples} samples: take at most as many")
+        workload = replace(workload, micro_batches=micro_batches)
+    if stages is not None and stages > 1 and not workload.pieces:
+        raise PlanError(
+            "the pieces of this network are not known, so it cannot be cut into stages: leave out the number of stages"
+        )
+    model = cost if isinstance(cost, AlphaBetaCost) else None
+    must_be_staged = stages is not None and stages > 1
+    staged = None
+    if must_be_staged or (with_stages and stages is None):
+        staged = plan_stages(cluster, workload, stages=stages, cost=model)
+        if staged is None and must_be_staged:
+            raise MemoryLackError(
+                f"{stages} pipeline stages find no room for this network: take another number of stages", lacking_bytes={}
+            )
+    plans: tuple[Plan, ...] = ()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            plans = compare(planners, cluster=cluster, workload=workload, cost=cost)
+        except PlanError as error:
+            if staged is None or not (isinstance(error, MemoryLackError) or cluster.size > workload.samples):
+                raise
+    result = PlanComparison(
+        cluster=cluster,
+        plans=plans,
+        weighted=_weighted(plans, cluster=cluster, workload=workload, cost=cost) if plans else None,
+        alone=fastest_alone(cluster, workload=workload, cost=cost),
+        cost=model,
+        summary=summary,
+        staged=staged,
+        must_be_staged=must_be_staged,
+    )
+    if not isinstance(result.recommended, StagedPlan):  # they say whom the planners leave out
+        for each in caught:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What would another link, machine or batch bring?"""
+
+    words: str
+    cluster: Cluster
+    workload: Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The best plan of what is asked.
+
+    Attributes:
+        question: what was asked.
+        plan: None where there is no room for the network.
+        speed_up: samples a second over those of the first question; None where either has no plan.
+    """
+
+    question: Question
+    plan: Plan | StagedPlan | None
+    speed_up: float | None
+
+    @property
+    def takes_part(self) -> tuple[str, ...]:
+        """The processors that have work, in the order of the cluster."""
+        placed = set(self.plan.layout.processors) if self.plan is not None else set()
+        return tuple(each.name for each in self.question.cluster.processors if each.name in placed)
+
+
+def questions(
+    cluster: Cluster, *, workload: Workload, vary: Sequence[str] = (), add: Sequence[str] = (), leave_out: Sequence[str] = ()
+) -> tuple[Question, ...]:
+    """The cluster as it is, and one question for each change of it.
+
+    Args:
+        cluster: the machines.
+        workload: what they compute.
+        vary: "PATH=VALUE,VALUE,..." each; a PATH is one of `tatami.cluster.changes.PATHS`, or "samples".
+        add: machines, as `tatami.cluster.changes.with_more` reads them.
+        leave_out: names of processors or hosts, with commas between those that go together.
+
+    Raises:
+        InputError: an unknown path or name, or a value that does not fit; says what there is.
+    """
+    found = [Question(words="as it is", cluster=cluster, workload=workload)]
+    for each in vary:
+        path, equals, values = (part.strip() for part in each.partition("="))
+        if not (equals and values):
+            raise InputError(f"{each!r} varies nothing: write PATH=VALUE,VALUE, as network.bandwidth=1Gbit/s,10Gbit/s")
+        for value in (text.strip() for text in values.split(",")):
+            if path == "samples":
+                varied = Question(words=f"{path} {value}", cluster=cluster, workload=workload.with_samples(_samples(value)))
+            else:
+                varied = Question(words=f"{path} {value}", cluster=changed(cluster, path, value), workload=workload)
+            found.append(varied)
+    for each in add:
+        found.append(Question(words=f"with {each}", cluster=with_more(cluster, each), workload=workload))
+    for each in leave_out:
+        names = [name.strip() for name in each.split(",")]
+        found.append(Question(words=f"without {', '.join(names)}", cluster=without(cluster, names), workload=workload))
+    return tuple(found)
+
+
+def answers(asked: Sequence[Question], *, cost: AbstractCost | None = None) -> tuple[Answer, ...]:
+    """A plan for each question, with stages or without. Raises as `tatami.tiling.plan`, but for lack of memory."""
+    plans: list[Plan | StagedPlan | None] = []
+    model = cost if isinstance(cost, AlphaBetaCost) else None
+    for question in asked:
+        found: Plan | None = None
+        with contextlib.suppress(MemoryLackError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # who takes part is part of the answer
+            found = tiling.plan(cluster=question.cluster, workload=question.workload, cost=cost)
+        plans.append(choose(found, plan_stages(question.cluster, question.workload, cost=model)))
+    rates = [None if plan is None else plan.workload.samples / plan.predicted_s for plan in plans]
+    return tuple(
+        Answer(question=question, plan=plan, speed_up=rate / rates[0] if rate and rates[0] else None)
+        for question, plan, rate in zip(asked, plans, rates, strict=True)
+    )
+
+
+def _samples(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise InputError(f"samples: must be a whole number of at least 1, not {text!r}")
+    return int(text)
 
 
 def _followed(model: nn.Module, *, batch_size: int | None, sample: Any) -> tuple[Workload, str]:

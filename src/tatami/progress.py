@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol, TypeVar
 
-from tatami.clock import Clock
+from tatami.clock import Clock, SystemClock
 from tatami.units import format_duration
+
+_Item = TypeVar("_Item")
+_IS_SHOWN = ContextVar("is_shown", default=True)
 
 
 class Progress(Protocol):
@@ -38,13 +44,17 @@ class NoProgress:
 class LineProgress:
     """A line at most every `every_s` seconds of `clock`, and one at the end: for logs and pipes.
 
-    A line shows the rate since the line before it; the last line shows the rate of the whole.
+    A line shows the rate since the line before it; the last line shows the rate of the whole. With `only_long`, work that
+    is over before its first line is due writes no line at all.
     """
 
-    def __init__(self, *, clock: Clock, write: Callable[[str], None] = print, every_s: float = 10.0) -> None:
+    def __init__(
+        self, *, clock: Clock, write: Callable[[str], None] = print, every_s: float = 10.0, only_long: bool = False
+    ) -> None:
         self._clock = clock
         self._write = write
         self._every_s = every_s
+        self._only_long = only_long
         self.start("")
 
     def start(self, what: str, *, total: int | None = None, unit: str = "samples") -> None:
@@ -68,6 +78,8 @@ class LineProgress:
         self._line_s, self._done_at_line = now_s, self._done
 
     def finish(self) -> None:
+        if self._only_long and self._line_s == self._started_s:
+            return
         elapsed_s = self._clock.now_s() - self._started_s
         parts = [self._count()]
         if elapsed_s > 0:
@@ -82,6 +94,50 @@ class LineProgress:
 
     def _line(self, parts: list[str]) -> None:
         self._write(f"{self._what}: " + " · ".join([*parts, *(f"{name} {text}" for name, text in self._fields.items())]))
+
+
+def reported(
+    items: Iterable[_Item],
+    what: str,
+    *,
+    unit: str,
+    is_shown: bool | None = None,
+    clock: Clock | None = None,
+    write: Callable[[str], None] | None = None,
+) -> Iterator[_Item]:
+    """Yield `items`. While the caller works on them for longer than 10 s, lines on standard error say how far it is.
+
+    Args:
+        items: what is worked on, one after the other.
+        what: name of the work.
+        unit: of the items, in the plural.
+        is_shown: None: as `shown` says, or yes.
+        clock, write: for tests.
+    """
+    listed = list(items)
+    if not (_IS_SHOWN.get() if is_shown is None else is_shown):
+        yield from listed
+        return
+    progress = LineProgress(clock=clock or SystemClock(), write=write or _to_standard_error, only_long=True)
+    progress.start(what, total=len(listed), unit=unit)
+    for item in listed:
+        yield item
+        progress.advance(1)
+    progress.finish()
+
+
+@contextmanager
+def shown(is_shown: bool) -> Iterator[None]:
+    """Whether `reported` writes lines in this thread: rank 0 does, the others do not."""
+    token = _IS_SHOWN.set(is_shown)
+    try:
+        yield
+    finally:
+        _IS_SHOWN.reset(token)
+
+
+def _to_standard_error(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def format_rate(rate_per_s: float, *, unit: str) -> str:

@@ -1,18 +1,23 @@
-"""What a run leaves behind: one JSON line for each thing that happened, and TensorBoard where it is wanted."""
+"""What a run leaves behind: one JSON line for each thing that happened; and its numbers, where loggers are to have them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Literal, Self, TextIO
 
-from tatami.errors import MissingExtraError
-from tatami.outputs import check_folder, check_output
+from tatami.errors import InputError, MissingExtraError
+from tatami.outputs import check_folder, check_output, write_text
 
 _MOST_CURVES = 64
-"""Of one mapping, such as the speeds of the ranks, in TensorBoard."""
+"""Of one mapping, such as the speeds of the ranks, for loggers."""
+Logger = Literal["wandb", "mlflow"] | Callable[[Mapping[str, float], int], object]
+"""A package by its name, or a function of (numbers by name, iteration)."""
 
 
 class Records:
@@ -21,12 +26,14 @@ class Records:
     Args:
         path: the JSON lines; None writes none.
         tensorboard: a directory for TensorBoard's event files; None writes none.
-        force: overwrite an existing `path`.
+        loggers: what else gets the numbers, named as in TensorBoard ("train/loss"): "wandb" and "mlflow" log to the run that is
+            active, or begin one; a function is called with (numbers by name, iteration).
+        force: overwrite an existing `path`, with the first record; a run that is resumed is recorded behind what is there.
         settings: of the run, for the first line of `path`.
 
     Raises:
         OutputExistsError: `path` exists and `force` is not given.
-        InputError: `path` or `tensorboard` is something else, or cannot be written.
+        InputError: `path` or `tensorboard` is something else, or cannot be written; a logger is unknown or not installed.
         MissingExtraError: TensorBoard is wanted and not installed.
     """
 
@@ -35,6 +42,7 @@ class Records:
         path: Path | str | None = None,
         *,
         tensorboard: Path | str | None = None,
+        loggers: Sequence[Logger] = (),
         force: bool = False,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
@@ -43,8 +51,12 @@ class Records:
             check_output(path, force=force)
         if tensorboard is not None:
             check_folder(tensorboard)
+        self._path = path
         self._file: TextIO | None = None
+        self._settings = settings
         self._board: Any = None
+        check_loggers(loggers)
+        self._loggers = [_function_of(each, settings or {}) for each in loggers]
         self.kept: list[dict[str, Any]] | None = None
         """What was written since it was made a list: the records of a report."""
         if tensorboard is not None:
@@ -53,32 +65,45 @@ class Records:
             except ImportError as error:
                 raise MissingExtraError("tensorboard", extra="tensorboard") from error
             self._board = SummaryWriter(str(tensorboard))
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Line by line, so that what happened before a crash is there after it.
-            self._file = path.open("w", encoding="utf-8", buffering=1)
-            if settings is not None:
-                self._file.write(json.dumps({"event": "settings", **settings}) + "\n")
+        if path is not None and not path.exists():
+            self._open("w")
 
     @property
     def wanted(self) -> bool:
         """Whether anything becomes of what is written."""
-        return self._file is not None or self._board is not None or self.kept is not None
+        return self._path is not None or bool(self._board or self._loggers) or self.kept is not None
 
     def write(self, event: str, *, iteration: int, values: dict[str, Any]) -> None:
         """Record that `event` happened after `iteration`; numbers among `values`, and in their mappings, become curves."""
         if self.kept is not None:
             self.kept.append({"event": event, "iteration": iteration, **values})
-        if self._file is not None:
-            self._file.write(json.dumps({"event": event, "iteration": iteration, **values}) + "\n")
-        if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self._board.add_scalar(f"{event}/{name}", value, iteration)
-                elif isinstance(value, Mapping) and len(value) <= _MOST_CURVES:
-                    for key, each in value.items():
-                        if isinstance(each, (int, float)):
-                            self._board.add_scalar(f"{event}/{name}/{key}", each, iteration)
+        if self._path is not None:
+            file = self._file or self._open("w")
+            file.write(json.dumps({"event": event, "iteration": iteration, **values}) + "\n")
+        if self._board is not None or self._loggers:
+            numbers = dict(_numbers(event, values))
+            for name, value in numbers.items() if self._board is not None else ():
+                self._board.add_scalar(name, value, iteration)
+            for log in self._loggers if numbers else ():
+                log(numbers, iteration)
+
+    def resume(self, *, iteration: int) -> None:
+        """Go on in the file of the run that is resumed after `iteration`; later records are dropped, as they come again."""
+        if self._path is None or self._file is not None:
+            return
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        write_text(self._path, "".join(line for line in lines if _is_before(line, iteration)), force=True)
+        self._open("a")
+
+    def _open(self, mode: str) -> TextIO:
+        assert self._path is not None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Line by line, so that what happened before a crash is there after it.
+        file: TextIO = self._path.open(mode, encoding="utf-8", buffering=1)  # type: ignore[assignment]
+        if self._settings is not None and mode == "w":
+            file.write(json.dumps({"event": "settings", **self._settings}) + "\n")
+        self._file = file
+        return file
 
     def close(self) -> None:
         if self._file is not None:
@@ -91,3 +116,45 @@ class Records:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def check_loggers(loggers: Sequence[Logger]) -> None:
+    """
+    Raises:
+        InputError: one is unknown, or not installed.
+    """
+    for each in loggers:
+        if isinstance(each, str) and each not in ("wandb", "mlflow"):
+            raise InputError(f"there is no logger {each!r}: give 'wandb', 'mlflow', or a function of (numbers, iteration)")
+        if isinstance(each, str) and each not in sys.modules and find_spec(each) is None:
+            raise InputError(f"the logger {each!r} is not installed here: pip install {each}")
+
+
+def _function_of(logger: Logger, settings: Mapping[str, Any]) -> Callable[[Mapping[str, float], int], object]:
+    if not isinstance(logger, str):
+        return logger
+
+    def log(numbers: Mapping[str, float], iteration: int) -> None:
+        package = import_module(logger)
+        if logger == "wandb" and package.run is None:
+            package.init(config=dict(settings))
+        (package.log if logger == "wandb" else package.log_metrics)(dict(numbers), step=iteration)
+
+    return log
+
+
+def _numbers(event: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, (int, float)):
+            yield f"{event}/{name}", value
+        elif isinstance(value, Mapping) and len(value) <= _MOST_CURVES:
+            yield from ((f"{event}/{name}/{key}", each) for key, each in value.items() if isinstance(each, (int, float)))
+
+
+def _is_before(line: str, iteration: int) -> bool:
+    """Whether a line is of what a run that goes on after `iteration` has behind it."""
+    try:
+        record = json.loads(line)
+        return line.endswith("\n") and record["event"] not in ("end", "error") and record.get("iteration", 0) <= iteration
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tatami.bench import data_parallel, interleaved, train
-from tatami.bench.data_parallel import DataParallelBenchmark, bench_data_parallel
+from tatami.bench import interleaved, train
+from tatami.bench.allreduce import AllReduceBenchmark, bench_allreduce, tune
 from tatami.bench.interleaved import MOST_REPEATS, Contestant, Timed, machine, measured, message_record
 from tatami.bench.train import TrainBenchmark, bench_train
-from tatami.comm import AbstractCommunicator
+from tatami.collective import ALGORITHMS
+from tatami.comm import run_threads
+from tatami.comm.allreduce import AllReduce, AllReduceSpec
+from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import single_communicator
+from tatami.comm.tuning import table_path
+from tatami.errors import InputError
+from tatami.report import blank, draw_bandwidth
 from tatami.testing.worlds import World
 
 MACHINE = {"cpu", "cores", "system", "python", "torch"}
@@ -143,36 +154,82 @@ def test_a_step_of_training_against_plain_torch(monkeypatch: pytest.MonkeyPatch)
     assert set(record["machine"]) == MACHINE
 
 
-def test_what_is_exposed_is_what_a_step_takes_more_than_without_communication_in_the_same_round(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    times = {
-        "compute": (1.0, 10.0, 2.0),
-        "tatami": (1.5, 10.25, 4.0),
-        "tatami-bfloat16": (1.0, 10.0, 2.0),
-        "tatami-one-step-stale": (1.25, 10.25, 2.25),
-        "ddp-gloo": (2.0, 11.0, 4.0),
-    }
-    monkeypatch.setattr(data_parallel, "interleaved", known(times))
-    benchmark = DataParallelBenchmark(net="4-6-2", batch_size=8, rounds=3, repeats=1)
-    records = bench_data_parallel(benchmark, single_communicator())
-    assert [record["contestant"] for record in records] == list(times)
-    by_name = {record["contestant"]: record for record in records}
-    assert {name: each["exposed_s"] for name, each in by_name.items()} == {
-        "compute": 0.0,
-        "tatami": 0.5,
-        "tatami-bfloat16": 0.0,
-        "tatami-one-step-stale": 0.25,
-        "ddp-gloo": 1.0,
-    }
-    assert (by_name["tatami"]["exposed_over_ddp"], by_name["tatami"]["step_over_ddp"]) == (0.5, 1.0)
-    assert by_name["compute"]["step_over_ddp"] == 0.5
-    for record in records:
-        assert {name: record[name] for name in asdict(benchmark)} == asdict(benchmark)
-        assert (record["benchmark"], record["ranks"], record["parameters"]) == ("dataparallel", 1, 4 * 6 + 6 + 6 * 2 + 2)
-        assert set(record["machine"]) == MACHINE
-
-
 def test_the_machine_is_named() -> None:
     assert set(machine()) == MACHINE
     assert machine()["torch"] == torch.__version__
+
+
+QUICK = AllReduceBenchmark(sizes_bytes=(4096, 1024), rounds=3, seconds=0.001)
+KEYS = {"benchmark", "algorithm", "ranks", "hosts", "size_bytes", "median_s", "mean_s", "spread", "bandwidth_bytes_per_s"}
+
+
+def test_every_algorithm_is_measured_and_the_table_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def body(comm: AbstractCommunicator) -> list[dict[str, object]]:
+        records = list(bench_allreduce(QUICK, comm))
+        table, path = tune(records, comm)
+        assert path == table_path(table.fingerprint)
+        comm.barrier()
+        assert path.is_file()
+        assert [timing.size_bytes for timing in table.timings] == [1024, 4096]
+        fastest = table.choose(1024, among=list(ALGORITHMS))
+        assert AllReduce(comm, AllReduceSpec(size=256)).algorithm == fastest
+        return records
+
+    one, other = run_threads(body, size=2)
+    assert one == other
+    assert {str(record["algorithm"]) for record in one} == {"auto", *ALGORITHMS} - {"hierarchical"}
+    for record in one:
+        assert set(record) - {"chosen"} == KEYS
+        assert isinstance(record["median_s"], float)
+        assert record["bandwidth_bytes_per_s"] == pytest.approx(record["size_bytes"] / record["median_s"])  # type: ignore[operator]
+    assert [record["size_bytes"] for record in one] == sorted(record["size_bytes"] for record in one)  # type: ignore[type-var]
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(InputError, match="at least 4 bytes, one float32; not 3"):
+        AllReduceBenchmark(sizes_bytes=(3,)).check()
+    with pytest.raises(InputError, match="no all-reduce 'best'; choose one of: auto, mpi, gloo, native"):
+        AllReduceBenchmark(algorithms=("best",)).check()
+
+
+def test_the_picture_has_a_line_for_each_and_sizes_below() -> None:
+    pytest.importorskip("matplotlib")
+    records = [
+        {"algorithm": name, "size_bytes": size, "bandwidth_bytes_per_s": 1e9}
+        for name in ("shared", "mpi", "ring")
+        for size in (1024, 2**20)
+    ]
+    _, ax = blank()
+    draw_bandwidth(ax, records)
+    assert [line.get_label() for line in ax.get_lines()] == ["shared", "mpi", "ring"]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["1 KiB", "1 MiB"]
+    assert "GB/s" in ax.get_ylabel()
+
+
+def tatami(*words: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    return subprocess.run(
+        [sys.executable, "-m", "tatami", *words], capture_output=True, text=True, timeout=800, env=environ, check=False
+    )
+
+
+def test_the_command_prints_a_json_line_for_each_and_keeps_the_table(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    words = ("bench", "allreduce", "-n", "2", "--sizes", "1KiB", "--rounds", "2", "--seconds", "0.001", "--tune", "--json")
+    done = tatami(*words, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {record["algorithm"] for record in records} >= {"auto", "mpi", "gloo", "native", "shared", "torus_put"}
+    assert all((record["ranks"], record["size_bytes"]) == (2, 1024) for record in records)
+    shown = tatami("tune", "--show", cache=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "auto picks" in shown.stdout
+    assert "1 KiB" in shown.stdout
+
+
+def test_without_a_table_the_command_says_how_to_measure_one(tmp_path: Path) -> None:
+    shown = tatami("tune", "--show", cache=tmp_path)
+    assert shown.returncode == 0
+    assert "tatami bench allreduce -n 4 --tune" in shown.stderr

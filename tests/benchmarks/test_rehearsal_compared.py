@@ -1,19 +1,29 @@
-"""The simulator held against measurements: its test bed, its constants from a probe, and what is said of the errors."""
+"""The simulator held against measurements: its test bed, what ranks measure there, its constants, and held-out tilings."""
 
 from __future__ import annotations
 
+import json
 from math import fsum
 from typing import Any
 
 import pytest
 
 import simulated
+from heldout import summary
+from rehearsal import rank
 from rehearsal.calibrated import Calibrated, calibrated
+from rehearsal.goals import ASKED
+from rehearsal.heldout import BEDS, bed_from_dict, drawn_layouts, found_by
+from rehearsal.rank import LabProbe
+from rehearsal.server import FLOAT_BYTES, ServerJob, server_job_from_dict, setup_of
 from rehearsal.setting import NET, SAMPLES, RankJob, job_from_dict, tilings
-from simgrid_here import needs_simgrid
+from tatami.comm.base import AbstractCommunicator
+from tatami.comm.threads import run_threads
 from tatami.sim.processes import Runs
+from tatami.sim.server import simulate_server
 from tatami.sim.tiling import Startup, TimedTile
 from tatami.sim.tiling.calibrate import flop_of
+from tatami.testing.worlds import World
 from tatami.workload import net_workload
 
 JOB = RankJob(bandwidth_bytes_per_s=125e6)
@@ -78,7 +88,6 @@ def test_constants_are_those_of_the_probe() -> None:
     assert constants.software.sum_bytes_per_s == 1e9
 
 
-@needs_simgrid
 def test_every_case_is_compared_and_the_errors_are_summed_up() -> None:
     with Runs(cores=1) as runs:
         records = list(simulated.compare(found(), runs))
@@ -93,3 +102,118 @@ def test_every_case_is_compared_and_the_errors_are_summed_up() -> None:
     assert all_together["cases"] == 12
     assert all_together["got"]["largest"] == max(abs(each["error"]) for each in records)
     assert all_together["holds"] is False
+
+
+RANK_JOB = RankJob(
+    bandwidth_bytes_per_s=125e6,
+    speeds=(1.0, 1.0),
+    net="8-32-4",
+    samples=256,
+    rounds=1,
+    repeats=1,
+    sizes_bytes=(64, 4096),
+    algorithms=("ring", "halving_doubling"),
+)
+
+
+def test_a_rank_finds_every_case_and_what_it_takes_to_simulate_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "_BLOCK_S", 0.01)
+    monkeypatch.setattr(rank, "_ROUNDS", 2)
+    monkeypatch.setattr(rank, "_MESSAGES_BYTES", (8, 128 * 1024))
+    found, same = run_threads(lambda comm: LabProbe(RANK_JOB, comm).run(), size=2)
+    assert {(each["way"], each["size_bytes"]) for each in found["messages"]} == {
+        (way, size) for way in ("shift", "exchange") for size in (8, 128 * 1024)
+    }
+    assert [(each["algorithm"], each["size_bytes"]) for each in found["allreduce"]] == [
+        (name, size) for size in RANK_JOB.sizes_bytes for name in RANK_JOB.algorithms
+    ]
+    assert {each["tiling"] for each in found["tilings"]} == set(tilings(RANK_JOB.cluster))
+    assert all(each["median_s"] > 0 for what in ("messages", "allreduce", "tilings") for each in found[what])
+    assert found["tiles"] == same["tiles"]
+    assert [len(tiles) for tiles in found["tiles"]] == [7, 7]
+    hosts = {"hosts": ["h0", "h1"], "links": [["h0", "h1", 125e6, 1e-4]]}  # threads are on one host, without links
+    found["cluster"] |= hosts
+    constants = calibrated(json.loads(json.dumps(found)), workload=net_workload(RANK_JOB.net, samples=RANK_JOB.samples))
+    assert all(processor.speed > 0 for processor in constants.cluster.processors)
+    assert [piece.size_bytes for piece in constants.software.pieces] == [128 * 1024]
+
+
+SERVER_JOB = ServerJob(bandwidth_bytes_per_s=12.5e6, transfer_s=0.4, task_s=1.0)
+MODEL_BYTES = 5e6
+FOUND = {"transfers": [{"size_bytes": 1e6, "seconds": [0.11, 0.11, 9.0]}, {"size_bytes": 5e6, "seconds": [0.51, 0.2, 0.51]}]}
+"""10 MB/s, and 10 ms for whatever size."""
+RATE, SERVER_LATENCY_S = 1e7, 0.01
+
+
+def test_a_job_of_the_server_comes_back_from_json() -> None:
+    assert server_job_from_dict(json.loads(json.dumps(SERVER_JOB.to_dict()))) == SERVER_JOB
+
+
+def test_a_job_has_a_model_that_takes_so_long_and_a_host_more_than_workers() -> None:
+    assert SERVER_JOB.elements * FLOAT_BYTES == MODEL_BYTES
+    assert len(SERVER_JOB.cluster.processors) == 4
+    assert SERVER_JOB.cluster.network.bandwidth_bytes_per_s == 12.5e6
+
+
+def test_constants_are_those_of_one_transfer_and_of_a_tiny_model() -> None:
+    setup = setup_of(FOUND, {"workers": [1, 2], "servers": [0], "tiny_s": [1.02, 1.02, 7.0]}, SERVER_JOB)
+    assert setup.platform.cluster.network.bandwidth_bytes_per_s == pytest.approx(RATE)  # type: ignore[attr-defined]
+    assert setup.platform.cluster.network.latency_s == pytest.approx(SERVER_LATENCY_S)  # type: ignore[attr-defined]
+    assert setup.apply_s == pytest.approx(0.02)
+    assert setup.model_bytes == MODEL_BYTES
+    assert (setup.workers, setup.servers) == ((1, 2), (0,))
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "transfer_s"),
+    [
+        ([1], [0], MODEL_BYTES / RATE),
+        ([1, 2], [0], 2 * MODEL_BYTES / RATE),  # both over the server's link
+        ([2, 3], [0, 1], MODEL_BYTES / RATE),  # half of the model from each server, to two workers
+    ],
+)
+def test_a_simulated_round_is_what_its_links_take(workers: list[int], servers: list[int], transfer_s: float) -> None:
+    setup = setup_of(FOUND, {"workers": workers, "servers": servers, "tiny_s": [1.02]}, SERVER_JOB)
+    with Runs(cores=1) as runs:
+        ((run,),) = simulate_server([setup], seeds=[0], runs=runs)
+    assert run.undisturbed_s / run.rounds == pytest.approx(2 * (SERVER_LATENCY_S + transfer_s) + 1.0 + 0.02, rel=1e-6)
+
+
+def test_there_are_enough_and_they_differ() -> None:
+    layouts = [layout for bed in BEDS for layout in drawn_layouts(bed)]
+    assert len(layouts) >= 60
+    assert len({layout.to_json() for layout in layouts}) == len(layouts)
+    assert any(bed.net.count("256") == 10 for bed in BEDS), "a network of ten blocks"
+    assert ("203-80-26", 1024) in {(bed.net, bed.samples) for bed in BEDS}
+    for bed in BEDS:
+        assert bed_from_dict(bed.to_dict()) == bed
+        assert sorted(drawn_layouts(bed)[0].processors) == [processor.name for processor in bed.cluster.processors]
+
+
+def test_the_goals_are_of_the_median_and_the_95th_percentile() -> None:
+    errors = [0.01] * 58 + [0.4] * 2
+    records = [{"planned_error": error, "simulated_error": -2 * error} for error in errors]
+    planned, simulated = summary(records)
+    assert planned["got"] == {
+        name: pytest.approx(value) for name, value in (*((each, 0.01) for each in ASKED), ("largest", 0.4))
+    }
+    assert planned["holds"]
+    assert simulated["got"]["median"] == pytest.approx(0.02)
+    assert simulated["got"]["largest"] == pytest.approx(0.8)
+    assert set(ASKED) < set(simulated["got"])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.threads_only
+def test_ranks_measure_all_tilings_in_turn(world: World) -> None:
+    bed = bed_from_dict(
+        {**BEDS[0].to_dict(), "speeds": [1.0, 0.5], "net": "8-16-4", "samples": 32, "tilings": 2, "block_s": 0.01}
+    )
+
+    def body(comm: AbstractCommunicator) -> None:
+        found = found_by(bed, comm)
+        assert [len(each["rounds_s"]) for each in found["tilings"]] == [bed.rounds] * 2
+        assert found["cluster"].count("speed = ") == 2
+        assert 'net = "8-16-4"' in found["cluster"]
+
+    world(body)

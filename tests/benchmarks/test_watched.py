@@ -1,4 +1,4 @@
-"""Traces of slowdowns for the lab, and the arithmetic over their courses; the lab itself is run by hand."""
+"""Traces of slowdowns for the lab, what is noticed in them, and the arithmetic over their courses."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import detection
+from detection import alarms_of, times_of
 from paper.setting import CONDITIONS, ORACLE, EvaluationJob, job_from_dict, layout_of
 from tatami.errors import LabError
+from tatami.retiling.noticing import Detector
+from tatami.retiling.thresholds import FALSE_ALARMS
 from tatami.tiling import plan
 from tatami.workload import net_workload
 from watched import CONTESTANTS, NOTICE, QUIET, SETTLING, draw, job_of, parse_seeds, run, summary
+from watching import NOISES, RANKS, late_times, quiet, quiet_times, watcher
 
 OPTIONS = argparse.Namespace(n=4, net="203-80-26", samples=1024, iterations=200, cores=None, timeout=600.0)
 
@@ -95,3 +101,50 @@ def test_a_trace_that_is_there_is_not_run_again_and_a_part_of_one_is_not_kept(
     assert [(line["seed"]) for line in lines] == [seed for seed in range(7) for _ in CONTESTANTS]
     with pytest.raises(SystemExit, match="give another --out"):
         run(argparse.Namespace(**{**vars(OPTIONS), "samples": 512}, traces=parse_seeds("7"), out=out))
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_nothing_is_moved_in_a_quiet_run_of_10_000_iterations(noise: float) -> None:
+    """Through `Watcher`, its planner and prices; 20 seeds of each noise are run by `benchmarks/watching.py`."""
+    _, remaps = quiet(noise, iterations=10_000, seed=0, hosts=False)
+    assert remaps == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nor_where_links_are_watched_as_well(seed: int) -> None:
+    _, remaps = quiet(0.05, iterations=400, seed=seed)
+    assert remaps == 0
+
+
+def test_20_quiet_runs_of_each_noise_have_no_more_alarms_than_stated() -> None:
+    """20 seeds x 3 noises x 4,000 iterations side by side: 2.4 alarms are expected; 9 or more come up once in 1,000 times."""
+    runs = np.stack([quiet_times(noise, iterations=4_000, seed=seed) for noise in NOISES for seed in range(20)], axis=1)
+    detector = Detector(runs.shape[1:])
+    alarms = sum(int(detector.step(values).any(axis=1).sum()) for values in runs)
+    assert runs.shape == (4_000, 60, RANKS)
+    assert pytest.approx(2.4) == FALSE_ALARMS * 240_000
+    assert alarms < 9
+
+
+def test_a_message_each_way_between_hosts_that_share_units_is_watched() -> None:
+    watched = watcher(hosts=True)
+    assert len(watched.links.messages) == RANKS
+    assert late_times(watched, 0.05, iterations=3, seed=0).shape == (3, RANKS)
+    assert watcher(hosts=False).links.messages == ()
+
+
+@pytest.mark.parametrize("kind", ["50 %", "drift"])
+def test_a_watcher_raises_the_alarms_that_are_counted(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detection, "ITERATIONS", 1000)
+    rng = np.random.default_rng(0)
+    times = times_of(detection.draw(0.05, kind, runs=3, rng=rng), rng)
+    counted = alarms_of("notice", times)
+    assert counted.any()
+    for number in range(3):
+        watched = watcher(hosts=False)
+        watched.moved(1e12)  # so that no tiles move, which the benchmark accounts for by itself
+        for iteration, values in enumerate(times[:, number], start=1):
+            watched.take(iteration, values)
+        raised = {(alarm.iteration - 1, int(alarm.processor[1:])) for alarm in watched.alarms}
+        assert raised == {(int(at), int(rank)) for at, rank in np.argwhere(counted[:, number])}
+        assert counted.shape[2] == detection.RANKS

@@ -19,8 +19,8 @@ from tatami.cluster import Cluster, write_cluster
 from tatami.comm import run_threads
 from tatami.comm.base import AbstractCommunicator
 from tatami.report import blank, save
+from tatami.report.server_run import RunReport
 from tatami.server import checkpoints
-from tatami.server.report import RunReport
 from tatami.server.run_settings import RunSettings
 from tatami.server.saving import Saved
 
@@ -92,13 +92,13 @@ def test_an_interrupted_save_is_cleaned_up_by_the_next(saver: Callable[[Path], o
     whole = {path: path.read_bytes() for path in files(tmp_path)}
     for folder in {path.parent for path in whole}:
         (folder / ".tatami-0123456789abcdef.part").write_bytes(b"half")  # of a process that was killed
-    (tmp_path / ".part-00000002").mkdir()
-    (tmp_path / ".part-00000002" / "shard-0000.safetensors").write_bytes(b"half")
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000002" / "shard-0000.safetensors").write_bytes(b"half")
     saver(tmp_path)
-    left = [path.name for path in files(tmp_path) if path not in whole and path.parent.name != ".part-00000002"]
+    left = [path.name for path in files(tmp_path) if path not in whole and path.parent.name != "step-00000002"]
     assert left == []
     if saver is SAVERS["server's checkpoint"]:
-        assert not (tmp_path / ".part-00000002").exists()
+        assert not (tmp_path / "step-00000002").exists()
 
 
 def test_nothing_else_in_the_package_replaces_files() -> None:
@@ -113,7 +113,7 @@ def test_nothing_else_in_the_package_replaces_files() -> None:
         # Into the part that `replacing` has made.
         'report/picture.py: figure.savefig(part, dpi=150, format=path.suffix.lower().removeprefix("."))',
         # Where the ranks of a benchmark find each other; it is not kept.
-        'bench/gloo.py: handle, place = tempfile.mkstemp(prefix="tatami-store-")',
-        # A message between two processes, in a folder that goes with them; it imports the standard library alone.
-        'comm/guard.py: os.replace(name + ".part", name)',
+        'bench/interleaved.py: handle, place = tempfile.mkstemp(prefix="tatami-store-")',
+        # The token of a user's ranks under torchrun, which only its owner may read.
+        "comm/job_token.py: with tempfile.NamedTemporaryFile(dir=folder) as part:  # only its owner can read it",
     }

@@ -46,12 +46,12 @@ def save_steps(size: int, folder: Path, *, steps: tuple[int, ...] = (10, 20, 30)
     run_threads(body, size=size)
 
 
-def resumed(size: int, folder: Path, *, skip_damaged: bool = False, reshard: Any = None, **options: Any) -> list[Any]:
+def resumed(size: int, folder: Path, *, reshard: Any = None, **options: Any) -> list[Any]:
     """(step, what each rank got) of each rank; or None."""
 
     def body(comm: AbstractCommunicator) -> Any:
         checkpoint = opened(comm, folder, **{"keep": 5, **options})
-        found = checkpoint.resume(skip_damaged=skip_damaged, reshard=reshard)
+        found = checkpoint.resume(reshard=reshard)
         checkpoint.close()
         return None if found is None else (found.step, found.state)
 
@@ -164,11 +164,14 @@ def test_the_newest_step_that_is_complete_on_all_ranks_is_resumed(folder: Path, 
     save_steps(3, folder, own_disks=own_disks)
     disks = [folder / f"disk-{rank}" if own_disks else folder for rank in range(3)]
     data_file(disks[1], step=30, rank=1).unlink()
-    assert_resumes(resumed(3, folder, own_disks=own_disks), step=20)
+    gone = r"\n  step 30: .*step-00000030/rank-0001.safetensors is missing, and no rank has a copy"
+    with pytest.warns(UserWarning, match=f"the checkpoint of step 20 is used, as newer ones are damaged:{gone}"):
+        assert_resumes(resumed(3, folder, own_disks=own_disks), step=20)
     data_file(disks[2], step=20, rank=2).unlink()
-    assert_resumes(resumed(3, folder, own_disks=own_disks), step=10)
+    with pytest.warns(UserWarning, match=f"the checkpoint of step 10 is used, as newer ones are damaged:{gone}\n  step 20"):
+        assert_resumes(resumed(3, folder, own_disks=own_disks), step=10)
     data_file(disks[0], step=10, rank=0).unlink()
-    with pytest.raises(CheckpointError, match=r"is complete:\n  step 30: there is no file of rank-0001 on any rank\n  step 20"):
+    with pytest.raises(CheckpointError, match=f"is whole:{gone}\n  step 20.*\n  step 10"):
         resumed(3, folder, own_disks=own_disks)
 
 
@@ -185,7 +188,7 @@ def test_a_lost_disk_is_made_up_for_by_the_copy_on_its_neighbours(folder: Path, 
     (folder / f"disk-{lost}").rename(folder / "gone")
     assert_resumes(resumed(3, folder, own_disks=True, copies=1), step=30)
     (folder / f"disk-{(lost + 1) % 3}").rename(folder / "gone too")
-    with pytest.raises(CheckpointError, match=f"there is no file of rank-000{lost} on any rank"):
+    with pytest.raises(CheckpointError, match=f"rank-000{lost}.safetensors is missing, and no rank has a copy"):
         resumed(3, folder, own_disks=True, copies=1)
 
 
@@ -233,22 +236,19 @@ def corrupt(path: Path) -> None:
         (corrupt, r"rank-0001.safetensors is corrupt: its SHA-256 should be \w+..., and is \w+..."),
     ],
 )
-def test_a_damaged_file_is_named_and_the_one_before_used_if_asked(
-    folder: Path, damage: Callable[[Path], None], message: str
-) -> None:
+def test_a_damaged_file_is_named_and_the_one_before_used(folder: Path, damage: Callable[[Path], None], message: str) -> None:
     save_steps(3, folder)
     damage(data_file(folder, step=30, rank=1))
-    with pytest.raises(CheckpointError, match=message) as caught:
-        resumed(3, folder)
-    assert "the checkpoint of step 30 is damaged; resume(skip_damaged=True) goes on from step 20" in str(caught.value)
-    assert_resumes(resumed(3, folder, skip_damaged=True), step=20)
+    with pytest.warns(UserWarning, match=rf"step 20 is used, as newer ones are damaged:\n  step 30: .*step-00000030/{message}"):
+        assert_resumes(resumed(3, folder), step=20)
 
 
 @pytest.mark.parametrize("damage", [truncate, corrupt])
 def test_a_damaged_file_is_made_up_for_by_its_copy(folder: Path, damage: Callable[[Path], None]) -> None:
     save_steps(3, folder, copies=1)
     damage(data_file(folder, step=30, rank=1))
-    assert_resumes(resumed(3, folder, copies=1), step=30)
+    with pytest.warns(UserWarning, match=r"step-00000030/rank-0001.safetensors is .*; a copy is used"):
+        assert_resumes(resumed(3, folder, copies=1), step=30)
 
 
 @pytest.mark.parametrize("damage", [truncate, corrupt])
@@ -256,9 +256,8 @@ def test_a_damaged_manifest_is_named(folder: Path, damage: Callable[[Path], None
     save_steps(2, folder)
     path = checkpoint_files.step_folder(folder, 30) / "manifest.json"
     damage(path)
-    with pytest.raises(CheckpointError, match=r"step 30 is damaged; .* from step 20:\n  .*manifest.json is damaged"):
-        resumed(2, folder)
-    assert_resumes(resumed(2, folder, skip_damaged=True), step=20)
+    with pytest.warns(UserWarning, match=r"step 20 is used, as newer ones are damaged:\n  step 30: .*manifest.json is damaged"):
+        assert_resumes(resumed(2, folder), step=20)
 
 
 def test_a_changed_manifest_and_one_of_another_format_are_told_apart(folder: Path) -> None:
@@ -281,7 +280,8 @@ def test_every_single_byte_that_may_be_cut_off_is_noticed(folder: Path) -> None:
     whole = path.read_bytes()
     for length in {0, 1, 7, 8, 9, 100, len(whole) // 2, len(whole) - 1}:
         path.write_bytes(whole[:length])
-        assert_resumes(resumed(1, folder, skip_damaged=True), step=1)
+        with pytest.warns(UserWarning, match="rank-0000.safetensors is truncated"):
+            assert_resumes(resumed(1, folder), step=1)
 
 
 # -- another number of ranks -------------------------------------------------------------------------------------------------

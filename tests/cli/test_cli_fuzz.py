@@ -28,10 +28,8 @@ INPUTS = list(fuzz_inputs(app))
 GROUPS = sorted({arguments[0] for arguments in INPUTS})
 STARTS = (
     "tatami.doctor.examine",
-    "tatami.bench.server.bench_round",
     "tatami.bench.train.bench_train",
     "tatami.server.training.run_training",
-    "tatami.sim.processes.Runs.call",
     "tatami.sim.processes.Runs.map",
     "tatami.tiled.probe.probe",
 )

@@ -5,21 +5,27 @@ from __future__ import annotations
 import errno
 import io
 import warnings
+from dataclasses import dataclass, fields
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Annotated
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from tatami.cli import group
+from tatami.cli.app import app as everything
 from tatami.cli.group import Commands
-from tatami.cli.options import finite, given_sizes
+from tatami.cli.options import finite, given_sizes, takes
 from tatami.cli.terminal import RANK_TERMINAL_VARIABLE, environment_of_ranks, shown_warnings, width
+from tatami.cli.train import train
+from tatami.cli.train_job import TrainJob
 from tatami.errors import CommTimeoutError, InputError, MissingExtraError, TrainingError
 
 ERRORS: dict[str, tuple[BaseException, int, str]] = {
     "input": (InputError("there is no such net"), 2, "error: there is no such net"),
-    "extra": (MissingExtraError("Ray", extra="server"), 2, "pip install 'tatami[server]'"),
+    "extra": (MissingExtraError("Ray", extra="server"), 2, "pip install 'tatami-torch[server]'"),
     "training": (TrainingError("rank 3 is lost"), 1, "error: rank 3 is lost"),
     "disk": (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left on device"),
     "memory": (MemoryError(), 1, "error: there is not enough memory for this"),
@@ -123,3 +129,86 @@ def test_numbers_that_no_type_refuses() -> None:
     for value in (float("nan"), float("inf")):
         with pytest.raises(typer.BadParameter, match="must be a finite number"):
             finite(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BakingSettings:
+    """Of a test."""
+
+    loaves: Annotated[int, typer.Option("-n", "--loaves", min=1, help="How many.")] = 2
+    flour: Annotated[str | None, typer.Option(help="Of which.")] = None
+    hidden: int = 7
+
+
+def test_the_fields_are_the_options() -> None:
+    baked: list[BakingSettings] = []
+    app = typer.Typer()
+
+    @app.command()
+    @takes(BakingSettings)
+    def bake(settings: BakingSettings) -> None:
+        """Bake bread."""
+        baked.append(settings)
+
+    assert CliRunner().invoke(app, []).exit_code == 0
+    assert CliRunner().invoke(app, ["-n", "3", "--flour", "rye"]).exit_code == 0
+    assert baked == [BakingSettings(), BakingSettings(loaves=3, flour="rye")]
+    assert CliRunner().invoke(app, ["-n", "0"]).exit_code == 2
+    assert CliRunner().invoke(app, ["--hidden", "1"]).exit_code == 2
+    told = CliRunner().invoke(app, ["--help"]).output
+    assert "Bake bread." in told
+    assert "How many." in told
+    assert len(baked) == 2
+
+
+def test_the_options_of_train_are_the_settings_that_the_library_takes_and_the_records_keep() -> None:
+    assert set(train.__annotations__) == {each.name for each in fields(TrainJob)} - {"shifts"}
+    assert TrainJob(ranks=3, stop_below=0.5).record().items() >= {"ranks": 3, "stop_below": 0.5, "method": "timed"}.items()
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_the_examples_are_copied_and_replace_nothing_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = CliRunner().invoke
+    listed = run(everything, ["examples", "--list"])
+    assert listed.exit_code == 0
+    assert not list(tmp_path.iterdir())
+    copied = run(everything, ["examples"])
+    assert copied.exit_code == 0, copied.output
+    names = {file.name for file in EXAMPLES.iterdir() if file.suffix in (".py", ".toml", ".ipynb")}
+    assert {file.name for file in (tmp_path / "tatami-examples").iterdir()} == names
+    assert all(name in listed.stdout for name in names)
+    assert "ten_lines.py             One network over ranks that are not alike." in copied.stdout
+    changed = tmp_path / "tatami-examples" / "nanogpt.py"
+    changed.write_text("mine", encoding="utf-8")
+    refused = run(everything, ["examples"])
+    assert refused.exit_code == 2
+    assert "exists already" in refused.stderr
+    assert changed.read_text(encoding="utf-8") == "mine"
+    assert run(everything, ["examples", "--force"]).exit_code == 0
+    assert changed.read_bytes() == (EXAMPLES / "nanogpt.py").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("tatami do", {"doctor"}),
+        ("tatami re", {"report"}),
+        ("tatami server re", {"report", "resume"}),
+        ("tatami run --h", {"--hosts", "--help", "--heartbeat"}),
+    ],
+)
+def test_tab_completes_commands_and_options(typed: str, offered: set[str]) -> None:
+    environ = {"_TATAMI_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    result = CliRunner().invoke(everything, [], env=environ, prog_name="tatami")
+    assert result.exit_code == 0, result.output
+    assert set(result.stdout.split()) == offered
+
+
+def test_the_completion_of_a_shell_is_shown() -> None:
+    """Typer's own: it asks which shell this is, so the test says it."""
+    result = CliRunner().invoke(everything, [], env={"_TATAMI_COMPLETE": "source_bash"}, prog_name="tatami")
+    assert result.exit_code == 0, result.output
+    assert "complete -o default -F _tatami_completion tatami" in result.stdout

@@ -43,13 +43,23 @@ def records(*arguments: str) -> list[dict[str, Any]]:
 
 def test_json_is_exactly_a_list_with_a_record_for_each_planner() -> None:
     answer = records("--speeds", SPEEDS, "--net", "203-80-26", "--samples", "1024")
-    assert [record["planner"] for record in answer] == list(PLANNERS)
+    assert [record["planner"] for record in answer] == [*PLANNERS, "alone"]
+    *answer, alone = answer
+    assert alone["columns"] == [["p3"]]
+    assert alone["predicted_s"] >= min(record["predicted_s"] for record in answer)
+    assert [record["planner"] for record in answer if record["recommended"]] == ["timed"]
     srpm = next(record for record in answer if record["planner"] == "srpm")
     assert srpm["columns"] == [["p0", "p1", "p2"], ["p3", "p4"]]
     assert srpm["samples"] == [382, 642]
     assert srpm["units"] == [[17, 21, 42], [40, 40]]
     assert srpm["t_comm"] == pytest.approx(2 * 26 * 1024 * 2 * 1.19 / 3.19 + 2 * (26 + 203) * 80)
     for record in answer:
+        assert record["micro_batches"] == [1] * len(record["columns"])
+        assert record["against_alone"] == pytest.approx(alone["predicted_s"] / record["predicted_s"])
+        for machine in record["machines"]:
+            parts = ("compute_s", "sums_s", "gradients_s", "wait_s")
+            assert sum(machine[part] for part in parts) == pytest.approx(record["predicted_s"])
+            assert (machine["host"], machine["memory_bytes"] > 0) == ("localhost", True)
         assert isinstance(record["predicted_s"], float)
         assert isinstance(record["gap"], float)
         assert record["predicted_s"] > 0
@@ -57,9 +67,19 @@ def test_json_is_exactly_a_list_with_a_record_for_each_planner() -> None:
 
 
 def test_more_processors_than_units_are_laid_in_data_parallel_columns() -> None:
-    for record in records("--speeds", ",".join(["1"] * 100), "--samples", "1000"):
+    for record in records("--speeds", ",".join(["1"] * 100), "--samples", "1000")[:-1]:
         assert record["left_out"] == []
         assert sum(record["samples"]) == 1000
+
+
+def test_more_processors_than_samples_share_them_or_are_left_out() -> None:
+    answer = [record for record in records("--speeds", "1,1,1", "--samples", "2") if "left_out" in record]
+    for record in answer:
+        assert sum(record["samples"]) == 2
+        placed = [name for column in record["columns"] for name in column]
+        assert sorted([*placed, *record["left_out"]]) == ["p0", "p1", "p2"]
+    assert any(record["left_out"] for record in answer)
+    assert any(not record["left_out"] for record in answer)
 
 
 def test_planner_restricts_and_may_be_given_again() -> None:
@@ -79,17 +99,54 @@ def test_a_cluster_file_gives_names_and_speeds_and_speeds_replace_its_own(tmp_pa
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_no_line_of_the_table_is_cut(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("machines", [5, 64])
+def test_no_line_is_cut_or_longer_than_the_terminal(columns: int, machines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    result = CliRunner().invoke(app, ["plan", "--speeds", SPEEDS])
+    speeds = SPEEDS if machines == 5 else ",".join(str(1 + index % 20) for index in range(machines))
+    result = CliRunner().invoke(app, ["plan", "--speeds", speeds, "--all"])
     assert result.exit_code == 0
     assert "…" not in result.stdout
-    for planner in PLANNERS:
+    for planner in PLANNERS.keys() - {"timed", "weighted"}:
         assert planner in result.stdout
-    assert "76,367.3" in result.stdout
+    assert "t_comm" not in result.stdout
     if columns >= 80:
-        *table, _ = result.stdout.splitlines()
-        assert max(map(len, table)) <= columns, "only the advice is left to the terminal to break"
+        assert max(map(len, result.stdout.splitlines())) <= columns
+
+
+def test_the_answer_comes_in_an_order_and_the_same_plan_once() -> None:
+    result = CliRunner().invoke(app, ["plan", "--speeds", SPEEDS, "--samples", "1024"])
+    assert result.exit_code == 0, result.output
+    order = [
+        "Recommended: data parallelism over all 5 machines: each computes a share of the 1,024 samples.",
+        "In an iteration (█ computes):",
+        "p4 ",
+        "An iteration takes 24.6 ms: computing 24.6 ms (100 %), gradient sums 33.5 us (under 1 %).",
+        "Speeds are relative, and 1 is taken for 1 Gflop/s",
+        "Compared, for 1,024 samples an iteration:",
+        "p3 alone",
+        "weighted data parallelism, recommended",
+    ]
+    text = " ".join(result.stdout.split())
+    places = [text.find(" ".join(each.split())) for each in order]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert "srpm" not in text
+
+
+def test_who_has_no_work_and_what_holds_the_others_back_is_said_in_words(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    home = '[[processors]]\nname = "{0}"\nspeed = {1}\nmessage = "{2}"\n'
+    machines = [("desktop", 60e9, "30 us"), ("laptop", 50e9, "30 us"), ("old", 1e6, "30 us")]
+    file.write_text("".join(home.format(*each) for each in machines) + 'link = "50 Mbit/s"\n')
+    result = CliRunner().invoke(app, ["plan", str(file), *GPT, "--samples", "3000"])
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    assert "desktop and laptop" in text
+    assert "Without work: old" in text
+    slow = file.read_text().replace("1000000.0", "50e9")
+    file.write_text(slow)
+    text = " ".join(CliRunner().invoke(app, ["plan", str(file), *GPT, "--samples", "3000", "--planner", "even"]).stdout.split())
+    assert re.search(r"[\d.]+ ms bytes on the link of old \(50 Mbit/s\)", text)
 
 
 GPT = ("--model", "gpt", "--layers", "2", "--width", "48", "--heads", "6", "--tokens", "16", "--vocabulary", "100")
@@ -97,7 +154,9 @@ GPT = ("--model", "gpt", "--layers", "2", "--width", "48", "--heads", "6", "--to
 
 def test_a_gpt_is_planned_by_its_sizes() -> None:
     answer = records("--speeds", "1,0.5,0.25,1", *GPT, "--samples", "32")
+    *answer, staged, _ = answer
     assert [record["planner"] for record in answer] == list(PLANNERS)
+    assert not staged["recommended"], "relative speeds say nothing of what sending costs"
     weighted, timed = (next(each for each in answer if each["planner"] == name) for name in ("weighted", "timed"))
     assert weighted["against_weighted"] == 1.0
     assert timed["against_weighted"] >= 1.0
@@ -110,9 +169,59 @@ def test_a_gpt_is_planned_by_its_sizes() -> None:
     assert few["memory_bytes"]["p0"] < many["memory_bytes"]["p0"]
 
 
-def test_the_advice_is_one_sentence_below_the_table() -> None:
-    result = CliRunner().invoke(app, ["plan", "--speeds", SPEEDS])
-    assert result.stdout.splitlines()[-1].startswith("Weighted data parallelism does about as well; by the rule of thumb")
+FOUR = "[network]\nbandwidth = '1 Gbit/s'\nlatency = '50 us'\n" + "".join(
+    f"[[processors]]\nname = '{name}'\nspeed = '{speed} Tflop/s'\nmemory = '{memory} GiB'\n"
+    for name, speed, memory in (("a", 15, 24), ("b", 15, 24), ("c", 6, 8), ("d", 6, 8))
+)
+
+
+def test_stages_are_recommended_where_they_are_faster(tmp_path: Path) -> None:
+    """GPT-2 over two fast and two slow machines: weighted data parallelism takes 7.3 s, one machine alone 3.7 s."""
+    file = tmp_path / "four.toml"
+    file.write_text(FOUR)
+    asked = (str(file), "--model", "gpt", "--samples", "64")
+    *_, staged, alone = records(*asked)
+    assert staged["recommended"]
+    assert (staged["against_weighted"], staged["against_alone"]) == (
+        pytest.approx(2.27, abs=0.1),
+        pytest.approx(1.16, abs=0.05),
+    )
+    assert sum(staged["parts_s"].values()) == pytest.approx(staged["predicted_s"])
+    assert [each["last_piece"] for each in staged["stages"]][-1] == "ln_f"
+    assert "a" in staged["stages"][-1]["processors"], "rank 0 has the loss"
+    assert alone["planner"] == "alone"
+    shown = CliRunner().invoke(app, ["plan", *asked]).stdout
+    assert "Recommended: 2 pipeline stages over a and b: each computes" in shown
+    assert "leaves out" not in shown
+    for words in ("stage pieces", "wte - h.8", "recommended, pipeline stages", "1 of 2 stages", "a alone"):
+        assert words in shown
+    four = records(*asked, "--stages", "4", "--micro-batches", "8")[-2]
+    assert four["recommended"]
+    assert (len(four["stages"]), four["micro_batches"]) == (4, [8])
+    assert all(record["planner"] != "stages" for record in records(*asked, "--stages", "1"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (("--stages", "5"), "5 stages are more than the 4 machines"),
+        (("--stages", "2", "--micro-batches", "65"), "65 micro-batches are more than the 64 samples"),
+        (("--stages", "2", "--net", "203-80-26"), "the pieces of this network are not known"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused_in_one_sentence(asked: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    file = tmp_path / "four.toml"
+    file.write_text(FOUR)
+    model = () if "--net" in asked else ("--model", "gpt")
+    result = CliRunner().invoke(app, ["plan", str(file), "--samples", "64", *model, *asked])
+    assert result.exit_code != 0
+    assert told in " ".join(result.output.split())
+
+
+def test_the_rule_of_thumb_is_the_last_sentence_where_everything_is_asked_for() -> None:
+    result = CliRunner().invoke(app, ["plan", "--speeds", SPEEDS, "--all"])
+    last = " ".join(result.stdout.split("\n\n")[-1].split())
+    assert last.startswith("Weighted data parallelism does about as well; by the rule of thumb")
 
 
 def test_memory_used_of_memory_given_is_shown(tmp_path: Path) -> None:
@@ -122,11 +231,13 @@ def test_memory_used_of_memory_given_is_shown(tmp_path: Path) -> None:
     )
     result = CliRunner().invoke(app, ["plan", str(file), *GPT, "--samples", "8"])
     assert result.exit_code == 0, result.output
-    assert "memory, of the processor where it is fullest" in result.stdout
-    assert re.search(r"timed +p0 +[\d.]+ MiB +3 MiB +[\d.]+ %", result.stdout)
-    cramped = CliRunner().invoke(app, ["plan", str(file), *GPT, "--samples", "800"])
-    assert cramped.exit_code == 2
-    assert re.search(r"finds no room for 800 samples of this network: p0 lacks .* It would hold \d+ samples", cramped.stderr)
+    assert re.search(r"p0 .* [\d.]+ %\n", result.stdout)
+    many = CliRunner().invoke(app, ["plan", str(file), *GPT, "--samples", "800"])
+    assert many.exit_code == 0, "in micro-batches"
+    deep = CliRunner().invoke(app, ["plan", str(file), *GPT, "--layers", "40"])
+    assert deep.exit_code == 2
+    told = r"no room for this network, with one sample at a time: p0 lacks .* would fit with \d+ more machines like p1"
+    assert re.search(told, deep.stderr)
 
 
 def test_one_planner_is_drawn_in_characters() -> None:

@@ -70,3 +70,37 @@ def test_speeds_that_strayed_are_told_and_planned_with(
         assert all(0 < each["range_s"][0] < each["predicted_s"] for each in json.loads(planned.stdout))
         measured = "the speeds in" in planned.stderr and "tatami probe --net 30-8-2 measures them" in planned.stderr
         assert measured is (net == "30-8-2")
+
+
+NETWORK = """
+import torch
+from torch import nn
+
+def build_model():
+    return nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 5))
+
+def sample():
+    return torch.rand(2, 20)
+"""
+
+
+def test_a_network_in_a_file_is_what_is_timed(tmp_path: Path) -> None:
+    network, file = tmp_path / "network.py", tmp_path / "cluster.toml"
+    network.write_text(NETWORK)
+    options = ["probe", "-n", "2", "--backend", "threads", "--samples", "256", "-o", str(file), "--force"]
+    result = CliRunner().invoke(app, [*options, "--model", str(network), "--json"])
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    read = read_cluster(file).processors
+    for processor, told in zip(read, record["processors"], strict=True):
+        points = told["speed_by_size"]
+        assert float(processor.speed) == told["speed_flop_per_s"] > 0
+        assert points is None or [size for size, _ in points] == sorted(size for size, _ in points)
+    for text, said in (
+        ("sample = 1", "does not define build_model"),
+        ("sample = 1\ndef build_model(): pass", "returned NoneType"),
+    ):
+        network.write_text(text)
+        result = CliRunner().invoke(app, [*options, "--model", str(network)])
+        assert result.exit_code != 0
+        assert said in result.output + str(result.exception)

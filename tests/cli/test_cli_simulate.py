@@ -1,14 +1,14 @@
-"""`tatami simulate server` and `tatami simulate platform`."""
+"""`tatami simulate`: server, platform, allreduce and tiling, with and without deaths."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from simgrid_here import needs_simgrid
 from tatami.cli.app import app
 
 SMALL = ["simulate", "server", "--preset", "paper-server-10k", "--workers", "100", "--rounds", "3000"]
@@ -19,7 +19,6 @@ def run(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-@needs_simgrid
 def test_a_json_line_for_each_run() -> None:
     code, out, _ = run(*SMALL, "--runs", "2", "--recovery", "servers,ignore", "--sweep", "mtbf=30d,1y", "--json")
     assert code == 0
@@ -37,7 +36,6 @@ def test_a_json_line_for_each_run() -> None:
     assert often > seldom
 
 
-@needs_simgrid
 def test_a_table_and_a_picture(tmp_path: Path) -> None:
     code, out, _ = run(*SMALL, "--runs", "2", "--mtbf", "90d", "--plot", str(tmp_path / "bars.png"))
     assert code == 0
@@ -52,7 +50,6 @@ def test_a_table_and_a_picture(tmp_path: Path) -> None:
     assert "--force" in err
 
 
-@needs_simgrid
 def test_workers_and_checkpoints_are_swept() -> None:
     arguments = [*SMALL[:4], "--rounds", "12", "--runs", "1", "--recovery", "checkpoint", "--checkpoint-waits", "--json"]
     totals_s: dict[tuple[str, str], float] = {}
@@ -71,7 +68,6 @@ def test_workers_and_checkpoints_are_swept() -> None:
         assert totals_s["store", number] - every_round_s == pytest.approx(13 * (100 * 8e9 / (0.97 * 5e9) - 8.0), rel=0.1)
 
 
-@needs_simgrid
 def test_machines_of_a_cluster_file(tmp_path: Path) -> None:
     text = '[[processors]]\nname = "p"\nspeed = 2.0\nhost = "h{i}"\ncount = 4\n'
     text += '[network]\nbandwidth = "100 MB/s"\nlatency = "1 ms"\n'
@@ -117,8 +113,149 @@ def test_a_platform_is_printed() -> None:
     assert json.loads(out)["hosts"] == 8208
 
 
-def test_without_simgrid_it_is_said_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
-    code, _, err = run(*SMALL)
+BASE = ["simulate", "tiling", "--samples", "256", "--net", "64-256-8"]
+DEATHS = [*BASE, "--iterations", "400", "--back", "200 ms", "--halt", "10 ms", "--restart", "100 ms", "--runs", "3"]
+
+
+def test_both_answers_over_machines_and_lives_and_the_same_again() -> None:
+    arguments = (*DEATHS, "--machines", "3,6", "--mtbf", "5 s,20 s", "--checkpoint-every", "50", "--json")
+    code, out, err = run(*arguments)
+    assert code == 0, err
+    found = {(each["machines"], each["mtbf_s"], each["policy"]): each for each in map(json.loads, out.splitlines())}
+    assert set(found) == {(n, s, policy) for n in (3, 6) for s in (5.0, 20.0) for policy in ("repair", "restart")}
+    for each in found.values():
+        assert [one["seed"] for one in each["runs"]] == [0, 1, 2]
+        assert [one["steps"] for one in each["runs"]] == [400, 400, 400]
+        for one in each["runs"]:
+            parts = ("useful_s", "redone_s", "stopped_s", "moved_s", "saved_s")
+            assert one["total_s"] == pytest.approx(sum(one[part] for part in parts))
+    assert sum(one["deaths"] for one in found[6, 5.0, "repair"]["runs"]) > 0
+    assert found[6, 5.0, "repair"]["lost_fraction"] < found[6, 5.0, "restart"]["lost_fraction"]
+    assert run(*arguments)[1] == out
+
+
+def test_the_table_and_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "lost.png"
+    code, out, err = run(*DEATHS, "--speeds", "1,1,0.5", "--mtbf", "5 s", "--plot", str(picture))
+    assert code == 0, err
+    assert "400 iterations, means of 3 runs" in out
+    assert "restart" in out
+    assert "0 of 3" in out
+    assert picture.stat().st_size > 1000
+
+
+def test_runs_that_end_early_say_why() -> None:
+    code, out, _ = run(*BASE, "--machines", "2", "--mtbf", "10 ms", "--runs", "1", "--iterations", "1000")
+    assert code == 0
+    assert "1 of 1" in out
+    assert "no rank is left" in out
+    assert "no machine is left" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--machines", "8"], "--machines is for runs whose machines die: give --mtbf too"),
+        (["--speeds", "1,1", "--checkpoint-every", "5"], "--checkpoint-every is for runs whose machines die"),
+        (["--mtbf", "1d"], "which machines?"),
+        (["--mtbf", "1d", "--machines", "8", "--speeds", "1,1"], "which machines?"),
+        (["--mtbf", "1d", "--machines", "8,x"], "--machines is N,M,..."),
+        (["--mtbf", "1d", "--machines", "0"], "--machines is N,M,..."),
+        (["--mtbf", "often", "--machines", "8"], "--mtbf"),
+        (["--mtbf", "0", "--machines", "8"], "mtbf_s must be a finite number > 0"),
+        (["--mtbf", "1d", "--machines", "8", "--retile"], "--retile is not simulated together with --mtbf"),
+        (["--mtbf", "1d", "--machines", "8", "--planner", "even,srpm"], "give one planner"),
+        (["--mtbf", "1d", "--machines", "8", "--copies", "3"], "copies must be 1 or 2"),
+    ],
+)
+def test_bad_input(arguments: list[str], said: str) -> None:
+    code, out, err = run(*BASE, *arguments)
     assert code == 2
-    assert "pip install 'tatami[sim]'" in err
+    assert said in " ".join(err.split())
+    assert out == ""
+
+
+ALLREDUCE = ["simulate", "allreduce", "--preset", "oakforest-like", "--nodes", "8"]
+TILING = ["simulate", "tiling", "--speeds", "1,1,0.5,0.25"]
+
+
+def records(*arguments: str) -> list[dict[str, Any]]:
+    code, out, err = run(*arguments, "--json")
+    assert code == 0, err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_all_reduces_over_grids_and_a_sweep() -> None:
+    found = records(
+        *ALLREDUCE, "--sizes", "1 MB", "--algorithms", "ring,torus_put", "--grids", "all", "--sweep", "latency=250ns,1us"
+    )
+    by_case = {(each["latency"], each["algorithm"], tuple(each["grid"] or ())): each["total_s"] for each in found}
+    assert set(by_case) == {
+        (latency, *case)
+        for latency in ("250ns", "1us")
+        for case in (("ring", ()), ("torus_put", (2, 4)), ("torus_put", (4, 2)))
+    }
+    # All eight nodes are on one switch: 14 hops of two cables.
+    for latency, latency_s in (("250ns", 250e-9), ("1us", 1e-6)):
+        assert by_case[latency, "ring", ()] == pytest.approx(14 * (2 * latency_s + 1e6 / 8 / 12.5e9), rel=1e-6)
+        assert by_case[latency, "torus_put", (2, 4)] < by_case[latency, "ring", ()]
+
+
+def test_the_table_and_the_picture_of_all_reduces(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    code, out, _ = run(*ALLREDUCE, "--sizes", "1 MB,4 MB", "--plot", str(tmp_path / "sizes.png"))
+    assert code == 0
+    assert "simulated all-reduce of 8 ranks" in out
+    assert "1.00 x" in out
+    assert (tmp_path / "sizes.png").stat().st_size > 1000
+
+
+def test_a_tiled_run_that_is_laid_anew() -> None:
+    (found,) = records(*TILING, "--slow", "p0:3@iteration:30", "--retile", "--every", "20", "--iterations", "80")
+    assert [each["kind"] for each in found["decisions"]] == ["keep", "re-map whole", "keep", "keep"]
+    assert [each["iteration"] for each in found["decisions"]] == [20, 40, 60, 80]
+    assert found["iterations"] == 80
+    assert found["last_s"] > found["first_s"]
+
+
+def test_planners_side_by_side_and_swept() -> None:
+    found = records(*TILING, "--planner", "even,srpm", "--iterations", "2", "--sweep", "samples=512,1024")
+    times = {each["planner"]: each["total_s"] for each in found}
+    assert times["srpm, samples 512"] < times["even, samples 512"] < times["even, samples 1024"]
+    code, out, _ = run(*TILING, "--iterations", "2")
+    assert code == 0
+    assert "203-80-26, 4 processors" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([*ALLREDUCE, "--algorithms", "tree"], "no all-reduce 'tree'; choose one of: native, ring"),
+        ([*ALLREDUCE, "--algorithms", "torus", "--grids", "3x3"], "what fits: 1x8, 2x4, 4x2, 8x1"),
+        ([*ALLREDUCE, "--algorithms", "torus", "--grids", "big"], "--grids is all, or MxN"),
+        ([*ALLREDUCE, "--sweep", "colour=1,2"], "no 'colour' to be swept; there are: latency, message, native"),
+        ([*ALLREDUCE, "--sweep", "sync=never"], "--sweep sync=never"),
+        ([*ALLREDUCE, "--native", "cray"], "no rule 'cray'"),
+        ([*ALLREDUCE, "-n", "9"], "for 9 ranks, but oakforest-like has 8 hosts"),
+        (["simulate", "allreduce", "--preset", "earth"], "no preset 'earth'; there are: oakforest-like"),
+        (["simulate", "tiling"], "which machines?"),
+        ([*TILING, "--slow", "p0"], "--slow is NAME:FACTOR@iteration:N"),
+        ([*TILING, "--slow", "p9:2@1s"], "no processor 'p9'"),
+        ([*TILING, "--planner", "best"], "no planner 'best'"),
+        ([*TILING, "--mtbf", "2s", "--update", "3"], "--update must be a share of an iteration from 0 to below 1, not 3"),
+        ([*TILING, "--sweep", "every=often"], "--sweep every=often"),
+    ],
+)
+def test_bad_input_of_all_reduces_and_tilings(arguments: list[str], said: str) -> None:
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert said in err.replace("\n", " ")
+    assert out == ""
+
+
+def test_a_slowdown_after_the_last_iteration_is_told() -> None:
+    code, _, err = run(*TILING, "--slow", "p0:3@iteration:11", "--iterations", "10")
+    assert code == 0
+    assert "p0: --slow begins after the last of 10 iterations" in err
+    assert "--slow begins" not in run(*TILING, "--slow", "p0:3@iteration:10", "--iterations", "10")[2]

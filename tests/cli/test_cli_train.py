@@ -50,6 +50,13 @@ def test_every_method_ends_with_the_loss_of_one_rank() -> None:
         assert {name for column in record["columns"] for name in column} == {"p0", "p1", "p2"}
 
 
+@pytest.mark.parametrize("model", [[], ["--model", "cnn"]])
+def test_more_ranks_than_samples_have_the_loss_of_one_rank(model: list[str]) -> None:
+    asked = (*model, "--batch-size", "3", "--iterations", "2")
+    alone, shared = trained(*asked), trained(*asked, "-n", "4", *THREADS)
+    assert shared["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+
+
 def test_a_gpt_on_a_text_has_the_losses_of_one_rank(tmp_path: Path) -> None:
     text, weights, log = tmp_path / "text.txt", tmp_path / "gpt.safetensors", tmp_path / "gpt.jsonl"
     text.write_text("abc, äöü! " * 60)
@@ -70,6 +77,28 @@ def test_a_gpt_on_a_text_has_the_losses_of_one_rank(tmp_path: Path) -> None:
             assert outcome.history.losses == pytest.approx(alone.history.losses, rel=1e-5)
             assert outcome.loss == pytest.approx(alone.loss, rel=1e-5)
             assert outcome.accuracy == pytest.approx(alone.accuracy)
+
+
+def test_pipeline_stages_end_with_the_loss_of_one_rank() -> None:
+    asked = ("--iterations", "8")
+    alone, staged = trained(*asked), trained(*asked, "-n", "2", "--stages", "2", "--micro-batches", "3", *THREADS)
+    assert staged["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+    assert staged["accuracy"] == pytest.approx(alone["accuracy"], abs=0.01)
+    assert {each["rank"]: each["micro_batches"] for each in staged["stages"]["ranks"]} == {"p0": 3, "p1": 3}
+
+
+@pytest.mark.parametrize(
+    ("asked", "match"),
+    [
+        (["-n", "2", "--stages", "3"], "--stages 3 needs as many ranks, and there are 2"),
+        (["-n", "2", "--batch-size", "4", "--micro-batches", "5"], "--micro-batches 5 are more than the 4 samples of a batch"),
+        (["-n", "2", "--stages", "2", "--retile"], "not re-tiled yet: leave --method and --retile out"),
+    ],
+)
+def test_stages_that_cannot_be_are_one_sentence(asked: list[str], match: str) -> None:
+    result = CliRunner().invoke(app, ["train", *asked, *THREADS])
+    assert result.exit_code != 0
+    assert match in " ".join(result.output.replace("│", " ").split())
 
 
 def test_a_cnn_learns_digits_and_has_the_losses_of_one_rank() -> None:

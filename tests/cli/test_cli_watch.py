@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 from tatami.cli.app import app
 from tatami.cli.watch import follow, sparkline
 from tatami.errors import InputError
-from tatami.page import GrowingLog
-from tatami.page.facts import PHASES
+from tatami.report.page import GrowingLog
+from tatami.report.page.record_shapes import PHASES
 
 TILES = [
     {"processor": "p0", "column": 0, "samples": [0, 60], "units": [0, 90]},
     {"processor": "p1", "column": 0, "samples": [0, 60], "units": [90, 120]},
 ]
-RANKS = {name: {f"{phase}_s": 0.02 for phase in PHASES} for name in ("p0", "p1")}
+RANKS = {name: {f"{phase}_s": 0.02 for phase in PHASES[:5]} for name in ("p0", "p1")}
 TILING = {"samples": 60, "units": 120, "tiles": TILES}
 RUN: list[dict[str, Any]] = [
     {"event": "tiling", "iteration": 0, "why": "", "tiling": TILING, "speeds": {"p0": 3, "p1": 1}},
@@ -39,19 +39,20 @@ def written(path: Path, records: list[dict[str, Any]], *, rest: str = "") -> Pat
 
 
 def test_the_values_of_the_log_are_shown(tmp_path: Path) -> None:
-    shown = CliRunner().invoke(app, ["watch", str(written(tmp_path / "run.jsonl", RUN))])
+    processes = {"event": "processes", "iteration": 0, "ranks": {"p0": "41 on old", "p1": "42 on new"}}
+    shown = CliRunner().invoke(app, ["watch", str(written(tmp_path / "run.jsonl", [processes, *RUN]))])
     assert shown.exit_code == 0, shown.output
     for words in (
         "run.jsonl  iteration 1,030, epoch 3  running",
         "loss      2 █ ▁ 0.5",
         "samples/s 500 █▁▅ 450",
-        "60 samples x 120 units in 1 column",
+        "60 samples x 120 units in 1 replica",
         "after iteration 20: p1 is slow",
     ):
         assert words in shown.stdout
     lines = [line.split() for line in shown.stdout.splitlines()]
-    assert ["p0", "75.0", "%", "1.00", "2", "2", "2", "2", "2"] in lines
-    assert ["p1", "25.0", "%", "0.33", "2", "2", "2", "2", "2"] in lines
+    assert ["p0", "75.0", "%", "1.00", "2", "2", "2", "2", "2", "41", "on", "old"] in lines
+    assert ["p1", "25.0", "%", "0.33", "2", "2", "2", "2", "2", "42", "on", "new"] in lines
 
 
 def test_curves_are_thinned_to_the_width() -> None:

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import tempfile
+import warnings
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -14,7 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tatami.cluster.toml
-from tatami.cluster import LOCAL_LINK, NETWORK_LINK, Cluster, Link, Processor, cluster_toml, read_cluster, write_cluster
+from tatami.cluster import (
+    LOCAL_LINK,
+    NETWORK_LINK,
+    Cluster,
+    Link,
+    OwnLink,
+    Processor,
+    cluster_toml,
+    read_cluster,
+    write_cluster,
+)
 from tatami.cluster.tables import ClusterFile, HostsLinkTable, NetworkTable, ProcessorTable
 from tatami.errors import ClusterError, OutputExistsError, PlanError
 from tatami.workload import parse_net
@@ -26,6 +37,9 @@ LINKS = st.builds(
 )
 
 
+OWN_LINKS = st.builds(
+    OwnLink, bandwidth_bytes_per_s=st.none() | st.floats(1e-3, 1e15), latency_s=st.floats(0, 1e3)
+) | st.builds(OwnLink, bandwidth_bytes_per_s=st.floats(1e-3, 1e15))
 COSTS = st.just(0.0) | st.floats(1e-9, 1e3)
 
 
@@ -33,11 +47,14 @@ COSTS = st.just(0.0) | st.floats(1e-9, 1e3)
 def clusters(draw: st.DrawFn) -> Cluster:
     hosts = draw(st.lists(NAMES, min_size=1, max_size=4, unique=True))
     names = draw(st.lists(NAMES, min_size=1, max_size=6, unique=True))
+    own = draw(st.dictionaries(st.sampled_from(hosts), OWN_LINKS))
+    homes = {name: draw(st.sampled_from(hosts)) for name in names}
     processors = tuple(
         Processor(
             name=name,
             speed=draw(st.floats(1e-12, 1e24)),
-            host=draw(st.sampled_from(hosts)),
+            host=homes[name],
+            link=own.get(homes[name]),
             memory_bytes=draw(st.none() | st.integers(1, 2**50)),
             spread=draw(st.none() | st.floats(0, 10)),
             message_s=draw(COSTS),
@@ -96,7 +113,7 @@ def test_text_as_a_person_would_write_it() -> None:
     cluster = Cluster(processors=(Processor(name="a", speed=1.5, memory_bytes=2**30),))
     assert cluster_toml(cluster) == (
         '[local]\nbandwidth = "40 Gbit/s"\nlatency = "5 us"\n\n[network]\nbandwidth = "1 Gbit/s"\nlatency = "50 us"\n\n'
-        '[[processors]]\nname = "a"\nspeed = 1.5\nhost = "localhost"\nmemory = "1 GiB"\n'
+        '[[processors]]\nname = "a"\nspeed = 1.5\nhost = "a"\nmemory = "1 GiB"\n'
     )
 
 
@@ -109,6 +126,49 @@ def test_numbers_are_si_and_links_may_be_left_out(tmp_path: Path) -> None:
     assert cluster.local == LOCAL_LINK
     assert cluster.network == Link(bandwidth_bytes_per_s=1000.0, latency_s=0.5)
     assert cluster.processors == tuple(Processor(name=name, speed=2e9, memory_bytes=7) for name in ("n0", "n1"))
+
+
+HOMES = """
+[[processors]]
+name = "desktop"
+speed = 60e9
+[[processors]]
+name = "laptop{i}"
+speed = 40e9
+count = 2
+"""
+
+
+def test_a_processor_without_a_host_is_a_host_of_its_own(tmp_path: Path) -> None:
+    """They were all on one before, and [network] was never used; files that may rely on it are warned of."""
+    path = tmp_path / "cluster.toml"
+    path.write_text(HOMES)
+    with pytest.warns(UserWarning, match="which network desktop, laptop0, laptop1 are: each is taken for a host of its own"):
+        cluster = read_cluster(path)
+    assert [each.host for each in cluster.processors] == ["desktop", "laptop0", "laptop1"]
+    assert cluster.link("laptop0", "laptop1") == NETWORK_LINK
+    slow = Link(bandwidth_bytes_per_s=6.25e6, latency_s=50e-6)
+    for more in ('host = "laptop"\n', 'link = "50 Mbit/s"\n', '[network]\nbandwidth = "50 Mbit/s"\nlatency = "50 us"\n'):
+        path.write_text(HOMES + more)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            cluster = read_cluster(path)
+        assert cluster.link("laptop0", "laptop1") == (LOCAL_LINK if "host" in more else slow)
+        assert cluster.link("desktop", "laptop1") == (NETWORK_LINK if "host" in more else slow)
+
+
+def test_a_link_of_its_own_is_written_as_it_was_read(tmp_path: Path) -> None:
+    for text in ('"50 Mbit/s"', '{ bandwidth = "50 Mbit/s", latency = "5 ms" }', '{ latency = "5 ms" }'):
+        path = tmp_path / "cluster.toml"
+        path.write_text(f'[[processors]]\nname = "a"\nspeed = 1\nlink = {text}\n')
+        assert f"link = {text}\n" in cluster_toml(read_cluster(path))
+    with pytest.raises(ClusterError, match=r"processors\[1\].link: another processor of host 'h' has another link"):
+        Cluster(
+            processors=tuple(
+                Processor(name=f"p{i}", speed=1.0, host="h", link=OwnLink(latency_s=seconds))
+                for i, seconds in enumerate((0.0, 1.0))
+            )
+        )
 
 
 def test_links_of_hosts_without_processors_are_left_out(tmp_path: Path) -> None:
@@ -135,8 +195,9 @@ def test_all_faults_at_once_each_with_its_path() -> None:
         count = 0
         spread = "2 %"
         host = "h"
+        link = { bandwith = "1 Gbit/s", latency = -1 }
         [[links]]
-        hosts = ["localhos", "h"]
+        hosts = ["b", "h"]
         bandwidth = 0
         latency = "5 m"
         [[links]]
@@ -166,7 +227,9 @@ def test_all_faults_at_once_each_with_its_path() -> None:
         "local: must be a table, not 5",
         "links[0].bandwidth: must be > 0, not 0",
         "links[0].latency: '5 m' is not a duration: unknown unit 'm' (did you mean ms or min?)",
-        "links[0].hosts[0]: no processor is on 'localhos'; did you mean localhost?",
+        "processors[2].link.bandwith: unknown key; did you mean bandwidth?",
+        "processors[2].link.latency: must be >= 0, not -1",
+        "links[0].hosts[0]: no processor is on 'b'; known are a, h",
         "links[1].bandwidth: is missing",
         "links[1].hosts: must be a list of 2 host names",
         "networks[0].net: must be the sizes of a network, such as 203-80-26, not '203-80'",
@@ -236,6 +299,18 @@ def test_all_faults_at_once_each_with_its_path() -> None:
             '[[processors]]\nname = "a"\nspeed = 1\nhost = "h"\n'
             + '[[links]]\nhosts = ["h", "h"]\nbandwidth = 1\nlatency = 0\n' * 2,
             "links[1].hosts: this pair is taken already, by links[0]",
+        ),
+        (
+            '[[processors]]\nname = "a"\nspeed = 1\nhost = "h"\nlink = "1 Gbit/s"\n'
+            + '[[processors]]\nname = "b"\nspeed = 1\nhost = "h"\n'
+            + '[[processors]]\nname = "c"\nspeed = 1\nhost = "h"\nlink = "2 Gbit/s"',
+            "processors[2].link: 'h' has another link, by processors[0]",
+        ),
+        ('[[processors]]\nname = "a"\nspeed = 1\nlink = {}', "processors[0].link: give it a bandwidth or a latency"),
+        ('[[processors]]\nname = "a"\nspeed = 1\nlink = "1 GB"', "processors[0].link: '1 GB' is not a bandwidth"),
+        (
+            '[[processors]]\nname = "a"\nspeed = 1\nlink = { latency = "2 d" }',
+            "processors[0].link: the latency of a link must be",
         ),
     ],
 )

@@ -39,10 +39,7 @@ def test_time_is_a_straight_line_between_sizes_and_the_speed_stays_outside() -> 
     assert TABLE.scaled(size=2.0, speed=3.0) == SpeedTable([(200, 3), (800, 6)])
 
 
-@given(
-    steps=st.lists(st.tuples(st.floats(0.01, 1e3), st.floats(0.0, 1e3)), min_size=2, max_size=10),
-    size=st.floats(1e-3, 1e4),
-)
+@given(steps=st.lists(st.tuples(st.floats(0.01, 1e3), st.floats(0.0, 1e3)), min_size=2, max_size=10), size=st.floats(1e-3, 1e4))
 @example(steps=[(1.0, 0.0), (32.0, 1.5), (28.0, 0.0)], size=47.0)
 def test_a_larger_tile_never_takes_less_time(steps: list[tuple[float, float]], size: float) -> None:
     points, work, time = [], 0.0, 0.01
@@ -82,7 +79,9 @@ def test_what_cannot_be_is_refused(points: list[tuple[float, float]], problem: s
 
 def test_a_file_has_them_as_pairs_and_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    path.write_text('[[processors]]\nname = "g"\nspeed = [["10 Mflop", "1 Tflop/s"], ["1 Gflop", "4 Tflop/s"]]\ncount = 2\n')
+    path.write_text(
+        '[[processors]]\nname = "g"\nspeed = [["10 Mflop", "1 Tflop/s"], ["1 Gflop", "4 Tflop/s"]]\ncount = 2\nhost = "h"\n'
+    )
     cluster = read_cluster(path)
     assert cluster.processors[1].speed == SpeedTable([(1e7, 1e12), (1e9, 4e12)])
     assert cluster.sized == ("g0", "g1")

@@ -90,7 +90,7 @@ def test_threads_outside_of_run_threads_are_refused() -> None:
 
 def test_without_mpi4py_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'tatami\[mpi\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'tatami-torch\[mpi\]'"):
         init(backend="mpi")
 
 

@@ -56,13 +56,7 @@ def assert_close(result: torch.Tensor, want: torch.Tensor, *, ranks: int) -> Non
 
 
 def check(
-    comm: AbstractCommunicator,
-    *,
-    size: int,
-    op: str = "sum",
-    dtype: torch.dtype = torch.float32,
-    hosts: Any = None,
-    **how: Any,
+    comm: AbstractCommunicator, *, size: int, op: str = "sum", dtype: torch.dtype = torch.float32, hosts: Any = None, **how: Any
 ) -> None:
     with AllReduce(comm, AllReduceSpec(size=size, op=Reduction(op), dtype=dtype, **how), hosts=hosts) as reduce:
         for run in range(2):  # the second run finds what the first one left behind

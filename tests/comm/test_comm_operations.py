@@ -56,13 +56,27 @@ def test_tags_keep_messages_apart_and_equal_tags_keep_their_order(world: World) 
             requests = [comm.isend(torch.tensor([float(tag), number]), 1, tag=tag) for tag in (5, 6) for number in (0.0, 1.0)]
             for request in requests:
                 request.wait()
+            comm.send_object("long" * 1000, 1, tag=7)
+            comm.send_object("last", 1, tag=5)
         elif comm.rank == 1:
-            for tag, number in ((6, 0.0), (5, 0.0), (5, 1.0), (6, 1.0)):
+            for tag, number in ((6, 0.0), (5, 0.0)):
                 out = torch.empty(2)
                 comm.recv(out, 0, tag=tag)
                 assert out.tolist() == [tag, number]
+            for expected in (5, 6):
+                out = torch.empty(2)
+                assert comm.next_tag(0) == expected  # and again, as the message stays
+                comm.recv(out, 0, tag=comm.next_tag(0))
+                assert out.tolist() == [expected, 1.0]
+            for expected, value in ((7, "long" * 1000), (5, "last")):
+                assert comm.next_tag(0) == expected
+                assert comm.recv_object(0, tag=expected) == value
 
-    world(body)
+    def often(comm: AbstractCommunicator) -> None:
+        for _ in range(10):  # whoever comes first
+            body(comm)
+
+    world(often)
 
 
 @pytest.mark.ranks(2)

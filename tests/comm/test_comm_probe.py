@@ -1,11 +1,13 @@
-"""Links, measured: between which ranks, and what comes out."""
+"""Links and the cost of messages, measured: between which ranks, and what comes out."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 
 from tatami.comm import AbstractCommunicator
-from tatami.comm.probe import link_ranks, measure_links
+from tatami.comm.probe import link_ranks, measure_links, measure_message_costs
 from tatami.testing.worlds import World
 
 
@@ -31,5 +33,54 @@ def test_every_rank_gets_the_same_links(world: World) -> None:
             assert link.latency_s > 0
             assert link.bandwidth_bytes_per_s > 0
         return None
+
+    world(body)
+
+
+class Half:
+    """A clock of which the CPU time runs at half the pace: a rank that has half of a core, and works all the time."""
+
+    def __init__(self) -> None:
+        self._ticks = itertools.count()
+        self.asleep_s = 0.0
+
+    def now_s(self) -> float:
+        return next(self._ticks) * 0.01
+
+    def sleep(self, duration_s: float) -> None:
+        self.asleep_s += duration_s
+
+    def cpu_s(self) -> float:
+        return next(self._ticks) * 0.005
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_cpu_time_counts_over_the_share_of_a_core(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        clock = Half()
+        costs = measure_message_costs(comm, repeats=2, clock=clock, cpu_s=clock.cpu_s)
+        assert comm.allgather_object(costs) == [costs] * comm.size
+        if comm.size == 1:
+            assert (costs[0].message_s, costs[0].core_share) == (0.0, 1.0)
+            return
+        for cost in costs:
+            assert cost.core_share == pytest.approx(0.5, rel=0.1)
+            # A burst takes two ticks of CPU time, in posting and in taking: of 16 short messages sent and 16 received, or of 8
+            # and 8 of 64 KiB, so that one of these takes a 16th of two ticks, and what it takes longer is its bytes.
+            assert cost.message_s == pytest.approx(2 * 0.005 / 32 / cost.core_share)
+            longer_s = (2 * 0.005 / 16 - 2 * 0.005 / 32) / cost.core_share
+            assert cost.copy_bytes_per_s == pytest.approx((64 * 1024 - 8) / longer_s)
+        assert clock.asleep_s > 0
+
+    world(body)
+
+
+@pytest.mark.ranks(2)
+def test_it_is_measured(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        for cost in measure_message_costs(comm, repeats=2):
+            assert 0 < cost.message_s < 1
+            assert cost.copy_bytes_per_s > 0
+            assert 0 < cost.core_share <= 1
 
     world(body)

@@ -58,7 +58,7 @@ def test_gloo_as_the_benchmarks_start_it(tmp_path: Path) -> None:
         pytest.skip("another launcher than MPICH's opens ports of its own, as the tutorial says")
     (tmp_path / "rank.py").write_text(
         f"import json, os, sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        "import tatami, torch\nfrom sockets import exposed\nfrom tatami.bench.gloo import start_gloo\n"
+        "import tatami, torch\nfrom sockets import exposed\nfrom tatami.bench.interleaved import start_gloo\n"
         "comm = tatami.init()\nstart_gloo(comm)\ntorch.distributed.all_reduce(torch.ones(4))\n"
         "open(f'{sys.argv[1]}/{comm.rank}.json', 'w').write(json.dumps(exposed([os.getpid()])))\n"
         "torch.distributed.destroy_process_group()\n"

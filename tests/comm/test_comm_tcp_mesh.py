@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import select
 import socket
+import struct
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -15,8 +18,19 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tatami.comm.door import INTERFACE_VARIABLE, Door, KnownMeeting, StoreMeeting, address_of_this_host, hello
-from tatami.comm.tcp_connection import TcpConnection, Transfer
+from tatami.comm.door import (
+    INTERFACE_VARIABLE,
+    PROOF_BYTES,
+    Door,
+    KnownMeeting,
+    StoreMeeting,
+    Whereabouts,
+    address_of_this_host,
+    hello,
+    welcome,
+)
+from tatami.comm.roll_call import ProcessPlace
+from tatami.comm.tcp_connection import LARGEST_BYTES, TcpConnection, Transfer
 from tatami.comm.tcp_mesh import TcpMesh
 from tatami.errors import CommError, InputError
 
@@ -69,6 +83,42 @@ def test_messages_are_matched_by_tag_in_the_order_in_which_they_were_sent(
     _settle(sent, sender, receiver)
     sender.socket.close()
     receiver.socket.close()
+
+
+def _announce(connection: TcpConnection, key: tuple[int, int], size_bytes: int) -> None:
+    connection.socket.setblocking(True)
+    connection.socket.sendall(struct.pack("<QQQ", *key, size_bytes))
+
+
+def test_a_message_takes_the_memory_of_what_has_come_and_not_of_what_was_announced() -> None:
+    one, other = _pair()
+    _announce(one, KEY, LARGEST_BYTES)
+    waited = other.expect(OTHER_KEY, _room(5))
+    one.socket.sendall(bytes(3 << 20))
+    tracemalloc.start()
+    while other._arriving is None or len(other._arriving.into) < 4 << 20:
+        other.pull()
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
+    assert not waited.is_settled
+    one, other = _pair()
+    _announce(one, KEY, LARGEST_BYTES + 1)
+    waited = other.expect(OTHER_KEY, _room(5))
+    while not waited.is_settled:
+        other.pull()
+    assert waited.is_broken
+    assert waited.problem == f"the other end announced a message of {LARGEST_BYTES + 1} bytes, which is none of Tatami's"
+
+
+@pytest.mark.parametrize("size", [(1 << 20) - 1, 1 << 20, (1 << 20) + 1, (5 << 20) + 3])
+def test_a_large_message_that_is_early_comes_whole(size: int) -> None:
+    one, other = _pair()
+    content = bytes(range(256)) * (size // 256 + 1)
+    sent = [one.send(KEY, memoryview(content)[:size]), one.send(OTHER_KEY, memoryview(b"small"))]
+    _settle([other.expect(OTHER_KEY, _room(5)), *sent], one, other)
+    room = _room(size)
+    assert other.expect(KEY, room).is_settled
+    assert room == content[:size]
 
 
 def test_large_messages_cross_each_other() -> None:
@@ -154,8 +204,8 @@ def _store() -> Any:
     return cast(Any, dist).HashStore()
 
 
-def _mesh(store: Any, *, rank: int, size: int) -> TcpMesh:
-    return TcpMesh(StoreMeeting(store, rank=rank), rank=rank, size=size)
+def _mesh(store: Any, *, rank: int, size: int, token: bytes = b"of this job") -> TcpMesh:
+    return TcpMesh(StoreMeeting(store, rank=rank, size=size, token=token), rank=rank, size=size)
 
 
 def _meshes(size: int) -> list[TcpMesh]:
@@ -259,11 +309,11 @@ def test_severed_connections_end_the_waits_of_both_sides() -> None:
 def test_a_stranger_is_turned_away() -> None:
     store = _store()
     one = _mesh(store, rank=0, size=2)
-    host, _, port = store.get("0").decode().rpartition(" ")
+    host, port = json.loads(store.get("0"))[:2]
     assert host == "127.0.0.1"
-    stranger = socket.create_connection((host, int(port)))
-    stranger.sendall(b"\0" * 16 + (1).to_bytes(4, "little"))
-    silent = socket.create_connection((host, int(port)))  # and keeps none of the others waiting
+    stranger = socket.create_connection((host, port))
+    stranger.sendall(hello(b"another key", 1, to=0))
+    silent = socket.create_connection((host, port))  # and keeps none of the others waiting
     other = _mesh(store, rank=1, size=2)
     meeting = threading.Thread(target=one.connect, args=(_never,))
     meeting.start()
@@ -282,8 +332,58 @@ def test_a_stranger_is_turned_away() -> None:
     other.close()
 
 
+def test_who_knows_the_store_and_not_the_token_becomes_no_rank() -> None:
+    """It takes the place of a rank that is late: of rank 1 by connecting, of rank 0 by letting others connect."""
+    store = _store()
+    ranks = [_mesh(store, rank=0, size=2), _mesh(store, rank=1, size=2, token=b"a stranger's")]
+
+    def wait_a_moment(look: Sequence[int]) -> None:
+        if look == [1] and not connected.is_set():
+            return
+        raise CommError(f"{look} did not come")
+
+    connected = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        admitting = pool.submit(ranks[0].connect, wait_a_moment)
+        with pytest.raises(CommError, match=r"who answers for rank 0 at 127.0.0.1:\d+ closed the connection .*TATAMI_TOKEN"):
+            ranks[1].connect(_never)
+        connected.set()
+        with pytest.raises(CommError, match=r"\[1\] did not come"):
+            admitting.result(_LIMIT_S)
+
+    store, door = _store(), Door()
+    rank = _mesh(store, rank=1, size=2)
+    store.set("0", json.dumps([*door.address, "host", "kernel", 1, "nonce"]))
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(rank.connect, _never)
+        guest, _ = _accepted(door)
+        guest.sendall(bytes(PROOF_BYTES))
+        with pytest.raises(CommError, match=r"who answers for rank 0 at 127.0.0.1:\d+ is not of this job"):
+            connecting.result(_LIMIT_S)
+    guest.close()
+    door.close()
+    for mesh in (*ranks, rank):
+        mesh.close()
+
+
+def _accepted(door: Door) -> tuple[socket.socket, Any]:
+    door._listener.setblocking(True)
+    return door._listener.accept()
+
+
+@pytest.mark.parametrize("entry", [b"no JSON", b"[1, 2]", b'["h", 1, "n", "k", "pid", ""]', b"[" * 1000, b" " * 2000])
+def test_what_another_program_wrote_into_the_store_is_refused(entry: bytes) -> None:
+    store = _store()
+    mesh = _mesh(store, rank=1, size=2)
+    store.set("0", entry)
+    with pytest.raises(CommError, match=r"rank 0 wrote .* into the store of the job, which is not an address"):
+        mesh.connect(_never)
+    mesh.close()
+
+
 def _known(doors: Sequence[Door], rank: int, token: bytes) -> KnownMeeting:
-    return KnownMeeting(door=doors[rank], token=token, addresses=tuple(door.address for door in doors))
+    there = tuple(Whereabouts(place=ProcessPlace.here(), door=door.address) for door in doors)
+    return KnownMeeting(door=doors[rank], token=token, there=there)
 
 
 def _greet(one: TcpMesh, other: TcpMesh) -> None:
@@ -297,14 +397,17 @@ def _greet(one: TcpMesh, other: TcpMesh) -> None:
 def test_a_door_that_stays_keeps_who_comes_early_for_the_next_meeting() -> None:
     doors, tokens = [Door(), Door()], [b"1" * 16, b"2" * 16]
     early = TcpMesh(_known(doors, 1, tokens[1]), rank=1, size=2)
-    early.connect(_never)  # the highest rank awaits no other
-    first = [TcpMesh(_known(doors, rank, tokens[0]), rank=rank, size=2) for rank in range(2)]
-    first[1].connect(_never)
-    first[0].connect(_never)
-    _greet(*first)
-    late = TcpMesh(_known(doors, 0, tokens[1]), rank=0, size=2)
-    late.connect(_never)
-    _greet(late, early)
+    with ThreadPoolExecutor(2) as pool:
+        coming = pool.submit(early.connect, _never)
+        first = [TcpMesh(_known(doors, rank, tokens[0]), rank=rank, size=2) for rank in range(2)]
+        pool.submit(first[1].connect, _never)
+        first[0].connect(_never)
+        _greet(*first)
+        assert not coming.done()
+        late = TcpMesh(_known(doors, 0, tokens[1]), rank=0, size=2)
+        late.connect(_never)
+        assert [each.door for each in coming.result(_LIMIT_S)] == [door.address for door in doors]
+        _greet(late, early)
     for mesh in (*first, late, early):
         mesh.close()
     for door in doors:
@@ -316,10 +419,10 @@ def test_a_door_keeps_a_bounded_number_of_strangers(monkeypatch: pytest.MonkeyPa
     door = Door()
     strangers = [socket.create_connection(door.address) for _ in range(4)]
     for number, each in enumerate(strangers):
-        each.sendall(hello(bytes([number]) * 16, 1))
+        each.sendall(hello(bytes([number]) * 16, 1, to=0))
     guest = socket.create_connection(door.address)
-    guest.sendall(hello(b"t" * 16, 1))
-    found = door.admit(b"t" * 16, [1], _never)
+    guest.sendall(hello(b"t" * 16, 1, to=0))
+    found = door.admit(b"t" * 16, [1], _never, rank=0)
     assert found[1].getpeername() == guest.getsockname()
     strangers[0].settimeout(_LIMIT_S)
     assert strangers[0].recv(1) == b"", "the first of those that are too many has to go"
@@ -335,17 +438,15 @@ def test_a_rank_that_comes_twice_is_admitted_once() -> None:
     door = Door()
     twice = [socket.create_connection(door.address) for _ in range(2)]
     for each in twice:
-        each.sendall(hello(b"t" * 16, 1))
+        each.sendall(hello(b"t" * 16, 1, to=0))
     other = socket.create_connection(door.address)
-    other.sendall(hello(b"t" * 16, 2))
-    found = door.admit(b"t" * 16, [1, 2], _never)
-    assert {rank: sock.getpeername() for rank, sock in found.items()} == {
-        1: twice[0].getsockname(),
-        2: other.getsockname(),
-    }
+    other.sendall(hello(b"t" * 16, 2, to=0))
+    found = door.admit(b"t" * 16, [1, 2], _never, rank=0)
+    assert {rank: sock.getpeername() for rank, sock in found.items()} == {1: twice[0].getsockname(), 2: other.getsockname()}
     twice[1].settimeout(_LIMIT_S)
     door.close()
     assert twice[1].recv(1) == b""
+    assert twice[0].recv(100) == welcome(b"t" * 16, 1, to=0)
     for each in (*twice, other, *found.values()):
         each.close()
 
@@ -364,7 +465,7 @@ def test_a_meeting_is_called_off() -> None:
 
 def test_a_rank_that_has_gone_is_named() -> None:
     store = _store()
-    _mesh(store, rank=0, size=2).close()
+    _mesh(store, rank=0, size=2).close()  # it leaves its address in the store
     mesh = _mesh(store, rank=1, size=2)
     with pytest.raises(CommError, match=r"rank 1 of 2 could not reach rank 0 at 127.0.0.1:\d+: Connection refused"):
         mesh.connect(_never)

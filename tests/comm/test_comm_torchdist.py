@@ -78,6 +78,45 @@ def test_a_process_group_there_is_becomes_a_communicator(tmp_path: Path) -> None
     assert ended.stdout.strip() == str([[3, ranks], [3, ranks, 0, [1, 2], 2], [3, ranks, 1, [1, 2], 2]])
 
 
+def test_a_stranger_under_torchrun_takes_no_rank_and_nothing_of_it_is_unpickled(tmp_path: Path) -> None:
+    """It knows the store, and writes there as rank 1, which is late; it has neither the token nor the file of this user."""
+    (tmp_path / "stranger.py").write_text(
+        textwrap.dedent(
+            """
+            import os, pathlib, tatami
+            from tatami.comm.roll_call import ProcessPlace
+            class Payload:
+                host, kernel, pid = "host", "kernel", 1
+                def __reduce__(self):
+                    return pathlib.Path.touch, (pathlib.Path(__file__).with_name("owned"),)
+            ProcessPlace.here = Payload
+            try:
+                tatami.init().allgather_object(Payload())
+            except tatami.errors.CommError as error:
+                print("stranger:", error, flush=True)
+            """
+        )
+    )
+    ended = torchrun(
+        tmp_path,
+        """
+        import os, pathlib, subprocess, sys, tatami
+        if os.environ["RANK"] == "1":
+            path = pathlib.Path(__file__).with_name("stranger.py")
+            subprocess.run([sys.executable, path], env={**os.environ, "TATAMI_TOKEN": "a stranger's token"}, check=True)
+        try:
+            tatami.init(timeout_s=5)
+        except tatami.errors.CommError as error:
+            print(error, flush=True)
+        """,
+        ranks=2,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "stranger: rank 1 of 2: who answers for rank 0" in ended.stdout
+    assert "rank 0 of 2: tatami was not formed in 5 s: rank 1 did not come" in ended.stdout
+    assert not (tmp_path / "owned").exists()
+
+
 def test_a_rank_that_dies_is_named_to_those_who_wait_for_its_message(tmp_path: Path) -> None:
     ended = torchrun(
         tmp_path,

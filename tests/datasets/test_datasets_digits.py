@@ -104,7 +104,7 @@ def test_names() -> None:
 def test_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(
-        MissingExtraError, match=r"scikit-learn .* is not installed. Install it with:  pip install 'tatami\[data\]'"
+        MissingExtraError, match=r"scikit-learn .* is not installed. Install it with:  pip install 'tatami-torch\[data\]'"
     ):
         load("digits")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 import tatami
+from hand_clock import HandClock
 from tatami.cli.app import app
 from tatami.doctor import HostFacts, LoadWatch, Trial, compared, connected, diagnosed, examine, facts_here, steps_to_take, tried
-from tatami.doctor.agent import reach
+from tatami.doctor.agent import _greet, reach
 from tatami.doctor.diagnosis import Diagnosis
 from tatami.doctor.facts import PACKAGES
 from tatami.doctor.hosts import SHELL_VARIABLE, host_names
@@ -70,8 +73,8 @@ def test_what_is_only_not_installed_is_no_problem_and_names_its_extra() -> None:
     found = diagnosed(without("ray", "matplotlib"))
     assert problems(found) == {}
     assert steps_to_take(found) == [
-        "matplotlib: for pictures: pip install 'tatami[plot]'",
-        "ray: for elastic runs and parameter servers: pip install 'tatami[server]'",
+        "matplotlib: for pictures: pip install 'tatami-torch[plot]'",
+        "ray: for elastic runs and parameter servers: pip install 'tatami-torch[server]'",
     ]
 
 
@@ -151,6 +154,15 @@ def test_a_host_that_hangs_is_not_waited_for_and_a_port_that_is_shut_is_told() -
     assert "the name is not known there" in str(reach("no-such-host.invalid", port, limit_s=5.0))
 
 
+def test_a_connection_that_is_reset_ends_no_agent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=_greet, args=(listener,), daemon=True).start()
+        for _ in range(20):
+            with socket.create_connection(listener.getsockname()) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing it is a reset
+        assert isinstance(reach(*listener.getsockname(), limit_s=60.0), float)
+
+
 def test_names_of_hosts_are_checked_and_counted_once() -> None:
     assert host_names(["a:4", "b", "a:2"]) == ["a", "b"]
     for wrong in ([], [""], ["a b"], ["-x"], ["a:0"], ["n" * 300]):
@@ -172,23 +184,11 @@ def test_a_thing_that_is_installed_and_does_not_work_is_found() -> None:
     assert tried(without("torch"), trials=[trial(())]) == []
 
 
-class Hands:
-    """A clock whose hands are moved by the test."""
-
-    at_s = 0.0
-
-    def now_s(self) -> float:
-        return self.at_s
-
-    def sleep(self, duration_s: float) -> None:
-        self.at_s += duration_s
-
-
 def test_a_busy_machine_is_told_from_our_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr("os.sysconf", lambda _: 100)
     texts = iter(["cpu 100 0 0 500 0 0 0 0\n"] * 3 + ["cpu 280 0 0 520 0 0 0 0\n"] * 3)
-    hands = Hands()
+    hands = HandClock(0.0)
     watches = [LoadWatch(clock=hands, read=lambda: next(texts)) for _ in range(3)]
     hands.sleep(1.0)
     ours, others, some = (watch.load(own_s=own_s) for watch, own_s in zip(watches, (1.75, 0.5, 1.3), strict=True))
@@ -211,7 +211,7 @@ def test_the_command_ends_with_what_to_do_and_its_exit_code(monkeypatch: pytest.
     invoke = CliRunner().invoke
     fine = invoke(app, ["doctor", "--quick"])
     assert fine.exit_code == 0, fine.output
-    assert "pip install 'tatami[server]'" in fine.stdout
+    assert "pip install 'tatami-torch[server]'" in fine.stdout
     assert fine.stdout.rstrip().endswith("What is installed works. Next: tatami demo")
     monkeypatch.setattr("tatami.doctor.facts_here", lambda: replace(WHOLE, address=""))
     broken = invoke(app, ["doctor", "--quick", "--json"])

@@ -14,8 +14,8 @@ import torch
 from torch import fx, nn
 
 import tatami
-from tatami.elastic.moments import Moment
 from tatami.elastic.session import current_session
+from tatami.elastic.settings import Moment
 from tatami.elastic.steps import steps
 from tatami.tiled import Callback, LRSchedulerConfig, TiledModel, whole_state_dict
 from tatami.tiling import Column, Layout

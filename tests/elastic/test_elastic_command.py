@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("ray", reason="ray is not installed")
+
+from tatami.engine.processes import children
 
 HEAD = """
 import os, signal, sys, torch, tatami
@@ -54,6 +57,36 @@ def test_a_rank_that_dies_before_the_loop_is_told_of_and_the_script_may_end_by_e
     report = json.loads((tmp_path / "report.json").read_text())
     assert [change["reason"] for change in report["changes"]] == ["p1 died, the run begins"]
     assert report["first_members"] == ["p0"]
+
+
+@pytest.mark.parametrize("moment", ["while Ray starts", "in a step"])
+def test_sigterm_ends_a_run_with_a_sentence_and_143_and_leaves_nothing(tmp_path: Path, moment: str) -> None:
+    (tmp_path / "script.py").write_text(
+        HEAD + TRAINS.replace("count=3", "count=10**6").replace("MIDDLE", "print('in a step', flush=True)")
+    )
+    command = [sys.executable, "-m", "tatami", "run", "--elastic", "-n", "2", "--report", "report.json", "script.py"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            if moment == "in a step":
+                assert any(line.endswith("in a step\n") for line in iter(process.stdout.readline, ""))
+            else:
+                while not (starting := children(process.pid)) and process.poll() is None:
+                    time.sleep(0.01)
+                assert starting
+            process.terminate()
+            _, said = process.communicate(timeout=800)
+        finally:
+            process.kill()
+    assert process.returncode == 143, said
+    assert said.splitlines()[-1] == "tatami run: ended by SIGTERM; all ranks are stopped"
+    assert "Fatal" not in said
+    assert "stack trace" not in said.lower()
+    assert (tmp_path / "report.json").exists() == (moment == "in a step")
+    owners = [json.loads(path.read_text()) for path in Path("/tmp").glob("tatami-*/owner.json")]
+    assert process.pid not in [owner["pid"] for owner in owners]
 
 
 def test_an_error_names_rank_and_step_and_the_report_is_written(tmp_path: Path) -> None:

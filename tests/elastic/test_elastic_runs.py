@@ -27,10 +27,8 @@ from elastic_scripts import Killer, KillerOfAll
 from tatami.cli.app import app
 from tatami.elastic import launch
 from tatami.elastic.launch import ElasticResult, run_elastic
-from tatami.elastic.moments import Moment
-from tatami.elastic.settings import ElasticContext, ElasticControl, ElasticSettings
-from tatami.engine.crew import Member, _kill
-from tatami.engine.pool import Pool
+from tatami.elastic.settings import ElasticContext, ElasticControl, ElasticSettings, Moment
+from tatami.engine.crew import Member, Pool, _kill
 from tatami.engine.processes import Identity
 from tatami.engine.ray_engine import engine
 from tatami.errors import TrainingError
@@ -61,11 +59,7 @@ def run(pool: Pool, columns: int, *faults: tuple[str, Moment, int], kind: str = 
     return run_elastic(
         functools.partial(scripts.train, columns, kind, scripts.STEPS),
         settings=patient(ranks=3, copies=copies),
-        context=ElasticContext(
-            hook=Killer(*faults),
-            pool=pool,
-            on_line=lambda name, text: print(f"{name}: {text}"),
-        ),
+        context=ElasticContext(hook=Killer(*faults), pool=pool, on_line=lambda name, text: print(f"{name}: {text}")),
     )
 
 

@@ -56,10 +56,11 @@ def _is_interruptible() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_is_interruptible")
 def test_an_interrupt_waits_for_the_end() -> None:
+    ray = pytest.importorskip("ray")
     went_on = []
 
     def interrupted() -> None:
-        with uninterrupted():
+        with uninterrupted(ray):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.05)
             went_on.append(True)

@@ -65,10 +65,7 @@ def test_parts(world: World) -> None:
         ("text", "x is of type builtins.str"),
         ({(1, 2): X}, r"x is a dict with the key \(1, 2\)"),
         ([X, torch.eye(2).to_sparse()], r"x\[1\] is a torch\.sparse_coo tensor"),
-        (
-            {"m": torch.ones(2, device="meta")},
-            r"x\['m'\] is on meta, where a tensor has a shape and no values",
-        ),
+        ({"m": torch.ones(2, device="meta")}, r"x\['m'\] is on meta, where a tensor has a shape and no values"),
     ],
 )
 def test_unsupported_members_are_named_with_their_path(world: World, value: object, message: str) -> None:

@@ -32,17 +32,22 @@ def grad_of(x: torch.Tensor) -> float:
 # -- passes that are over --------------------------------------------------------------------------------------------------
 
 
+def sends_three(comm: AbstractCommunicator) -> list[float]:
+    """Rank 0 sends one, two and three times a tensor, and runs backward; returns its gradient."""
+    x = torch.ones(2, requires_grad=True)
+    for factor in (1, 2, 3):
+        functions.send(factor * x, comm, dest=1)
+    functions.backward()
+    assert x.grad is not None
+    return x.grad.tolist()
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("end", [torch.Tensor.backward, functions.backward])
 def test_a_second_loss_of_a_pass_that_is_over_is_refused(world: World, end: Callable[[torch.Tensor], None]) -> None:
     def body(comm: AbstractCommunicator) -> list[float]:
         if comm.rank == 0:
-            x = torch.ones(2, requires_grad=True)
-            for factor in (1, 2, 3):
-                functions.send(factor * x, comm, dest=1)
-            functions.backward()
-            assert x.grad is not None
-            return x.grad.tolist()
+            return sends_three(comm)
         losses = [functions.recv(comm, source=0).sum() for _ in range(3)]
         end(losses[0])
         for loss in losses[1:]:
@@ -59,12 +64,7 @@ def test_one_backward_over_all_losses_gives_the_whole_gradient(world: World) -> 
 
     def body(comm: AbstractCommunicator) -> list[float]:
         if comm.rank == 0:
-            x = torch.ones(2, requires_grad=True)
-            for factor in (1, 2, 3):
-                functions.send(factor * x, comm, dest=1)
-            functions.backward()
-            assert x.grad is not None
-            return x.grad.tolist()
+            return sends_three(comm)
         losses = [functions.recv(comm, source=0).sum() for _ in range(3)]
         torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
         return []

@@ -195,8 +195,7 @@ def test_structures_travel(world: World) -> None:
     assert list(got) == list(value)
     assert got["pair"][1][1] is None
     torch.testing.assert_close(
-        {key: each for key, each in got.items() if key != "pair"},
-        {key: each for key, each in value.items() if key != "pair"},
+        {key: each for key, each in got.items() if key != "pair"}, {key: each for key, each in value.items() if key != "pair"}
     )
     torch.testing.assert_close(got["pair"][1][0], torch.ones(2, 2))
     assert got["half"].dtype == torch.float16

@@ -51,10 +51,7 @@ def test_version_1(version_1: AbstractGroups, tmp_path: Path) -> None:
     assert (cpu / "h1/1/cpu.cfs_quota_us").read_text() == "1000"
     assert (cpu / "cpu.shares").read_text() == "65536"
     assert (cpu / "h1/cpu.shares").read_text() == "5120"
-    assert version_1.files("h1", "1") == [
-        str(cpu / "h1/1/cgroup.procs"),
-        str(tmp_path / "freezer/tatami-1/h1/1/cgroup.procs"),
-    ]
+    assert version_1.files("h1", "1") == [str(cpu / "h1/1/cgroup.procs"), str(tmp_path / "freezer/tatami-1/h1/1/cgroup.procs")]
 
 
 def test_version_2(version_2: AbstractGroups, tmp_path: Path) -> None:

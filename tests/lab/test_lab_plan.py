@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tatami.cluster import Cluster, Link, Processor
+from tatami.cluster import Cluster, Link, OwnLink, Processor
 from tatami.errors import ClusterError, InputError
 from tatami.lab import plan_lab
 from tatami.lab.groups import quota_and_period_us
@@ -41,10 +41,7 @@ def test_no_rank_gets_more_than_one_core() -> None:
     assert plan_lab(cluster_of("a", "b", speeds=(1e10, 5e9)), cores=64.0).quotas == pytest.approx((0.95, 0.475))
 
 
-@given(
-    st.lists(st.floats(min_value=1e-3, max_value=1e3), min_size=1, max_size=12),
-    st.floats(min_value=0.1, max_value=256.0),
-)
+@given(st.lists(st.floats(min_value=1e-3, max_value=1e3), min_size=1, max_size=12), st.floats(min_value=0.1, max_value=256.0))
 def test_quotas_are_in_proportion_and_fit(speeds: list[float], cores: float) -> None:
     plan = plan_lab(cluster_of(*(f"h{i}" for i in range(len(speeds))), speeds=tuple(speeds)), cores=cores)
     for quota, speed in zip(plan.quotas, speeds, strict=True):
@@ -85,6 +82,17 @@ def test_links_that_are_not_as_the_network_is() -> None:
     assert plan.link("b", "a") == FAST
     assert plan.link("b", "c") == NETWORK
     assert plan.longest_latency_s() == 2e-3
+
+
+def test_links_of_hosts_are_shaped_where_they_end_and_have_the_latency_of_the_network() -> None:
+    own = OwnLink(bandwidth_bytes_per_s=1e6)
+    first, *others = cluster_of("a", "b", "c").processors
+    plan = plan_lab(Cluster(processors=(replace(first, link=own), *others), network=NETWORK), cores=2.0)
+    assert plan.exceptions(plan.by_name["b"]) == {}
+    assert plan.link("a", "b") == own.over(NETWORK)
+    late = replace(first, link=OwnLink(latency_s=1.0))
+    with pytest.raises(ClusterError, match=f"the links of {first.name} have latencies of their own"):
+        plan_lab(Cluster(processors=(late, *others), network=NETWORK), cores=2.0)
 
 
 def test_a_latency_that_a_lab_has_anyhow_is_none_to_emulate() -> None:

@@ -100,7 +100,7 @@ def test_without_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cluster_that_cannot_be_a_lab_is_refused_before_anything(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    path.write_text('[[processors]]\nname = "a"\nspeed = 1.0\n')
+    path.write_text('[[processors]]\nname = "a"\nspeed = 1.0\nhost = "localhost"\n')
     result = CliRunner().invoke(app, ["lab", "check", str(path)])
     assert result.exit_code == 2
     assert "host 'localhost'" in result.output

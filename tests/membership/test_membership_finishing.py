@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from tatami.membership import (
-    Abort,
-    Ask,
-    Died,
-    Entered,
-    Halted,
-    Laid,
-    Membership,
-    Regroup,
-    RunStage,
-    Stalled,
-    Unbalanced,
-)
+import os
+from collections import Counter
+
+from membership_world import World
+
+from tatami.membership import Abort, Ask, Died, Entered, Halted, Laid, Membership, Regroup, RunStage, Stalled, Unbalanced
 from tatami.tiling import Column, Layout
 from tatami.workload import Workload
 
@@ -83,3 +76,12 @@ def test_tiles_for_one_that_is_no_member_are_not_laid() -> None:
 def test_other_tiles_are_not_laid_while_the_members_change() -> None:
     machine = begun()
     assert machine.handle(Unbalanced(member="p0", layout=column(("p0", "p1"), 0.75, 0.25), because="re-map whole")) == ()
+
+
+RUNS = int(os.environ.get("TATAMI_MEMBERSHIP_CHAOS_RUNS", "400"))
+SEED = int(os.environ.get("TATAMI_CHAOS_SEED", "0"))
+
+
+def test_every_history_ends_with_the_right_rows_or_a_named_stop() -> None:
+    ends = Counter(World(SEED * 10_000_000 + run).run() for run in range(RUNS))
+    assert ends[None] > RUNS / 3

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from tatami.cluster import Cluster
-from tatami.page import RecordedRun
-from tatami.page.facts import PHASES
 from tatami.planning import plan
+from tatami.report.page import RecordedRun
+from tatami.report.page.record_shapes import PHASES
 from tatami.tiling import link_bytes, traffic_of
 from tatami.workload import Workload
 
@@ -45,3 +46,16 @@ def a_run() -> list[dict[str, Any]]:
 
 def recorded(records: list[dict[str, Any]]) -> RecordedRun:
     return RecordedRun(records=tuple(records))
+
+
+PAYLOAD = "</ScRiPt><!--<script><img src=x onerror=\"document.title='ran'\">'>&amp;\u2028"
+"""A name that runs a script where it reaches a page as it is."""
+
+
+def hostile(value: Any, *, name: str = "") -> Any:
+    """`value` with `PAYLOAD` appended to the names of ranks and to every text but those that select what is shown."""
+    if isinstance(value, dict):
+        return {key + PAYLOAD * bool(re.fullmatch(r"p\d", key)): hostile(each, name=key) for key, each in value.items()}
+    if isinstance(value, list):
+        return [hostile(each, name=name) for each in value]
+    return value + PAYLOAD if isinstance(value, str) and name not in ("event", "decision", "settled") else value

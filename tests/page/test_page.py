@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
+from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from page_rig import a_run, recorded, tiling_record
+from page_rig import PAYLOAD, a_run, hostile, recorded, tiling_record
 from torch import nn
 from typer.testing import CliRunner
 
@@ -19,11 +20,14 @@ from tatami.cli.app import app
 from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, MissingExtraError, OutputExistsError, TatamiError
-from tatami.page import LARGEST_PAGE_BYTES, RecordedRun, joined, page_of, read_run, write_page
-from tatami.page.charts import charts_of
-from tatami.page.facts import PHASES, facts_of, thinned
 from tatami.planning import plan
 from tatami.records import Records
+from tatami.report.page import LARGEST_PAGE_BYTES, RecordedRun, joined, page_of, read_run, write_page
+from tatami.report.page.charts import charts_of
+from tatami.report.page.facts import facts_of, thinned
+from tatami.report.page.record_shapes import PHASES
+from tatami.report.palette import PHASES as PHASES_SHOWN
+from tatami.report.palette import RANKS
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
 from tatami.tiled import Trainer
@@ -34,6 +38,7 @@ from tatami.workload import Workload
 from tiled_rig import some_layouts, tiled
 
 SGD = partial(torch.optim.SGD, lr=0.1)
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def network() -> nn.Module:
@@ -89,8 +94,32 @@ def test_the_page_has_all_of_it_is_small_and_escapes_what_it_is_told() -> None:
     data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
     assert set(data["charts"]) == {"floor", "phases", "loss", "rate", "speeds", "links"}
     assert data["charts"]["floor"]["params"] == [{"name": "step", "value": 0}]
-    for said in ("p2 died", "3 ranks go on", 'type="range" min="0" max="3"', "looked at 19 times", "20-120-10"):
+    for said in ("p2 died", "3 ranks go on", 'type="range" min="0" max="3"', "checked 19 times", "20-120-10"):
         assert said in text
+
+
+def elements(page: str) -> list[tuple[str, list[str]]]:
+    """The elements of a page, each with the names of its attributes, as a parser finds them."""
+    found: list[tuple[str, list[str]]] = []
+
+    class Parser(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            found.append((tag, [name for name, _ in attrs]))
+
+    Parser().feed(page)
+    return found
+
+
+def test_no_name_reason_or_setting_of_the_records_becomes_an_element() -> None:
+    benign, evil = a_run(), hostile(a_run())
+    page = page_of(recorded(evil), title=f"run {PAYLOAD}")
+    assert elements(page) == elements(page_of(recorded(benign), title="run"))
+    data = page.partition('id="data">')[2].partition("</script>")[0]
+    assert not set("<>&\u2028") & set(data)
+    assert json.loads(data)["charts"]["floor"]["data"]["values"][0]["rank"] == f"p0{PAYLOAD}"
+    assert PAYLOAD not in page
+    assert page.count("onerror") > 20
+    assert page_of(recorded(benign), title="half a letter \ud800").count("half a letter ?") == 2
 
 
 def test_records_of_a_long_run_of_many_ranks_fit_and_the_page_tells_what_it_left_out() -> None:
@@ -117,8 +146,9 @@ def test_alarms_and_what_was_lost_against_prices_are_shown_of_a_run_that_is_watc
     assert [(row["iteration"], row["share"]) for row in facts.accounts] == [(33, 0.2), (40, 0.8)]
     assert {row["speed"] for row in facts.speeds if row["iteration"] == 33} == {1.0, 0.5}
     text = page_of(recorded([*a_run(), *records]), title="watched")
-    for said in ("<h2>Alarms</h2>", "2.50 (+- 4%)", "the link h0 - h1", "What was lost, and what moving costs"):
+    for said in ("<h2>Alarms</h2>", "2.50 (+- 4%)", "the link h0 - h1", "Time lost, compared with the price of moving"):
         assert said in text
+    assert "Triangles: alarms." in text
     assert "accounts" in charts_of(facts)
 
 
@@ -126,7 +156,7 @@ def test_what_an_older_log_lacks_is_said() -> None:
     old = [{"event": "train", "iteration": 10, "epoch": 1, "loss": 1.0, "samples_per_s": 5.0}]
     assert set(charts_of(facts_of(recorded(old)))) == {"loss", "rate"}
     text = page_of(recorded(old), title="old")
-    assert "The records tell nothing of: the floor, time of each rank, bytes by link, speeds of the ranks, decisions." in text
+    assert "Not recorded: tiling, time of each rank by phase, bytes by link, speeds of the ranks, decisions." in text
 
 
 def test_logs_of_the_parameter_server_and_reports_of_elastic_runs_are_read(tmp_path: Path) -> None:
@@ -166,11 +196,31 @@ def test_the_log_of_an_elastic_run_and_its_repairs_make_one_page(tmp_path: Path)
     assert len(facts_of(joined([read_run(repairs)])).steps) == 2
     with pytest.raises(InputError, match="these are logs of two runs, and a page is of one"):
         joined([recorded(log), recorded(a_run())])
+    other = [{**record, "tiling": {**record["tiling"], "samples": 7}} for record in log if record["event"] == "tiling"]
+    with pytest.raises(InputError, match=r"these are of different runs, with tilings of \d+ samples by .* and 7 samples by"):
+        joined([recorded(log), recorded(other)])
+
+
+def test_a_colour_means_one_thing_and_captions_say_what_is_there() -> None:
+    words, colours = (set(each) for each in zip(*PHASES_SHOWN.values(), strict=True))
+    assert not set(RANKS) & colours
+    assert len(words) == len(colours) == len(PHASES_SHOWN)
+    text = page_of(recorded(a_run()), title="run")
+    assert "Dotted vertical lines: the tiling changed." in text
+    assert "Triangles: alarms." not in text
+    assert "tensor-parallel sums" in text
+    assert "Dotted vertical" not in page_of(recorded(a_run()[:4]), title="one tiling")
+    text = page_of(read_run(RESULTS / "staged-run.jsonl"), title="stages")
+    for said in ("Timeline of one iteration", "The samples and stages of each rank.", "Hand-over: ", "gets 48 KiB back."):
+        assert said in text
+    text = page_of(read_run(RESULTS / "report.jsonl"), title="no stages")
+    for said in ("Timeline of one iteration", "Hand-over: ", '"hand-over"', '"bubble"'):
+        assert said not in text
 
 
 def test_the_legend_names_what_is_drawn() -> None:
     def colour(records: list[dict[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = charts_of(facts_of(recorded(records)))["loss"]["layer"][0]["encoding"]["color"]
+        found: dict[str, Any] = charts_of(facts_of(recorded(records)))["loss"]["layer"][0]["encoding"]["strokeDash"]
         return found
 
     assert colour(a_run())["legend"] is None
@@ -182,7 +232,7 @@ def test_the_legend_names_what_is_drawn() -> None:
     ("text", "said"),
     [
         ("", "is empty: nothing was recorded"),
-        ('{"event": "train"}\nno\n', "line 2 of .* is not JSON: 'no'"),
+        ('{"event": "settings"}\nno\n', "line 2 of .* is not JSON: 'no'"),
         ("[1]\n", "line 1 of .* is not a record"),
         ('{"iteration": 3}\n', "line 1 of .* is not a record"),
     ],
@@ -208,7 +258,7 @@ def test_the_command_writes_the_page_and_replaces_nothing_unasked(tmp_path: Path
 
 def test_without_vega_the_pip_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'tatami\[report\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'tatami-torch\[report\]'"):
         write_page(recorded(a_run()), tmp_path / "run.html", title="none")
 
 
@@ -246,7 +296,7 @@ def test_the_trainer_writes_its_page(world: World, tmp_path_factory: pytest.Temp
 def test_where_ranks_come_and_go_each_tiling_has_its_own_phases() -> None:
     """Rank 0 of an elastic run; the other one joins in the second iteration, and was there for one of two of the new tiling."""
     workload = Workload.mlp(20, 12, 10, samples=60)
-    model: Any = SimpleNamespace(workload=workload, phases=SimpleNamespace())
+    model: Any = SimpleNamespace(workload=workload, phases=SimpleNamespace(), stage=None)
     model.comm = SimpleNamespace(rank=0, bcast_object=lambda value: value)
     model.comm.gather_object = lambda own: [own, (1, {"forward_s": 5.0})]
 
@@ -258,9 +308,7 @@ def test_where_ranks_come_and_go_each_tiling_has_its_own_phases() -> None:
         model.traffic = traffic_of([planned.tiling], workload=workload, names=names, hosts=dict.fromkeys(names, "h"))
 
     def iterate(iteration: int, seconds: float) -> None:
-        model.phases.last = PhaseTimes(
-            forward_s=seconds, vertical_s=seconds, backward_s=seconds, horizontal_s=seconds, update_s=seconds
-        )
+        model.phases.last = PhaseTimes(**{f"{phase}_s": seconds for phase in PHASES})
         recorder.iterated(None, iteration=iteration, epoch=0, loss=1.0, samples_per_s=1.0)
 
     records = Records()

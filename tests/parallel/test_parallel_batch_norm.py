@@ -130,30 +130,36 @@ def test_the_references_case_that_was_wrong(world: World) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_a_mean_far_from_zero_keeps_its_variance(world: World) -> None:
-    """The mean of squares minus the square of the mean would leave nothing of it in single precision."""
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-3), (torch.float64, 1e-12)])
+def test_a_mean_far_from_zero_keeps_its_variance(world: World, dtype: torch.dtype, rtol: float) -> None:
+    """The mean of squares minus the square of the mean would leave nothing of it in the precision of the values."""
     x = 4096 + draw((12, CHANNELS), seed=6, dtype=torch.float64)
     expected = x.var(0)
 
     def body(comm: AbstractCommunicator) -> torch.Tensor:
-        norm = MultiNodeBatchNorm(CHANNELS, comm, momentum=1.0)
-        norm(x.float()[part((3, 7, 2), comm.rank)])
+        norm = MultiNodeBatchNorm(CHANNELS, comm, momentum=1.0, dtype=dtype)
+        norm(x.to(dtype)[part((3, 7, 2), comm.rank)])
         assert norm.running_var is not None
         return norm.running_var.double()
 
     for variance in world(body):
-        torch.testing.assert_close(variance, expected, rtol=1e-3, atol=0)
+        torch.testing.assert_close(variance, expected, rtol=rtol, atol=0)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_normalizes_in_single(world: World, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("parameters", [torch.float32, None])
+def test_half_precision_normalizes_in_single(world: World, dtype: torch.dtype, parameters: torch.dtype | None) -> None:
     x = draw((10, CHANNELS, 4), seed=7, dtype=dtype)
     expected = nn.BatchNorm1d(CHANNELS)(x.float())
 
     def body(comm: AbstractCommunicator) -> torch.Tensor:
-        output: torch.Tensor = MultiNodeBatchNorm(CHANNELS, comm)(x[part((3, 7), comm.rank)])
+        norm = MultiNodeBatchNorm(CHANNELS, comm).to(parameters or dtype)
+        output: torch.Tensor = norm(x[part((3, 7), comm.rank)])
+        output.sum().backward()  # type: ignore[no-untyped-call]
         assert output.dtype == dtype
+        assert norm.weight.grad is not None
+        assert norm.weight.grad.dtype == norm.weight.dtype
         return output.detach()
 
     torch.testing.assert_close(torch.cat(world(body)), expected.to(dtype), rtol=1e-2, atol=1e-2)

@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tatami.comm import AbstractCommunicator
 from tatami.errors import DataError, InputError
-from tatami.parallel import MultiNodeLoader, SynchronizedSampler, create_empty_dataset, scatter_dataset, scatter_index
+from tatami.parallel import (
+    MultiNodeLoader,
+    ResumableLoader,
+    SynchronizedSampler,
+    create_empty_dataset,
+    scatter_dataset,
+    scatter_index,
+)
 from tatami.parallel.scattering import share_of
 from tatami.testing.worlds import World
 
@@ -266,6 +273,40 @@ def test_all_ranks_get_the_batches_of_the_root(world: World, batch_size: int, pa
                     assert torch.equal(whole, x[torch.cat([batch[1] for batch in batches])])
             assert orders[0] != orders[1]
             loader.close()
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("after", [0, 2, 4])
+def test_a_multi_node_loader_goes_on_where_another_was(world: World, after: int) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        alone = comm.split(comm.rank)
+        assert alone is not None
+
+        def fresh() -> MultiNodeLoader:
+            data = Squares(10)
+            drawn = ResumableLoader(DataLoader(data, batch_size=3, sampler=SynchronizedSampler(data, alone, seed=5)))
+            return MultiNodeLoader(drawn if comm.rank == 0 else None, comm)
+
+        straight, broken = fresh(), fresh()
+        expected = [[batch.tolist() for batch in straight] for _ in range(2)]
+        assert expected[0] != expected[1]
+        list(broken)
+        for number, _ in enumerate(broken):
+            if number + 1 >= after:
+                break
+        state = broken.state_dict()
+        assert comm.allgather_object(state) == [state] * comm.size
+        resumed = fresh()
+        resumed.load_state_dict(state)
+        rest = [batch.tolist() for batch in resumed]
+        wanted = expected[1][max(after, 1) :]
+        assert rest == (wanted or [batch.tolist() for batch in straight])
+        plain = MultiNodeLoader([1, 2] if comm.rank == 0 else None, comm)
+        with pytest.raises(DataError, match=r"the loader of rank 0 is a list, which cannot say where it is"):
+            plain.state_dict()
+        comm.barrier()
 
     world(body)
 

@@ -15,18 +15,13 @@ from torch import nn
 from tatami.comm import AbstractCommunicator, Recording, run_threads
 from tatami.comm.overlap import AbstractOverlap, MessageOverlap, ScheduledOverlap, SharedOverlap, overlap
 from tatami.errors import CommTimeoutError, InputError, RankDiedError, TrainingError
-from tatami.parallel import DataParallel, linear_gradients
-from tatami.parallel.buckets import lay_buckets
+from tatami.gradients.buckets import lay_buckets
+from tatami.parallel import DataParallel
 from tatami.testing.worlds import WORLD_TIMEOUT_S, World
 from tiled_rig import simple_layout, tiled, whole_gradients
 
 COUNTS = (3, 5, 2, 7)
 """Samples of each rank."""
-
-
-@pytest.fixture(autouse=True)
-def gradients_of_small_layers_are_computed_in_buckets_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_gradients, "_LEAST_ELEMENTS", 1)
 
 
 Tensors = Sequence[torch.Tensor | None]
@@ -387,23 +382,40 @@ def test_networks_that_differ_are_told_apart(world: World) -> None:
     world(body)
 
 
-def penalised(model: Any, x: torch.Tensor) -> torch.Tensor:
+def penalised(model: Any, x: torch.Tensor, reduction: str) -> torch.Tensor:
     """A loss with a penalty on the gradient by the inputs."""
+    over: Any = torch.mean if reduction == "mean" else torch.sum
     x = x.clone().requires_grad_()
     out = model(x)
     (by_inputs,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    loss: torch.Tensor = out.square().mean() + by_inputs.square().sum(1).mean()
+    loss: torch.Tensor = over(out.square()) + over(by_inputs.square().sum(1))
     return loss
 
 
-def test_a_gradient_penalty_is_exact_where_ranks_have_equally_many_samples(world: World) -> None:
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_gradient_penalty_is_exact_whatever_the_shares(world: World, reduction: Any) -> None:
     def body(comm: AbstractCommunicator) -> None:
-        x = torch.randn(3 * comm.size, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        x, _ = batch(comm.size)
         plain, module = network(0), network(0)
-        penalised(plain, x).backward()  # type: ignore[no-untyped-call]
-        model = DataParallel(module, comm)
-        penalised(model, x[3 * comm.rank : 3 * comm.rank + 3]).backward()  # type: ignore[no-untyped-call]
+        penalised(plain, x, reduction).backward()  # type: ignore[no-untyped-call]
+        model = DataParallel(module, comm, reduction=reduction)
+        penalised(model, local(comm, x), reduction).backward()  # type: ignore[no-untyped-call]
         assert_same(gradients(module), gradients(plain))
+        with pytest.raises(InputError, match="create_graph=True: the gradients of parameters are summed over the replicas"):
+            model(local(comm, x)).square().mean().backward(create_graph=True)
+        model.close()
+
+    world(body)
+
+
+@pytest.mark.ranks(2)
+def test_a_penalty_in_a_sum_is_refused(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        module = network(0)
+        model = DataParallel(module, comm, reduction="sum")
+        loss = model(local(comm, batch(comm.size)[0])).sum() + module.last.weight.norm()
+        with pytest.raises(InputError, match=r"the loss reads last\.weight outside .* is a sum over samples"):
+            loss.backward()
         model.close()
 
     world(body)
@@ -429,23 +441,6 @@ def test_gradients_that_would_be_of_one_rank_alone_are_refused(world: World) -> 
     world(body)
 
 
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_gradient_penalty_is_refused_on_all_ranks_where_their_gradients_are_weighed(world: World, reduction: Any) -> None:
-    counts = (4, 3, 2) if reduction == "mean" else (3, 3, 3)  # of three ranks, the second has the mean number of samples
-
-    def body(comm: AbstractCommunicator) -> None:
-        x = torch.randn(sum(counts[: comm.size]), 4, dtype=torch.float64)
-        mine = torch.split(x, list(counts[: comm.size]))[comm.rank]
-        model = DataParallel(network(0), comm, reduction=reduction)
-        with pytest.raises(InputError, match="create_graph=True: DataParallel has gradients of gradients"):
-            penalised(model, mine)
-        model(mine).square().mean().backward()  # the ranks are still in step
-        model.close()
-
-    world(body)
-
-
 @pytest.mark.ranks(1, 2)
 def test_what_cannot_be_is_refused(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
@@ -455,6 +450,12 @@ def test_what_cannot_be_is_refused(world: World) -> None:
             DataParallel(network(0).requires_grad_(False), comm)
         with pytest.raises(InputError, match="bucket_bytes must be at least 1, not 0"):
             DataParallel(network(0), comm, bucket_bytes=0)
+        module = network(0)
+        model = DataParallel(module, comm)
+        with pytest.raises(InputError, match="this network is in another DataParallel"):
+            DataParallel(module, comm)
+        model.close()
+        DataParallel(module, comm).close()
 
     world(body)
 
@@ -475,31 +476,68 @@ def test_mistakes_in_forward_are_told() -> None:
         if comm.size > 1:
             with pytest.raises(InputError, match="none of the arguments is a tensor"):
                 opaque(5)
-        model = DataParallel(network(0), comm)
-        model.module.frozen.requires_grad_(True)
-        with pytest.raises(InputError, match=r"frozen.weight was frozen when DataParallel was made"):
-            model(batch(1)[0])
 
     for size in (1, 2):
         run_threads(body, size=size)
 
 
-def test_a_backward_pass_that_was_broken_off_is_not_gone_on_from() -> None:
-    def fail(_: torch.Tensor) -> None:
+@pytest.mark.parametrize("double_buffering", [False, True])
+def test_what_is_thawed_in_mid_run_is_summed_or_refused(world: World, double_buffering: bool) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        module, plain = network(0), network(0)
+        model = DataParallel(module, comm, double_buffering=double_buffering)
+        x, y = batch(comm.size)
+        for step in range(5):
+            if step == 3:
+                for network_ in (module, plain):
+                    network_.frozen.requires_grad_(True)
+                    network_.first.requires_grad_(False)
+                if double_buffering:
+                    with pytest.raises(InputError, match=r"a parameter is trained that was frozen .* call flush\(\)"):
+                        model(local(comm, x))
+                    break
+            both: list[tuple[Any, torch.Tensor, torch.Tensor]] = [(model, local(comm, x), local(comm, y)), (plain, x, y)]
+            for each, inputs, targets in both:
+                each.zero_grad()
+                mse(each(inputs), targets).backward()
+            if not double_buffering:
+                assert_same(gradients(module), gradients(plain))
+        model.close()
+
+    world(body)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.threads_only
+def test_a_backward_pass_that_was_broken_off_is_not_gone_on_from_where_sums_have_begun(world: World) -> None:
+    def boom(_: torch.Tensor) -> None:
         raise KeyError("boom")
 
-    def body(comm: AbstractCommunicator) -> None:
-        module = network(0)
-        model = DataParallel(module, comm)
-        handle = module.first.weight.register_hook(fail)  # type: ignore[no-untyped-call]
-        x, y = batch(1)
-        with pytest.raises(KeyError, match="boom"):
-            mse(model(x), y).backward()
-        handle.remove()
-        with pytest.raises(TrainingError, match="the last backward pass on rank 0 was broken off"):
-            model(x)
+    class Fragile(nn.Sequential):
+        fails = False
 
-    run_threads(body, size=1)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self[0](x)
+            if self.fails:
+                hidden.register_hook(boom)
+            result: torch.Tensor = self[1](hidden)
+            return result
+
+    def body(comm: AbstractCommunicator) -> None:
+        module = Fragile(nn.Linear(4, 8), nn.Linear(8, 3)).double()
+        model = DataParallel(module, comm, bucket_bytes=8)
+        x, y = batch(comm.size)
+        for step in range(5):
+            module.fails = step in (1, 4)
+            if module.fails:
+                with pytest.raises(KeyError, match="boom"):
+                    mse(model(local(comm, x)), local(comm, y)).backward()
+                continue
+            mse(model(local(comm, x)), local(comm, y)).backward()  # after the first, in which nothing had been sent
+        with pytest.raises(TrainingError, match=f"the last backward pass on rank {comm.rank} was broken off"):
+            model(local(comm, x))
+
+    world(body)
 
 
 @pytest.mark.parametrize("algorithm", [None, "ring"])
@@ -552,9 +590,9 @@ def test_buckets_follow_backward_and_the_first_is_small() -> None:
     sizes = [100, 300_000, 7, 200_000, 200_000]
     parameters = [nn.Parameter(torch.empty(size)) for size in sizes]
     layouts = lay_buckets(parameters, bucket_bytes=1 << 20, first_bytes=1 << 19)
-    assert [[place.parameter for place in layout.places] for layout in layouts] == [[4], [3, 2], [1], [0]]
+    assert [layout.parameters for layout in layouts] == [(4,), (3, 2), (1,), (0,)]
     assert [layout.size for layout in layouts] == [200_001, 200_009, 300_001, 101]
-    assert [place.start for place in layouts[1].places] == [0, 200_000]
+    assert layouts[1].starts == (0, 200_000, 200_007)
     mixed = [nn.Parameter(torch.empty(2, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.float64)]
     assert [layout.dtype for layout in lay_buckets(mixed)] == [torch.float64, torch.float32]
 

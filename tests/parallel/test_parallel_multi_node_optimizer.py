@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tatami.comm import AbstractCommunicator, Recording
+from tatami.comm import AbstractCommunicator, Recording, run_threads
 from tatami.errors import CommTimeoutError, InputError, NotFiniteError
-from tatami.parallel import MultiNodeOptimizer, average_buffers, average_gradients, broadcast_model
+from tatami.parallel import MultiNodeOptimizer, average_buffers, average_gradients, broadcast_model, create_mnbn_model
 from tatami.testing.worlds import World
 
 COUNTS = (3, 5, 2, 7)
@@ -280,6 +280,19 @@ def test_what_can_not_be_is_told_on_all_ranks(world: World) -> None:
     world(body)
 
 
+@pytest.mark.ranks(2, 3)
+def test_shares_that_batch_normalization_does_not_know_are_refused(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        model = create_mnbn_model(network(0), comm)
+        optimizer = MultiNodeOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), comm, model=model, weighted=True)
+        optimizer.step(num_samples=4)
+        with pytest.raises(InputError, match=r"a MultiNodeBatchNorm has weighed .* Use tatami\.DataParallel"):
+            optimizer.step(num_samples=4 + comm.rank)
+        optimizer.close()
+
+    world(body)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.threads_only
 def test_a_rank_that_does_not_step_is_named(world: World) -> None:
@@ -386,3 +399,20 @@ def test_gradients_travel_as_the_dtype_that_was_asked_for(world: World, wire: to
 
     # Two ranks: half of the vector there, half of the sum back; the gradients and the mark that they are used.
     assert world(body) == [1000 * itemsize] * 2
+
+
+@pytest.mark.parametrize(
+    ("tensor", "match"),
+    [
+        (torch.ones(2, dtype=torch.complex64), r"here: odd is complex64, .* keep it as torch.view_as_real\(odd\)"),
+        (torch.eye(2).to_sparse(), r"here: odd is a torch.sparse_coo tensor, .* keep it as odd.to_dense\(\)"),
+    ],
+)
+def test_tensors_that_ranks_do_not_share_are_named_with_the_way_out(tensor: torch.Tensor, match: str) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        model = nn.Linear(2, 2)
+        model.register_buffer("odd", tensor)
+        with pytest.raises(InputError, match=match):
+            broadcast_model(model, comm, where="here")
+
+    run_threads(body, size=2)

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from drawing import one_at_a_time
+from tatami.comm.agreement import EVERY, is_due
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.parallel import DataParallel, MultiNodeOptimizer
-from tatami.parallel.same_steps import EVERY, StepNumbers, is_due, refuse_other_steps
+from tatami.same_steps import StepNumbers, refuse_other_steps
 from tatami.testing.worlds import World
 from tiled_rig import simple_layout, tiled
 
@@ -38,11 +39,7 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
     return x, y
 
 
-def data_parallel(comm: AbstractCommunicator) -> tuple[Step, torch.optim.Optimizer]:
-    model = DataParallel(network(), comm)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, y = model.local(*samples())
-
+def stepping(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Step:
     def step() -> float:
         optimizer.zero_grad()
         loss = mse(model(x), y)
@@ -50,38 +47,27 @@ def data_parallel(comm: AbstractCommunicator) -> tuple[Step, torch.optim.Optimiz
         optimizer.step()
         return float(loss.item())
 
-    return step, optimizer
+    return step
+
+
+def data_parallel(comm: AbstractCommunicator) -> tuple[Step, torch.optim.Optimizer]:
+    model = DataParallel(network(), comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return stepping(model, optimizer, *model.local(*samples())), optimizer
 
 
 def multi_node_optimizer(comm: AbstractCommunicator) -> tuple[Step, torch.optim.Optimizer]:
     model = network()
     optimizer = MultiNodeOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), comm, model=model)
     x, y = (tensor[comm.rank :: comm.size] for tensor in samples())
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = mse(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return float(loss.item())
-
-    return step, optimizer
+    return stepping(model, optimizer, x, y), optimizer
 
 
 def tiles(comm: AbstractCommunicator) -> tuple[Step, torch.optim.Optimizer]:
     columns = [[0, 1], *([rank] for rank in range(2, comm.size))] if comm.size > 2 else [[rank] for rank in range(comm.size)]
     model = tiled(network(), comm, layout=simple_layout(*columns), batch_size=SAMPLES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step() -> float:
-        x, y = model.local(*samples())
-        optimizer.zero_grad()
-        loss = mse(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return float(loss.item())
-
-    return step, optimizer
+    return stepping(model, optimizer, *model.local(*samples())), optimizer
 
 
 WAYS = [data_parallel, multi_node_optimizer, tiles]

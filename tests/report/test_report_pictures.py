@@ -214,5 +214,5 @@ def test_a_path_that_cannot_be_a_picture_is_refused_before_drawing(tmp_path: Pat
 
 def test_without_matplotlib_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'tatami\[plot\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'tatami-torch\[plot\]'"):
         blank()

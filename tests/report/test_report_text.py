@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tatami.cluster import Cluster, Processor
+from tatami.cluster import Cluster
 from tatami.errors import InputError, MissingExtraError, PlanError
-from tatami.report import Efficiency, MethodResult, draw_text, memory_table, planner_table, run_table
-from tatami.tiling import Span, Tile, Tiling, compare, plan
+from tatami.report import Efficiency, MethodResult, draw_text, run_table
+from tatami.tiling import Span, Tile, Tiling, plan
 from tatami.workload import Workload
 
 TILING = Tiling(
@@ -112,41 +112,6 @@ def test_idle_processors_are_named_and_bad_input_refused() -> None:
         draw_text(TILING, speeds=speeds, width=10)
 
 
-def test_the_planner_table_shows_columns_cuts_and_prices() -> None:
-    cluster = Cluster.from_speeds([0.25, 0.31, 0.63, 1, 1])
-    plans = compare(["even", "srpm"], cluster=cluster, workload=Workload.mlp(203, 80, 26, samples=1024))
-    table = planner_table(plans)
-    assert table.headers[:4] == ("planner", "columns", "samples", "units")
-    srpm = table.rows[1]
-    assert srpm[:5] == ("srpm", "p0 p1 p2\np3 p4", "382\n642", "17 21 42\n40 40", f"{plans[1].t_comm:,.1f}")
-    assert srpm[6:] == (f"{100 * plans[1].gap:.1f} %", "-")
-    (weighted,) = compare(["weighted"], cluster=cluster, workload=plans[0].workload)
-    even, srpm = planner_table(plans, weighted=weighted).rows
-    assert even[6:] == (f"{100 * plans[0].gap:.0f} %", f"{weighted.predicted_s / plans[0].predicted_s:.2f} x")
-    assert srpm[7] == f"{weighted.predicted_s / plans[1].predicted_s:.2f} x"
-    assert table.best == min((0, 1), key=lambda index: plans[index].predicted_s)
-
-
-def test_a_table_of_many_columns_stays_short() -> None:
-    cluster = Cluster.from_speeds([1.0] * 40)
-    plans = compare(["weighted"], cluster=cluster, workload=Workload.mlp(203, 80, 26, samples=4000))
-    row = planner_table(plans).rows[0]
-    assert row[1] == "p0\np1\n... of 40\np39"
-
-
-def test_the_memory_table_shows_where_it_is_fullest() -> None:
-    processors = [
-        Processor(name=f"p{index}", speed=1.0, memory=memory) for index, memory in enumerate(["1 MiB", "4 MiB", None])
-    ]
-    workload = Workload.mlp(203, 80, 26, samples=1024)
-    plans = compare(["even", "weighted"], cluster=Cluster(processors=tuple(processors)), workload=workload)
-    table = memory_table(plans, cluster=Cluster(processors=tuple(processors)))
-    assert table is not None
-    kept = plans[1].memory_bytes["p0"]
-    assert table.rows[1] == ("weighted", "p0", f"{kept / 1024:.3g} KiB", "1 MiB", f"{100 * kept / 1024**2:.3g} %")
-    assert memory_table(plans, cluster=Cluster.from_speeds([1.0] * 3)) is None
-
-
 def test_the_run_table_compares_with_even() -> None:
     table = run_table(RUNS)
     assert table.rows == (("even", "50 ms", "20,480", "1.00 x", "50 % ±4 %"), ("SRPM", "25 ms", "40,960", "2.00 x", "-"))
@@ -184,10 +149,8 @@ def test_rich_shows_names_as_they_are() -> None:
 
 
 def test_nothing_to_compare_is_said_and_a_missing_rich_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="no plan to compare"):
-        planner_table([])
     with pytest.raises(InputError, match="no run to compare"):
         run_table([])
     monkeypatch.setitem(sys.modules, "rich.table", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'tatami\[cli\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'tatami-torch\[cli\]'"):
         run_table(RUNS).to_rich()

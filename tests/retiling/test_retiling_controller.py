@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import random
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from retiling_rig import NETTALK, run
 
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
 from tatami.retiling import Controller, DecisionKind, Retiler, Timing
+from tatami.retiling.ability import ability, balance, estimate
+from tatami.retiling.columns import forecast, recut
 from tatami.tiling import Column, Layout, plan
-from tatami.workload import Workload
+from tatami.workload import Block, Workload
 
 TWO = Layout(columns=(Column(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),))
 
@@ -171,3 +177,138 @@ def test_a_thousand_processors_are_checked_in_time_and_told_briefly() -> None:
     assert "... (1000 in all)" in decision.reason
     assert len(decision.reason) < 400
     assert trial.imbalance < 1.25
+
+
+def test_the_slope_of_equal_iterations_is_work_over_time() -> None:
+    assert ability([(0.5, 10.0)] * 6) == pytest.approx(20.0)
+
+
+def test_the_slope_of_unequal_iterations_by_hand() -> None:
+    # Points (1, 2), (2, 4), (4, 6): means 7/3 and 4; sum of products 6, of squares 42/9.
+    assert ability([(1.0, 2.0), (1.0, 2.0), (2.0, 2.0)]) == pytest.approx(6 / (42 / 9))
+
+
+def test_one_point_falls_back_to_its_mean() -> None:
+    assert ability([(2.0, 10.0)]) == 5.0
+
+
+def test_a_slope_that_is_not_positive_falls_back_to_the_mean() -> None:
+    assert ability([(2.0, 8.0), (0.0, 2.0), (0.0, 0.0)]) == 5.0
+
+
+@pytest.mark.parametrize("points", [[], [(0.0, 5.0)] * 3, [(1.0, 0.0)] * 3])
+def test_no_time_or_no_work_says_nothing(points: list[tuple[float, float]]) -> None:
+    assert ability(points) is None
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e12), st.floats(0, 1e12)), max_size=8))
+def test_an_ability_is_always_positive_and_finite(points: list[tuple[float, float]]) -> None:
+    speed = ability(points)
+    assert speed is None or (math.isfinite(speed) and speed > 0)
+
+
+def test_who_was_not_measured_keeps_its_last_estimate_or_its_given_speed_on_the_same_scale() -> None:
+    points = {"a": [(1.0, 100.0)] * 2, "b": [(1.0, 300.0)] * 2}
+    given = {"a": 1.0, "b": 3.0, "c": 0.5, "d": 2.0}
+    assert estimate(points, last={"d": 40.0}, given=given) == pytest.approx({"a": 100, "b": 300, "c": 50, "d": 40})
+
+
+def test_balance_compares_mean_times_and_knows_its_error() -> None:
+    seen = balance({"a": [(1.0, 1.0)] * 4, "b": [(1.5, 1.0), (2.5, 1.0)] * 2, "idle": [(0.0, 0.0)]})
+    assert seen is not None
+    assert (seen.ratio, seen.fastest, seen.slowest) == (0.5, "a", "b")
+    # b: variance (4 x 0.25 / 3) / 4 = 1/12; pooled with a's 0 over 6 degrees of freedom 1/24; both over 4 points.
+    assert seen.error == pytest.approx(math.sqrt((1 / 12 + 1 / 24) / 4))
+
+
+def test_no_times_no_balance() -> None:
+    assert balance({"a": [(0.0, 1.0)], "b": []}) is None
+
+
+LAYOUT = Layout(
+    columns=(
+        Column(width=0.25, processors=("a", "b", "c"), heights=(0.2, 0.3, 0.5)),
+        Column(width=0.75, processors=("d", "e"), heights=(0.5, 0.5)),
+    )
+)
+
+
+def test_heights_follow_the_speeds_of_the_column() -> None:
+    new = recut(LAYOUT, speeds={"a": 1, "b": 1, "c": 2, "d": 30, "e": 10}, units=80)
+    assert [column.width for column in new.columns] == [0.25, 0.75]
+    assert [column.processors for column in new.columns] == [("a", "b", "c"), ("d", "e")]
+    assert [column.heights for column in new.columns] == [(0.25, 0.25, 0.5), (0.75, 0.25)]
+
+
+@given(speeds=st.lists(st.floats(1e-6, 1e6), min_size=5, max_size=5), units=st.integers(3, 100))
+def test_nobody_is_left_without_a_unit(speeds: list[float], units: int) -> None:
+    new = recut(LAYOUT, speeds=dict(zip("abcde", speeds, strict=True)), units=units)
+    assert all(tile.units.size >= 1 for tile in new.cut(samples=100, units=units).tiles)
+
+
+def test_forecast_knows_that_the_slowest_of_every_block_counts() -> None:
+    heads = Block(units=2, unit_parameters=1, forward_elements=1, flop_per_unit=30.0)
+    hidden = Block(units=60, unit_parameters=1, forward_elements=1, flop_per_unit=1.0)
+    layout = Layout(columns=(Column(width=1.0, processors=("a", "b"), heights=(0.75, 0.25)),))
+    speeds = {"a": 3.0, "b": 1.0}
+    fine = forecast(layout, workload=Workload(samples=10, blocks=(hidden, hidden)), speeds=speeds)
+    coarse = forecast(layout, workload=Workload(samples=10, blocks=(heads, hidden)), speeds=speeds)
+    assert (fine.ratio, fine.slowest) == pytest.approx((1.0, 10 * 2 * 15))
+    # a has both heads and waits for nobody there; b has none, and 15 hidden units.
+    assert coarse.slowest == pytest.approx(10 * (60 / 3 + 15))
+    assert coarse.ratio == pytest.approx(15 / (20 + 15))
+
+
+def test_a_network_without_blocks_keeps_its_columns() -> None:
+    layout = Layout(columns=tuple(Column(width=0.5, processors=(name,), heights=(1.0,)) for name in "ab"))
+    workload = Workload(samples=10, replicated_flop_per_sample=3)
+    assert recut(layout, speeds={"a": 1.0, "b": 5.0}, units=workload.units) == layout
+    seen = forecast(layout, workload=workload, speeds={"a": 1.0, "b": 5.0})
+    assert (seen.ratio, seen.slowest) == pytest.approx((0.2, 5 * 3))
+
+
+def test_forecast_is_area_over_speed() -> None:
+    workload = Workload.mlp(3, 10, 2, samples=100)
+    seen = forecast(LAYOUT, workload=workload, speeds={"a": 50, "b": 75, "c": 125, "d": 375, "e": 750})
+    slower = forecast(LAYOUT, workload=workload, speeds={"a": 10, "b": 75, "c": 125, "d": 375, "e": 750})
+    assert (seen.ratio, slower.ratio) == pytest.approx((0.5, 0.1))
+    assert slower.slowest / seen.slowest == pytest.approx(5)
+
+
+def test_the_defaults_are_the_published_ones() -> None:
+    retiler = Retiler(rule="settling")
+    assert (retiler.every, retiler.window, retiler.t_whole, retiler.t_line) == (20, 6, 0.4, 0.8)
+    assert (retiler.planner, retiler.rule) == ("timed", "settling")
+    assert Retiler.published() == Retiler(rule="published", planner="srpm")
+    assert [iteration for iteration in range(1, 61) if retiler.due(iteration)] == [20, 40, 60]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"every": 0}, r"every must be a whole number >= 1, not 0"),
+        ({"every": 2.5}, r"every must be a whole number >= 1, not 2.5"),
+        ({"window": 1}, r"window must be a whole number >= 2, not 1: a line needs two points"),
+        ({"t_whole": 0.0}, r"0 < t_whole <= t_line <= 1, not t_whole=0.0"),
+        ({"t_whole": 0.9}, r"t_whole=0.9 and t_line=0.8"),
+        ({"t_line": 1.1}, r"t_line=1.1"),
+        ({"t_line": float("nan")}, r"t_line=nan"),
+        ({"planner": "srmp"}, r"no planner 'srmp'; choose one of .*srpm"),
+        ({"rule": "sharp"}, r"no re-mapping rule 'sharp'; choose one of notice, settling, published"),
+        ({"min_gain": 0.0}, r"min_gain must be a fraction between 0 and 1, not 0.0"),
+        ({"certainty": -1.0}, r"certainty must be a finite number >= 0"),
+        ({"certainty": float("inf")}, r"certainty must be a finite number >= 0"),
+    ],
+)
+def test_a_bad_setting_is_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        Retiler(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("t1_s", -1.0), ("t2_s", float("nan")), ("compute_s", float("inf")), ("work", -2.0)]
+)
+def test_a_timing_that_no_clock_gives_is_refused(name: str, value: float) -> None:
+    good = {"t1_s": 1.0, "t2_s": 1.0, "compute_s": 1.0, "work": 1.0}
+    with pytest.raises(PlanError, match=rf"timing of p0 in iteration 7: {name} must be a finite number >= 0, not {value}"):
+        Timing(processor="p0", iteration=7, **{**good, name: value})

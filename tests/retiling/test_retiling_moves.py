@@ -80,10 +80,7 @@ def test_a_small_cut_moves_between_vertical_neighbours_by_hand() -> None:
     columns = [["a", "b", "c"]]
     old = layout_of(columns, {"a": 4, "b": 4, "c": 4}).cut(samples=SAMPLES, units=12)
     new = layout_of(columns, {"a": 6, "b": 4, "c": 2}).cut(samples=SAMPLES, units=12)
-    assert moves(old, new) == (
-        Move(source="b", dest="a", units=Span(4, 6)),
-        Move(source="c", dest="b", units=Span(8, 10)),
-    )
+    assert moves(old, new) == (Move(source="b", dest="a", units=Span(4, 6)), Move(source="c", dest="b", units=Span(8, 10)))
 
 
 def test_nothing_moves_where_nothing_changes() -> None:

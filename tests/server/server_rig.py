@@ -70,12 +70,7 @@ class World:
             self.tell(item)
             return
         task = item.task
-        names = {
-            "worker": task.worker,
-            "process": task.process,
-            "round": task.round,
-            "attempt": task.attempt,
-        }
+        names = {"worker": task.worker, "process": task.process, "round": task.round, "attempt": task.attempt}
         if self.servers.get(item.server) is not item.holder:
             if task.process in self.alive:
                 self.tell(ev.TaskFailed(at_s=self.time_s, **names))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tatami.server.run_control import RunControl
-from tatami.testing.crash import Death
+from tatami.testing.faulty import Death
 
 
 class Target(Enum):

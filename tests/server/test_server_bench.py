@@ -1,4 +1,4 @@
-"""What `tatami bench server` says: rounds beside copies, and beside loops; its figures must fit each other."""
+"""What `benchmarks/bench_server.py` says: rounds beside copies, and beside loops; its figures must fit each other."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("ray")
 
-from tatami.bench import server_loops
-from tatami.bench.server import MB, ServerBenchmark, bench_round
-from tatami.bench.server_loops import bench_throughput
+import bench_server_loops
+from bench_server import MB, ServerBenchmark, bench_round
+from bench_server_loops import bench_throughput
 from tatami.errors import InputError
 
 
@@ -34,8 +34,8 @@ def test_rounds_are_held_against_the_copies_they_need() -> None:
 
 def test_rounds_of_training_are_held_against_loops_of_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")
-    monkeypatch.setattr(server_loops, "_LEAST_COMPUTE_S", 1e-4)
-    monkeypatch.setattr(server_loops, "_TIMES", (1, 2))
+    monkeypatch.setattr(bench_server_loops, "_LEAST_COMPUTE_S", 1e-4)
+    monkeypatch.setattr(bench_server_loops, "_TIMES", (1, 2))
     found = list(bench_throughput(steps=2, blocks=2, workers=2))
     assert [each["samples_per_worker"] for each in found] == [2048, 4096]
     for each in found:

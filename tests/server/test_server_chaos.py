@@ -27,16 +27,15 @@ import ray.cluster_utils
 from storm_rig import Blow, Storm, Target, draw_blows
 from train_rig import train_with
 
-from tatami.engine.crew import Crew
-from tatami.engine.pool import Pool
+from tatami.engine.crew import Crew, Pool
 from tatami.engine.ray_engine import require_ray, run_folder
 from tatami.engine.ray_start import CONFIG, LOOPBACK, conditions, read_token, shut_down
 from tatami.records import Records
+from tatami.report.server_run import RunReport
 from tatami.server.optimizers import SGD
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
-from tatami.server.report import RunReport
 from tatami.server.run_control import RunControl
-from tatami.testing.crash import Death
+from tatami.testing.faulty import Death
 
 RUNS = int(os.environ.get("TATAMI_CHAOS_RUNS", "10"))
 FIRST_SEED = int(os.environ.get("TATAMI_CHAOS_SEED", "0"))
@@ -61,11 +60,7 @@ class Nodes:
     """Three of Ray's nodes on this machine: the head, and two that may be killed."""
 
     def __init__(self, folder: Path) -> None:
-        self._arguments: dict[str, Any] = {
-            "num_cpus": 1,
-            "object_store_memory": 100 * 2**20,
-            "node_ip_address": LOOPBACK,
-        }
+        self._arguments: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "node_ip_address": LOOPBACK}
         self._folder, self._token = folder, secrets.token_hex(32)
         head = self._arguments | {"include_dashboard": False, "_system_config": dict(CONFIG)}
         with self._started():

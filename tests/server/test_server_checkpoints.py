@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
+from tatami.checkpoints.files import MANIFEST, describe, seal, unseal
 from tatami.errors import CheckpointError
 from tatami.server import checkpoints
 from tatami.server.learner import signature
 from tatami.server.run_settings import RUN_FILE, RunSettings
 from tatami.server.saving import Saved
-from tatami.server.seal import seal, unseal
 from tatami.server.training import resume
 
 Content = dict[str, Any]
@@ -37,33 +37,33 @@ def written(directory: Path) -> Path:
 
 
 def swap_clocks(content: Content) -> None:
-    content["clocks"] = content["clocks"][::-1]
+    content["facts"]["clocks"] = content["facts"]["clocks"][::-1]
 
 
 def swap_files(content: Content) -> None:
-    content["files"] = dict(reversed(content["files"].items()))
+    content["members"].reverse()
 
 
 def forget_a_file(content: Content) -> None:
-    content["files"].popitem()
+    content["members"].pop()
 
 
 def other_version(content: Content) -> None:
-    content["version"] = 6
+    content["step"] = 6
 
 
 def other_terms(content: Content) -> None:
-    content["terms"]["seed"] = 1
+    content["facts"]["terms"]["seed"] = 1
 
 
 @pytest.mark.parametrize("edit", [swap_clocks, swap_files, forget_a_file, other_version, other_terms])
 def test_an_edited_manifest_is_not_taken(edit: Callable[[Content], None], tmp_path: Path) -> None:
-    manifest = written(tmp_path) / checkpoints.MANIFEST
+    manifest = written(tmp_path) / MANIFEST
     assert checkpoints.read(tmp_path).saved == Saved(version=7, clocks=CLOCKS)
     sealed = json.loads(manifest.read_text())
-    edit(sealed["content"])
+    edit(sealed)
     manifest.write_text(json.dumps(sealed))
-    with pytest.raises(CheckpointError, match=r"version-00000007 is damaged: manifest.json: its checksum is not"):
+    with pytest.raises(CheckpointError, match=r"step-00000007 is damaged: .*manifest.json is damaged: its checksum should be"):
         checkpoints.read(tmp_path)
 
 
@@ -73,9 +73,9 @@ def replace_shard(folder: Path, change: Callable[[dict[str, Any]], None]) -> Non
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file)
-    content = unseal((folder / checkpoints.MANIFEST).read_text())
-    content["files"][file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
-    (folder / checkpoints.MANIFEST).write_text(seal(content))
+    content = unseal((folder / MANIFEST).read_text())
+    content["members"][1] = asdict(describe("shard-0001", file.read_bytes()))
+    (folder / MANIFEST).write_text(seal(content))
 
 
 @pytest.mark.parametrize(
@@ -112,14 +112,14 @@ def test_shards_that_do_not_fit_together_are_not_taken(change: Any, words: str, 
 )
 def test_clocks_that_cannot_be_are_not_taken(clocks: Any, words: str, tmp_path: Path) -> None:
     folder = written(tmp_path)
-    content = unseal((folder / checkpoints.MANIFEST).read_text())
-    (folder / checkpoints.MANIFEST).write_text(seal(content | {"clocks": clocks}))
+    content = unseal((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(seal(content | {"facts": content["facts"] | {"clocks": clocks}}))
     with pytest.raises(CheckpointError, match=words):
         checkpoints.read(tmp_path)
 
 
 def test_a_folder_that_was_renamed_is_not_taken(tmp_path: Path) -> None:
-    written(tmp_path).rename(tmp_path / "version-00000009")
+    written(tmp_path).rename(tmp_path / "step-00000009")
     with pytest.raises(CheckpointError, match="holds version 7"):
         checkpoints.read(tmp_path)
 
@@ -129,7 +129,7 @@ def test_settings_that_were_edited_are_not_taken(tmp_path: Path) -> None:
     RunSettings(rounds=5, clip_norm=0.5).write(tmp_path)
     path = tmp_path / RUN_FILE
     path.write_text(path.read_text().replace('"clip_norm": 0.5', '"clip_norm": 5.0'))
-    with pytest.raises(CheckpointError, match=r"run.json is damaged: its checksum is not that of its content"):
+    with pytest.raises(CheckpointError, match=r"run.json is damaged: its checksum should be"):
         RunSettings.read(tmp_path)
 
 

@@ -14,9 +14,10 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
+from hand_clock import HandClock
 from tatami.cli.app import app
 from tatami.cli.server import RunDisplay
-from tatami.server.report import Failure, RunReport, RunStatus
+from tatami.report.server_run import Failure, RunReport, RunStatus
 
 FAILURE = Failure(at_s=4.0, who="worker 1", process=1, how="died", silent_s=0.1, round=2, lost_s=1.25)
 REPORT = RunReport(recovery="ignore", reached_s=(0.0, 1.0, 2.0, 5.0), losses=(3.0, 2.0, 1.5), failures=(FAILURE,), workers=3)
@@ -80,18 +81,12 @@ dataset = (torch.zeros(8, 3), torch.zeros(8, 1))
         ("from torch import no_such_name\n", "script.py, line 1: ImportError: cannot import name 'no_such_name' from 'torch'"),
         ("def f():\n    return 1 / 0\n\nf()\n", "script.py, line 2: ZeroDivisionError: division by zero"),
         ("raise ValueError('one\\ntwo')\n", "script.py, line 1: ValueError: one"),
-        (
-            GOOD.replace("return nn.Linear(3, 1)", "raise SystemExit(0)"),
-            "model_fn ends the process (exit code 0)",
-        ),
+        (GOOD.replace("return nn.Linear(3, 1)", "raise SystemExit(0)"), "model_fn ends the process (exit code 0)"),
         (GOOD.replace("return nn", "nn"), "model_fn must return a torch.nn.Module, not None"),
         (GOOD + "model_fn = 1\n", "model_fn must be a function, not 1"),
         (GOOD + "loss_fn = 'mse'\n", "loss_fn must be a function, not 'mse'"),
         (GOOD + "dataset = 7\n", "dataset must be a pair of tensors, or have a length and dataset[i] == (x, y); int has not"),
-        (
-            GOOD + "dataset = ([1], [2])\n",
-            "a pair of tensors (samples, ...), inputs and targets, not (list, list)",
-        ),
+        (GOOD + "dataset = ([1], [2])\n", "a pair of tensors (samples, ...), inputs and targets, not (list, list)"),
         (GOOD + "dataset = dataset[:1]\n", "inputs and targets, not (Tensor)"),
     ],
 )
@@ -110,10 +105,7 @@ def test_a_script_that_cannot_be_trained_is_refused_in_one_sentence(script: str,
     ("options", "words"),
     [
         (["--spares", "100000"], "4 workers, 2 servers and 100000 spares are 100006 processes; a run has at most 4096"),
-        (
-            ["--spares", "4000"],
-            "4004 workers and spares and 2 servers need 671 GiB of memory",
-        ),
+        (["--spares", "4000"], "4004 workers and spares and 2 servers need 671 GiB of memory"),
         (["--workers", "1000000000"], "1000000003 processes; a run has at most 4096"),
         (["--lr", "nan"], "must be a finite number, not nan"),
         (["--lr", "1e400"], "must be a finite number, not inf"),
@@ -151,19 +143,6 @@ class Stream(io.StringIO):
 STATUS = RunStatus(round=3, rounds=9, commits_per_s=1.5, workers=4, spares=1, servers=2, deaths=2, lost_s=3.25, loss=0.5)
 
 
-class HandClock:
-    """Shows what it was set to."""
-
-    def __init__(self) -> None:
-        self.at_s = 100.0
-
-    def now_s(self) -> float:
-        return self.at_s
-
-    def sleep(self, duration_s: float) -> None:
-        self.at_s += duration_s
-
-
 class Run:
     def status(self) -> RunStatus:
         return STATUS
@@ -198,4 +177,4 @@ def test_without_tensorboard_the_pip_command_is_named(monkeypatch: pytest.Monkey
     script.write_text("import torch\nmodel_fn = loss_fn = print\ndataset = (torch.zeros(1, 1), torch.zeros(1, 1))\n")
     result = CliRunner().invoke(app, ["server", "train", str(script), "--tensorboard", str(tmp_path / "board")])
     assert result.exit_code != 0
-    assert "pip install 'tatami[tensorboard]'" in result.stderr
+    assert "pip install 'tatami-torch[tensorboard]'" in result.stderr

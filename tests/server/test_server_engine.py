@@ -24,7 +24,7 @@ from tatami.errors import InputError, MissingExtraError
 
 def test_where_ray_is_absent_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'tatami\[server\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'tatami-torch\[server\]'"):
         require_ray()
 
 
@@ -39,7 +39,7 @@ def test_the_command_line_names_it_too(monkeypatch: pytest.MonkeyPatch, tmp_path
     script.write_text("import torch\nmodel_fn = loss_fn = print\ndataset = (torch.zeros(1, 1), torch.zeros(1, 1))\n")
     result = CliRunner().invoke(app, ["server", "train", str(script), "--rounds", "1"])
     assert result.exit_code != 0
-    assert "pip install 'tatami[server]'" in result.stderr
+    assert "pip install 'tatami-torch[server]'" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -198,6 +198,24 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
         (folder / "session").mkdir()
         assert {each.name for each in tmp_path.iterdir()} == left | {folder.name}
     assert {each.name for each in tmp_path.iterdir()} == left
+
+
+def test_processes_of_a_ray_that_is_gone_are_ended_by_the_next_run_and_others_are_not(tmp_path: Path) -> None:
+    (tmp_path / "tatami-live").mkdir()
+    words = [sys.executable, "-c", "input()"]
+    folders = {name: str(tmp_path / f"tatami-{name}") for name in ("gone", "live")}
+    started = {
+        name: subprocess.Popen(words, stdin=subprocess.PIPE, env={**os.environ, "TATAMI_RAY_FOLDER": folder})
+        for name, folder in folders.items()
+    }
+    try:
+        remove_stale(tmp_path)
+        assert started["gone"].wait(800) == -signal.SIGKILL
+        assert started["live"].poll() is None
+    finally:
+        for process in started.values():
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.parametrize(

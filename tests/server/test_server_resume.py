@@ -97,10 +97,7 @@ def test_a_driver_that_is_killed_is_resumed_to_the_same_bits(tmp_path: Path) -> 
     names = runpy.run_path(str(tmp_path / "dies.py"), run_name="resumed")
     undisturbed = torch.load(tmp_path / "run.undisturbed", weights_only=True)
     model, report = resume(
-        tmp_path / "run",
-        model_fn=names["model_fn"],
-        loss_fn=names["loss_fn"],
-        dataset=(names["X"], names["Y"]),
+        tmp_path / "run", model_fn=names["model_fn"], loss_fn=names["loss_fn"], dataset=(names["X"], names["Y"])
     )
     assert report.start in (3, 4), "the round that was applied last is on disk, or just not yet"
     assert report.rounds == 9

@@ -25,22 +25,21 @@ from train_rig import train_with
 
 from tatami.datasets.load import load
 from tatami.engine import crew
-from tatami.engine.pool import Pool
+from tatami.engine.crew import Pool
 from tatami.engine.ray_engine import engine
 from tatami.engine.ray_start import MESSAGE_BYTES
 from tatami.errors import CheckpointError, InputError, ModelError, NotFiniteError, TrainingError
+from tatami.report.server_run import RunReport
 from tatami.server import checkpoints
 from tatami.server.consistency import ASP, SSP, Backup
 from tatami.server.learner import Course
 from tatami.server.optimizers import SGD, Adam
-from tatami.server.phases import TaskPhase
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
-from tatami.server.report import RunReport
 from tatami.server.run_context import RunContext
 from tatami.server.run_control import RunControl
-from tatami.server.run_settings import RunSettings
+from tatami.server.run_settings import RunSettings, TaskPhase
 from tatami.server.training import resume
-from tatami.testing.crash import Crash, Crashes, Death
+from tatami.testing.faulty import Crash, Crashes, Death
 
 ROUNDS = 5
 CORPUS = Path(os.environ.get("TATAMI_NETTALK", Path(__file__).parents[3] / "shared" / "data" / "nettalk.data"))
@@ -60,9 +59,7 @@ HANGS_AFTER_S = 15.0
 """Where a process is stopped on purpose: it is waited for so long, and the others must not be silent for so long."""
 ALONE = {"workers": 1, "servers": 1, "spares": 0}
 # Each phase in another round, the first and the last among them; process 3 is the spare that came for process 0.
-A_DEATH_IN_EVERY_PHASE = Crashes(
-    [Crash(process=number, round=number, phase=phase) for number, phase in enumerate(TaskPhase)],
-)
+A_DEATH_IN_EVERY_PHASE = Crashes([Crash(process=number, round=number, phase=phase) for number, phase in enumerate(TaskPhase)])
 
 
 def model_fn() -> nn.Module:
@@ -294,9 +291,9 @@ def test_resume_goes_on_to_the_same_bits(undisturbed: torch.Tensor, tmp_path: Pa
         resume(tmp_path, **task | {"dataset": (X[:90], Y[:90])})
     with pytest.raises(InputError, match="holds the checkpoints of another run"):
         run(directory=tmp_path, save_every=1)
-    damaged = tmp_path / "version-00000003" / "manifest.json"
+    damaged = tmp_path / "step-00000003" / "manifest.json"
     damaged.write_text("{")
-    with pytest.warns(UserWarning, match="version-00000003 is damaged.*version 2 is used"):
+    with pytest.warns(UserWarning, match="step-00000003 is damaged.*version 2 is used"):
         model, report = resume(tmp_path, settings=replace(RunSettings.read(tmp_path), rounds=ROUNDS), **task)
     assert torch.equal(flat(model), undisturbed)
     assert (report.start, report.rounds) == (2, ROUNDS)
@@ -309,7 +306,7 @@ def test_without_spares_the_others_go_on_and_then_too_few_stop(tmp_path: Path) -
         pytest.raises(TrainingError, match=r"1 workers are left, fewer than min_workers=2.*version 2 is saved"),
     ):
         run(spares=0, restarts=0, min_workers=2, directory=tmp_path, on_phase=Crashes(crashes))
-    assert (tmp_path / "version-00000002").is_dir()
+    assert (tmp_path / "step-00000002").is_dir()
 
 
 def test_workers_join_and_leave() -> None:
@@ -399,7 +396,7 @@ def test_dalys_interval_is_learnt_on_the_way(undisturbed: torch.Tensor, tmp_path
     parameters, report = run(recovery=recovery, on_phase=Crashes([crash]))
     assert torch.equal(parameters, undisturbed)
     assert len(report.failures) == 1
-    assert 1 <= len(list(tmp_path.glob("version-*"))) <= 2
+    assert 1 <= len(list(tmp_path.glob("step-*"))) <= 2
 
 
 def test_a_disk_that_fills_up_is_said_and_the_run_goes_on(

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tatami.report.server_run import Failure
 from tatami.server import RunReport, checkpoints
-from tatami.server.report import Failure
 from tatami.server.saving import Saved
 from tatami.server.witness import Witness, account
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tatami.server.report import RunReport
+from tatami.report.server_run import RunReport
 from tatami.server.run_context import RunContext
 from tatami.server.run_settings import RunSettings
 from tatami.server.training import train

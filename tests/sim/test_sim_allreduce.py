@@ -8,17 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from sim_rig import call, started
+from sim_rig import started
 
-from simgrid_here import needs_simgrid
+from bench_put import crossover_bytes, gather_schedule
 from tatami.collective import AbstractPattern, Explicit, Phase, RankGroup, Role, Schedule, Step, Sync, Via, build, simulate
-from tatami.collective.gathering import crossover_bytes, gather_schedule
 from tatami.errors import InputError, ScheduleError
 from tatami.sim.allreduce import (
     NATIVES,
     AllReduceJob,
     Case,
-    Piece,
+    Fragment,
     Replayed,
     Software,
     WholeDoubling,
@@ -48,7 +47,7 @@ def job(schedule: Schedule, *, software: Software | None = None, slow: int | Non
 
 
 def replayed(schedule: Schedule, *, software: Software | None = None, slow: int | None = None, skip: bool = True) -> Replayed:
-    return call(replay, job(schedule, software=software, slow=slow, skip=skip))
+    return replay(job(schedule, software=software, slow=slow, skip=skip))
 
 
 def put_of(size: int, *, sync: Sync, rounds: int = 1) -> Schedule:
@@ -82,7 +81,6 @@ class OneEnd(AbstractPattern):
         yield from group.transfer(source=1 - member, target=member, first=0, num_parts=2, reduce=True, via=Via.MESSAGE)
 
 
-@needs_simgrid
 @pytest.mark.parametrize("ranks", [2, 3, 8, 13])
 def test_the_ring_takes_its_closed_form(ranks: int) -> None:
     size = 10_000 * ranks
@@ -94,7 +92,6 @@ def test_the_ring_takes_its_closed_form(ranks: int) -> None:
     assert found.phases[0][1] == pytest.approx(found.total_s / 2, rel=1e-6)
 
 
-@needs_simgrid
 @pytest.mark.parametrize("ranks", [2, 4, 16])
 def test_halving_doubling_takes_its_closed_form(ranks: int) -> None:
     size = 10_000 * ranks
@@ -103,7 +100,6 @@ def test_halving_doubling_takes_its_closed_form(ranks: int) -> None:
     assert found.total_s == pytest.approx(2 * math.log2(ranks) * ALPHA_S + transfer_s, rel=1e-6)
 
 
-@needs_simgrid
 @pytest.mark.parametrize("ranks", [5, 12])
 def test_halving_doubling_of_other_numbers(ranks: int) -> None:
     size = 10_000 * ranks
@@ -112,7 +108,6 @@ def test_halving_doubling_of_other_numbers(ranks: int) -> None:
     assert found.total_s == pytest.approx(2 * (ranks - 1).bit_length() * ALPHA_S + transfer_s, rel=1e-6)
 
 
-@needs_simgrid
 @pytest.mark.parametrize("grid", [(2, 6), (3, 4), (6, 2)])
 def test_the_torus_takes_its_closed_form(grid: tuple[int, int]) -> None:
     m, n = grid
@@ -123,7 +118,6 @@ def test_the_torus_takes_its_closed_form(grid: tuple[int, int]) -> None:
     assert found.total_s == pytest.approx(hops * ALPHA_S + transfer_s, rel=1e-6)
 
 
-@needs_simgrid
 @pytest.mark.parametrize(
     ("sync", "empties", "rounds"),
     [
@@ -142,7 +136,6 @@ def test_what_synchronises_a_put_is_counted(sync: Sync, empties: int, rounds: in
     assert found.total_s == pytest.approx(expected_s, abs=1e-8)  # an empty message is a byte, of 1e-9 s
 
 
-@needs_simgrid
 @pytest.mark.parametrize("schedule", [build("ring", ranks=12, size=120_000), build("torus", ranks=40, size=200, grid=(2, 20))])
 @pytest.mark.parametrize("slow", [None, 4])
 def test_leaving_out_rounds_that_repeat_themselves_changes_nothing(schedule: Schedule, slow: int | None) -> None:
@@ -153,14 +146,12 @@ def test_leaving_out_rounds_that_repeat_themselves_changes_nothing(schedule: Sch
     assert [end_s for _, end_s in without.phases] == pytest.approx([end_s for _, end_s in with_all.phases], rel=1e-6)
 
 
-@needs_simgrid
 def test_a_slow_cable_holds_a_ring_back_in_every_round() -> None:
     """Three ranks behind full cables wait for the fourth, behind a quarter, from the second round on."""
     found = replayed(build("ring", ranks=4, size=400_000), slow=2)
     assert found.total_s == pytest.approx(6 * (ALPHA_S + 4e5 / (BETA_BYTES_PER_S / 4)), rel=1e-6)
 
 
-@needs_simgrid
 def test_the_software_of_ranks_takes_its_time() -> None:
     size = 80_000
     software = Software(message_s=1e-4, sum_bytes_per_s=2e9)
@@ -170,7 +161,6 @@ def test_the_software_of_ranks_takes_its_time() -> None:
     assert found.total_s == pytest.approx(expected_s, rel=1e-6)
 
 
-@needs_simgrid
 def test_a_rank_begins_no_two_messages_within_its_gap() -> None:
     """A gap that is longer than a message takes its place, a shorter one does not show."""
     schedule = build("ring", ranks=4, size=80_000)
@@ -181,10 +171,9 @@ def test_a_rank_begins_no_two_messages_within_its_gap() -> None:
             assert found.total_s == pytest.approx(expected_s, rel=1e-6)
 
 
-@needs_simgrid
 def test_long_messages_between_two_ranks_take_turns_in_part() -> None:
     """Halves of 2 and 4 MB each way, twice: in a pair one waits for the other, in a ring of four nobody does."""
-    software = Software(pieces=(Piece(size_bytes=1e6), Piece(size_bytes=3e6, beyond_s=4e-4, stagger_s=2e-3)))
+    software = Software(pieces=(Fragment(size_bytes=1e6), Fragment(size_bytes=3e6, beyond_s=4e-4, stagger_s=2e-3)))
     for size_bytes, beyond_s, stagger_s in ((1e6, 0.0, 0.0), (2e6, 2e-4, 1e-3), (6e6, 8e-4, 4e-3)):
         one_s = ALPHA_S + size_bytes / BETA_BYTES_PER_S + beyond_s
         pair = replayed(build("halving_doubling", ranks=2, size=round(2 * size_bytes / 4)), software=software)
@@ -214,13 +203,11 @@ def test_doubling_of_the_whole_delivers(ranks: int) -> None:
         np.testing.assert_array_equal(vector, 2**ranks - 1)
 
 
-@needs_simgrid
 def test_a_short_native_all_reduce_has_the_fewest_rounds() -> None:
     found = replayed(build("native", ranks=16, size=256))
     assert found.total_s == pytest.approx(4 * (ALPHA_S + 1024 / BETA_BYTES_PER_S), rel=1e-6)
 
 
-@needs_simgrid
 def test_every_algorithm_can_be_replayed() -> None:
     """Also with fewer elements than ranks, and several ranks to a machine (loads and stores)."""
     for algorithm in ("torus_put", "torus_accumulate", "accumulate", "shared", "hierarchical", "torus_native"):
@@ -231,13 +218,12 @@ def test_every_algorithm_can_be_replayed() -> None:
             assert found.bytes_moved >= 4 * size
 
 
-@needs_simgrid
 def test_put_and_all_gather_cross_where_the_library_takes_to_a_ring() -> None:
     """Below 512 KiB MPICH doubles as the puts do, without their posts; above, its ring has 15 latencies for the puts' 8."""
     sizes = [4 * KIB, 64 * KIB, 256 * KIB, 512 * KIB, 1024 * KIB, 4096 * KIB]
     ways = ("allgather", "put-pscw", "put-fence")
     cases = [(way, size) for way in ways for size in sizes]
-    found = started().map(replay, [job(gather_schedule(way, ranks=16, size=size // 4)) for way, size in cases], timeout_s=800)
+    found = started().map(replay, [job(gather_schedule(way, ranks=16, size=size // 4)) for way, size in cases])
     seconds = {case: each.total_s for case, each in zip(cases, found, strict=True)}
     assert crossover_bytes(seconds, way="put-pscw") == 512 * KIB
     assert crossover_bytes(seconds, way="put-fence") is None  # five fences of four rounds each
@@ -245,7 +231,6 @@ def test_put_and_all_gather_cross_where_the_library_takes_to_a_ring() -> None:
     assert seconds["put-pscw", 4 * KIB] == pytest.approx(8 * ALPHA_S + 15 / 16 * 4 * KIB / BETA_BYTES_PER_S, abs=1e-8)
 
 
-@needs_simgrid
 @pytest.mark.parametrize(
     ("case", "golden_s"),
     [
@@ -256,18 +241,17 @@ def test_put_and_all_gather_cross_where_the_library_takes_to_a_ring() -> None:
     ],
 )
 def test_golden_times_on_the_fat_tree(case: Case, golden_s: float) -> None:
-    found = call(replay, case.job(preset("oakforest-like", nodes=case.ranks)))
+    found = replay(case.job(preset("oakforest-like", nodes=case.ranks)))
     assert found.total_s == pytest.approx(golden_s, rel=1e-9)
 
 
-@needs_simgrid
 def test_the_same_again_on_one_core_or_two() -> None:
     platform = preset("oakforest-like", nodes=12)
     jobs = [Case(algorithm="torus_put", ranks=12, size_bytes=48_000, grid=grid).job(platform) for grid in grids_of(12)]
-    two = started().map(replay, jobs, timeout_s=800)
+    two = started().map(replay, jobs)
     with Runs(cores=1) as own:
         assert own.map(replay, jobs) == two
-    assert started().map(replay, jobs, timeout_s=800) == two
+    assert started().map(replay, jobs) == two
 
 
 def test_grids_of_processes() -> None:
@@ -287,16 +271,15 @@ def test_bad_input() -> None:
     with pytest.raises(InputError, match=r"sum_bytes_per_s of the software must be > 0, not 0"):
         Software(sum_bytes_per_s=0.0)
     with pytest.raises(InputError, match=r"of rising sizes, not of \[2, 1\]"):
-        Software(pieces=(Piece(size_bytes=2), Piece(size_bytes=1)))
+        Software(pieces=(Fragment(size_bytes=2), Fragment(size_bytes=1)))
     with pytest.raises(InputError, match=r"more than 0 bytes, not 0"):
-        Piece(size_bytes=0)
+        Fragment(size_bytes=0)
     with pytest.raises(InputError, match="no way 'pull' to gather"):
         gather_schedule("pull", ranks=2, size=8)
     with pytest.raises(ScheduleError, match="what fits: 1x8, 2x4, 4x2, 8x1"):
         Case(algorithm="torus", ranks=8, size_bytes=8, grid=(3, 3)).job(flat(8))
 
 
-@needs_simgrid
 def test_a_schedule_that_never_ends_is_reported() -> None:
     """Rank 1 waits for what rank 0 is not told to send: the two ends of a step are not the same schedule's."""
     phase = Phase(groups=(RankGroup(ranks=(0, 1), start=0, stop=4),), what=OneEnd())

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tatami.cluster import Cluster
-from tatami.errors import InputError, PlanError
+from tatami.errors import InputError
 from tatami.membership import Held, takes
 from tatami.sim.elastic import LossyRun, LossySetup, rehearse_repair, rehearse_restart
 from tatami.workload import Workload
@@ -181,6 +181,7 @@ def test_bad_numbers(wrong: dict[str, object], said: str) -> None:
         replace(SETUP, **wrong)  # type: ignore[arg-type]
 
 
-def test_more_machines_than_samples() -> None:
-    with pytest.raises(PlanError, match="more than the 2 samples"):
-        rehearse_repair(replace(SETUP, workload=Workload.mlp(3, 4, 2, samples=2)), seed=0)
+def test_more_machines_than_samples_share_them() -> None:
+    run = rehearse_repair(replace(SETUP, workload=Workload.mlp(3, 4, 2, samples=2)), seed=0)
+    assert (run.steps, run.deaths, run.ended) == (SETUP.iterations, 0, None)
+    assert run.total_s == pytest.approx(run.useful_s)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sim_rig import Transfers, call, ends
+from sim_rig import Transfers, ends
 
 from simgrid_here import needs_simgrid
-from tatami.cluster import Cluster, Link, Processor
+from tatami.cluster import Cluster, Link, OwnLink, Processor
 from tatami.errors import ClusterError, InputError, MissingExtraError
 from tatami.sim.platforms import RDMA, ClusterPlatform, FatTree, MachineGroup, Tree, Wire, XmlPlatform, preset, read_platform
-from tatami.sim.processes import Runs
+from tatami.sim.tiling import Change, draw_trace, read_trace
 
 WIRE = Wire(bandwidth_bytes_per_s=1e8, latency_s=1e-3)
 TWO_CLUSTERS = """
@@ -50,24 +51,13 @@ def test_groups_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "two.toml").write_text(TWO_CLUSTERS)
     platform = read_platform(tmp_path / "two.toml")
     assert isinstance(platform, Tree)
-    assert list(platform.hosts) == [
-        *(f"cluster{cluster}/node{node}" for cluster in (0, 1) for node in (0, 1, 2)),
-        "store",
-    ]
+    assert list(platform.hosts) == [*(f"cluster{cluster}/node{node}" for cluster in (0, 1) for node in (0, 1, 2)), "store"]
     nodes = platform.groups[0].groups[0]
     assert (nodes.speed_flop_per_s, nodes.cores) == (1e9, 2)
     assert nodes.link == Wire(bandwidth_bytes_per_s=125e6, latency_s=50e-6, duplex=True)
     assert platform.fabric is RDMA
     said = [(part.what.strip(), part.count) for part in platform.parts]
-    assert said == [
-        ("backbone", 1),
-        ("cluster{i}", 2),
-        ("backbone", 2),
-        ("node{i}", 6),
-        ("link", 6),
-        ("store", 1),
-        ("link", 1),
-    ]
+    assert said == [("backbone", 1), ("cluster{i}", 2), ("backbone", 2), ("node{i}", 6), ("link", 6), ("store", 1), ("link", 1)]
 
 
 def test_every_fault_of_a_file_with_its_path(tmp_path: Path) -> None:
@@ -155,14 +145,13 @@ def test_the_papers_platform() -> None:
     assert platform.hosts[-1] == "servers/server99"
 
 
-@needs_simgrid
 def test_a_fat_tree_has_full_bisection() -> None:
     """Everybody to somebody far away at once takes as long as one alone; the path has four cables."""
     tree = FatTree(name="t", nodes=48, link=Wire(bandwidth_bytes_per_s=1e9, latency_s=1e-6, duplex=True))
     all_at_once = tuple((node, (node + 24) % 48, 1e9) for node in range(48))
-    found = call(ends, Transfers(platform=tree, sends=all_at_once))
+    found = ends(Transfers(platform=tree, sends=all_at_once))
     assert list(found.times.values()) == pytest.approx([1 + 4e-6] * 48, rel=1e-9)
-    near = call(ends, Transfers(platform=tree, sends=((0, 1, 1e9),)))
+    near = ends(Transfers(platform=tree, sends=((0, 1, 1e9),)))
     assert near.times[("send", 0)] == pytest.approx(1 + 2e-6, rel=1e-9)
 
 
@@ -185,27 +174,26 @@ CLUSTER = Cluster(
 SLOW = Link(bandwidth_bytes_per_s=1e7, latency_s=1e-3)
 
 
-@needs_simgrid
+@pytest.mark.parametrize("own", [None, OwnLink(bandwidth_bytes_per_s=2e7), OwnLink(latency_s=7e-4)])
 @pytest.mark.parametrize("links", [{}, {("a", "b"): SLOW}])
-def test_a_cluster_is_simulated_with_its_own_links(links: dict[tuple[str, str], Link]) -> None:
-    cluster = Cluster(processors=CLUSTER.processors, local=CLUSTER.local, network=CLUSTER.network, links=links)
+def test_a_cluster_is_simulated_with_its_own_links(links: dict[tuple[str, str], Link], own: OwnLink | None) -> None:
+    *others, last = CLUSTER.processors
+    cluster = replace(CLUSTER, processors=(*others, replace(last, link=own)), links=links)
     platform = ClusterPlatform(cluster=cluster)
     assert list(platform.hosts) == ["a0", "a1", "b0", "c0"]
+    assert list(platform.speeds_flop_per_s) == [1.0, 2.0, 4.0, 4.0]
     for source, target in ((0, 1), (0, 2), (2, 0), (1, 3), (2, 3)):
-        found = call(ends, Transfers(platform=platform, sends=((source, target, 1e7),), computes=((target, 1.0),)))
+        found = ends(Transfers(platform=platform, sends=((source, target, 1e7),)))
         names = (platform.hosts[source], platform.hosts[target])
         assert found.times[("send", 0)] == pytest.approx(cluster.link(*names).transfer_s(1e7), rel=1e-9)
-        assert found.times[("compute", 0)] == pytest.approx(1 / cluster.processors[target].speed, rel=1e-9)
 
 
-@needs_simgrid
 def test_two_processors_share_their_machines_way_out() -> None:
     platform = ClusterPlatform(cluster=CLUSTER)
-    found = call(ends, Transfers(platform=platform, sends=((0, 2, 1e7), (1, 3, 1e7))))
+    found = ends(Transfers(platform=platform, sends=((0, 2, 1e7), (1, 3, 1e7))))
     assert list(found.times.values()) == pytest.approx([1e-4 + 0.2] * 2, rel=1e-9)
 
 
-@needs_simgrid
 def test_links_that_were_probed_pair_by_pair_share_their_machines_cards() -> None:
     """Each pair alone has its own rate; two transfers out of one machine have its card's together, and one each way its own."""
     fast, faster = (Link(bandwidth_bytes_per_s=rate, latency_s=1e-4) for rate in (1e8, 1.2e8))
@@ -219,7 +207,7 @@ def test_links_that_were_probed_pair_by_pair_share_their_machines_cards() -> Non
         (((2, 0, 1.2e7), (3, 0, 1.2e7)), [0.20, 0.20]),
         (((0, 2, 1.2e7), (2, 0, 1.2e7), (3, 1, 1.2e7)), [0.12, 0.20, 0.20]),
     ):
-        found = call(ends, Transfers(platform=platform, sends=sends))
+        found = ends(Transfers(platform=platform, sends=sends))
         times = [found.times["send", index] for index in range(len(sends))]
         assert times == pytest.approx([1e-4 + each for each in expected_s], rel=1e-6)
 
@@ -232,9 +220,8 @@ def test_simgrids_own_xml(tmp_path: Path) -> None:
     assert isinstance(platform, XmlPlatform)
     assert list(platform.hosts) == ["n1", "n9", "n10"]
     assert platform.speeds_flop_per_s == (1e9, 2e9, 1e9)
-    found = call(ends, Transfers(platform=platform, sends=((0, 2, 1e8),), computes=((1, 1e9),)))
+    found = ends(Transfers(platform=platform, sends=((0, 2, 1e8),)))
     assert found.times[("send", 0)] == pytest.approx(13.01e-3 + 1.05 / 0.97, rel=1e-9)
-    assert found.times[("compute", 0)] == pytest.approx(0.5, rel=1e-9)
 
 
 @needs_simgrid
@@ -253,7 +240,50 @@ def test_xml_that_simgrid_refuses(tmp_path: Path) -> None:
         read_platform(tmp_path / "none.xml")
 
 
-def test_without_simgrid_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_simgrid_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "three.xml").write_text(XML)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(MissingExtraError, match=r"make simgrid.*pip install 'tatami\[sim\]'"):
-        Runs(cores=1)
+    with pytest.raises(MissingExtraError, match=r"make simgrid.*pip install 'tatami-torch\[sim\]'"):
+        read_platform(tmp_path / "three.xml")
+
+
+def test_a_trace_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text("# of a Tuesday\nwhen,processor,slower\niteration:30, p0, 2\n2s,p1,4\n\niteration:60,p0,1\n")
+    assert read_trace(file) == (
+        Change(processor="p0", factor=0.5, at_iteration=30),
+        Change(processor="p1", factor=0.25, at_s=2.0),
+        Change(processor="p0", factor=1.0, at_iteration=60),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "must begin with the line when,processor,slower"),
+        ("iteration:30,p0,2\n", "must begin with the line when,processor,slower"),
+        ("when,processor,slower\niteration:30,p0\n", "line 2 of the trace .* not 'iteration:30,p0'"),
+        ("when,processor,slower\niteration:x,p0,2\n", "line 2"),
+        ("when,processor,slower\niteration:3,p0,0\n", "line 2"),
+    ],
+)
+def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text(text)
+    with pytest.raises(InputError, match=words):
+        read_trace(file)
+    with pytest.raises(InputError, match="cannot read the trace"):
+        read_trace(tmp_path / "none.csv")
+
+
+def test_a_drawn_trace_follows_from_its_seed_and_every_slowdown_begins_and_ends() -> None:
+    names = [f"p{rank}" for rank in range(50)]
+    drawn = draw_trace(names, iterations=1000, seed=3)
+    assert drawn == draw_trace(names, iterations=1000, seed=3)
+    assert drawn != draw_trace(names, iterations=1000, seed=4)
+    # Once in 1,000 iterations, of which some are slow already.
+    assert 30 <= sum(change.factor < 1 for change in drawn) <= 60
+    for name in names:
+        own = [change for change in drawn if change.processor == name]
+        assert [change.factor == 1.0 for change in own] == [bool(index % 2) for index in range(len(own))]
+        assert [change.at_iteration for change in own] == sorted(change.at_iteration or 0 for change in own)

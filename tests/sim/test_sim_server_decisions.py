@@ -15,26 +15,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from sim_rig import actions_of, call
+from sim_rig import actions_of
 from torch import nn
 
 pytest.importorskip("ray")
 
-from simgrid_here import needs_simgrid
-from tatami.engine.pool import Pool
+from tatami.engine.crew import Pool
 from tatami.engine.ray_engine import engine
 from tatami.server import actions as act
 from tatami.server import events as ev
-from tatami.server.phases import TaskPhase
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
 from tatami.server.run_context import RunContext
-from tatami.server.run_settings import RunSettings
+from tatami.server.run_settings import RunSettings, TaskPhase
 from tatami.server.state import Coordinator
 from tatami.server.training import train
 from tatami.sim.platforms import RDMA, MachineGroup, Tree, Wire
 from tatami.sim.server import ServerSetup
-
-pytestmark = needs_simgrid
 
 WORKERS, SERVERS, ROUNDS = 3, 2, 5
 DIES, IN_ROUND = 1, 2
@@ -104,12 +100,9 @@ def really(
             recovery=recovery,
             heartbeat_s=_PATIENCE_S,
         ),
-        context=RunContext(
-            on_phase=DiesOnceSpareIsUp(phase=phase, spare_is_up=spare_is_up),
-            pool=pool,
-        ),
+        context=RunContext(on_phase=DiesOnceSpareIsUp(phase=phase, spare_is_up=spare_is_up), pool=pool),
     )
-    return actions
+    return list(actions)  # the simulated coordinator is recorded as well
 
 
 def simulated(recovery: AbstractRecovery, phase: TaskPhase) -> list[act.Action]:
@@ -131,7 +124,7 @@ def simulated(recovery: AbstractRecovery, phase: TaskPhase) -> list[act.Action]:
         mtbf_s=None,
     )
     at_s = IN_ROUND * (PULL_S + WORK_S + PUSH_S) + INTO_S[phase]
-    return call(actions_of, replace(setup, deaths=((at_s, DIES),)))
+    return actions_of(replace(setup, deaths=((at_s, DIES),)))
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,10 @@ from dataclasses import replace
 import pytest
 from sim_rig import started
 
-from simgrid_here import needs_simgrid
 from tatami.server.consistency import SSP
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
 from tatami.sim.platforms import RDMA, MachineGroup, Tree, Wire
 from tatami.sim.server import Checkpoints, ServerRun, ServerSetup, simulate_server
-
-pytestmark = needs_simgrid
 
 PULL_S = 2e-3 + 10.0
 """1 GB at 100 MB/s, which a worker's link has for itself; so long is a push, too."""

@@ -11,18 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sim_rig import started
 
-from simgrid_here import needs_simgrid
 from tatami.errors import InputError
 from tatami.server.recovery import Checkpoint, FromServers, Ignore
 from tatami.sim.processes import Runs
 from tatami.sim.server import ServerRun, ServerSetup, paper_setup, simulate_server
-from tatami.sim.server.lives import life_s
+from tatami.sim.server.fates import life_s
 
 ROUND_S = 143.3523100721
 """Golden: SimGrid 4.1, LV08. The paper's 200 rounds take about 28,700 s."""
 
 
-@needs_simgrid
 def test_one_round_of_ten_thousand_workers() -> None:
     ((run,),) = simulate_server([replace(paper_setup(rounds=200), mtbf_s=None)], seeds=[0], runs=started())
     assert run.total_s == pytest.approx(200 * ROUND_S, rel=1e-9)
@@ -42,7 +40,6 @@ def lost_s(runs: list[ServerRun]) -> float:
     return sum(run.total_s - run.undisturbed_s for run in runs) / sum(run.num_failures for run in runs)
 
 
-@needs_simgrid
 def test_a_round_takes_what_the_paper_says() -> None:
     for runs in _thirty_runs().values():
         round_s = runs[0].undisturbed_s / 10_000
@@ -50,13 +47,11 @@ def test_a_round_takes_what_the_paper_says() -> None:
         assert round_s == pytest.approx(143.34, abs=0.1)
 
 
-@needs_simgrid
 def test_failures_are_as_many_as_the_paper_says() -> None:
     for runs in _thirty_runs().values():
         assert 2.5 <= statistics.fmean(run.num_failures for run in runs) <= 3.6
 
 
-@needs_simgrid
 def test_what_a_failure_costs() -> None:
     runs = _thirty_runs()
     assert lost_s(runs["from-servers"]) == pytest.approx(12.6, abs=2)
@@ -64,7 +59,6 @@ def test_what_a_failure_costs() -> None:
     assert lost_s(runs["checkpoint"]) == pytest.approx(78.1, rel=0.25)
 
 
-@needs_simgrid
 def test_checkpoints_vary_most_and_only_ignoring_loses_updates() -> None:
     runs = _thirty_runs()
     deviations = {name: statistics.pstdev(run.total_s for run in each) for name, each in runs.items()}
@@ -73,7 +67,6 @@ def test_checkpoints_vary_most_and_only_ignoring_loses_updates() -> None:
     assert updates == {"checkpoint": 0, "from-servers": 0, "ignore": sum(run.num_failures for run in runs["ignore"])}
 
 
-@needs_simgrid
 def test_one_core_or_two_to_the_last_digit() -> None:
     setup = paper_setup(workers=100, rounds=5000)
     two = simulate_server([setup], seeds=range(4), runs=started())
@@ -83,7 +76,6 @@ def test_one_core_or_two_to_the_last_digit() -> None:
     assert sum(run.num_failures for run in one[0]) > 0
 
 
-@needs_simgrid
 def test_daly_writes_as_often_as_it_pays() -> None:
     """100 workers of a month each: a failure in 7.2 h; writing takes 8 s, so the optimum is 635 s, 4 rounds."""
     base = paper_setup(workers=100, rounds=500)

@@ -1,4 +1,4 @@
-"""What the rehearsal decides by itself, on a stage that is a clock and a list: no SimGrid is needed."""
+"""What the rehearsal decides by itself, on a stage that is a clock and a list."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count, pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,22 +19,22 @@ from tatami.collective import ALGORITHMS, Sync, build
 from tatami.server.consistency import SSP
 from tatami.server.recovery import Checkpoint, FromServers
 from tatami.sim.allreduce import Software
-from tatami.sim.allreduce.meeting import Meeting
+from tatami.sim.allreduce.replay import Meeting
 from tatami.sim.allreduce.rounds import part_of
 from tatami.sim.allreduce.settling import Settling
-from tatami.sim.allreduce.software import Piece
+from tatami.sim.allreduce.software import Fragment
 from tatami.sim.elastic import LossySetup, MachineEvents
 from tatami.sim.platforms import FatTree, MachineGroup, Tree, Wire
 from tatami.sim.server import Checkpoints, ServerSetup
-from tatami.sim.server.fates import Fates
-from tatami.sim.server.lives import life_s
+from tatami.sim.server.fates import Fates, life_s
+from tatami.sim.server.play import Skipping
 from tatami.sim.server.result import Period
-from tatami.sim.server.skip import Skipping, rounds_of_period
+from tatami.sim.server.simulate import rounds_of_period
 from tatami.sim.server.storage import SimulatedStorage
 from tatami.sim.stage import Going
 from tatami.sim.tiling.floor import Floor
 from tatami.sim.tiling.work import work_of
-from tatami.tiling import plan
+from tatami.tiling import plan, traffic_of
 from tatami.workload import Workload, net_workload
 
 HOP_S = 1.0
@@ -49,7 +48,7 @@ class BareStage:
 
     def __init__(self, num_hosts: int = 8) -> None:
         self.now_s = 0.0
-        self.hosts = [SimpleNamespace(speed=1.0)] * num_hosts
+        self.speeds_flop_per_s = [1.0] * num_hosts
         self.sent: list[tuple[int, int]] = []
         self._due: list[tuple[float, int, Going]] = []
         self._numbers = count()
@@ -269,7 +268,7 @@ def test_what_is_sent_is_received_in_every_round(algorithm: str, ranks: int, siz
 
 
 def test_what_messages_take_longer_is_interpolated_and_grows_beyond_the_last_that_was_measured() -> None:
-    software = Software(pieces=(Piece(size_bytes=100, beyond_s=1.0, stagger_s=3.0), Piece(size_bytes=300, beyond_s=2.0)))
+    software = Software(pieces=(Fragment(size_bytes=100, beyond_s=1.0, stagger_s=3.0), Fragment(size_bytes=300, beyond_s=2.0)))
     assert [software.beyond_s(size) for size in (0, 50, 100, 200, 300, 600)] == [0.0, 0.5, 1.0, 1.5, 2.0, 4.0]
     assert [software.stagger_s(size) for size in (50, 200, 600)] == [1.5, 1.5, 0.0]
     assert software.without_stagger().stagger_s(100) == 0.0
@@ -286,12 +285,18 @@ def test_a_fat_tree_has_as_many_cables_up_as_ports_down(nodes: int, per_switch: 
     assert counts["core switch"] == per_switch
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize(("speeds", "layout"), [([1.0], "even"), ([1.0, 1.0], "grid"), ([1.0, 2.0, 3.0], "srpm")])
-def test_legs_are_all_of_the_work_and_only_sums_part_them(speeds: list[float], layout: str) -> None:
+def test_legs_are_all_of_the_work_and_only_sums_part_them(speeds: list[float], layout: str, micro_batches: int) -> None:
     workload = net_workload("8-16-8-16-4", samples=32)
     cluster = Cluster.from_speeds(speeds)
     tilings = plan(layout, cluster=cluster, workload=workload).layout.cut_blocks(workload)
-    floor = Floor(tilings[0], tilings=tilings, workload=workload, cluster=cluster)
+    numbers = [micro_batches] * len(tilings[0].columns)
+    floor = Floor(tilings[0], tilings=tilings, workload=workload, cluster=cluster, micro_batches=numbers)
+    once = traffic_of(tilings, workload=workload, names=list(floor.names.values()), hosts=cluster.host_of)
+    for own, planned in zip(floor.traffic.columns, once.columns, strict=True):
+        assert len(own) == micro_batches * len(planned)
+        assert sum(each.schedule.size for each in own) == sum(each.schedule.size for each in planned)
     for rank, legs in floor.legs.items():
         for one, after in pairwise(legs):
             assert one.sums or one.leaves or one.backward != after.backward
@@ -301,4 +306,4 @@ def test_legs_are_all_of_the_work_and_only_sums_part_them(speeds: list[float], l
         assert sum(leg.flop for leg in legs if not leg.backward) == pytest.approx(work.forward_flop)
         assert sum(leg.flop for leg in legs if leg.backward) == pytest.approx(work.backward_flop)
     if len(speeds) == 1:
-        assert [leg.backward for leg in floor.legs[0]] == [False, True]
+        assert [leg.backward for leg in floor.legs[0]] == [False, True] * micro_batches

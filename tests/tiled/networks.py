@@ -237,7 +237,7 @@ class Fused(nn.Module):
 
 
 class LowRank(nn.Module):
-    """A linear layer that is frozen, with a trained low-rank addition."""
+    """A linear layer that is frozen, with a trained low-rank addition; it converts to the dtype that it has, as peft does."""
 
     def __init__(self, linear: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -245,7 +245,8 @@ class LowRank(nn.Module):
         self.a, self.b = nn.Linear(linear.in_features, rank, bias=False), nn.Linear(rank, linear.out_features, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.base(x) + 2 * self.b(self.a(x))
+        base: torch.Tensor = self.base(x)
+        result: torch.Tensor = (base + 2 * self.b(self.a(x))).to(base.dtype)
         return result
 
 

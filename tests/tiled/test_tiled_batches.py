@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from equal_runs import check_fit, plain_fit
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -17,7 +18,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.parallel import MultiNodeLoader
 from tatami.testing.worlds import World
-from tatami.tiled import History, Trainer, whole_state_dict
+from tatami.tiled import History, Trainer
 from tatami.tiled.batch import cut_batch, samples_of
 from tatami.tiling import Span
 from tiled_rig import assert_close, some_layouts, tiled
@@ -25,7 +26,6 @@ from tiled_rig import assert_close, some_layouts, tiled
 SAMPLES, BATCH = 22, 8
 """Batches of 8, 8 and 6."""
 SGD = partial(torch.optim.SGD, lr=0.2, momentum=0.9)
-Plain = tuple[list[float], dict[str, torch.Tensor]]
 
 
 class TwoInputs(nn.Module):
@@ -73,40 +73,15 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
         return iter(rows[index] for index in range(len(rows)))
 
 
-def plain_batches(epochs: int, *, loader: Any = None) -> Iterator[dict[str, torch.Tensor]]:
-    for _ in range(epochs):
-        if loader is not None:
-            yield from loader
-            continue
-        for start in range(0, SAMPLES, BATCH):
-            yield {key: value[start : start + BATCH] for key, value in table().items()}
+def plain_batches() -> Iterator[dict[str, torch.Tensor]]:
+    for start in range(0, SAMPLES, BATCH):
+        yield {key: value[start : start + BATCH] for key, value in table().items()}
 
 
-def plain_fit(epochs: int = 2, *, loader: Any = None) -> Plain:
-    model = network()
-    steps = SGD(model.parameters())
-    losses = []
-    for batch in plain_batches(epochs, loader=loader):
-        steps.zero_grad()
-        value = model(**batch)["loss"]
-        value.backward()
-        steps.step()
-        losses.append(value.item())
-    return losses, model.state_dict()
-
-
-def check(world: World, expected: Plain, fit: Callable[[Any, AbstractCommunicator], History]) -> None:
-    """On every layout, `fit(model)` gives the losses and the parameters of the plain run."""
-    built = network()
-
-    def body(comm: AbstractCommunicator) -> None:
-        for layout in some_layouts(comm.size):
-            model = tiled(built, comm, layout=layout, batch_size=BATCH, reduction=None)
-            history = fit(model, comm)
-            assert history.losses == pytest.approx(expected[0], rel=1e-10)
-            assert_close(comm.bcast_object(whole_state_dict(model)), expected[1], what=f"parameters on {layout}")
-
-    world(body)
+def check(world: World, batches: Any, fit: Callable[[Any, AbstractCommunicator], History]) -> None:
+    """On every layout, `fit(model)` gives the losses and the parameters of a plain run over these batches."""
+    expected = plain_fit(network(), batches, loss=lambda model, batch: model(**batch)["loss"], optimizer=SGD)
+    check_fit(world, network(), expected, fit, batch_size=BATCH, reduction=None)
 
 
 def shuffled() -> Any:
@@ -117,7 +92,7 @@ class Streamed:
     """Batches without a length, which begin again with every epoch."""
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return plain_batches(1)
+        return plain_batches()
 
 
 SOURCES: dict[str, Callable[[AbstractCommunicator], tuple[Any, dict[str, Any]]]] = {
@@ -137,7 +112,7 @@ def test_dicts_and_the_networks_own_loss(world: World, source: str) -> None:
         data, options = SOURCES[source](comm)
         return Trainer(model, optimizer=SGD, reduction="mean").fit(data, epochs=2, **options)
 
-    check(world, plain_fit(), fit)
+    check(world, [*plain_batches(), *plain_batches()], fit)
 
 
 def test_a_loader_that_shuffles_by_a_generator(world: World) -> None:
@@ -145,7 +120,8 @@ def test_a_loader_that_shuffles_by_a_generator(world: World) -> None:
         del comm
         return Trainer(model, optimizer=SGD, reduction="mean").fit(shuffled(), epochs=2)
 
-    check(world, plain_fit(loader=shuffled()), fit)
+    loader = shuffled()
+    check(world, [*loader, *loader], fit)
 
 
 def cross_entropy(output: dict[str, torch.Tensor], target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
@@ -177,7 +153,7 @@ def test_who_computes_the_loss(world: World, kind: str) -> None:
             trainer = Trainer(model, optimizer=SGD, loss=cross_entropy, target="labels")
         return trainer.fit(data, batch_size=BATCH, epochs=2, shuffle=False)
 
-    check(world, plain_fit(), fit)
+    check(world, [*plain_batches(), *plain_batches()], fit)
 
 
 @pytest.mark.ranks(1, 2)
@@ -224,26 +200,22 @@ def test_what_cannot_be_told_is_refused_by_name(world: World) -> None:
         cases: list[tuple[dict[str, Any], Any, dict[str, Any], str]] = [
             ({"loss": cross_entropy}, table(), fit, "a dict of x, shift, labels; say which of them is the target"),
             ({"loss": cross_entropy, "target": "y"}, table(), fit, "none of them is target='y'"),
+            (
+                {"loss": cross_entropy, "target": "labels"},
+                {"wrong": x, "labels": table()["labels"]},
+                fit,
+                "a batch is a dict, so the network is called with wrong by name, and .* does not take them",
+            ),
             ({"loss": cross_entropy}, x, fit, r"a pair \(inputs, targets\) for the loss, not a Tensor"),
             ({"reduction": "mean"}, (x, shift), fit, "the network returns a dict without a `loss`"),
-            (
-                {"training_step": lambda *_: x, "reduction": "mean"},
-                x,
-                fit,
-                r"returned a Tensor of shape \(22, 4\)",
-            ),
+            ({"training_step": lambda *_: x, "reduction": "mean"}, x, fit, r"returned a Tensor of shape \(22, 4\)"),
             ({"reduction": "mean"}, table(), {"epochs": 1}, "say batch_size"),
             ({"reduction": "mean"}, Stream(), {"epochs": 1}, "an IterableDataset gives single samples: say batch_size"),
             ({"reduction": "mean"}, DataLoader(Rows()), fit, "a DataLoader gives whole batches.*leave batch_size out"),
             ({"reduction": "mean"}, {**table(), "x": x[:-1]}, fit, r"the same number of samples, not \[21, 22\]"),
             ({"reduction": "mean"}, [], fit, "the data set is empty"),
             ({"reduction": "mean"}, iter([]), {"epochs": 1}, "the data gave no batch in epoch 0"),
-            (
-                {"reduction": "mean"},
-                plain_batches(1),
-                {"epochs": 2},
-                "no batch in epoch 1; an iterator can be gone",
-            ),
+            ({"reduction": "mean"}, plain_batches(), {"epochs": 2}, "no batch in epoch 1; an iterator can be gone"),
             ({"reduction": "mean"}, iter([{"x": object()}]), {"epochs": 1}, r"batch\['x'\] is a object, which cannot be cut"),
             ({"reduction": "mean"}, 3, {"epochs": 1}, "data must be tensors .*, not a int"),
         ]
@@ -273,7 +245,7 @@ def test_loaders_that_differ_are_found(world: World, columns: bool) -> None:
 
         with pytest.raises(InputError, match=f"different batches: rank {last} has other samples than rank 0"):
             trainer().fit(loader(5 if other else 3), epochs=1)
-        short = list(plain_batches(1))[: 2 if other else 3]
+        short = list(plain_batches())[: 2 if other else 3]
         with pytest.raises(InputError, match=rf"in epoch 0, those of rank {last} end after batch 2, those of rank 0 do not"):
             trainer().fit(iter(short), epochs=1)
         with pytest.raises(InputError, match=rf"those of rank {last} end after batch 2"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.parallel import EarlyStopping
+from tatami.records import Records
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
 from tatami.tiled import METRICS, Callback, LRSchedulerConfig, ModelCheckpoint, Trainer
@@ -259,3 +262,27 @@ def test_the_axis_of_classes_is_found_or_asked_for() -> None:
         accuracy(torch.zeros(2, 3), torch.zeros(3))
     with pytest.raises(InputError, match="they must be alike"):
         METRICS["mean_squared_error"](torch.zeros(2, 3), torch.zeros(2))
+
+
+@pytest.mark.ranks(1, 2)
+def test_loggers_get_the_numbers_of_rank_0(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[str, dict[str, float], int]] = []
+    board = SimpleNamespace(run=None, log=lambda numbers, step: logged.append(("wandb", numbers, step)))
+    board.init = lambda config: setattr(board, "run", config)
+    flow = SimpleNamespace(log_metrics=lambda numbers, step: logged.append(("mlflow", numbers, step)))
+    for name, module in (("wandb", board), ("mlflow", flow)):
+        monkeypatch.setitem(sys.modules, name, module)
+
+    def body(comm: AbstractCommunicator) -> None:
+        loggers = ["wandb", "mlflow", lambda numbers, iteration: logged.append(("own", numbers, iteration))]
+        history = trainer_of(comm, loggers=loggers, record_every=2).fit(inputs(), batch_size=8, iterations=4)
+        for who in ("wandb", "mlflow", "own") if comm.rank == 0 else ():
+            losses = {at: numbers["train/loss"] for name, numbers, at in logged if name == who and "train/loss" in numbers}
+            assert losses == {2: history.losses[1], 4: history.losses[3]}
+        with pytest.raises(InputError, match="there is no logger 'tensorflow': give 'wandb', 'mlflow', or a function"):
+            trainer_of(comm, loggers=["tensorflow"])
+        with pytest.raises(InputError, match=r"give the loggers to Records\(..., loggers=...\)"):
+            trainer_of(comm, loggers=loggers, records=Records())
+
+    world(body)
+    assert board.run == {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -10,21 +12,27 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from equal_runs import with_shards
 from networks import GPT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import tatami
 from drawing import one_at_a_time
+from tatami import outputs
+from tatami.checkpoints import files as checkpoint_files
 from tatami.checkpoints.sharing import share_out
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import run_threads
 from tatami.errors import CheckpointError, InputError
 from tatami.parallel import ResumableLoader
 from tatami.parallel.sampling import SynchronizedSampler
+from tatami.records import Records
 from tatami.testing.worlds import World
 from tatami.tiled import Callback, History, LRSchedulerConfig, ModelCheckpoint, Trainer, tile, whole_state_dict
+from tatami.tiled.checkpointing import TrainingCheckpoints
 from tatami.tiling import Layout
-from tiled_rig import assert_close, some_layouts, tiled
+from tiled_rig import assert_close, simple_layout, some_layouts, tiled
 
 SAMPLES, BATCH = 22, 8
 ADAM = partial(torch.optim.Adam, lr=0.02, eps=1e-6)
@@ -81,7 +89,9 @@ def source(kind: str, comm: AbstractCommunicator) -> tuple[Any, dict[str, Any]]:
     return ResumableLoader(DataLoader(data, batch_size=BATCH, sampler=SynchronizedSampler(data, alone))), {}
 
 
-def trainer_of(comm: AbstractCommunicator, folder: Path | None, layout: Layout, *callbacks: Callback) -> Trainer:
+def trainer_of(
+    comm: AbstractCommunicator, folder: Path | None, layout: Layout, *callbacks: Callback, records: Records | None = None
+) -> Trainer:
     model = tiled(NETWORK, comm, layout=layout, batch_size=BATCH)
     model.generator.manual_seed(5)
     return Trainer(
@@ -90,6 +100,8 @@ def trainer_of(comm: AbstractCommunicator, folder: Path | None, layout: Layout, 
         loss=nn.MSELoss(),
         scheduler=LRSchedulerConfig(scheduler=DECAY, interval="step"),
         callbacks=callbacks,
+        records=records,
+        record_every=1,
         checkpoint=ModelCheckpoint(dirpath=folder, every_n_train_steps=2) if folder is not None else None,
         seed=4,
     )
@@ -140,6 +152,21 @@ def test_the_numbers_of_the_run_that_was_not_interrupted(world: World, folder: P
     world(body)
 
 
+def test_a_resumed_run_is_recorded_behind_what_it_has_behind_it(tmp_path: Path) -> None:
+    def fit(saved: str, **options: Any) -> list[tuple[str, int]]:
+        path = tmp_path / "run.jsonl"
+        with Records(path, force=True, settings={"net": "small"}) as records:
+            trainer = trainer_of(tatami.init(), tmp_path / saved, simple_layout([0]), records=records)
+            trainer.fit(inputs(), batch_size=BATCH, **options)
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [(line["event"], line.get("iteration", 0)) for line in lines if line["event"] in ("settings", "train", "end")]
+
+    first = fit("saved", iterations=5)
+    assert first == [("settings", 0), *(("train", number) for number in range(1, 6)), ("end", 5)]
+    assert fit("saved", iterations=7, resume=True) == [*first[:-1], ("train", 6), ("train", 7), ("end", 7)]
+    assert fit("other", iterations=1) == [("settings", 0), ("train", 1), ("end", 1)]
+
+
 @pytest.mark.ranks(2)
 def test_after_an_interrupted_update_the_last_checkpoint_counts(world: World, folder: Path) -> None:
     def body(comm: AbstractCommunicator) -> None:
@@ -171,9 +198,10 @@ def test_any_number_of_ranks_on_any_tiling_goes_on(folder: Path, sizes: tuple[in
     built = GPT(layers=1).double()
 
     def body(comm: AbstractCommunicator, layout: int, place: Path | None, **options: Any) -> Any:
-        layouts = some_layouts(comm.size)
-        chosen = layouts[layout % len(layouts)]
-        model = tile(built, comm, batch_size=4, sample=text[:2], speeds="equal", layout=chosen, quiet=True)
+        layouts = list(with_shards(some_layouts(comm.size)))
+        chosen, shards = layouts[layout % len(layouts)]
+        given = {"speeds": "equal", **shards}
+        model = tile(built, comm, batch_size=4, sample=text[:2], layout=chosen, quiet=True, **given)
         checkpoint = ModelCheckpoint(dirpath=place) if place is not None else None
         trainer = Trainer(model, optimizer=ADAM, loss=cross_entropy, reduction="mean", checkpoint=checkpoint, seed=1)
         history = trainer.fit((text, text.roll(-1, 1)), batch_size=4, epochs=2, **options)
@@ -181,7 +209,7 @@ def test_any_number_of_ranks_on_any_tiling_goes_on(folder: Path, sizes: tuple[in
 
     first, second = sizes
     expected, weights = run_threads(partial(body, layout=0, place=None), size=1)[0]
-    for number in range(2):
+    for number in range(3):
         place = folder / str(number)
         begun = run_threads(partial(body, layout=number + 1, place=place, iterations=2), size=first)
         shards = [path.stat().st_size for path in place.glob("step-00000002/*.safetensors")]
@@ -257,6 +285,49 @@ def test_where_it_goes_on_is_told_once(folder: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*nothing"):
         run_threads(lambda comm: run(comm, folder, some_layouts(comm.size)[0], resume=folder / "nothing"), size=1)
     assert "training begins" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("harm", ["truncated", "missing"])
+def test_a_damaged_newest_checkpoint_is_left_out_with_a_warning_and_the_loss_is_that_of_an_unbroken_run(
+    folder: Path, harm: str
+) -> None:
+    straight = run_threads(lambda comm: run(comm, folder / "straight", some_layouts(2)[0])[0].losses, size=2)
+    run_threads(lambda comm: run(comm, folder / "broken", some_layouts(2)[0], iterations=5), size=2)
+    shard = folder / "broken" / "step-00000005" / "rank-0001.safetensors"
+    if harm == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    else:
+        shard.unlink()
+    with pytest.warns(UserWarning, match=f"step 4 is used, as newer ones are damaged:\n  step 5: {shard} is {harm}"):
+        ended = run_threads(lambda comm: run(comm, folder / "broken", some_layouts(2)[0], resume=True)[0].losses, size=2)
+    assert ended == [losses[4:] for losses in straight]
+
+
+@pytest.mark.parametrize(("full_at", "survives"), [(2, True), (2, False), (5, True)])
+def test_a_run_that_survives_a_full_disk_goes_on_without_that_checkpoint_but_the_last(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, full_at: int, survives: bool
+) -> None:
+    write = outputs.write_bytes
+
+    def write_bytes(path: Path, data: bytes, *, force: bool) -> None:
+        if path == folder / f"step-{full_at:08d}" / "rank-0001.safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, data, force=force)
+
+    def body(comm: AbstractCommunicator) -> None:
+        trainer = trainer_of(comm, folder, some_layouts(2)[0])
+        trainer.fit(inputs(), batch_size=BATCH, epochs=3, iterations=5)
+
+    monkeypatch.setattr(checkpoint_files, "write_bytes", write_bytes)
+    monkeypatch.setattr(TrainingCheckpoints, "survives", survives)  # as in elastic runs
+    problem = f"step {full_at} could not be written.*No space left on device"
+    if survives and full_at == 2:
+        with pytest.warns(UserWarning, match=f"{problem}.*the run goes on without this checkpoint"):
+            run_threads(body, size=2)
+        assert sorted(each.name for each in folder.iterdir()) == ["step-00000004", "step-00000005"]
+    else:
+        with pytest.raises(CheckpointError, match=problem):
+            run_threads(body, size=2)
 
 
 @pytest.mark.ranks(1, 2)

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import GPT, Fused
+from networks import CASES, GPT, Fused
 from torch import nn
 
 import tatami
@@ -88,14 +88,51 @@ def test_what_keeps_a_projection_for_all_whole_is_named(hidden: int, shared: boo
     found = find_blocks(model, sample=torch.randn(4, 5, 12))
     assert found.stops.keys() == {"fused.weight"}
     assert f"networks.py:{line}" in re.sub(r":\d+ `", ":", found.stops["fused.weight"])
-    text = " ".join(str(describe(model, found, workload=workload_of(model, found, samples=8))).split())
+    description = describe(model, found, workload=workload_of(model, found, samples=8))
+    (part,) = (part for part in description.repeated if part.names == ("fused",))
+    assert part.reason == f"needed whole at {found.stops['fused.weight'].removeprefix('needed whole at ')}"
+    text = " ".join(str(description).split())
     assert "nothing in it splits over units" in text
-    assert "fused: needed whole at networks.py:" in text
+    assert part.reason in text
 
 
 def test_units_of_a_projection_for_all_are_heads() -> None:
     text = described(Fused(hidden=9), torch.randn(4, 5, 12)).text(width=120)
     assert "1 x attention with perceptron of 3 heads   98 % of the flop  fused, outs.0" in text
+
+
+def test_frozen_layers_are_counted_and_every_layer_with_much_work_has_a_reason() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.letters, self.cell = nn.Embedding(20, 12), nn.LSTM(12, 24, batch_first=True)
+            self.requires_grad_(False)
+            self.gpt_layer = CASES["lora"].build().get_submodule("h.0")
+            self.unused, self.head = nn.Linear(3, 3), nn.Linear(24, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            letters = self.letters(x)
+            result: torch.Tensor = self.head(torch.cat((self.gpt_layer(letters), self.cell(letters)[0][..., :12]), -1))
+            return result
+
+    model = Net()
+    found = described(model, torch.randint(20, (4, 6)))
+    assert {(part.kind, part.units) for part in found.split} == {("attention", 6), ("linear pair", 48)}
+    shares = sum(part.flop_fraction for part in found.split) + sum(part.flop_fraction for part in found.repeated)
+    assert shares == pytest.approx(1.0, abs=0.05), "the rest are operations without weights"
+    parts = {name: part for part in found.repeated for name in part.names if part.reason}
+    assert parts["gpt_layer.mlp.c_fc.a"].reason == "what sums over its 2 outputs is split along an axis with more weights"
+    assert parts["cell"].reason == "every step of a recurrent layer needs its whole state"
+    # Of each of 6 letters the products with the weights of the input and of the state: forward, and as much for each gradient.
+    assert parts["cell"].flop_fraction == pytest.approx(3 * 2 * 6 * 96 * (12 + 24) / whole_flop(model), rel=0.01)
+    assert (parts["cell"].parameters, parts["cell"].frozen) == (0, 96 * (12 + 24 + 2))
+    assert parts["unused"].reason.startswith("it is not called")
+    frozen = sum(part.frozen for part in found.repeated)
+    assert f"repeated: 185 of 377 trained and {frozen:,} of {found.frozen:,} frozen weights" in found.text(width=120)
+
+
+def whole_flop(model: nn.Module) -> float:
+    return workload_of(model, find_blocks(model, sample=torch.randint(20, (4, 6))), samples=1).flop(width=1.0, height=1.0)
 
 
 def test_names_are_said_once() -> None:
@@ -161,7 +198,7 @@ def test_of_modules_in_each_other_the_innermost_is_told_of() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.a(x)
-            if y.mean() > 0:
+            if self.a.weight.mean() > 0:
                 y = torch.tanh(y)
             result: torch.Tensor = self.b(y)
             return result
@@ -211,3 +248,14 @@ def test_a_tiled_model_tells_it_and_tile_prints_a_line(capsys: pytest.CaptureFix
     assert "of the flop" in first
     assert "heads" in first
     assert second.startswith("tatami: timed lays 8 samples")
+
+
+@pytest.mark.parametrize("sample", [None, torch.zeros(4, 6)])
+def test_the_workload_lists_every_sum_of_batch_statistics(sample: torch.Tensor | None) -> None:
+    """Two numbers for each channel and their count, split or not; a layer in evaluation mode sums nothing."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5), nn.BatchNorm1d(5), nn.BatchNorm1d(5))
+    model[4].eval()
+    work = workload_of(model, find_blocks(model, sample=sample), samples=8)
+    assert work.batch_statistics == (17, 11)
+    model.eval()  # the whole network: it will train later
+    assert workload_of(model, find_blocks(model, sample=sample), samples=8).batch_statistics == (17, 11, 11)

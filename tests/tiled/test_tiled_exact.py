@@ -4,52 +4,24 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from equal_runs import STEPS, check_equal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from tatami.comm.base import AbstractCommunicator
 from tatami.testing.worlds import World
-from tatami.tiled import move, whole_state_dict
 from tatami.tiling import Layout
-from tiled_rig import (
-    MakeOptimizer,
-    Network,
-    assert_close,
-    draw_batches,
-    gradients,
-    layouts,
-    networks,
-    optimizers,
-    plain_loss,
-    tiled,
-    whole_gradients,
-)
+from tiled_rig import MakeOptimizer, Network, draw_batches, layouts, networks, optimizers, plain_loss, uneven_cluster
 
-STEPS = 5
 IS_PROCESS = any(name in os.environ for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "LOCAL_RANK"))
 EXAMPLES = 6 if IS_PROCESS else 20
 """Ranks that are threads have gone through all of them; what is left to show is that ranks that are processes do the same."""
 property_test = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-def plain_run(
-    model: nn.Module, batches: list[Batch], *, optimizer: MakeOptimizer, reduction: str
-) -> tuple[list[dict[str, torch.Tensor | None]], dict[str, torch.Tensor]]:
-    """Gradients of every step, and the parameters after the last, of a single process. Dropout draws from seed 9."""
-    torch.manual_seed(9)
-    steps = optimizer(model.parameters())
-    seen = []
-    for x, y in batches:
-        steps.zero_grad()
-        plain_loss(model(x), y, reduction).backward()  # type: ignore[no-untyped-call]
-        seen.append(gradients(model))
-        steps.step()
-    return seen, model.state_dict()
+Batch = tuple[torch.Tensor, ...]
 
 
 def check_tiled_run(
@@ -61,35 +33,24 @@ def check_tiled_run(
     optimizer: MakeOptimizer,
     reduction: str,
     dtype: torch.dtype,
-    bucket_bytes: int | None = None,
     uneven: bool = False,
 ) -> None:
     """The tiled run, re-tiled wherever `layouts_of_steps` changes, against the plain one."""
-    expected_grads, expected_state = plain_run(network.build(dtype), batches, optimizer=optimizer, reduction=reduction)
-    built = network.build(dtype)
-    torch.manual_seed(9)  # the state that tile() takes over for dropout
 
-    def body(comm: AbstractCommunicator) -> None:
-        layout = layouts_of_steps[0]
-        model = tiled(
-            built, comm, layout=layout, batch_size=len(batches[0][0]), reduction=reduction, bucket_bytes=bucket_bytes,
-            uneven=uneven,
-        )  # fmt: skip
-        steps = optimizer(model.parameters())
-        for step, (x, y) in enumerate(batches):
-            if layouts_of_steps[step] is not layout:
-                layout = layouts_of_steps[step]
-                move(model, layout, optimizer=steps)
-            steps.zero_grad()
-            here_x, here_y = model.local(x, y)
-            loss = plain_loss(model(here_x), here_y, reduction)
-            loss.backward()  # type: ignore[no-untyped-call]
-            assert_close(whole_gradients(model), expected_grads[step], what=f"gradients of step {step} on rank {comm.rank}")
-            steps.step()
-        state = comm.bcast_object(whole_state_dict(model))
-        assert_close(state, expected_state, what=f"parameters after {STEPS} steps")
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return plain_loss(model(batch[0]), batch[1], reduction)
 
-    world(body)
+    changes = zip([None, *layouts_of_steps], layouts_of_steps, strict=False)
+    plan = {step: layout for step, (before, layout) in enumerate(changes) if layout is not before}
+    check_equal(
+        world,
+        partial(network.build, dtype),
+        batches,
+        plans=lambda _: [plan],
+        optimizer=lambda model: optimizer(model.parameters()),
+        loss=loss,
+        options=lambda comm: {"reduction": reduction, "speeds": uneven_cluster(comm.hosts) if uneven else "equal"},
+    )
 
 
 def draw_dtype(data: st.DataObject, network: Network) -> tuple[torch.dtype, Network]:
@@ -121,7 +82,6 @@ def test_tiled_runs_equal_plain_runs(world: World, network: Network, name: str, 
         optimizer=optimizers(dtype)[name],
         reduction=data.draw(st.sampled_from(["mean", "sum"]), label="reduction"),
         dtype=dtype,
-        bucket_bytes=data.draw(st.sampled_from([None, 1]), label="bucket bytes"),
         uneven=data.draw(st.booleans(), label="uneven"),
     )
 
@@ -140,7 +100,6 @@ def test_whole_retilings_in_mid_run_change_nothing(world: World, network: Networ
         optimizer=optimizers(dtype)[data.draw(st.sampled_from(sorted(optimizers(dtype))), label="optimizer")],
         reduction=data.draw(st.sampled_from(["mean", "sum"]), label="reduction"),
         dtype=dtype,
-        bucket_bytes=data.draw(st.sampled_from([None, 1]), label="bucket bytes"),
     )
 
 

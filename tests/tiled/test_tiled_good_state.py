@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from equal_runs import in_batches, plain_fit
 from networks import CASES, build
 from safetensors.torch import load_file
 from torch import nn
@@ -44,15 +45,14 @@ def poisoned(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, y
 
 
+def mse(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
 def plain_after(steps: int, batch_size: int) -> dict[str, torch.Tensor]:
-    model, (x, y) = network(), poisoned(batch_size)
-    optimizer = ADAM(model.parameters())
-    for start in range(0, steps * batch_size, batch_size):
-        here = slice(start, start + batch_size)
-        optimizer.zero_grad()
-        torch.autograd.backward(nn.functional.mse_loss(model(x[here]), y[here]))
-        optimizer.step()
-    return model.state_dict()
+    x, y = poisoned(batch_size)
+    batches = in_batches(batch_size, x, y)[:steps]
+    return plain_fit(network(), batches, loss=mse, optimizer=ADAM)[1]
 
 
 class Relaid:
@@ -69,22 +69,24 @@ class Relaid:
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize(
-    ("batch_size", "relaid_after", "kept"),
+    ("batch_size", "relaid_after", "kept", "sharded"),
     [
-        (MANY, None, BAD - 2),  # that with which the last finite loss was computed
-        (FEW, None, BAD // MOST_APART * MOST_APART - 1),
-        (FEW, 24, 24),  # what was kept does not fit any more
+        (MANY, None, BAD - 2, False),  # that with which the last finite loss was computed
+        (FEW, None, BAD // MOST_APART * MOST_APART - 1, False),
+        (FEW, None, BAD // MOST_APART * MOST_APART - 1, True),
+        (FEW, 24, 24, False),  # what was kept does not fit any more
     ],
 )
 def test_the_state_that_is_put_back(
-    world: World, tmp_path_factory: pytest.TempPathFactory, batch_size: int, relaid_after: int | None, kept: int
+    world: World, tmp_path_factory: pytest.TempPathFactory, batch_size: int, relaid_after: int | None, kept: int, sharded: bool
 ) -> None:
     assert BAD > FIRST + MOST_APART
     built, expected, folder = network(), plain_after(kept, batch_size), tmp_path_factory.mktemp("rescued")
 
     def body(comm: AbstractCommunicator) -> None:
         place: Path = comm.bcast_object(folder)
-        model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=batch_size)
+        layout = some_layouts(comm.size)[1 if sharded and comm.size > 1 else -1]
+        model = tiled(built, comm, layout=layout, batch_size=batch_size, sharded_optimizer=sharded)
         callbacks = [] if relaid_after is None else [Relaid(relaid_after)]
         trainer = Trainer(model, optimizer=ADAM, loss=nn.MSELoss(), rescue_dir=place, callbacks=callbacks)
         with pytest.raises(NotFiniteError, match=f"in iteration {BAD}; .* that was kept, after iteration {kept}, "):
@@ -177,15 +179,9 @@ def test_one_rank_alone_computes_what_the_plain_loop_does_and_nothing_else() -> 
     x, y = (each[:FEW] for each in poisoned(FEW))
     model = tile(plain, init(backend="single"), batch_size=FEW, speeds="equal", reduction="mean", quiet=True)
     history = Trainer(model, optimizer=ADAM, loss=nn.MSELoss()).fit((x, y), batch_size=FEW, epochs=3)
-    optimizer, losses = ADAM(plain.parameters()), []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(plain(x), y)
-        torch.autograd.backward(loss)
-        optimizer.step()
-        losses.append(loss.item())
+    losses, state = plain_fit(plain, [(x, y)] * 3, loss=mse, optimizer=ADAM)
     assert history.losses == losses
-    assert all(torch.equal(model.module.state_dict()[key], value) for key, value in plain.state_dict().items())
+    assert all(torch.equal(model.module.state_dict()[key], value) for key, value in state.items())
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     assert _nodes(model(x)) == _nodes(plain(x))
 

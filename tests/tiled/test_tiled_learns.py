@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from equal_runs import plain_fit
 from torch import nn
 
 from drawing import one_at_a_time
@@ -22,25 +23,15 @@ CORPUS = Path(os.environ.get("TATAMI_NETTALK", Path(__file__).parents[3] / "shar
 HALF_A_POINT = 0.005
 
 
-def plain_fit(
-    model: nn.Module,
-    data: Dataset,
-    *,
-    loss: nn.Module,
-    optimizer: Callable[[Any], torch.optim.Optimizer],
-    batch_size: int,
-    epochs: int,
-) -> None:
-    steps = optimizer(model.parameters())
-    for epoch in range(epochs):
-        order = torch.arange(data.samples)
-        if batch_size < data.samples:
-            order = torch.randperm(data.samples, generator=torch.Generator().manual_seed(epoch))
-        for start in range(0, data.samples, batch_size):
-            here = order[start : start + batch_size]
-            steps.zero_grad()
-            torch.autograd.backward(loss(model(data.x[here]), data.y[here]))
-            steps.step()
+def fit_plainly(model: nn.Module, data: Dataset, *, loss: nn.Module, optimizer: Any, batch_size: int, epochs: int) -> None:
+    orders = [
+        torch.randperm(data.samples, generator=torch.Generator().manual_seed(epoch))
+        if batch_size < data.samples
+        else torch.arange(data.samples)
+        for epoch in range(epochs)
+    ]
+    batches = ((data.x[here], data.y[here]) for order in orders for here in torch.split(order, batch_size))
+    plain_fit(model, batches, loss=lambda model, batch: loss(model(batch[0]), batch[1]), optimizer=optimizer)
 
 
 @pytest.mark.ranks(2, 3)
@@ -54,7 +45,7 @@ def test_nettalk_full_batch_with_squared_error(world: World) -> None:
     plain = nn.Sequential(nn.Linear(203, 80), nn.Sigmoid(), nn.Linear(80, 26), nn.Sigmoid())
     # Adam, because plain gradient descent takes thousands of iterations to get here.
     loss, optimizer = nn.MSELoss(reduction="sum"), partial(torch.optim.Adam, lr=0.03)
-    plain_fit(plain, data, loss=loss, optimizer=optimizer, batch_size=1024, epochs=100)
+    fit_plainly(plain, data, loss=loss, optimizer=optimizer, batch_size=1024, epochs=100)
     with torch.no_grad():
         expected = data.accuracy(plain(data.x), data.y)
 
@@ -85,7 +76,7 @@ def test_digits_in_shuffled_batches_with_dropout_and_a_retiling(world: World) ->
     plain, built = build(), build()
     loss, optimizer = nn.CrossEntropyLoss(), partial(torch.optim.Adam, lr=0.003)
     torch.manual_seed(1)
-    plain_fit(plain, train, loss=loss, optimizer=optimizer, batch_size=100, epochs=8)
+    fit_plainly(plain, train, loss=loss, optimizer=optimizer, batch_size=100, epochs=8)
     plain.eval()
     with torch.no_grad():
         expected = test.accuracy(plain(test.x), test.y)["digit"]

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from equal_runs import check_fit, plain_fit
 from networks import GPT, VOCABULARY
 from torch import nn
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, NotFiniteError
 from tatami.testing.worlds import World
-from tatami.tiled import Trainer, find_blocks, tile, whole_state_dict
-from tiled_rig import assert_close, simple_layout, some_layouts
+from tatami.tiled import History, TiledModel, Trainer, find_blocks, tile
+from tiled_rig import simple_layout, some_layouts
 
 SAMPLES, BATCH, TOKENS = 14, 7, 6
 SGD = partial(torch.optim.SGD, lr=0.2, momentum=0.9)
@@ -59,36 +60,24 @@ def by_hand(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss
 
 
-def plain_fit(batch_size: int) -> tuple[list[float], dict[str, torch.Tensor], float]:
-    model, data = network(), table()
-    steps = SGD(model.parameters())
-    losses = []
-    for start in range(0, SAMPLES, batch_size):
-        steps.zero_grad()
-        loss = model(**{key: value[start : start + batch_size] for key, value in data.items()})["loss"]
-        loss.backward()
-        steps.step()
-        losses.append(loss.item())
-    with torch.no_grad():
-        return losses, model.state_dict(), model(**data)["loss"].item()
-
-
 @pytest.mark.parametrize("step", [None, by_hand], ids=["own loss", "by hand"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_means_over_the_targets_that_count_are_those_of_one_machine(world: World, accumulate: int, step: Step | None) -> None:
-    losses, state, evaluated = plain_fit(BATCH * accumulate)
-    built, data = network(), table()
+    data, plain = table(), network()
+    updates = [
+        {key: value[start : start + BATCH * accumulate] for key, value in data.items()}
+        for start in range(0, SAMPLES, BATCH * accumulate)
+    ]
+    expected = plain_fit(plain, updates, loss=lambda model, batch: model(**batch)["loss"], optimizer=SGD)
+    evaluated = plain(**data)["loss"].item()
 
-    def body(comm: AbstractCommunicator) -> None:
-        for layout in some_layouts(comm.size):
-            model = tile(built, comm, batch_size=BATCH, sample=data, speeds="equal", layout=layout, reduction="mean")
-            trainer = Trainer(model, optimizer=SGD, training_step=step, accumulate_grad_batches=accumulate)
-            history = trainer.fit(data, batch_size=BATCH, epochs=1, shuffle=False)
-            assert history.losses == pytest.approx(losses, rel=1e-10)
-            assert_close(comm.bcast_object(whole_state_dict(model)), state, what=f"parameters on {layout}")
-            assert trainer.evaluate(data, batch_size=5)["loss"] == pytest.approx(evaluated, rel=1e-10)
+    def fit(model: TiledModel, _: AbstractCommunicator) -> History:
+        trainer = Trainer(model, optimizer=SGD, training_step=step, accumulate_grad_batches=accumulate)
+        history = trainer.fit(data, batch_size=BATCH, epochs=1, shuffle=False)
+        assert trainer.evaluate(data, batch_size=5)["loss"] == pytest.approx(evaluated, rel=1e-10)
+        return history
 
-    world(body)
+    check_fit(world, network(), expected, fit, batch_size=BATCH, sample=data)
 
 
 def test_the_loss_inside_of_a_followed_network_is_counted_too() -> None:

@@ -15,8 +15,8 @@ from tatami.tiled.linear_pairs import PairNames, find_pairs
 from tatami.workload import linear_pair
 
 
-def pair(first: str, second: str, *dropouts: str) -> PairNames:
-    return PairNames(first=first, second=second, dropouts=dropouts)
+def pair(first: str, second: str, *dropouts: str, others: tuple[str, ...] = ()) -> PairNames:
+    return PairNames(first=first, second=second, dropouts=dropouts, others=others)
 
 
 class Layers(nn.Module):
@@ -94,16 +94,19 @@ class Untraceable(nn.Module):
     ("model", "pairs"),
     [
         (nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), [pair("0", "1")]),
-        (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2)), [pair("0", "3", "2")]),
+        (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2)), [pair("0", "3", "2", others=("1",))]),
         (nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))), [pair("0", "1"), pair("2", "3")]),
-        (nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 2))), [pair("0.0", "1.0")]),
+        (
+            nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 2))),
+            [pair("0.0", "1.0", others=("0.1",))],
+        ),
         (FunctionalChain(), [pair("a", "b")]),
         (HiddenUsedTwice(), [pair("b", "c")]),
         (WeightReadElsewhere(), [pair("b", "c")]),
         (NotElementwise(), [pair("b", "c")]),
         (Gated(), [pair("b", "c")]),
         (Tied(), [pair("b", "c")]),
-        (Untraceable(), [pair("net.0", "net.3", "net.1"), pair("net.5", "net.6")]),
+        (Untraceable(), [pair("net.0", "net.3", "net.1", others=("net.2",)), pair("net.5", "net.6")]),
         (
             nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, 2)),
             [pair("2", "3")],
@@ -122,7 +125,7 @@ def test_a_layer_called_twice_is_in_no_pair() -> None:
 def test_layers_with_hooks_stay_as_they_are() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2))
     model[0].register_forward_hook(lambda *_: None)
-    assert find_pairs(model) == (pair("2", "4"),)
+    assert find_pairs(model) == (pair("2", "4", others=("3",)),)
 
 
 def test_dropouts_of_other_kinds_are_refused() -> None:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from equal_runs import SAMPLES, check_equal, check_loop
 from torch import nn
 
 from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import InputError
 from tatami.testing.worlds import World
 from tatami.tiled import TiledModel, move, whole_state_dict
-from tiled_rig import assert_close, copy_of, gradients, optimizers, simple_layout, some_layouts, tiled, whole_gradients
-
-SAMPLES = 7
-Loop = Callable[[Any, Callable[..., Any]], Any]
-"""(model, local) -> anything; `local` cuts this rank's samples out of global tensors, or leaves the plain model's whole."""
+from tatami.tiling import Layout
+from tiled_rig import assert_close, copy_of, optimizers, simple_layout, some_layouts, tiled
 
 
 def x_of(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -32,49 +29,6 @@ def mlp(seed: int = 1) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
 
 
-def same_gradients(world: World, build: Callable[[], nn.Module], loop: Loop, *, reduction: str = "mean") -> None:
-    """After `loop`, the gradients of a tiled model are those of the plain one, on some layouts."""
-    plain = build()
-    loop(plain, lambda *tensors: tensors[0] if len(tensors) == 1 else tensors)
-    expected = gradients(plain)
-    built = build()
-
-    def body(comm: AbstractCommunicator) -> None:
-        for layout in some_layouts(comm.size):
-            model = tiled(built, comm, layout=layout, batch_size=SAMPLES, reduction=reduction)
-            loop(model, model.local)
-            assert_close(whole_gradients(model), expected, what=f"gradients on {layout}")
-
-    world(body)
-
-
-def test_gradients_accumulate_over_backward_passes(world: World) -> None:
-    def loop(model: Any, local: Any) -> None:
-        for seed, samples in ((0, SAMPLES), (1, 3), (2, 1)):
-            x, y = local(x_of(samples, 4, seed=seed), x_of(samples, 3, seed=9))
-            torch.autograd.backward(F.mse_loss(model(x), y))
-
-    same_gradients(world, mlp, loop)
-
-
-def test_two_forward_passes_before_one_backward(world: World) -> None:
-    def loop(model: Any, local: Any) -> None:
-        first = model(local(x_of(SAMPLES, 4, seed=0))).square().mean()
-        second = model(local(x_of(5, 4, seed=1))).sin().mean()
-        (2 * first + second).backward()
-
-    same_gradients(world, mlp, loop)
-
-
-def test_two_losses_over_one_forward_pass(world: World) -> None:
-    def loop(model: Any, local: Any) -> None:
-        out = model(local(x_of(SAMPLES, 4)))
-        out.square().mean().backward(retain_graph=True)
-        out.sin().mean().backward()
-
-    same_gradients(world, mlp, loop)
-
-
 def test_a_second_backward_through_the_same_graph_is_refused_as_ever(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         model = tiled(mlp(), comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
@@ -84,17 +38,6 @@ def test_a_second_backward_through_the_same_graph_is_refused_as_ever(world: Worl
             loss.backward()
 
     world(body)
-
-
-def test_gradients_of_gradients_are_refused_and_the_ranks_stay_in_step(world: World) -> None:
-    def loop(model: Any, local: Any) -> None:
-        x = local(x_of(SAMPLES, 4)).requires_grad_()
-        if isinstance(model, TiledModel) and model.comm.size > 1:
-            with pytest.raises(InputError, match="create_graph=True: gradients of gradients"):
-                torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        model(x).square().mean().backward()
-
-    same_gradients(world, mlp, loop)
 
 
 class Outputs(nn.Module):
@@ -121,7 +64,22 @@ def test_outputs_in_dicts_and_tuples_and_inputs_by_keyword(world: World, reducti
         loss = getattr(out["hidden"].square(), reduction)() + getattr(out["rest"][0].sin(), reduction)()
         loss.backward()  # the third output takes no part: no gradient, as in the plain model
 
-    same_gradients(world, lambda: Outputs().double(), loop, reduction=reduction)
+    check_loop(world, lambda: Outputs().double(), loop, reduction=reduction)
+
+
+def test_outputs_may_be_objects(world: World) -> None:
+    class Opaque(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair = mlp()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return SimpleNamespace(logits=self.pair(x))
+
+    def loop(model: Any, local: Any) -> None:
+        model(local(x_of(SAMPLES, 4))).logits.square().mean().backward()
+
+    check_loop(world, Opaque, loop)
 
 
 def test_outputs_may_be_changed_in_place(world: World) -> None:
@@ -131,15 +89,7 @@ def test_outputs_may_be_changed_in_place(world: World) -> None:
         out -= y
         out.square().mean().backward()
 
-    same_gradients(world, mlp, loop)
-
-
-def test_a_gradient_penalty_written_over_parameters_is_exact(world: World) -> None:
-    def loop(model: Any, local: Any) -> None:
-        penalty = sum(p.square().sum() for p in model.parameters())
-        (model(local(x_of(SAMPLES, 4))).square().mean() + 0.1 * penalty).backward()
-
-    same_gradients(world, mlp, loop)
+    check_loop(world, mlp, loop)
 
 
 def test_parameters_that_share_a_gradient_tensor_are_each_summed_once(world: World) -> None:
@@ -163,7 +113,7 @@ def test_parameters_that_share_a_gradient_tensor_are_each_summed_once(world: Wor
         model(local(x_of(SAMPLES, 4))).square().sum().backward()
         model(local(x_of(1, 4))).square().sum().backward()
 
-    same_gradients(world, lambda: Shifted().double(), loop, reduction="sum")
+    check_loop(world, lambda: Shifted().double(), loop, reduction="sum")
 
 
 def test_frozen_after_tiling_and_thawed_again(world: World) -> None:
@@ -178,34 +128,19 @@ def test_frozen_after_tiling_and_thawed_again(world: World) -> None:
             parameter.requires_grad_(True)
         model(x).square().mean().backward()
 
-    same_gradients(world, mlp, loop)
+    check_loop(world, mlp, loop)
 
 
-def test_a_fully_frozen_model_hands_gradients_to_its_input(world: World) -> None:
-    expected_x = x_of(SAMPLES, 4).requires_grad_()
-    mlp().requires_grad_(False)(expected_x).square().mean().backward()
-    assert expected_x.grad is not None
-    expected = expected_x.grad
-    built = mlp().requires_grad_(False)
-
-    def body(comm: AbstractCommunicator) -> None:
-        for layout in some_layouts(comm.size):
-            model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
-            x = model.local(x_of(SAMPLES, 4)).clone().requires_grad_()
-            model(x).square().mean().backward()
-            assert_close({"x": x.grad}, {"x": expected[model.local_span(SAMPLES).slice()]}, what=f"{layout}")
-
-    world(body)
-
-
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_inputs_get_the_gradient_of_the_global_loss(world: World, reduction: str) -> None:
+def test_inputs_get_the_gradient_of_the_global_loss(world: World, reduction: str, frozen: bool) -> None:
+    """Also where no parameter has one."""
+    built = mlp().requires_grad_(not frozen)
     whole = x_of(SAMPLES, 3, 4).requires_grad_()
     loss: torch.Tensor = getattr(mlp()(whole).square(), reduction)()
     loss.backward()  # type: ignore[no-untyped-call]
     assert whole.grad is not None
     expected = whole.grad
-    built = mlp()
 
     def body(comm: AbstractCommunicator) -> None:
         for layout in some_layouts(comm.size):
@@ -215,23 +150,6 @@ def test_inputs_get_the_gradient_of_the_global_loss(world: World, reduction: str
             assert_close({"x": x.grad}, {"x": expected[model.local_span(SAMPLES).slice()]}, what=f"{layout}")
 
     world(body)
-
-
-def test_clipping_is_by_the_global_norm(world: World) -> None:
-    def loop_of(max_norm: float, seen: list[float]) -> Loop:
-        def loop(model: Any, local: Any) -> None:
-            model(local(x_of(SAMPLES, 4))).square().mean().backward()
-            clip = getattr(model, "clip_grad_norm_", None) or (
-                lambda norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm).item()
-            )
-            seen.append(clip(max_norm))
-
-        return loop
-
-    for max_norm in (0.01, 1e6):
-        seen: list[float] = []
-        same_gradients(world, mlp, loop_of(max_norm, seen))
-        assert seen == pytest.approx([seen[0]] * len(seen), rel=1e-12)
 
 
 def test_evaluation_in_the_middle_of_training_changes_nothing(world: World) -> None:
@@ -250,20 +168,7 @@ def test_evaluation_in_the_middle_of_training_changes_nothing(world: World) -> N
         x, y = local(x_of(SAMPLES, 4), x_of(SAMPLES, 3, seed=3))
         torch.autograd.backward(F.mse_loss(model(x), y))
 
-    torch.manual_seed(11)
-    plain = build()
-    torch.manual_seed(11)
-    loop(plain, lambda *tensors: tensors[0] if len(tensors) == 1 else tensors)
-    built = build()
-    torch.manual_seed(11)
-
-    def body(comm: AbstractCommunicator) -> None:
-        for layout in some_layouts(comm.size):
-            model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
-            loop(model, model.local)
-            assert_close(whole_gradients(model), gradients(plain), what=f"{layout}")
-
-    world(body)
+    check_loop(world, build, loop, seed=11)
 
 
 def test_without_gradients_a_column_computes_whatever_it_shares(world: World) -> None:
@@ -301,19 +206,7 @@ def test_layers_shared_by_name_stay_shared(world: World) -> None:
     def loop(model: Any, local: Any) -> None:
         model(local(x_of(SAMPLES, 4))).square().mean().backward()
 
-    plain = Shared().double()
-    torch.manual_seed(12)
-    loop(plain, lambda x: x)
-    built = Shared().double()
-    torch.manual_seed(12)
-
-    def body(comm: AbstractCommunicator) -> None:
-        for layout in some_layouts(comm.size):
-            model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
-            loop(model, model.local)
-            assert_close(whole_gradients(model), gradients(plain), what=f"{layout}")
-
-    world(body)
+    check_loop(world, lambda: Shared().double(), loop, seed=12)
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -352,28 +245,28 @@ def test_retiling_between_accumulated_passes_and_with_an_old_loss_alive(world: W
 
 @pytest.mark.ranks(2, 3, 4)
 def test_a_rank_left_out_and_brought_back_has_its_optimizer_state(world: World) -> None:
-    plain = mlp()
-    steps = optimizers(torch.float64)["adamw"](plain.parameters())
-    for seed in range(6):
-        steps.zero_grad()
-        plain(x_of(SAMPLES, 4, seed=seed)).square().mean().backward()
-        steps.step()
-    built = mlp()
+    def plans(size: int) -> list[dict[int, Layout]]:
+        everyone, others = simple_layout(list(range(size))), simple_layout(list(range(1, size)))
+        return [{0: everyone, 2: others, 4: everyone}]
 
+    check_equal(
+        world,
+        mlp,
+        [(x_of(SAMPLES, 4, seed=seed),) for seed in range(6)],
+        plans=plans,
+        optimizer=lambda model: optimizers(torch.float64)["adamw"](model.parameters()),
+        loss=lambda model, batch: model(*batch).square().mean(),
+    )
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_rank_that_is_left_out_holds_no_rows(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
-        everyone, others = simple_layout(list(range(comm.size))), simple_layout(list(range(1, comm.size)))
-        model = tiled(built, comm, layout=everyone, batch_size=SAMPLES)
-        steps = optimizers(torch.float64)["adamw"](model.parameters())
-        for seed in range(6):
-            if seed in (2, 4):
-                move(model, others if seed == 2 else everyone, optimizer=steps)
-            steps.zero_grad()
-            model(model.local(x_of(SAMPLES, 4, seed=seed))).square().mean().backward()
-            steps.step()
-            if seed == 3 and comm.rank == 0:
-                assert model.tile is None
-                assert [rows.tensor.numel() for rows in model.block_rows()[0]] == [0, 0, 0]
-        assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="parameters")
+        model = tiled(mlp(), comm, layout=simple_layout(list(range(comm.size))), batch_size=SAMPLES)
+        move(model, simple_layout(list(range(1, comm.size))), optimizer=None)
+        if comm.rank == 0:
+            assert model.tile is None
+            assert [rows.tensor.numel() for rows in model.block_rows()[0]] == [0, 0, 0]
 
     world(body)
 

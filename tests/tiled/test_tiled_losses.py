@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from equal_runs import SAMPLES, check_fit, plain_fit
 from torch import nn
 
 from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.testing.worlds import World
-from tatami.tiled import Trainer, whole_state_dict
+from tatami.tiled import History, TiledModel, Trainer
 from tatami.tiled.losses import reduction_of, setting_of
 from tiled_rig import assert_close, gradients, some_layouts, tiled, whole_gradients
 
-SAMPLES = 7
 SGD = functools.partial(torch.optim.SGD, lr=0.01)
 
 
@@ -100,32 +99,20 @@ def test_the_targets_that_a_functional_loss_leaves_out_are_known() -> None:
     assert setting_of(F.mse_loss, "ignore_index") is None
 
 
-def after_one_step(loss: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
-    plain, (x, y) = network(), batch()
-    optimizer = SGD(plain.parameters())
-    torch.autograd.backward(loss(plain(x), y))
-    optimizer.step()
-    return plain.state_dict()
-
-
 @pytest.mark.parametrize("told", ["nothing", "trainer", "tile"])
 def test_a_lambda_in_the_trainer(world: World, told: str) -> None:
-    expected = after_one_step(summed)
-    built = network()
+    expected = plain_fit(network(), [batch()], loss=lambda model, batch: summed(model(batch[0]), batch[1]), optimizer=SGD)
 
-    def body(comm: AbstractCommunicator) -> None:
-        for layout in some_layouts(comm.size):
-            model = tiled(built, comm, layout=layout, batch_size=SAMPLES, reduction="sum" if told == "tile" else None)
-            make = functools.partial(Trainer, model, optimizer=SGD, loss=lambda output, target: summed(output, target))
-            if told == "nothing":
-                with pytest.raises(InputError, match="the loss <lambda> does not tell"):
-                    make()
-                continue
-            make(reduction="sum" if told == "trainer" else None).fit(batch(), batch_size=SAMPLES, iterations=1)
-            assert model.reduction == "sum"
-            assert_close(comm.bcast_object(whole_state_dict(model)), expected, what=f"parameters on {layout}")
+    def fit(model: TiledModel, _: AbstractCommunicator) -> History:
+        make = functools.partial(Trainer, model, optimizer=SGD, loss=lambda output, target: summed(output, target))
+        if told == "nothing":
+            with pytest.raises(InputError, match="the loss <lambda> does not tell"):
+                make()
+        history = make(reduction=None if told == "tile" else "sum").fit(batch(), batch_size=SAMPLES, iterations=1)
+        assert model.reduction == "sum"
+        return history
 
-    world(body)
+    check_fit(world, network(), expected, fit, reduction="sum" if told == "tile" else None)
 
 
 @pytest.mark.parametrize("told", [None, "sum", "mean"])

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 from torch import nn
 
+from hand_clock import HandClock
 from tatami.cluster import Cluster
 from tatami.comm import AbstractCommunicator
 from tatami.errors import PlanError
@@ -19,20 +20,7 @@ WORKLOAD = Workload.mlp(20, 64, 5, samples=32)
 FLOP_PER_S, SAMPLE_FLOP = 1e6, 700.0
 
 
-class Computed:
-    """A clock that a computation moves on: `flop` and so much for each sample, at 1 Mflop/s."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def now_s(self) -> float:
-        return self.seconds
-
-    def sleep(self, seconds: float) -> None:
-        self.seconds += seconds
-
-
-def fake_pass(clock: Computed) -> type:
+def fake_pass(clock: HandClock) -> type:
     class Fake:
         def __init__(self, block: Block, *, samples: int, dtype: object, device: object) -> None:  # noqa: ARG002
             alone = Workload(samples=samples, blocks=(block,))
@@ -47,10 +35,10 @@ def fake_pass(clock: Computed) -> type:
 @pytest.mark.threads_only
 @pytest.mark.ranks(1)
 def test_finds_what_each_sample_costs(world: World) -> None:
-    clock = Computed()
+    clock = HandClock()
 
     def body(comm: AbstractCommunicator) -> None:
-        with patch.object(measure, "_Pass", fake_pass(clock)):
+        with patch.object(measure, "BlockPass", fake_pass(clock)):
             found = measure_sample_flop(WORKLOAD, comm, clock=clock)
             assert found == pytest.approx(SAMPLE_FLOP, rel=1e-9)
             told = measure_speeds(replace(WORKLOAD, sample_flop=found), comm, clock=clock)
@@ -64,7 +52,7 @@ def test_finds_what_each_sample_costs(world: World) -> None:
 @pytest.mark.parametrize("slower", [-0.1, 0.0, 0.05])
 def test_units_whose_time_drowns_in_noise_are_not_taken_for_free(world: World, slower: float) -> None:
     """All units take no longer than an eighth of them, or hardly: a tenth of the time is theirs all the same."""
-    clock = Computed()
+    clock = HandClock()
     most_flop = WORKLOAD.flop(width=1.0, height=1.0)
 
     class Fake:
@@ -75,7 +63,7 @@ def test_units_whose_time_drowns_in_noise_are_not_taken_for_free(world: World, s
             clock.sleep(self.seconds)
 
     def body(comm: AbstractCommunicator) -> None:
-        with patch.object(measure, "_Pass", Fake):
+        with patch.object(measure, "BlockPass", Fake):
             found = measure_sample_flop(WORKLOAD, comm, clock=clock)
             assert found == pytest.approx((9 * 7 / 8 - 1 / 8) * most_flop / WORKLOAD.samples, rel=0.01)
             told = measure_speeds(replace(WORKLOAD, sample_flop=found), comm, clock=clock)

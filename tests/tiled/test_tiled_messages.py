@@ -118,7 +118,7 @@ def test_sums_of_whole_numbers_are_exact_however_large_the_replicated_part(world
         column = tilings[0].by_processor[names[comm.rank]].column
         given = [torch.full((elements,), 2.0 + column, dtype=torch.float64), torch.full((1, 2), 1.0 + column)]
         before = [tensor.clone() for tensor in given]
-        sums = exchange.finish(exchange.begin(pairs, given))
+        sums = exchange.sum(pairs, given)
         for pair, tiling in zip(pairs, tilings, strict=True):
             tile = tiling.by_processor[names[comm.rank]]
             expected = 11 * torch.arange(tile.units.start, tile.units.stop, dtype=torch.float32) + 1
@@ -141,7 +141,7 @@ def test_half_precision_is_summed_in_single(world: World) -> None:
         value = 1.0 if comm.rank == 0 else 2**-8
         rows = Rows(torch.full((2, 3), value, dtype=torch.bfloat16), ONE_EACH)
         exchange = HorizontalExchange(comm, tilings=tilings, names=names)
-        (replicated,) = exchange.finish(exchange.begin([[rows]], [torch.full((4,), value, dtype=torch.bfloat16)]))
+        (replicated,) = exchange.sum([[rows]], [torch.full((4,), value, dtype=torch.bfloat16)])
         expected = torch.tensor(1.0 + (comm.size - 1) * 2**-8).to(torch.bfloat16)
         assert rows.tensor.dtype is replicated.dtype is torch.bfloat16
         assert torch.equal(rows.tensor, expected.expand(2, 3))

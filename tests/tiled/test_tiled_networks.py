@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
-from equal_runs import check_equal
+from equal_runs import check_case
 from networks import CASES, build
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tatami.testing.worlds import World
 from tatami.tiled import find_blocks
@@ -30,16 +37,43 @@ def test_code_that_asks_for_the_dtype_of_its_input_is_followed_in_single_precisi
 
 @pytest.mark.parametrize("name", ["gpt-dropout", "llama", "resnet"])
 def test_a_tiled_network_equals_the_plain_one(world: World, name: str) -> None:
-    check_equal(world, CASES[name])
+    check_case(world, CASES[name])
 
 
 @pytest.mark.threads_only  # each process would follow all of them again
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"gpt-dropout", "llama", "resnet"}))
 def test_more_tiled_networks_equal_the_plain_ones(world: World, name: str) -> None:
-    check_equal(world, CASES[name])
+    check_case(world, CASES[name])
 
 
 @pytest.mark.threads_only
 @pytest.mark.ranks(5, 6, 7, 8)  # on 1 to 4 ranks like all other networks
 def test_six_heads_on_any_number_of_ranks(world: World) -> None:
-    check_equal(world, CASES["gpt"])
+    check_case(world, CASES["gpt"])
+
+
+class Recomputed(nn.Module):
+    """A layer whose activations are computed again in the backward pass."""
+
+    def __init__(self, layer: nn.Module, *, reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.reentrant = layer, reentrant
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.layer, x, use_reentrant=self.reentrant)
+
+
+def recomputed(build: Callable[[], nn.Module], layers: str, *, reentrant: bool) -> nn.Module:
+    network = build()
+    owner: Any = network.get_submodule(layers)
+    for number, layer in enumerate(owner):
+        owner[number] = Recomputed(layer, reentrant=reentrant)
+    return network
+
+
+@pytest.mark.threads_only
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("name", "layers"), [("gpt-dropout", "h"), ("resnet", "layers"), ("experts-in-one-tensor", "h")])
+def test_recomputed_layers_train_as_those_of_one_machine(world: World, name: str, layers: str, reentrant: bool) -> None:
+    case = CASES[name]
+    check_case(world, replace(case, build=partial(recomputed, case.build, layers, reentrant=reentrant)))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from equal_runs import SAMPLES, check_loop
 from networks import CASES, build
 from torch import nn
 
@@ -15,12 +17,11 @@ from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import CommError, ModelError, TrainingError
 from tatami.testing.worlds import World
-from tatami.tiled import TiledModel, move, tile, torch_norms
-from tiled_rig import assert_close, gradients, simple_layout, some_layouts, tiled, whole_gradients
+from tatami.tiled import TiledModel, move, torch_norms
+from tatami.tiling import Layout
+from tiled_rig import simple_layout, some_layouts, tiled
 
-SAMPLES = 7
 NORM_TYPES = [1.0, 2.0, 3.5, math.inf, -math.inf, 0.0]
-Use = Callable[[Any], Any]
 
 
 @one_at_a_time
@@ -41,24 +42,24 @@ def backward(model: Any, local: Callable[[torch.Tensor], torch.Tensor], *, times
     torch.autograd.backward(times * model(local(x)).square().mean())
 
 
-def as_on_one_machine(world: World, use: Use, *, retile: bool = False) -> None:
+def clip_of(model: Any, way: str) -> Callable[..., Any]:
+    """That of a tiled model, or torch's for its parameters."""
+    if way == "model" and isinstance(model, TiledModel):
+        return model.clip_grad_norm_
+    return partial(torch.nn.utils.clip_grad_norm_, model.parameters())
+
+
+def as_on_one_machine(world: World, use: Callable[[Any], Any], *, retile: bool = False) -> None:
     """`use(model)` after a backward pass returns the same number, and leaves the same gradients, as on the plain model."""
-    plain = network()
-    backward(plain, lambda x: x)
-    expected = use(plain)
-    built = network()
 
-    def body(comm: AbstractCommunicator) -> None:
-        for layout in some_layouts(comm.size):
-            model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
-            if retile:
-                move(model, some_layouts(comm.size)[-1], optimizer=None)
-            backward(model, model.local)
-            found = use(model)
-            assert float(found) == pytest.approx(float(expected), rel=1e-12, abs=0), f"{layout}"
-            assert_close(whole_gradients(model), gradients(plain), what=f"gradients on {layout}")
+    def loop(model: Any, local: Callable[..., Any]) -> float:
+        if retile and isinstance(model, TiledModel):
+            layouts = [each for each in some_layouts(model.comm.size) if model.sharding is None or each.deepest == 1]
+            move(model, layouts[-1], optimizer=None)
+        backward(model, local)
+        return float(use(model))
 
-    world(body)
+    check_loop(world, network, loop)
 
 
 @pytest.mark.parametrize(
@@ -84,12 +85,7 @@ def test_clip_grad_norm_of_torch(world: World, norm_type: float, foreach: bool |
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 def test_clip_grad_norm_of_the_model(world: World, norm_type: float) -> None:
-    def clip(model: Any) -> float:
-        if isinstance(model, TiledModel):
-            return model.clip_grad_norm_(0.01, norm_type)
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type).item()
-
-    as_on_one_machine(world, clip)
+    as_on_one_machine(world, lambda model: clip_of(model, "model")(0.01, norm_type))
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
@@ -166,25 +162,18 @@ def test_norms_that_are_not_finite(world: World, way: str, bad: float) -> None:
 @pytest.mark.parametrize("name", ["llama", "resnet"])
 @pytest.mark.parametrize("way", ["torch", "model"])
 def test_networks_of_many_kinds_of_blocks(world: World, name: str, way: str) -> None:
-    case = CASES[name]
-    inputs = case.draw(SAMPLES, torch.Generator().manual_seed(5))
-    plain, built = build(case), build(case)
-    torch.autograd.backward(plain(*inputs).square().mean())
-    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01).item()
+    inputs = CASES[name].draw(SAMPLES, torch.Generator().manual_seed(5))
+    assert isinstance(inputs, tuple)
 
-    def body(comm: AbstractCommunicator) -> None:
-        for layout in (simple_layout(list(range(comm.size))), simple_layout([0], list(range(1, comm.size)))):
-            model = tile(built, comm, batch_size=SAMPLES, sample=inputs, speeds="equal", layout=layout, reduction="mean")
-            mine = model.local(*inputs)
-            torch.autograd.backward(model(*(mine if isinstance(mine, tuple) else (mine,))).square().mean())
-            if way == "torch":
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01).item()
-            else:
-                norm = model.clip_grad_norm_(0.01)
-            assert norm == pytest.approx(expected, rel=1e-9)
-            assert_close(whole_gradients(model), gradients(plain), what=f"gradients on {layout}")
+    def loop(model: Any, local: Callable[..., Any]) -> None:
+        mine = local(*inputs)
+        torch.autograd.backward(model(*(mine if isinstance(mine, tuple) else (mine,))).square().mean())
+        clip_of(model, way)(0.01)
 
-    world(body)
+    def layouts(size: int) -> list[Layout]:
+        return [simple_layout(list(range(size))), simple_layout([0], list(range(1, size)))]
+
+    check_loop(world, partial(build, CASES[name]), loop, layouts=layouts, sample=inputs)
 
 
 @pytest.mark.ranks(2, 3, 4)

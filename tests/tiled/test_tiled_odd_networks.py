@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
-from equal_runs import adam, check_equal, loss_of, random_layout
+from equal_runs import check_case, check_equal, check_loop, loss_of, random_layout
 from networks import Case, Fused, build
 from torch import nn
 
@@ -22,10 +24,10 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import run_threads
 from tatami.errors import InputError, ModelError
 from tatami.testing.worlds import World
-from tatami.tiled import find_blocks, move, tile, whole_state_dict, workload_of
+from tatami.tiled import find_blocks, tile, workload_of
 from tatami.tiled.describing import describe
 from tatami.tiling import Column, Layout
-from tiled_rig import assert_close, gradients, simple_layout, whole_gradients
+from tiled_rig import assert_close, simple_layout
 
 Forward = Callable[..., Any]
 
@@ -121,12 +123,12 @@ def whole_only(net: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("forward", "match"),
     [
-        (moving_mean, r"keeps something of its samples for later \(mean\).* torch.nn.BatchNorm1d"),
+        (moving_mean, "what Written gives for a sample depends on the other samples of the batch"),
         (moving_mean_in_place, r"keeps something of its samples for later \(mean\)"),
         (remembering, r"keeps something of its samples for later \(last\)"),
         (clamped, r"changes weights \(pair.0.weight\).* between two steps"),
         (drawn_in_python, "draws from Python's random.* Draw with torch"),
-        (balanced, "a loss that is neither the mean nor the sum of what its samples give"),
+        (balanced, r"a loss that is neither the mean nor the sum of what its samples give.* by model\.over_batch\("),
         (balanced_for_two_at_least, "a loss that is neither the mean nor the sum of what its samples give"),
         (varying, "a loss that is neither the mean nor the sum of what its samples give"),
         (apart, "a loss that is neither the mean nor the sum of what its samples give"),
@@ -344,45 +346,49 @@ ODD = {
 def test_odd_networks_are_split_and_exact(world: World, name: str) -> None:
     found = find_blocks(build(ODD[name]), sample=ODD[name].draw(4, torch.Generator().manual_seed(1)))
     assert tuple(block.facts.kind for block in found.blocks) == ODD[name].blocks
-    check_equal(world, ODD[name])
+    check_case(world, ODD[name])
 
 
 @pytest.mark.threads_only
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", sorted(ODD))
 def test_a_rank_that_has_all_units_sums_with_those_of_its_column_that_have_none(world: World, name: str) -> None:
-    case = ODD[name]
-    (x,) = case.draw(4, torch.Generator().manual_seed(1))
-    plain, network = build(case), build(case)
-    loss_of(plain(x)).backward()  # type: ignore[no-untyped-call]
-    expected = gradients(plain)
-
-    def body(comm: AbstractCommunicator) -> None:
+    def layouts(size: int) -> list[Layout]:
         uneven = Column(width=0.5, processors=("p0", "p1"), heights=(0.98, 0.02))
-        others = tuple(Column(width=0.5, processors=(f"p{rank}",), heights=(1.0,)) for rank in range(2, comm.size))
-        layout = Layout(columns=(uneven, *others) if others else (replace(uneven, width=1.0),))
-        model = tile(network, comm, batch_size=4, sample=x, speeds="equal", layout=layout, reduction="mean", quiet=True)
-        loss_of(model(model.local(x))).backward()  # type: ignore[no-untyped-call]
-        assert_close(whole_gradients(model), expected, what="gradients")
+        others = tuple(Column(width=0.5, processors=(f"p{rank}",), heights=(1.0,)) for rank in range(2, size))
+        return [Layout(columns=(uneven, *others) if others else (replace(uneven, width=1.0),))]
 
-    world(body)
+    check_once(world, partial(build, ODD[name]), drawn(ODD[name]), layouts=layouts)
+
+
+def drawn(case: Case) -> torch.Tensor:
+    (x,) = case.draw(4, torch.Generator().manual_seed(1))
+    assert isinstance(x, torch.Tensor)
+    return x
+
+
+def check_once(
+    world: World,
+    make: Callable[[], nn.Module],
+    x: torch.Tensor,
+    *,
+    loss: Callable[[nn.Module, Any], torch.Tensor] = lambda _, output: loss_of(output),
+    layouts: Callable[[int], list[Layout]],
+) -> None:
+    """The gradients of a pass over these samples are those of the plain network; `loss`: of the network and its output."""
+
+    def loop(model: Any, local: Callable[..., Any]) -> None:
+        output = model(local(x))
+        loss(getattr(model, "module", model), output).backward()  # type: ignore[no-untyped-call]
+
+    check_loop(world, one_at_a_time(make), loop, layouts=layouts, batch_size=len(x), sample=x)
 
 
 def trained_alike(world: World, make: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Any], torch.Tensor]) -> None:
     """The gradients of a pass over 6 samples, on columns of uneven widths, are those of the plain network."""
     x = torch.rand(6, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    plain, model = one_at_a_time(make)(), one_at_a_time(make)()
-    loss_of(plain, plain(x)).backward()  # type: ignore[no-untyped-call]
-    expected = gradients(plain)
-
-    def body(comm: AbstractCommunicator) -> None:
-        layout = simple_layout([0], list(range(1, comm.size)), widths=[0.34, 0.66])
-        tiled = tile(model, comm, batch_size=6, sample=x, speeds="equal", layout=layout, reduction="mean", quiet=True)
-        output = tiled(tiled.local(x))
-        loss_of(tiled.module, output).backward()  # type: ignore[no-untyped-call]
-        assert_close(whole_gradients(tiled), expected, what="gradients")
-
-    world(body)
+    layout = simple_layout([0], list(range(1, world.size)), widths=[0.34, 0.66])
+    check_once(world, make, x, loss=loss_of, layouts=lambda _: [layout])
 
 
 def written(forward: Forward) -> nn.Module:
@@ -534,17 +540,11 @@ class Sliced(nn.Module):
 
 @pytest.mark.threads_only
 @pytest.mark.ranks(2)
-def test_a_slice_of_a_list_of_parameters_is_refused_with_its_line(world: World) -> None:
-    x, network = torch.rand(4, 6), Sliced()
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tile(network, comm, batch_size=4, sample=x, speeds="equal", layout=simple_layout([0], [1]), quiet=True)
-        with pytest.raises(
-            ModelError, match=r"test_tiled_odd_networks.py:\d+ `for weight in self.weights\[1:\]:`: .* self.w\[i\]"
-        ):
-            model(model.local(x))
-
-    world(body)
+def test_a_slice_of_a_list_of_parameters_has_their_gradients(world: World) -> None:
+    torch.manual_seed(0)
+    network = Sliced().double()
+    x = torch.rand(4, 6, dtype=torch.float64)
+    check_once(world, partial(copy.deepcopy, network), x, layouts=lambda _: [simple_layout([0], [1])])
 
 
 class Normalized(nn.Module):
@@ -578,36 +578,21 @@ def test_batch_normalization_that_is_frozen_in_a_split_module_is_exact(world: Wo
         return model
 
     torch.manual_seed(0)
-    plain = Normalized().double()
-    network = prepared(copy.deepcopy(plain))
-    norm = prepared(plain).get_submodule("norm")
-    optimizer, expected = adam(plain), []
-    for step, x in enumerate(batches):
-        norm.train(step >= 3)
-        optimizer.zero_grad()
-        loss_of(plain(x)).backward()  # type: ignore[no-untyped-call]
-        expected.append(gradients(plain))
-        optimizer.step()
-    state = plain.state_dict()
+    network = prepared(Normalized().double())
+    assert [block.facts.kind for block in find_blocks(network, sample=batches[0]).blocks] == ["convolution pair"]
 
-    def body(comm: AbstractCommunicator) -> None:
-        layouts = [simple_layout(list(range(comm.size))), random_layout(comm.size, 1)]
-        model = tile(
-            network, comm, batch_size=6, sample=batches[0], speeds="equal", layout=layouts[0], reduction="mean", quiet=True
-        )
-        assert [block.facts.kind for block in model.found.blocks] == ["convolution pair"]
-        optimizer = adam(model)
-        for step, x in enumerate(batches):
-            model.module.get_submodule("norm").train(step >= 3)
-            if step in (2, 4):
-                move(model, layouts[1 - step // 4], optimizer=optimizer)
-            optimizer.zero_grad()
-            loss_of(model(model.local(x))).backward()  # type: ignore[no-untyped-call]
-            assert_close(whole_gradients(model), expected[step], what=f"gradients of step {step}")
-            optimizer.step()
-        assert_close(comm.bcast_object(whole_state_dict(model)), state, what="after the last step")
+    def plans(size: int) -> list[dict[int, Layout]]:
+        first, second = simple_layout(list(range(size))), random_layout(size, 1)
+        return [{0: first, 2: second, 4: first}]
 
-    world(body)
+    check_equal(
+        world,
+        partial(copy.deepcopy, network),
+        [(x,) for x in batches],
+        plans=plans,
+        change=lambda model, step: model.get_submodule("norm").train(step >= 3),
+        options=lambda _: {"sample": batches[0]},
+    )
 
 
 @pytest.mark.threads_only
@@ -629,22 +614,18 @@ def test_dropout_that_is_frozen_inside_of_a_split_module_is_refused(world: World
 @pytest.mark.threads_only
 @pytest.mark.ranks(2)
 def test_a_bilinear_layer_may_be_frozen_inside_of_a_split_module(world: World) -> None:
-    case = ODD["biaffine"]
-    (x,) = case.draw(4, torch.Generator().manual_seed(1))
-    plain, network = build(case), build(case)
-    for each in (plain, network):
-        each.both.requires_grad_(False)
-    loss_of(plain(x)).backward()  # type: ignore[no-untyped-call]
-    expected = gradients(plain)
+    @one_at_a_time
+    def make() -> nn.Module:
+        model = build(ODD["biaffine"])
+        model.both.requires_grad_(False)
+        return cast(nn.Module, model)
 
-    def body(comm: AbstractCommunicator) -> None:
-        layout = simple_layout([0, 1])
-        model = tile(network, comm, batch_size=4, sample=x, speeds="equal", layout=layout, reduction="mean", quiet=True)
-        model.module.get_submodule("both").eval()
-        loss_of(model(model.local(x))).backward()  # type: ignore[no-untyped-call]
-        assert_close(whole_gradients(model), expected, what="gradients")
+    def loop(model: Any, local: Callable[..., Any]) -> None:
+        getattr(model, "module", model).get_submodule("both").eval()
+        loss_of(model(local(x))).backward()  # type: ignore[no-untyped-call]
 
-    world(body)
+    x = drawn(ODD["biaffine"])
+    check_loop(world, make, loop, layouts=lambda _: [simple_layout([0, 1])], batch_size=4, sample=x)
 
 
 def test_the_line_that_keeps_weights_whole_is_named() -> None:
@@ -662,4 +643,4 @@ def test_the_line_that_keeps_weights_whole_is_named() -> None:
     found = find_blocks(model, sample=torch.randn(4, 6))
     assert found.stops["0.a.weight"].endswith("`h = torch.relu(self.a(x)).sort(-1).values`")
     text = describe(model, found, workload=workload_of(model, found, samples=8)).text(width=120)
-    assert "0.a: needed whole at test_tiled_odd_networks.py:" in text
+    assert re.search(r"Linear: 0\.a .*\n +needed whole at test_tiled_odd_networks\.py:\d+ ", text)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tatami.cluster import Cluster
-from tatami.cluster.cluster import NETWORK_LINK
+from tatami.cluster.link import NETWORK_LINK
 from tatami.comm import AbstractCommunicator
 from tatami.errors import PlanError
 from tatami.testing.slowdown import Slowdown

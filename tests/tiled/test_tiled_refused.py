@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -16,13 +17,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from drawing import one_at_a_time
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import run_threads
-from tatami.errors import InputError, ModelError, PlanError
+from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError
 from tatami.testing.worlds import World
 from tatami.tiled import TiledModel, Trainer, find_blocks, move, tile
 from tiled_rig import simple_layout, some_layouts, tiled
@@ -88,13 +88,16 @@ def test_unknown_planners_and_reductions(world: World) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_more_ranks_than_samples(world: World) -> None:
-    refuses(
-        world,
-        PlanError,
-        "3 processors are more than the 2 samples",
-        lambda comm: tile(mlp(), comm, batch_size=2, speeds="equal"),
-    )
+def test_more_ranks_than_samples_share_them_or_are_left_out(world: World) -> None:
+    network, x = mlp(), torch.arange(8.0).view(2, 4) / 8
+
+    def body(comm: AbstractCommunicator) -> float:
+        model = tile(network, comm, batch_size=2, speeds="equal", reduction="mean", quiet=True)
+        loss = model(model.local(x)).square().mean()
+        torch.autograd.backward(loss)
+        return model.global_loss(loss)
+
+    assert world(body) == pytest.approx([network(x).square().mean().item()] * 3, rel=1e-6)
 
 
 @pytest.mark.ranks(3)
@@ -141,6 +144,22 @@ def test_ranks_that_disagree(world: World) -> None:
             speeds="equal",
         ),
     )
+
+
+def test_ranks_wait_longer_for_each_other_while_a_network_is_set_up_and_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("tatami.tiled.tile"), "SETUP_TIMEOUT_S", 0.5)
+    has_given_up = threading.Event()
+
+    def body(comm: AbstractCommunicator) -> None:
+        if comm.rank == 1:  # still at work
+            assert has_given_up.wait(timeout=60)
+            return
+        with pytest.raises(CommTimeoutError, match=r"rank 0 has set up the network and waited .* timed out after 0\.[5-9]"):
+            tile(mlp(), comm, batch_size=8, speeds="equal")
+        assert comm.timeout_s == 0.05
+        has_given_up.set()
+
+    run_threads(body, size=2, timeout_s=0.05)
 
 
 @pytest.mark.ranks(2, 3)
@@ -341,37 +360,12 @@ def test_a_rank_without_units_can_not_evaluate_alone(world: World) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("kind", ["tiled", "replicated"])
-def test_checkpointed_layers_raise_instead_of_losing_sums(world: World, kind: str) -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.pair = mlp()
-            self.after = nn.LayerNorm(2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if kind == "tiled":
-                result: torch.Tensor = self.after(checkpoint(self.pair, x, use_reentrant=True))
-            else:
-                result = checkpoint(self.after, self.pair(x), use_reentrant=True)
-            return result
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(Checkpointed(), comm, layout=some_layouts(2)[1], batch_size=8)
-        loss = model(model.local(torch.rand(8, 4)).requires_grad_()).square().mean()
-        with pytest.raises(ModelError, match="outside of its TiledModel's forward pass"):
-            loss.backward()
-
-    world(body)
-
-
-@pytest.mark.ranks(2)
-def test_a_tiled_layer_called_by_itself(world: World) -> None:
+def test_layers_called_by_themselves_before_any_forward_pass(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         model = laid(comm)
-        with pytest.raises(ModelError, match="TiledFirst was called outside"):
-            model.module(model.local(torch.rand(8, 4)))
+        loss = model.module(model.local(torch.rand(8, 4))).mean()
+        with pytest.raises(ModelError, match="a layer was called before its TiledModel"):
+            loss.backward()
 
     world(body)
 
@@ -387,34 +381,11 @@ def test_copies_and_pickles(world: World, duplicate: Callable[[object], object])
     world(body)
 
 
-@dataclass
-class Opaque:
-    logits: torch.Tensor
-
-
-@pytest.mark.ranks(2)
-def test_outputs_whose_tensors_can_not_be_found(world: World) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.pair = mlp()
-
-        def forward(self, x: torch.Tensor) -> Opaque:
-            return Opaque(logits=self.pair(x))
-
-    def body(comm: AbstractCommunicator) -> None:
-        model = tiled(Net(), comm, layout=some_layouts(2)[1], batch_size=8)
-        with pytest.raises(ModelError, match="returns a Opaque"):
-            model(model.local(torch.rand(8, 4)))
-
-    world(body)
-
-
 @pytest.mark.ranks(2)
 def test_retiling_between_forward_and_backward(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         model = laid(comm)
-        loss = model(model.local(torch.rand(8, 4))).mean()
+        loss = model(model.local(torch.linspace(0, 1, 32).view(8, 4))).mean()
         move(model, simple_layout([0, 1]), optimizer=None)
         with pytest.raises(ModelError, match="re-tiled between this forward pass and its backward pass"):
             loss.backward()
@@ -448,7 +419,7 @@ def test_dropout_off_the_sample_axis(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         model = tiled(Turned(), comm, layout=some_layouts(2)[1], batch_size=6)
         with pytest.raises(InputError, match=r"dropout got \d+ rows where"):
-            model(model.local(torch.rand(6, 3, 4)))
+            model(model.local(torch.linspace(0, 1, 72).view(6, 3, 4)))
 
     world(body)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import pytest
 import torch
+from equal_runs import plain_fit
 from torch import nn
 
 from drawing import one_at_a_time
+from hand_clock import HandClock
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.wrapper import WrappedCommunicator
 from tatami.errors import CommError, PlanError
@@ -28,19 +30,13 @@ SPEEDS = [1.0, 1.0, 0.5, 0.25]
 ADAM = optimizers(torch.float64)["adam"]
 
 
-class Machine:
+class Machine(HandClock):
     """A rank's clock and pace: backward takes the area of its tile over its speed, and nothing else takes time."""
 
     def __init__(self, speed: float) -> None:
+        super().__init__(0.0)
         self.speed = speed
         self.model: TiledModel | None = None
-        self._time_s = 0.0
-
-    def now_s(self) -> float:
-        return self._time_s
-
-    def sleep(self, duration_s: float) -> None:
-        self._time_s += duration_s
 
     def begin(self) -> None:
         pass
@@ -64,30 +60,18 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def trained_plainly(steps: int) -> nn.Module:
-    """The network after so many steps of Adam on one machine."""
-    plain = network()
-    x, y = data()
-    optimizer = ADAM(plain.parameters())
-    for _ in range(steps):
-        optimizer.zero_grad()
-        torch.autograd.backward(nn.functional.mse_loss(plain(x), y))
-        optimizer.step()
-    return plain
+def trained_plainly(steps: int) -> dict[str, torch.Tensor]:
+    """The weights after so many steps of Adam on one machine."""
+    return plain_fit(network(), [data()] * steps, loss=mse, optimizer=ADAM)[1]
+
+
+def mse(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
 def laid(built: nn.Module, comm: AbstractCommunicator, machine: Machine, *, planner: str = "srpm") -> TiledModel:
-    model = tile(
-        built,
-        comm,
-        batch_size=SAMPLES,
-        speeds="equal",
-        planner=planner,
-        reduction="mean",
-        quiet=True,
-        clock=machine,
-        pace=machine,
-    )
+    options: Any = {"reduction": "mean", "quiet": True, "clock": machine, "pace": machine}
+    model = tile(built, comm, batch_size=SAMPLES, speeds="equal", planner=planner, **options)
     machine.model = model
     return model
 
@@ -95,13 +79,8 @@ def laid(built: nn.Module, comm: AbstractCommunicator, machine: Machine, *, plan
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("planner", ["srpm", "even", "weighted"])
 def test_it_settles_from_no_knowledge_and_again_after_a_rank_slows_down(world: World, planner: str) -> None:
-    built, plain = network(), network()
+    built, expected = network(), trained_plainly(16 * 4)
     x, y = data()
-    plain_steps = ADAM(plain.parameters())
-    for _ in range(16 * 4):
-        plain_steps.zero_grad()
-        torch.autograd.backward(nn.functional.mse_loss(plain(x), y))
-        plain_steps.step()
 
     def body(comm: AbstractCommunicator) -> list[Check]:
         machine = Machine(SPEEDS[comm.rank])
@@ -113,7 +92,7 @@ def test_it_settles_from_no_knowledge_and_again_after_a_rank_slows_down(world: W
             machine.speed /= 3
         checks += trainer.fit((x, y), batch_size=SAMPLES, iterations=8 * 4).checks
         assert identities == [id(parameter) for parameter in model.parameters()]
-        assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="parameters")
+        assert_close(comm.bcast_object(whole_state_dict(model)), expected, what="parameters")
         return checks
 
     seen = world(body)
@@ -260,7 +239,7 @@ def test_what_a_loop_waits_for_its_own_sum_is_no_compute_time(world: World) -> N
 def test_a_slow_rank_is_noticed_and_relieved_within_few_iterations_and_training_stays_exact(
     world: World, by_hand: bool
 ) -> None:
-    built, plain = network(), trained_plainly(60)
+    built, expected = network(), trained_plainly(60)
     x, y = data()
 
     def body(comm: AbstractCommunicator) -> tuple[list[Check], list[Decision]]:
@@ -294,7 +273,7 @@ def test_a_slow_rank_is_noticed_and_relieved_within_few_iterations_and_training_
         if comm.rank == 1:
             machine.speed /= 3
         checks = go(30)
-        assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="parameters")
+        assert_close(comm.bcast_object(whole_state_dict(model)), expected, what="parameters")
         if comm.rank == 0 and not by_hand:
             watched = [record for record in records.kept if record["event"] == "watch"]
             first = next(alarm for record in watched for alarm in record["alarms"])
@@ -365,13 +344,8 @@ class Breakable(WrappedCommunicator):
 @pytest.mark.ranks(2, 3, 4)
 def test_a_retiling_that_fails_leaves_model_and_optimizer_as_they_were(world: World) -> None:
     """The rows of a moved tile do not come: the model still computes, on the old tiling, what the plain one does."""
-    built, plain = network(), network()
+    built, expected = network(), trained_plainly(3)
     x, y = data()
-    plain_steps = ADAM(plain.parameters())
-    for _ in range(3):
-        plain_steps.zero_grad()
-        torch.autograd.backward(nn.functional.mse_loss(plain(x), y))
-        plain_steps.step()
 
     def body(comm: AbstractCommunicator) -> None:
         ranks = list(range(comm.size))
@@ -394,26 +368,13 @@ def test_a_retiling_that_fails_leaves_model_and_optimizer_as_they_were(world: Wo
             optimizer.step()
             if step == 1:
                 assert move(model, simple_layout([*ranks[1:], 0]), optimizer=optimizer).num_units > 0
-        assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="parameters")
+        assert_close(comm.bcast_object(whole_state_dict(model)), expected, what="parameters")
 
     world(body)
 
 
 def test_a_rank_that_was_left_out_is_as_slow_as_it_was_known_to_be_until_its_probe_says_otherwise() -> None:
-    class Steps:
-        """A clock that goes on by `step_s` each time it is looked at."""
-
-        step_s = 2.0
-        time_s = 0.0
-
-        def now_s(self) -> float:
-            self.time_s += self.step_s
-            return self.time_s
-
-        def sleep(self, duration_s: float) -> None:
-            self.time_s += duration_s
-
-    clock = Steps()
+    clock = HandClock(0.0, step_s=2.0)
     probe = _Probe(HostStopwatch(clock), torch.device("cpu"))
     assert probe.per_work_s(float("nan")) == 0.0
     assert not probe.has_looked
@@ -435,7 +396,7 @@ class Looked(Machine):
 
 @pytest.mark.ranks(4)
 def test_a_rank_that_all_but_stops_is_left_out_and_taken_in_again_when_it_is_itself(world: World) -> None:
-    built, plain = network(), trained_plainly(170)
+    built, expected = network(), trained_plainly(170)
     x, y = data()
 
     def body(comm: AbstractCommunicator) -> tuple[list[Decision], list[int]]:
@@ -449,7 +410,7 @@ def test_a_rank_that_all_but_stops_is_left_out_and_taken_in_again_when_it_is_its
             tiles.append(len(model.tiling.tiles))
             if comm.rank == 1:
                 machine.speed *= factor
-        assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="parameters")
+        assert_close(comm.bcast_object(whole_state_dict(model)), expected, what="parameters")
         return decisions, tiles
 
     results = world(body)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from hand_clock import HandClock
 from tatami.comm.base import AbstractCommunicator
 from tatami.testing.worlds import World
 from tatami.tiled import IterationPhase, Phases, PhaseTimes, measure_speed, measure_speeds, tile
@@ -17,23 +18,10 @@ from tatami.workload import Workload
 from tiled_rig import simple_layout, some_layouts
 
 
-class FakeClock:
-    """Time that passes only when told to."""
-
-    def __init__(self) -> None:
-        self.time_s = 100.0
-
-    def now_s(self) -> float:
-        return self.time_s
-
-    def sleep(self, duration_s: float) -> None:
-        self.time_s += duration_s
-
-
 class Paced:
     """Every stretch of compute takes as many seconds as `stretch_s` says."""
 
-    def __init__(self, clock: FakeClock, stretch_s: float) -> None:
+    def __init__(self, clock: HandClock, stretch_s: float) -> None:
         self.clock = clock
         self.stretch_s = stretch_s
         self.running = False
@@ -49,7 +37,7 @@ class Paced:
 
 
 def test_phases_add_up_and_start_anew() -> None:
-    clock = FakeClock()
+    clock = HandClock()
     phases = Phases(clock=clock)
     clock.sleep(50)
     for phase, seconds in (
@@ -59,18 +47,32 @@ def test_phases_add_up_and_start_anew() -> None:
         (IterationPhase.BACKWARD, 8),
         (IterationPhase.HORIZONTAL, 16),
         (IterationPhase.UPDATE, 32),
+        (IterationPhase.HANDOVER, 64),
+        (IterationPhase.BUBBLE, 128),
     ):
         phases.enter(phase)
         clock.sleep(seconds)
     times = phases.finish_iteration()
-    assert times == PhaseTimes(forward_s=5, vertical_s=2, backward_s=8, horizontal_s=16, update_s=32)
-    assert (times.t1_s, times.t2_s, times.compute_s, times.total_s) == (15, 8, 45, 63)
+    stages = {"handover_s": 64, "bubble_s": 128}
+    assert times == PhaseTimes(forward_s=5, vertical_s=2, backward_s=8, horizontal_s=16, update_s=32, **stages)
+    assert (times.t1_s, times.t2_s, times.compute_s, times.total_s) == (15, 8, 45, 255)
+    phases.trace()
+    clock.sleep(7)
+    phases.enter(IterationPhase.FORWARD)
+    for micro_batch in (0, 0, 1):
+        phases.work_on(micro_batch)
+        clock.sleep(1)
+    assert phases.finish_iteration().forward_s == 3
+    assert [(span.phase, span.micro_batch, span.began_s, span.ended_s) for span in phases.spans] == [
+        (IterationPhase.FORWARD, 0, 7, 9),
+        (IterationPhase.FORWARD, 1, 9, 10),
+    ]
     clock.sleep(7)
     assert phases.finish_iteration().total_s == 0
 
 
 def test_a_phase_inside_of_another_resumes_it_and_outside_counts_nothing() -> None:
-    clock = FakeClock()
+    clock = HandClock()
     phases = Phases(clock=clock)
     with phases.during(IterationPhase.VERTICAL):  # an evaluation between two iterations
         clock.sleep(3)
@@ -85,7 +87,7 @@ def test_a_phase_inside_of_another_resumes_it_and_outside_counts_nothing() -> No
 
 def test_what_follows_an_iteration_that_ended_inside_of_a_phase_counts_for_nothing() -> None:
     """As where the last sum over the ranks of an elastic run makes the update."""
-    clock = FakeClock()
+    clock = HandClock()
     phases = Phases(clock=clock)
     phases.enter(IterationPhase.UPDATE)
     with phases.during(IterationPhase.HORIZONTAL):
@@ -99,7 +101,7 @@ def test_what_follows_an_iteration_that_ended_inside_of_a_phase_counts_for_nothi
 
 
 def test_pace_is_told_of_every_stretch_of_compute_and_of_nothing_else() -> None:
-    clock = FakeClock()
+    clock = HandClock()
     phases = Phases(clock=clock, pace=Paced(clock, 10))
     for phase in (
         IterationPhase.FORWARD,
@@ -123,7 +125,7 @@ def test_a_step_passes_through_the_phases(world: World) -> None:
     def body(comm: AbstractCommunicator) -> list[PhaseTimes]:
         seen = []
         for layout in some_layouts(2)[:2] if comm.size == 2 else some_layouts(3)[:2]:
-            clock = FakeClock()
+            clock = HandClock()
             pace = Paced(clock, 1.0)
             model = tile(built, comm, batch_size=6, speeds="equal", layout=layout, reduction="mean", clock=clock, pace=pace)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -145,7 +147,7 @@ def test_a_step_passes_through_the_phases(world: World) -> None:
 
 
 def test_speed_is_flop_over_time_and_the_first_repeat_is_not_counted() -> None:
-    clock = FakeClock()
+    clock = HandClock()
     workload = Workload.mlp(4, 8, 2, samples=50)
 
     class Uneven(Paced):
@@ -163,7 +165,7 @@ def test_speed_is_flop_over_time_and_the_first_repeat_is_not_counted() -> None:
 
 
 def test_large_batches_are_measured_on_a_part() -> None:
-    clock = FakeClock()
+    clock = HandClock()
     workload = Workload.mlp(4, 8, 2, samples=10_000_000)
     speed = measure_speed(workload, repeats=1, clock=clock, pace=Paced(clock, 1.0))
     assert speed.flop_per_s == pytest.approx(workload.with_samples(1024).flop_per_area)
@@ -173,7 +175,7 @@ def test_all_ranks_know_all_speeds_and_tile_uses_them(world: World) -> None:
     workload = Workload.mlp(4, 8, 2, samples=16)
 
     def body(comm: AbstractCommunicator) -> tuple[list[float], list[float], list[float]]:
-        clock = FakeClock()
+        clock = HandClock()
         pace = Paced(clock, 1.0 + comm.rank)
         speeds = [each.flop_per_s for each in measure_speeds(workload, comm, clock=clock, pace=pace)]
         model = tile(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,16 +12,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from equal_runs import Fitted, check_fit, plain_fit
 from torch import nn
 
 from drawing import one_at_a_time
+from hand_clock import HandClock
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError, OutputExistsError
 from tatami.records import Records
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
-from tatami.tiled import History, Trainer, whole_state_dict
-from tiled_rig import assert_close, some_layouts, tiled
+from tatami.tiled import History, TiledModel, Trainer
+from tiled_rig import some_layouts, tiled
 
 SAMPLES = 23
 SGD = partial(torch.optim.SGD, lr=0.2, momentum=0.9)
@@ -55,52 +58,51 @@ class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self.x[index], self.y[index]
 
 
-def plain_fit(
+def fitted(
     *,
     batch_size: int,
     epochs: int,
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.mse_loss,
     seed: int | None,
     scheduler: Any = None,
     clip_norm: float | None = None,
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model, (x, y) = network(), inputs()
-    steps = SGD(model.parameters())
-    schedule = scheduler(steps) if scheduler else None
-    losses = []
-    for epoch in range(epochs):
-        order = torch.arange(SAMPLES)
-        if seed is not None:
-            order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(seed + epoch))
-        for start in range(0, SAMPLES, batch_size):
-            here = order[start : start + batch_size]
-            steps.zero_grad()
-            value = loss(model(x[here]), y[here])
-            torch.autograd.backward(value)
-            if clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-            steps.step()
-            losses.append(value.item())
-        if schedule:
-            schedule.step()
-    return losses, model.state_dict()
+) -> Fitted:
+    """By the plain loop, over batches in the Trainer's order."""
+    x, y = inputs()
+    orders = [
+        torch.arange(SAMPLES)
+        if seed is None
+        else torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(seed + epoch))
+        for epoch in range(epochs)
+    ]
+    batches = [(x[here], y[here]) for order in orders for here in torch.split(order, batch_size)]
+    schedules: list[Any] = []
+
+    def after(optimizer: torch.optim.Optimizer, updates: int) -> None:
+        if scheduler and not schedules:
+            schedules.append(scheduler(optimizer))
+        if scheduler and updates % (len(batches) // epochs) == 0:
+            schedules[0].step()
+
+    return plain_fit(
+        network(),
+        batches,
+        loss=lambda model, batch: loss(model(batch[0]), batch[1]),
+        optimizer=SGD,
+        clip_norm=clip_norm,
+        after=after,
+    )
 
 
-def check(
-    world: World, expected: tuple[list[float], dict[str, torch.Tensor]], fit: Callable[[Any], tuple[Trainer, History]]
-) -> None:
+def check(world: World, expected: Fitted, fit: Callable[[Any], tuple[Trainer, History]]) -> None:
     """On every layout, `fit(model)` gives the losses and the parameters of the plain run."""
-    built = network()
 
-    def body(comm: AbstractCommunicator) -> None:
-        for layout in some_layouts(comm.size):
-            model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
-            trainer, history = fit(model)
-            assert history.losses == pytest.approx(expected[0], rel=1e-10)
-            assert len(history.iteration_s) == len(history.losses) == trainer.iteration
-            assert_close(comm.bcast_object(whole_state_dict(model)), expected[1], what=f"parameters on {layout}")
+    def fits(model: TiledModel, _: AbstractCommunicator) -> History:
+        trainer, history = fit(model)
+        assert len(history.iteration_s) == len(history.losses) == trainer.iteration
+        return history
 
-    world(body)
+    check_fit(world, network(), expected, fits, batch_size=SAMPLES)
 
 
 @pytest.mark.parametrize("loss", [nn.MSELoss(), nn.MSELoss(reduction="sum"), partial(F.mse_loss, reduction="sum"), F.mse_loss])
@@ -109,7 +111,7 @@ def test_full_batches(world: World, loss: Any) -> None:
         trainer = Trainer(model, optimizer=SGD, loss=loss, gradient_clip_val=0.5)
         return trainer, trainer.fit(inputs(), batch_size=SAMPLES, epochs=4)
 
-    check(world, plain_fit(batch_size=SAMPLES, epochs=4, loss=loss, seed=None, clip_norm=0.5), fit)
+    check(world, fitted(batch_size=SAMPLES, epochs=4, loss=loss, seed=None, clip_norm=0.5), fit)
 
 
 def test_shuffled_batches_with_a_scheduler(world: World) -> None:
@@ -122,7 +124,7 @@ def test_shuffled_batches_with_a_scheduler(world: World) -> None:
         assert (trainer.epoch, again.stopped) == (3, "epochs")
         return trainer, History(losses=first.losses + again.losses, iteration_s=first.iteration_s + again.iteration_s)
 
-    check(world, plain_fit(batch_size=11, epochs=3, loss=nn.MSELoss(), seed=5, scheduler=scheduler), fit)
+    check(world, fitted(batch_size=11, epochs=3, seed=5, scheduler=scheduler), fit)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -135,7 +137,7 @@ def test_map_style_data_of_which_each_rank_fetches_its_own(world: World, shuffle
             assert len(data.asked) < 2 * SAMPLES
         return trainer, history
 
-    check(world, plain_fit(batch_size=10, epochs=2, loss=nn.MSELoss(), seed=5 if shuffle else None), fit)
+    check(world, fitted(batch_size=10, epochs=2, seed=5 if shuffle else None), fit)
 
 
 @pytest.mark.parametrize("retile", [None, Retiler(every=1)])
@@ -144,7 +146,7 @@ def test_an_optimizer_may_be_given_ready_made(world: World, retile: Retiler | No
         trainer = Trainer(model, optimizer=SGD(model.parameters()), loss=nn.MSELoss(), seed=5, retile=retile)
         return trainer, trainer.fit(inputs(), batch_size=11, epochs=2)
 
-    check(world, plain_fit(batch_size=11, epochs=2, loss=nn.MSELoss(), seed=5), fit)
+    check(world, fitted(batch_size=11, epochs=2, seed=5), fit)
 
 
 @pytest.mark.ranks(1, 2)
@@ -177,7 +179,7 @@ def test_every_seed_shuffles(world: World, seed: int) -> None:
 
 
 def test_it_stops_where_it_is_told(world: World) -> None:
-    losses, _ = plain_fit(batch_size=SAMPLES, epochs=6, loss=nn.MSELoss(), seed=None)
+    losses, _ = fitted(batch_size=SAMPLES, epochs=6, seed=None)
     built = network()
 
     def body(comm: AbstractCommunicator) -> None:
@@ -230,22 +232,11 @@ def test_evaluation_weighs_by_samples(world: World, reduction: str) -> None:
 
 def test_an_evaluation_between_iterations_is_in_no_iteration(world: World) -> None:
     """Its vertical sums would lengthen the t1 of the next one."""
-
-    class Frozen:
-        time_s = 0.0
-
-        def now_s(self) -> float:
-            self.time_s += 1.0
-            return self.time_s
-
-        def sleep(self, duration_s: float) -> None:
-            self.time_s += duration_s
-
     built = network()
 
     def body(comm: AbstractCommunicator) -> None:
         model = tiled(built, comm, layout=some_layouts(comm.size)[0], batch_size=SAMPLES)
-        model.phases.clock = Frozen()
+        model.phases.clock = HandClock(step_s=1.0)
         Trainer(model, optimizer=SGD, loss=nn.MSELoss()).evaluate(inputs(), batch_size=9)
         assert model.phases.finish_iteration().total_s == 0
 
@@ -321,7 +312,7 @@ def test_data_that_can_not_be(world: World) -> None:
 @pytest.mark.ranks(1, 2)
 def test_records_and_progress_are_those_of_rank_0(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("records")
-    losses, _ = plain_fit(batch_size=SAMPLES, epochs=4, loss=nn.MSELoss(), seed=None)
+    losses, _ = fitted(batch_size=SAMPLES, epochs=4, seed=None)
     built = network()
 
     class Told:
@@ -347,6 +338,7 @@ def test_records_and_progress_are_those_of_rank_0(world: World, tmp_path_factory
         if comm.rank == 0:
             lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
             assert [(line["event"], line["iteration"]) for line in lines] == [
+                ("processes", 0),
                 ("tiling", 0),
                 ("phases", 2),
                 ("train", 2),
@@ -354,7 +346,9 @@ def test_records_and_progress_are_those_of_rank_0(world: World, tmp_path_factory
                 ("train", 4),
                 ("end", 4),
             ]
+            num_lines = len(lines)
             assert lines.pop()["stopped"] == "epochs"
+            assert {each.partition(" on ")[0] for each in lines.pop(0)["ranks"].values()} >= {str(os.getpid())}
             assert lines[0]["tiling"] == model.tiling.to_dict()
             assert all(set(line["ranks"]) == set(model.names) and line["iterations"] == 2 for line in lines[1::2])
             trained = lines[2::2]
@@ -366,6 +360,7 @@ def test_records_and_progress_are_those_of_rank_0(world: World, tmp_path_factory
             with pytest.raises(OutputExistsError, match=r"run\.jsonl exists already"):
                 Records(path)
             Records(path, force=True).close()
+            assert len(path.read_text(encoding="utf-8").splitlines()) == num_lines  # until there is a first record
             with pytest.raises(InputError, match="/dev/full is a device"):
                 Records(Path("/dev/full"), force=True)
             with pytest.raises(InputError, match=r"run\.jsonl is a file, but a folder is needed"):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from equal_runs import check_fit, in_batches, plain_fit, with_shards
 from networks import GPT, LowRank, low_rank_gpt
 from torch import nn
 from torch.amp import GradScaler
@@ -17,7 +18,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
-from tatami.tiled import TiledModel, Trainer, whole_state_dict
+from tatami.tiled import History, TiledModel, Trainer, tile, whole_state_dict
 from tiled_rig import assert_close, gradients, some_layouts, tiled
 
 SAMPLES = 23
@@ -36,53 +37,38 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tens
     return x.to(dtype), torch.rand(SAMPLES, 2, generator=generator, dtype=torch.float64).to(dtype)
 
 
+def mse(model: Any, batch: Any, reduction: str = "mean") -> torch.Tensor:
+    return F.mse_loss(model(batch[0]), batch[1], reduction=reduction)
+
+
 @pytest.mark.parametrize("retile", [None, Retiler(every=1)])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_accumulated_batches_are_one_batch_of_all_their_samples(world: World, reduction: str, retile: Retiler | None) -> None:
     """Batches of 5, 5, 5, 5 and 3 in updates of 15 and of 8 samples: the last batch of an epoch ends an update."""
-    plain, (x, y) = network(), inputs()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-    expected = []
-    for start, stop in ((0, 15), (15, 23)) * 2:
-        optimizer.zero_grad()
-        loss = F.mse_loss(plain(x[start:stop]), y[start:stop], reduction=reduction)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
-        optimizer.step()
-        expected.append(loss.item())
-    built = network()
+    x, y = inputs()
+    make = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    updates = [(x[start:stop], y[start:stop]) for start, stop in ((0, 15), (15, 23)) * 2]
+    expected = plain_fit(network(), updates, loss=partial(mse, reduction=reduction), optimizer=make, clip_norm=0.3)
 
-    def body(comm: AbstractCommunicator) -> None:
-        for layout in some_layouts(comm.size):
-            model = tiled(built, comm, layout=layout, batch_size=5)
-            trainer = Trainer(
-                model,
-                optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-                loss=nn.MSELoss(reduction=reduction),
-                accumulate_grad_batches=3,
-                gradient_clip_val=0.3,
-                retile=retile,
-            )
-            history = trainer.fit((x, y), batch_size=5, epochs=2, shuffle=False)
-            assert history.losses == pytest.approx(expected, rel=1e-10)
-            assert (trainer.iteration, trainer.epoch) == (4, 2)
-            assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what=f"parameters on {layout}")
+    def fit(model: TiledModel, _: AbstractCommunicator) -> History:
+        options: Any = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3, "retile": retile}
+        trainer = Trainer(model, optimizer=make, loss=nn.MSELoss(reduction=reduction), **options)
+        history = trainer.fit((x, y), batch_size=5, epochs=2, shuffle=False)
+        assert (trainer.iteration, trainer.epoch) == (4, 2)
+        return history
 
-    world(body)
+    check_fit(world, network(), expected, fit, batch_size=5)
 
 
 @pytest.mark.ranks(1, 2, 3)
 def test_bfloat16_by_autocast_is_as_the_plain_loop_up_to_bfloat16(world: World) -> None:
-    plain, (x, y) = network(torch.float32), inputs(torch.float32)
-    optimizer = SGD(plain.parameters())
-    expected = []
-    for _ in range(4):
-        optimizer.zero_grad()
+    x, y = inputs(torch.float32)
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = F.mse_loss(plain(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        expected.append(loss.item())
+            return mse(model, batch)
+
+    expected, _ = plain_fit(network(torch.float32), [(x, y)] * 4, loss=loss, optimizer=SGD)
     built = network(torch.float32)
 
     def body(comm: AbstractCommunicator) -> None:
@@ -152,8 +138,8 @@ def overflowing(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor, lo
 
 def spoil(model: Any) -> None:
     """Unit 5 of 8 overflows, wherever it is."""
-    if not isinstance(model, TiledModel):
-        model[0].weight.grad[5] = torch.inf
+    if not isinstance(model, TiledModel) or model.sharding is not None:
+        getattr(model, "module", model)[0].weight.grad[5] = torch.inf
     elif model.tile is not None and model.tile.units.start <= 5 < model.tile.units.stop:
         model.module[0].weight.grad[5 - model.tile.units.start] = torch.inf  # type: ignore[index]
 
@@ -166,8 +152,9 @@ def test_a_scaler_leaves_the_same_steps_out_on_all_ranks(world: World) -> None:
     built = network()
 
     def body(comm: AbstractCommunicator) -> None:
-        for layout in some_layouts(comm.size):
-            model = tiled(built, comm, layout=layout, batch_size=SAMPLES)
+        for layout, options in with_shards(some_layouts(comm.size)):
+            given = {"speeds": "equal", **options}
+            model = tile(built, comm, layout=layout, batch_size=SAMPLES, reduction="mean", quiet=True, **given)
             assert overflowing(model, SGD(model.parameters()), x, y, model.local) == scales
             assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what=f"parameters on {layout}")
 
@@ -177,15 +164,8 @@ def test_a_scaler_leaves_the_same_steps_out_on_all_ranks(world: World) -> None:
 @pytest.mark.ranks(1, 2)
 def test_float16_by_the_trainer_uses_a_scaler(world: World) -> None:
     built = network(torch.float32)
-    plain, (x, y) = network(torch.float32), inputs(torch.float32)
-    optimizer = SGD(plain.parameters())
-    expected = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss = F.mse_loss(plain(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        expected.append(loss.item())
+    x, y = inputs(torch.float32)
+    expected, _ = plain_fit(network(torch.float32), [(x, y)] * 4, loss=mse, optimizer=SGD)
 
     def body(comm: AbstractCommunicator) -> None:
         model = tiled(built, comm, layout=some_layouts(comm.size)[-1], batch_size=SAMPLES)
@@ -211,16 +191,9 @@ def test_tied_and_frozen_weights_from_the_first_batch(world: World, kind: str) -
     def loss_of(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
         return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction=reduction)
 
-    plain, built = build(), build()
-    make = partial(torch.optim.Adam, lr=0.01)
-    optimizer = make([parameter for parameter in plain.parameters() if parameter.requires_grad])
-    expected = []
-    for start in (0, 8):
-        optimizer.zero_grad()
-        loss = loss_of(plain(text[start : start + 8]), target[start : start + 8])
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        expected.append(loss.item())
+    built, make = build(), partial(torch.optim.Adam, lr=0.01)
+    updates = in_batches(8, text, target)
+    losses, state = plain_fit(build(), updates, loss=lambda model, batch: loss_of(model(batch[0]), batch[1]), optimizer=make)
 
     def body(comm: AbstractCommunicator) -> None:
         trainer = Trainer(
@@ -229,9 +202,9 @@ def test_tied_and_frozen_weights_from_the_first_batch(world: World, kind: str) -
         with pytest.raises(InputError, match="tiled with the first batch of fit or evaluate"):
             trainer.model  # noqa: B018
         history = trainer.fit((text, target), batch_size=4, epochs=1, shuffle=False)
-        assert history.losses == pytest.approx(expected, rel=1e-10)
+        assert history.losses == pytest.approx(losses, rel=1e-10)
         assert {block.facts.kind for block in trainer.model.found.blocks} == {"attention", "linear pair"}
-        assert_close(comm.bcast_object(whole_state_dict(trainer.model)), plain.state_dict(), what="parameters")
+        assert_close(comm.bcast_object(whole_state_dict(trainer.model)), state, what="parameters")
         frozen = [each for each in trainer.model.modules() if isinstance(each, LowRank)]
         assert (len(frozen) > 0) == (kind == "low-rank")
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from equal_runs import in_batches, plain_fit
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import tatami
 from drawing import one_at_a_time
 from tatami.checkpoints import tensors
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import CheckpointError, NotFiniteError, OutputExistsError
+from tatami.comm.threads import run_threads
+from tatami.errors import CheckpointError, CommTimeoutError, ModelError, NotFiniteError, OutputExistsError
 from tatami.retiling import Controller, Decision, DecisionKind, Retiler
 from tatami.testing.worlds import World
 from tatami.tiled import Trainer, check_weights, load_model, load_whole_state_dict, save_model, whole_state_dict
@@ -182,6 +188,45 @@ def test_where_nothing_can_be_written_all_ranks_hear_of_it(world: World, folder:
     world(body)
 
 
+def test_rank_0_has_the_whole_network_as_a_plain_one(world: World) -> None:
+    built = Network(0)
+    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+    def body(comm: AbstractCommunicator) -> None:
+        for layout in some_layouts(comm.size):
+            network = tiled(built, comm, layout=layout, batch_size=SAMPLES).whole()
+            assert (network is None) == (comm.rank > 0)
+            if network is not None:
+                assert type(network) is Network
+                assert torch.equal(network(x), built(x))
+                assert network.tied.weight is network.last.weight
+
+    world(body)
+
+
+def test_a_network_that_is_gone_cannot_be_copied() -> None:
+    model = tiled(nn.Sequential(nn.Linear(4, 2)), tatami.init(), layout=simple_layout([0]), batch_size=SAMPLES)
+    gc.collect()
+    with pytest.raises(ModelError, match="the network that was tiled is gone: keep a reference to it"):
+        model.whole()
+
+
+def test_evaluation_on_one_rank_names_the_ranks_that_are_missing_and_the_way() -> None:
+    told = threading.Event()
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(Network(0), comm, layout=simple_layout([0], [1, 2]), batch_size=SAMPLES)
+        if comm.rank == 1:
+            with torch.no_grad(), pytest.raises(CommTimeoutError) as caught:
+                model(torch.zeros(2, 4, dtype=torch.float64))
+            assert "of which ranks 1, 2 hold one replica together: all of them must call it" in caught.value.__notes__[0]
+            assert "network = model.whole()" in caught.value.__notes__[0]
+            told.set()
+        assert told.wait(60)
+
+    run_threads(body, size=3, timeout_s=3)
+
+
 def test_weights_of_another_network_change_nothing(world: World, folder: Path) -> None:
     built = Network(0)
     wrong = built.state_dict() | {"one.0.weight": torch.zeros(9, 4), "surplus": torch.zeros(2)}
@@ -223,13 +268,9 @@ def poisoned() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plain_after(steps: int) -> dict[str, torch.Tensor]:
-    model, (x, y) = Network(0), poisoned()
-    optimizer = ADAM(model.parameters())
-    for start in range(0, 4 * steps, 4):
-        optimizer.zero_grad()
-        torch.autograd.backward(nn.functional.mse_loss(model(x[start : start + 4]), y[start : start + 4]))
-        optimizer.step()
-    return model.state_dict()
+    x, y = poisoned()
+    batches = in_batches(4, x, y)[:steps]
+    return plain_fit(Network(0), batches, loss=lambda model, batch: F.mse_loss(model(batch[0]), batch[1]), optimizer=ADAM)[1]
 
 
 @pytest.mark.parametrize("retiled_after", [None, 1, 2])

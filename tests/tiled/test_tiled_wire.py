@@ -75,7 +75,7 @@ def test_owners_end_with_the_same_bits(world: World, wire: str, elements: int) -
         rows = drawn(comm.rank, 9, 5)
         told = torch.zeros(comm.size)
         told[comm.rank] = 200.0 + comm.rank
-        replicated, heard = exchange.finish(exchange.begin([[Rows(rows, ONE_EACH)]], [drawn(comm.rank, elements), told]))
+        replicated, heard = exchange.sum([[Rows(rows, ONE_EACH)]], [drawn(comm.rank, elements), told])
         assert heard.tolist() == [200.0 + rank for rank in range(comm.size)]
         for summed, shape in ((rows, (9, 5)), (replicated, (elements,))):
             assert summed.dtype is torch.float32

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from equal_runs import adam, local, run
+from equal_runs import check_equal, fixed, local, run
 from networks import CASES, Batch, Case, build
 from torch import nn
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.testing.worlds import World
-from tatami.tiled import tile, whole_state_dict
+from tatami.tiled import TiledModel, tile
 from tatami.tiled.following.capturing import capture
 from tatami.tiled.following.sample import Sample
 from tatami.tiled.standing_in import with_stand_in, without_stand_in
@@ -81,20 +82,6 @@ def _few_layouts(size: int) -> list[Layout]:
     return [every[2], every[-1]] if size > 1 else every
 
 
-def _plain(case: Case, batches: list[Batch]) -> tuple[list[Any], dict[str, torch.Tensor], torch.Tensor]:
-    model = build(case)
-    torch.manual_seed(9)
-    optimizer, seen = adam(model), []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss_of(run(model, batch)).backward()  # type: ignore[no-untyped-call]
-        seen.append(gradients(model))
-        optimizer.step()
-    model.eval()
-    with torch.no_grad():
-        return seen, model.state_dict(), output_of(run(model, batches[-1]))
-
-
 @pytest.mark.threads_only
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize(
@@ -103,35 +90,29 @@ def _plain(case: Case, batches: list[Batch]) -> tuple[list[Any], dict[str, torch
 def test_a_rank_without_samples_needs_no_code_that_works_without(world: World, case: Case, sampled: bool) -> None:
     generator = torch.Generator().manual_seed(5)
     batches = [case.draw(size, generator) for size in SIZES]
-    expected, state, output = _plain(case, batches)
-    network = build(case)
-    torch.manual_seed(9)  # the state that tile() takes over for dropout
 
-    def body(comm: AbstractCommunicator) -> None:
-        for layout in _few_layouts(comm.size) if sampled else _layouts(comm.size):
-            model = tile(
-                network, comm, batch_size=SIZES[0], sample=batches[0] if sampled else None, speeds="equal", layout=layout,
-                reduction="mean", quiet=True,
-            )  # fmt: skip
-            assert model.found.captured is None or not model.found.captured.runs_without_samples
-            optimizer = adam(model)
-            for batch, grads in zip(batches, expected, strict=True):
-                optimizer.zero_grad()
-                loss_of(run(model, local(model, batch))).backward()  # type: ignore[no-untyped-call]
-                assert_close(whole_gradients(model), grads, what=f"gradients on {layout}")
-                optimizer.step()
-            assert_close(comm.bcast_object(whole_state_dict(model)), state, what=f"parameters on {layout}")
-            model.eval()
-            with torch.no_grad():
-                mine = output_of(run(model, local(model, batches[-1])))
-            assert len(mine) == model.local_span_size[0]
-            told = comm.allgather_object((model.tile.column, mine) if model.tile and model.speaks_for_column else None)
-            columns = dict(each for each in told if each is not None)
-            whole = torch.cat([columns[index] for index in sorted(columns)])
-            assert_close({"output": whole}, {"output": output}, what=f"evaluation on {layout}")
-            model.close()
+    def evaluated(model: TiledModel, plain: nn.Module) -> None:
+        assert model.found.captured is None or not model.found.captured.runs_without_samples
+        model.eval()
+        plain.eval()
+        with torch.no_grad():
+            mine = output_of(run(model, local(model, batches[-1])))
+            expected = output_of(run(plain, batches[-1]))
+        assert len(mine) == model.local_span_size[0]
+        told = model.comm.allgather_object((model.tile.column, mine) if model.tile and model.speaks_for_column else None)
+        columns = dict(each for each in told if each is not None)
+        whole = torch.cat([columns[index] for index in sorted(columns)])
+        assert_close({"output": whole}, {"output": expected}, what=f"evaluation on {model.layout}")
 
-    world(body)
+    check_equal(
+        world,
+        partial(build, case),
+        batches,
+        plans=fixed(_few_layouts if sampled else _layouts),
+        loss=lambda model, batch: loss_of(run(model, batch)),
+        then=evaluated,
+        options=lambda _: {"sample": batches[0] if sampled else None},
+    )
 
 
 @pytest.mark.threads_only

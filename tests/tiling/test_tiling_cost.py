@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tatami.cluster import Cluster, Link, Processor
+from tatami.cluster import Cluster, Link, OwnLink, Processor
 from tatami.errors import PlanError
 from tatami.tiling import (
     AlphaBetaCost,
@@ -27,7 +27,7 @@ from tatami.tiling import (
     volume_bounds,
     volume_bytes,
 )
-from tatami.tiling.links import SlowestLink
+from tatami.tiling.links import LinkGroup, SlowestLink
 from tatami.tiling.traffic import is_one_vector, riding_elements, sent_bytes
 from tatami.workload import Block, Workload, linear_pair
 
@@ -119,7 +119,7 @@ def test_gradients_of_coarse_blocks_are_priced_where_they_lie() -> None:
         )
     )
     cluster = Cluster(
-        processors=tuple(Processor(name=f"p{i}", speed=1.0) for i in range(4)),
+        processors=tuple(Processor(name=f"p{i}", speed=1.0, host="h") for i in range(4)),
         local=Link(bandwidth_bytes_per_s=1.0, latency_s=0.0),
     )
     cost = AlphaBetaCost().price(layout, cluster=cluster, workload=Workload(samples=100, blocks=(heads, hidden)))
@@ -202,8 +202,9 @@ LEVEL = [
 @pytest.mark.parametrize("replicated", [0, 9_000, 24_000])
 @pytest.mark.parametrize("samples", [24, 2400])
 @pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("statistics", [(), (33, 9000, 33)])
 def test_the_price_is_that_of_the_messages_that_are_sent(
-    heights: list[list[int]], replicated: int, samples: int, apart: bool
+    heights: list[list[int]], replicated: int, samples: int, apart: bool, statistics: tuple[int, ...]
 ) -> None:
     """Rounds, messages and bytes of the busiest rank of each, counted on the schedules, where tiles divide evenly.
 
@@ -226,18 +227,22 @@ def test_the_price_is_that_of_the_messages_that_are_sent(
     )
     cluster = Cluster(processors=processors, local=link, network=link)
     blocks = (linear_pair(3, 720, 5), linear_pair(5, 720, 4, input_gradient=True))
-    workload = Workload(samples=samples, blocks=blocks, replicated_parameters=replicated, trained_tensors=4)
+    workload = Workload(
+        samples=samples, blocks=blocks, replicated_parameters=replicated, trained_tensors=4, batch_statistics=statistics
+    )
     hosts = {processor.name: processor.host for processor in processors}
     traffic = traffic_of(layout.cut_blocks(workload), workload=workload, names=layout.processors, hosts=hosts)
     if not any(phase.num_rounds == 0 for each in traffic.sums for phase in each.schedule.phases):
         cost = AlphaBetaCost().price(layout, cluster=cluster, workload=workload)
         vertical = [sum(map(seconds, column)) for column in traffic.columns]
-        assert cost.vertical == pytest.approx(max(vertical), rel=1e-3)
+        assert cost.vertical == pytest.approx(max(vertical) + sum(map(seconds, traffic.statistics)), rel=1e-3)
+        assert len(traffic.statistics) == (2 * len(statistics) if len(heights) > 1 else 0)
         assert cost.horizontal == pytest.approx(sum(map(seconds, traffic.gradients)), rel=2e-3)
     for_blocks = traffic.size_bytes
     for each in traffic.gradients:
         riding = each.riders * sum(message.carries_riders for message in each.messages) * each.element_bytes
         for_blocks -= sent_bytes(each) if each.kind is SumKind.REPLICATED else riding
+    for_blocks -= sum(map(sent_bytes, traffic.statistics))
     columns, ranks = len(heights), len(layout.processors)
     if is_one_vector(columns=columns, tiles=ranks, ranks=ranks, blocks=2):
         for_blocks -= 2 * (columns - 1) * riding_elements(workload, columns=columns) * workload.element_bytes
@@ -285,18 +290,58 @@ links = st.builds(Link, bandwidth_bytes_per_s=st.floats(1e3, 1e9), latency_s=st.
     local=links,
     network=links,
     exceptions=st.dictionaries(st.tuples(st.sampled_from("abcd"), st.sampled_from("abcd")), links, max_size=6),
+    own=st.dictionaries(
+        st.sampled_from("abcd"),
+        st.builds(OwnLink, bandwidth_bytes_per_s=st.floats(1e3, 1e9), latency_s=st.none() | st.floats(0, 1)),
+    ),
+    replaced=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=6),
 )
 def test_the_slowest_link_is_that_of_the_slowest_pair(
-    hosts: list[str], local: Link, network: Link, exceptions: dict[tuple[str, str], Link]
+    hosts: list[str],
+    local: Link,
+    network: Link,
+    exceptions: dict[tuple[str, str], Link],
+    own: dict[str, OwnLink],
+    replaced: list[tuple[int, int]],
 ) -> None:
-    processors = tuple(Processor(name=f"p{i}", speed=1.0, host=host) for i, host in enumerate(hosts))
+    """Also in a group whose members are replaced one by one."""
+    spare = 6
+    placed = [*hosts, *("abcdab"[: spare - len(hosts)]), *"abcdef"]
+    processors = tuple(Processor(name=f"p{i}", speed=1.0, host=host, link=own.get(host)) for i, host in enumerate(placed))
     listed = {(first, second): link for (first, second), link in exceptions.items() if first <= second}
     cluster = Cluster(processors=processors, local=local, network=network, links=listed)
-    names = [processor.name for processor in processors]
-    between = [cluster.link(one, other) for one, other in combinations(names, 2)]
-    found = SlowestLink(cluster).among(names)
-    assert found.bandwidth_bytes_per_s == min(link.bandwidth_bytes_per_s for link in between)
-    assert found.latency_s == max(link.latency_s for link in between)
+    names = [f"p{i}" for i in range(len(hosts))]
+    group = LinkGroup(SlowestLink(cluster), names)
+    for old, new in [(-1, 0), *replaced]:
+        comes = f"p{spare + new}"
+        if 0 <= old < len(names) and comes not in names:
+            group.replace(names[old], comes)
+            names[old] = comes
+        between = [cluster.link(one, other) for one, other in combinations(names, 2)]
+        for found in (group.link(), SlowestLink(cluster).among(names)):
+            assert found.bandwidth_bytes_per_s == min(link.bandwidth_bytes_per_s for link in between)
+            assert found.latency_s == max(link.latency_s for link in between)
+
+
+def test_the_slower_link_of_two_hosts_counts_unless_the_pair_has_one() -> None:
+    slow, fast = OwnLink(bandwidth_bytes_per_s=1e6), OwnLink(bandwidth_bytes_per_s=1e9, latency_s=0.0)
+    cluster = Cluster(
+        processors=tuple(
+            Processor(name=name, speed=1.0, link=link) for name, link in {"a": slow, "b": fast, "c": fast, "d": None}.items()
+        ),
+        network=Link(bandwidth_bytes_per_s=1e8, latency_s=1e-3),
+        links={("a", "c"): Link(bandwidth_bytes_per_s=5e6, latency_s=0.5)},
+    )
+    found = {pair: cluster.link(*pair) for pair in ("ab", "bc", "bd", "ac", "ad", "aa")}
+    assert {pair: (link.bandwidth_bytes_per_s, link.latency_s) for pair, link in found.items()} == {
+        "ab": (1e6, 1e-3),
+        "bc": (1e9, 0.0),
+        "bd": (1e8, 1e-3),
+        "ac": (5e6, 0.5),
+        "ad": (1e6, 1e-3),
+        "aa": (cluster.local.bandwidth_bytes_per_s, cluster.local.latency_s),
+    }
+    assert (cluster.fastest_link.bandwidth_bytes_per_s, cluster.fastest_link.latency_s) == (5e9, 0.0)
 
 
 def test_volume_bounds_by_hand() -> None:

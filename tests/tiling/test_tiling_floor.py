@@ -131,9 +131,25 @@ def test_tilings_cover_the_floor_once_and_survive_json(layout: Layout, samples: 
     assert position == units
 
 
-@given(layout=layouts())
-def test_layouts_survive_json(layout: Layout) -> None:
+@given(layout=layouts(), micro_batches=st.integers(1, 9))
+def test_layouts_survive_json(layout: Layout, micro_batches: int) -> None:
+    layout = Layout(columns=(layout.columns[0].in_micro_batches(micro_batches), *layout.columns[1:]))
     assert Layout.from_json(layout.to_json()) == layout
+    raw = layout.to_dict()
+    for column in raw["columns"]:
+        del column["micro_batches"]  # as before there were any
+    assert [column.micro_batches for column in Layout.from_dict(raw).columns] == [1] * len(layout.columns)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "samples", "sizes"),
+    [(1, 7, (7,)), (3, 7, (3, 2, 2)), (3, 6, (2, 2, 2)), (9, 4, (1, 1, 1, 1)), (2, 0, (0,))],
+)
+def test_micro_batches_are_as_equal_as_possible(micro_batches: int, samples: int, sizes: tuple[int, ...]) -> None:
+    column = Column(width=1.0, processors=("a",), heights=(1.0,), micro_batches=micro_batches)
+    assert column.micro_batch_sizes(samples) == sizes
+    with pytest.raises(PlanError, match=r"micro_batches of column .* must be at least 1, not 0"):
+        column.in_micro_batches(0)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tatami.cluster import Cluster, Processor
-from tatami.errors import ClusterError, InputError, MemoryLackError
+from tatami.errors import ClusterError, InputError, MemoryLackError, PlanError
 from tatami.tiling import PLANNERS, Column, Layout, compare, plan
 from tatami.tiling.memory import lacking_bytes, memory_bytes, squeezed
 from tatami.tiling.summing import transfer_rates
@@ -80,6 +80,20 @@ def test_what_is_kept_by_hand() -> None:
     assert memory_bytes(layout, workload=plain)["p1"] == 500 * 8 + 100 * 10 + 3 * 40 * (20 * 8 + 100 * 2)
     cluster = cluster_of([1.0] * 3, [500_000, None, 1])
     assert lacking_bytes(layout, cluster=cluster, workload=WORKLOAD) == {"p0": kept["p0"] - 500_000}
+
+
+def test_of_several_micro_batches_the_activations_of_one_are_in_memory() -> None:
+    column = Column(width=1.0, processors=("p0",), heights=(1.0,))
+    for micro_batches, samples in ((1, 100), (3, 34), (100, 1), (101, 1)):
+        kept = memory_bytes(Layout(columns=(column.in_micro_batches(micro_batches),)), workload=WORKLOAD)["p0"]
+        state_bytes = 20 * (500 + 3 * (6 * 1000 + 800 * 20))
+        assert kept == state_bytes + samples * (10 + 3 * (6 * 100 + 50 + 800 * 2))
+    workload = replace(REPLICATED, samples=40)
+    layout = Layout(columns=(column.in_micro_batches(4),))
+    found = squeezed(layout, cluster=cluster_of([1.0], [200 + 10_000]), workload=workload)
+    assert found is not None
+    assert found.columns == layout.columns
+    assert squeezed(layout, cluster=cluster_of([1.0], [200 + 9_999]), workload=workload) is None
 
 
 def even_layout(*columns: tuple[str, ...]) -> Layout:
@@ -173,9 +187,9 @@ def test_memory_that_suffices_changes_nothing(name: str) -> None:
 
 
 def a_capped_cluster(chance: random.Random, workload: Workload) -> Cluster:
-    """Of up to eight processors; some of them hold the whole network, most do not."""
+    """Of up to eight processors; some of them hold the whole network and a sample, most do not."""
     alone = Layout(columns=(Column(width=1.0, processors=("p",), heights=(1.0,)),))
-    whole = memory_bytes(alone, workload=workload)["p"]
+    whole = memory_bytes(alone, workload=workload.with_samples(1))["p"]
     size = chance.randint(1, 8)
     memories = [round(whole * chance.uniform(0.05, 1.2)) if chance.random() < 0.8 else None for _ in range(size)]
     return cluster_of([chance.uniform(0.1, 1.0) for _ in range(size)], memories)
@@ -198,7 +212,7 @@ def test_of_a_hundred_random_clusters_no_plan_exceeds_a_cap() -> None:
             assert min(error.lacking_bytes.values()) > 0
             continue
         laid += 1
-        kept = memory_bytes(result.layout, workload=workload, cluster=cluster)
+        kept = memory_bytes(result.layout, workload=workload, cluster=cluster.only(result.layout.processors))
         assert kept == result.memory_bytes
         for processor in cluster.processors:
             assert kept.get(processor.name, 0.0) <= (processor.memory_bytes or float("inf"))
@@ -236,7 +250,7 @@ def test_a_gpt_that_no_processor_holds_is_laid_over_four() -> None:
     alone = Layout(columns=(Column(width=1.0, processors=("p",), heights=(1.0,)),))
     one_sample = memory_bytes(alone, workload=GPT.with_samples(1))["p"]
     cluster = cluster_of([1.0, 1.0, 0.5, 0.5], [round(0.9 * one_sample)] * 4)
-    with pytest.raises(MemoryLackError, match="weighted finds no room for 8 samples of this network: p0 lacks"):
+    with pytest.raises(MemoryLackError, match="weighted finds no room for this network, with one sample at a time: p0 lacks"):
         plan("weighted", cluster=cluster, workload=workload)
     with pytest.warns(UserWarning, match="weighted finds no room"):
         plans = {each.planner: each for each in compare(cluster=cluster, workload=workload)}
@@ -247,8 +261,8 @@ def test_a_gpt_that_no_processor_holds_is_laid_over_four() -> None:
 
 
 def test_the_error_says_who_lacks_how_much_and_what_would_do() -> None:
-    """Three processors of which each has room for ten samples of 1,000 bytes beside the weights."""
-    workload = REPLICATED.with_samples(40)
+    """Three processors of which each has room for ten samples of 1,000 bytes beside the weights, all of them at a time."""
+    workload = replace(REPLICATED.with_samples(40), batch_statistics=(8,))
     cluster = cluster_of([1.0, 1.0, 1.0], [280 + 10_000] * 3)
     with pytest.raises(MemoryLackError) as caught:
         plan(cluster=cluster, workload=workload)
@@ -257,11 +271,42 @@ def test_the_error_says_who_lacks_how_much_and_what_would_do() -> None:
     assert set(caught.value.lacking_bytes) == {"p0", "p1", "p2"}
     assert caught.value.lacking_bytes["p0"] == pytest.approx(14_200 + 40 * 5 / 3 - 10_280)
     assert re.search(r"p0 lacks 3\.89 KiB \(it would keep 13\.9 KiB in 10 KiB\)", told)
-    assert told.endswith("It would hold 30 samples; all 40 would fit with 1 more machine like p0")
+    assert told.endswith(
+        '. It would hold 30 samples; all would fit in micro-batches with batch_norm="local" (each takes its own statistics, as '
+        "in DDP: not exact); all 40 would fit with 1 more machine like p0"
+    )
+    assert plan(cluster=cluster, workload=replace(workload, batch_statistics=())).left_out == ()
     assert plan(cluster=cluster, workload=workload.with_samples(30)).left_out == ()
     with pytest.raises(MemoryLackError):
         plan(cluster=cluster, workload=workload.with_samples(31))
     assert plan(cluster=cluster_of([1.0] * 4, [280 + 10_000] * 4), workload=workload).left_out == ()
+
+
+def test_what_does_not_fit_at_a_time_is_computed_in_micro_batches_and_no_machines_are_asked_for() -> None:
+    workload = REPLICATED.with_samples(40)
+    cluster = cluster_of([1.0, 2.0, 1.0], [280 + 10_000] * 3)
+    for name in ("timed", "weighted", "even"):
+        layout = plan(name, cluster=cluster, workload=workload).layout
+        columns = zip(layout.columns, layout.sample_sizes(40), strict=True)
+        laid = {column.processors: (samples, column.micro_batches) for column, samples in columns}
+        expected = ((14, 2), (13, 2), (13, 2)) if name == "even" else ((10, 1), (20, 2), (10, 1))
+        assert laid == dict(zip((("p0",), ("p1",), ("p2",)), expected, strict=True))
+    forced = plan(cluster=cluster, workload=workload, micro_batches=5)
+    assert [column.micro_batches for column in forced.layout.columns] == [5, 5, 5]
+    with pytest.raises(MemoryLackError, match=r"for 40 samples of this network: p1 .*\. It fits in more micro-batches: leave"):
+        plan(cluster=cluster, workload=workload, micro_batches=1)
+    with pytest.raises(PlanError, match=r"cannot be computed in 2 micro-batches: it has 1 layers \(batch normalization\)"):
+        plan(cluster=cluster, workload=replace(workload, batch_statistics=(8,)), micro_batches=2)
+
+
+def test_a_smaller_state_is_a_remedy_where_that_is_what_does_not_fit() -> None:
+    state_bytes = 20 * (500 + 3 * (6 * 1000 + 800 * 20))
+    cluster = cluster_of([1.0], [round(0.7 * state_bytes)])
+    with pytest.raises(
+        MemoryLackError, match=r"one sample at a time: .* fit with an optimizer without moments, such as plain SGD"
+    ):
+        plan(cluster=cluster, workload=WORKLOAD)
+    assert plan(cluster=cluster, workload=replace(WORKLOAD, state_bytes_per_parameter=12.0)).left_out == ()
 
 
 def test_who_cannot_hold_what_all_repeat_is_left_out_by_name() -> None:

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tatami.cluster import Cluster, SpeedTable
-from tatami.errors import PlanError
 from tatami.planning import compared
 from tatami.sim.tiling import Floor
 from tatami.tiling import AlphaBetaCost, at_equal_times, at_tiles, compare, plan, tile_flop, with_speeds
@@ -69,18 +68,20 @@ def test_timed_is_never_worse_than_another_planner_and_never_below_the_bound(dat
     assert found.predicted_s >= found.bound_s * (1 - 1e-9)
 
 
-def test_planners_that_know_one_number_only_are_refused_by_name_or_left_out_with_a_word() -> None:
+def test_planners_that_know_one_number_only_plan_with_speeds_at_which_all_take_as_long() -> None:
     cluster = Cluster.from_speeds([1.0, OUTGROWN])
-    with pytest.raises(PlanError, match=r"grid-rev can only plan with one speed .* but those of p1 depend on the size"):
-        plan("grid-rev", cluster=cluster, workload=WORK)
-    with pytest.warns(UserWarning, match="left out, as they need one speed for each processor: grid, grid-rev"):
-        found = compare(cluster=cluster, workload=WORK)
-    assert [each.planner for each in found] == ["even", "srpm", "srpm-merged", "weighted", "timed"]
+    plain = at_equal_times(cluster, workload=WORK)
+    found = {each.planner: each for each in compare(cluster=cluster, workload=WORK)}
+    assert list(found) == ["even", "grid", "grid-rev", "srpm", "srpm-merged", "weighted", "timed"]
+    for name in ("grid", "grid-rev"):
+        assert found[name].layout == plan(name, cluster=plain, workload=WORK).layout
+        here = at_tiles(cluster, found[name].layout, workload=WORK)  # priced at the speeds of its tiles
+        assert found[name].predicted_s == AlphaBetaCost().price(found[name].layout, cluster=here, workload=WORK).total
 
 
 def test_the_comparison_says_what_the_speeds_are() -> None:
     cluster = Cluster.from_speeds([1e9, OUTGROWN.scaled(speed=1e9)])
-    text = compared(["timed"], cluster=cluster, workload=WORK).tables[-1].to_text()
+    text = str(compared(["timed"], cluster=cluster, workload=WORK))
     assert "speeds by the size of the tile, and under timed" in text
     assert "2 Gflop/s" in text
     assert "1.17 Gflop/s" in text or "1.16 Gflop/s" in text

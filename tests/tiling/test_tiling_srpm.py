@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from counting import calls_of
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
-from tatami.tiling import plan, srpm_table
+from tatami.tiling import Column, Layout, plan, remove_small_groups, srpm_table
 from tatami.workload import Workload, linear_pair
 
 PAPER = Workload.mlp(203, 80, 26, samples=1024)
@@ -30,13 +30,7 @@ GOLDEN = """\
 | 5 | 0.00 | 146560.0 |"""
 
 speeds_lists = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=9)
-workloads = st.builds(
-    Workload.mlp,
-    st.integers(1, 300),
-    st.integers(9, 300),
-    st.integers(1, 100),
-    samples=st.integers(9, 5000),
-)
+workloads = st.builds(Workload.mlp, st.integers(1, 300), st.integers(9, 300), st.integers(1, 100), samples=st.integers(9, 5000))
 
 
 def test_the_table_of_the_paper_digit_for_digit() -> None:
@@ -158,3 +152,88 @@ def test_planning_takes_no_longer_than_promised(size: int, promised_s: float) ->
         run()
         took_s.append(time.process_time() - start_s)
     assert min(took_s) < 5 * promised_s
+
+
+def two_columns(left: tuple[float, ...], right: tuple[float, ...]) -> Layout:
+    return Layout(
+        columns=tuple(
+            Column(width=0.5, processors=tuple(f"{side}{row}" for row in range(len(heights))), heights=heights)
+            for side, heights in (("l", left), ("r", right))
+        )
+    )
+
+
+def cuts(layout: Layout) -> list[tuple[float, int]]:
+    return sorted(
+        (sum(column.heights[:row]), index)
+        for index, column in enumerate(layout.columns)
+        for row in range(1, len(column.heights))
+    )
+
+
+def test_two_close_cuts_meet_in_the_middle() -> None:
+    merged = remove_small_groups(two_columns((0.5, 0.5), (0.45, 0.55)))
+    assert merged.columns[0].heights == merged.columns[1].heights == pytest.approx((0.475, 0.525))
+    assert len(merged.cut(samples=10, units=100).groups) == 2
+
+
+def test_cuts_at_the_threshold_or_further_stay() -> None:
+    layout = two_columns((0.5, 0.5), (0.4375, 0.5625))
+    assert remove_small_groups(layout, threshold=0.0625) == layout
+    assert remove_small_groups(layout, threshold=0.063) != layout
+
+
+def test_a_thin_tile_does_not_disappear() -> None:
+    merged = remove_small_groups(two_columns((0.48, 0.04, 0.48), (0.5, 0.5)))
+    assert merged.columns[0].heights == pytest.approx((0.49, 0.03, 0.48))
+    assert merged.columns[1].heights == pytest.approx((0.49, 0.51))
+
+
+def test_a_tile_without_units_stays_one_where_the_mean_of_equal_cuts_is_rounded_down() -> None:
+    """Three cuts at 0.7 have a mean of 0.6999999999999998, below the cut of the same column that has not moved."""
+    columns = [(0.7, 0.0, 0.3), (0.7, 0.3), (0.7, 0.3)]
+    layout = Layout(
+        columns=tuple(
+            Column(width=1 / 3, processors=tuple(f"{place}{row}" for row in range(len(own))), heights=own)
+            for place, own in enumerate(columns)
+        )
+    )
+    assert [column.heights for column in remove_small_groups(layout).columns] == [pytest.approx(own) for own in columns]
+
+
+def test_a_threshold_that_is_no_fraction_is_refused() -> None:
+    with pytest.raises(PlanError, match="not 6"):
+        remove_small_groups(two_columns((0.5, 0.5), (0.5, 0.5)), threshold=6)
+
+
+def test_srpm_merged_has_fewer_groups_than_srpm_and_nearly_its_areas() -> None:
+    cluster = Cluster.from_speeds([0.63, 0.63, 0.63, 1.0, 0.63, 1.0, 1.0, 0.63])
+    workload = Workload.mlp(203, 80, 26, samples=1024)
+    before = plan("srpm", cluster=cluster, workload=workload)
+    after = plan("srpm-merged", cluster=cluster, workload=workload)
+    assert len(before.tiling.groups) > len(after.tiling.groups) == 4
+    for name, tile in after.tiling.by_processor.items():
+        assert tile.area == pytest.approx(before.tiling.by_processor[name].area, rel=0.25)
+
+
+heights = st.lists(st.integers(1, 20), min_size=1, max_size=6).map(
+    lambda shares: tuple(share / sum(shares) for share in shares)
+)
+
+
+@given(left=heights, right=heights, threshold=st.floats(0.0, 0.3))
+def test_what_is_left_thin_has_one_column_on_both_sides(
+    left: tuple[float, ...], right: tuple[float, ...], threshold: float
+) -> None:
+    layout = two_columns(left, right)
+    merged = remove_small_groups(layout, threshold=threshold)
+    assert merged.processors == layout.processors
+    assert all(height > 1e-9 for column in merged.columns for height in column.heights)
+    levels: list[tuple[float, set[int]]] = []
+    for height, column in cuts(merged):
+        if levels and height - levels[-1][0] < 1e-9:
+            levels[-1][1].add(column)
+        else:
+            levels.append((height, {column}))
+    for (lower, below), (upper, above) in pairwise(levels):
+        assert upper - lower >= threshold - 1e-9 or below & above

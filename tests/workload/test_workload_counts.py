@@ -1,23 +1,35 @@
-"""Table 1 of the paper, and the flop and bytes that follow from it."""
+"""Workloads: what is counted, of networks by sizes and of GPTs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tatami.cluster import Cluster
 from tatami.errors import PlanError
 from tatami.workload import (
+    Activation,
     Block,
     Counts,
+    Dense,
     PairSizes,
     Workload,
+    as_probed,
     backward_counts,
     forward_counts,
+    gpt_workload,
+    has_blocks_of,
     iteration_counts,
     linear_pair,
+    net_layers,
+    net_workload,
+    network_workload,
+    parse_net,
+    partners,
 )
 
 NETTALK = PairSizes(inputs=203, outputs=26)
@@ -135,3 +147,178 @@ def test_sizes_that_cannot_be_are_refused() -> None:
                 replace(heads, **{name: value})  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"forward_fraction of block 'attention' must be a share from 0 to 1, not 1\.5"):
         replace(heads, forward_fraction=1.5)
+
+
+SIGMOID = Activation(name="sigmoid")
+SOFTMAX = Activation(name="softmax", elementwise=False)
+
+
+@pytest.mark.parametrize(("text", "sizes"), [("203-80-26", (203, 80, 26)), (" 1-2-3-4-5 ", (1, 2, 3, 4, 5))])
+def test_nets_are_read(text: str, sizes: tuple[int, ...]) -> None:
+    assert parse_net(text) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "203", "203-26", "203-0-26", "203--26", "203-x-26", "203-8.5-26", "-203-80-26", "2-²-3"])
+def test_what_is_no_net_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(PlanError, match=r"such as 203-80-26") as error:
+        parse_net(text)
+    assert repr(text) in str(error.value)
+
+
+def test_three_layers_are_the_papers_perceptron() -> None:
+    assert net_workload("203-80-26", samples=1024) == Workload.mlp(203, 80, 26, samples=1024)
+
+
+def test_linear_layers_pair_from_the_front_and_an_odd_one_is_replicated() -> None:
+    layers = net_layers((10, 8, 6, 4))
+    assert partners(layers) == ((0, 2),)
+    workload = network_workload(layers, samples=5)
+    assert workload.blocks == (linear_pair(10, 8, 6),)
+    assert workload.replicated_parameters == 24
+    assert workload.replicated_flop_per_sample == 6 * 24
+
+
+def test_the_second_block_needs_a_gradient_of_its_input() -> None:
+    workload = network_workload(net_layers((10, 8, 6, 4, 2), bias=True), samples=5, element_bytes=8)
+    assert workload.blocks == (linear_pair(10, 8, 6, unit_bias=True), linear_pair(6, 4, 2, unit_bias=True, input_gradient=True))
+    assert workload.replicated_parameters == 6 + 2
+    assert workload.element_bytes == 8
+
+
+def test_only_elementwise_activations_lie_inside_a_block() -> None:
+    one, two, three = (Dense(inputs=4, outputs=4, bias=False) for _ in range(3))
+    layers = (one, SOFTMAX, two, SIGMOID, SIGMOID, three)
+    assert partners(layers) == ((2, 5),)
+    workload = network_workload(layers, samples=5)
+    assert workload.blocks == (linear_pair(4, 4, 4, input_gradient=True),)
+    assert workload.replicated_parameters == 16
+    assert workload.replicated_flop_per_sample == 4 * 16
+
+
+def test_a_network_of_layers_that_do_not_split_has_no_blocks() -> None:
+    workload = network_workload((Dense(inputs=4, outputs=4), SOFTMAX, Dense(inputs=4, outputs=2)), samples=5)
+    assert (workload.blocks, workload.units) == ((), 1)
+    assert workload.replicated_parameters == 20 + 10
+    assert workload.replicated_flop_per_sample == 4 * 16 + 6 * 8
+
+
+def test_networks_that_cannot_be_are_refused() -> None:
+    with pytest.raises(PlanError, match="layer 0 has 4 outputs, but layer 1 takes 5 inputs"):
+        network_workload((Dense(inputs=4, outputs=4), Dense(inputs=5, outputs=2)), samples=5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_was_probed_of_a_network_counts_for_the_same_blocks_only(bias: bool) -> None:
+    cluster = replace(Cluster.from_speeds([1.0]), sample_flop={"10-8-6": 7.0, "10-8-6-4-2": 9.0})
+    for net, sample_flop in (("10-8-6", 7.0), ("10-8-6-4-2", 9.0), ("10-9-6", 0.0), ("10-8-6-4-3", 0.0)):
+        workload = net_workload(net, samples=5, bias=bias)
+        assert as_probed(workload, cluster) == replace(workload, sample_flop=sample_flop)
+    known = replace(net_workload("10-8-6", samples=5), sample_flop=3.0)
+    assert as_probed(known, cluster) == known
+    assert as_probed(Workload(samples=5), cluster) == Workload(samples=5)
+
+
+def test_a_network_with_a_layer_more_or_another_position_for_its_gradient_has_other_blocks() -> None:
+    assert has_blocks_of(net_workload("10-8-6", samples=5), "10-8-6")
+    assert not has_blocks_of(net_workload("10-8-6-4-2", samples=5), "10-8-6")
+    trained = Workload(samples=5, blocks=(linear_pair(10, 8, 6, input_gradient=True),))
+    assert not has_blocks_of(trained, "10-8-6")
+    # Rows of a sequence: two of 5 outputs are summed like one of 10, of a layer with 5 inputs fewer.
+    rows = Workload(samples=5, blocks=(linear_pair(10, 8, 5, rows=2),))
+    assert not has_blocks_of(rows, "5-8-10")
+
+
+def gpt(**changed: Any) -> Workload:
+    sizes: dict[str, Any] = {"layers": 2, "width": 12, "heads": 3, "tokens": 5, "samples": 7, "vocabulary": 11}
+    return gpt_workload(**(sizes | changed))
+
+
+def test_the_weights_are_those_of_gpt_2() -> None:
+    """124,439,808 parameters, as everybody counts them: tied embeddings, biases everywhere but at the head."""
+    workload = gpt_workload(layers=12, width=768, heads=12, tokens=1024, samples=1)
+    assert workload.horizontal_elements + workload.replicated_parameters == 124_439_808
+    assert len(workload.blocks) == 25
+    assert [count for _, count in workload.kinds] == [12, 12, 1]
+
+
+def test_the_flop_are_six_for_each_weight_and_token_and_twelve_for_scores() -> None:
+    """6 N T + 12 L H d T^2 of the literature (Chowdhery et al., appendix B), with the embedding counted once, as the head."""
+    layers, width, heads, tokens = 12, 768, 12, 1024
+    workload = gpt_workload(layers=layers, width=width, heads=heads, tokens=tokens, samples=1)
+    weights = 12 * layers * width**2 + 50_257 * width
+    expected = 6 * weights * tokens + 12 * layers * width * tokens**2
+    assert workload.flop(width=1.0, height=1.0) == pytest.approx(expected, rel=0.02)
+
+
+def test_blocks_by_hand() -> None:
+    attention, mlp, *_ = gpt().blocks
+    assert (attention.units, attention.unit, attention.kind, attention.name) == (3, "head", "attention", "h.0.attn")
+    assert attention.unit_parameters == 3 * (12 * 4 + 4) + 4 * 12
+    assert (mlp.units, mlp.unit_parameters, mlp.name) == (48, 12 + 1 + 12, "h.0.mlp")
+    for block in (attention, mlp):
+        assert (block.forward_elements, block.backward_elements, block.sums) == (60, 60, 2)
+    assert attention.flop_per_unit == 3 * (2 * 5 * 12 * 4 * 4 + 4 * 5 * 5 * 4)
+    assert mlp.flop_per_unit == 3 * 5 * (2 * 24 + 1)
+    assert mlp.unit_activation_bytes == 2 * 5 * 4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_vocabulary_is_split_where_it_is_large(tied: bool) -> None:
+    small, large = gpt(vocabulary=511, tied=tied), gpt(vocabulary=512, tied=tied)
+    assert len(small.blocks) == 4
+    rows = large.blocks[4]
+    assert (rows.units, rows.unit_parameters) == (512, 12 if tied else 25)
+    assert small.replicated_parameters - large.replicated_parameters == 511 * rows.unit_parameters
+    ratio = small.flop(width=1.0, height=1.0) / large.flop(width=1.0, height=1.0)
+    assert ratio == pytest.approx(511 / 512, abs=0.002), "the same products, whoever computes them"
+
+
+def test_attention_grows_with_the_square_of_the_tokens() -> None:
+    few, many = gpt(tokens=1000).blocks[0], gpt(tokens=4000).blocks[0]
+    assert 12 < many.flop_per_unit / few.flop_per_unit < 16
+    assert many.unit_activation_bytes == 4 * few.unit_activation_bytes
+
+
+def test_grouped_queries() -> None:
+    """Two groups of three query heads each share one head of keys and values."""
+    plain, grouped = gpt(heads=6).blocks[0], gpt(heads=6, kv_heads=2).blocks[0]
+    assert (grouped.units, grouped.unit) == (2, "group of heads")
+    assert grouped.unit_parameters == 3 * (12 * 2 + 2) + 2 * (12 * 2 + 2) + 3 * 2 * 12
+    assert grouped.parameters < plain.parameters
+    scores = grouped.units * grouped.flop_per_unit - plain.units * plain.flop_per_unit
+    assert scores == -3 * 4 * 2 * (2 * 5 * 12 * 2), "four heads of keys and values less"
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"heads": 5}, "a width of 12 does not divide by 5 heads"),
+        ({"kv_heads": 2}, "3 heads of queries do not divide by 2 heads of keys and values"),
+        ({"layers": 0}, "layers of a GPT must be at least 1, not 0"),
+        ({"vocabulary": 0}, "vocabulary of a GPT must be at least 1, not 0"),
+        ({"samples": 0}, "at least 1 sample"),
+    ],
+)
+def test_what_cannot_be_is_refused(changed: dict[str, int], told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        gpt(**changed)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("vocabulary", [11, 512, 50_257])
+@pytest.mark.parametrize("tokens", [5, 5000])
+def test_pieces_are_the_whole_network_in_order(*, tied: bool, vocabulary: int, tokens: int) -> None:
+    workload = gpt(tied=tied, vocabulary=vocabulary, tokens=tokens)
+    pieces = workload.pieces
+    assert [piece.name for piece in pieces] == ["wte", "h.0.attn", "h.0.mlp", "h.1.attn", "h.1.mlp", "ln_f"]
+    flop = workload.flop(width=1.0, height=1.0) / workload.samples
+    assert sum(piece.flop_per_sample for piece in pieces) == pytest.approx(flop, rel=1e-12)
+    twice = 12 * vocabulary if tied else 0
+    parameters = workload.horizontal_elements + workload.replicated_parameters
+    assert sum(piece.parameters for piece in pieces) == parameters + twice
+    assert {piece.shared for piece in (pieces[0], pieces[-1])} == {(("wte", twice),) if tied else ()}
+    kept = workload.replicated_activation_bytes + sum(
+        block.units * block.unit_activation_bytes + block.sample_activation_bytes for block in workload.blocks
+    )
+    assert sum(piece.activation_bytes_per_sample for piece in pieces) == pytest.approx(kept, rel=1e-12)
+    assert [piece.crossing_bytes_per_sample for piece in pieces] == [0, *[4 * 12 * tokens] * 5]

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from tatami.bench.gloo import store_of_one_host
-from tatami.bench.interleaved import Contestant, measured, message_record, times
+from tatami.bench.interleaved import Contestant, measured, message_record, store_of_one_host, times
 from tatami.collective import ALGORITHMS, SizeTimings, TuningTable
 from tatami.comm.allreduce import AUTO, AllReduce, AllReduceSpec
 from tatami.comm.base import AbstractCommunicator

@@ -15,8 +15,7 @@ import torch
 import torch.distributed
 from torch import nn
 
-from tatami.bench.gloo import start_gloo
-from tatami.bench.interleaved import interleaved, machine
+from tatami.bench.interleaved import interleaved, machine, start_gloo
 from tatami.comm.base import AbstractCommunicator
 from tatami.tiled import TiledModel, Trainer, tile
 from tatami.tiled.losses import Loss

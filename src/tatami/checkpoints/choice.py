@@ -72,10 +72,6 @@ class Candidate:
     missing: tuple[str, ...]
     damaged: tuple[str, ...]
 
-    @property
-    def is_complete(self) -> bool:
-        return all(self.sources.values())
-
 
 def candidates(inventories: Sequence[Sequence[Seen]], *, directories: Sequence[Path]) -> list[Candidate]:
     """All checkpoints that there are traces of, the newest first.

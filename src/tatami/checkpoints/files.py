@@ -15,6 +15,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tatami.errors import CheckpointError, InputError
 from tatami.outputs import write_bytes
@@ -35,11 +36,16 @@ class ManifestEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A whole checkpoint: the step, the number of ranks that wrote it, and everything that belongs to it."""
+    """A whole checkpoint: the step, the number of ranks that wrote it, and everything that belongs to it.
+
+    Attributes:
+        facts: what else it says, as JSON has it.
+    """
 
     step: int
     ranks: int
     members: tuple[ManifestEntry, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +83,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    body = {"format": FORMAT, **asdict(manifest)}
-    write_bytes(folder / MANIFEST, json.dumps({**body, "sha256": _checksum(body)}, indent=1).encode(), force=True)
+    write_bytes(folder / MANIFEST, seal({"format": FORMAT, **asdict(manifest)}).encode(), force=True)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -89,14 +94,11 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        body = json.loads(path.read_bytes())
-        expected = body.pop("sha256")
-        if (found := _checksum(body)) != expected:
-            raise ValueError(f"its checksum should be {expected[:12]}..., and is {found[:12]}...")
+        body = unseal(path.read_text(encoding="utf-8"))
         if body["format"] != FORMAT:
             raise ValueError(f"its format is {body['format']}, and this version of tatami reads {FORMAT}")
         members = tuple(ManifestEntry(**member) for member in body["members"])
-        return Manifest(step=body["step"], ranks=body["ranks"], members=members)
+        return Manifest(step=body["step"], ranks=body["ranks"], members=members, facts=body.get("facts", {}))
     except FileNotFoundError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -158,6 +160,25 @@ def _look(folder: Path, *, step: int) -> Seen:
         with contextlib.suppress(FileNotFoundError):
             files[path.name] = path.stat().st_size
     return Seen(step=step, manifest=manifest, problem=problem, files=files)
+
+
+def seal(body: Mapping[str, Any]) -> str:
+    """The text of `body`, as JSON, with a checksum of all that it says: what was changed afterwards is not taken."""
+    return json.dumps({**body, "sha256": _checksum(body)}, indent=1) + "\n"
+
+
+def unseal(text: str) -> dict[str, Any]:
+    """What `seal` was given.
+
+    Raises:
+        ValueError: the text was not made by `seal`, or was changed since.
+    """
+    body = json.loads(text)
+    if not isinstance(body, dict) or not isinstance(expected := body.pop("sha256", None), str):
+        raise ValueError("it has no checksum")
+    if (found := _checksum(body)) != expected:
+        raise ValueError(f"its checksum should be {expected[:12]}..., and is {found[:12]}...")
+    return body
 
 
 def _checksum(body: object) -> str:

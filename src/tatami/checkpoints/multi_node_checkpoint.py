@@ -16,7 +16,6 @@ Directories may be one on a shared disk, or each rank's own. Nothing is removed 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,15 +37,14 @@ from tatami.checkpoints.files import (
     step_folder,
     write_manifest,
 )
+from tatami.checkpoints.parts import check_replicas, units_in
 from tatami.checkpoints.state_codec import State, decode, encode
 from tatami.comm.agreement import all_or_none, same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.objects import bytes_of, tensor_of
-from tatami.errors import CheckpointError, CommError, InputError
+from tatami.errors import CheckpointError, CommError, InputError, warn
 from tatami.inputs import check_at_least
 from tatami.outputs import make_folder, write_bytes
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -104,18 +102,23 @@ class MultiNodeCheckpoint:
     ) -> None:
         self._comm = comm.duplicate()
         self._directory = Path(directory)
-        self._copies, self._keep = copies, keep
         self._found: frozenset[int] = frozenset()
         self._writing: Writing | None = None
-        facts = {"replica_sets": replica_sets, "copies": copies, "keep": keep}
-        same_everywhere(self._comm, facts, where="MultiNodeCheckpoint")
-        if not 0 <= copies < comm.size:
-            raise InputError(f"copies={copies} for {comm.size} ranks; choose 0 to {comm.size - 1} other ranks to keep one")
-        check_at_least(1, keep=keep)
+        same_everywhere(self._comm, {"replica_sets": replica_sets}, where="MultiNodeCheckpoint")
+        self.retain(copies=copies, keep=keep)
         self._replica_sets = replica_sets
         self.regroup()
         self._comm.timeout_s = timeout_s
         self._together("checkpoints cannot be written", lambda: make_folder(self._directory))
+
+    def retain(self, *, copies: int, keep: int) -> None:
+        """Change how many copies, and how many checkpoints, are kept. Raises `InputError` as the constructor. Collective."""
+        size = self._comm.size
+        same_everywhere(self._comm, {"copies": copies, "keep": keep}, where="MultiNodeCheckpoint")
+        if not 0 <= copies < size:
+            raise InputError(f"copies={copies} for {size} ranks; choose 0 to {size - 1} other ranks to keep one")
+        check_at_least(1, keep=keep)
+        self._copies, self._keep = copies, keep
 
     def regroup(self) -> None:
         """The ranks of the communicator are others than before. What they were writing is left as it is, no checkpoint."""
@@ -189,63 +192,61 @@ class MultiNodeCheckpoint:
     def resume(
         self,
         *,
-        skip_damaged: bool = False,
         reshard: Callable[[list[State]], State] | None = None,
         assemble: Callable[[Iterator[State]], State] | None = None,
     ) -> Resumed | None:
-        """The newest checkpoint that is complete, whatever rank's directory its files are in; None where there is none at all.
+        """The newest checkpoint that is whole, whatever rank's directory its files are in; None where there is none at all.
 
-        One of which files are missing is left out. Of one of which files are damaged, copies are used where there are any.
+        Of one of which files are missing or damaged, copies are used where there are any. One that cannot be used even so is
+        left out, with a warning of rank 0 that names the file and the step.
 
         Args:
-            skip_damaged: leave out also what is damaged beyond its copies, instead of an error.
             reshard: makes the state of this rank from those of all sets of replicas, where there are more or fewer sets now.
             assemble: as `reshard`, but the states come one after the other, so that only one of them is in memory at a time.
                 May be called again where a file turns out to be damaged.
 
         Raises:
-            CheckpointError: on all ranks: no checkpoint is complete (says what each lacks); a file is damaged (says which, what
-                was expected, and what could be used instead); it is of another number of ranks that do not hold the same.
+            CheckpointError: on all ranks: there are checkpoints and none is whole (says what each lacks); it is of another
+                number of ranks that do not hold the same.
         """
         # Every rank must come to the same decision, as `fetch` below is collective. So all of them walk the same list, the
-        # newest candidate first, made of what all ranks have found. A newer checkpoint that cannot even be read ends the walk
-        # with an error, unless damage is to be skipped: to resume from an older one silently would repeat work that was done.
-        inventory = scan(self._directory)
-        inventories = self._comm.allgather_object(inventory)
+        # newest candidate first, made of what all ranks have found.
+        inventories = self._comm.allgather_object(scan(self._directory))
         found = candidates(inventories, directories=self._directories)
         known = {candidate.manifest.step for candidate in found}
-        unknown = {seen.problem: seen.step for each in inventories for seen in each if seen.problem and seen.step not in known}
-        skipped: list[str] = list(unknown)
-        for index, candidate in enumerate(found):
+        unread = {seen.problem: seen.step for each in inventories for seen in each if seen.problem and seen.step not in known}
+        skipped = [(step, problem) for problem, step in unread.items()]
+        for candidate in found:
             step = candidate.manifest.step
-            if not skip_damaged and any(each > step for each in unknown.values()):
-                break
-            if candidate.missing:
-                skipped.append(f"step {step}: there is no file of {', '.join(candidate.missing)} on any rank")
-                continue
-            problems = list(candidate.damaged)
+            folder = step_folder(self._directories[0], step)
+            problems = [f"{folder / file_name(name)} is missing, and no rank has a copy" for name in candidate.missing]
+            problems += candidate.damaged
             try:
+                if candidate.missing:
+                    raise _DamagedError
                 state = self._load(candidate, problems, reshard=reshard, assemble=assemble)
             except _DamagedError:
-                if not skip_damaged:
-                    usable = next((each for each in found[index + 1 :] if each.is_complete), None)
-                    raise CheckpointError("\n  ".join([_advice(step, usable), *problems])) from None
-                skipped += problems
+                skipped += [(step, problem) for problem in problems]
                 continue
+            newer = [f"step {each}: {problem}" for each, problem in sorted(skipped, reverse=True) if each > step]
+            if newer:
+                self._warn("\n  ".join([f"the checkpoint of step {step} is used, as newer ones are damaged:", *newer]))
             for problem in problems:
-                logger.warning("%s; a copy is used", problem)
+                self._warn(f"{problem}; a copy is used")
             self._found = frozenset(seen.step for each in inventories for seen in each)
-            return Resumed(step=step, state=state, ranks=candidate.manifest.ranks, skipped=(*skipped, *problems))
-        if unknown and not skip_damaged:
-            usable = next((each for each in found if each.is_complete), None)
-            raise CheckpointError("\n  ".join([_advice(max(unknown.values()), usable), *unknown]))
+            return Resumed(step=step, state=state, ranks=candidate.manifest.ranks, skipped=(*newer, *problems))
         if skipped:
-            raise CheckpointError("\n  ".join([f"no checkpoint in {self._directory} is complete:", *skipped]))
+            lacks = [f"step {each}: {problem}" for each, problem in sorted(skipped, reverse=True)]
+            raise CheckpointError("\n  ".join([f"no checkpoint in {self._directory} is whole:", *lacks]))
         return None
 
     def close(self) -> None:
         """Leave the other ranks; the checkpoints stay."""
         self._comm.close()
+
+    def _warn(self, message: str) -> None:
+        if self._comm.rank == 0:
+            warn(message)
 
     # -- saving ----------------------------------------------------------------------------------------------------------
 
@@ -264,9 +265,10 @@ class MultiNodeCheckpoint:
             return encode(state) if any(each[0] == me for each in self._sets) else None
 
         data = self._together("cannot be saved", encode_mine, step=step)
-        told = self._comm.allgather_object(step)
-        if len(set(told)) > 1:
-            raise InputError(f"save: the ranks are at different steps: {told}")
+        steps, units = zip(*self._comm.allgather_object((step, units_in(state))), strict=True)
+        if len(set(steps)) > 1:
+            raise InputError(f"save: the ranks are at different steps: {list(steps)}")
+        check_replicas(units, sets=self._sets)
         return data
 
     def _copy(self, writing: Writing, members: Sequence[ManifestEntry]) -> None:
@@ -381,13 +383,6 @@ class MultiNodeCheckpoint:
         """Do it on all ranks; if it fails on one, all raise what happened there."""
         what = f"the checkpoint of step {step} {what}" if step is not None else what
         return all_or_none(self._comm, action, what=what, error=CheckpointError)
-
-
-def _advice(step: int, usable: Candidate | None) -> str:
-    advice = "there is no complete one before it"
-    if usable is not None:
-        advice = f"resume(skip_damaged=True) goes on from step {usable.manifest.step}"
-    return f"the checkpoint of step {step} is damaged; {advice}:"
 
 
 def _loaded(blobs: list[bytes], reshard: Callable[[list[State]], State] | None) -> State:

@@ -9,10 +9,7 @@ import typer
 import tatami
 from tatami.cli import demo, doctor, examples, plan, probe, report, run, train, tune, watch
 from tatami.cli.bench import bench
-from tatami.cli.bench_allreduce import ALLREDUCE_EPILOG, PUT_EPILOG, bench_allreduce, bench_put
-from tatami.cli.bench_data_parallel import DATA_PARALLEL_EPILOG, bench_data_parallel
-from tatami.cli.bench_functions import FUNCTIONS_EPILOG, bench_functions
-from tatami.cli.bench_server import SERVER_EPILOG, bench_server
+from tatami.cli.bench_allreduce import ALLREDUCE_EPILOG, bench_allreduce
 from tatami.cli.group import Commands
 from tatami.cli.lab import lab
 from tatami.cli.server import server
@@ -39,10 +36,6 @@ app.command(epilog=train.EPILOG)(train.train)
 app.command(epilog=watch.EPILOG)(watch.watch)
 app.command(epilog=report.EPILOG)(report.report)
 bench.command(name="allreduce", epilog=ALLREDUCE_EPILOG)(bench_allreduce)
-bench.command(name="put-vs-allgather", epilog=PUT_EPILOG)(bench_put)
-bench.command(name="dataparallel", epilog=DATA_PARALLEL_EPILOG)(bench_data_parallel)
-bench.command(name="functions", epilog=FUNCTIONS_EPILOG)(bench_functions)
-bench.command(name="server", epilog=SERVER_EPILOG)(bench_server)
 app.add_typer(bench, name="bench")
 app.command(epilog=tune.EPILOG)(tune.tune)
 app.add_typer(lab, name="lab")

@@ -1,4 +1,4 @@
-"""`tatami bench allreduce` and `tatami bench put-vs-allgather`: collectives in turn, by size of the message."""
+"""`tatami bench allreduce`: all-reduces in turn, by size of the message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tatami.report import Table, blank, check_path, draw_bandwidth, save
 from tatami.units import format_duration, format_size
 
 if TYPE_CHECKING:
-    from tatami.bench.allreduce import AllReduceBenchmark
     from tatami.comm import AbstractCommunicator
 
 ALLREDUCE_EPILOG = epilog(
@@ -25,14 +24,11 @@ ALLREDUCE_EPILOG = epilog(
     "tatami bench allreduce -n 8 --hosts node1:4,node2:4 --tune",
     'After --tune, algorithm="auto" picks by what was measured; tatami tune --show prints it.',
 )
-PUT_EPILOG = epilog(
-    "tatami bench put-vs-allgather -n 4 --plot put.png",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchMessagesJob:
-    """What both commands can be asked for; the options say what each field is."""
+class BenchAllReduceJob:
+    """The options of `tatami bench allreduce`."""
 
     ranks: Ranks = None
     hosts: Hosts = None
@@ -40,21 +36,15 @@ class BenchMessagesJob:
         str | None,
         typer.Option(metavar="A,B,...", help="Sizes of the message. Default: 1 KiB to 256 MiB, each 4 times the last."),
     ] = None
+    algorithms: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Only these; 'mpi' and 'gloo' are the rivals. Default: all.")
+    ] = None
+    tune: Annotated[bool, typer.Option("--tune", help='Keep the times: algorithm="auto" picks by them from then on.')] = False
     rounds: Rounds = 7
     seconds: Seconds = 0.02
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the bandwidths (.png, .pdf, .svg).")] = None
     force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False
     as_json: AsJson = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchAllReduceJob(BenchMessagesJob):
-    """What `tatami bench allreduce` can be asked for."""
-
-    algorithms: Annotated[
-        str | None, typer.Option(metavar="A,B,...", help="Only these; 'mpi' and 'gloo' are the rivals. Default: all.")
-    ] = None
-    tune: Annotated[bool, typer.Option("--tune", help='Keep the times: algorithm="auto" picks by them from then on.')] = False
 
 
 @takes(BenchAllReduceJob)
@@ -63,15 +53,22 @@ def bench_allreduce(job: BenchAllReduceJob) -> None:
 
     Each time is the median over the rounds of the slowest rank; the spread is (slowest - fastest round) / median.
     """
+    from tatami.bench.allreduce import SIZES_BYTES, AllReduceBenchmark
     from tatami.bench.allreduce import bench_allreduce as measure
     from tatami.bench.allreduce import tune as keep
+    from tatami.cli.ranks import num_started, on_ranks
     from tatami.comm.tuning import cache_directory
     from tatami.outputs import check_folder
 
-    benchmark = _benchmark(job, algorithms=job.algorithms)
+    benchmark = AllReduceBenchmark(
+        sizes_bytes=SIZES_BYTES if job.sizes is None else given_sizes("--sizes", job.sizes),
+        algorithms=() if job.algorithms is None else tuple(name.strip() for name in job.algorithms.split(",")),
+        rounds=job.rounds,
+        seconds=job.seconds,
+    )
+    benchmark.check()
     if job.tune and job.algorithms is not None:
         raise InputError("--tune measures all algorithms, so that the best is among them; leave --algorithms out")
-
     if job.tune:
         check_folder(cache_directory())
 
@@ -82,46 +79,6 @@ def bench_allreduce(job: BenchAllReduceJob) -> None:
             if comm.rank == 0:
                 tell(f"kept for algorithm='auto' in {path}")
         _report(f"all-reduce of float32, {comm.size} ranks", records, comm, job)
-
-    _start(body, job)
-
-
-@takes(BenchMessagesJob)
-def bench_put(job: BenchMessagesJob) -> None:
-    """Time the gathering of a message by one-sided puts, under each synchronisation, and by all-gather: where do they cross?"""
-    from tatami.bench.put import bench_put as measure
-    from tatami.bench.put import seconds_by_way
-    from tatami.collective.gathering import PUTS, crossover_bytes
-
-    benchmark = _benchmark(job)
-
-    def body(comm: AbstractCommunicator) -> None:
-        records = _taken(measure(benchmark, comm), comm, as_json=job.as_json)
-        _report(f"gathering, {comm.size} ranks", records, comm, job)
-        if comm.rank == 0 and not job.as_json:
-            for way in PUTS:
-                crossed = crossover_bytes(seconds_by_way(records), way=way)
-                where = "nowhere here" if crossed is None else f"from {format_size(crossed, digits=3)} on"
-                show(f"{way} beats all-gather: {where}")
-
-    _start(body, job)
-
-
-def _benchmark(job: BenchMessagesJob, *, algorithms: str | None = None) -> AllReduceBenchmark:
-    from tatami.bench.allreduce import SIZES_BYTES, AllReduceBenchmark
-
-    benchmark = AllReduceBenchmark(
-        sizes_bytes=SIZES_BYTES if job.sizes is None else given_sizes("--sizes", job.sizes),
-        algorithms=() if algorithms is None else tuple(name.strip() for name in algorithms.split(",")),
-        rounds=job.rounds,
-        seconds=job.seconds,
-    )
-    benchmark.check()
-    return benchmark
-
-
-def _start(body: Any, job: BenchMessagesJob) -> None:
-    from tatami.cli.ranks import num_started, on_ranks
 
     started = num_started()
     if job.plot is not None and started is None:
@@ -148,7 +105,7 @@ def _taken(records: Iterable[dict[str, Any]], comm: AbstractCommunicator, *, as_
     return taken
 
 
-def _report(title: str, records: Sequence[dict[str, Any]], comm: AbstractCommunicator, job: BenchMessagesJob) -> None:
+def _report(title: str, records: Sequence[dict[str, Any]], comm: AbstractCommunicator, job: BenchAllReduceJob) -> None:
     if comm.rank != 0:
         return
     if not job.as_json:

@@ -14,10 +14,7 @@ from tatami.cli.terminal import show
 from tatami.errors import InputError
 from tatami.outputs import check_output, write_bytes
 
-EPILOG = epilog(
-    "tatami examples",
-    "tatami run -n 4 tatami-examples/ten_lines.py",
-)
+EPILOG = epilog("tatami examples", "tatami run -n 4 tatami-examples/ten_lines.py")
 
 
 def examples(

@@ -94,19 +94,22 @@ def prepare(job: TrainJob) -> Prepared:
     model = task.make()
     train = task.train
     batch_size = min(job.batch_size or task.batch_size or train.samples, train.samples)
-    sample = None if task.is_perceptron or train.samples < 2 else train.x[:_SAMPLES]
+    is_staged = (job.stages or 1) > 1
+    _check_stages(job, is_staged, ranks=ranks, batch_size=batch_size)
+    sample = None if (task.is_perceptron and not is_staged) or train.samples < 2 else train.x[:_SAMPLES]
     if task.is_perceptron:
         workload = net_workload(task.net, samples=batch_size)
     else:
         workload = workload_of(model, find_blocks(model, sample=sample), samples=batch_size)
-    workload = replace(workload, wire=job.wire)
+    workload = replace(workload, wire=job.wire, micro_batches=job.micro_batches)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rank 0 names the processors without work when it plans
-        plan(
-            "even" if job.method == DRPM else job.method,
-            cluster=machines or Cluster.from_speeds([1.0] * ranks),
-            workload=workload,
-        )
+        if not is_staged:  # stages are planned when the network is recorded, on the ranks
+            plan(
+                "even" if job.method == DRPM else job.method,
+                cluster=machines or Cluster.from_speeds([1.0] * ranks),
+                workload=workload,
+            )
     if job.load is not None:
         check_weights(model, job.load)
     return Prepared(
@@ -122,6 +125,19 @@ def prepare(job: TrainJob) -> Prepared:
         iterations=_iterations(job),
         retiler=_retiler(job),
     )
+
+
+def _check_stages(job: TrainJob, is_staged: bool, *, ranks: int, batch_size: int) -> None:
+    if (stages := job.stages or 1) > ranks:
+        raise InputError(f"--stages {stages} needs as many ranks, and there are {ranks}: give -n {stages} or fewer stages")
+    if (parts := job.micro_batches or 1) > batch_size:
+        raise InputError(
+            f"--micro-batches {parts} are more than the {batch_size} samples of a batch: take {batch_size} or fewer"
+        )
+    if is_staged and (job.retile or job.method != DEFAULT_PLANNER):
+        raise InputError(
+            "--stages are laid out by the least predicted time, and not re-tiled yet: leave --method and --retile out"
+        )
 
 
 def _retiler(job: TrainJob) -> Retiler | None:

@@ -1,29 +1,32 @@
-"""`tatami plan`: all planners side by side."""
+"""`tatami plan`: the recommended plan, what it is compared with, and what other links or machines would bring."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from tatami.cli.options import epilog, optional, takes
-from tatami.cli.terminal import show, show_json
+from tatami.cli.terminal import show, show_json, width
 from tatami.cluster import Cluster, parse_speeds, read_cluster
 from tatami.errors import InputError, shortened
-from tatami.planning import compared
-from tatami.report import blank, check_path, draw_text, draw_tiling, save
-from tatami.tiling import Plan, at_tiles, with_speeds
+from tatami.planning import Answer, PlanComparison, answers, compared, questions
+from tatami.report import answer_table, blank, check_path, draw_answers, draw_text, draw_tiling, is_same, save
+from tatami.tiling import DEFAULT_PLANNER, Plan, StagedPlan, at_tiles, timeline, with_speeds
 from tatami.workload import VOCABULARY, Workload, gpt_workload, has_blocks_of, net_workload
 
+_what_if = partial(typer.Option, rich_help_panel="What would it bring?", show_default=False)
 _gpt = partial(typer.Option, rich_help_panel="A GPT")
 EPILOG = epilog(
     "tatami plan cluster.toml --net 203-80-26 --samples 1024",
     "tatami plan --speeds 0.25,0.31,0.63,1,1 --net 203-80-26 --samples 1024 --json",
     "tatami plan cluster.toml --planner srpm --plot tiling.png",
+    "tatami plan cluster.toml --vary network.bandwidth=1Gbit/s,10Gbit/s --add speed=15e12,memory=24GiB --without laptop",
     "tatami plan cluster.toml --model gpt --layers 12 --width 768 --heads 12 --tokens 1024 --samples 32",
     "A cluster.toml is written by [bold]tatami probe[/], or by hand.",
 )
@@ -50,9 +53,27 @@ class PlanJob:
     vocabulary: Annotated[int, _gpt(min=1, help="Tokens there are.")] = VOCABULARY
     wire: Annotated[str | None, optional(metavar="NAME", help="bfloat16 or float16, if sums are to travel so.")] = None
     planner: Annotated[list[str] | None, optional(metavar="A,B,...", help="Only these planners; may be given again.")] = None
-    plot: Annotated[Path | None, optional(help="Draw the best tiling into this file (.png, .pdf or .svg).")] = None
+    stages: Annotated[int | None, optional(min=1, help="So many pipeline stages; 1: none.")] = None
+    micro_batches: Annotated[int | None, optional(min=1, help="In which every replica computes its samples.")] = None
+    vary: Annotated[
+        list[str] | None,
+        _what_if(metavar="PATH=A,B,...", help="network.bandwidth, processors.NAME.link, ... or samples; may be given again."),
+    ] = None
+    add: Annotated[
+        list[str] | None,
+        _what_if(metavar="speed=...,memory=...", help="A machine more, as in a cluster file; may be given again."),
+    ] = None
+    leave_out: Annotated[
+        list[str] | None, _what_if("--without", metavar="NAME,...", help="These machines less; may be given again.")
+    ] = None
+    plot: Annotated[
+        Path | None, optional(help="Draw the best tiling, or what the changes bring, into this file (.png, .pdf, .svg).")
+    ] = None
     force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list with a record for each planner.")] = False
+    everything: Annotated[bool, typer.Option("--all", help="Also the plans of all other planners.")] = False
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON list: a record for each planner and for one machine alone.")
+    ] = False
 
     @property
     def workload(self) -> Workload:
@@ -78,7 +99,7 @@ class PlanJob:
 
 @takes(PlanJob)
 def plan(job: PlanJob) -> None:
-    """Lay a network over machines that are not alike, and compare the planners.
+    """Recommend how to train a network on machines that are not alike, and say what each of them would do.
 
     Nothing is started: the times are predicted, from the speeds and the links, for one iteration over the whole batch.
     """
@@ -87,31 +108,56 @@ def plan(job: PlanJob) -> None:
     machines = _machines(job.cluster, job.speeds)
     workload = replace(job.workload, wire=job.wire)
     _warn_unprobed(job, machines, workload)
-    planners = [name.strip() for each in job.planner for name in each.split(",")] if job.planner else None
-    found = compared(planners, cluster=machines, workload=workload)
-    plans, best = found.plans, found.best
-    if job.plot is not None:
-        _draw(best, machines, job.plot, force=job.force)
-    if job.as_json:
-        show_json([plan_record(each, weighted=found.weighted, machines=machines) for each in plans])
+    if job.vary or job.add or job.leave_out:
+        _answer(job, machines, workload)
         return
-    show(*found.tables, found.advice)
-    if len(plans) == 1:
-        show("", draw_text(best.tiling, speeds=_speeds(best, machines), width=72))
+    planners = [name.strip() for each in job.planner for name in each.split(",")] if job.planner else None
+    if planners is None and not (job.everything or job.as_json):
+        planners = [DEFAULT_PLANNER]
+    found = compared(
+        planners,
+        cluster=machines,
+        workload=workload,
+        with_stages=not job.planner,
+        stages=job.stages,
+        micro_batches=job.micro_batches,
+    )
+    plans = found.plans
     if job.plot is not None:
-        show(f"{best.planner} is drawn in {job.plot}")
+        if not plans:
+            raise InputError("only pipeline stages fit into memory, and a picture shows tiles: leave out --plot")
+        _draw(found.best, machines, job.plot, force=job.force)
+    if job.as_json:
+        records = [plan_record(each, found=found, machines=machines) for each in plans]
+        records += [staged_record(found.staged, found=found, machines=machines)] if found.staged else []
+        show_json(records + ([alone_record(found.alone)] if found.alone and not job.planner else []))
+        return
+    everything = job.everything or (job.planner is not None and len(plans) > 1)
+    parts = found.report(width=width(), everything=everything)
+    show(*[each for part in parts for each in (part, "")][:-1])
+    if job.planner and len(plans) == 1:
+        show("", draw_text(found.best.tiling, speeds=_speeds(found.best, machines), width=72))
+    if job.plot is not None:
+        show(f"{found.best.planner} is drawn in {job.plot}")
 
 
-def plan_record(plan: Plan, *, weighted: Plan | None, machines: Cluster) -> dict[str, Any]:
-    """What `--json` says of a plan. `columns` are processor names, `samples` a column's, `units` those of its tiles.
+def plan_record(plan: Plan, *, found: PlanComparison, machines: Cluster) -> dict[str, Any]:
+    """What `--json` says of a plan: `columns` are processor names, `samples` and `micro_batches` a column's, `units` tiles'.
 
-    `speeds` are those of the tiles, where they depend on the size.
+    `machines` has seconds of an iteration and bytes for each processor that has a tile; `speeds` are those of the tiles, where
+    they depend on the size; `same_as` is the first planner whose plan is the same.
     """
     columns = plan.tiling.columns
+    weighted, alone = found.weighted, found.alone
+    run = machines.only(plan.layout.processors)
+    times = timeline(plan.layout, cluster=run, workload=plan.workload, cost=found.cost)
     return {
         "planner": plan.planner,
+        "recommended": plan is found.recommended,
+        "same_as": next(other.planner for other in found.plans if is_same(plan, other)),
         "columns": [[tile.processor for tile in column] for column in columns],
         "samples": [column[0].samples.size for column in columns],
+        "micro_batches": [column.micro_batches for column in plan.layout.columns],
         "units": [[tile.units.size for tile in column] for column in columns],
         "t_comm": plan.t_comm,
         "predicted_s": plan.predicted_s,
@@ -121,9 +167,88 @@ def plan_record(plan: Plan, *, weighted: Plan | None, machines: Cluster) -> dict
         "gap": plan.gap,
         "volume_bytes": plan.volume_bytes,
         "against_weighted": weighted.predicted_s / plan.predicted_s if weighted else None,
+        "against_alone": alone.predicted_s / plan.predicted_s if alone else None,
         "memory_bytes": dict(plan.memory_bytes),
         "left_out": list(plan.left_out),
         "speeds": _speeds(plan, machines),
+        "machines": [
+            {**asdict(time), "host": machines.host_of[time.processor], "memory_bytes": plan.memory_bytes[time.processor]}
+            for time in times
+        ],
+    }
+
+
+def staged_record(plan: StagedPlan, *, found: PlanComparison, machines: Cluster) -> dict[str, Any]:
+    """What `--json` says of a plan with pipeline stages: `stages` has the processors of each (one for each replica) and its
+    first and last piece; `machines` has what each does, in seconds of an iteration and bytes."""
+    layout, alone, weighted = plan.layout, found.alone, found.weighted
+    edges = (0, *layout.cuts, len(plan.workload.pieces))
+    return {
+        "planner": "stages",
+        "recommended": plan is found.recommended,
+        "stages": [
+            {
+                "processors": list(stage.processors),
+                "first_piece": plan.workload.pieces[first].name,
+                "last_piece": plan.workload.pieces[stop - 1].name,
+                "in_flight": in_flight,
+            }
+            for stage, (first, stop), in_flight in zip(layout.stages, pairwise(edges), plan.in_flight, strict=True)
+        ],
+        "cuts": list(layout.cuts),
+        "samples": list({rank.replica: rank.samples for rank in plan.ranks}.values()),
+        "micro_batches": list({rank.replica: rank.micro_batches for rank in plan.ranks}.values()),
+        "predicted_s": plan.iteration_s,
+        "parts_s": dict(plan.parts_s),
+        "against_weighted": weighted.predicted_s / plan.iteration_s if weighted else None,
+        "against_alone": alone.predicted_s / plan.iteration_s if alone else None,
+        "memory_bytes": plan.memory_bytes,
+        "left_out": [each.name for each in machines.processors if each.name not in plan.memory_bytes],
+        "machines": [{**asdict(rank), "host": machines.host_of[rank.processor]} for rank in plan.ranks],
+    }
+
+
+def alone_record(alone: Plan) -> dict[str, Any]:
+    """What `--json` says of the machine that is fastest by itself."""
+    (column,) = alone.layout.columns
+    return {
+        "planner": "alone",
+        "columns": [list(column.processors)],
+        "samples": [alone.workload.samples],
+        "micro_batches": [column.micro_batches],
+        "predicted_s": alone.predicted_s,
+        "predicted": asdict(alone.predicted),
+        "range_s": list(alone.range_s) if alone.range_s is not None else None,
+        "memory_bytes": dict(alone.memory_bytes),
+    }
+
+
+def _answer(job: PlanJob, machines: Cluster, workload: Workload) -> None:
+    """One row for each change that is asked about."""
+    if job.planner or job.everything:
+        raise InputError("--vary, --add and --without ask what the recommended plan would be: leave out --planner and --all")
+    asked = questions(machines, workload=workload, vary=job.vary or (), add=job.add or (), leave_out=job.leave_out or ())
+    found = answers(asked)
+    words = [question.words for question in asked]
+    if job.plot is not None:
+        figure, ax = blank()
+        draw_answers(ax, words, found)
+        save(figure, job.plot, force=job.force)
+    if job.as_json:
+        show_json([_answer_record(answer) for answer in found])
+        return
+    show(answer_table(words, found, clusters=[question.cluster for question in asked]))
+    if job.plot is not None:
+        show(f"drawn in {job.plot}")
+
+
+def _answer_record(answer: Answer) -> dict[str, Any]:
+    return {
+        "question": answer.question.words,
+        "samples": answer.question.workload.samples,
+        "predicted_s": None if answer.plan is None else answer.plan.predicted_s,
+        "speed_up": answer.speed_up,
+        "takes_part": list(answer.takes_part),
     }
 
 

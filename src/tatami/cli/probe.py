@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import runpy
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,11 +12,12 @@ import typer
 
 from tatami.cli.options import DEVICE_HELP, Hosts, Ranks, check_device, epilog
 from tatami.cli.terminal import show, show_json
-from tatami.cluster import Cluster, write_cluster
+from tatami.cluster import Cluster, SpeedTable, write_cluster
+from tatami.errors import InputError
 from tatami.outputs import check_output
 from tatami.report.tables import Table, table_of
 from tatami.units import format_bandwidth, format_duration, format_flop, format_size, format_speed
-from tatami.workload import Workload, net_workload
+from tatami.workload import net_workload
 
 if TYPE_CHECKING:
     from tatami.comm import AbstractCommunicator
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 EPILOG = epilog(
     "tatami probe -n 4 -o cluster.toml",
     "tatami probe -n 8 --hosts node1:4,node2:4 --net 203-800-26 -o cluster.toml",
+    "tatami probe -n 4 --model net.py --samples 64 -o cluster.toml",
     "Then: tatami plan cluster.toml, and tatami train --cluster cluster.toml",
 )
 _STRAYED = 0.5
@@ -34,6 +37,10 @@ def probe(
     ranks: Ranks = None,
     hosts: Hosts = None,
     net: Annotated[str, typer.Option(metavar="SIZES", help="The network whose work is timed.")] = "203-80-26",
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A Python file with build_model() and sample: that network is timed, not --net."),
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, metavar="N", help="Of a batch.")] = 1024,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help=DEVICE_HELP)] = "cpu",
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write this cluster.toml.")] = None,
@@ -50,6 +57,7 @@ def probe(
     """
     from tatami.cli.ranks import num_started, on_ranks
     from tatami.tiled.probe import probe as measure
+    from tatami.tiled.probe import probe_network as measure_for
 
     check_device(device, hosts=hosts)
     workload = net_workload(net, samples=samples)
@@ -60,14 +68,19 @@ def probe(
     def body(comm: AbstractCommunicator) -> None:
         if comm.rank == 0 and output is not None:
             check_output(output, force=force)
-        cluster = measure(workload, comm, net=net, device=device)
+        if model is None:
+            cluster = measure(workload, comm, net=net, device=device)
+        else:
+            network, sample = read_model(model)
+            cluster = measure_for(network, comm, sample=sample, batch_size=samples, device=device)
         if comm.rank == 0:
-            _tell(cluster, workload=workload, net=net, output=output, force=force, as_json=as_json)
+            following = f"tatami plan {output} --net {net} --samples {samples}" if model is None else "tatami.tile(speeds=...)"
+            _tell(cluster, following=following, output=output, force=force, as_json=as_json)
 
     on_ranks(body, ranks=ranks or started or 2, backend=backend, hosts=hosts)
 
 
-def _tell(cluster: Cluster, *, workload: Workload, net: str, output: Path | None, force: bool, as_json: bool) -> None:
+def _tell(cluster: Cluster, *, following: str, output: Path | None, force: bool, as_json: bool) -> None:
     if output is not None:
         write_cluster(cluster, output, force=force)
     strayed = max(processor.spread or 0.0 for processor in cluster.processors)
@@ -84,7 +97,7 @@ def _tell(cluster: Cluster, *, workload: Workload, net: str, output: Path | None
     for net, flop in cluster.sample_flop.items():
         show("", f"a sample of {net} costs {format_flop(flop, digits=2)} however few units a rank has")
     if output is not None:
-        show("", f"written to {output}; next: tatami plan {output} --net {net} --samples {workload.samples}")
+        show("", f"written to {output}; next: {following}")
 
 
 def _processors(cluster: Cluster) -> Table:
@@ -130,7 +143,8 @@ def _record(cluster: Cluster) -> dict[str, Any]:
             {
                 "name": processor.name,
                 "host": processor.host,
-                "speed_flop_per_s": processor.speed,
+                "speed_flop_per_s": float(processor.speed),
+                "speed_by_size": list(processor.speed.points) if isinstance(processor.speed, SpeedTable) else None,
                 "spread": processor.spread,
                 "message_s": processor.message_s,
                 "call_s": processor.call_s,
@@ -146,3 +160,31 @@ def _record(cluster: Cluster) -> dict[str, Any]:
             for hosts, link in links.items()
         ],
     }
+
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def read_model(path: Path) -> tuple[nn.Module, Any]:
+    """The network and the sample batch of a file, which is run as a program, though not as `__main__`.
+
+    Args:
+        path: defines `build_model`, a function without arguments, and `sample`: inputs for at least two samples, or a function
+            without arguments that makes them.
+
+    Raises:
+        InputError: there is no such file, or it does not define both.
+    """
+    from torch import nn
+
+    if not path.is_file():
+        raise InputError(f"--model {path} is not a file; give a Python file that defines build_model() and sample")
+    names = runpy.run_path(str(path), run_name="model_file")
+    missing = [name for name in ("build_model", "sample") if name not in names]
+    if missing or not callable(names["build_model"]):
+        raise InputError(f"--model {path} does not define {' and '.join(missing) or 'a function build_model()'}")
+    model, sample = names["build_model"](), names["sample"]
+    if not isinstance(model, nn.Module):
+        raise InputError(f"build_model() of {path} returned {type(model).__name__}; it must return a torch.nn.Module")
+    return model, sample() if callable(sample) and not isinstance(sample, nn.Module) else sample

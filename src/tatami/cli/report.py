@@ -32,7 +32,7 @@ def report(
 
     The page needs no network and no other file. Its charts can be read on a phone and used with the keyboard.
     """
-    from tatami.page import check_page, joined, read_run, write_page
+    from tatami.report.page import check_page, joined, read_run, write_page
 
     check_page(output, force=force)
     run = joined([read_run(each) for each in records])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -103,9 +104,10 @@ def _run_elastic(job: RunJob) -> None:
     if job.plot is not None:
         check_path(job.plot, force=job.force)
         figure, ax = blank()
+    from tatami.comm.signals import ending_as_exception
     from tatami.elastic.launch import Script, run_elastic
-    from tatami.elastic.report import ElasticReport
     from tatami.elastic.settings import ElasticContext, ElasticSettings
+    from tatami.report.elastic_run import ElasticReport
 
     def keep(report: ElasticReport) -> None:
         if job.report is not None:
@@ -124,9 +126,15 @@ def _run_elastic(job: RunJob) -> None:
         on_end=keep,
     )
     try:
-        result = run_elastic(Script(job.command), settings=settings, context=context)
+        with ending_as_exception():
+            result = run_elastic(Script(job.command), settings=settings, context=context)
     except KeyboardInterrupt:
         print("tatami run: interrupted; all ranks are stopped", file=sys.stderr, flush=True)
+        raise
+    except SystemExit as error:
+        if isinstance(error.code, int) and error.code - 128 in (signal.SIGTERM, signal.SIGHUP):
+            how = signal.Signals(error.code - 128).name
+            print(f"tatami run: ended by {how}; all ranks are stopped", file=sys.stderr, flush=True)
         raise
     if job.as_json:
         changes = [asdict(change) for change in result.report.changes]

@@ -12,7 +12,7 @@ import torch
 from tatami.cli.job import Prepared
 from tatami.clock import NO_PACE, SystemClock
 from tatami.comm import AbstractCommunicator
-from tatami.report.efficiency import LEAST_ROUNDS, EfficiencyRound
+from tatami.report.measured_rounds import LEAST_ROUNDS, EfficiencyRound
 from tatami.testing.slowdown import Slowdown
 from tatami.tiled import Callback
 

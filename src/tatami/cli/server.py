@@ -28,8 +28,8 @@ from tatami.units import format_duration
 if TYPE_CHECKING:
     from torch import nn
 
+    from tatami.report.server_run import RunStatus
     from tatami.server import RunContext, RunControl, RunReport, RunSettings
-    from tatami.server.report import RunStatus
 
 EPILOG = epilog(
     "tatami server train script.py --workers 4 --servers 2 --rounds 200",
@@ -88,8 +88,8 @@ def show_report(
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
     """Show each failure of a run: when it happened, to which process, after how long it was noticed, and the seconds lost."""
+    from tatami.report.ray_runs import draw_timeline
     from tatami.server import RunReport
-    from tatami.server.timeline import draw_timeline
 
     if plot is not None:
         check_path(plot, force=force)

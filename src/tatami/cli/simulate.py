@@ -20,7 +20,6 @@ EPILOG = epilog(
     "tatami simulate server --preset paper-server-10k --recovery checkpoint,servers,ignore --runs 10 --rounds 200",
     "tatami simulate server --preset paper-server-10k --recovery servers --sweep mtbf=30d,1y,3y --json",
     "tatami simulate platform cluster.toml",
-    "The simulator runs on SimGrid; where it is missing, the command says how to install it.",
 )
 
 _MOST_ROWS = 500

@@ -16,6 +16,7 @@ from tatami.collective import ALGORITHMS, Grid, Sync
 from tatami.errors import InputError
 from tatami.report import Table, blank, check_path, save
 from tatami.report.bar import progress_for
+from tatami.report.palette import MOSS
 from tatami.units import format_duration, format_size, parse_bandwidth, parse_duration
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def simulate_allreduce(job: SimulateAllReduceJob) -> None:
             show_json(allreduce_record(case, result) | ({swept.name: value} if swept.name else {}))
 
     with Runs(cores=job.cores) as started:
-        results = started.map(replay, jobs, done=done, platform=lambda job: job.platform)
+        results = started.map(replay, jobs, done=done)
     progress.finish()
     labels = [_label(case) + (f", {swept.name} {value}" if swept.name else "") for value, _, case in cases]
     if not job.as_json:
@@ -196,7 +197,7 @@ def _draw(labels: Sequence[str], cases: Sequence[Case], results: Sequence[Replay
         draw_bandwidth(ax, records)
     else:
         places = range(len(labels))
-        ax.barh(list(places), [1000 * result.total_s for result in results], color="#3f7256")
+        ax.barh(list(places), [1000 * result.total_s for result in results], color=MOSS)
         ax.set_yticks(list(places), list(labels))
         ax.invert_yaxis()
         ax.set_xlabel(f"ms for {format_size(cases[0].size_bytes, digits=3)}")

@@ -136,7 +136,7 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
             show_json(tiling_record(labels[index], run))
 
     with Runs(cores=job.cores) as started:
-        found = started.map(rehearse, jobs, done=done, platform=lambda job: job.platform)
+        found = started.map(rehearse, jobs, done=done)
     progress.finish()
     if not job.as_json:
         show(_table(labels, found, title=f"{job.net}, {machines.size} processors"))

@@ -93,6 +93,13 @@ class TrainJob:
             metavar="NAME", help="bfloat16 or float16: sums over ranks travel so, half the bytes. Default: as they are, exact."
         ),
     ] = None
+    stages: Annotated[
+        int | None,
+        _ranks(min=1, metavar="N", help="So many pipeline stages; 1: none. Default: as are predicted to be fastest."),
+    ] = None
+    micro_batches: Annotated[
+        int | None, _ranks(min=1, metavar="N", help="In which every replica computes its samples. Default: as planned.")
+    ] = None
     retile: Annotated[bool, _ranks("--retile", help="With any method: re-tile while training as ranks change.")] = False
     retile_every: Annotated[
         int | None,

@@ -23,6 +23,7 @@ from tatami.report import CoursePoint, blank, draw_course, draw_text, save
 from tatami.retiling import DecisionKind
 from tatami.testing.slowdown import Slowdown
 from tatami.tiled import Callback, History, Metric, Trainer, tile
+from tatami.tiled.describing_stages import StagesDescription
 from tatami.tiling import Tiling
 from tatami.units import format_duration
 
@@ -39,7 +40,8 @@ class TrainingOutcome:
         loss: over all training samples, after the last update.
         accuracy: of the test samples, by name.
         first: the tiling at the start.
-        tiling: the tiling at the end.
+        tiling: the tiling at the end; with pipeline stages, that of the stage of rank 0.
+        stages: who computes which pieces; None where there are no pipeline stages.
         speeds: of the processors, as last known.
         iteration_s: the median of the last `STEADY` iterations.
         batch_size: of the global batch.
@@ -53,6 +55,17 @@ class TrainingOutcome:
     speeds: dict[str, float]
     iteration_s: float
     batch_size: int
+    stages: StagesDescription | None = None
+
+    @property
+    def _laid_out(self) -> dict[str, Any]:
+        if self.stages is not None:
+            return {"stages": self.stages.to_dict()}
+        return {
+            "columns": [[tile.processor for tile in column] for column in self.tiling.columns],
+            "samples": [column[0].samples.size for column in self.tiling.columns],
+            "units": [[tile.units.size for tile in column] for column in self.tiling.columns],
+        }
 
     @property
     def samples_per_s(self) -> float:
@@ -69,9 +82,7 @@ class TrainingOutcome:
             "iteration_s": self.iteration_s,
             "samples_per_s": self.samples_per_s,
             "speeds": self.speeds,
-            "columns": [[tile.processor for tile in column] for column in self.tiling.columns],
-            "samples": [column[0].samples.size for column in self.tiling.columns],
-            "units": [[tile.units.size for tile in column] for column in self.tiling.columns],
+            **self._laid_out,
             "checks": [
                 {
                     "iteration": check.decision.iteration,
@@ -112,6 +123,8 @@ def train(
             device=job.device,
             quiet=True,
             pace=pace,
+            stages=1 if prepared.retiler is not None else job.stages,  # what re-tiles knows no stages
+            micro_batches=job.micro_batches,
         )
         if comm.rank == 0 and model.comm.on_devices:
             tell(model.comm.describe())
@@ -147,6 +160,7 @@ def train(
         accuracy=accuracy,
         first=first,
         tiling=model.tiling,
+        stages=model.describe().stages,
         speeds=dict(estimated),
         iteration_s=statistics.median(history.iteration_s[-STEADY:]),
         batch_size=prepared.batch_size,
@@ -230,7 +244,9 @@ def show_outcome(prepared: Prepared, outcome: TrainingOutcome) -> None:
     show(Text(f"{job.data} {task.net}, {ranks}, {job.method}", style="bold"))
     for name, value in rows:
         show(f"  {name:<9}  {value}")
-    if prepared.ranks > 1:
+    if outcome.stages is not None:
+        show("", outcome.stages.text(width=width()))
+    elif prepared.ranks > 1:
         show("", draw_text(outcome.tiling, speeds=outcome.speeds, width=min(MATS_WIDTH, width())))
 
 

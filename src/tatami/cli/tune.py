@@ -14,10 +14,7 @@ from tatami.errors import InputError
 from tatami.report import Table
 from tatami.units import format_duration, format_size
 
-EPILOG = epilog(
-    "tatami bench allreduce -n 4 --tune",
-    "tatami tune --show",
-)
+EPILOG = epilog("tatami bench allreduce -n 4 --tune", "tatami tune --show")
 
 
 def tune(

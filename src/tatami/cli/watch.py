@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group
@@ -17,8 +17,9 @@ from rich.text import Text
 from tatami.cli.options import epilog
 from tatami.cli.terminal import is_terminal
 from tatami.clock import Clock, SystemClock
-from tatami.page import GrowingLog, RecordedRun, RunFacts, facts_of, read_run
-from tatami.page.facts import PHASES
+from tatami.report.page import GrowingLog, RecordedRun, RunFacts, facts_of, read_run
+from tatami.report.palette import PHASES
+from tatami.units import format_size
 
 EPILOG = epilog(
     "tatami train -n 4 --retile --log run.jsonl &",
@@ -30,6 +31,8 @@ _SETTLED_LOOKS = 6
 """After the last record of a `fit` there may come another `fit`: only so much later the run has ended."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LAST = 4
+_WIDE = 100
+"""Characters of a line from which on the processes of ranks with pipeline stages have room, too."""
 _MOST_RANKS = 16
 
 
@@ -86,7 +89,7 @@ def frame(run: RecordedRun, *, name: str, columns: int) -> Group:
     if facts.rates:
         parts.append(_curve("samples/s", [row["rate"] for row in facts.rates], columns=columns))
     if facts.steps:
-        parts += [Text(""), _floor(facts), _ranks(facts)]
+        parts += [Text(""), _floor(facts), _ranks(facts, run, columns=columns)]
     parts += _told("re-tiled", [f"after iteration {row['iteration']:,}: {row['reason']}" for row in facts.decisions])
     parts += _told("deaths and repairs", [": ".join(filter(None, list(row.values())[:3])) for row in facts.deaths])
     return Group(*parts)
@@ -122,40 +125,52 @@ def _curve(name: str, values: Sequence[float | None], *, columns: int) -> Text:
 
 def _floor(facts: RunFacts) -> Text:
     step = facts.steps[-1]
-    columns = f"{step['columns']} column{'s' if step['columns'] != 1 else ''}"
+    columns = f"{step['columns']} replica{'s' if step['columns'] != 1 else ''}"
+    units = f"{step['stages']} stages" if step["stages"] else f"{step['units']:,} units"
     changed = f", tiling {len(facts.steps)}" if len(facts.steps) > 1 else ""
     return Text.assemble(
-        (f"{step['samples']:,} samples x {step['units']:,} units in {columns}{changed}", "bold"),
+        (f"{step['samples']:,} samples x {units} in {columns}{changed}", "bold"),
         ("   (phases in milliseconds of an iteration)", "dim"),
     )
 
 
-def _ranks(facts: RunFacts) -> RichTable:
+def _ranks(facts: RunFacts, run: RecordedRun, *, columns: int) -> RichTable:
     """Of the newest tiling."""
     number = len(facts.steps) - 1
+    staged = {each["rank"]: each for each in (facts.stages or {}).get("ranks", ())}
     area = facts.steps[-1]["samples"] * facts.steps[-1]["units"]
     tiles = {row["rank"]: row for row in facts.tiles if row["step"] == number}
     speeds = {row["rank"]: row["speed"] for row in facts.speeds}  # the newest of each
     spent_ms = {(row["rank"], row["phase"]): row["ms"] for row in facts.phases if row["step"] == number}
+    events = run.of("processes")
+    processes: dict[str, str] = events[-1]["ranks"] if events and (columns >= _WIDE or not staged) else {}
     table = RichTable(box=None, pad_edge=False, header_style="dim")
+    phases = [phase for phase in PHASES if any(row["phase"] == phase for row in facts.phases)] or [*PHASES][:5]
     table.add_column("rank")
-    for head in ("share", "speed", *PHASES):
+    for head in (*(("stage", "memory") if staged else ("share", "speed")), *(PHASES[phase][0] for phase in phases)):
         table.add_column(head, justify="right")
+    if processes:
+        table.add_column("process")
     for rank in facts.ranks[:_MOST_RANKS]:
         tile = tiles.get(rank)
         share = 0.0 if tile is None else (tile["x2"] - tile["x1"]) * (tile["y2"] - tile["y1"]) / area
-        times = [spent_ms.get((rank, phase)) for phase in PHASES]
+        times = [spent_ms.get((rank, phase)) for phase in phases]
         speed = speeds.get(rank)
         table.add_row(
             rank,
-            f"{100 * share:.1f} %",
-            "-" if speed is None else f"{speed:.2f}",
+            *(_place(staged.get(rank)) if staged else (f"{100 * share:.1f} %", "-" if speed is None else f"{speed:.2f}")),
             *("-" if time_ms is None else f"{time_ms:.3g}" for time_ms in times),
+            *([processes.get(rank, "-")] if processes else []),
             style="dim" if tile is None else "",
         )
     if len(facts.ranks) > _MOST_RANKS:
         table.add_row(f"and {len(facts.ranks) - _MOST_RANKS} more")
     return table
+
+
+def _place(rank: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Which stage a rank computes, and how much memory is planned for it."""
+    return ("-", "-") if rank is None else (f"{rank['stage']}", format_size(rank["memory_bytes"], digits=3))
 
 
 def _told(what: str, lines: Sequence[str]) -> list[Text]:

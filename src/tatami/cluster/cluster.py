@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 
-import numpy as np
-
+from tatami.cluster.link import LARGEST_LATENCY_S, LOCAL_LINK, NETWORK_LINK, Link, OwnLink, PairTable, slowest
 from tatami.cluster.speed_table import SpeedTable, listed_speeds, speed_problem
 from tatami.errors import ClusterError, shortened
-from tatami.units import LARGEST_BANDWIDTH_BYTES_PER_S, format_duration, parse_size
+from tatami.units import parse_size
 
-SMALLEST_BANDWIDTH_BYTES_PER_S = 1e-3
-LARGEST_LATENCY_S = 86400.0
 MOST_PROCESSORS = 200_000
 """Of a cluster: twice what the rehearsal has been tried with."""
+_ALIKE = 1.25
+"""Rates that differ by less are the same: they were measured."""
 _DENSE = 8
 """Where one pair of hosts in so many has a link of its own, a table of all pairs is looked up in place of the links."""
 
@@ -29,7 +28,8 @@ class Processor:
     Attributes:
         name: how tilings and logs call it.
         speed: relative, or flop/s once measured; only ratios count. A `SpeedTable` where it depends on the size of the tile.
-        host: the machine it sits in; processors of one host talk over the local link.
+        host: the machine it is in; processors of one host use the local link. Left out, it is a host of its own, which has
+            its name.
         memory_bytes: None where it is not known, and then no limit.
         memory: the same as a text, such as "8 GiB".
         spread: how far a measured speed strayed, relative to it (0.02 for 2 %); None where nothing was measured.
@@ -39,20 +39,24 @@ class Processor:
         call_s: what it spends on each block of a network in an iteration, however small its tile is: the calls of forward pass,
             backward pass and update. On a tenth of a core that is milliseconds. 0 where nothing was measured.
         step_s: the same of an iteration, however few blocks it has.
+        link: its host's own link to all other hosts; None: the cluster's network.
     """
 
     name: str
     speed: float
-    host: str = "localhost"
+    host: str = ""
     memory_bytes: int | None = None
     spread: float | None = None
     message_s: float = 0.0
     copy_bytes_per_s: float = math.inf
     call_s: float = 0.0
     step_s: float = 0.0
+    link: OwnLink | None = None
     memory: InitVar[str | None] = None
 
     def __post_init__(self, memory: str | None) -> None:
+        if not self.host:
+            object.__setattr__(self, "host", self.name)
         if memory is not None:
             if self.memory_bytes is not None:
                 raise ClusterError(f"processor {self.name!r} is given memory twice: {memory!r} and {self.memory_bytes} bytes")
@@ -67,52 +71,14 @@ class Processor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
-    """A way between two processors: `latency_s` for each message, `bandwidth_bytes_per_s` for its bytes."""
-
-    bandwidth_bytes_per_s: float
-    latency_s: float
-
-    def __post_init__(self) -> None:
-        if problems := link_problems(bandwidth_bytes_per_s=self.bandwidth_bytes_per_s, latency_s=self.latency_s):
-            raise ClusterError("; ".join(problems.values()))
-
-    def transfer_s(self, size_bytes: float) -> float:
-        """Seconds for one message of `size_bytes`."""
-        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
-
-
-def link_problems(*, bandwidth_bytes_per_s: float, latency_s: float) -> dict[str, str]:
-    """What is wrong with the `bandwidth` and the `latency` of a link; empty where nothing is."""
-    problems = {}
-    if not (math.isfinite(bandwidth_bytes_per_s) and bandwidth_bytes_per_s > 0):
-        problems["bandwidth"] = f"the bandwidth of a link must be a finite number > 0 bytes/s, not {bandwidth_bytes_per_s:g}"
-    elif not SMALLEST_BANDWIDTH_BYTES_PER_S <= bandwidth_bytes_per_s <= LARGEST_BANDWIDTH_BYTES_PER_S:
-        problems["bandwidth"] = (
-            f"the bandwidth of a link must be from {SMALLEST_BANDWIDTH_BYTES_PER_S:g} to {LARGEST_BANDWIDTH_BYTES_PER_S:g} "
-            f"bytes/s, not {bandwidth_bytes_per_s:g}"
-        )
-    if not (math.isfinite(latency_s) and latency_s >= 0):
-        problems["latency"] = f"the latency of a link must be a finite number >= 0 s, not {latency_s:g}"
-    elif latency_s > LARGEST_LATENCY_S:
-        problems["latency"] = f"the latency of a link must be at most {format_duration(LARGEST_LATENCY_S)}, not {latency_s:g} s"
-    return problems
-
-
-LOCAL_LINK = Link(bandwidth_bytes_per_s=5e9, latency_s=5e-6)
-"""Between ranks of one host, through shared memory, where nothing was measured."""
-NETWORK_LINK = Link(bandwidth_bytes_per_s=125e6, latency_s=50e-6)
-"""Between hosts, 1 Gbit/s Ethernet, where nothing was measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Processors in the order of the ranks, and the links between them.
 
     Attributes:
         processors: rank r runs on `processors[r]`.
         local: the link between processors of one host.
-        network: the link between hosts.
+        network: the link of every host to the others, except where a processor has one of its own. The link between two hosts
+            is the slower one of theirs.
         links: exceptions, by pair of host names (in sorted order; both the same for a host's own local link).
         sample_flop: by a network's sizes ("203-80-26"), what a sample of it costs a rank however few units it has
             (`Workload.sample_flop`); of networks that were probed.
@@ -137,6 +103,10 @@ class Cluster:
             if processor.name in names:
                 problems.append(f"processors[{index}].name: {processor.name!r} is taken already")
             names.add(processor.name)
+        found: dict[str, OwnLink] = {}
+        for index, processor in enumerate(self.processors):
+            if processor.link is not None and found.setdefault(processor.host, processor.link) != processor.link:
+                problems.append(f"processors[{index}].link: another processor of host {processor.host!r} has another link")
         problems += [
             f"sample_flop[{net!r}]: must be a finite number >= 0, not {flop}"
             for net, flop in self.sample_flop.items()
@@ -201,6 +171,11 @@ class Cluster:
         return tuple(processor.name for processor in self.processors if isinstance(processor.speed, SpeedTable))
 
     @cached_property
+    def memory_known(self) -> bool:
+        """Whether there is a processor of which it is known how much memory it has."""
+        return any(processor.memory_bytes is not None for processor in self.processors)
+
+    @cached_property
     def messages_known(self) -> bool:
         """Whether it was measured what messages cost those that send and receive them."""
         return any(processor.message_s for processor in self.processors)
@@ -224,6 +199,11 @@ class Cluster:
         return tuple(processor.speed for processor in self.processors)
 
     @cached_property
+    def own_links(self) -> dict[str, Link]:
+        """The links of hosts that have one of their own, by host; what one leaves out is as the network's."""
+        return {each.host: each.link.over(self.network) for each in self.processors if each.link is not None}
+
+    @cached_property
     def links_of_hosts(self) -> dict[str, dict[str, Link]]:
         """By each host its own links to others, by the other's name; each link of a pair is with the first of the two."""
         found: dict[str, dict[str, Link]] = {}
@@ -235,65 +215,52 @@ class Cluster:
     @cached_property
     def link_table(self) -> PairTable | None:
         """None where few pairs of hosts have a link of their own: then the links are quickly gone through."""
-        hosts = len({processor.host for processor in self.processors})
-        return PairTable(self) if hosts**2 <= _DENSE * len(self.links) else None
+        hosts = tuple(dict.fromkeys(processor.host for processor in self.processors))
+        if len(hosts) ** 2 > _DENSE * len(self.links):
+            return None
+        return PairTable({host: self.link_of(host) for host in hosts}, exceptions=self.links)
 
     @cached_property
     def fastest_link(self) -> Link:
         """The greatest bandwidth and the least latency of any link that the cluster has, as one link; for lower bounds."""
-        listed = [self.local, self.network, *self.links.values()]
+        listed = [self.local, self.network, *self.links.values(), *self.own_links.values()]
         return Link(
             bandwidth_bytes_per_s=max(link.bandwidth_bytes_per_s for link in listed),
             latency_s=min(link.latency_s for link in listed),
         )
 
+    @cached_property
+    def slowest_network(self) -> Link:
+        """The slowest link of a host to others, exceptions left out."""
+        return slowest(map(self.link_of, set(self.host_of.values()))) if self.own_links else self.network
+
+    @cached_property
+    def transfer_bytes_per_s(self) -> dict[str, float] | None:
+        """The rate at which each processor sends and receives, by its copying and the network; None where all are equal."""
+        wire_bytes_per_s = self.slowest_network.bandwidth_bytes_per_s
+        own = {each.name: min(wire_bytes_per_s, each.copy_bytes_per_s / 2) for each in self.processors}
+        return None if max(own.values()) <= _ALIKE * min(own.values()) else own
+
+    def link_of(self, host: str) -> Link:
+        """The link that `host` has to other hosts, where theirs is no slower."""
+        return self.own_links.get(host, self.network)
+
+    def only(self, names: Collection[str]) -> Cluster:
+        """Some of the processors, in the same order, with the same links; this object where these are all."""
+        if len(names) == self.size:
+            return self
+        kept = set(names)
+        return replace(self, processors=tuple(each for each in self.processors if each.name in kept))
+
     def link(self, one: str, other: str) -> Link:
         """The link between the processors named `one` and `other`."""
-        first, second = sorted((self.by_name[one].host, self.by_name[other].host))
-        return self.links.get((first, second), self.local if first == second else self.network)
+        return self.link_between(self.by_name[one].host, self.by_name[other].host)
 
-
-_REMEMBERED = 16
-"""Hosts of a group whose slowest link is found once: planners ask for the same few groups again and again."""
-
-
-class PairTable:
-    """Every link between two hosts of a cluster, as arrays: a loop over the 61,075 of 350 hosts would be slow."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._index = {host: index for index, host in enumerate(dict.fromkeys(each.host for each in cluster.processors))}
-        shape = (len(self._index), len(self._index))
-        self._bandwidth_bytes_per_s = np.full(shape, cluster.network.bandwidth_bytes_per_s)
-        self._latency_s = np.full(shape, cluster.network.latency_s)
-        known = [
-            (self._index[one], self._index[other], link.bandwidth_bytes_per_s, link.latency_s)
-            for (one, other), link in cluster.links.items()
-            if one in self._index and other in self._index
-        ]
-        if known:
-            ones, others, bandwidths_bytes_per_s, latencies_s = (list(column) for column in zip(*known, strict=True))
-            for pair in ((ones, others), (others, ones)):
-                self._bandwidth_bytes_per_s[pair] = bandwidths_bytes_per_s
-                self._latency_s[pair] = latencies_s
-        # A host's link to itself is no link between two hosts.
-        np.fill_diagonal(self._bandwidth_bytes_per_s, np.inf)
-        np.fill_diagonal(self._latency_s, -np.inf)
-        self._found: dict[tuple[str, ...], Link | None] = {}
-
-    def between(self, hosts: Iterable[str]) -> Link | None:
-        """The least bandwidth and the greatest latency between any two of `hosts`, as one link; None for one host."""
-        asked = tuple(hosts)
-        if len(asked) > _REMEMBERED:
-            return self._between(asked)
-        if asked not in self._found:
-            self._found[asked] = self._between(asked)
-        return self._found[asked]
-
-    def _between(self, hosts: Sequence[str]) -> Link | None:
-        at = np.array([self._index[host] for host in hosts])
-        if len(at) < 2:
-            return None
-        pairs = at[:, np.newaxis], at
-        return Link(
-            bandwidth_bytes_per_s=float(self._bandwidth_bytes_per_s[pairs].min()), latency_s=float(self._latency_s[pairs].max())
-        )
+    def link_between(self, one: str, other: str) -> Link:
+        """The link between two hosts; where both are the same, between processors of it."""
+        first, second = sorted((one, other))
+        if (found := self.links.get((first, second))) is not None:
+            return found
+        if first == second:
+            return self.local
+        return slowest((self.link_of(first), self.link_of(second))) if self.own_links else self.network

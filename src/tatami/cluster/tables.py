@@ -7,15 +7,16 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
-from tatami.cluster.cluster import MOST_PROCESSORS, Link, Processor, link_problems
+from tatami.cluster.cluster import MOST_PROCESSORS, Processor
+from tatami.cluster.link import Link, OwnLink, link_problems
 from tatami.cluster.speed_table import SpeedTable, points_problem, speed_problem
-from tatami.errors import InputError, shortened
+from tatami.errors import ClusterError, InputError, shortened
 from tatami.units import parse_bandwidth, parse_duration, parse_flop, parse_size, parse_speed
 
 _LONGEST_NAME = 255
@@ -23,6 +24,7 @@ _MOST_COMPARED = 1000
 _SIZES = re.compile(r"[1-9][0-9]{0,8}(-[1-9][0-9]{0,8}){2,999}")
 """Of a network: as many and as large as `tatami.workload.parse_net` reads."""
 _Number = TypeVar("_Number", int, float)
+_Kind = TypeVar("_Kind")
 Field = Any
 """How a field of a table is read; cattrs does not export the type of what `override` makes."""
 
@@ -46,6 +48,12 @@ class HostsLinkTable(LinkTable):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OwnLinkTable:
+    bandwidth: float | None = None
+    latency: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProcessorTable:
     name: str
     speed: float
@@ -54,13 +62,20 @@ class ProcessorTable:
     copy: float | None = None
     call: float | None = None
     step: float | None = None
-    host: str = "localhost"
+    host: str | None = None
+    link: OwnLink | None = None
     memory: int | None = None
     count: int | None = None
 
+    @property
+    def names(self) -> list[str]:
+        return numbered(self.name, count=self.count, append=True)
+
+    @property
+    def hosts(self) -> list[str]:
+        return self.names if self.host is None else numbered(self.host, count=self.count, append=False)
+
     def processors(self) -> tuple[Processor, ...]:
-        names = numbered(self.name, count=self.count, append=True)
-        hosts = numbered(self.host, count=self.count, append=False)
         return tuple(
             Processor(
                 name=name,
@@ -71,9 +86,10 @@ class ProcessorTable:
                 call_s=self.call or 0.0,
                 step_s=self.step or 0.0,
                 host=host,
+                link=self.link,
                 memory_bytes=self.memory,
             )
-            for name, host in zip(names, hosts, strict=True)
+            for name, host in zip(self.names, self.hosts, strict=True)
         )
 
 
@@ -94,8 +110,13 @@ class ClusterFile:
 
 def structure(tables: Mapping[str, Any]) -> tuple[ClusterFile | None, list[str]]:
     """The file as typed tables, and no faults; or None, and one line for every fault of a value."""
+    return structure_as(tables, ClusterFile)
+
+
+def structure_as(table: Mapping[str, Any], kind: type[_Kind]) -> tuple[_Kind | None, list[str]]:
+    """As `structure`, of one table of a `kind`."""
     try:
-        return _converter().structure(tables, ClusterFile), []
+        return _converter().structure(table, kind), []
     except (cattrs.BaseValidationError, InputError) as error:
         return None, list(problems_of(error))
 
@@ -112,9 +133,11 @@ def numbered(name: str, *, count: int | None, append: bool) -> list[str]:
 @cache
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(detailed_validation=True, forbid_extra_keys=True)
-    name, latency, memory, bandwidth = read_by(name_of), read_by(parse_duration), read_by(_memory), read_by(bandwidth_of)
+    name, latency, memory, bandwidth = read_by(name_of), read_by(parse_duration), read_by(memory_of), read_by(bandwidth_of)
     link = {"bandwidth": bandwidth, "latency": latency}
     processor = {"name": name, "host": name, "speed": read_by(_speed), "spread": read_by(_spread), "count": read_by(count_of)}
+    converter.register_structure_hook(OwnLinkTable, table_hook(OwnLinkTable, converter, **link))
+    processor |= {"link": read_by(partial(_own_link, converter=converter))}
     processor |= {"message": latency, "call": latency, "step": latency, "copy": bandwidth, "memory": memory}
     network = {"net": read_by(_net), "sample": read_by(parse_flop)}
     of_hosts = link | {"hosts": read_by(_hosts)}
@@ -204,6 +227,14 @@ def _net(value: object) -> str:
     return value
 
 
+def _own_link(value: object, *, converter: cattrs.Converter) -> OwnLink:
+    table = converter.structure(value, OwnLinkTable) if isinstance(value, dict) else OwnLinkTable(bandwidth=bandwidth_of(value))
+    try:
+        return OwnLink(bandwidth_bytes_per_s=table.bandwidth, latency_s=table.latency)
+    except ClusterError as error:
+        raise InputError(str(error)) from None
+
+
 def _hosts(value: object) -> list[str]:
     if not (isinstance(value, list) and len(value) == 2):
         raise InputError(f"must be a list of 2 host names (the same twice for a host's own local link), not {_shown(value)}")
@@ -212,14 +243,14 @@ def _hosts(value: object) -> list[str]:
 
 def _speed(value: object) -> float:
     if not isinstance(value, list):
-        return _plain_speed(value)
+        return plain_speed(value)
     points = []
     for index, pair in enumerate(value):
         if not (isinstance(pair, list) and len(pair) == 2):
             raise InputError(f"must be a list of [size, speed], as ['10 Mflop', 0.5]; its item {index} is {_shown(pair)}")
         size, speed = pair
         try:
-            points.append((parse_flop(size), _plain_speed(speed)))
+            points.append((parse_flop(size), plain_speed(speed)))
         except InputError as error:
             raise InputError(f"item {index}: {error}") from None
     points.sort()
@@ -228,7 +259,7 @@ def _speed(value: object) -> float:
     return SpeedTable(points)
 
 
-def _plain_speed(value: object) -> float:
+def plain_speed(value: object) -> float:
     if not isinstance(value, int | float | str) or isinstance(value, bool):
         raise InputError(f"must be a number > 0, a text such as '10 Gflop/s', or a list of [size, speed], not {_shown(value)}")
     try:
@@ -261,7 +292,7 @@ def bandwidth_of(value: object) -> float:
     return positive(value, parse_bandwidth(value))
 
 
-def _memory(value: object) -> int:
+def memory_of(value: object) -> int:
     return positive(value, parse_size(value))
 
 

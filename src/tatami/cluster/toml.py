@@ -4,7 +4,7 @@
 bandwidth = "40 Gbit/s"                   # text with a unit, or a number in bytes/s
 latency = "5 us"                          # ... or in seconds
 
-[network]                                 # between hosts; may be left out
+[network]                                 # between hosts; may be left out, and is then 1 Gbit/s and 50 us
 bandwidth = "1 Gbit/s"
 latency = "50 us"
 
@@ -17,7 +17,9 @@ message = "30 us"                         # what a message costs it, sent or rec
 copy = "20 Gbit/s"                        # at which it copies into messages and out of them; may be left out
 call = "0.4 ms"                           # what a block of a network costs it, however small its tile is; may be left out
 step = "2 ms"                             # the same of an iteration, however few blocks it has; may be left out
-host = "cpu{i}"                           # cpu0 ... cpu3; "localhost" where it is left out
+host = "cpu{i}"                           # cpu0 ... cpu3; left out, each processor is a host of its own, with its own name
+link = "50 Mbit/s"                        # its host's own link to all others, or { bandwidth = "50 Mbit/s", latency = "5 ms" };
+                                          # between two hosts the slower one counts; may be left out, and is then the network
 memory = "24 GiB"                         # may be left out
 count = 4                                 # may be left out
 
@@ -39,10 +41,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tatami.cluster.cluster import LOCAL_LINK, MOST_PROCESSORS, NETWORK_LINK, Cluster, Link
+from tatami.cluster.cluster import MOST_PROCESSORS, Cluster
+from tatami.cluster.link import LOCAL_LINK, NETWORK_LINK, Link, OwnLink
 from tatami.cluster.speed_table import SpeedTable
-from tatami.cluster.tables import nearest, numbered, structure
-from tatami.errors import MOST_PROBLEMS, ClusterError, shortened
+from tatami.cluster.tables import ClusterFile, nearest, numbered, structure
+from tatami.errors import MOST_PROBLEMS, ClusterError, shortened, warn
 from tatami.inputs import read_toml
 from tatami.outputs import write_text
 from tatami.units import format_bandwidth, format_duration, format_flop, format_size
@@ -65,9 +68,10 @@ def cluster_of(tables: Mapping[str, Any], *, source: Path | str) -> Cluster:
     if num_processors > MOST_PROCESSORS:
         problems.append(f"processors: {num_processors:,} are too many; at most {MOST_PROCESSORS:,}")
     else:
-        problems += _clashes(tables)
+        problems += _clashes(tables) + (_link_clashes(file) if file is not None else [])
     if problems or file is None:
         raise ClusterError(f"{source} cannot be used as a cluster:", problems=problems)
+    _warn_assumed(file, source=source)
     return Cluster(
         processors=tuple(processor for table in file.processors for processor in table.processors()),
         local=file.local.link() if file.local else LOCAL_LINK,
@@ -108,6 +112,8 @@ def cluster_toml(cluster: Cluster) -> str:
         if processor.step_s:
             lines.append(f"step = {_text(format_duration(processor.step_s))}")
         lines.append(f"host = {_text(processor.host)}")
+        if processor.link is not None:
+            lines.append(f"link = {_own_link_text(processor.link)}")
         if processor.memory_bytes is not None:
             lines.append(f"memory = {_text(format_size(processor.memory_bytes))}")
         blocks.append(lines)
@@ -116,6 +122,14 @@ def cluster_toml(cluster: Cluster) -> str:
 
 def _speed_text(speed: float) -> str:
     return repr([list(point) for point in speed.points] if isinstance(speed, SpeedTable) else speed)
+
+
+def _own_link_text(link: OwnLink) -> str:
+    bandwidth = "" if link.bandwidth_bytes_per_s is None else _text(format_bandwidth(link.bandwidth_bytes_per_s))
+    if link.latency_s is None:
+        return bandwidth
+    latency = f"latency = {_text(format_duration(link.latency_s))}"
+    return f"{{ bandwidth = {bandwidth}, {latency} }}" if bandwidth else f"{{ {latency} }}"
 
 
 def _link_lines(link: Link) -> list[str]:
@@ -144,13 +158,15 @@ def _clashes(tables: Mapping[str, Any]) -> list[str]:
     hosts: set[str] = set()
     room = MOST_PROCESSORS
     for index, table in enumerate(_listed(tables.get("processors"))):
-        count, host = table.get("count"), table.get("host", "localhost")
+        count, host = table.get("count"), table.get("host")
         count = count if isinstance(count, int) and 0 < count <= room and not isinstance(count, bool) else None
         room -= count or 0
         if isinstance(host, str):
             hosts.update(numbered(host, count=count, append=False))
         if isinstance(name := table.get("name"), str):
-            for each in numbered(name, count=count, append=True):
+            unfolded = numbered(name, count=count, append=True)
+            hosts.update(unfolded if host is None else ())
+            for each in unfolded:
                 if each in taken:
                     problems.append(
                         f"processors[{index}].name: {shortened(each)!r} is taken already, by processors[{taken[each]}]"
@@ -175,6 +191,31 @@ def _clashes(tables: Mapping[str, Any]) -> list[str]:
             problems.append(f"links[{index}].hosts: this pair is taken already, by links[{pairs[_pair(names)]}]")
         pairs.setdefault(_pair(names), index)
     return problems
+
+
+def _link_clashes(file: ClusterFile) -> list[str]:
+    """Processors of one host that are given different links to other hosts."""
+    problems = []
+    given: dict[str, tuple[OwnLink, int]] = {}
+    for index, table in enumerate(file.processors):
+        if table.link is None:
+            continue
+        for host in dict.fromkeys(table.hosts):
+            link, first = given.setdefault(host, (table.link, index))
+            if link != table.link:
+                problems.append(f"processors[{index}].link: {shortened(host)!r} has another link, by processors[{first}]")
+    return problems
+
+
+def _warn_assumed(file: ClusterFile, *, source: Path | str) -> None:
+    """Files of before, in which all processors without a host were on one, are read otherwise now."""
+    apart = [name for table in file.processors if table.host is None for name in table.names]
+    if len(apart) > 1 and not (file.network or file.links or any(table.link for table in file.processors)):
+        warn(
+            f"{source} says neither on which host nor over which network {shortened(', '.join(apart))} are: each is taken for "
+            f"a host of its own, on {format_bandwidth(NETWORK_LINK.bandwidth_bytes_per_s)} and "
+            f"{format_duration(NETWORK_LINK.latency_s)}. Give [network], or the same host to processors of one machine"
+        )
 
 
 def _listed(value: object) -> list[dict[str, Any]]:

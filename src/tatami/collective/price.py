@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tatami.cluster import Cluster, Link
+from tatami.cluster.link import slowest
 from tatami.collective.halving import Doubling, Halving, num_doublings
 from tatami.collective.pattern import Native
 from tatami.collective.schedule import Phase, Schedule
@@ -184,7 +185,7 @@ class _Prices:
     def _worst_latency_s(self, group: RankGroup) -> float:
         hosts = {self.hosts[rank] for rank in group.ranks}
         exceptions = [link for pair, link in self.cluster.links.items() if set(pair) <= hosts]
-        usual = self.cluster.local if len(hosts) == 1 else self.cluster.network
+        usual = self.cluster.local if len(hosts) == 1 else slowest(map(self.cluster.link_of, hosts))
         # A host's own exception replaces its usual link; between several hosts one exception does not replace them all.
         known = exceptions if len(hosts) == 1 and exceptions else [usual, *exceptions]
         return max(link.latency_s for link in known)

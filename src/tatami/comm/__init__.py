@@ -5,6 +5,7 @@ from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.detect import BACKENDS, init
 from tatami.comm.launch import run
 from tatami.comm.reduction import Op, Reduction
+from tatami.comm.refusals import fail_together
 from tatami.comm.threads import run_threads
 from tatami.comm.wrapper import Call, Recording, WrappedCommunicator
 
@@ -19,6 +20,7 @@ __all__ = [
     "Recording",
     "Reduction",
     "WrappedCommunicator",
+    "fail_together",
     "init",
     "release",
     "run",

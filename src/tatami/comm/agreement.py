@@ -11,15 +11,18 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, Final, TypeVar
 
 from tatami.comm.base import AbstractCommunicator
+from tatami.comm.refusals import known_to_all
 from tatami.errors import CommError, InputError, TatamiError, TrainingError
 
 Result = TypeVar("Result")
 Trouble = TypeVar("Trouble")
 
 DEBUG_VARIABLE = "TATAMI_DEBUG"
+EVERY: Final = 64
+"""Passes between two looks of a `Watch`, at the most."""
 
 
 _asked: bool | None = None
@@ -68,7 +71,8 @@ def same_everywhere(
     for rank, theirs in enumerate(others, start=1):
         if theirs != first:
             one, other = next(pair for pair in zip_longest(first, theirs) if pair[0] != pair[1])
-            raise error(f"{where}: rank 0 has {_told(one)}, rank {rank} has {_told(other)}; all ranks must have the same")
+            text = f"{where}: rank 0 has {_told(one)}, rank {rank} has {_told(other)}; all ranks must have the same"
+            raise known_to_all(error(text))
 
 
 def decided_on_root(comm: AbstractCommunicator, decide: Callable[[], Result], *, root: int = 0) -> Result:
@@ -88,9 +92,9 @@ def decided_on_root(comm: AbstractCommunicator, decide: Callable[[], Result], *,
             refused = error
     told, decision = comm.bcast_object((refused and _portable(refused, root), decided), root=root)
     if refused is not None:
-        raise refused
+        raise known_to_all(refused)
     if told is not None:
-        raise told
+        raise known_to_all(told)
     result: Result = decision
     return result
 
@@ -121,13 +125,63 @@ def all_or_none(
     problems = problems_of(comm, problem)
     if problems:
         told = "\n  ".join(f"on rank {rank} of {comm.size}: {each}" for rank, each in problems.items())
-        raise error(f"{what} {told}") from cause
+        raise known_to_all(error(f"{what} {told}")) from cause
     return result  # type: ignore[return-value]
 
 
 def problems_of(comm: AbstractCommunicator, problem: Trouble | None) -> dict[int, Trouble]:
     """By rank, the problem of each rank that has one; the same on all ranks. Collective."""
     return {rank: each for rank, each in enumerate(comm.allgather_object(problem)) if each is not None}
+
+
+def is_due(number: int) -> bool:
+    """Whether a `Watch` compares in pass `number`, from 1 on."""
+    return number % EVERY == 0 or number & (number - 1) == 0
+
+
+class Watch:
+    """Compares facts of all ranks now and then: in pass 1, 2, 4, 8, ... and every 64th, by one small message of each rank.
+
+    Args:
+        comm: all ranks, which pass equally often.
+        always: compare in every pass.
+    """
+
+    def __init__(self, comm: AbstractCommunicator, *, always: bool = False) -> None:
+        self._comm, self._always = comm, always
+        self._facts: list[tuple[Callable[[], Any], Callable[[list[Any]], None]]] = []
+        self._num_passes = 0
+        self.is_due = comm.size > 1
+        """Whether the ranks compare in the next pass; the same on all ranks."""
+
+    def add(self, own: Callable[[], Any], refuse: Callable[[list[Any]], None]) -> None:
+        """Compare one more fact.
+
+        Args:
+            own: returns what is compared of this rank, which can be pickled.
+            refuse: takes what all ranks returned, in their order, which is the same on all ranks; raises on all or on none.
+        """
+        self._facts.append((own, refuse))
+
+    def compare(self) -> None:
+        """Compare all facts now. Collective. Raises what their `refuse` raise."""
+        every_rank = self._comm.allgather_object([own() for own, _ in self._facts])
+        for number, (_, refuse) in enumerate(self._facts):
+            try:
+                refuse([facts[number] for facts in every_rank])
+            except TatamiError as error:
+                raise known_to_all(error)  # noqa: B904 -- the same error
+
+    def begin_pass(self) -> None:
+        """Compare where that is due. Collective."""
+        if self.is_due:
+            self.compare()
+        self.end_pass()
+
+    def end_pass(self) -> None:
+        """A pass has begun; what comes now belongs to the next one."""
+        self._num_passes += 1
+        self.is_due = self._comm.size > 1 and (self._always or is_due(self._num_passes + 1))
 
 
 def _told(fact: tuple[str, object] | None) -> str:

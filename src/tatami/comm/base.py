@@ -11,6 +11,7 @@ import torch
 
 from tatami.collective import Sync
 from tatami.comm.reduction import Op
+from tatami.comm.refusals import Refusals
 from tatami.comm.roll_call import AbstractRollCall
 from tatami.comm.transport import Route, Transport
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow, refuse_windows
@@ -77,6 +78,16 @@ class AbstractCommunicator(ABC):
     def roll_call(self) -> AbstractRollCall | None:
         """By which ranks ask each other what they do, after a wait without its message; None where there is none."""
         return None
+
+    @property
+    def refusals(self) -> Refusals | None:
+        """The failures of other ranks, for `fail_together`; None where ranks have no way to send them."""
+        return None if self.roll_call is None else self.roll_call.refusals
+
+    @property
+    def lineage(self) -> str:
+        """The name of this communicator, the same on its ranks; those of its parts begin with it and a slash."""
+        return ""
 
     @property
     def changes(self) -> bool:
@@ -191,6 +202,14 @@ class AbstractCommunicator(ABC):
     @abstractmethod
     def irecv(self, out: torch.Tensor, source: int, *, tag: int = 0) -> AbstractRequest:
         """As `recv`, without waiting: `out` is filled after `wait` of what is returned."""
+
+    @abstractmethod
+    def next_tag(self, source: int) -> int:
+        """The tag of the oldest message from rank `source` that was not received yet; waits until there is one.
+
+        tag = comm.next_tag(1)
+        value = comm.recv_object(1, tag=tag)     # whatever its tag is
+        """
 
     # -- collectives ----------------------------------------------------------------------------------------------
 

@@ -74,6 +74,9 @@ class CheckedCommunicator(PlacedCommunicator):
     def _start_recv(self, out: torch.Tensor, source: int, tag: int) -> AbstractRequest: ...
 
     @abstractmethod
+    def _await_tag(self, source: int) -> int: ...
+
+    @abstractmethod
     def _start_barrier(self) -> AbstractRequest: ...
 
     @abstractmethod
@@ -129,6 +132,11 @@ class CheckedCommunicator(PlacedCommunicator):
             return self._start_recv(out.detach(), source, tag)
         room = self._writable(out, message=True)
         return ThenRequest(self._start_recv(room, source, tag), lambda: _bring_back(room, out))
+
+    def next_tag(self, source: int) -> int:
+        self._check_peer("next_tag", source, 0)
+        self._check_other("next_tag", source)
+        return self._await_tag(source)
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -265,11 +273,7 @@ class CheckedCommunicator(PlacedCommunicator):
         self._check_open(operation)
         self._check_rank(operation, peer)
         if not 0 <= tag <= MAX_TAG:
-            why = (
-                ""
-                if operation != "recv"
-                else "; a receiver names the rank and the tag of what it receives, so there is no status"
-            )
+            why = "; comm.next_tag(source) is the tag of what has come" if operation == "recv" else ""
             raise InputError(f"{operation}: tag {tag} is not between 0 and {MAX_TAG}{why}")
 
     def _check_other(self, operation: str, peer: int) -> None:

@@ -1,30 +1,27 @@
-"""Starting ranks: by this program where they are MPICH's and on this machine, and otherwise by the mpiexec of the MPI library.
-
-Either way it is said plainly which rank ended the job, and how.
-"""
+"""Starting ranks: MPICH's on this machine by this program, all others by the mpiexec of the MPI library."""
 
 from __future__ import annotations
 
 import os
 import re
+import selectors
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tatami.cluster.device_choice import DEVICE_VARIABLE
-from tatami.comm.guard import LAST_WORDS, WATCHED
+from tatami.comm.job_token import TOKEN_VARIABLE, new_job_token
 from tatami.comm.leftovers import without_leftovers
-from tatami.comm.local import LocalJob
-from tatami.comm.mpiexec import run_mpiexec, show
-from tatami.comm.signals import stop_requests
+from tatami.comm.local import LOOK_S, LocalJob
+from tatami.comm.session import WATCHED
+from tatami.comm.signals import StopRequest, end_with_parent, stop_requests
 from tatami.errors import InputError, MissingExtraError
 
-_GUARD = Path(__file__).with_name("guard.py")
+_CHUNK_BYTES = 1 << 16
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 ON_LOOPBACK = {
     "UCX_NET_DEVICES": _LOOPBACK,
@@ -46,8 +43,9 @@ class Launcher:
 def run(command: Sequence[str], *, ranks: int, hosts: Sequence[str] | None = None) -> int:
     """Run `command` (a program and its arguments) on `ranks` ranks, and return the exit code of the job.
 
-    When a rank fails, the others are stopped, and standard error says which one it was and how it ended. Ctrl-C, SIGTERM and
-    SIGHUP end all ranks: they are asked to first, and have some seconds to save their work.
+    When a rank fails, the others are stopped. On this machine, under MPICH, the last line on standard error says which rank it
+    was and how it ended; mpiexec, called for other machines and other MPI libraries, says so in its own words. Ctrl-C, SIGTERM
+    and SIGHUP end all ranks: they are asked to first, and have some seconds to save their work.
 
     Args:
         hosts: machines to start on, each `name` or `name:ranks`; None for this machine alone, over its loopback.
@@ -59,24 +57,20 @@ def run(command: Sequence[str], *, ranks: int, hosts: Sequence[str] | None = Non
     """
     launcher = find_launcher()
     check_ranks(ranks, hosts=hosts)
-    here = hosts is None and launcher.family == "mpich"
-    words = rank_command(command, guarded=not here)
+    words = rank_command(command)
     environ = {"UCX_LOG_LEVEL": "error", **(ON_LOOPBACK if hosts is None else {}), **os.environ}
-    with stop_requests() as stop, tempfile.TemporaryDirectory(prefix="tatami-run-") as folder, without_leftovers():
-        environ[LAST_WORDS] = folder
-        if here:
-            environ[WATCHED] = "1"
-            job = LocalJob(words, ranks=ranks, environ=environ, show=show, said=lambda pid: any(Path(folder).glob(f"*-{pid}")))
-            code = job.run(stop)
+    environ.setdefault(TOKEN_VARIABLE, new_job_token())
+    with stop_requests() as stop, without_leftovers():
+        if hosts is None and launcher.family == "mpich":
+            code = LocalJob(words, ranks=ranks, environ=environ, show=_show).run(stop)
         else:
             environ.pop(WATCHED, None)
-            code = run_mpiexec(launch_command(launcher, words, ranks=ranks, hosts=hosts), environ=environ, stop=stop)
-        _show_last_words(Path(folder))
+            code = _run_mpiexec(launch_command(launcher, words, ranks=ranks, hosts=hosts), environ=environ, stop=stop)
+            if code != 0 and stop.number is None:
+                print(f"tatami run: the job of {ranks} ranks ended with exit code {code}", file=sys.stderr, flush=True)
         if stop.number is not None:
             code = 128 + stop.number
             print(f"tatami run: ended by {signal.Signals(stop.number).name}; all {ranks} ranks are stopped", file=sys.stderr)
-        elif code != 0:
-            print(f"tatami run: the job of {ranks} ranks ended with exit code {code}", file=sys.stderr, flush=True)
     return code
 
 
@@ -96,27 +90,23 @@ def find_launcher() -> Launcher:
     return Launcher(program=Path(found), family=family)
 
 
-def rank_command(words: Sequence[str], *, guarded: bool = True) -> list[str]:
+def rank_command(words: Sequence[str]) -> list[str]:
     """What each rank runs: `script.py ...` and `-m module ...` through the runner, anything else as it is.
-
-    Args:
-        guarded: under a guard, for launchers that do not say which rank was the first to end.
 
     Raises:
         InputError: there is nothing to run, or the script is not there.
     """
     if not words:
         raise InputError("nothing to run: give a Python script and its arguments, as in `tatami run -n 4 script.py`")
-    guard = [sys.executable, "-I", str(_GUARD)] if guarded else []
     if words[0] == "-m" or words[0].endswith(".py"):
         if words[0] != "-m" and not Path(words[0]).is_file():
             raise InputError(f"there is no script {words[0]!r} in {os.getcwd()}")
-        return [*guard, sys.executable, "-m", "tatami.comm.runner", *words]
+        return [sys.executable, "-m", "tatami.comm.runner", *words]
     if shutil.which(words[0]) is None:
         raise InputError(
             f"there is no program {words[0]!r}; give a script that ends in .py, `-m module`, or a program on the PATH"
         )
-    return [*guard, *words]
+    return [*words]
 
 
 def check_ranks(ranks: int, *, hosts: Sequence[str] | None) -> None:
@@ -146,14 +136,36 @@ def launch_command(launcher: Launcher, command: Sequence[str], *, ranks: int, ho
         # On one machine no rank needs TCP, for which each would listen on all interfaces.
         flags += ["--host", ",".join(hosts)] if hosts is not None else ["--mca", "btl", "^tcp"]
         flags += ["-x", DEVICE_VARIABLE] if DEVICE_VARIABLE in os.environ else []
+        flags += ["-x", TOKEN_VARIABLE] if hosts is not None else []
     else:
         flags += ["-hosts", ",".join(hosts)] if hosts is not None else ["-launcher", "fork", "-iface", _LOOPBACK]
     return [str(launcher.program), *flags, *command]
 
 
-def _show_last_words(directory: Path) -> None:
-    """What the ranks that ended the job said of it, the first one first."""
-    for path in sorted(directory.iterdir()):
-        if path.suffix != ".part":
-            sys.stderr.write(path.read_text(encoding="utf-8"))
-    sys.stderr.flush()
+def _run_mpiexec(arguments: Sequence[str], *, environ: Mapping[str, str], stop: StopRequest) -> int:
+    """Run it to its end, or until `stop` ends it; returns its exit code, of a signal as a shell has it."""
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, env=environ, preexec_fn=end_with_parent)
+    assert process.stdout is not None
+    with process.stdout, selectors.DefaultSelector() as selector:
+        selector.register(stop, selectors.EVENT_READ)
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while process.stdout in selector.get_map() and (stop.number is None or process.poll() is None):
+            stop.pursue(ask=process.terminate, end=process.kill)
+            for key, _ in selector.select(None if stop.number is None else LOOK_S):
+                if key.fileobj is process.stdout:
+                    data = os.read(key.fd, _CHUNK_BYTES)
+                    if not data:
+                        selector.unregister(process.stdout)
+                    _show(data)
+    code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+def _show(data: bytes) -> None:
+    """Onto standard output, which may be a file, a terminal, or a test's stand-in without bytes."""
+    if hasattr(sys.stdout, "buffer"):
+        sys.stdout.flush()
+        sys.stdout.buffer.write(data)
+    else:
+        sys.stdout.write(data.decode(errors="replace"))
+    sys.stdout.flush()

@@ -19,10 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
 
-from tatami.comm.guard import LEFT_EARLY, describe_end, end_with_parent, ended_by
 from tatami.comm.pmi import PmiServer
 from tatami.comm.roll_call import format_ranks
-from tatami.comm.signals import StopRequest
+from tatami.comm.session import FAILURES, WATCHED
+from tatami.comm.signals import StopRequest, end_with_parent
 from tatami.errors import CommError
 
 LOOK_S = 0.05
@@ -51,33 +51,26 @@ class LocalJob:
         ranks: how many.
         environ: their variables; each gets some more.
         show: is given what they print.
-        said: whether a process has told by itself why it ends the job.
 
     Raises:
         CommError: not all of them could be started; those that were are ended.
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        ranks: int,
-        environ: Mapping[str, str],
-        show: Callable[[bytes], object],
-        said: Callable[[int], bool],
+        self, command: Sequence[str], *, ranks: int, environ: Mapping[str, str], show: Callable[[bytes], object]
     ) -> None:
         self._server = PmiServer(ranks)
         self._show = show
-        self._said = said
         self._selector = selectors.DefaultSelector()
         self._running: dict[int, _Rank] = {}
         self._absent: list[_Rank] = []
         self._failed: int | None = None
         self._output, output = os.pipe()
+        failures = os.memfd_create(FAILURES)
         self._selector.register(self._output, selectors.EVENT_READ, self._pass_on)
         try:
             for number in range(ranks):
-                self._start(number, command, environ=environ, output=output)
+                self._start(number, command, environ={**environ, WATCHED: str(failures)}, output=output, failures=failures)
         except OSError as error:
             started = len(self._running)
             self._end()
@@ -87,6 +80,7 @@ class LocalJob:
             ) from None
         finally:
             os.close(output)
+            os.close(failures)
 
     def run(self, stop: StopRequest) -> int:
         """Serve the ranks until all have ended, or are made to by the request; returns the exit code of the job."""
@@ -130,9 +124,9 @@ class LocalJob:
         if stopping:
             return
         if code != 0:
-            self._fail(rank, ended_by(code), code=code if code > 0 else 128 - code)
+            self._fail(rank, _ended_by(code), code=code if code > 0 else 128 - code)
         elif rank.number in server.joined - server.left:
-            self._fail(rank, LEFT_EARLY, code=1)
+            self._fail(rank, "ended with exit code 0 before it had left MPI (by os._exit?)", code=1)
         elif rank.number not in server.joined:
             self._absent.append(rank)
             self._check_start()
@@ -149,8 +143,8 @@ class LocalJob:
         """The first failure ends all ranks."""
         if self._failed is None:
             self._failed = code
-            if not self._said(rank.process.pid):
-                print(describe_end(rank.number, rank.process.pid, how), file=sys.stderr, flush=True)
+            which = f"rank {rank.number} (pid {rank.process.pid} on {socket.gethostname()})"
+            print(f"tatami run: {which} {how}; the other ranks are stopped", file=sys.stderr, flush=True)
             self._end()
 
     def _pass_on(self) -> None:
@@ -169,7 +163,7 @@ class LocalJob:
 
     # -- their processes -----------------------------------------------------------------------------------------------------
 
-    def _start(self, number: int, command: Sequence[str], *, environ: Mapping[str, str], output: int) -> None:
+    def _start(self, number: int, command: Sequence[str], *, environ: Mapping[str, str], output: int, failures: int) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             size = self._server.size
@@ -180,7 +174,7 @@ class LocalJob:
                 env={**environ, **{name: str(value) for name, value in own.items()}},
                 stdin=None if number == 0 else subprocess.DEVNULL,
                 stdout=output,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), failures],
                 preexec_fn=end_with_parent,
             )
         handle = os.pidfd_open(process.pid) if _TELLS_OF_ENDS else None
@@ -205,3 +199,11 @@ class LocalJob:
 
     def _end(self) -> None:
         self._signal(signal.SIGKILL)
+
+
+def _ended_by(code: int) -> str:
+    """How a process ended, by its exit code, or the negative number of the signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    names = {each.value: each.name for each in signal.Signals}
+    return f"was killed by signal {-code} ({names.get(-code, 'a signal without a name')})"

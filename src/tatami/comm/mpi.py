@@ -85,13 +85,19 @@ class MpiRequest(AbstractRequest):
     def wait(self) -> None:
         communicator = self._communicator
         policy = communicator.policy
-        waited_s = wait_until(
-            self.test,
-            policy=policy,
-            timeout_s=communicator.timeout_s,
-            clock=communicator.clock,
-            doing=lambda: self._waiting().describe(),
-        )
+        try:
+            waited_s = wait_until(
+                self.test,
+                policy=policy,
+                timeout_s=communicator.timeout_s,
+                clock=communicator.clock,
+                doing=lambda: self._waiting().describe(),
+                peer=self._peer,
+            )
+        except Exception:
+            if not self._complete:
+                self._give_up()
+            raise
         if waited_s is not None:
             self._give_up()
             raise self._waiting().timeout(waited_s, roll_call=policy.roll_call)
@@ -138,6 +144,7 @@ class MpiCommunicator(AbstractMpiCommunicator):
         self._comm = comm
         self._parts: list[MpiCommunicator] = []
         self._gave_up = False
+        self._num_splits = 0
         self._types = {
             torch.float64: mpi.DOUBLE,
             torch.float32: mpi.FLOAT,
@@ -170,13 +177,19 @@ class MpiCommunicator(AbstractMpiCommunicator):
         self._check_open("split")
         # MPI_Comm_split spins until all have come, so meet politely first.
         self.barrier()
+        self._num_splits += 1
         part = self._comm.Split(self.mpi.UNDEFINED if color is None else color, key)
         if color is None:
             return None
         members = part.Get_group().Translate_ranks(None, self._comm.Get_group())
         hosts = tuple(self.hosts[member] for member in members)
         made = MpiCommunicator(part, mpi=self.mpi, hosts=hosts, timeout_s=self.timeout_s, clock=self.clock)
-        made.policy = self.policy
+        above = self.policy.members
+        made.policy = replace(
+            self.policy,
+            lineage=f"{self.lineage}/{self._num_splits}.{color}",
+            members=tuple(members) if above is None else tuple(above[member] for member in members),
+        )
         self._inherit(made, members)
         self._parts = [*(each for each in self._parts if not each._closed), made]
         return made
@@ -204,6 +217,10 @@ class MpiCommunicator(AbstractMpiCommunicator):
     @property
     def roll_call(self) -> AbstractRollCall | None:
         return self.policy.roll_call
+
+    @property
+    def lineage(self) -> str:
+        return self.policy.lineage
 
     @property
     def library(self) -> str:
@@ -257,6 +274,25 @@ class MpiCommunicator(AbstractMpiCommunicator):
         _settle(out)
         request = self._comm.Irecv(self.as_buffer(out), source, tag)
         return MpiRequest(self, [request], operation="recv", keep=(out,), peer=source, tag=tag, room_bytes=out.nbytes)
+
+    def _await_tag(self, source: int) -> int:
+        status = self.mpi.Status()
+
+        def has_come() -> bool:
+            return self._comm.Iprobe(source, self.mpi.ANY_TAG, status) and status.Get_tag() < MAX_TAG  # type: ignore[no-any-return]
+
+        waiting = Waiting(operation="next_tag", rank=self.rank, size=self.size, peer=source)
+        waited_s = wait_until(
+            has_come,
+            policy=self.policy,
+            timeout_s=self.timeout_s,
+            clock=self.clock,
+            doing=waiting.describe,
+            peer=source,
+        )
+        if waited_s is not None:
+            raise waiting.timeout(waited_s, roll_call=self.policy.roll_call)
+        return int(status.Get_tag())
 
     # -- collectives --------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import torch
 from tatami.clock import NO_PACE, Clock, Pace, SystemClock
 from tatami.cluster import Link
 from tatami.comm.base import AbstractCommunicator
+from tatami.progress import reported
 
 SMALL_BYTES = 8
 LARGE_BYTES = 4 * 1024 * 1024
@@ -46,7 +47,8 @@ def measure_links(
     """
     clock = clock or SystemClock()
     links = {}
-    for hosts, (one, other) in link_ranks(comm.hosts).items():
+    pairs_of_ranks = link_ranks(comm.hosts).items()
+    for hosts, (one, other) in reported(pairs_of_ranks, "measuring links", unit="links", is_shown=comm.rank == 0):
         if pairs is not None and hosts not in pairs:
             continue
         small_s = _round_trip_s(comm, one, other, size_bytes=SMALL_BYTES, repeats=small_repeats, clock=clock)

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, Self, final
 
 from tatami.clock import Clock
+from tatami.comm.refusals import GRACE_S, Refusals
 
 SHORTEST_S, LONGEST_S = 1.0, 5.0
 """How long answers are waited for: a tenth of the time that was waited before, within these bounds."""
@@ -56,11 +57,17 @@ class AbstractRollCall(ABC):
 
     Attributes:
         places: of all ranks' processes.
+        refusals: the failures that ranks send each other.
     """
 
     def __init__(self, *, rank: int, places: Sequence[ProcessPlace]) -> None:
         self.rank = rank
         self.places = tuple(places)
+        self.refusals = Refusals(self.send_refusal, rank=rank, grace_s=GRACE_S)
+
+    @abstractmethod
+    def send_refusal(self, message: bytes) -> None:
+        """Bring a message to the `refusals` of all other ranks, which look for it in their waits. Returns at once."""
 
     @abstractmethod
     def answer(self, doing: str) -> None:
@@ -138,6 +145,7 @@ class StoreRollCall(AbstractRollCall):
         self._lock = threading.Lock()
         self._count = 0
         self._counted_s = float("-inf")
+        self._num_refusals = 0
 
     def answer(self, doing: str) -> None:
         with self._lock:
@@ -148,6 +156,13 @@ class StoreRollCall(AbstractRollCall):
             text = f"{self._count} {doing}"
         with suppress(RuntimeError):  # the process that keeps the store has ended
             self._store.set(str(self.rank), text)
+            while self._store.check([f"refusal {self._num_refusals + 1}"]):
+                self._num_refusals += 1
+                self.refusals.receive(self._store.get(f"refusal {self._num_refusals}"))
+
+    def send_refusal(self, message: bytes) -> None:
+        with suppress(RuntimeError):
+            self._store.set(f"refusal {self._store.add('refusals', 1)}", message)
 
     def ask(self, doing: str, *, patience_s: float) -> dict[int, str]:
         found: dict[int, str] = {}
@@ -168,7 +183,7 @@ class StoreRollCall(AbstractRollCall):
         return {rank: self._store.get(str(rank)).decode(errors="replace") for rank in there}
 
 
-_QUESTION, _ANSWER = 0, 1
+_QUESTION, _ANSWER, _REFUSAL = 0, 1, 2
 _NUMBER_BYTES = 8
 _MESSAGE_BYTES = 256
 """So small that MPI takes a message to a rank that does not receive it."""
@@ -195,6 +210,12 @@ class MpiRollCall(AbstractRollCall):
             finally:
                 self._lock.release()
 
+    def send_refusal(self, message: bytes) -> None:
+        with self._lock:
+            for rank in range(len(self.places)):
+                if rank != self.rank:
+                    self._send(message, rank, _REFUSAL)
+
     def ask(self, doing: str, *, patience_s: float) -> dict[int, str]:
         found: dict[int, str] = {}
         with self._lock:
@@ -217,6 +238,8 @@ class MpiRollCall(AbstractRollCall):
         while (came := self._receive(_QUESTION)) is not None:
             rank, message = came
             self._send(message[:_NUMBER_BYTES] + text, rank, _ANSWER)
+        while (came := self._receive(_REFUSAL)) is not None:
+            self.refusals.receive(came[1])
 
     def _send(self, message: bytes, rank: int, tag: int) -> None:
         self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import os
+import signal
+import stat
 import sys
+import termios
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,12 +20,23 @@ from types import ModuleType, TracebackType
 from typing import Any, Never
 
 from tatami.clock import Clock, SystemClock
-from tatami.comm import guard
 from tatami.comm.roll_call import AbstractRollCall
 from tatami.comm.wait import WaitPolicy, wait_until
-from tatami.errors import MissingExtraError
+from tatami.errors import MissingExtraError, shortened
 
-_RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+_MPIEXEC_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+_RANK_VARIABLES = (*_MPIEXEC_VARIABLES, "SLURM_PROCID")
+
+WATCHED = "TATAMI_WATCHED"
+"""The variable that is set where `tatami run` watches the ranks itself, so that the end of one is enough to end all: the number
+of an open file in memory, `FAILURES`, in which ranks note by what they failed."""
+FAILURES = "tatami-failures"
+_MOST_FAILURES_BYTES = 1 << 16
+_LOCK_TRIES, _LOCK_SLEEP_S = 100, 0.01
+"""A rank that was stopped while it has the file locked keeps no other from its traceback."""
+_PATIENCE_S = 2.0
+"""For a launcher that does not read."""
+_PASSING_ON_S = 0.1
 
 _GOODBYE_POLICY = WaitPolicy(spin_s=0.0, longest_sleep_s=5e-3)
 """Nothing hurries at the end: other ranks may still compute, and should have the cores."""
@@ -62,7 +78,6 @@ def load_mpi() -> ModuleType:
     if not MPI.Is_initialized():
         # Any thread may wait or fail; the lock this needs inside MPI costs less than 0.1 us an operation.
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        guard.mark(b"+")
         add_exception_hook()
         atexit.register(_say_goodbye, MPI)
     return MPI
@@ -96,10 +111,15 @@ def this_rank() -> str:
 def stop_all_ranks(message: str, *, exit_code: int = 1) -> Never:
     """Say `message` and end every rank of the job, this one included."""
     sys.stdout.flush()
-    guard.say_last(message)
-    mpi = _running_mpi()
-    if mpi is not None and guard.WATCHED not in os.environ:  # Abort has a line of its own to print
-        mpi.COMM_WORLD.Abort(exit_code)
+    print(message, file=sys.stderr, flush=True)
+    _await_reader()
+    if WATCHED not in os.environ:
+        mpi = _running_mpi()
+        if mpi is not None:
+            mpi.COMM_WORLD.Abort(exit_code)
+        if any(name in os.environ for name in _MPIEXEC_VARIABLES):
+            # Before MPI is up, mpiexec ends the other ranks when this one ends by a signal, not when it ends by an exit code.
+            os.kill(os.getpid(), signal.SIGKILL)
     os._exit(exit_code)
 
 
@@ -107,10 +127,33 @@ def stop_on_failure(error: BaseException, *, trace: TracebackType | None, thread
     """Print the traceback under the number of this rank, and end all ranks: they would wait for this one."""
     where = this_rank()
     lines = "".join(traceback.format_exception(type(error), error, trace)).rstrip().splitlines()
-    stop_all_ranks(
-        "\n".join([f"{where} failed{thread}; all ranks are stopped:", *(f"[{where}] {line}" for line in lines)]),
-        exit_code=130 if isinstance(error, KeyboardInterrupt) else 1,
-    )
+    said = shortened(": ".join([type(error).__name__, *str(error).splitlines()[:1]]), longest=1000)
+    text = [f"{where} failed{thread}; all ranks are stopped. {said}"]
+    if _is_new(said):  # a mistake that all ranks make has one traceback
+        text += [f"[{where}] {line}" for line in lines]
+    stop_all_ranks("\n".join(text), exit_code=130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _is_new(said: str) -> bool:
+    """Whether no other rank that the same launcher watches has failed with these words."""
+    try:
+        failures = int(os.environ.get(WATCHED, ""))
+        if FAILURES not in os.readlink(f"/proc/self/fd/{failures}"):  # a process that the rank has started has files of its own
+            return True
+        for _ in range(_LOCK_TRIES):
+            try:
+                fcntl.lockf(failures, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes when this process ends
+                break
+            except BlockingIOError:
+                time.sleep(_LOCK_SLEEP_S)
+        else:
+            return True
+        before = os.pread(failures, _MOST_FAILURES_BYTES, 0).decode(errors="replace")
+        os.pwrite(failures, f"{said}\n".encode(), len(before.encode()))
+        fcntl.lockf(failures, fcntl.LOCK_UN)
+    except (ValueError, OSError):
+        return True
+    return said not in before.splitlines()
 
 
 def _stop_on_exception(_kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -121,6 +164,28 @@ def _stop_on_thread_exception(args: threading.ExceptHookArgs) -> None:
     if args.exc_value is not None and args.exc_type is not SystemExit:
         thread = f" in thread {args.thread.name!r}" if args.thread is not None else ""
         stop_on_failure(args.exc_value, trace=args.exc_traceback, thread=thread)
+
+
+def _await_reader() -> None:
+    """Return when the launcher has read this process's output, and has had a moment to pass it on.
+
+    MPI's launchers drop what they have not yet read of a rank's output when a rank aborts.
+    """
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while any(_unread(output) for output in (1, 2)) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    time.sleep(_PASSING_ON_S)
+
+
+def _unread(output: int) -> bool:
+    """Whether bytes wait in this pipe; False for anything other than a pipe."""
+    try:
+        if not stat.S_ISFIFO(os.fstat(output).st_mode):
+            return False
+        count = fcntl.ioctl(output, termios.FIONREAD, bytes(4))
+    except OSError:
+        return False
+    return int.from_bytes(count, sys.byteorder) > 0
 
 
 def takes_cuda(mpi: ModuleType) -> bool:
@@ -142,7 +207,6 @@ def _say_goodbye(mpi: ModuleType) -> None:
     policy = replace(_GOODBYE_POLICY, roll_call=_roll_call)
     wait_until(request.Test, policy=policy, timeout_s=float("inf"), clock=SystemClock(), doing=lambda: "the end of its script")
     mpi.Finalize()
-    guard.mark(b"-")
 
 
 def _running_mpi() -> ModuleType | None:

@@ -1,9 +1,11 @@
-"""Requests to end: Ctrl-C, SIGTERM and SIGHUP, as an exception or as something that a loop looks at."""
+"""Requests to end (Ctrl-C, SIGTERM, SIGHUP), as an exception or as something that a loop looks at; ending with the parent."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,24 +13,48 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Never, final
 
+_PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal a process gets when its parent dies."""
+_libc = ctypes.CDLL(None)
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
+ENDING = (signal.SIGINT, *_ENDING)
 INTERRUPT_PATIENCE_S = 2.0
 """After Ctrl-C, which a terminal sends to all processes of a job; those that still run then are asked to end."""
 STOP_PATIENCE_S = 10.0
 """For ranks that were asked to end and save their work first."""
 
 
+def end_with_parent() -> None:
+    """From now on this process is killed when the one that started it ends, however that one ends; on Linux alone."""
+    if sys.platform == "linux":
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 @contextmanager
 def ending_as_exception() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit, as Ctrl-C raises KeyboardInterrupt, unless the program handles them itself."""
-    with _handled(_ENDING, _end):
-        yield
+    """SIGTERM and SIGHUP raise SystemExit, as Ctrl-C raises KeyboardInterrupt, unless the program handles them itself.
+
+    The exit code is 128 and the signal's number, also where a library in between, such as Ray, raises another SystemExit.
+    """
+    came: list[int] = []
+
+    def end(number: int, _frame: FrameType | None) -> Never:
+        came.append(number)
+        raise SystemExit(128 + number)
+
+    try:
+        with _handled(_ENDING, end):
+            yield
+    except SystemExit:
+        if came:
+            raise SystemExit(128 + came[0]) from None
+        raise
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """What is inside runs to its end; a signal that comes meanwhile acts afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *_ENDING))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
     finally:
@@ -85,7 +111,7 @@ def stop_requests() -> Iterator[StopRequest]:
     """Signals that would end this program are noted instead; a program that handles one itself keeps that right."""
     request = StopRequest()
     try:
-        with _handled((signal.SIGINT, *_ENDING), lambda number, _frame: request.note(number)):
+        with _handled(ENDING, lambda number, _frame: request.note(number)):
             yield request
     finally:
         request.close()
@@ -106,7 +132,3 @@ def _handled(numbers: tuple[signal.Signals, ...], handler: Callable[[int, FrameT
     finally:
         for number, before in replaced.items():
             signal.signal(number, before)
-
-
-def _end(number: int, _frame: FrameType | None) -> Never:
-    raise SystemExit(128 + number)

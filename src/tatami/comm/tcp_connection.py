@@ -11,10 +11,15 @@ import struct
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
+from tatami.comm.checked import MAX_TAG
 from tatami.comm.thread_world import wrong_size
 
 _HEADER = struct.Struct("<QQQ")
 """Before each message: the communicator, the tag, the bytes."""
+LARGEST_BYTES = 1 << 40
+"""What a header announces beyond this is no message of Tatami's, and the connection cannot be read any further."""
+_FIRST_ROOM_BYTES = 1 << 20
+"""Room for a message that is not expected is made as its bytes come, not as its header says."""
 Key = tuple[int, int]
 """The communicator and the tag of a message."""
 
@@ -45,9 +50,10 @@ class _Departing:
 
 @dataclass(eq=False, kw_only=True)
 class _Arriving:
-    """A message whose header has come. `transfer` is None where it is not expected yet."""
+    """A message whose header has come. `transfer` is None where it is not expected yet; `into` is the room there is for it."""
 
     key: Key
+    size_bytes: int
     into: memoryview
     transfer: Transfer | None
     rest: memoryview = field(init=False)
@@ -55,12 +61,19 @@ class _Arriving:
     def __post_init__(self) -> None:
         self.rest = self.into
 
+    def is_whole(self) -> bool:
+        """Whether all of it has come; makes room for more where it is full."""
+        if not self.rest and (come := len(self.into)) < self.size_bytes:
+            self.into = memoryview(bytearray(self.into).ljust(min(2 * come, self.size_bytes), b"\0"))
+            self.rest = self.into[come:]
+        return not self.rest
+
 
 class TcpConnection:
     """One end of the connection of two ranks. Used by one thread at a time.
 
     What comes before it is expected is kept, but read only where something else is expected of this rank: until then it stays
-    with the sender, and takes no memory here.
+    with the sender, and takes no memory here. Room for it grows with what has come, and not with what is announced.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -71,7 +84,9 @@ class TcpConnection:
         self._departing: deque[_Departing] = deque()
         self._expected: defaultdict[Key, deque[Transfer]] = defaultdict(deque)
         self._num_expected = 0
-        self._early: defaultdict[Key, deque[memoryview]] = defaultdict(deque)
+        self._early: defaultdict[Key, deque[tuple[int, memoryview]]] = defaultdict(deque)
+        self._num_early = 0
+        self._sought: dict[int, Transfer] = {}
         self._header = memoryview(bytearray(_HEADER.size))
         self._header_rest = self._header
         self._arriving: _Arriving | None = None
@@ -81,7 +96,7 @@ class TcpConnection:
         """What to poll for."""
         if self.broken:
             return 0
-        return (select.POLLIN if self._num_expected else 0) | (select.POLLOUT if self._departing else 0)
+        return (select.POLLIN if self._num_expected or self._sought else 0) | (select.POLLOUT if self._departing else 0)
 
     def send(self, key: Key, memory: memoryview) -> Transfer:
         transfer = Transfer(memory=memory)
@@ -96,7 +111,7 @@ class TcpConnection:
     def expect(self, key: Key, memory: memoryview) -> Transfer:
         transfer = Transfer(memory=memory)
         if early := self._early.get(key):
-            _fill(transfer, early.popleft())
+            _fill(transfer, early.popleft()[1])
             if not early:
                 del self._early[key]
             return transfer
@@ -106,12 +121,26 @@ class TcpConnection:
             self.break_off(self.broken)
         return transfer
 
+    def seek(self, communicator: int, memory: memoryview) -> Transfer:
+        """Settled when a message of this communicator has come that is not expected: its tag, 8 bytes. The message stays."""
+        transfer = self._sought[communicator] = Transfer(memory=memory)
+        self._find(communicator)
+        if self.broken:
+            self.break_off(self.broken)
+        return transfer
+
+    def _find(self, communicator: int) -> None:
+        found = [(early[0][0], tag) for (number, tag), early in self._early.items() if number == communicator and tag < MAX_TAG]
+        if found and (transfer := self._sought.pop(communicator, None)) is not None:
+            _fill(transfer, memoryview(min(found)[1].to_bytes(8, "little")))
+
     def withdraw(self, transfer: Transfer) -> None:
         """It is waited for no longer. What has begun to move moves on, as what follows it could not be read otherwise."""
         for each in self._departing:
             if each.transfer is transfer and not each.has_begun:
                 self._departing.remove(each)
                 return
+        self._sought = {number: each for number, each in self._sought.items() if each is not transfer}
         for key, waiting in self._expected.items():
             if transfer in waiting:
                 waiting.remove(transfer)
@@ -142,7 +171,7 @@ class TcpConnection:
 
     def pull(self) -> None:
         """Take what has come, as long as something is expected."""
-        while self._num_expected:
+        while self._num_expected or self._sought:
             arriving = self._arriving
             try:
                 got = self.socket.recv_into(self._header_rest if arriving is None else arriving.rest)
@@ -160,7 +189,9 @@ class TcpConnection:
                 self._header_rest = self._header_rest[got:]
                 if not self._header_rest:
                     arriving = self._arriving = self._begun()
-            if arriving is not None and not arriving.rest:
+                    if self.broken:
+                        return
+            if arriving is not None and arriving.is_whole():
                 self._arriving = None
                 self._arrived(arriving)
 
@@ -169,25 +200,31 @@ class TcpConnection:
         self.broken = reason
         arriving = [] if self._arriving is None or self._arriving.transfer is None else [self._arriving.transfer]
         expected = [each for waiting in self._expected.values() for each in waiting]
-        for transfer in (*(each.transfer for each in self._departing), *arriving, *expected):
+        for transfer in (*(each.transfer for each in self._departing), *arriving, *expected, *self._sought.values()):
             transfer.problem, transfer.is_broken, transfer.is_settled = reason, True, True
         self._departing.clear()
         self._expected.clear()
+        self._sought.clear()
         self._num_expected, self._arriving = 0, None
 
-    def _begun(self) -> _Arriving:
-        *key, size_bytes = _HEADER.unpack(self._header)
+    def _begun(self) -> _Arriving | None:
+        communicator, tag, size_bytes = _HEADER.unpack(self._header)
         self._header_rest = self._header
-        transfer = self._next_expected((key[0], key[1]))
+        if size_bytes > LARGEST_BYTES:
+            self.break_off(f"the other end announced a message of {size_bytes} bytes, which is none of Tatami's")
+            return None
+        transfer = self._next_expected((communicator, tag))
         fits = transfer is not None and len(transfer.memory) == size_bytes
-        into = transfer.memory if transfer is not None and fits else memoryview(bytearray(size_bytes))
-        return _Arriving(key=(key[0], key[1]), into=into, transfer=transfer)
+        room = transfer.memory if transfer is not None and fits else memoryview(bytearray(min(size_bytes, _FIRST_ROOM_BYTES)))
+        return _Arriving(key=(communicator, tag), size_bytes=size_bytes, into=room, transfer=transfer)
 
     def _arrived(self, message: _Arriving) -> None:
         # One that was not expected when it began may be by now.
         transfer = message.transfer or self._next_expected(message.key)
         if transfer is None:
-            self._early[message.key].append(message.into)
+            self._num_early += 1
+            self._early[message.key].append((self._num_early, message.into))
+            self._find(message.key[0])
             return
         self._num_expected -= 1
         _fill(transfer, message.into)

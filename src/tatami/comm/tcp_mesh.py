@@ -6,6 +6,7 @@ took each 19 ms of a core with gloo's, two messages and a thread for each; it ta
 
 from __future__ import annotations
 
+import hmac
 import os
 import select
 import socket
@@ -14,7 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import final
 
-from tatami.comm.door import AbstractMeeting, Address, Look, hello, wait
+from tatami.comm.door import PROOF_BYTES, AbstractMeeting, Address, Look, Whereabouts, hello, wait, welcome
+from tatami.comm.job_token import TOKEN_VARIABLE
 from tatami.comm.tcp_connection import Key, TcpConnection, Transfer
 from tatami.errors import CommError
 
@@ -41,20 +43,48 @@ class TcpMesh:
         self._wakes.setblocking(False)
         self._poll.register(self._woken, select.POLLIN)
 
-    def connect(self, look: Look) -> None:
-        """Meet all others. Collective.
+    def connect(self, look: Look) -> tuple[Whereabouts, ...]:
+        """Meet all others; where they are. Collective.
 
         Raises:
-            CommError: another rank does not answer.
+            CommError: another rank does not answer, or is not of this job.
         """
+        key, there = self._meeting.find(look)
         lower = range(self._rank)
-        token, addresses = self._meeting.find(lower, look)
         for other in lower:
-            self._connections[other] = TcpConnection(self._reach(other, addresses[other], look))
-            self._connections[other].socket.sendall(hello(token, self._rank))  # the first bytes always fit
-        for other, sock in self._meeting.door.admit(token, range(self._rank + 1, self._size), look).items():
+            self._connections[other] = TcpConnection(self._reach(other, there[other].door, look))
+            with suppress(ConnectionError):  # it closed the connection at once, which `_check_welcome` reports
+                self._connections[other].socket.sendall(hello(key, self._rank, to=other))  # the first bytes always fit
+        higher = self._meeting.door.admit(key, range(self._rank + 1, self._size), look, rank=self._rank)
+        for other, sock in higher.items():
             self._connections[other] = TcpConnection(sock)
+        for other in lower:
+            self._check_welcome(key, other, place=there[other].door, look=look)
         self._meeting.end()
+        return there
+
+    def _check_welcome(self, key: bytes, other: int, *, place: Address, look: Look) -> None:
+        """
+        Raises:
+            CommError: who answers at the door of `other` does not know the key.
+        """
+        sock, said = self._connections[other].socket, b""
+        while len(said) < PROOF_BYTES:
+            wait([sock], select.POLLIN, lambda: look([other]))
+            try:
+                part = sock.recv(PROOF_BYTES - len(said))
+            except ConnectionError:
+                part = b""
+            if not part:
+                look([other])
+                break
+            said += part
+        if not hmac.compare_digest(said, welcome(key, self._rank, to=other)):
+            how = "is not of this job" if len(said) == PROOF_BYTES else "closed the connection before it proved that it is"
+            raise CommError(
+                f"rank {self._rank} of {self._size}: who answers for rank {other} at {place[0]}:{place[1]} {how}; has it "
+                f"ended, or do the ranks have different tokens ({TOKEN_VARIABLE})?"
+            )
 
     def _reach(self, other: int, place: Address, look: Look) -> socket.socket:
         sock = socket.socket()
@@ -80,6 +110,10 @@ class TcpMesh:
     def expect(self, other: int, key: Key, memory: memoryview) -> Transfer:
         """Begin to receive."""
         return self._begin(lambda: self._connections[other].expect(key, memory))
+
+    def seek(self, other: int, communicator: int, memory: memoryview) -> Transfer:
+        """Begin to look for a message with any tag."""
+        return self._begin(lambda: self._connections[other].seek(communicator, memory))
 
     def withdraw(self, other: int, transfer: Transfer) -> None:
         """It is waited for no longer."""

@@ -7,12 +7,13 @@ bit.
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any, Never
 
 import torch
@@ -20,8 +21,9 @@ import torch
 from tatami.clock import Clock
 from tatami.collective import Sync
 from tatami.comm.base import AbstractRequest
-from tatami.comm.checked import CheckedCommunicator, as_bytes
+from tatami.comm.checked import MAX_TAG, CheckedCommunicator, as_bytes
 from tatami.comm.reduction import Op, combine
+from tatami.comm.refusals import Refusals
 from tatami.comm.thread_window import ThreadSharedWindow, ThreadWindow
 from tatami.comm.wait import Waiting
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow, check_window
@@ -30,9 +32,10 @@ from tatami.errors import CommError, RankDiedError
 
 @dataclass(kw_only=True, eq=False)
 class _Message:
-    """One side of a point-to-point transfer, until the other side comes."""
+    """One side of a point-to-point transfer, until the other side comes; `number` is in the order of sending."""
 
     tensor: torch.Tensor
+    number: int
     done: bool = False
     problem: str | None = None
 
@@ -63,9 +66,18 @@ class ThreadWorld:
         self.changed = threading.Condition()
         self.ended: dict[int, BaseException | None] = {}
         self.first_failed: int | None = None
-        self.mailboxes: dict[Hashable, _Mailbox] = {}
+        self.mailboxes: dict[tuple[str, int, int, int], _Mailbox] = {}
+        self.numbers = count()
         self.meetings: dict[Hashable, _Meeting] = {}
         self.windows: dict[Hashable, dict[int, torch.Tensor]] = {}
+        self.refusals = [Refusals(functools.partial(self._send, rank), rank=rank) for rank in range(size)]
+
+    def _send(self, rank: int, message: bytes) -> None:
+        with self.changed:
+            for other, refusals in enumerate(self.refusals):
+                if other != rank:
+                    refusals.receive(message)
+            self.changed.notify_all()
 
     def end(self, rank: int, error: BaseException | None) -> None:
         """`rank` (of the world) has ended, with what it raised; wakes everyone."""
@@ -133,8 +145,8 @@ class _ThreadRequest(AbstractRequest):
 class ThreadCommunicator(CheckedCommunicator):
     """One rank of a world of threads, or of a part of it made by `split`."""
 
-    def __init__(self, world: ThreadWorld, *, members: tuple[int, ...], rank: int, group: Hashable, timeout_s: float) -> None:
-        """`members` are ranks of the world; `rank` is an index into them; `group` names this communicator in the world."""
+    def __init__(self, world: ThreadWorld, *, members: tuple[int, ...], rank: int, group: str, timeout_s: float) -> None:
+        """`members` are ranks of the world; `rank` is an index into them; `group` is the lineage."""
         super().__init__(rank=rank, hosts=(socket.gethostname(),) * len(members), timeout_s=timeout_s)
         self.world = world
         self._members = members
@@ -144,7 +156,7 @@ class ThreadCommunicator(CheckedCommunicator):
 
     @classmethod
     def of_world(cls, world: ThreadWorld, rank: int, *, timeout_s: float) -> ThreadCommunicator:
-        return cls(world, members=tuple(range(world.size)), rank=rank, group=(), timeout_s=timeout_s)
+        return cls(world, members=tuple(range(world.size)), rank=rank, group="", timeout_s=timeout_s)
 
     def split(self, color: int | None, *, key: int = 0) -> ThreadCommunicator | None:
         self._check_open("split")
@@ -156,7 +168,7 @@ class ThreadCommunicator(CheckedCommunicator):
             self.world,
             members=tuple(self._members[rank] for rank in ranks),
             rank=ranks.index(self.rank),
-            group=(self._group, self._num_splits, color),
+            group=f"{self._group}/{self._num_splits}.{color}",
             timeout_s=self.timeout_s,
         )
         self._inherit(part, ranks)
@@ -164,6 +176,14 @@ class ThreadCommunicator(CheckedCommunicator):
 
     def close(self) -> None:
         self._closed = True
+
+    @property
+    def refusals(self) -> Refusals:
+        return self.world.refusals[self._members[self.rank]]
+
+    @property
+    def lineage(self) -> str:
+        return self._group
 
     @property
     def library(self) -> str:
@@ -207,6 +227,8 @@ class ThreadCommunicator(CheckedCommunicator):
 
     def check_alive(self, waiting: Waiting, needs: Sequence[int]) -> None:
         """Raise where one of the ranks that are needed has ended, or any rank has failed. Called under the world's lock."""
+        needed = [self._members[rank] for rank in needs] or self._members
+        self.refusals.check(self._group, needed, now_s=0.0)
         world = self.world
         died = world.first_failed
         if died is None:
@@ -222,20 +244,34 @@ class ThreadCommunicator(CheckedCommunicator):
     # -- point to point -----------------------------------------------------------------------------------------------
 
     def _start_send(self, tensor: torch.Tensor, dest: int, tag: int) -> AbstractRequest:
-        message = _Message(tensor=tensor)
+        message = _Message(tensor=tensor, number=next(self.world.numbers))
         with self.world.changed:
             box = self._mailbox(source=self.rank, dest=dest, tag=tag)
             box.sends.append(message)
+            self.world.changed.notify_all()  # a rank that waits for the next message, whatever its tag, has no receive here
             self._match(box)
         return self._message_request("send", message, peer=dest, tag=tag)
 
     def _start_recv(self, out: torch.Tensor, source: int, tag: int) -> AbstractRequest:
-        message = _Message(tensor=out)
+        message = _Message(tensor=out, number=0)
         with self.world.changed:
             box = self._mailbox(source=source, dest=self.rank, tag=tag)
             box.recvs.append(message)
             self._match(box)
         return self._message_request("recv", message, peer=source, tag=tag)
+
+    def _await_tag(self, source: int) -> int:
+        found: list[tuple[int, int]] = []
+
+        def ready() -> bool:
+            for (group, sender, dest, tag), box in self.world.mailboxes.items():
+                if (group, sender, dest) == (self._group, source, self.rank) and tag < MAX_TAG and box.sends:
+                    found.append((box.sends[0].number, tag))
+            return bool(found)
+
+        waiting = Waiting(operation="next_tag", rank=self.rank, size=self.size, peer=source)
+        _ThreadRequest(self, waiting, ready=ready, needs=lambda: (source,), take=lambda: None).wait()
+        return min(found)[1]
 
     def _mailbox(self, *, source: int, dest: int, tag: int) -> _Mailbox:
         return self.world.mailboxes.setdefault((self._group, source, dest, tag), _Mailbox())

@@ -25,9 +25,10 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest
-from tatami.comm.door import AbstractMeeting, StoreMeeting
+from tatami.comm.door import AbstractMeeting, StoreMeeting, Whereabouts
+from tatami.comm.job_token import job_token
 from tatami.comm.nccl_collectives import AbstractNcclCollectives, abandoned
-from tatami.comm.roll_call import AbstractRollCall, ProcessPlace, StoreRollCall, format_ranks
+from tatami.comm.roll_call import StoreRollCall, format_ranks
 from tatami.comm.tcp_mesh import TcpMesh
 from tatami.comm.threads import single_communicator
 from tatami.comm.torchdist_waits import MessageRequest, said_by
@@ -50,9 +51,8 @@ class TorchdistCommunicator(AbstractNcclCollectives):
         size: int,
         name: str,
         timeout_s: float,
-        hosts: tuple[str, ...] | None = None,
-        roll_call: AbstractRollCall | None = None,
         off: threading.Event | None = None,
+        token: bytes | None = None,
         meeting: AbstractMeeting | None = None,
         part_of: TorchdistCommunicator | None = None,
         world_ranks: tuple[int, ...] | None = None,
@@ -64,54 +64,60 @@ class TorchdistCommunicator(AbstractNcclCollectives):
             size: how many there are.
             name: unique among the communicators on this store, and the same on all ranks.
             timeout_s: how long a wait may take.
-            hosts: of all ranks; None: they are asked.
-            roll_call: that these ranks have already; None: a new one among them.
             off: once it is set, every rank that forms this communicator or a part of it, or waits in one, stops with a
                 `CommError`.
+            token: by which the ranks know each other in the store; None: `job_token`.
             meeting: how the ranks find each other; None: by the store.
-            part_of: whose connections it shares; None: none.
+            part_of: whose connections, hosts and roll call it shares; None: none.
             world_ranks: of these ranks, in the communicator that has no other above it; None: this is it.
 
         Raises:
             InputError: this torch was built without torch.distributed.
             CommError: not all ranks came.
         """
-        # Who shares this host is not known yet: as if all did, a wait is polite in any case.
-        here = (socket.gethostname(),) * size
-        super().__init__(rank=rank, hosts=hosts or here, name=name, timeout_s=timeout_s, roll_call=roll_call, off=off)
+        self.world_ranks = world_ranks or tuple(range(size))
+        roll_call = None if part_of is None else part_of._roll_call
+        if roll_call is None:
+            hosts = (socket.gethostname(),) * size  # until all have met
+        else:
+            hosts = tuple(roll_call.places[at].host for at in self.world_ranks)
+        super().__init__(rank=rank, hosts=hosts, name=name, timeout_s=timeout_s, roll_call=roll_call, off=off)
         if not dist.is_available():
             raise InputError("this build of torch has no torch.distributed; start the ranks with mpiexec or tatami run")
         self._store = store
         self._num_splits = 0
         self._owns_mesh = part_of is None
-        if part_of is None:
-            meeting = meeting or StoreMeeting(c10d.PrefixStore(f"{name}/mesh", store), rank=rank)
-            self._mesh = TcpMesh(meeting, rank=rank, size=size)
-        else:
-            self._mesh = part_of._mesh
         self._number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
-        self.world_ranks = world_ranks or tuple(range(size))
         self._parts: weakref.WeakSet[TorchdistCommunicator] = weakref.WeakSet()
         self._alone = single_communicator(timeout_s=timeout_s)
-        if self._owns_mesh:
-            start_s = self.clock.now_s()
-            try:
-                self._mesh.connect(lambda missing: self._check_meeting(start_s, missing))
-            except BaseException as error:
-                self._mesh.close()
-                if isinstance(error, RuntimeError) and not isinstance(error, CommError):
-                    raise CommError(f"rank {rank} of {size} could not reach all others: {said_by(error)}") from error
-                raise
-        _open.add(self)
-        cores = len(os.sched_getaffinity(0))
-        self.policy = wait_policy(ranks_on_host=self.local_size, cores=cores)
-        if hosts is None or roll_call is None:
-            places = self.allgather_object(ProcessPlace.here())
+        if part_of is None:
+            if meeting is None:
+                token = job_token(os.environ) if token is None else token
+                meeting = StoreMeeting(c10d.PrefixStore(f"{name}/mesh", store), rank=rank, size=size, token=token)
+            self._mesh = TcpMesh(meeting, rank=rank, size=size)
+            places = [each.place for each in self._met()]
             self._hosts = tuple(place.host for place in places)
             ours = c10d.PrefixStore(f"{name}/roll call", store)
             self._roll_call = StoreRollCall(ours, rank=rank, places=places, clock=self.clock)
-        policy = wait_policy(ranks_on_host=self.local_size, cores=cores)
-        self.policy = replace(policy, roll_call=self._roll_call)
+        else:
+            self._mesh = part_of._mesh
+        _open.add(self)
+        policy = wait_policy(ranks_on_host=self.local_size, cores=len(os.sched_getaffinity(0)))
+        self.policy = replace(policy, roll_call=self._roll_call, lineage=name, members=self.world_ranks)
+
+    def _met(self) -> tuple[Whereabouts, ...]:
+        """
+        Raises:
+            CommError: not all ranks came.
+        """
+        start_s = self.clock.now_s()
+        try:
+            return self._mesh.connect(lambda missing: self._check_meeting(start_s, missing))
+        except BaseException as error:
+            self._mesh.close()
+            if isinstance(error, RuntimeError) and not isinstance(error, CommError):
+                raise CommError(f"rank {self.rank} of {self.size} could not reach all others: {said_by(error)}") from error
+            raise
 
     def _check_meeting(self, start_s: float, missing: Sequence[int]) -> None:
         """
@@ -180,8 +186,6 @@ class TorchdistCommunicator(AbstractNcclCollectives):
             size=len(ranks),
             name=f"{self._name}/{self._num_splits}.{ranks[0]}",
             timeout_s=self.timeout_s,
-            hosts=tuple(self.hosts[rank] for rank in ranks),
-            roll_call=self._roll_call,
             off=self._off,
             part_of=self,
             world_ranks=tuple(self.world_ranks[rank] for rank in ranks),
@@ -227,6 +231,12 @@ class TorchdistCommunicator(AbstractNcclCollectives):
             return self._alone.irecv(out, 0, tag=tag)
         waiting = Waiting(operation="recv", rank=self.rank, size=self.size, peer=source, tag=tag)
         return MessageRequest(self, waiting, lambda: [self._receiving(out, source, tag)])
+
+    def _await_tag(self, source: int) -> int:
+        tag = torch.empty(1, dtype=torch.int64, device="cpu")
+        waiting = Waiting(operation="next_tag", rank=self.rank, size=self.size, peer=source)
+        MessageRequest(self, waiting, lambda: [self._seeking(source, tag)]).wait()
+        return int(tag)
 
 
 _open: weakref.WeakSet[TorchdistCommunicator] = weakref.WeakSet()

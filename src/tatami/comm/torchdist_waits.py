@@ -57,14 +57,25 @@ class AbstractTorchdistWaits(CheckedCommunicator):
     def roll_call(self) -> AbstractRollCall | None:
         return self._roll_call
 
+    @property
+    def lineage(self) -> str:
+        return self._name
+
     def left_s(self, start_s: float) -> float:
         """What is left of the timeout of a wait that began then."""
         return self.timeout_s - (self.clock.now_s() - start_s)
 
+    @property
+    def ends_with_its_ranks(self) -> bool:
+        """Whether no other communicator follows where a rank ends."""
+        return self._off is None
+
     def answer(self, waiting: Waiting) -> None:
-        """In a long wait: answer those who ask."""
+        """In a long wait: answer those who ask, and raise what another rank has failed with."""
         if self._roll_call is not None:
             self._roll_call.answer(waiting.describe())
+            needs = self.world_ranks if waiting.peer is None else (self.world_ranks[waiting.peer],)
+            self._roll_call.refusals.check(self._name, needs, now_s=self.clock.now_s())
 
     def check_off(self) -> None:
         """
@@ -84,6 +95,9 @@ class AbstractTorchdistWaits(CheckedCommunicator):
 
     def _receiving(self, out: torch.Tensor, source: int, tag: int) -> tuple[int, Transfer]:
         return source, self._mesh.expect(self.world_ranks[source], (self._number, tag), _memory(out))
+
+    def _seeking(self, source: int, out: torch.Tensor) -> tuple[int, Transfer]:
+        return source, self._mesh.seek(self.world_ranks[source], self._number, _memory(out))
 
 
 class MessageRequest(AbstractRequest):
@@ -123,7 +137,11 @@ class MessageRequest(AbstractRequest):
             communicator.mesh.progress(min(left_s, _SLICE_S), is_over=self._is_settled)
             if not self._is_settled():
                 communicator.check_off()
-                communicator.answer(self._waiting)
+                try:
+                    communicator.answer(self._waiting)
+                except Exception:
+                    self._given_up()
+                    raise
 
     def _advance(self) -> bool:
         """Begin what can begin now; whether no phase will have to be begun any more."""
@@ -151,6 +169,8 @@ class MessageRequest(AbstractRequest):
         self._communicator.check_off()
         if not transfer.is_broken:
             raise CommError(f"{self._waiting.describe()}: {transfer.problem}")
+        if self._communicator.ends_with_its_ranks:  # the peer may have said why it ends
+            self._communicator.answer(self._waiting)
         raise RankDiedError(
             f"{self._waiting.describe()}: rank {peer} has ended, or the link to it broke: {transfer.problem}", rank=peer
         )

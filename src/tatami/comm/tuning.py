@@ -7,17 +7,16 @@ others are told, so that all run the same algorithm even where their caches diff
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 from tatami.cluster import Cluster, Processor
 from tatami.collective import ALGORITHMS, Fingerprint, TuningTable, build, price
 from tatami.comm.agreement import decided_on_root
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import InputError, ScheduleError
+from tatami.distribution import __version__
+from tatami.errors import InputError, ScheduleError, warn
 from tatami.outputs import write_text
 
 CACHE_VARIABLE = "XDG_CACHE_HOME"
@@ -129,11 +128,11 @@ def read_table(now: Fingerprint) -> TuningTable | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, InputError) as error:
-        warnings.warn(f"the all-reduce tuning table {path} is ignored: {error}. {_REMEDY}", stacklevel=2)
+        warn(f"the all-reduce tuning table {path} is ignored: {error}. {_REMEDY}")
         return None
     stale = table.fingerprint.differences(now)
     if stale:
-        warnings.warn(f"the all-reduce tuning table {path} is stale and ignored ({'; '.join(stale)}). {_REMEDY}", stacklevel=2)
+        warn(f"the all-reduce tuning table {path} is stale and ignored ({'; '.join(stale)}). {_REMEDY}")
         return None
     return table
 
@@ -162,7 +161,7 @@ def fingerprint_of(comm: AbstractCommunicator) -> Fingerprint:
         cores=tuple(by_host[host][0] for host in hosts),
         cpus=tuple(by_host[host][1] for host in hosts),
         library=comm.library,
-        tatami=metadata.version("tatami"),
+        tatami=__version__,
     )
 
 

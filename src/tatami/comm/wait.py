@@ -34,7 +34,9 @@ class WaitPolicy:
     """Poll for `spin_s`; then sleep `sleep_fraction` of the time waited so far, within the two bounds.
 
     Attributes:
-        roll_call: of these ranks; in long waits it answers those who ask what this rank does.
+        roll_call: of these ranks; in long waits it answers those who ask what this rank does, and brings what others tell.
+        lineage: of the communicator that is waited on.
+        members: its ranks, as ranks of the job; None: all.
     """
 
     spin_s: float
@@ -42,6 +44,8 @@ class WaitPolicy:
     longest_sleep_s: float = LONGEST_SLEEP_S
     sleep_fraction: float = SLEEP_FRACTION
     roll_call: AbstractRollCall | None = None
+    lineage: str = ""
+    members: tuple[int, ...] | None = None
 
 
 def wait_policy(*, ranks_on_host: int, cores: int, environ: Mapping[str, str] | None = None) -> WaitPolicy:
@@ -67,6 +71,7 @@ def wait_until(
     timeout_s: float,
     clock: Clock,
     doing: Callable[[], str] = lambda: "an operation that is not named here",
+    peer: int | None = None,
 ) -> float | None:
     """Poll `done` until it is true.
 
@@ -76,9 +81,13 @@ def wait_until(
         timeout_s: for how long at most.
         clock: for the time.
         doing: what this wait is, for others who ask.
+        peer: the rank that it is for; None: all of the communicator.
 
     Returns:
         None once it is true; the seconds waited where `timeout_s` passed first.
+
+    Raises:
+        TatamiError: what another rank has failed with, see `tatami.comm.refusals`.
     """
     if done():
         return None
@@ -92,6 +101,9 @@ def wait_until(
             answer_after_s = waited_s + ANSWER_EVERY_S
             if policy.roll_call is not None:
                 policy.roll_call.answer(doing())
+                if not done():
+                    needs = policy.members if peer is None else (peer if policy.members is None else policy.members[peer],)
+                    policy.roll_call.refusals.check(policy.lineage, needs, now_s=clock.now_s())
         if waited_s < policy.spin_s:
             os.sched_yield()
         else:

@@ -12,6 +12,7 @@ import torch
 from tatami.collective import Sync
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.reduction import Op
+from tatami.comm.refusals import Refusals
 from tatami.comm.roll_call import AbstractRollCall
 from tatami.comm.transport import Route, Transport
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow
@@ -62,6 +63,14 @@ class WrappedCommunicator(AbstractCommunicator):
     @property
     def roll_call(self) -> AbstractRollCall | None:
         return self.inner.roll_call
+
+    @property
+    def refusals(self) -> Refusals | None:
+        return self.inner.refusals
+
+    @property
+    def lineage(self) -> str:
+        return self.inner.lineage
 
     @property
     def has_windows(self) -> bool:
@@ -129,6 +138,10 @@ class WrappedCommunicator(AbstractCommunicator):
     def irecv(self, out: torch.Tensor, source: int, *, tag: int = 0) -> AbstractRequest:
         self._before("irecv", peer=source)
         return self.inner.irecv(out, source, tag=tag)
+
+    def next_tag(self, source: int) -> int:
+        self._before("next_tag", peer=source)
+        return self.inner.next_tag(source)
 
     def barrier(self) -> None:
         self._before("barrier")

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -55,9 +56,10 @@ def reach(host: str, port: int, *, limit_s: float) -> float | str:
 
 def _greet(listener: socket.socket) -> None:
     while True:
-        connection, _ = listener.accept()
-        with connection:
-            connection.sendall(WORD)
+        with suppress(ConnectionError):  # the other end has reset it; the next one is greeted all the same
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(WORD)
 
 
 def _answer(value: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tatami.distribution import pip_command
 from tatami.doctor.facts import PACKAGES, HostFacts
 from tatami.units import format_duration, format_size
 
@@ -47,7 +48,7 @@ def diagnosed(facts: HostFacts) -> list[Diagnosis]:
         if name in facts.packages:
             found.append(Diagnosis(what=name, told=facts.packages[name]))
         elif extra:
-            install = "see docs/rehearsal.md: it is built from source" if extra == "sim" else f"pip install 'tatami[{extra}]'"
+            install = "see docs/rehearsal.md: it is built from source" if extra == "sim" else pip_command(extra)
             found.append(Diagnosis(what=name, told="not installed", advice=f"{_USES[extra]}: {install}"))
         else:
             advice = f"without it nothing is trained: pip install {name}"

@@ -46,7 +46,7 @@ TRIALS = (
         words=("-m", "tatami", "run", "-n", "2", sys.executable, "-c", _SUM),
         expects="sum 3 ",
         advice="two ranks of this machine cannot add two numbers, so `tatami run` will not work either; `mpiexec` of another "
-        "MPI library on the PATH is the usual reason: pip install --force-reinstall 'tatami[mpi]'",
+        "MPI library on the PATH is the usual reason: pip install --force-reinstall mpi4py mpich",
     ),
     Trial(
         what="CUDA in torch",
@@ -67,7 +67,7 @@ TRIALS = (
         needs="ray",
         words=("-c", "import ray; print('Ray', ray.__version__)"),
         expects="Ray ",
-        advice="pip install --force-reinstall 'tatami[server]'",
+        advice="pip install --force-reinstall ray",
     ),
 )
 

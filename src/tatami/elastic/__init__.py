@@ -1,9 +1,9 @@
 """Tiled runs on Ray whose members die, leave and join: the survivors repair the run, and go on with the same numbers."""
 
 from tatami.elastic.launch import ElasticResult, run_elastic
-from tatami.elastic.report import ElasticReport, MemberChange
 from tatami.elastic.settings import ElasticContext, ElasticControl, ElasticSettings
 from tatami.elastic.steps import RepairedStep, Steps, steps
+from tatami.report.elastic_run import ElasticReport, MemberChange
 from tatami.tiled.repairing import Stateful
 
 __all__ = [

@@ -1,22 +1,25 @@
-"""The connections of a rank to the members of its group, formed again with every change of them."""
+"""The connections of a rank to the members of its group, formed again with every change of them, and the store that helps.
+
+The store is kept by the process that started the run, which does not die with a rank.
+"""
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Sequence
-from typing import Any
+from datetime import timedelta
+from typing import Any, cast
 
-import torch.distributed.distributed_c10d as c10d
+import torch.distributed as dist
 
-from tatami.clock import Clock
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.door import Door, KnownMeeting, Whereabouts
 from tatami.comm.elastic import ElasticCommunicator
-from tatami.comm.roll_call import ProcessPlace, StoreRollCall
+from tatami.comm.roll_call import ProcessPlace
 from tatami.comm.threads import single_communicator
 from tatami.comm.torchdist import TorchdistCommunicator
 from tatami.elastic.orders import Assignment
-from tatami.elastic.store import reach_store
 from tatami.errors import CommError
 
 
@@ -31,10 +34,9 @@ class Connections:
         comm: the same object for all groups; None before `begin`.
     """
 
-    def __init__(self, assignment: Assignment, *, clock: Clock) -> None:
+    def __init__(self, assignment: Assignment) -> None:
         self.comm: ElasticCommunicator | None = None
         self._assignment = assignment
-        self._clock = clock
         self._forming: AbstractCommunicator | None = None
         self._door: Door | None = None
         self._store: Any = None
@@ -98,25 +100,18 @@ class Connections:
     def _formed(
         self, group: int, *, members: tuple[str, ...], off: threading.Event, there: Sequence[Whereabouts], token: bytes
     ) -> AbstractCommunicator:
-        name, timeout_s = self._assignment.name, self._assignment.timeout_s
+        timeout_s = self._assignment.timeout_s
         if len(members) == 1:
             return single_communicator(timeout_s=timeout_s)
-        rank, title, store = members.index(name), f"group/{group}", self._reached()
-        if not there:
-            self._forming = TorchdistCommunicator(store, rank=rank, size=len(members), name=title, timeout_s=timeout_s, off=off)
-            return self._forming
-        assert self._door is not None
-        places = [each.place for each in there]
         self._forming = TorchdistCommunicator(
-            store,
-            rank=rank,
+            self._reached(),
+            rank=members.index(self._assignment.name),
             size=len(members),
-            name=title,
+            name=f"group/{group}",
             timeout_s=timeout_s,
             off=off,
-            hosts=tuple(place.host for place in places),
-            roll_call=StoreRollCall(c10d.PrefixStore(f"{title}/roll call", store), rank=rank, places=places, clock=self._clock),
-            meeting=KnownMeeting(door=self._door, token=token, addresses=tuple(each.door for each in there)),
+            token=self._assignment.token,
+            meeting=KnownMeeting(door=self._door, token=token, there=tuple(there)) if self._door and there else None,
         )
         return self._forming
 
@@ -130,3 +125,21 @@ class Connections:
                 name = self._assignment.name
                 raise CommError(f"{name} does not reach the store of the run at {host}:{port}: {error}") from error
         return self._store
+
+
+def keep_store(host: str, *, timeout_s: float) -> Any:
+    """Keep a store at a free port of this address; by itself it would listen on all interfaces."""
+    make = cast(Any, dist).TCPStore
+    listener = socket.create_server((host, 0))
+    port, number = listener.getsockname()[1], listener.detach()
+    limit = timedelta(seconds=timeout_s)
+    return make(host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=number)
+
+
+def reach_store(host: str, port: int, *, timeout_s: float) -> Any:
+    """A connection of its own: an operation that waits keeps all others of its connection waiting.
+
+    Raises:
+        RuntimeError: nothing answers there.
+    """
+    return cast(Any, dist).TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))

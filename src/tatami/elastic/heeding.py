@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tatami.elastic.moments import Moment
 from tatami.elastic.session import Session
+from tatami.elastic.settings import Moment
 from tatami.errors import CommError
 from tatami.tiled.model import TiledModel
 from tatami.tiled.phases import IterationPhase

@@ -8,9 +8,9 @@ from typing import Any
 
 from tatami.clock import Clock
 from tatami.elastic.pending import PendingChange
-from tatami.elastic.report import ElasticReport, MemberChange
 from tatami.membership import Regroup
 from tatami.membership.state import THE_RUN_BEGINS
+from tatami.report.elastic_run import ElasticReport, MemberChange
 
 
 class RunHistory:

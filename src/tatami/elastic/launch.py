@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tatami.elastic.report import ElasticReport
 from tatami.elastic.settings import ElasticContext, ElasticSettings
-from tatami.engine.by_value import by_value
-from tatami.engine.ray_engine import engine, require_ray
+from tatami.engine.ray_engine import by_value, engine, require_ray
 from tatami.engine.ray_watch import RayWatch, ray_processes
 from tatami.errors import InputError
+from tatami.report.elastic_run import ElasticReport
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ class Assignment:
         members: of that group; this one alone where it joins a run.
         joins: it joins a run that is under way.
         store: host and port of the store by which groups are formed.
+        token: by which the ranks of this run know each other there.
         timeout_s: how long an operation may wait for another rank.
         loopback: all processes are on this machine.
         retile: tiles follow the ranks' speeds.
@@ -32,6 +33,7 @@ class Assignment:
     members: tuple[str, ...]
     joins: bool
     store: tuple[str, int]
+    token: bytes
     timeout_s: float
     loopback: bool
     retile: bool

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tatami.elastic.orders import CarriedOut
-from tatami.elastic.report import MemberChange
 from tatami.membership import Regroup
+from tatami.report.elastic_run import MemberChange
 
 
 @dataclass(kw_only=True)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from typing import Any
 
 import ray
 
+from tatami.comm.door import TOKEN_BYTES
+from tatami.elastic.forming import keep_store
 from tatami.elastic.orders import Assignment, HaltAnswer, Order, Report
 from tatami.elastic.rank_process import RankProcess
 from tatami.elastic.settings import ElasticContext, ElasticSettings
-from tatami.elastic.store import keep_store
-from tatami.engine.calls import Calls
 from tatami.engine.crew import Crew, Member
 from tatami.engine.nodes import Nodes
-from tatami.engine.silence import Listening, look
+from tatami.engine.ray_watch import RayWatch
+from tatami.engine.run_loop import RunLoop
+from tatami.errors import TrainingError
 
 TICK_S = 0.02
 
@@ -25,6 +28,7 @@ class RankCrew:
     Args:
         settings: of the run.
         context: of the run.
+        watch: of Ray's own processes.
         pickled_spec: what every rank runs; see `RankSpec`.
         now_s: seconds since the start of the run.
         on_report: given the name of a rank, and what it reports.
@@ -36,39 +40,41 @@ class RankCrew:
         settings: ElasticSettings,
         *,
         context: ElasticContext,
+        watch: RayWatch,
         pickled_spec: bytes,
         now_s: Callable[[], float],
         on_report: Callable[[str, Report], None],
         on_gone: Callable[[str, bool], None],
     ) -> None:
         self._settings = settings
-        self._clock = context.clock
         self._spec = ray.put(pickled_spec)
         self._is_here = context.address is None
         self._host = "127.0.0.1" if self._is_here else _own_address()
+        self._token = secrets.token_bytes(TOKEN_BYTES)
         self._store = keep_store(self._host, timeout_s=settings.timeout_s)
         self._on_report = on_report
         self._on_gone = on_gone
         self._numbers: dict[str, int] = {}
         self._names: list[str] = []
-        self._calls = Calls()
-        self._listening = Listening(self._clock.now_s(), longest_step_s=5 * TICK_S)
+        self._loop = RunLoop(clock=context.clock, watch=watch, tick_s=TICK_S)
+        self._calls = self._loop.calls
         self._crew = Crew(
             RankProcess,
             calls=self._calls,
-            nodes=Nodes(now_s=self._clock.now_s, shuns=False),
+            nodes=Nodes(now_s=context.clock.now_s, shuns=False),
             now_s=now_s,
-            listening=self._listening,
+            listening=self._loop.listening,
             heartbeat_s=settings.heartbeat_s,
             pool=context.pool,
             on_up=self._up,
             on_gone=self._gone,
         )
+        self._loop.crews.append(self._crew)
 
     @property
     def listened_s(self) -> float:
         """A clock that goes only while this process listens to the ranks."""
-        return self._listening.now_s
+        return self._loop.listening.now_s
 
     @property
     def running(self) -> frozenset[str]:
@@ -90,6 +96,7 @@ class RankCrew:
             members=members,
             joins=joins,
             store=(self._host, self._store.port),
+            token=self._token,
             timeout_s=self._settings.timeout_s,
             loopback=self._is_here,
             retile=self._settings.retile,
@@ -116,25 +123,16 @@ class RankCrew:
         self._crew.kill(self._numbers[name])
 
     def listen(self, *, is_over: Callable[[], bool]) -> None:
-        """Hand on what the ranks have to tell, waiting a moment where there is nothing, and who is silent or lost."""
+        """Hand on what the ranks have to tell, waiting a moment where there is nothing, and who is silent or lost.
 
-        def read(timeout_s: float = 0.0) -> bool:
-            self._calls.wait(timeout_s=timeout_s, is_over=is_over)
-            return not is_over()
+        Raises:
+            TrainingError: Ray's own processes do not work any more.
+        """
+        self._loop.step(is_over=is_over, stopped=lambda fault: TrainingError(f"the run stopped: {fault}"))
 
-        if read(TICK_S):
-            self._listening.advance(self._clock.now_s())
-            look([self._crew], now_s=self._listening.now_s, read=read)
-        if not is_over():
-            self._crew.look_for_lost_starts()
-
-    def end(self, *, without_ray: bool) -> None:
+    def end(self) -> None:
         """End all processes, or keep them for the next run."""
-        self._calls.clear()
-        if without_ray:
-            self._crew.abandon()
-        else:
-            self._crew.end()
+        self._loop.end()
 
     def _up(self, number: int, member: Member) -> None:
         def collect() -> None:

@@ -22,9 +22,9 @@ import torch
 from ray import cloudpickle
 
 from tatami.comm.elastic import set_elastic_world
-from tatami.elastic.moments import MomentHook
 from tatami.elastic.orders import Assignment, HaltAnswer, Order, Report, Said, ScriptEnded, ScriptFailed
 from tatami.elastic.session import Session, set_session
+from tatami.elastic.settings import MomentHook
 from tatami.elastic.steps import repairs_of_fit
 from tatami.engine.processes import Identity, identity
 from tatami.errors import CommError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+from collections import deque
 from dataclasses import asdict, replace
 from functools import partial
 from statistics import median
@@ -26,10 +27,9 @@ from tatami.elastic.orders import (
     WantsToLeave,
 )
 from tatami.elastic.rank_crew import RankCrew
-from tatami.elastic.report import ElasticReport, MemberChange
-from tatami.elastic.settings import ElasticContext, ElasticSettings
+from tatami.elastic.settings import MOST_STARTING, ElasticContext, ElasticSettings
 from tatami.engine.ray_watch import RayWatch
-from tatami.errors import CommError, RankDiedError, TatamiError, TrainingError
+from tatami.errors import CommError, InputError, RankDiedError, TatamiError, TrainingError
 from tatami.membership import (
     Abort,
     Action,
@@ -53,8 +53,12 @@ from tatami.membership import (
     Stalled,
     Unbalanced,
 )
+from tatami.report.elastic_run import ElasticReport, MemberChange
 from tatami.tiling import Layout, plan
 from tatami.workload import Workload
+
+_STARTS_AT_ONCE = 4
+"""Processes of ranks that were added, until they are in the loop."""
 
 
 class ElasticRuntime:
@@ -68,6 +72,7 @@ class ElasticRuntime:
         self._crew = RankCrew(
             settings,
             context=context,
+            watch=watch,
             pickled_spec=pickled_spec,
             now_s=lambda: self._history.now_s,
             on_report=self._take,
@@ -85,6 +90,8 @@ class ElasticRuntime:
         self._end: EndRun | ScriptFailed | None = None
         self._failed = ""
         self._lost: list[str] = []
+        self._added: list[str] = []
+        self._waiting: deque[str] = deque()
 
     # -- control --------------------------------------------------------------------------------------------------
 
@@ -93,15 +100,47 @@ class ElasticRuntime:
         """Names, in the order of the ranks."""
         return self._machine.members
 
+    @property
+    def starting(self) -> tuple[str, ...]:
+        """Names of the ranks that were added and are not members yet."""
+        started = self._crew.running.difference(self.members, self._released)
+        return tuple(name for name in self._added if name in started or name in self._waiting)
+
     def add(self) -> str:
-        """Have one more rank, from the step after its process is up. Returns its name."""
+        """Have one more rank, from the step after its process is up. Returns its name.
+
+        Raises:
+            InputError: `MOST_STARTING` ranks are starting already.
+        """
+        if len(starting := self.starting) >= MOST_STARTING:
+            raise InputError(
+                f"{len(starting)} ranks are starting already ({starting[0]} to {starting[-1]}), which is the most; "
+                "`control.starting` tells which are not among `control.members` yet"
+            )
         name = self._crew.name()
-        self._crew.start(name, members=(name,), joins=True)
+        self._added.append(name)
+        self._waiting.append(name)
+        self._start_waiting()
         return name
 
     def remove(self, name: str) -> None:
-        """Let a rank go between two steps; no sample and no row is lost."""
-        self._tell(Leaving(member=name))
+        """Let a rank go between two steps; no sample and no row is lost. One that is starting is ended at once."""
+        if name in self._waiting:
+            self._waiting.remove(name)
+        elif name in self.starting and name not in self._processors:
+            self._released.add(name)
+            self._crew.kill(name)
+        else:
+            self._tell(Leaving(member=name))
+
+    def _start_waiting(self) -> None:
+        """Start the next ranks that were added, a few at a time: each takes a core for seconds until it enters the loop."""
+        while self._waiting:
+            not_up = set(self.starting).difference(self._processors, self._waiting)
+            if len(not_up) >= _STARTS_AT_ONCE:
+                return
+            name = self._waiting.popleft()
+            self._crew.start(name, members=(name,), joins=True)
 
     # -- the run --------------------------------------------------------------------------------------------------
 
@@ -115,13 +154,12 @@ class ElasticRuntime:
             for name in self.members:
                 self._crew.start(name, members=self.members, joins=False)
             while not self._is_over():
-                if self._watch.fault is not None:
-                    raise TrainingError(f"the run stopped: {self._watch.fault}")
                 self._crew.listen(is_over=lambda: self._end is not None)
                 if self._end is None:
                     self._look_for_late()
+                    self._start_waiting()
         finally:
-            self._crew.end(without_ray=self._watch.fault is not None)
+            self._crew.end()
         if isinstance(self._end, EndRun):
             raise TrainingError(f"the run stopped ({self._end.cause.value}): {self._end.reason}")
         if isinstance(self._end, ScriptFailed):

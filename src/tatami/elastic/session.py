@@ -17,19 +17,10 @@ from tatami.cluster import Cluster
 from tatami.comm.door import Whereabouts
 from tatami.comm.elastic import ElasticCommunicator
 from tatami.elastic.forming import Connections
-from tatami.elastic.moments import Moment, MomentHook
 from tatami.elastic.order_box import OrderBox
-from tatami.elastic.orders import (
-    Assignment,
-    CarriedOut,
-    EnteredLoop,
-    GotStuck,
-    HaltAnswer,
-    RegroupOrder,
-    Report,
-    WantsToLeave,
-)
+from tatami.elastic.orders import Assignment, CarriedOut, EnteredLoop, GotStuck, HaltAnswer, RegroupOrder, Report, WantsToLeave
 from tatami.elastic.sections import OpenSection, Sections
+from tatami.elastic.settings import Moment, MomentHook
 from tatami.errors import CommError, InputError
 from tatami.membership import Dismiss, Regroup, Restart
 from tatami.tiled.repairing import BeginAgain
@@ -56,7 +47,7 @@ class Session:
 
     Args:
         assignment: what it is.
-        hook: see `tatami.elastic.moments`.
+        hook: see `tatami.elastic.settings`.
         clock: for the report.
 
     Attributes:
@@ -87,7 +78,7 @@ class Session:
         self._stopped_s = 0.0
         self._steps_before: int | None = None
         self._sections = Sections(self.name, clock=self._clock)
-        self._connections = Connections(assignment, clock=self._clock)
+        self._connections = Connections(assignment)
         self.box = OrderBox(self.name, where=self._where, sever=self._connections.sever)
 
     @property
@@ -276,13 +267,7 @@ class Session:
         assert self.comm is not None
         self.group = change.group
         self.at(Moment.FORMING)
-        self._connections.form(
-            change.group,
-            members=change.members,
-            off=self.box.off,
-            there=order.members,
-            token=order.token,
-        )
+        self._connections.form(change.group, members=change.members, off=self.box.off, there=order.members, token=order.token)
         self.at(Moment.TAKING)
         put_in_place = training.relay(change, name=self.name, cluster=Cluster(processors=order.processors))
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from tatami.clock import Clock, SystemClock
-from tatami.elastic.moments import Moment
-from tatami.elastic.report import ElasticReport, MemberChange
 from tatami.errors import InputError
+from tatami.report.elastic_run import ElasticReport, MemberChange
 from tatami.tiling import DEFAULT_PLANNER
 
 if TYPE_CHECKING:
-    from tatami.engine.pool import Pool
+    from tatami.engine.crew import Pool
+
+
+MOST_STARTING = 16
+"""Ranks that may be starting: a program that adds ranks until enough are members would add without end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +63,21 @@ class ElasticControl(Protocol):
     def members(self) -> tuple[str, ...]:
         """Names, in the order of the ranks."""
 
+    @property
+    def starting(self) -> tuple[str, ...]:
+        """Names of the ranks that `add` has asked for and that are not members yet, in the order in which they were added."""
+
     def add(self) -> str:
-        """Have one more rank, from the step after its process is up. Returns its name."""
+        """Have one more rank, from the step after its process is up. Returns its name.
+
+        Some processes are started at a time, the next ones as these are up.
+
+        Raises:
+            InputError: `MOST_STARTING` ranks are starting already.
+        """
 
     def remove(self, name: str) -> None:
-        """Let a rank go between two steps; no sample and no row is lost."""
+        """Let a rank go between two steps; no sample and no row is lost. One that is starting is ended at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +90,7 @@ class ElasticContext:
         on_line: given the name of a rank and every line that it prints.
         on_start: given the run's control before the ranks are started; to be used in `on_change` and `on_line`.
         on_end: given the report when the run has ended, also where an error or Ctrl-C has ended it.
-        hook: see `tatami.elastic.moments`.
+        hook: see `tatami.elastic.settings`.
         pool: keeps the processes of runs that have ended for the next one.
         clock: of the run's process.
     """
@@ -89,3 +103,25 @@ class ElasticContext:
     hook: Callable[[Moment, str, int], None] | None = None
     pool: Pool | None = None
     clock: Clock = field(default_factory=SystemClock)
+
+
+class Moment(Enum):
+    """What a rank is about to do."""
+
+    BEFORE_FORWARD = "before forward"
+    FORWARD = "forward"
+    VERTICAL = "vertical"
+    BACKWARD = "backward"
+    HORIZONTAL = "horizontal"
+    BEFORE_POINT = "before the point"
+    BEFORE_UPDATE = "before the update"
+    IN_UPDATE = "in the update"
+    AFTER_UPDATE = "after the update"
+    FORMING = "forming a group"
+    TAKING = "taking rows"
+    LAYING = "before all have their rows"
+    LAID = "after the change"
+
+
+MomentHook = Callable[[Moment, str, int], None]
+"""Called in the rank's process with the moment, the member's name, and the number of the step."""

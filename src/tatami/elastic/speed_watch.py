@@ -26,11 +26,7 @@ class SpeedWatch:
     def __init__(self, model: TiledModel, *, times: OwnTimes) -> None:
         self.names = model.names
         self._watcher = Watcher(
-            Retiler(),
-            cluster=model.cluster,
-            workload=model.workload,
-            layout=model.layout,
-            known_speeds=model.speeds_known,
+            Retiler(), cluster=model.cluster, workload=model.workload, layout=model.layout, known_speeds=model.speeds_known
         )
         self._watcher.moved(_FIRST_S)
         self._times = times

@@ -15,7 +15,6 @@ torchrun the same loop runs, and ends with the first rank that dies.
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,12 +26,12 @@ import torch
 from tatami.cluster import Cluster
 from tatami.comm.door import Whereabouts
 from tatami.elastic.heeding import heed, tell_moments
-from tatami.elastic.moments import Moment
 from tatami.elastic.orders import EnteredLoop, WantsLayout
 from tatami.elastic.sections import OpenSection
 from tatami.elastic.session import Session, current_session
+from tatami.elastic.settings import Moment
 from tatami.elastic.speed_watch import SpeedWatch
-from tatami.errors import CommError, InputError
+from tatami.errors import CommError, InputError, warn
 from tatami.membership import Regroup
 from tatami.tiled.mirroring import MirrorRows
 from tatami.tiled.model import TiledModel
@@ -51,11 +50,7 @@ _SETTINGS = 2**13
 
 
 def steps(
-    model: TiledModel,
-    optimizer: torch.optim.Optimizer,
-    *,
-    count: int,
-    carry: Mapping[str, Stateful] | None = None,
+    model: TiledModel, optimizer: torch.optim.Optimizer, *, count: int, carry: Mapping[str, Stateful] | None = None
 ) -> Steps:
     """Training steps 0 to count - 1, each to be used in a `with` block. Collective.
 
@@ -152,9 +147,7 @@ class Steps:
         if self.session is not None:
             self.session.leave()
         else:
-            warnings.warn(
-                "loop.leave() does nothing here: ranks leave in elastic runs alone (tatami run --elastic)", stacklevel=2
-            )
+            warn("loop.leave() does nothing here: ranks leave in elastic runs alone (tatami run --elastic)")
 
     # -- for the session ------------------------------------------------------------------------------------------------
 
@@ -330,17 +323,13 @@ class RepairedStep:
             session.at(Moment.BEFORE_FORWARD)
         return self
 
-    def update(self, loss: torch.Tensor) -> None:
+    def update(self, loss: torch.Tensor | Sequence[torch.Tensor]) -> None:
         """Make the update, when all ranks have all their gradients. The last thing in the `with` block.
 
         Args:
-            loss: a scalar, of this rank's samples; `loss` becomes that of the global batch.
+            loss: a scalar, of this rank's samples, or those of its micro-batches; `loss` becomes that of the global batch.
         """
-        model = self._steps.model
-        mine = model.local_span_size
-        weight = mine[0] / mine[1] if model.reduction == "mean" else 1.0
-        share = loss.item() * weight if model.speaks_for_column and mine[0] else 0.0
-        self.pass_point(torch.tensor([share], dtype=torch.float64))
+        self.pass_point(torch.tensor([self._steps.model.own_share(loss)], dtype=torch.float64))
 
     def pass_point(self, sums: torch.Tensor, *, apply: Callable[[list[float]], object] | None = None) -> None:
         """Sum over the ranks, the loss first, when all have all their gradients; then make the update.
@@ -389,5 +378,6 @@ class RepairedStep:
             return False
         if session is None or not isinstance(error, CommError) or session.is_over:
             return False
+        self._steps.model.forget_gradients()
         session.repair(error)
         return True

@@ -1,4 +1,7 @@
-"""Calls to actors that are under way, and what is done when each of them ends."""
+"""Calls to actors that are under way, what is done when each of them ends, and how vectors get there.
+
+Small vectors are in the message itself, large ones in Ray's object store.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
+from tatami.engine.ray_start import MESSAGE_BYTES
 from tatami.errors import InputError, TrainingError
 
 Handler = Callable[[Any], None]
@@ -70,3 +74,18 @@ def _of_user(error: RayTaskError) -> Exception:
     if isinstance(cause, InputError):
         return type(cause)(str(cause))
     return TrainingError(f"a worker failed: {type(cause).__name__}: {cause}")
+
+
+def posted(value: Any, *, size_bytes: int, most_bytes: int = MESSAGE_BYTES) -> Any:
+    """What a message is given: the value itself up to `most_bytes`, else a reference to it, which every reader maps."""
+    return value if size_bytes <= most_bytes else ray.put(value)
+
+
+def is_reference(mail: Any) -> bool:
+    """Whether it has to be fetched."""
+    return isinstance(mail, ray.ObjectRef)
+
+
+def referenced(mail: Any) -> Any:
+    """A reference to it."""
+    return mail if is_reference(mail) else ray.put(mail)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError
-
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
@@ -48,12 +46,25 @@ def machine() -> str:
 
 def started_with(name: str, value: str) -> list[int]:
     """The processes of this user that had this variable in their environment when they were started."""
-    found = []
+    return [pid for pid, found in values_at_start(name).items() if found == value]
+
+
+def values_at_start(name: str) -> dict[int, str]:
+    """By process of this user that runs: the value that this variable had when the process was started, where it had one."""
+    found = {}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # of another user, or gone
-            if f"{name}={value}".encode() in (process / "environ").read_bytes().split(b"\0"):
-                found.append(int(process.name))
-    return [pid for pid in found if is_running(pid)]
+            for variable in (process / "environ").read_bytes().split(b"\0"):
+                if variable.startswith(f"{name}=".encode()):
+                    found[int(process.name)] = os.fsdecode(variable.partition(b"=")[2])
+    return {pid: value for pid, value in found.items() if is_running(pid)}
+
+
+def sees_our_files(pid: int) -> bool:
+    """Whether a path means the same to that process as to this one: they have the file systems in common."""
+    with suppress(OSError):
+        return os.readlink(f"/proc/{pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt")
+    return False
 
 
 def children(pid: int) -> list[int]:
@@ -103,6 +114,8 @@ def tethered() -> Iterator[None]:
     Raises:
         ObjectStoreFullError, OutOfDiskError: of Ray; these do not go away with the process.
     """
+    from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError  # an optional package
+
     try:
         yield
     except (ObjectStoreFullError, OutOfDiskError):

@@ -7,15 +7,18 @@ import json
 import logging
 import os
 import shutil
+import site
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tatami.engine.processes import is_running, machine
-from tatami.engine.ray_start import shut_down, start
+from tatami.comm.signals import ending_as_exception
+from tatami.engine.processes import is_running, kill, machine, sees_our_files, values_at_start
+from tatami.engine.ray_start import FOLDER_VARIABLE, shut_down, start, uninterrupted
 from tatami.engine.ray_watch import Condition, RayProcess, ray_processes
 from tatami.errors import InputError, MissingExtraError
 
@@ -42,7 +45,10 @@ def run_folder(*, parent: Path | None = None) -> Iterator[Path]:
 
 
 def remove_stale(parent: Path) -> None:
-    """Remove this user's folders of processes of this machine that have ended; of other machines that is not known here."""
+    """Remove what this user's runs that were killed have left on this machine: their folders, and processes of their Ray.
+
+    Workers that are being started when their run ends may take minutes to notice it. Of other machines nothing is known here.
+    """
     for owner in parent.glob(f"{_PREFIX}*/{_OWNER}"):
         with suppress(OSError, ValueError, KeyError, TypeError):
             if owner.parent.lstat().st_uid != os.getuid():
@@ -50,6 +56,9 @@ def remove_stale(parent: Path) -> None:
             known = json.loads(owner.read_text(encoding="utf-8"))
             if known["machine"] == machine() and not is_running(int(known["pid"])):
                 shutil.rmtree(owner.parent, ignore_errors=True)
+    for pid, folder in values_at_start(FOLDER_VARIABLE).items():
+        if not Path(folder).exists() and sees_our_files(pid) and pid != os.getpid():
+            kill(pid)
 
 
 _ANSWER_S = 10.0
@@ -91,15 +100,23 @@ def engine(*, address: str | None = None, store_bytes: int | None = None) -> Ite
     if ray.is_initialized():
         yield ray
         return
+    # By default SIGTERM would leave Ray's processes behind.
+    with ending_as_exception(), _started(ray, address=address, store_bytes=store_bytes):
+        yield ray
+
+
+@contextmanager
+def _started(ray: Any, *, address: str | None, store_bytes: int | None) -> Iterator[None]:
     if address is not None:
         _ask(address)
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            with uninterrupted(ray):
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise InputError(f"the Ray cluster at {address} cannot be used: {error}") from error
         raylet = ray_processes(ray)
         try:
-            yield ray
+            yield
         finally:
             _disconnect(ray, raylet)
         return
@@ -107,7 +124,7 @@ def engine(*, address: str | None = None, store_bytes: int | None = None) -> Ite
         agents: tuple[int, ...] = ()
         try:
             agents = start(ray, folder=folder, store_bytes=store_bytes)
-            yield ray
+            yield
         finally:
             shut_down(ray, folder=folder, agents=agents)
 
@@ -150,3 +167,24 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         setattr(worker, name, shown)
+
+
+@contextmanager
+def by_value(*functions: Any) -> Iterator[None]:
+    """Send the user's own modules along: a worker's process could not import a script or a test."""
+    ray = require_ray()
+    installed = (*site.getsitepackages(), sys.prefix, sys.base_prefix)
+    modules = []
+    for function in functions:
+        module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
+        file = getattr(module, "__file__", None)
+        known = module is None or module.__name__ == "__main__" or module.__name__.startswith("tatami.")
+        if module is not None and not known and file and not file.startswith(installed):
+            modules.append(module)
+    for module in modules:
+        ray.cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in set(modules):
+            ray.cloudpickle.unregister_pickle_by_value(module)

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tatami.comm.signals import ENDING
 from tatami.engine.processes import children, is_running, is_stopped, kill, started_with
 from tatami.errors import TrainingError
 
@@ -41,7 +42,7 @@ _PATIENCE = {
     "RAY_worker_register_timeout_seconds": PATIENCE_S,
     "RAY_agent_register_timeout_ms": PATIENCE_S * 1000,
 }
-_MARK = "TATAMI_RAY_FOLDER"
+FOLDER_VARIABLE = "TATAMI_RAY_FOLDER"
 """In the environment of every process that belongs to a Ray of ours: the folder of its run."""
 _STARTS = 3
 _STARTS_S = 3.0 * PATIENCE_S
@@ -68,7 +69,7 @@ def start(ray: Any, *, folder: Path, store_bytes: int | None) -> tuple[int, ...]
     for attempt in range(_STARTS):
         try:
             token = secrets.token_hex(32)
-            with uninterrupted(), conditions(ray, folder=folder, token=token), _within(_STARTS_S, folder):
+            with uninterrupted(ray), conditions(ray, folder=folder, token=token), _within(_STARTS_S, folder):
                 read_token(ray)
                 ray.init(
                     num_cpus=1,
@@ -87,28 +88,35 @@ def start(ray: Any, *, folder: Path, store_bytes: int | None) -> tuple[int, ...]
                 raise TrainingError(f"Ray did not start, {_STARTS} times: {error}") from error
         else:
             break
-    return tuple(agent for process in started_with(_MARK, str(folder)) for agent in children(process))
+    return tuple(agent for process in started_with(FOLDER_VARIABLE, str(folder)) for agent in children(process))
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of this: in the middle of it, Ray's own code ends by SIGSEGV, or leaves processes behind."""
+def uninterrupted(ray: Any) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP act at the end of this: in the middle of it, Ray ends by a fatal signal or leaves processes.
+
+    And Ray sets no handler of SIGTERM: its own end the process without a word to the run.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     asked: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
+    utils, set_handler = ray._private.utils, ray._private.utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda _: None
+    before = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in ENDING}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+        utils.set_sigterm_handler = set_handler
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
     if asked:
-        raise KeyboardInterrupt
+        signal.raise_signal(asked[0])
 
 
 def shut_down(ray: Any, *, folder: Path, agents: tuple[int, ...] = ()) -> None:
     """End what `start` has started, and return when nothing of it is left: its processes would go on writing in `folder`."""
-    for process in started_with(_MARK, str(folder)):
+    for process in started_with(FOLDER_VARIABLE, str(folder)):
         if is_stopped(process):
             kill(process)  # Ray would wait for it
     with _within(_SHUT_DOWN_S, folder):
@@ -120,7 +128,7 @@ def shut_down(ray: Any, *, folder: Path, agents: tuple[int, ...] = ()) -> None:
 @contextmanager
 def _within(limit_s: float, folder: Path) -> Iterator[None]:
     """Calls that wait for Ray end when its processes end: these are killed where the block takes longer."""
-    timer = threading.Timer(limit_s, lambda: _kill_all(started_with(_MARK, str(folder))))
+    timer = threading.Timer(limit_s, lambda: _kill_all(started_with(FOLDER_VARIABLE, str(folder))))
     timer.daemon = True
     timer.start()
     try:
@@ -133,7 +141,7 @@ def end(folder: Path, *, agents: tuple[int, ...] = (), limit_s: float = _END_S) 
     """Wait until all processes of the Ray in `folder` have ended, and end those that do not within the limit."""
 
     def left() -> set[int]:
-        return {*started_with(_MARK, str(folder)), *filter(is_running, agents)}
+        return {*started_with(FOLDER_VARIABLE, str(folder)), *filter(is_running, agents)}
 
     if _wait_for(lambda: not left(), limit_s=limit_s):
         return
@@ -159,7 +167,7 @@ def conditions(ray: Any, *, folder: Path, token: str) -> Iterator[None]:
         "RAY_AUTH_TOKEN": token,
         "RAY_AUTH_TOKEN_PATH": None,
         "PYTHONBREAKPOINT": os.environ.get("PYTHONBREAKPOINT"),  # Ray leaves its own debugger there
-        _MARK: str(folder),
+        FOLDER_VARIABLE: str(folder),
         **{name: str(value) for name, value in _PATIENCE.items()},
         **_streaming_copies(),
     }

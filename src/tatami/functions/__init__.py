@@ -3,8 +3,7 @@
 from tatami.comm.agreement import debug
 from tatami.functions.backward import backward, grad
 from tatami.functions.collectives import allgather, alltoall, bcast, gather, scatter
-from tatami.functions.connecting import pseudo_connect, share
-from tatami.functions.passes import Pass
+from tatami.functions.connecting import Pass, pseudo_connect, share
 from tatami.functions.point_to_point import recv, send, sendrecv
 from tatami.functions.reductions import allreduce, reduce, reduce_scatter
 

@@ -1,12 +1,14 @@
-"""Delegates by hand, as in ChainerMN, and the share of a loss that every rank computes alike."""
+"""Passes of communication, delegates by hand as in ChainerMN, and the share of a loss that every rank computes alike."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from tatami.comm.base import AbstractCommunicator
+from tatami.functions.backward import backward
+from tatami.functions.chain import enter
 
 
 class _PseudoConnect(torch.autograd.Function):
@@ -45,3 +47,44 @@ def pseudo_connect(delegate: torch.Tensor | None, *xs: torch.Tensor) -> tuple[to
 def share(loss: torch.Tensor, comm: AbstractCommunicator) -> torch.Tensor:
     """This rank's share, `loss / comm.size`, of a scalar that every rank computes alike; all ranks' shares add up to it."""
     return loss / comm.size
+
+
+class Pass:
+    """What is called in its block belongs to one forward pass, which backward visits without touching any other.
+
+        passes = [functions.Pass() for _ in micro_batches]
+        for one, x in zip(passes, micro_batches):
+            with one:
+                functions.send(encoder(x), comm, dest=1)
+        for one in passes:
+            one.backward()                     # on a rank with a loss: one.backward(loss), or loss.backward()
+
+    Outside of every `Pass`, all that is communicated between two calls of backward is one pass. A message that is sent in
+    one pass must be received in one pass, so that both ranks have equally many. The block may be entered again.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[object] = []
+
+    def __enter__(self) -> Self:
+        self._before.append(enter(self))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        enter(self._before.pop())
+
+    def backward(
+        self, loss: torch.Tensor | None = None, *, retain_graph: bool | None = None, create_graph: bool = False
+    ) -> None:
+        """`tatami.functions.backward` of this pass alone.
+
+        Args:
+            loss: a scalar, of this pass; None on a rank without one.
+            retain_graph: as in torch.
+            create_graph: as in torch.
+
+        Raises:
+            CommError: ranks disagree; CommTimeoutError, RankDiedError, ClosedError.
+        """
+        with self:
+            backward(loss, retain_graph=retain_graph, create_graph=create_graph)

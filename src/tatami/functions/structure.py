@@ -1,9 +1,15 @@
-"""What can be sent: tensors, and tuples, lists and dicts of them, nested; taken apart into leaves and put together again."""
+"""What can be sent: tensors, and containers of them, nested; taken apart into leaves and put together again.
+
+Containers are tuples, lists and dicts, and classes made of fields, which all ranks have: named tuples (such as PackedSequence),
+ordered dicts and dataclasses.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,14 +17,18 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from tatami.errors import InputError
 
+_is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether this is a stand-in of `torch.func`."""
+
 Structure = Any
-"""A tensor, None, or a tuple, list or dict of structures."""
+"""A tensor, None, or a container of structures."""
 
 Spec = Any
-"""A structure with each tensor replaced by a `Leaf`; hashable. Dicts are a `_Dict`, lists a `_List`."""
+"""A structure with a `Leaf` for each tensor; hashable. Dicts are a `_Dict`, lists a `_List`, others a `_Made`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +64,23 @@ class _Dict:
 
 
 @dataclass(frozen=True, slots=True)
+class _Made:
+    """A named tuple, ordered dict or dataclass: its class, which is sent by its name, and its fields or keys."""
+
+    kind: Any
+    names: tuple[Any, ...]
+    items: tuple[Spec, ...]
+
+    def made(self, values: Sequence[Structure]) -> Structure:
+        """One with these values."""
+        if self.kind is PackedSequence:  # its batch sizes are on the CPU wherever its data is
+            values = [each.cpu() if name == "batch_sizes" else each for name, each in zip(self.names, values, strict=True)]
+        if hasattr(self.kind, "__dataclass_fields__"):
+            return self.kind(**dict(zip(self.names, values, strict=True)))
+        return self.kind(*values) if issubclass(self.kind, tuple) else self.kind(zip(self.names, values, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
 class Packed:
     """A spec, its bytes on the wire, its leaves in order, their sizes in bytes, and of which a gradient is wanted."""
 
@@ -73,7 +100,7 @@ def flatten(value: Structure, *, operation: str) -> tuple[list[torch.Tensor], Pa
     Raises:
         InputError: something in it is not a tensor, or one that is not moved; names its path.
     """
-    if type(value) is torch.Tensor and value.is_cpu and value.layout is torch.strided:
+    if type(value) is torch.Tensor and value.is_cpu and value.layout is torch.strided and not _is_wrapped(value):
         return [value], _of_one(value.dtype, value.shape, value.requires_grad and torch.is_grad_enabled())
     tensors: list[torch.Tensor] = []
     # A wanted gradient is decided here, once: autograd may be off by the time the message is packed.
@@ -85,6 +112,11 @@ def _flatten(value: Structure, tensors: list[torch.Tensor], operation: str, path
     """`grad`: whether gradients are on."""
     if isinstance(value, torch.Tensor):
         device = value.device.type
+        if _is_wrapped(value):
+            raise InputError(
+                f"{operation}: x{path} is inside a torch.func transform (grad, vmap, ...), so it has no memory that could be "
+                "sent; take gradients by backward(), and send outside of vmap"
+            )
         if value.layout != torch.strided:
             raise InputError(f"{operation}: x{path} is a {value.layout} tensor; convert it with .to_dense()")
         if device == "meta":
@@ -97,17 +129,33 @@ def _flatten(value: Structure, tensors: list[torch.Tensor], operation: str, path
         return tuple([_flatten(item, tensors, operation, f"{path}[{i}]", grad) for i, item in enumerate(value)])
     if type(value) is list:
         return _List(tuple([_flatten(item, tensors, operation, f"{path}[{i}]", grad) for i, item in enumerate(value)]))
-    if type(value) is dict:
+    kind = type(value)
+    if kind is dict or kind is OrderedDict:
         for key in value:
             if not isinstance(key, str | int):
                 raise InputError(f"{operation}: x{path} is a dict with the key {key!r}; keys must be of type str or int")
         items = tuple([_flatten(item, tensors, operation, f"{path}[{key!r}]", grad) for key, item in value.items()])
-        return _Dict(tuple(value), items)
-    kind = type(value)
-    raise InputError(
-        f"{operation}: x{path} is of type {kind.__module__}.{kind.__qualname__}; only tensors and tuples, lists and dicts of "
-        "tensors are moved. Make numbers and arrays tensors with torch.as_tensor(...)"
-    )
+        return _Dict(tuple(value), items) if kind is dict else _Made(kind, tuple(value), items)
+    names = _fields(value)
+    if names is None:
+        raise InputError(
+            f"{operation}: x{path} is of type {kind.__module__}.{kind.__qualname__}; only tensors and tuples, lists, dicts, "
+            "named tuples and dataclasses of tensors are moved. Make numbers and arrays tensors with torch.as_tensor(...)"
+        )
+    if "<locals>" in kind.__qualname__:
+        raise InputError(
+            f"{operation}: x{path} is of type {kind.__qualname__}, which other ranks cannot find; define it outside of "
+            "functions"
+        )
+    parts = [_flatten(getattr(value, name), tensors, operation, f"{path}.{name}", grad) for name in names]
+    return _Made(kind, names, tuple(parts))
+
+
+def _fields(value: Any) -> tuple[str, ...] | None:
+    """Of a dataclass or a named tuple; None of anything else."""
+    if dataclasses.is_dataclass(value):
+        return tuple(field.name for field in dataclasses.fields(value) if field.init)
+    return tuple(value._fields) if isinstance(value, tuple) and hasattr(value, "_fields") else None
 
 
 def unflatten(spec: Spec, tensors: Iterator[torch.Tensor], *, device: torch.device | None = None) -> Structure:
@@ -123,6 +171,8 @@ def unflatten(spec: Spec, tensors: Iterator[torch.Tensor], *, device: torch.devi
         return [unflatten(item, tensors, device=device) for item in spec.items]
     if isinstance(spec, _Dict):
         return {key: unflatten(item, tensors, device=device) for key, item in zip(spec.keys, spec.items, strict=True)}
+    if isinstance(spec, _Made):
+        return spec.made([unflatten(item, tensors, device=device) for item in spec.items])
     return None
 
 
@@ -186,7 +236,7 @@ def _leaves(spec: Spec) -> Iterator[Leaf]:
     elif isinstance(spec, tuple):
         for item in spec:
             yield from _leaves(item)
-    elif isinstance(spec, _List | _Dict):
+    elif isinstance(spec, _List | _Dict | _Made):
         for item in spec.items:
             yield from _leaves(item)
 
@@ -201,6 +251,9 @@ def skeleton(spec: Spec, *, shapes: bool) -> Any:
         return [skeleton(item, shapes=shapes) for item in spec.items]
     if isinstance(spec, _Dict):
         return {key: skeleton(item, shapes=shapes) for key, item in zip(spec.keys, spec.items, strict=True)}
+    if isinstance(spec, _Made):
+        members = zip(spec.names, spec.items, strict=True)
+        return spec.kind.__qualname__, tuple([(name, skeleton(item, shapes=shapes)) for name, item in members])
     return spec
 
 
@@ -215,4 +268,7 @@ def describe(spec: Spec) -> str:
     if isinstance(spec, _Dict):
         members = zip(spec.keys, spec.items, strict=True)
         return "{" + ", ".join(f"{key!r}: {describe(item)}" for key, item in members) + "}"
+    if isinstance(spec, _Made):
+        named = zip(spec.names, spec.items, strict=True)
+        return f"{spec.kind.__qualname__}({', '.join(f'{name}={describe(item)}' for name, item in named)})"
     return "None" if spec is None else str(spec)

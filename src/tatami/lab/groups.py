@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import final
 
 from tatami.errors import LabError
-from tatami.lab.machine import INSTEAD
+from tatami.lab.network import INSTEAD
 
 FREE = "free"
 PERIOD_S = 10e-3

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing import IO, Self, final
 from tatami.cluster import Cluster, Link, check_speeds
 from tatami.comm.leftovers import without_leftovers
 from tatami.comm.signals import ending_as_exception, undisturbed
-from tatami.errors import InputError, LabError
+from tatami.errors import InputError, LabError, warn
 from tatami.lab.events import LabEvent
 from tatami.lab.groups import FREE, AbstractGroups, find_groups
 from tatami.lab.job import FIRST, JOB_VARIABLE, LabJob, environment_of, mpi_command, spawn_on, write_launch_script
@@ -276,10 +275,9 @@ class Lab:
             self._build_host(host)
         self._write_files()
         if not delays and (latency_s := self.plan.longest_latency_s()):
-            warnings.warn(
+            warn(
                 "latency is not emulated: this kernel has no netem. A message between hosts takes what this machine needs "
-                f"({format_duration(NATIVE_LATENCY_S)} or less), not {format_duration(latency_s)}; rates are emulated",
-                stacklevel=3,
+                f"({format_duration(NATIVE_LATENCY_S)} or less), not {format_duration(latency_s)}; rates are emulated"
             )
 
     def _build_host(self, host: Host) -> None:
@@ -317,7 +315,7 @@ class Lab:
 
     def _links(self, host: Host, *, rate: float | None) -> tuple[Link, dict[int, Link]]:
         """A host's link to the network, and its other links by the other host's index; all of the given rate, if any."""
-        network = self.plan.cluster.network
+        network = self.plan.cluster.link_of(host.name)
         exceptions = {self.plan.by_name[name].index: link for name, link in self.plan.exceptions(host).items()}
         if rate is None:
             return network, exceptions

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tatami.errors import LabError
 from tatami.lab.groups import find_groups
-from tatami.lab.machine import INSTEAD, succeeds
+from tatami.lab.network import INSTEAD, succeeds
 
 _NETWORK_PARTS = (
     ("a bridge", ("ip", "-n", "{probe}", "link", "add", "eth0", "type", "bridge")),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tatami.cluster import Cluster, Link
-from tatami.errors import ClusterError, InputError
+from tatami.errors import ClusterError, InputError, shortened
 
 LARGEST_SHARE = 0.95
 """Of a core for one rank: what is left is for the kernel's own work, which comes to every core."""
@@ -87,8 +87,7 @@ class LabPlan:
 
     def link(self, one: str, other: str) -> Link:
         """The link between two hosts."""
-        first, second = sorted((one, other))
-        return self.cluster.links.get((first, second), self.cluster.network)
+        return self.cluster.link_between(one, other)
 
     def longest_latency_s(self) -> float:
         """The longest latency of a link between hosts, in seconds, where it is longer than a lab's own; else 0."""
@@ -117,7 +116,7 @@ def plan_lab(cluster: Cluster, *, cores: float, base_bytes: int | None = None) -
 
     Raises:
         ClusterError: host names that no machine can have, all of them at once; speeds that depend on the size of the tile;
-            with `base_bytes`, processors without memory.
+            own links with a latency; with `base_bytes`, processors without memory.
         InputError: `cores` is not a finite number > 0, or there are more hosts than addresses.
     """
     if not (math.isfinite(cores) and cores > 0):
@@ -129,6 +128,12 @@ def plan_lab(cluster: Cluster, *, cores: float, base_bytes: int | None = None) -
         raise ClusterError("this cluster cannot be played in a lab; rename hosts in the cluster file:", problems=problems)
     if len(places) > NETWORK.num_addresses - 4:
         raise InputError(f"{len(places)} hosts are too many for one lab; it has {NETWORK.num_addresses - 4} addresses")
+    later = [each.name for each in cluster.processors if each.link is not None and each.link.latency_s is not None]
+    if later:
+        raise ClusterError(
+            f"a lab delays messages by pairs of hosts, but the links of {shortened(', '.join(later))} have latencies of their "
+            "own: leave them out, or give [[links]]"
+        )
     speeds = cluster.plain_speeds("a lab, which gives each processor its share of a core,")
     scale = min(LARGEST_SHARE / max(speeds), FULLEST * cores / math.fsum(speeds))
     memory = {name: _memory_bytes(cluster, ranks, base_bytes) for name, ranks in places.items()}

@@ -12,7 +12,8 @@ from tatami.parallel.n_step_rnn import MultiNodeNStepRNN, create_multi_node_n_st
 from tatami.parallel.parallel_conv import ParallelConv
 from tatami.parallel.sampling import ResumableLoader, SynchronizedSampler
 from tatami.parallel.scattering import Portion, create_empty_dataset, scatter_dataset, scatter_index
-from tatami.parallel.synchronizing import average_buffers, average_gradients, broadcast_model
+from tatami.parallel.synchronizing import average_buffers, average_gradients
+from tatami.same_model import broadcast_model
 
 __all__ = [
     "DataParallel",

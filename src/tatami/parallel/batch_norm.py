@@ -6,17 +6,15 @@ from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tatami import functions
+from tatami.batch_statistics import SharedBatch, run_layer
 from tatami.comm.base import AbstractCommunicator
+from tatami.comm.short_sum import ShortSum
 from tatami.errors import CommError, InputError, ModelError
 from tatami.inputs import check_at_least
 from tatami.parallel.spanning import AbstractSpanning
-
-HALVES = (torch.float16, torch.bfloat16)
 
 
 class MultiNodeBatchNorm(AbstractSpanning, _BatchNorm):
@@ -26,11 +24,15 @@ class MultiNodeBatchNorm(AbstractSpanning, _BatchNorm):
     Each rank counts with the samples it has, be they few or none. In training all ranks call it equally often; in evaluation
     nothing moves, unless `track_running_stats` is off, when the statistics are again those of all ranks.
 
-    Gradients are those of the sum of the losses of all ranks. The gradients of `weight` and `bias` are this rank's share: they
-    become those of the whole batch when they are summed over the ranks, as data-parallel training does with all parameters.
+    Gradients are those of the sum of the losses of all ranks, each with its `loss_weight` (1). The gradients of `weight` and
+    `bias` are this rank's share: they become those of the whole batch when they are summed over the ranks, as data-parallel
+    training does with all parameters.
 
     Its state dict is that of nn.BatchNorm. `comm` are the ranks; the other attributes are nn.BatchNorm's.
     """
+
+    loss_weight = 1.0
+    _is_compared = False
 
     def __init__(
         self,
@@ -79,66 +81,27 @@ class MultiNodeBatchNorm(AbstractSpanning, _BatchNorm):
                 f"MultiNodeBatchNorm on rank {self.comm.rank}: input has the shape {tuple(input.shape)}; give "
                 f"(samples, {self.num_features}, ...)"
             )
-        if not self.training and self.running_mean is not None and self.running_var is not None:
-            return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
-        values = input.float() if input.dtype in HALVES else input
-        mean, variance, total = self._statistics(values)
-        if total == 1:
-            raise InputError(
-                "MultiNodeBatchNorm: all ranks together have one value for each channel, which has no variance; give more "
-                "samples"
-            )
-        if self.training and self.running_mean is not None:
-            self._track(mean, variance, total)
-        scale = torch.rsqrt(variance + self.eps)
-        if self.weight is not None:
-            scale = scale * self.weight
-        shift = -mean * scale
-        if self.bias is not None:
-            shift = shift + self.bias
-        wide = (1, -1, *[1] * (input.dim() - 2))
-        return torch.addcmul(shift.view(wide), values, scale.view(wide)).to(input.dtype)
+        return run_layer(self, input, batch=self._batch)
 
-    def _statistics(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Mean and variance of each channel over all ranks, `(channels,)` both, and of how many values they are.
-
-        Each rank tells its mean, its variance and its count. The sums of values and of squares would be fewer to add up, but
-        their difference loses the digits in which mean and values agree. See Chan, Golub, LeVeque: Algorithms for computing the
-        sample variance (1983), equation 2.1.
-        """
-        over = [0, *range(2, values.dim())]
-        count = values.numel() // self.num_features
-        if count:
-            variance, mean = torch.var_mean(values, over, correction=0)
-        else:
-            mean = variance = values.sum(over)
-        told = functions.allgather(
-            (torch.stack((mean, variance)), torch.tensor(count, dtype=torch.int64, device="cpu")), self.comm
+    def _batch(self) -> SharedBatch:
+        comm, channels = self.comm, self.num_features
+        if not self._is_compared:
+            for rank, other in enumerate(comm.allgather_object(channels)):
+                if other != channels:
+                    raise CommError(
+                        f"MultiNodeBatchNorm: rank {rank} has {other} channels and rank {comm.rank} has {channels}; all ranks "
+                        "need the same network"
+                    )
+            self._is_compared = True
+        sums = comm.attached(ShortSum, ShortSum)
+        return SharedBatch(
+            sums=sums,
+            name="a MultiNodeBatchNorm",
+            replica=comm.rank,
+            replicas=comm.size,
+            channels=channels,
+            loss_weight=self.loss_weight,
         )
-        for rank, (both, _) in enumerate(told):
-            if both.shape[1] != self.num_features:
-                raise CommError(
-                    f"MultiNodeBatchNorm: rank {rank} has {both.shape[1]} channels and rank {self.comm.rank} has "
-                    f"{self.num_features}; all ranks need the same network"
-                )
-        total = sum(int(number) for _, number in told)
-        shares = torch.tensor([int(number) / max(total, 1) for _, number in told], dtype=values.dtype, device="cpu")
-        shares = shares.to(values.device).view(-1, 1)
-        means, variances = torch.stack([both.to(values) for both, _ in told], dim=1)
-        mean = (shares * means).sum(0)
-        return mean, (shares * (variances + (means - mean) ** 2)).sum(0), total
-
-    @torch.no_grad()
-    def _track(self, mean: torch.Tensor, variance: torch.Tensor, total: int) -> None:
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        if not total:
-            return
-        share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_((variance * total / (total - 1)).to(self.running_var.dtype), share)
 
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -45,6 +45,8 @@ class MultiNodeLoader:
         private = comm.duplicate()
         self._comm, self._root, self._loader = private, root, loader
         self._length = decided_on_root(self._comm, lambda: _length(loader, root), root=root)
+        self.is_resumable: bool = private.bcast_object(_is_resumable(loader), root=root)
+        """Whether the loader of `root` can say where it is."""
         self.epoch = 0
 
     def __len__(self) -> int:
@@ -67,6 +69,32 @@ class MultiNodeLoader:
         else:
             yield from self._receive()
         self.epoch += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this loader is, for `load_state_dict`; the same on all ranks, also in the middle of an epoch. Collective.
+
+        Raises:
+            DataError: on all ranks, the root's loader has no `state_dict()`, as `ResumableLoader` has.
+        """
+        return {"epoch": self.epoch, "loader": decided_on_root(self._comm, self._loader_state, root=self._root)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned. Raises as it does."""
+
+        def load() -> None:
+            self._loader_state()
+            cast("Any", self._loader).load_state_dict(state["loader"])
+
+        decided_on_root(self._comm, load, root=self._root)
+        self.epoch = state["epoch"]
+
+    def _loader_state(self) -> Any:
+        if not hasattr(self._loader, "state_dict"):
+            raise DataError(
+                f"the loader of rank {self._root} is a {type(self._loader).__name__}, which cannot say where it is; give "
+                "MultiNodeLoader a tatami.parallel.ResumableLoader"
+            )
+        return cast("Any", self._loader).state_dict()
 
     def close(self) -> None:
         """Leave the other ranks."""
@@ -114,6 +142,10 @@ def _taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
         return _Slot(shape=tuple(leaf.shape), dtype=leaf.dtype)
 
     return mapped(value, take)
+
+
+def _is_resumable(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def _length(loader: Any, root: int) -> int | None:

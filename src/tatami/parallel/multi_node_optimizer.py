@@ -19,12 +19,15 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from tatami.comm.agreement import debugging
+from tatami.comm.agreement import Watch, debugging
 from tatami.comm.base import AbstractCommunicator
+from tatami.comm.refusals import fail_together
 from tatami.errors import InputError
-from tatami.parallel.buckets import BUCKET_BYTES, BucketSet, check_wire, lay_buckets
-from tatami.parallel.same_steps import StepWatch
-from tatami.parallel.synchronizing import broadcast_model, check_finite, check_same_tensors
+from tatami.gradients.buckets import BUCKET_BYTES, BucketSet, check_wire
+from tatami.parallel.batch_norm import MultiNodeBatchNorm
+from tatami.parallel.synchronizing import check_finite
+from tatami.same_model import broadcast_model, check_same_tensors
+from tatami.same_steps import refuse_other_steps, steps_of, watch_steps
 
 
 class MultiNodeOptimizer(torch.optim.Optimizer):
@@ -73,6 +76,7 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
         self._weighted = weighted
         self._num_steps = 0
         self._names = {} if model is None else {id(each): name for name, each in model.named_parameters()}
+        self._has_norms = model is not None and any(isinstance(each, MultiNodeBatchNorm) for each in model.modules())
         self._make = partial(
             _Group, self._comm, wire=wire, double_buffering=double_buffering, algorithm=algorithm, bucket_bytes=bucket_bytes
         )
@@ -81,7 +85,9 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
             broadcast_model(model, self._comm)
         self._groups: list[_Group] = []
         self._parameters: list[nn.Parameter] = []
-        self._steps = StepWatch(self._comm, self._parameters)
+        watch_steps()
+        self._watch = Watch(self._comm)
+        self._watch.add(lambda: steps_of(self._parameters), refuse_other_steps)
         self._rebind()
         self._add([each for group in optimizer.param_groups for each in group["params"]])
 
@@ -104,6 +110,10 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
             NotFiniteError: in debug mode (see `tatami.functions.debug`), a gradient that is NaN or infinite; says where.
             CommTimeoutError, RankDiedError: a rank did not come.
         """
+        with fail_together(self._comm):
+            return self._step(closure, num_samples)
+
+    def _step(self, closure: Callable[[], float] | None, num_samples: int | None) -> float | None:
         if self._weighted != (num_samples is not None):
             raise InputError(f"step: weighted={self._weighted}, but num_samples={num_samples}; give both or none")
         if closure is None:
@@ -188,13 +198,19 @@ class MultiNodeOptimizer(torch.optim.Optimizer):
         """How much heavier than the mean rank this one weighs."""
         if num_samples is None:
             return 1.0
-        total = torch.tensor([num_samples], dtype=torch.int64, device="cpu")
-        self._comm.allreduce(total)
-        return num_samples * self._comm.size / max(1, int(total))
+        sums = torch.tensor([num_samples, num_samples**2], dtype=torch.int64, device="cpu")
+        self._comm.allreduce(sums)
+        total, squares = map(int, sums.tolist())
+        if self._has_norms and self._comm.size * squares != total * total:
+            raise InputError(
+                "the ranks have different numbers of samples, and a MultiNodeBatchNorm has weighed their losses as equal, so "
+                "gradients would be wrong. Use tatami.DataParallel, which tells it the shares"
+            )
+        return num_samples * self._comm.size / max(1, total)
 
     def _average(self, weight: float) -> None:
         self._num_steps += 1
-        self._steps.begin_pass()
+        self._watch.begin_pass()
         if debugging():
             names = [name for group in self._groups for name in group.names]
             check_finite(self._comm, names, [each for group in self._groups for each in group.parameters], step=self._num_steps)
@@ -219,9 +235,7 @@ class _Group:
         bucket_bytes: int,
     ) -> None:
         self.names, self.parameters = list(names), list(parameters)
-        layouts = lay_buckets(self.parameters, bucket_bytes=bucket_bytes)
-        shapes = [each.shape for each in self.parameters]
-        make = partial(BucketSet, comm, layouts, shapes=shapes, wire=wire, algorithm=algorithm)
+        make = partial(BucketSet, comm, self.parameters, bucket_bytes=bucket_bytes, wire=wire, algorithm=algorithm)
         self._sets = [make(), make()] if double_buffering else [make()]
         self._under_way: BucketSet | None = None
         self._due: BucketSet | None = None
@@ -236,13 +250,9 @@ class _Group:
                 continue
             if parameter.grad.layout != torch.strided:
                 raise InputError(f"the gradient of {self.names[index]} is {parameter.grad.layout}; ranks sum dense ones only")
-            if weight == 0.0:  # the mean over no samples is NaN
-                parameter.grad = None
-                continue
-            if weight != 1.0:
-                parameter.grad.mul_(weight)
-            current.store(index, parameter, parameters=self.parameters)
-        current.begin_rest(self.parameters)
+            if weight:  # the mean over no samples is not a number
+                current.put(index, parameter.grad, scale=weight)
+        current.begin_rest()
         if len(self._sets) == 1:
             self._due = current
             return
@@ -254,7 +264,9 @@ class _Group:
         """The gradients that are due become those of the parameters."""
         if self._due is not None:
             self._due.wait()
-            self._due.deliver(self.parameters)
+            for index, parameter in enumerate(self.parameters):
+                grad = self._due.take(index, into=parameter.grad, dtype=parameter.dtype)
+                parameter.grad = grad
             self._due = None
 
     def flush(self) -> None:

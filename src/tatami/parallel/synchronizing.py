@@ -1,57 +1,18 @@
-"""Making one network equal on all ranks: its weights, its gradients, its running statistics."""
+"""Averages over the ranks: of gradients, and of running statistics."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from tatami.comm.agreement import debugging, problems_of, same_everywhere
+from tatami.comm.agreement import debugging, problems_of
 from tatami.comm.allreduce import AUTO, tuned_allreduce
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, NotFiniteError
-
-_LAZY = (UninitializedParameter, UninitializedBuffer)
-
-
-def broadcast_model(
-    model: nn.Module,
-    comm: AbstractCommunicator,
-    *,
-    root: int = 0,
-    only_different: bool = False,
-    where: str = "broadcast_model",
-) -> None:
-    """Parameters and buffers of `root` become all ranks'. Collective.
-
-    Args:
-        model: the same network on all ranks.
-        comm: the ranks.
-        root: whose values count.
-        only_different: send, and write to, only tensors whose bytes differ between ranks: what all have read from one file is
-            not sent, and where it is a part of the file that was mapped it stays so.
-        where: the operation that needs it, for messages.
-
-    Raises:
-        InputError: the networks differ in more than values (says where); a lazy layer that has no shape yet.
-    """
-    check_same_tensors(comm, {**dict(model.named_parameters()), **dict(model.named_buffers())}, where=where)
-    tensors = [*model.parameters(), *model.buffers()]
-    if only_different:
-        told = zip(*comm.allgather_object([_digest(tensor) for tensor in tensors]), strict=True)
-        tensors = [tensor for tensor, digests in zip(tensors, told, strict=True) if len(set(digests)) > 1]
-    for tensor in tensors:
-        comm.bcast(tensor, root=root)
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
-    """Equal for equal bytes."""
-    values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(values.numpy().data, digest_size=16).digest()
+from tatami.same_model import refuse_lazy
 
 
 def average_gradients(model: nn.Module, comm: AbstractCommunicator, *, algorithm: str = AUTO) -> None:
@@ -65,7 +26,7 @@ def average_gradients(model: nn.Module, comm: AbstractCommunicator, *, algorithm
         NotFiniteError: in debug mode (see `tatami.functions.debug`), a gradient that is NaN or infinite; says where.
     """
     named = dict(model.named_parameters())
-    _refuse_lazy(named, where="average_gradients")
+    refuse_lazy(named, where="average_gradients")
     if debugging():
         check_finite(comm, list(named), list(named.values()))
     parameters = sorted(named.values(), key=lambda each: str(each.dtype))
@@ -93,21 +54,6 @@ def average_buffers(model: nn.Module, comm: AbstractCommunicator) -> None:
         if buffer.is_floating_point():
             comm.allreduce(buffer)
             buffer.div_(comm.size)
-
-
-def check_same_tensors(comm: AbstractCommunicator, tensors: Mapping[str, torch.Tensor], *, where: str) -> None:
-    """Whether all ranks have the same tensors, except for their values. Collective.
-
-    Raises:
-        InputError: names the first rank that differs from rank 0, and in what; a parameter that has no shape yet.
-    """
-    same_everywhere(comm, tensor_facts(tensors), where=where)
-    _refuse_lazy(tensors, where=where)
-
-
-def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """What ranks compare of their parameters and buffers: shape, dtype, and whether a parameter is trained."""
-    return {name: _described(tensor) for name, tensor in tensors.items()}
 
 
 def check_finite(
@@ -142,18 +88,3 @@ def refuse_not_finite(comm: AbstractCommunicator, name: str | None, *, step: int
             rank=rank,
             iteration=step,
         )
-
-
-def _refuse_lazy(tensors: Mapping[str, torch.Tensor], *, where: str) -> None:
-    for name, tensor in tensors.items():
-        if isinstance(tensor, _LAZY):
-            raise InputError(
-                f"{where}: {name} belongs to a lazy layer and has no shape yet; run one forward pass on all ranks first"
-            )
-
-
-def _described(tensor: torch.Tensor) -> str:
-    if isinstance(tensor, _LAZY):
-        return "without a shape"
-    frozen = " frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{frozen}"

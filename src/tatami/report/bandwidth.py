@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tatami.report.palette import MOSS, OCHRE, RUST
 from tatami.units import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-STRONG = {
-    "auto": "#1d3b2a",
-    "shared": "#3f7256",
-    "hierarchical": "#3f7256",
-    "mpi": "#b5462f",
-    "gloo": "#d19a3a",
-    "allgather": "#b5462f",
-}
+STRONG = {"auto": "#1d3b2a", "shared": MOSS, "hierarchical": MOSS, "mpi": RUST, "gloo": OCHRE, "allgather": RUST}
 """What one looks for first; the others share a few quieter colours."""
 QUIET = ("#5b7fa6", "#8c6bb1", "#6b9a9e", "#9b8f6b", "#a56b8f", "#7a7a72")
 MARKERS = "osv^D<>Pd*X"

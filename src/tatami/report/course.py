@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from tatami.report.palette import LINES, OCHRE, RUST
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MARKS: dict[str, tuple[str, str, str]] = {
-    "whole": ("s", "#b5392f", "re-mapping of the whole"),
-    "column": ("^", "#d98b1f", "re-mapping within columns"),
+    "whole": ("s", RUST, "re-mapping of the whole"),
+    "column": ("^", OCHRE, "re-mapping within columns"),
 }
 
 
@@ -49,6 +51,7 @@ def draw_course(ax: Axes, checks: Sequence[CoursePoint], *, label: str = "time p
             [times_s[0], *times_s],
             drawstyle="steps-pre",
             linestyle=LINE_STYLES[num_runs % len(LINE_STYLES)],
+            color=LINES[num_runs % len(LINES)],
             linewidth=1.8,
             label=label,
         )

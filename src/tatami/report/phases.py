@@ -12,6 +12,7 @@ import numpy.typing as npt
 from tatami.collective import Phase, Role, Schedule
 from tatami.collective.simulate import run_phase
 from tatami.errors import InputError
+from tatami.report.palette import RUST
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +23,7 @@ START, DONE = np.array([0.86, 0.92, 0.84]), np.array([0.11, 0.36, 0.22])
 """Colours of an element with this rank's contribution alone, and with all ranks'."""
 STALE, EDGE = "#f4f4f2", "#55554f"
 BAR_WIDTH, BAR_HEIGHT = 0.72, 0.3
-LINK = "#b5462f"
+LINK = RUST
 
 Contributions = npt.NDArray[np.int64]
 """(size,) of one rank's vector: bit r is set where rank r's contribution is in."""
@@ -46,13 +47,13 @@ def draw_schedule(axes: Sequence[Axes], schedule: Schedule, *, columns: int) -> 
     held = [np.full(schedule.size, 1 << rank, dtype=np.int64) for rank in range(schedule.ranks)]
     stale = [np.zeros(schedule.size, dtype=bool) for _ in range(schedule.ranks)]
     _draw_ranks(axes[0], held, stale, columns=columns)
-    axes[0].set_title(f"start\n{schedule.ranks} ranks", fontsize=9)
+    axes[0].set_title(f"start\n{schedule.ranks} ranks", fontsize=10)
     for number, (ax, phase) in enumerate(zip(axes[1:], schedule.phases, strict=True), start=1):
         run_phase(phase, held, op=np.bitwise_or)
         _mark_stale(phase, stale)
         _draw_links(ax, phase, columns=columns)
         _draw_ranks(ax, held, stale, columns=columns)
-        ax.set_title(f"{number}. " + phase.title.replace(", ", "\n"), fontsize=9)
+        ax.set_title(f"{number}. " + phase.title.replace(", ", "\n"), fontsize=10)
     _legend(axes[0])
 
 
@@ -65,7 +66,7 @@ def _legend(ax: Axes) -> None:
     handles = [Patch(facecolor=tuple(shade), edgecolor=EDGE, label=label) for label, shade in shades.items()]
     handles.append(Patch(facecolor=STALE, edgecolor=EDGE, label="of no use any more"))
     line = Line2D([], [], color=LINK, linewidth=3, alpha=0.55, label="exchange with each other")
-    ax.figure.legend(handles=[*handles, line], loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    ax.figure.legend(handles=[*handles, line], loc="outside lower center", ncols=3, frameon=False, fontsize=9)
 
 
 def _mark_stale(phase: Phase, stale: Sequence[npt.NDArray[np.bool_]]) -> None:
@@ -90,7 +91,7 @@ def _draw_ranks(ax: Axes, held: Sequence[Contributions], stale: Sequence[npt.NDA
             left = x + BAR_WIDTH * low / size
             ax.add_patch(Rectangle((left, y), BAR_WIDTH * (high - low) / size, BAR_HEIGHT, facecolor=colour, linewidth=0))
         ax.add_patch(Rectangle((x, y), BAR_WIDTH, BAR_HEIGHT, fill=False, edgecolor=EDGE, linewidth=0.8))
-        ax.text(x, y + BAR_HEIGHT + 0.04, str(rank), ha="left", va="bottom", fontsize=7, color=EDGE)
+        ax.text(x, y + BAR_HEIGHT + 0.04, str(rank), ha="left", va="bottom", fontsize=8, color=EDGE)
     rows = -(-ranks // columns)
     ax.set_xlim(-0.1, columns - 1 + BAR_WIDTH + 0.1)
     ax.set_ylim(-(rows - 1) - 0.1, BAR_HEIGHT + 0.3)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tatami.report.palette import GREY, MOSS
 from tatami.report.words import check_speeds, idle, share, working
 from tatami.tiling import Tiling
 
@@ -61,12 +62,12 @@ def draw_shares(ax: Axes, tiling: Tiling, *, speeds: Mapping[str, float]) -> Axe
         limits = (0.0, 1.15 * high)
     ax.set_xlim(limits)
     ax.set_ylim(limits)
-    ax.plot(limits, limits, color="#8a8a80", linewidth=1, linestyle="--", label="no processor waits", zorder=1)
+    ax.plot(limits, limits, color=GREY, linewidth=1, linestyle="--", label="no processor waits", zorder=1)
     ax.scatter(
         [point.speed_percent for point in points],
         [point.work_percent for point in points],
         s=34,
-        color="#3f7256",
+        color=MOSS,
         edgecolor="white",
         zorder=2,
     )

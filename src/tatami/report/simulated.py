@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from tatami.report.palette import MOSS
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -59,7 +61,7 @@ def draw_lost(ax: Axes, points: Sequence[LossPoint]) -> Axes:
     return ax
 
 
-_COLOR = "#4c72b0"
+_COLOR = MOSS
 _ROOM = 0.15
 """Below and above the bars, of what they differ by."""
 

@@ -9,19 +9,16 @@ from typing import TYPE_CHECKING
 
 from tatami.cluster import Cluster, SpeedTable
 from tatami.errors import InputError, MissingExtraError
-from tatami.report.efficiency import Efficiency
-from tatami.report.words import percent
-from tatami.tiling import Plan, Tiling, tile_flop
+from tatami.report.measured_rounds import Efficiency
+from tatami.tiling import Plan, tile_flop
 from tatami.tiling.alphabeta import MEASURED_FROM
-from tatami.units import format_duration, format_flop, format_size, format_speed
+from tatami.units import format_duration, format_flop, format_speed
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-_PERCENTS = 0.0995
-"""From here on a gap is told in whole per cent."""
 SHOWN = 6
-"""So many columns, and names or cuts of one column, are listed; of more, the first two and the last."""
+"""So many items of a list are shown; of more, the first two and the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,62 +117,6 @@ class MethodResult:
     efficiency: Efficiency | None = None
 
 
-def planner_table(plans: Sequence[Plan], *, weighted: Plan | None = None) -> Table:
-    """All planners side by side: columns, cuts, t_comm (Eq. 8), predicted iteration time, gap to the lower bound.
-
-    Columns are listed from the left, one a line; `samples` are a column's, `units` those of its tiles from the top. Where the
-    scatter of the speeds is known, in which time 90 % of the iterations are expected.
-
-    Args:
-        plans: of the same workload on the same machines.
-        weighted: weighted data parallelism, with whose predicted time the others are compared; None where memory forbids it.
-
-    Raises:
-        InputError: there is no plan.
-    """
-    if not plans:
-        raise InputError("there is no plan to compare: name at least one planner")
-    scattered = any(plan.range_s for plan in plans)
-    rows = [
-        {
-            "planner": plan.planner,
-            "columns": _per_column(plan.tiling, what="names"),
-            "samples": _per_column(plan.tiling, what="samples"),
-            "units": _per_column(plan.tiling, what="units"),
-            "t_comm": f"{plan.t_comm:,.1f}",
-            "predicted\niteration": format_duration(plan.predicted_s, digits=4),
-            "above\nbound": f"{100 * plan.gap:.{1 if plan.gap < _PERCENTS else 0}f} %",
-            "against\nweighted": f"{weighted.predicted_s / plan.predicted_s:.2f} x" if weighted else "-",
-            **({"90 % of\niterations": _range(plan.range_s)} if scattered else {}),
-        }
-        for plan in plans
-    ]
-    workload = plans[0].workload
-    title = f"{workload.samples} samples x {workload.units} units" if workload.blocks else f"{workload.samples} samples"
-    best = _smallest([plan.predicted_s for plan in plans])
-    return table_of(title, rows, texts=("planner", "columns", "units"), best=best)
-
-
-def _range(range_s: tuple[float, float] | None) -> str:
-    return "-" if range_s is None else " - ".join(format_duration(end_s, digits=3) for end_s in range_s)
-
-
-def memory_table(plans: Sequence[Plan], *, cluster: Cluster) -> Table | None:
-    """Of each plan the processor whose memory is fullest, and how full it is; None where no memory is given."""
-    given = {processor.name: processor.memory_bytes for processor in cluster.processors if processor.memory_bytes}
-    rows = []
-    for plan in plans:
-        shares = {name: kept / given[name] for name, kept in plan.memory_bytes.items() if name in given}
-        if shares:
-            fullest = max(shares, key=lambda name: shares[name])
-            kept = format_size(round(plan.memory_bytes[fullest]), digits=3)
-            most, share = format_size(given[fullest], digits=3), percent(shares[fullest])
-            rows.append({"planner": plan.planner, "processor": fullest, "used": kept, "given": most, "share": share})
-    if not rows:
-        return None
-    return table_of("memory, of the processor where it is fullest", rows, texts=("planner", "processor"))
-
-
 def sized_table(plan: Plan, *, cluster: Cluster) -> Table | None:
     """The speeds that depend on the size of the tile, and what they are under `plan`; None where none does."""
     flop = tile_flop(plan.layout, workload=plan.workload)
@@ -221,20 +162,6 @@ def run_table(runs: Sequence[MethodResult]) -> Table:
 def _smallest(values: Sequence[float]) -> int | None:
     """The index of the smallest, where there is something to choose."""
     return values.index(min(values)) if len(values) > 1 else None
-
-
-def _per_column(tiling: Tiling, *, what: str) -> str:
-    """One line for each column of the tiling."""
-    if what == "samples":
-        lines = [[str(column[0].samples.size)] for column in tiling.columns]
-    elif what == "units":
-        lines = [[str(tile.units.size) for tile in column] for column in tiling.columns]
-    else:
-        lines = [[tile.processor for tile in column] for column in tiling.columns]
-    texts = [_shortened(line) for line in lines]
-    if len(texts) > SHOWN:
-        texts = [*texts[:2], f"... of {len(texts)}" if what == "names" else "...", texts[-1]]
-    return "\n".join(texts)
 
 
 def _shortened(items: Sequence[str]) -> str:

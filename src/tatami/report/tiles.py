@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tatami.report.fitting import Box, Lettering, fit_lettering
+from tatami.report.palette import EDGE, STRAW_TO_MOSS, ink_on
 from tatami.report.words import ALIKE, check_speeds, idle, percent, share, working
 from tatami.tiling import Tile, Tiling
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colorbar import Colorbar
 
-STRAW_TO_MOSS = ("#f4ecd0", "#c3c98c", "#7f9f62", "#3f7256", "#1e4a45")
-EDGE = "#2b2a24"
 LOG_FROM_RATIO = 10.0
 """Speeds further apart than this are coloured on a logarithmic scale, or all slow ones would look alike."""
 NOTE_CHARS = 104
@@ -48,7 +47,7 @@ def draw_tiling(ax: Axes, tiling: Tiling, *, speeds: Mapping[str, float], speed_
     colours = _colours({tile.processor: speeds[tile.processor] for tile in tiles})
     for tile in tiles:
         corner = (tile.samples.start, tile.units.start)
-        colour = _rgb(colours, speeds[tile.processor])
+        colour = _hex(colours, speeds[tile.processor])
         ax.add_patch(Rectangle(corner, tile.samples.size, tile.units.size, facecolor=colour, edgecolor=EDGE, linewidth=0.8))
     _axes(ax, tiling)
     bar = ax.figure.colorbar(colours, ax=ax, pad=0.02)
@@ -131,7 +130,7 @@ def _label(ax: Axes, tiling: Tiling, *, speeds: Mapping[str, float], colours: Sc
             va="center",
             fontsize=letters.size_pt,
             rotation=90 if letters.upright else 0,
-            color=_ink(_rgb(colours, speeds[tile.processor])),
+            color=ink_on(_hex(colours, speeds[tile.processor])),
             clip_on=True,
         )
 
@@ -179,12 +178,7 @@ def _note(lettering: list[Lettering], tiling: Tiling, *, tiles: tuple[Tile, ...]
     return "\n".join(lines)
 
 
-def _rgb(colours: ScalarMappable, speed: float) -> tuple[float, float, float]:
-    red, green, blue, _ = colours.to_rgba(np.array([speed]))[0].tolist()
-    return red, green, blue
+def _hex(colours: ScalarMappable, speed: float) -> str:
+    from matplotlib.colors import to_hex
 
-
-def _ink(rgb: tuple[float, float, float]) -> str:
-    """Dark on light, light on dark, by the luminance of ITU-R BT.709."""
-    red, green, blue = rgb
-    return EDGE if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.5 else "white"
+    return to_hex(colours.to_rgba(np.array([speed]))[0])

@@ -6,16 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tatami.report.palette import LINES, OCHRE, RANKS, RUST
 from tatami.retiling import Alarm, Decision, DecisionKind, Glance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS: Mapping[DecisionKind, str] = {
-    DecisionKind.SAMPLES: "#3b7dd8",
-    DecisionKind.COLUMNS: "#d98b1f",
-    DecisionKind.WHOLE: "#b5392f",
-    DecisionKind.LEAVE: "#6b4fa0",
+    DecisionKind.SAMPLES: LINES[1],
+    DecisionKind.COLUMNS: OCHRE,
+    DecisionKind.WHOLE: RUST,
+    DecisionKind.LEAVE: LINES[2],
 }
 
 
@@ -50,7 +51,11 @@ def draw_watched(
         at, speeds = zip(*known, strict=True)
         shares = [speed / speeds[0] for speed in speeds]
         calm = max(abs(share - 1.0) for share in shares) < 0.1
-        style: dict[str, Any] = {"color": "0.7", "linewidth": 1.0, "zorder": 1} if calm else {"linewidth": 1.8, "label": name}
+        style: dict[str, Any] = (
+            {"color": "0.7", "linewidth": 1.0, "zorder": 1}
+            if calm
+            else {"color": RANKS[rank % len(RANKS)], "linewidth": 1.8, "label": name}
+        )
         ax.step([*at, iterations], [*shares, shares[-1]], where="post", **style)
     top = 1.0
     for alarm in alarms:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Mapping
 
 from tatami.errors import PlanError
@@ -14,6 +16,12 @@ ALIKE = 0.05
 def percent(fraction: float) -> str:
     """ "33.3 %"; three digits, so that a share of a thousandth is still one."""
     return f"{100 * fraction:.3g} %"
+
+
+def wrapped(text: str, *, width: int, indent: str = "") -> str:
+    """`text` in lines of at most `width` characters, later ones after `indent`; no number is parted from its unit."""
+    glued = re.sub(r"(?<=\d) (?=[A-Za-z%])", "\u00a0", text)
+    return textwrap.fill(glued, width, subsequent_indent=indent).replace("\u00a0", " ")
 
 
 def share(tile: Tile, *, tiling: Tiling) -> float:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tatami.cluster import speed_at
-from tatami.tiling import Column, Layout
+from tatami.tiling import Layout
 from tatami.workload import Workload
 
 
@@ -20,11 +20,7 @@ def recut(layout: Layout, *, speeds: Mapping[str, float], units: int) -> Layout:
     """
     return Layout(
         columns=tuple(
-            Column(
-                width=column.width,
-                processors=column.processors,
-                heights=_heights([speeds[name] for name in column.processors], least=1 / units),
-            )
+            replace(column, heights=_heights([speeds[name] for name in column.processors], least=1 / units))
             for column in layout.columns
         )
     )

@@ -11,7 +11,7 @@ from tatami.retiling.columns import forecast, works_of
 from tatami.retiling.decision import DecisionKind
 from tatami.retiling.moves import moves
 from tatami.retiling.situation import Situation
-from tatami.tiling import AlphaBetaCost, Column, Layout, with_speeds
+from tatami.tiling import AlphaBetaCost, Layout, with_speeds
 from tatami.tiling.memory import lacking_bytes
 from tatami.tiling.speeds import at_paces
 from tatami.tiling.timed import balanced
@@ -163,15 +163,10 @@ def shift_samples(layout: Layout, *, speeds: Mapping[str, float], workload: Work
     """Other widths, so that all columns are done at once; no units move, and so no weights."""
     rates = []
     for column in layout.columns:
-        alone = Layout(columns=(Column(width=1.0, processors=column.processors, heights=column.heights),))
+        alone = Layout(columns=(column.as_wide_as(1.0),))
         rates.append(1.0 / forecast(alone, workload=workload, speeds=speeds).slowest)
     total = sum(rates)
-    return Layout(
-        columns=tuple(
-            Column(width=rate / total, processors=column.processors, heights=column.heights)
-            for rate, column in zip(rates, layout.columns, strict=True)
-        )
-    )
+    return Layout(columns=tuple(column.as_wide_as(rate / total) for rate, column in zip(rates, layout.columns, strict=True)))
 
 
 def rows_s(old: Layout, new: Layout, *, cluster: Cluster, workload: Workload) -> float:

@@ -17,7 +17,6 @@ from tatami.cluster import Cluster, Link
 from tatami.retiling.noticing import Vector
 from tatami.tiling import Layout, SumKind, traffic_of
 from tatami.tiling.summing import transfer_rates
-from tatami.tiling.traffic import departures
 from tatami.workload import Workload
 
 MOST_MESSAGES = 64
@@ -102,20 +101,17 @@ class LinkWatch:
         self._factors[hosts] = 1.0 if abs(factor - 1.0) < _AS_BEFORE else factor
         links = dict(self._first.links)
         for pair, times in self._factors.items():
-            link = links.get(pair, self._first.network)
+            link = self._first.link_between(*pair)
             if times != 1.0:
                 links[pair] = Link(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / times, latency_s=link.latency_s * times)
         self.cluster = replace(self._first, links=links)
 
 
 def watched_messages(layout: Layout, *, cluster: Cluster, workload: Workload) -> tuple[WatchedMessage, ...]:
-    """The largest message of the first round of gradients from each host to each other one.
-
-    None where gradients leave early: their messages share the links with each other, and none can be timed by itself.
-    """
+    """The largest message of the first round of gradients from each host to each other one."""
     hosts = cluster.host_of
     one_host = len({hosts[name] for name in layout.processors}) < 2
-    if one_host or len(layout.columns) < 2 or len(departures(workload)) > 1:
+    if one_host or len(layout.columns) < 2:
         return ()
     tilings = layout.cut_blocks(workload) or (layout.cut(samples=workload.samples, units=workload.units),)
     traffic = traffic_of(tilings, workload=workload, names=tuple(cluster.by_name), hosts=hosts, rates=transfer_rates(cluster))

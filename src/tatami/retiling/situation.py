@@ -91,7 +91,15 @@ class Situation:
         try:
             # `plan` also prices and bounds what it found, and warns at every check of every rank.
             now = with_speeds(at_paces(cluster, self.paces(speeds)), measured)
-            return fit(planner, cluster=now, workload=self.workload, cost=RememberedCost(cost)).layout
+            return fit(
+                planner,
+                cluster=now,
+                workload=self.workload,
+                cost=RememberedCost(cost),
+                # As the first plan did, which knew no seconds where speeds were relative.
+                chooses_machines=(self.cost or AlphaBetaCost()).compares_machines(self.cluster),
+                idle=True,
+            ).layout
         except MemoryLackError:
             return self.layout
 

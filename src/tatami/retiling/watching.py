@@ -217,8 +217,7 @@ class Watcher(AbstractDecider):
         old = {level.kind: level for level in self._levels}
         was_s = self._stay_s
         (self._stay_s, found), self._look_s = self.planned(
-            self._leader(speeds),
-            lambda: levels(self._situation(), self._known.by_size(speeds), fixed_s=self._fixed_s),
+            self._leader(speeds), lambda: levels(self._situation(), self._known.by_size(speeds), fixed_s=self._fixed_s)
         )
         self._looked_at = iteration
         self._settle_promise()
@@ -309,8 +308,7 @@ class Watcher(AbstractDecider):
             layout, kind = chosen.layout, chosen.kind
             new = layout.cut(samples=old.samples, units=old.units)
             (moved, messages), _ = self.planned(
-                self._leader(speeds),
-                lambda: (sum(move.units.size for move in moves(old, new)), self.links.messages_of(layout)),
+                self._leader(speeds), lambda: (sum(move.units.size for move in moves(old, new)), self.links.messages_of(layout))
             )
             told = f"{told}; " if told else ""
             told += (

@@ -7,14 +7,13 @@ from tatami.server.consistency import ASP, BSP, SSP, Backup
 from tatami.server.recovery import Checkpoint, FromServers, Ignore
 
 if TYPE_CHECKING:
-    from tatami.engine.pool import Pool
+    from tatami.engine.crew import Pool
     from tatami.engine.ray_engine import engine
+    from tatami.report.server_run import Failure, RunReport
     from tatami.server.optimizers import SGD, Adam
-    from tatami.server.phases import TaskPhase
-    from tatami.server.report import Failure, RunReport
     from tatami.server.run_context import RunContext
     from tatami.server.run_control import RunControl
-    from tatami.server.run_settings import RunSettings
+    from tatami.server.run_settings import RunSettings, TaskPhase
     from tatami.server.training import resume, train
 
 __all__ = [
@@ -44,14 +43,13 @@ if not TYPE_CHECKING:  # a type checker would take every misspelt name for one o
     __getattr__ = lazy_names(
         __name__,
         {
-            "tatami.engine.pool": ("Pool",),
+            "tatami.engine.crew": ("Pool",),
             "tatami.engine.ray_engine": ("engine",),
             "tatami.server.optimizers": ("SGD", "Adam"),
-            "tatami.server.phases": ("TaskPhase",),
-            "tatami.server.report": ("Failure", "RunReport"),
             "tatami.server.run_context": ("RunContext",),
+            "tatami.server.run_settings": ("RunSettings", "TaskPhase"),
+            "tatami.report.server_run": ("Failure", "RunReport"),
             "tatami.server.run_control": ("RunControl",),
-            "tatami.server.run_settings": ("RunSettings",),
             "tatami.server.training": ("resume", "train"),
         },
     )

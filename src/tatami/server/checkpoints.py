@@ -1,9 +1,7 @@
-"""Checkpoints as folders of safetensors and JSON: written whole or not at all, checksummed, the one before kept."""
+"""The state of a run of the parameter server in the store of `tatami.checkpoints`: each shard is a member of the step."""
 
 from __future__ import annotations
 
-import hashlib
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +9,15 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load, save
 
+from tatami.checkpoints.files import Manifest, Seen, describe, file_name, read_member, remove, scan, step_folder, write_manifest
 from tatami.errors import CheckpointError, InputError
-from tatami.outputs import make_folder, sync_folder, write_bytes, write_text
+from tatami.outputs import make_folder, write_bytes
 from tatami.server.optimizers import Vector
 from tatami.server.saving import Saved
-from tatami.server.seal import seal, unseal
 from tatami.server.shard import COUNT, PARAMETERS
 
-MANIFEST = "manifest.json"
 KEPT = 2
 _DTYPES = (np.float32, np.float64)
 
@@ -49,39 +46,34 @@ def check_directory(directory: Path) -> None:
 
 def versions(directory: Path) -> tuple[int, ...]:
     """The versions of which there is a checkpoint, whole or damaged, the oldest first."""
-    return tuple(int(folder.name.removeprefix("version-")) for folder in _folders(directory))
+    return tuple(seen.step for seen in reversed(scan(directory)) if not _is_unfinished(seen))
 
 
 def write(directory: Path, snapshots: Sequence[Mapping[str, Vector]], *, saved: Saved, terms: Mapping[str, Any]) -> Path:
-    """Write a checkpoint in one step, and remove all but the newest two.
+    """Write a checkpoint, whose manifest comes last, and remove all but the newest two.
 
     Raises:
         OSError: a file cannot be written, for example because the disk is full; the checkpoints before are untouched.
     """
-    final = _folder(directory, saved.version)
-    for part in directory.glob(".part-*"):  # of a driver that died while writing; a directory is of one run
-        shutil.rmtree(part, ignore_errors=True)
-    part = directory / f".part-{saved.version:08d}"
-    part.mkdir(parents=True)
+    folder = step_folder(directory, saved.version)
+    for seen in scan(directory):
+        # Unfinished ones are of a driver that died while writing; the same version was written before a roll-back.
+        if _is_unfinished(seen) or seen.step == saved.version:
+            remove(directory, seen.step)
+    members = []
     try:
-        sums = {}
         for number, snapshot in enumerate(snapshots):
-            file = part / f"shard-{number:04d}.safetensors"
-            write_bytes(file, save({name: np.ascontiguousarray(value) for name, value in snapshot.items()}))
-            sums[file.name] = _checksum(file)
-        manifest = {"version": saved.version, "clocks": saved.clocks, "files": sums, "terms": dict(terms)}
-        write_text(part / MANIFEST, seal(manifest))
-        if final.exists():  # of a run before a roll-back to a checkpoint older than it
-            shutil.rmtree(final)
-        part.rename(final)
-        sync_folder(directory)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    for old in _folders(directory)[:-KEPT]:
-        shutil.rmtree(old, ignore_errors=True)
-    return final
+            name, data = f"shard-{number:04d}", save({name: np.ascontiguousarray(each) for name, each in snapshot.items()})
+            write_bytes(folder / file_name(name), data)
+            members.append(describe(name, data))
+        facts = {"clocks": saved.clocks, "terms": dict(terms)}
+        write_manifest(folder, Manifest(step=saved.version, ranks=len(members), members=tuple(members), facts=facts))
+    except (OSError, SafetensorError) as error:
+        remove(directory, saved.version)
+        raise error if isinstance(error, OSError) else OSError(str(error)) from error
+    for old in versions(directory)[:-KEPT]:
+        remove(directory, old)
+    return folder
 
 
 def read(directory: Path, *, up_to: int | None = None) -> Stored:
@@ -91,14 +83,21 @@ def read(directory: Path, *, up_to: int | None = None) -> Stored:
         CheckpointError: there is no whole checkpoint; says what is wrong with each one found.
     """
     problems: list[str] = []
-    for folder in reversed(_folders(directory)):
-        if up_to is not None and int(folder.name.removeprefix("version-")) > up_to:
+    for seen in scan(directory):
+        if _is_unfinished(seen) or (up_to is not None and seen.step > up_to):
             continue
+        folder = step_folder(directory, seen.step)
         try:
-            return _read(folder, problems=tuple(problems))
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError, RecursionError) as error:
+            if seen.manifest is None:
+                raise CheckpointError(str(seen.problem))
+            return _read(folder, seen.manifest, problems=tuple(problems))
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError, RecursionError, CheckpointError) as error:
             problems.append(f"{folder} is damaged: {error}")
     raise CheckpointError("\n  ".join([f"there is no whole checkpoint in {directory}", *problems]))
+
+
+def _is_unfinished(seen: Seen) -> bool:
+    return seen.manifest is None and seen.problem is None
 
 
 def recut(snapshots: Sequence[Mapping[str, Vector]], *, stretches: Sequence[slice]) -> list[dict[str, Vector]]:
@@ -108,21 +107,13 @@ def recut(snapshots: Sequence[Mapping[str, Vector]], *, stretches: Sequence[slic
     return [{COUNT: snapshots[0][COUNT], **{name: whole[name][stretch] for name in names}} for stretch in stretches]
 
 
-def _read(folder: Path, *, problems: tuple[str, ...]) -> Stored:
-    try:
-        manifest = unseal((folder / MANIFEST).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{MANIFEST}: {error}") from error
-    snapshots = []
-    for name, expected in manifest["files"].items():
-        if _checksum(folder / name) != expected:
-            raise ValueError(f"the checksum of {name} is wrong")
-        snapshots.append(load_file(folder / name))
+def _read(folder: Path, manifest: Manifest, *, problems: tuple[str, ...]) -> Stored:
+    if folder != step_folder(folder.parent, manifest.step):
+        raise ValueError(f"it holds version {manifest.step}, which is not that of its name")
+    snapshots = [load(read_member(folder / file_name(member.name), member)) for member in manifest.members]
     _check_snapshots(snapshots)
-    saved = Saved(version=manifest["version"], clocks=_clocks(manifest["clocks"]))
-    if folder != _folder(folder.parent, saved.version):
-        raise ValueError(f"it holds version {saved.version}, which is not that of its name")
-    return Stored(saved=saved, snapshots=tuple(snapshots), terms=manifest["terms"], problems=problems)
+    saved = Saved(version=manifest.step, clocks=_clocks(manifest.facts["clocks"]))
+    return Stored(saved=saved, snapshots=tuple(snapshots), terms=manifest.facts["terms"], problems=problems)
 
 
 def _check_snapshots(snapshots: Sequence[Mapping[str, Vector]]) -> None:
@@ -174,15 +165,3 @@ def _clocks(listed: Any) -> tuple[tuple[int, int], ...]:
     if not clocks:
         raise ValueError("it names no clocks")
     return tuple(clocks.items())
-
-
-def _folder(directory: Path, version: int) -> Path:
-    return directory / f"version-{version:08d}"
-
-
-def _folders(directory: Path) -> list[Path]:
-    return sorted(each for each in directory.glob("version-*") if each.name.removeprefix("version-").isdecimal())
-
-
-def _checksum(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from tatami.errors import warn
+from tatami.report.server_run import Failure, RunReport, with_costs
 from tatami.server.actions import Contribution
-from tatami.server.report import Failure, RunReport, with_costs
 from tatami.server.worker_process import TaskOutcome
 
 
@@ -78,7 +78,7 @@ class Ledger:
         """Tell the user, and go on."""
         self._warnings.append(message)
         self._write("warning", iteration=version, values={"message": message})
-        warnings.warn(message, stacklevel=2)
+        warn(message)
 
     def _write(self, event: str, *, iteration: int, values: dict[str, Any]) -> None:
         for sink in self._sinks:

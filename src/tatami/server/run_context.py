@@ -1,4 +1,4 @@
-"""Where a run takes place, and who hears of it: what may differ from one start of the same run to the next."""
+"""Where a run takes place, and what watches it: what may differ from one start of the same run to the next."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from tatami.clock import Clock, SystemClock
 from tatami.records import Records
-from tatami.server.phases import PhaseHook
+from tatami.server.run_settings import PhaseHook
 
 if TYPE_CHECKING:
-    from tatami.engine.pool import Pool
+    from tatami.engine.crew import Pool
     from tatami.server.run_control import RunControl
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tatami.engine.crew import Crew, Member
+from tatami.report.server_run import Failure, RunReport, RunStatus
 from tatami.server import events as ev
 from tatami.server.ledger import Ledger
 from tatami.server.protocol import Protocol
-from tatami.server.report import Failure, RunReport, RunStatus
 from tatami.server.state import Coordinator
 
 

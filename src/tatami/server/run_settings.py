@@ -1,12 +1,15 @@
-"""The numbers and policies of a run, kept as JSON beside its checkpoints, so that `resume` need not be told them again."""
+"""A run: its numbers and policies, kept as JSON beside its checkpoints, where it takes place, and the phases of its tasks."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from tatami.checkpoints.files import seal, unseal
 from tatami.errors import CheckpointError, InputError
 from tatami.inputs import check_seed
 from tatami.outputs import write_text
@@ -14,7 +17,6 @@ from tatami.server.consistency import ASP, BSP, SSP, AbstractConsistency, Backup
 from tatami.server.optimizers import SGD, AbstractOptimizer, Adam
 from tatami.server.protocol import DEFAULT_RESTARTS, Protocol
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
-from tatami.server.seal import seal, unseal
 
 RUN_FILE = "run.json"
 HEARTBEAT_S = 2.0
@@ -143,3 +145,17 @@ def _thing(value: Any) -> Any:
         rest = {name: tuple(each) if isinstance(each, list) else each for name, each in value.items() if name != "kind"}
         return _KINDS[value["kind"]](**rest)
     return tuple(value) if isinstance(value, list) else value
+
+
+class TaskPhase(Enum):
+    """Where in a task a worker is."""
+
+    PULL = "in the pull"
+    BEFORE_COMPUTE = "before compute"
+    COMPUTE = "in compute"
+    BETWEEN_SHARDS = "between two shards of a push"
+    AFTER_PUSH = "after the push"
+
+
+PhaseHook = Callable[[TaskPhase, int, int], None]
+"""Called in the worker's process with the phase, the process number and the round."""

@@ -9,25 +9,25 @@ from typing import Any
 import numpy as np
 import ray
 
-from tatami.engine.calls import Calls
 from tatami.engine.crew import Crew, Member
 from tatami.engine.nodes import Nodes
 from tatami.engine.ray_start import MESSAGE_BYTES
 from tatami.engine.ray_watch import RayWatch
-from tatami.engine.silence import Listening, look
+from tatami.engine.run_loop import RunLoop
 from tatami.errors import CheckpointError, ModelError, NotFiniteError, TrainingError
+from tatami.report.server_run import Failure, RunReport
 from tatami.server import actions as act
 from tatami.server import events as ev
 from tatami.server.ledger import Ledger, Sink
 from tatami.server.optimizers import Vector
 from tatami.server.pieces import cut
-from tatami.server.report import Failure, RunReport
 from tatami.server.run_context import RunContext
 from tatami.server.run_control import RunControl
+from tatami.server.saving import Terms
 from tatami.server.server_process import ServerProcess
 from tatami.server.standing import RunPhase
 from tatami.server.state import Coordinator
-from tatami.server.storage import Published, Storage, Terms
+from tatami.server.storage import Published, Storage
 from tatami.server.witness import Witness, aftermath
 from tatami.server.worker_process import TaskOutcome, WorkerProcess, packed
 
@@ -57,17 +57,17 @@ class Runtime:
         self._ledger = Ledger(recovery=self.protocol.recovery.name, start=coordinator.version, sinks=sinks)
         self._pickled_spec, self._data = ray.put(terms.pickled_spec), ray.put(packed(terms.data))
         self._zero_s = self._clock.now_s()
-        self._listening = Listening(self._zero_s, longest_step_s=2 * _TICK_S)
-        self._calls = Calls()
         self._nodes = Nodes(now_s=self._clock.now_s)
         self._starts_left = _START_AGAIN
-        self._workers, self._servers = (
+        self._loop = RunLoop(clock=self._clock, watch=watch, tick_s=_TICK_S)
+        self._calls = self._loop.calls
+        self._workers, self._servers = self._loop.crews = [
             Crew(
                 process,
                 calls=self._calls,
                 nodes=self._nodes,
                 now_s=self._now_s,
-                listening=self._listening,
+                listening=self._loop.listening,
                 heartbeat_s=terms.heartbeat_s,
                 pool=context.pool,
                 on_up=up,
@@ -77,7 +77,7 @@ class Runtime:
                 (WorkerProcess, self._worker_up, self._worker_gone),
                 (ServerProcess, self._server_up, self._server_gone),
             )
-        )
+        ]
         self._published: Published = {shard: {} for shard in range(self.protocol.shards)}
         self._storage = Storage(
             terms,
@@ -115,13 +115,8 @@ class Runtime:
             while self._end is None:
                 self._wait()
         finally:
-            self._calls.clear()
             self._published.clear()
-            for crew in (self._workers, self._servers):
-                if self._watch.fault is None:
-                    crew.end()
-                else:
-                    crew.abandon()
+            self._loop.end()
         if isinstance(self._end, act.Stop):
             raise self._error(self._end)
         assert self._storage.result is not None
@@ -153,20 +148,7 @@ class Runtime:
         )
 
     def _wait(self) -> None:
-        if self._watch.fault is not None:
-            raise self._stopped(self._watch.fault)
-        crews = (self._workers, self._servers)
-        if self._read(timeout_s=_TICK_S):
-            self._listening.advance(self._clock.now_s())
-            look(crews, now_s=self._listening.now_s, read=self._read)
-        for crew in crews:
-            if self._end is None:
-                crew.look_for_lost_starts()
-
-    def _read(self, *, timeout_s: float = 0.0) -> bool:
-        """Take note of the calls that have ended, signs of life among them; returns whether the run goes on."""
-        self._calls.wait(timeout_s=timeout_s, is_over=lambda: self._end is not None)
-        return self._end is None
+        self._loop.step(is_over=lambda: self._end is not None, stopped=self._stopped)
 
     def _tell(self, event: ev.Event) -> None:
         before = self.coordinator.version

@@ -1,9 +1,13 @@
-"""When the next checkpoint is due."""
+"""When the next checkpoint is due, and what the processes and the disk must know of a run."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from tatami.server.optimizers import AbstractOptimizer, Vector
 from tatami.server.protocol import Protocol
 from tatami.server.recovery import Checkpoint, Remedy
 
@@ -63,3 +67,29 @@ class Saving:
     def is_vital(self) -> bool:
         """Whether the run cannot begin without a first checkpoint."""
         return self._protocol.recovery.remedy is Remedy.ROLL_BACK and self.saved is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What the processes and the disk must know of a run.
+
+    Attributes:
+        pickled_spec: a `WorkerSpec`, for the workers.
+        data: the data set, for the workers.
+        first: all parameters at the start, (elements,).
+        snapshots: of each shard, where the run goes on from a checkpoint.
+        facts: kept in each checkpoint, to tell whether it is of this run.
+    """
+
+    protocol: Protocol
+    pickled_spec: bytes
+    data: Any
+    first: Vector
+    signature: str
+    optimizer: AbstractOptimizer
+    clip_norm: float | None
+    whole_batch: int | None
+    directory: Path | None
+    heartbeat_s: float
+    facts: Mapping[str, Any]
+    snapshots: tuple[dict[str, Vector], ...] | None = None

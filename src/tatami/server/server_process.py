@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tatami.engine.calls import posted
 from tatami.engine.processes import Identity, identity, tethered
 from tatami.server.actions import ApplyShard, Contribution, SumShard
-from tatami.server.mail import posted
 from tatami.server.optimizers import AbstractOptimizer, Vector
 from tatami.server.shard import ShardServer
 

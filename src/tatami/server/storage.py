@@ -4,49 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tatami.engine.calls import Calls
+from tatami.engine.calls import Calls, referenced
 from tatami.engine.crew import Crew
 from tatami.server import actions as act
 from tatami.server import checkpoints
 from tatami.server import events as ev
-from tatami.server.mail import referenced
-from tatami.server.optimizers import AbstractOptimizer, Vector
-from tatami.server.protocol import Protocol
-from tatami.server.saving import Saved
-
-
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """What the processes and the disk must know of a run.
-
-    Attributes:
-        pickled_spec: a `WorkerSpec`, for the workers.
-        data: the data set, for the workers.
-        first: all parameters at the start, (elements,).
-        snapshots: of each shard, where the run goes on from a checkpoint.
-        facts: kept in each checkpoint, to tell whether it is of this run.
-    """
-
-    protocol: Protocol
-    pickled_spec: bytes
-    data: Any
-    first: Vector
-    signature: str
-    optimizer: AbstractOptimizer
-    clip_norm: float | None
-    whole_batch: int | None
-    directory: Path | None
-    heartbeat_s: float
-    facts: Mapping[str, Any]
-    snapshots: tuple[dict[str, Vector], ...] | None = None
-
+from tatami.server.optimizers import Vector
+from tatami.server.saving import Saved, Terms
 
 Published = dict[int, dict[int, Any]]
 """By shard and server: the parameters that the server has published last, or a reference to them."""

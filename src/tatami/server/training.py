@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,21 @@ from torch import nn
 from tatami.clock import SystemClock
 from tatami.cluster.cores import memory_here
 from tatami.datasets.dataset import Data
-from tatami.engine.by_value import by_value
-from tatami.engine.ray_engine import engine, require_ray
+from tatami.engine.ray_engine import by_value, engine, require_ray
 from tatami.engine.ray_watch import RayWatch, ray_processes
-from tatami.errors import CheckpointError, InputError
+from tatami.errors import CheckpointError, InputError, warn
+from tatami.report.server_run import RunReport
 from tatami.server import checkpoints
 from tatami.server.learner import Course, LossFn, ModelFn, TrainingSpec, flatten, signature
 from tatami.server.optimizers import AbstractOptimizer, Vector
 from tatami.server.pieces import cut
 from tatami.server.protocol import Protocol
 from tatami.server.recovery import Checkpoint
-from tatami.server.report import RunReport
 from tatami.server.run_context import RunContext
 from tatami.server.run_settings import RunSettings
-from tatami.server.saving import Saved
+from tatami.server.saving import Saved, Terms
 from tatami.server.shard import COUNT, PARAMETERS
 from tatami.server.state import Coordinator
-from tatami.server.storage import Terms
 from tatami.server.witness import Witness
 from tatami.units import format_size
 
@@ -216,7 +213,7 @@ def _stored(
         if stored.terms.get(name) != value:
             raise InputError(f"{folder} is of another run: its {name} is {stored.terms.get(name)!r}, here it is {value!r}")
     for problem in stored.problems:
-        warnings.warn(f"{problem}; version {stored.saved.version} is used", stacklevel=4)
+        warn(f"{problem}; version {stored.saved.version} is used")
     held = {name for snapshot in stored.snapshots for name in snapshot}
     needed = {PARAMETERS, COUNT, *optimizer.slots}
     found = sum(len(snapshot[PARAMETERS]) for snapshot in stored.snapshots)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tatami.server.report import Failure, RunReport, with_costs
+from tatami.report.server_run import Failure, RunReport, with_costs
 
 _END_S = 10.0
 _BEGUN, _FAULT, _OVER = "begun", "fault", "over"

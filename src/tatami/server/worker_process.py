@@ -16,14 +16,14 @@ from ray import cloudpickle
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from tatami.datasets.dataset import Data
+from tatami.engine.calls import is_reference, posted
 from tatami.engine.processes import Identity, identity, tethered
 from tatami.server.actions import Contribution, SendTask
 from tatami.server.learner import Course, Learner, LossFn, ModelFn, signature
-from tatami.server.mail import is_reference, posted
 from tatami.server.optimizers import Vector
-from tatami.server.phases import PhaseHook, TaskPhase
 from tatami.server.pieces import cut, parcel
 from tatami.server.protocol import Protocol
+from tatami.server.run_settings import PhaseHook, TaskPhase
 
 _PULL_PAUSE_S = 0.1
 _HEDGE_S = 1.0

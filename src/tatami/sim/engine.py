@@ -12,7 +12,7 @@ from typing import Any
 from tatami.errors import MissingExtraError
 
 _WHAT = (
-    "SimGrid 4.1, which the rehearsal runs on and which is built from source where it is installed (in a checkout: make "
+    "SimGrid 4.1, which reads platforms in its XML and is built from source where it is installed (in a checkout: make "
     "simgrid; elsewhere see docs/rehearsal.md: it needs a C++ compiler, cmake, Boost's headers and pybind11 < 3),"
 )
 _OLDEST = (4, 0)

@@ -1,21 +1,21 @@
-"""Links divided among the transfers that pass them, as SimGrid's model CM02 does, looking only at those that a change reaches.
+"""Links divided among the transfers that pass them, as SimGrid's models CM02 and LV08 do.
 
-Where a transfer begins or ends, SimGrid (with `network/optim:Full`) divides all links again: of n transfers that end one by
-one that is n^2 looks. Here those are looked at that share a link with it, those that share one with these, and so on. Where
-transfers meet few others, as in a fat tree that each rank sends one message into, that is a handful.
+Where a transfer begins or ends, those are looked at that share a link with it, those that share one with these, and so on.
+Where transfers meet few others, as in a fat tree that each rank sends one message into, that is a handful.
 
 Bandwidth is max-min fair. The rates of transfers rise together, each in proportion to its weight, until a link is full; those
-that pass it keep their rate, and the others go on. A transfer weighs 1 / latency: of two on one link, the nearer gets more.
-Where latencies were measured (`AbstractPlatform.shares_evenly`), all weigh the same.
+that pass it keep their rate, and the others go on. A transfer weighs 1 / latency (`Fabric.penalty_bytes` says what else): of
+two on one link, the nearer gets more. Where latencies were measured (`AbstractPlatform.shares_evenly`), all weigh the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tatami.sim.engine import simgrid
+from tatami.sim.platforms.base import AbstractPlatform, Cable
 
 _EQUAL = 1e-12
 """Relative: links that are full at levels that differ by less are full together."""
@@ -40,39 +40,59 @@ class LinkPath:
 
     Attributes:
         latency_s: before the first byte moves.
-        lanes: the links that others may share.
-        most_bytes_per_s: the least bandwidth of all.
+        lanes: the links that others may share, and which part of a transfer's rate it takes of each.
+        most_bytes_per_s: what a transfer alone may have: the least bandwidth of all, or what its window allows.
         weight: of a transfer that goes this way, beside others.
     """
 
     latency_s: float
-    lanes: tuple[Lane, ...]
+    lanes: Mapping[Lane, float]
     most_bytes_per_s: float
     weight: float = 1.0
 
+    @property
+    def alone_bytes_per_s(self) -> float:
+        """The rate of a transfer that meets no other."""
+        return min([self.most_bytes_per_s, *(lane.bandwidth_bytes_per_s / part for lane, part in self.lanes.items())])
+
 
 class LinkPaths:
-    """The ways that SimGrid's hosts have, each asked for once; `evenly`: all transfers weigh the same."""
+    """The ways of a platform, each looked up once."""
 
-    def __init__(self, hosts: Sequence[Any], *, evenly: bool) -> None:
-        self._hosts = hosts
-        self._evenly = evenly
-        self._fat = simgrid().Link.SharingPolicy.FATPIPE
-        self._lanes: dict[Any, Lane] = {}
+    def __init__(self, platform: AbstractPlatform) -> None:
+        self._platform = platform
+        self._lanes: dict[str, Lane] = {}
         self._known: dict[tuple[int, int], LinkPath] = {}
 
     def of(self, source: int, target: int) -> LinkPath:
         """From one host to another one, by their indices."""
         if (source, target) not in self._known:
-            links, latency_s = self._hosts[source].route_to(self._hosts[target])
-            lanes = tuple(self._lane(link) for link in links if link.get_sharing_policy() != self._fat)
-            most = min(link.bandwidth for link in links)
-            weight = 1 / latency_s if latency_s and not self._evenly else 1.0
-            self._known[source, target] = LinkPath(latency_s=latency_s, lanes=lanes, most_bytes_per_s=most, weight=weight)
+            self._known[source, target] = self._path(source, target)
         return self._known[source, target]
 
-    def _lane(self, link: Any) -> Lane:
-        return self._lanes.setdefault(link, Lane(bandwidth_bytes_per_s=link.bandwidth))
+    def _path(self, source: int, target: int) -> LinkPath:
+        fabric, way = self._platform.fabric, self._platform.way(source, target)
+        taken: dict[Lane, float] = {}
+        back = self._platform.way(target, source) if fabric.acknowledged_fraction else ()
+        for cables, part in ((way, 1.0), (back, fabric.acknowledged_fraction)):
+            for cable in cables:
+                if not cable.fat:
+                    lane = self._lanes.setdefault(cable.name, Lane(bandwidth_bytes_per_s=self._capacity(cable)))
+                    taken[lane] = taken.get(lane, 0.0) + part
+        latency_s = sum(cable.latency_s for cable in way)
+        most = min((fabric.bandwidth_factor * cable.bandwidth_bytes_per_s for cable in way), default=math.inf)
+        if latency_s:
+            most = min(most, fabric.window_bytes / (2 * latency_s))
+        penalty_s = latency_s + sum(fabric.penalty_bytes / cable.bandwidth_bytes_per_s for cable in way)
+        return LinkPath(
+            latency_s=fabric.latency_factor * latency_s,
+            lanes=taken,
+            most_bytes_per_s=most,
+            weight=1 / penalty_s if penalty_s and not self._platform.shares_evenly else 1.0,
+        )
+
+    def _capacity(self, cable: Cable) -> float:
+        return self._platform.fabric.bandwidth_factor * cable.bandwidth_bytes_per_s
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -114,10 +134,12 @@ class Flows:
             lane.flows[flow] = None
             self._changed[lane] = None
 
-    def remove(self, flow: Flow) -> None:
-        """It moves no more."""
+    def remove(self, flow: Flow, *, now_s: float) -> None:
+        """It moves no more, or not now."""
+        flow.left_bytes = flow.left_at(now_s)
+        flow.rate_bytes_per_s, flow.since_s = 0.0, now_s
         for lane in flow.path.lanes:
-            del lane.flows[flow]
+            lane.flows.pop(flow, None)
             self._changed[lane] = None
 
     def divide(self, now_s: float) -> Iterator[Flow]:
@@ -153,14 +175,14 @@ def rates_of(flows: Iterable[Flow]) -> dict[Flow, float]:
     """The max-min fair rate of each, where no others pass their links."""
     rising = dict.fromkeys(flows)
     if len(rising) == 1:
-        return {flow: flow.path.most_bytes_per_s for flow in rising}
+        return {flow: flow.path.alone_bytes_per_s for flow in rising}
     rates: dict[Flow, float] = {}
     left = {lane: lane.bandwidth_bytes_per_s for flow in rising for lane in flow.path.lanes}
     while rising:
         weights: dict[Lane, float] = {}
         for flow in rising:
-            for lane in flow.path.lanes:
-                weights[lane] = weights.get(lane, 0.0) + flow.weight
+            for lane, part in flow.path.lanes.items():
+                weights[lane] = weights.get(lane, 0.0) + part * flow.weight
         level = min(left[lane] / weight for lane, weight in weights.items())
         level = min(level, min(flow.path.most_bytes_per_s / flow.weight for flow in rising))
         until = level * (1 + _EQUAL)
@@ -171,6 +193,6 @@ def rates_of(flows: Iterable[Flow]) -> dict[Flow, float]:
         for flow in stopped:
             rates[flow] = level * flow.weight
             del rising[flow]
-            for lane in flow.path.lanes:
-                left[lane] -= rates[flow]
+            for lane, part in flow.path.lanes.items():
+                left[lane] -= part * rates[flow]
     return rates

@@ -1,7 +1,9 @@
-"""Faults on order: a communicator on which a given rank fails, dawdles or loses a message at a given step."""
+"""Faults on order: a communicator on which a rank fails, dawdles or loses a message, and a worker that dies in a phase."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -14,6 +16,7 @@ from tatami.clock import Clock, SystemClock
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.checked import DoneRequest
 from tatami.comm.wrapper import WrappedCommunicator
+from tatami.server.run_settings import TaskPhase
 
 
 class FaultKind(Enum):
@@ -78,3 +81,32 @@ class Faulty(WrappedCommunicator):
     def isend(self, tensor: torch.Tensor, dest: int, *, tag: int = 0) -> AbstractRequest:
         self._before("isend", peer=dest, tensor=tensor)
         return DoneRequest() if self._drop_next else self.inner.isend(tensor, dest, tag=tag)
+
+
+class Death(Enum):
+    """How a process fails: it ends, or it hangs."""
+
+    KILL = signal.SIGKILL
+    STOP = signal.SIGSTOP
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crash:
+    """One death, once: processes are never reused. Process w is worker w's first; spares follow."""
+
+    process: int
+    round: int
+    phase: TaskPhase
+    death: Death = Death.KILL
+
+
+class Crashes:
+    """Carries out `crashes`; hand it to `tatami.server.train(on_phase=...)`."""
+
+    def __init__(self, crashes: Sequence[Crash]) -> None:
+        self._crashes = tuple(crashes)
+
+    def __call__(self, phase: TaskPhase, process: int, round_: int) -> None:
+        for crash in self._crashes:
+            if (crash.phase, crash.process, crash.round) == (phase, process, round_):
+                os.kill(os.getpid(), crash.death.value)

@@ -1,6 +1,7 @@
 """One network, tiled over ranks that are not alike: `tile`, the model, the Trainer, and re-tiling at work."""
 
 from tatami.datasets.dataset import Data, Samples
+from tatami.tiled.averaging import WeightAverage
 from tatami.tiled.batches import AbstractBatches, LocalBatch
 from tatami.tiled.blocks import Blocks, find_blocks, workload_of
 from tatami.tiled.checkpointing import ModelCheckpoint
@@ -42,6 +43,7 @@ __all__ = [
     "TiledModel",
     "Trainer",
     "TrainingData",
+    "WeightAverage",
     "check_weights",
     "find_blocks",
     "load_model",

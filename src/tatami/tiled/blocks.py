@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,10 +13,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tatami.stages.stand_in import StandIn
 from tatami.tiled.exactness import BATCH_NORMS, RandomDraws, refuse_compiled, refuse_inexact
-from tatami.tiled.following.capturing import Captured, capture
+from tatami.tiled.following.capturing import USUAL_BATCH, Captured, capture
 from tatami.tiled.following.following import Followed, cut_names, follow_modules
 from tatami.tiled.following.sample import Sample
+from tatami.tiled.following.settings import has_hooks
 from tatami.tiled.following.unchanged import WeightSums
 from tatami.tiled.linear_pairs import PairNames, find_pairs, pair_block, pair_cuts
 from tatami.tiled.parts.declared import declared_parts
@@ -25,9 +29,11 @@ from tatami.workload import Block, Workload
 
 _COPIES = 5
 """A weight, its gradient, two moments of Adam, and the Trainer's copy of the last good weight."""
+_SHARDED_COPIES = 3
+"""Of these, what a rank keeps of its shard alone: all but the weight and its gradient."""
 _STATISTICS_BYTES = 128
 """Of one channel: means and variances of up to eight columns, and what is made of them."""
-_FOLLOWING = threading.Lock()
+FOLLOWING = threading.Lock()
 """torch.fx and torch.export patch torch for the whole process while they follow a module: one at a time."""
 
 
@@ -41,7 +47,7 @@ class Blocks:
         followed: modules that run a program of their own, by name.
         parts: modules that run as they are with some of their units.
         reasons: of modules that could not be followed, by name: why.
-        stops: of weights that are whole, by name: the line of the user's code because of which they are.
+        stops: why weights are whole that are, where that is known, by their names.
         captured: what was seen on the sample batch, without its tensors; None where there was none.
     """
 
@@ -81,8 +87,36 @@ class Blocks:
         start += sum(len(each.blocks) for each in self.parts[:number])
         return range(start, start + len(self.parts[number].blocks))
 
+    @property
+    def groups(self) -> Iterator[tuple[PairNames | str | FoundPart, tuple[str, ...], range]]:
+        """What is split together: itself, the modules that run with some of their units, and which of `blocks`."""
+        for index, pair in enumerate(self.pairs):
+            yield pair, (pair.first, pair.second, *pair.dropouts, *pair.others), range(index, index + 1)
+        for name in self.followed:
+            yield name, (name,), self.of_followed(name)
+        for number, part in enumerate(self.parts):
+            yield part, part.closed, self.of_part(number)
 
-def find_blocks(model: nn.Module, *, sample: Any = None, random: RandomDraws = "plain") -> Blocks:
+    def within(self, holds: Callable[[Iterable[str], Iterable[str]], bool]) -> Blocks:
+        """The blocks of which `holds` accepts the modules and the tensors that are cut."""
+        kept = [
+            (group, own)
+            for group, modules, own in self.groups
+            if holds(modules, {cut for index in own for cut in self.blocks[index].cuts})
+        ]
+        groups = [group for group, _ in kept]
+        return replace(
+            self,
+            blocks=tuple(self.blocks[index] for _, own in kept for index in own),
+            pairs=tuple(group for group in groups if isinstance(group, PairNames)),
+            followed={group: self.followed[group] for group in groups if isinstance(group, str)},
+            parts=tuple(group for group in groups if not isinstance(group, PairNames | str)),
+        )
+
+
+def find_blocks(
+    model: nn.Module, *, sample: Any = None, random: RandomDraws = "plain", batch_size: int | None = None
+) -> Blocks:
     """What of `model` can be tiled; the model is not changed.
 
     Without a sample batch these are pairs of linear layers with element-wise operations between them. With one, every module
@@ -93,16 +127,31 @@ def find_blocks(model: nn.Module, *, sample: Any = None, random: RandomDraws = "
         model: any network.
         sample: inputs of the network: a tensor (samples, ...), a tuple of arguments, or a mapping of named ones.
         random: as in `tatami.tile`: with "local", random layers that cannot draw as the plain model does are no error.
+        batch_size: the global batch, as far as it is known.
 
     Raises:
         ModelError: a layer that a tiled run could not compute exactly (named).
         InputError: a sample batch without tensors, or of fewer than two samples.
     """
-    with _FOLLOWING:
-        return _find_blocks(model, sample, random)
+    with FOLLOWING, _old_objects_uncollected():
+        return _find_blocks(model, sample, random, batch_size)
 
 
-def _find_blocks(model: nn.Module, sample: Any, random: RandomDraws) -> Blocks:
+@contextmanager
+def _old_objects_uncollected() -> Iterator[None]:
+    """Python's garbage collection looks at new objects only: tracing makes so many that it would go through all modules and all
+    of torch again and again (0.6 of 8.4 s for a Llama of 30 layers)."""
+    if gc.get_freeze_count():  # the program has done this itself, and unfreeze() would undo it
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _find_blocks(model: nn.Module, sample: Any, random: RandomDraws, batch_size: int | None) -> Blocks:
     refuse_compiled(model)
     weights = WeightSums(model)
     pairs = find_pairs(model)
@@ -113,16 +162,22 @@ def _find_blocks(model: nn.Module, sample: Any, random: RandomDraws) -> Blocks:
     parts: tuple[FoundPart, ...] = ()
     unsplit: dict[str, str] = {}
     if sample is not None:
-        captured = capture(model, Sample.of(sample))
+        captured = capture(model, Sample.of(sample), batch_size=batch_size or USUAL_BATCH)
         pairs = tuple(pair for pair in pairs if not any(map(captured.read_elsewhere, (pair.first, pair.second))))
         parts, unsplit = find_parts(model, captured)
         found = _beside(model, captured, parts, pairs)
-        if _may_be_better(model, parts, found):
-            # A module that looks up tokens itself is not followed where its vocabulary is split. Where that is worth less:
-            rest = tuple(part for part in parts if not isinstance(part, PartVocabulary))
-            other = _beside(model, captured, rest, pairs)
-            if _split_elements(model, rest, other) > _split_elements(model, parts, found):
-                parts, found = rest, other
+        vocabularies = tuple(part for part in parts if isinstance(part, PartVocabulary))
+        # A module that looks up tokens itself is not followed where its vocabulary is split, nor one around a pair beyond it: a
+        # low-rank addition is a pair of few units in a layer with many. Where that is worth less, the rest is followed.
+        for given_up, fewer_parts, fewer_pairs in (
+            ({name for part in vocabularies for block in part.blocks for name in block.cuts}, vocabularies, ()),
+            ({name for pair in pairs for name in pair_cuts(model, pair)}, (), pairs),
+        ):
+            if _may_be_better(model, parts, found, given_up=given_up):
+                rest = tuple(part for part in parts if part not in fewer_parts)
+                other = _beside(model, captured, rest, tuple(pair for pair in pairs if pair not in fewer_pairs))
+                if _split_elements(model, rest, other) > _split_elements(model, parts, found):
+                    parts, found = rest, other
         pairs, followed, reasons, stops = found
     refuse_inexact(model, followed=followed, captured=captured, written=weights.changed(), random=random)
     blocks = [TiledBlock(facts=_pair_facts(model, pair, captured), cuts=pair_cuts(model, pair)) for pair in pairs]
@@ -141,6 +196,16 @@ def _find_blocks(model: nn.Module, sample: Any, random: RandomDraws) -> Blocks:
     return Blocks(
         blocks=tuple(blocks), pairs=pairs, followed=followed, parts=parts, reasons=reasons, stops=stops, captured=captured
     )
+
+
+def without_blocks(model: nn.Module, found: Blocks, *, random: RandomDraws) -> Blocks:
+    """What was found of `model`, with nothing that is split.
+
+    Raises:
+        ModelError: a layer that could not be computed exactly so.
+    """
+    refuse_inexact(model, followed={}, captured=found.captured, written=(), random=random)
+    return Blocks(blocks=(), reasons=found.reasons, stops=found.stops, captured=found.captured)
 
 
 def _all_split(module: nn.Module, name: str, blocks: Sequence[TiledBlock]) -> bool:
@@ -165,7 +230,7 @@ def _beside(model: nn.Module, captured: Captured, parts: Sequence[FoundPart], pa
     closed = {name for part in parts for name in part.closed}
     left = tuple(pair for pair in pairs if not _lies_in(pair.first, closed) and not _lies_in(pair.second, closed))
     while True:
-        taken = {name for pair in left for name in pair_cuts(model, pair)} | _shared(model)
+        taken = {name for pair in left for name in pair_cuts(model, pair)} | _shared(model) | _hooked(model)
         followed, reasons, stops = follow_modules(model, captured, taken=taken, closed=closed)
         # A module that runs a program of its own has no place for the layers of a pair: the program splits it, or nothing does.
         outside = tuple(pair for pair in left if "" not in followed and not _lies_in(pair.first, set(followed)))
@@ -187,15 +252,14 @@ def _split_elements(model: nn.Module, parts: Sequence[FoundPart], found: _Found)
     return sum(parameter.numel() for name, parameter in model.named_parameters() if name in names)
 
 
-def _may_be_better(model: nn.Module, parts: Sequence[FoundPart], found: _Found) -> bool:
-    """Whether more weights are left whole than the vocabulary has."""
-    vocabulary = {name for part in parts if isinstance(part, PartVocabulary) for block in part.blocks for name in block.cuts}
-    if not vocabulary:
+def _may_be_better(model: nn.Module, parts: Sequence[FoundPart], found: _Found, *, given_up: set[str]) -> bool:
+    """Whether more weights are left whole than those that would be given up have."""
+    if not given_up:
         return False
     names = _split_names(model, parts, found)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.dim() > 1}
     whole = sum(size for name, size in sizes.items() if name not in names)
-    return whole > sum(size for name, size in sizes.items() if name in vocabulary)
+    return whole > sum(size for name, size in sizes.items() if name in given_up)
 
 
 def _lies_in(name: str, modules: set[str]) -> bool:
@@ -236,6 +300,16 @@ def _rows(model: nn.Module, pair: PairNames, captured: Captured | None) -> float
     return elements / first.in_features / call.samples
 
 
+def _hooked(model: nn.Module) -> set[str]:
+    """Tensors of modules that have hooks, or whose parameters have: they are called with what is whole."""
+    return {
+        f"{name}.{own}" if name else own
+        for name, module in model.named_modules()
+        if has_hooks(module, forward=False)
+        for own in (*module._parameters, *module._buffers)
+    }
+
+
 def _shared(model: nn.Module) -> set[str]:
     """Tensors that the network has under several names: each use needs them whole."""
     names: dict[int, list[str]] = {}
@@ -244,7 +318,15 @@ def _shared(model: nn.Module) -> set[str]:
     return {name for each in names.values() if len(each) > 1 for name in each}
 
 
-def workload_of(model: nn.Module, found: Blocks, *, samples: int, wire: str | None = None) -> Workload:
+def workload_of(
+    model: nn.Module,
+    found: Blocks,
+    *,
+    samples: int,
+    wire: str | None = None,
+    local_statistics: bool = False,
+    sharded_optimizer: bool = False,
+) -> Workload:
     """The workload of `model` with the blocks that `find_blocks` found in it.
 
     Args:
@@ -252,14 +334,17 @@ def workload_of(model: nn.Module, found: Blocks, *, samples: int, wire: str | No
         found: its blocks.
         samples: the global batch.
         wire: to what sums are rounded on their way; None: they travel as they are.
+        local_statistics: whether batch normalization takes the statistics of each column's samples, and sums nothing.
+        sharded_optimizer: whether each rank keeps the optimizer's state, and the copy, of its shard of the weights alone.
     """
     tiled = {name for block in found.blocks for name in block.cuts}
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    own = [(name, tensor) for name, tensor in model.named_parameters() if not isinstance(tensor, StandIn)]
+    trained = {name: parameter for name, parameter in own if parameter.requires_grad}
     replicated = [parameter for name, parameter in trained.items() if name not in tiled]
     frozen = {
         name: tensor.numel() * tensor.element_size()
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if name not in trained
+        for name, tensor in (*own, *model.named_buffers())
+        if name not in trained and not isinstance(tensor, StandIn)
     }
     blocks = _facts(found, trained, frozen)
     # Half precision is summed, and therefore travels, in float32 unless a wire is named.
@@ -274,10 +359,29 @@ def workload_of(model: nn.Module, found: Blocks, *, samples: int, wire: str | No
         wire=wire,
         element_bytes=element_bytes,
         state_bytes_per_parameter=_COPIES * element_bytes,
+        sharded_bytes_per_parameter=_SHARDED_COPIES * element_bytes if sharded_optimizer else 0.0,
+        update_bytes=2 * element_bytes * max((parameter.numel() for parameter in replicated), default=0),
         # Whatever the pass kept, and no unit owns.
         replicated_activation_bytes=max(0.0, kept_bytes - sum(each.units * each.unit_activation_bytes for each in blocks)),
         replicated_frozen_bytes=sum(size for name, size in frozen.items() if name not in tiled) + _statistics_bytes(model),
+        batch_statistics=() if local_statistics else _batch_statistics(model, found.captured),
     )
+
+
+def _batch_statistics(model: nn.Module, captured: Captured | None) -> tuple[int, ...]:
+    """Of every batch normalization over the global batch: the sums and squares of each channel, and the number of values.
+
+    A layer that is frozen in evaluation mode, while the network around it is not, takes no statistics.
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, BATCH_NORMS)}
+    frozen = {
+        name for name, layer in layers.items() if model.training and not layer.training and layer.running_mean is not None
+    }
+    if captured is not None:
+        called = [(name, channels) for name, channels in captured.normalized if name not in frozen]
+    else:
+        called = [(name, layer.num_features) for name, layer in layers.items() if name not in frozen]
+    return tuple(2 * channels + 1 for _, channels in called)
 
 
 def _statistics_bytes(model: nn.Module) -> int:

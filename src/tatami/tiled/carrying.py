@@ -8,6 +8,7 @@ import torch
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.checked import as_bytes
+from tatami.progress import reported
 from tatami.tiled.rows import Rows
 from tatami.tiling import Span, Tiling
 
@@ -32,7 +33,7 @@ def carry(
     packed = {peer: torch.cat([as_bytes(view.contiguous()) for view in views]) for peer, views in outgoing.items()}
     requests = [comm.irecv(room, peer, tag=tag) for peer, room in rooms.items()]
     requests += [comm.isend(bundle, peer, tag=tag) for peer, bundle in packed.items()]
-    for request in requests:
+    for request in reported(requests, "moving rows", unit="messages", is_shown=comm.rank == 0):
         request.wait()
     for peer, room in rooms.items():
         unpack(room, incoming[peer])

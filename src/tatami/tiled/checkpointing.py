@@ -11,15 +11,12 @@ from typing import Any
 
 from tatami.checkpoints import MultiNodeCheckpoint
 from tatami.checkpoints.state_codec import State
-from tatami.errors import CheckpointError, InputError
+from tatami.errors import CheckpointError, InputError, warn
 from tatami.inputs import check_at_least
 from tatami.tiled.batches import AbstractBatches
 from tatami.tiled.model import TiledModel
-from tatami.tiled.moving import move
 from tatami.tiled.setup import TrainingPosition, TrainingSetup
-from tatami.tiled.training_state import Assembly, common_state, shard_of
-from tatami.tiling import Layout
-from tatami.tiling.layout import Column
+from tatami.tiled.training_state import Assembly, common_state, draws_state, restore_draws, restore_layout, shard_of
 from tatami.units import parse_duration
 
 
@@ -74,10 +71,13 @@ class TrainingCheckpoints:
 
     Attributes:
         on_whole: called where there is one to go on from.
+        survives: one that cannot be written is left out with a warning, but for the last: the run, an elastic one, goes on.
 
     Raises:
         InputError: the folder cannot be written to; says on which rank.
     """
+
+    survives: bool = False
 
     def __init__(self, settings: ModelCheckpoint, model: TiledModel) -> None:
         self._store = MultiNodeCheckpoint(settings.dirpath, model.comm, copies=settings.copies, keep=settings.keep)
@@ -109,15 +109,23 @@ class TrainingCheckpoints:
         self._has_begun = True
         self._last = position.iteration
 
-    def finish(self) -> None:
-        """Wait for what is under way. Raises as `begin`."""
+    def finish(self, *, needed: bool = False) -> None:
+        """Wait for what is under way. Raises as `begin`, also where the run would survive it if it is `needed`."""
         if self._group != self._comm.group:
             self._store.regroup()
             self._group, self._has_begun, self._last = self._comm.group, False, None
         if self._has_begun:
             self._has_begun = False
-            self._store.finish()
-            self.on_whole()
+            try:
+                self._store.finish()
+            except CheckpointError as error:
+                if needed or not self.survives:
+                    raise
+                self._last = None
+                if self._comm.rank == 0:
+                    warn(f"{error}; the run goes on without this checkpoint")
+            else:
+                self.on_whole()
 
     def is_saved(self, position: TrainingPosition) -> bool:
         """Whether the last update is in a checkpoint."""
@@ -170,24 +178,17 @@ def _state(setup: TrainingSetup, position: TrainingPosition, batches: AbstractBa
     """What this rank writes. The first rank writes what all have alike."""
     model, optimizer = setup.model, setup.optimizer
     common = None
+    alike = common_state(model, optimizer)
     if model.comm.rank == 0:
-        common = {
-            **common_state(model, optimizer),
-            **progress_state(setup, position),
-            "data": _facts(setup, batches),
-            "names": list(model.names),
-            "layout": [[column.width, list(column.processors), list(column.heights)] for column in model.layout.columns],
-        }
+        common = {**alike, **progress_state(setup, position), "data": _facts(setup, batches)}
     return {"common": common, "shard": shard_of(model, optimizer), "own": batches.position()}
 
 
 def progress_state(setup: TrainingSetup, position: TrainingPosition) -> State:
     """How far training has come, with what has a state beside the weights and the optimizer; the same on all ranks."""
-    model = setup.model
     return {
         "position": dataclasses.asdict(position),
-        "generator": model.generator.get_state(),
-        "draws": model.draws.state_dict() if model.draws is not None else None,
+        **draws_state(setup.model),
         "scaler": setup.updates.scaler.state_dict(),
         "learning_rate": setup.learning_rate.state_dict() if setup.learning_rate is not None else None,
         "callbacks": setup.callbacks.state_dict(),
@@ -212,15 +213,7 @@ def _assembled(
         was = common["data"]
         told = ", ".join(f"{key} {facts[key]} (was {was.get(key)})" for key in facts if facts[key] != was.get(key))
         raise CheckpointError(f"it was saved within an epoch over other data: {told}. Give fit what it was given then")
-    layout = Layout(
-        columns=tuple(
-            Column(width=width, processors=tuple(processors), heights=tuple(heights))
-            for width, processors, heights in common["layout"]
-        )
-    )
-    # The run has learnt how to lie; with other ranks, the plan for those is kept.
-    if tuple(common["names"]) == model.names and layout != model.layout:
-        move(model, layout, optimizer=setup.optimizer)
+    restore_layout(model, setup.optimizer, common)
     assembly = Assembly(model, setup.optimizer, common=common)
     assembly.take(first["shard"])
     for rank, state in enumerate(states, start=1):
@@ -235,9 +228,7 @@ def restore_progress(setup: TrainingSetup, position: TrainingPosition, common: M
     """What `progress_state` returned, on whatever ranks."""
     for name, value in common["position"].items():
         setattr(position, name, value)
-    setup.model.generator.set_state(common["generator"])
-    if setup.model.draws is not None and common["draws"] is not None:
-        setup.model.draws.load_state_dict(common["draws"])
+    restore_draws(setup.model, common)
     setup.updates.scaler.load_state_dict(common["scaler"])
     if setup.learning_rate is not None and common["learning_rate"] is not None:
         setup.learning_rate.load_state_dict(common["learning_rate"])

@@ -5,15 +5,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tatami.comm.base import AbstractCommunicator
+from tatami.comm.short_sum import ShortSum
+from tatami.errors import ModelError
+from tatami.tiled.phases import IterationPhase
 from tatami.tiled.rows import UnitRuns, cut_units
 from tatami.tiled.vertical import ColumnComm, copy_to_column, sum_over_column
 from tatami.tiling import Span
+
+
+class StandsIn:
+    """What stands in place of a module's `forward`, as an attribute of that module, which keeps its class, names and hooks."""
+
+    def __deepcopy__(self, memo: Any) -> Never:
+        raise ModelError(
+            "the layers of a tiled model hold its ranks' communicator and a part of the weights, and cannot be copied. Keep an "
+            "average of the weights by tatami.tiled.WeightAverage, and write whole weights by tatami.tiled.save_model"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Never:
+        raise ModelError(
+            "the layers of a tiled model cannot be pickled: tatami.tiled.save_model and whole_state_dict give whole weights"
+        )
 
 
 @dataclass(kw_only=True)
@@ -33,6 +52,11 @@ class RankContext:
         index: the number of this rank's column; None where it has no tile.
         speaks: whether this rank is the one that counts what all ranks of its column have.
         stands_in: whether the forward pass is over a sample that stands in, because none is this rank's (see `standing_in`).
+        sums: of short vectors over all ranks; None where the rank is alone.
+        columns: how many there are.
+        sums_statistics: whether statistics of the batch are summed over the ranks: not where all of them see the whole batch.
+        local_statistics: whether every column takes the statistics of its own samples instead.
+        weight: of this rank's gradients in the sum over the replicas, for the forward pass that runs (see `gradient_sums`).
     """
 
     column: ColumnComm
@@ -44,6 +68,25 @@ class RankContext:
     index: int | None = None
     speaks: bool = False
     stands_in: bool = False
+    weight: float = 1.0
+    sums: ShortSum | None = None
+    columns: int = 1
+    sums_statistics: bool = False
+    local_statistics: bool = False
+    _resumes: IterationPhase = IterationPhase.OUTSIDE
+
+    def waits(self, begins: bool) -> None:
+        """Told before and after this rank waits for all others in the midst of a pass: that is no time of its own."""
+        phases = self.column.phases
+        if begins:
+            self._resumes = phases.current
+        if self._resumes is not IterationPhase.OUTSIDE:
+            phases.enter(IterationPhase.VERTICAL if begins else self._resumes)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the forward pass is over the whole batch, on a rank that is alone."""
+        return self.comm is None and self.mine.size == self.samples
 
     @property
     def seen(self) -> Span:
@@ -58,10 +101,14 @@ class ModuleContext:
     Attributes:
         rank: what all modules share.
         units: for each block of the module, the units that are here.
+        name: of the module.
+        layer: gives a layer inside of the module by its name.
     """
 
     rank: RankContext
     units: Sequence[Callable[[], Span]] = ()
+    name: str = ""
+    layer: Callable[[str], nn.Module] | None = None
 
 
 def enter(context: ModuleContext, x: torch.Tensor) -> torch.Tensor:

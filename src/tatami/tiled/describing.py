@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from tatami.tiled.blocks import Blocks
+from tatami.tiled.describing_stages import StagesDescription
 from tatami.workload import Workload
+from tatami.workload.gpt import FEWEST_ROWS
 
 _WIDEST = 120
 _INDENT = "  "
@@ -35,6 +39,11 @@ _HINTS = (
         "its two parts do not give what the whole gives, so it stays whole. If they should, please report it with this line",
     ),
 )
+_LEAST_FLOP = 0.005
+"""A smaller share of the flop is not named."""
+_LEAST_REST = 0.02
+_WITH_BACKWARD = 3
+"""Flop of a step for each of the forward pass, as repeated layers are counted."""
 _BIASES = "biases after a sum"
 _COMPUTED = "a weight that is computed from others, as by weight_norm, is not split"
 _HINT = "rewrite what this names, or move it into a module of its own, so that the rest can be followed"
@@ -68,19 +77,23 @@ class SplitPart:
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatedPart:
-    """Layers of one class whose weights lie in no block: every rank of a column computes them.
+    """Layers of one class that every rank of a column computes, since their weights are in no block, for one reason.
 
     Attributes:
-        layer: the class; of biases that are added to what a block gives, what they are.
+        layer: the class, or what the weights are where they are only a part of a layer.
         names: where they are.
         parameters: elements of their trained weights.
-        stops: lines of the user's code that need all of what some of them give at once, and which these are.
+        frozen: elements of their frozen weights.
+        flop_fraction: their share of the network's flop; 0 where no sample batch was given.
+        reason: why they are not split; empty where the class says it, or where no sample batch was given.
     """
 
     layer: str
     names: tuple[str, ...]
     parameters: int
-    stops: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    frozen: int = 0
+    flop_fraction: float = 0.0
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +123,10 @@ class Description:
         repeated: what is not.
         unfollowed: what could not be looked into.
         parameters: elements of all trained weights.
+        frozen: elements of all frozen weights.
         repeated_fraction: of the network's flop, the share that every rank of a column computes for all samples of the column.
         sampled: whether a sample batch was given, without which only pairs of linear layers are found.
+        stages: of a network that is divided into pipeline stages; None: it is not.
     """
 
     network: str
@@ -119,8 +134,10 @@ class Description:
     repeated: tuple[RepeatedPart, ...]
     unfollowed: tuple[UnfollowedPart, ...]
     parameters: int
+    frozen: int
     repeated_fraction: float
     sampled: bool
+    stages: StagesDescription | None = None
 
     @property
     def summary(self) -> str:
@@ -147,6 +164,10 @@ class Description:
         return self.text(width=min(_WIDEST, shutil.get_terminal_size().columns))
 
     def _lines(self, width: int) -> Iterator[str]:
+        if self.stages is not None:
+            yield f"{self.network}: {self.stages.text(width=width)}"
+            if not self.stages.shares_units:
+                return
         if self.split:
             yield from _wrapped(
                 f"{self.network}: {percent(1 - self.repeated_fraction)} of the flop is split over units, "
@@ -165,13 +186,20 @@ class Description:
                 width,
             )
         if self.repeated:
-            parameters = sum(part.parameters for part in self.repeated)
-            yield f"repeated: {parameters:,} of {self.parameters:,} weights"
+            parameters, frozen = (sum(map(attrgetter(each), self.repeated)) for each in ("parameters", "frozen"))
+            counts = [f"{parameters:,} of {self.parameters:,} trained"] * bool(self.parameters)
+            counts += [f"{frozen:,} of {self.frozen:,} frozen"] * bool(self.frozen)
+            yield f"repeated: {' and '.join(counts)} weights"
             for repeated in self.repeated:
+                sizes = [f"{repeated.parameters:,}"] * bool(repeated.parameters)
+                sizes += [f"{repeated.frozen:,} frozen"] * bool(repeated.frozen)
+                sizes += [f"{percent(repeated.flop_fraction)} of the flop"] * (repeated.flop_fraction >= _LEAST_FLOP)
                 lead = f"{_INDENT}{repeated.layer}: "
-                yield from _wrapped(f"{ranges(repeated.names)} ({repeated.parameters:,})", width, lead=lead)
-                for line, names in repeated.stops.items():
-                    yield from _wrapped(f"{ranges(names)}: needed whole at {line}", width, lead=2 * _INDENT)
+                yield from _wrapped(f"{ranges(repeated.names)} ({', '.join(sizes)})", width, lead=lead)
+                yield from _wrapped(repeated.reason, width, lead=2 * _INDENT)
+            rest = self.repeated_fraction - sum(part.flop_fraction for part in self.repeated)
+            if self.sampled and rest >= _LEAST_REST:
+                yield f"{_INDENT}operations without weights of their own ({percent(rest)} of the flop)"
         if self.unfollowed:
             yield "not followed"
             for told in self.unfollowed:
@@ -216,41 +244,80 @@ def describe(model: nn.Module, found: Blocks, *, workload: Workload) -> Descript
     return Description(
         network=type(model).__name__,
         split=split,
-        repeated=_repeated(model, found),
+        repeated=tuple(
+            sorted(
+                _repeated(model, found, whole_flop=whole / workload.samples), key=lambda part: (-part.parameters, -part.frozen)
+            )
+        ),
         unfollowed=_unfollowed(model, found),
         parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
         repeated_fraction=workload.flop_per_width / whole,
         sampled=found.captured is not None,
     )
 
 
-def _repeated(model: nn.Module, found: Blocks) -> tuple[RepeatedPart, ...]:
+def _repeated(model: nn.Module, found: Blocks, *, whole_flop: float) -> Iterator[RepeatedPart]:
+    """What is repeated, one part for each class and reason."""
     tiled = {name for block in found.blocks for name in block.cuts}
-    layers: dict[str, tuple[list[str], int]] = {}
-    stops: dict[str, dict[str, list[str]]] = {}
-    for name, parameter in model.named_parameters():
-        if name in tiled or not parameter.requires_grad:
-            continue
-        owner = name.rpartition(".")[0]
-        module = model.get_submodule(owner)
-        split = any(f"{owner}.{own}" in tiled for own, _ in module.named_parameters(recurse=False))
-        kind = type(module).__name__
-        if split:
-            kind = _BIASES if parameter.dim() < 2 else f"{kind}, beside what is split of it"
-        names, elements = layers.get(kind, ([], 0))
-        layers[kind] = ([*names, owner] if owner not in names else names, elements + parameter.numel())
-        if name in found.stops and not isinstance(module, nn.Embedding):
-            stops.setdefault(kind, {}).setdefault(found.stops[name], []).append(owner)
-    parts = [
-        RepeatedPart(
+    flop = _own_flop(found)
+    sizes: dict[tuple[str, str], dict[str, Counter[bool]]] = {}
+    for owner, module in model.named_modules():
+        own = dict(module.named_parameters(prefix=owner, recurse=False))
+        whole = {name: parameter for name, parameter in own.items() if name not in tiled}
+        kind, reason = type(module).__name__, ""
+        matrix = next((name for name, parameter in whole.items() if parameter.dim() > 1), None)
+        if len(whole) < len(own):
+            flop.pop(owner, None)
+            kind = f"{kind}, beside what is split of it" if matrix else _BIASES
+        if matrix and found.captured is not None:
+            reason = _reason(matrix, owner, module, found)
+        for parameter in whole.values():
+            counts = sizes.setdefault((kind, reason), {}).setdefault(owner, Counter())
+            counts[parameter.requires_grad] += parameter.numel()
+    for (kind, reason), owners in sizes.items():
+        total = sum(owners.values(), Counter())
+        yield RepeatedPart(
             layer=kind,
-            names=tuple(names),
-            parameters=size,
-            stops={line: tuple(owners) for line, owners in stops.get(kind, {}).items()},
+            names=tuple(owners),
+            parameters=total[True],
+            frozen=total[False],
+            flop_fraction=_WITH_BACKWARD * sum(flop.get(owner, 0.0) for owner in owners) / whole_flop,
+            reason=reason,
         )
-        for kind, (names, size) in layers.items()
-    ]
-    return tuple(sorted(parts, key=lambda part: -part.parameters))
+
+
+def _own_flop(found: Blocks) -> dict[str, float]:
+    """Flop of one sample in the forward pass of each module, without the modules inside of it."""
+    flop = {} if found.captured is None else dict(found.captured.flop)
+    for name, all_of_it in list(flop.items()):
+        if name:
+            around = name.rpartition(".")[0]
+            flop[around] = flop.get(around, 0.0) - all_of_it
+    return flop
+
+
+def _reason(name: str, owner: str, module: nn.Module, found: Blocks) -> str:
+    """Why the weight `name` of the layer `owner` is whole."""
+    if isinstance(module, nn.Embedding):
+        return f"its rows are looked up: only the largest vocabulary of at least {FEWEST_ROWS} rows is split"
+    if isinstance(module, nn.RNNBase):
+        return "every step of a recurrent layer needs its whole state"
+    if name in found.stops:
+        return found.stops[name]
+    around = next((each for each in _with_those_around(owner) if each in found.reasons), None)
+    if around is not None:
+        return f"{ranges([around])} is not followed, see below"
+    if found.captured is not None and owner not in found.captured.calls:
+        return "it is not called for the sample batch, or in several ways"
+    return "its outputs do not end in the sum of a later layer alone"
+
+
+def _with_those_around(name: str) -> Iterator[str]:
+    yield name
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _unfollowed(model: nn.Module, found: Blocks) -> tuple[UnfollowedPart, ...]:
@@ -265,10 +332,7 @@ def _unfollowed(model: nn.Module, found: Blocks) -> tuple[UnfollowedPart, ...]:
         alike.setdefault((type(module).__name__, told), []).append(name)
     return tuple(
         UnfollowedPart(
-            layer=kind,
-            names=tuple(names),
-            reason=reason,
-            hint=next((hint for word, hint in _HINTS if word in reason), _HINT),
+            layer=kind, names=tuple(names), reason=reason, hint=next((hint for word, hint in _HINTS if word in reason), _HINT)
         )
         for (kind, reason), names in alike.items()
     )

@@ -284,7 +284,7 @@ class Fit:
             self._checkpoints.finish()
             if not self._checkpoints.is_saved(self._position):
                 self._checkpoints.begin(self._setup, self._position, self._batches)
-                self._checkpoints.finish()
+                self._checkpoints.finish(needed=True)
 
     def _save(self) -> None:
         checkpoints = self._checkpoints

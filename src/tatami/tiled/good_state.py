@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tatami.outputs import free_name
+from tatami.stages.stand_in import StandIn
 from tatami.tiled.model import TiledModel
 from tatami.tiled.state import write_model
 from tatami.tiling import Tiling
@@ -42,6 +43,7 @@ class GoodState:
         self._model = model
         self._folder = folder
         self._places: list[tuple[dict[str, Any], str]] = []
+        self._sharded: set[int] = set()
         self._kept: list[torch.Tensor] = []
         self._tilings: tuple[Tiling, ...] | None = None
         self._apart = 1
@@ -62,6 +64,12 @@ class GoodState:
                 torch._foreach_copy_(self._kept, self._state())
             else:
                 self._places = _places(self._model.module)
+                sharding = self._model.sharding
+                self._sharded = {
+                    place
+                    for place, (held, name) in enumerate(self._places)
+                    if sharding is not None and sharding.knows(held[name])
+                }
                 self._kept = [tensor.clone() for tensor in self._state()]
                 self.moved()
         self._iteration = iteration
@@ -81,13 +89,22 @@ class GoodState:
             return "there was no good state yet to save"
         with torch.no_grad():
             torch._foreach_copy_(self._state(), self._kept)
+        if self._model.sharding is not None:
+            self._model.sharding.gather([self._places[place][0][self._places[place][1]] for place in sorted(self._sharded)])
         path = free_name(self._folder / f"last-good-{self._iteration:06d}.safetensors")
         path = write_model(self._model, path, force=False, strict=False)
         return f"the last good state that was kept, after iteration {self._iteration}, is in {path} and in the model"
 
     def _state(self) -> list[torch.Tensor]:
-        """The tensors that the network holds now: of a buffer, a forward pass may put another one in place."""
-        return [held[name] for held, name in self._places]
+        """The tensors that the network holds now: of a buffer, a forward pass may put another one in place.
+
+        Of weights whose optimizer is sharded, the shard that is here.
+        """
+        tensors, sharding = [held[name] for held, name in self._places], self._model.sharding
+        for place in self._sharded:
+            assert sharding is not None
+            tensors[place] = sharding.part(tensors[place], tensors[place].detach())
+        return tensors
 
 
 def _places(network: nn.Module) -> list[tuple[dict[str, Any], str]]:
@@ -96,14 +113,14 @@ def _places(network: nn.Module) -> list[tuple[dict[str, Any], str]]:
     for module in network.modules():
         for held, left_out in ((module._parameters, ()), (module._buffers, module._non_persistent_buffers_set)):
             for name, tensor in held.items():
-                if tensor is not None and name not in left_out:
+                if tensor is not None and name not in left_out and not isinstance(tensor, StandIn):
                     places.setdefault(id(tensor), (held, name))
     return list(places.values())
 
 
 def _apart(model: TiledModel) -> int:
-    """Updates from one copy to the next. Where ranks come and go, they would not count alike."""
-    if model.comm.changes:
+    """Updates from one copy to the next. Where ranks come and go, or know the work of their stage alone, they count all."""
+    if model.comm.changes or model.stage is not None:
         return 1
     work = model.workload
     size_bytes = (work.horizontal_elements + work.replicated_parameters) * work.element_bytes + work.replicated_frozen_bytes

@@ -50,26 +50,17 @@ class _Room:
 
 
 @dataclass(kw_only=True, eq=False)
-class UnderWay:
+class _UnderWay:
     """A sum that has begun.
 
     Attributes:
-        given: the tensors of every pair.
-        replicated, riders: the same of replicated gradients.
-        own: those that ride, one after the other, as they travel.
-        tag: of the messages of phase 0; those of phase 1 have the next one.
-        times: told when the messages of phase 0 leave and come.
-        phase: what was posted last.
-        arrivals, sends: of it.
+        riders: replicated gradients, which travel with the rest.
+        own: the same, one after the other, as they travel.
+        arrivals, sends: of the phase.
     """
 
-    given: Sequence[Sequence[Rows]]
-    replicated: Sequence[torch.Tensor]
     riders: Sequence[torch.Tensor]
     own: torch.Tensor
-    tag: int
-    times: LinkTimes | None
-    phase: int = 0
     arrivals: list[tuple[AbstractRequest, _Transfer, _Room]] = field(default_factory=list)
     sends: list[AbstractRequest] = field(default_factory=list)
 
@@ -102,8 +93,8 @@ class HorizontalExchange:
         self._rooms: dict[tuple[object, ...], _Room] = {}
         self._stages: list[GradientStage] = []
         self._vector: GradientVector | None = None
-        self._begun: UnderWay | None = None
-        self._interrupted: list[UnderWay] = []
+        self._begun: _UnderWay | None = None
+        self._interrupted: list[_UnderWay] = []
         self._shapes: tuple[object, ...] = ()
         me = names[comm.rank]
         tile = tilings[0].by_processor.get(me)
@@ -150,23 +141,18 @@ class HorizontalExchange:
         for receives in self._receives:
             receives.sort(key=lambda transfer: (transfer.column, transfer.peer))
 
-    def begin(
-        self,
-        pairs: Sequence[Sequence[Rows]],
-        replicated: Sequence[torch.Tensor],
-        *,
-        tag: int = _TAG,
-        times: LinkTimes | None = None,
-    ) -> UnderWay:
-        """Begin to sum over the columns, without waiting; `finish` it before the next one begins.
-
-        All owners of a unit end with the same bits, and the order of summation is the same in every run.
+    def sum(
+        self, pairs: Sequence[Sequence[Rows]], replicated: Sequence[torch.Tensor], *, times: LinkTimes | None = None
+    ) -> list[torch.Tensor]:
+        """Sum over the columns. All owners of a unit end with the same bits, and the order of sums is the same in every run.
 
         Args:
             pairs: the tensors of every pair, contiguous; they become the sums.
             replicated: may be other layers' gradients too, and stay as they are.
-            tag: of the messages of the first phase; those of the second have the next one.
-            times: told when the messages of the first phase leave and come.
+            times: records when the messages of the first phase leave and arrive.
+
+        Returns:
+            The sums of the replicated tensors.
         """
         tensors = [*(rows.tensor for pair in pairs for rows in pair), *replicated]
         dtype = _sum_dtype(tensors)
@@ -194,22 +180,10 @@ class HorizontalExchange:
             elif riders:
                 own = torch.cat([rider.view(-1) for rider in riders])
         own = own.to(wire_dtype(self._wire) or dtype)
-        self._begun = begun = UnderWay(given=pairs, replicated=replicated, riders=riders, own=own, tag=tag, times=times)
-        self._receive(begun)
-        self._send(begun)
-        return begun
-
-    def progress(self, begun: UnderWay) -> None:
-        """Do what can be done without waiting."""
-        # All of them, because each test moves bytes.
-        done = [request.test() for request in (*(request for request, _, _ in begun.arrivals), *begun.sends)]
-        if begun.phase == 0 and all(done):
-            self._sum_arrivals(begun)
-
-    def finish(self, begun: UnderWay) -> list[torch.Tensor]:
-        """Wait for the rest. Returns the sums of the replicated tensors; those of the pairs are in place."""
-        if begun.phase == 0:
-            self._sum_arrivals(begun)
+        self._begun = begun = _UnderWay(riders=riders, own=own)
+        self._receive(begun, phase=0)
+        self._send(begun, phase=0, times=times)
+        self._sum_arrivals(begun, times)
         for request, _, room in begun.arrivals:
             request.wait()
             for units, piece in room.pieces:
@@ -218,21 +192,21 @@ class HorizontalExchange:
             sent.wait()
         self._begun = None
         if self._vector is None:
-            for stage, pair in zip(self._stages, begun.given, strict=True):
+            for stage, pair in zip(self._stages, pairs, strict=True):
                 stage.give(pair)
-            return [rider.to(tensor.dtype) for tensor, rider in zip(begun.replicated, begun.riders, strict=True)]
-        sums = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in begun.replicated]
-        self._vector.give([*(rows.tensor for pair in begun.given for rows in pair), *sums])
+            return [rider.to(tensor.dtype) for tensor, rider in zip(replicated, begun.riders, strict=True)]
+        sums = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in replicated]
+        self._vector.give([*(rows.tensor for pair in pairs for rows in pair), *sums])
         return sums
 
-    def _sum_arrivals(self, begun: UnderWay) -> None:
+    def _sum_arrivals(self, begun: _UnderWay, times: LinkTimes | None) -> None:
         """Wait for the other columns, add them up in their order while the rest is still under way, and give the sums back."""
         heard: dict[int, torch.Tensor] = {}
         for request, transfer, room in begun.arrivals:
-            if begun.times is None:
+            if times is None:
                 request.wait()
             else:
-                begun.times.wait(request, transfer.peer)
+                times.wait(request, transfer.peer)
             if self._num_columns == 2:  # each has sent all that it now adds to
                 for sent in begun.sends:
                     sent.wait()
@@ -250,27 +224,26 @@ class HorizontalExchange:
                 _sum_in_order([units], own, heard, mine=self._column, num_columns=self._num_columns)
         elif begun.own.numel():
             _sum_in_order(begun.riders, begun.own, heard, mine=self._column, num_columns=self._num_columns)
-        begun.phase, begun.times = 1, None
         left = begun.sends
         begun.sends = []
-        self._send(begun)
+        self._send(begun, phase=1, times=None)
         for sent in left:  # from where the sums may come to
             sent.wait()
-        self._receive(begun)
+        self._receive(begun, phase=1)
 
-    def _receive(self, begun: UnderWay) -> None:
+    def _receive(self, begun: _UnderWay, *, phase: int) -> None:
         """Begin to receive all of the phase."""
         begun.arrivals = []
-        for transfer in self._receives[begun.phase]:
-            room = self._room(False, begun.phase, transfer, begun.own)
-            request = self._comm.irecv(room.buffer, transfer.peer, tag=begun.tag + begun.phase)
+        for transfer in self._receives[phase]:
+            room = self._room(False, phase, transfer, begun.own)
+            request = self._comm.irecv(room.buffer, transfer.peer, tag=_TAG + phase)
             begun.arrivals.append((request, transfer, room))
 
-    def _send(self, begun: UnderWay) -> None:
+    def _send(self, begun: _UnderWay, *, phase: int, times: LinkTimes | None) -> None:
         """Begin to send all of the phase."""
         filled: set[_Room] = set()
-        for transfer in self._sends[begun.phase]:
-            room = self._room(True, begun.phase, transfer, begun.own)
+        for transfer in self._sends[phase]:
+            room = self._room(True, phase, transfer, begun.own)
             if room not in filled:
                 filled.add(room)
                 for units, piece in room.pieces:
@@ -279,9 +252,9 @@ class HorizontalExchange:
                         units.copy_(piece)  # rounded, as the others will have it
                 if transfer.carries_replicated:
                     room.riders.copy_(begun.own)
-            if begun.times is not None:
-                begun.times.sends(transfer.peer)
-            begun.sends.append(self._comm.isend(room.buffer, transfer.peer, tag=begun.tag + begun.phase))
+            if times is not None:
+                times.sends(transfer.peer)
+            begun.sends.append(self._comm.isend(room.buffer, transfer.peer, tag=_TAG + phase))
 
     def _room(self, sending: bool, phase: int, transfer: _Transfer, riders: torch.Tensor) -> _Room:
         # What goes to several ranks is packed once.
@@ -326,14 +299,13 @@ def _sum_in_order(
 
     Args:
         tensors: of this rank's column; `own` has the same, one after the other, as it travels.
-        heard: of every other column, as `own`.
+        heard: of every other column, as `own`; that of the first one is overwritten.
     """
     contributions = [own if column == mine else heard[column] for column in range(num_columns)]
-    total = contributions[0].to(tensors[0].dtype, copy=True)
+    if mine == 0 and num_columns > 1:  # a + b has the bits of b + a, and what was received is memory to add to
+        contributions[:2] = contributions[1::-1]
+    total = contributions[0].to(tensors[0].dtype, copy=contributions[0] is own)
     for contribution in contributions[1:]:
         total += contribution
     for rows, span, pieces in blocks(total, [(flat_rows(tensor), Span(0, tensor.numel())) for tensor in tensors]):
         rows.cut(span)[0].copy_(pieces[0])
-
-
-__all__ = ["HorizontalExchange", "UnderWay"]

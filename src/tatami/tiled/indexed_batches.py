@@ -17,7 +17,7 @@ from tatami.tiled.batch import cut_batch, on_device, samples_of, tensors_of
 from tatami.tiled.batches import AbstractBatches, LocalBatch
 from tatami.tiled.model import TiledModel
 from tatami.tiled.phases import IterationPhase
-from tatami.tiled.same_batch import compare, numbers_of
+from tatami.tiled.same_batch import numbers_of, refuse_other_batches
 from tatami.tiling import Span
 
 
@@ -46,7 +46,7 @@ class IndexedBatches(AbstractBatches):
         same_everywhere(comm, {"batch_size": self.batch_size, "seed": self._seed}, where="the batches of the Trainer")
         tensors = tensors_of(self._data) if self._samples is None else ()
         numbers = numbers_of(self.num_samples, tensors, whole=debugging())
-        compare(numbers, comm, columns=(), everywhere=True, what="data")
+        refuse_other_batches(comm.allgather_object(numbers), everywhere=True, what="data")
 
     def sample(self, most: int) -> tuple[Any, int]:
         return self._fetch(Span(0, min(most, self.batch_size)), None), self.batch_size

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from tatami.tiled.context import StandsIn
+from tatami.tiled.following.settings import has_hooks
 from tatami.tiled.following.unchanged import kept
 from tatami.tiled.rows import ONE_EACH, UnitRuns
 from tatami.tiled.vertical import ColumnComm, copy_to_column, sum_over_column
@@ -42,17 +44,22 @@ _SCALAR_ARITHMETIC = {operator.mul, operator.truediv, operator.add, operator.sub
 
 @dataclass(frozen=True, kw_only=True)
 class PairNames:
-    """The qualified names of a pair's two linear layers, and of the dropout layers between them."""
+    """The qualified names of a pair's two linear layers, and of the modules between them: dropout layers, and others."""
 
     first: str
     second: str
     dropouts: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
 
 def find_pairs(model: nn.Module) -> tuple[PairNames, ...]:
     """The linear-activation-linear pairs of `model`, in the order of its forward pass. No layer is in two pairs."""
     graph = traced(model).graph
     return tuple(_disjoint(list(_sequential_chains(model) if graph is None else _graph_chains(model, graph))))
+
+
+_tracing = threading.Lock()
+"""Two traces at a time would each put back what the other one had patched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +97,7 @@ def traced(model: nn.Module) -> Traced:
     """The forward pass of `model`, which stays as it is."""
     graph = None
     with kept(model):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), _tracing:
             graph = _OwnThread().trace(model)
         held: list[tuple[str, object]] = list(model.named_buffers())
         written = {name for name, value in held if isinstance(value, fx.Proxy)}
@@ -146,18 +153,21 @@ def _graph_chains(model: nn.Module, graph: fx.Graph) -> Iterator[PairNames]:
         if not _is_linear(model, node):
             continue
         dropouts: list[str] = []
+        others: list[str] = []
         here = node
         while len(here.users) == 1:
             here = next(iter(here.users))
             if _is_linear(model, here):
                 names = (str(node.target), str(here.target))
                 if all(calls[name] == 1 and name not in tied for name in (*names, *dropouts)):
-                    yield PairNames(first=names[0], second=names[1], dropouts=tuple(dropouts))
+                    yield PairNames(first=names[0], second=names[1], dropouts=tuple(dropouts), others=tuple(others))
                 break
             if here.op == "call_module" and isinstance(model.get_submodule(str(here.target)), nn.Dropout):
                 dropouts.append(str(here.target))
             elif not _is_elementwise(model, here):
                 break
+            elif here.op == "call_module":
+                others.append(str(here.target))
 
 
 def _is_linear(model: nn.Module, node: fx.Node) -> bool:
@@ -166,8 +176,12 @@ def _is_linear(model: nn.Module, node: fx.Node) -> bool:
 
 def is_plain_linear(module: nn.Module) -> bool:
     """A Linear, and nothing but that: neither weight normalisation nor hooks, which would be lost with the layer."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is nn.Linear and set(module._parameters) == {"weight", "bias"} and not any(hooks)
+    return type(module) is nn.Linear and set(module._parameters) == {"weight", "bias"} and not has_hooks(module)
+
+
+def works_elementwise(replacement: Any) -> bool:
+    """Whether a module or a function works element by element, so that it may stand between the layers of a pair."""
+    return isinstance(replacement, _ELEMENTWISE_MODULES) or (callable(replacement) and replacement in _ELEMENTWISE_FUNCTIONS)
 
 
 def _is_elementwise(model: nn.Module, node: fx.Node) -> bool:
@@ -191,16 +205,19 @@ def _sequential_chains(model: nn.Module) -> Iterator[PairNames]:
             continue
         first: str | None = None
         dropouts: list[str] = []
+        others: list[str] = []
         for name, child in container.named_children():
             path = f"{prefix}.{name}" if prefix else name
             if is_plain_linear(child):
                 if first is not None and not {first, path, *dropouts} & tied:
-                    yield PairNames(first=first, second=path, dropouts=tuple(dropouts))
-                first, dropouts = path, []
+                    yield PairNames(first=first, second=path, dropouts=tuple(dropouts), others=tuple(others))
+                first, dropouts, others = path, [], []
             elif isinstance(child, nn.Dropout):
                 dropouts.append(path)
-            elif not isinstance(child, _ELEMENTWISE_MODULES):
-                first, dropouts = None, []
+            elif isinstance(child, _ELEMENTWISE_MODULES):
+                others.append(path)
+            else:
+                first, dropouts, others = None, [], []
 
 
 def _disjoint(chains: list[PairNames]) -> Iterator[PairNames]:
@@ -221,48 +238,34 @@ def _tied_modules(model: nn.Module) -> set[str]:
     return {name for names in owners.values() if len(names) > 1 for name in names}
 
 
-class _CutLinear(nn.Module):
-    """The weight and the bias of a Linear that was cut, under their names."""
+class TiledFirst(StandsIn):
+    """Stands in place of the `forward` of the first Linear of a pair, whose weight was cut: uneven rows of it.
 
-    bias: nn.Parameter | None
+    The weight is (units_here, inputs) of (units, inputs), the bias (units_here,) of (units,), or None.
+    """
 
     def __init__(self, linear: nn.Linear, *, column: ColumnComm) -> None:
-        super().__init__()
-        self.column = column
-        self.weight = linear.weight
-        self.bias = linear.bias
+        self._linear, self._column = linear, column
 
-
-class TiledFirst(_CutLinear):
-    """The first Linear of a pair, whose weight was cut: uneven rows of it.
-
-    Attributes:
-        weight: (units_here, inputs) of (units, inputs).
-        bias: (units_here,) of (units,), or None.
-    """
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """(samples_here, ..., inputs) to (samples_here, ..., units_here)."""
-        return F.linear(copy_to_column(x, self.column), self.weight, self.bias)
-
-    def extra_repr(self) -> str:
-        return f"inputs={self.weight.shape[1]}, units_here={self.weight.shape[0]}"
+        return F.linear(copy_to_column(input, self._column), self._linear.weight, self._linear.bias)
 
 
-class TiledSecond(_CutLinear):
-    """The second Linear of a pair, whose weight was cut: uneven columns of it. Its output is summed over the column of ranks.
+class TiledSecond(StandsIn):
+    """Stands in place of the `forward` of the second Linear of a pair, whose weight was cut: uneven columns of it.
 
-    Attributes:
-        weight: (outputs, units_here) of (outputs, units).
-        bias: (outputs,), the same on every rank, or None.
+    Its output is summed over the column of ranks. The weight is (outputs, units_here) of (outputs, units), the bias (outputs,),
+    the same on every rank, or None.
     """
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(samples_here, ..., units_here) to (samples_here, ..., outputs), the whole sum on every rank of the column."""
-        if self.column.comm is None:
-            return F.linear(hidden, self.weight, self.bias)
-        output = sum_over_column(F.linear(hidden, self.weight), self.column)
-        return output if self.bias is None else output + self.bias.to(output.dtype)  # under autocast they differ
+    def __init__(self, linear: nn.Linear, *, column: ColumnComm) -> None:
+        self._linear, self._column = linear, column
 
-    def extra_repr(self) -> str:
-        return f"units_here={self.weight.shape[1]}, outputs={self.weight.shape[0]}"
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """(samples_here, ..., units_here) to (samples_here, ..., outputs), the whole sum on every rank of the column."""
+        bias: torch.Tensor | None = self._linear.bias
+        if self._column.comm is None:
+            return F.linear(input, self._linear.weight, bias)
+        output = sum_over_column(F.linear(input, self._linear.weight), self._column)
+        return output if bias is None else output + bias.to(output.dtype)  # under autocast they differ

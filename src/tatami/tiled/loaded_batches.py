@@ -36,7 +36,8 @@ class LoadedBatches(AbstractBatches):
         self._sought: dict[str, Any] = {}
         self._loader_state: Any = None
         self._is_ahead = False
-        self._is_resumable = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        knows = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self._is_resumable = knows and getattr(loader, "is_resumable", True)
         self.num_batches = _length(loader)
         self.batch_size = getattr(loader, "batch_size", None)
         self.num_samples = None

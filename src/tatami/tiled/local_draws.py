@@ -53,8 +53,10 @@ class LocalDraws:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._seed, self.num_passes = state["seed"], state["num_passes"]
 
-    def next_pass(self, *, column: int) -> TorchFunctionMode:
-        """A context for the next training pass of a rank in this column."""
+    def next_pass(self, *, column: int, part: int = 0) -> TorchFunctionMode:
+        """A context for the next training pass of a rank in this column; for a later micro-batch, for the same pass."""
+        if part:
+            return self._drawing(self.num_passes - 1, column, 1 + part)
         context = self._drawing(self.num_passes, column)
         self.num_passes += 1
         return context
@@ -65,14 +67,20 @@ class LocalDraws:
 
     def _drawing(self, *place: int) -> TorchFunctionMode:
         mixed = np.random.SeedSequence([self._seed, *place]).generate_state(1, np.uint64)
-        return _Drawing(torch.Generator().manual_seed(int(mixed[0] >> np.uint64(1))).get_state(), self._functions)
+        return LocalDrawing(torch.Generator().manual_seed(int(mixed[0] >> np.uint64(1))).get_state(), self._functions)
 
 
-class _Drawing(TorchFunctionMode):
+class LocalDrawing(TorchFunctionMode):
+    """A pass in which functions draw from a state of their own."""
+
     def __init__(self, state: torch.Tensor, functions: frozenset[Any]) -> None:
         super().__init__()
         self._state = state
         self._functions = functions
+
+    def copy(self) -> LocalDrawing:
+        """One that draws what this one draws from now on."""
+        return LocalDrawing(self._state, self._functions)
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils import _pytree as pytree
 
 from tatami.clock import NO_PACE, Clock, Pace, SystemClock
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
-from tatami.tiled.following.sample import Sample
-from tatami.tiled.following.unchanged import unchanged
 from tatami.tiled.stopwatch import stopwatch_of
 from tatami.tiling import GRAIN
 from tatami.workload import Block, Workload
@@ -24,8 +21,8 @@ REPEATS = 5
 REPEAT_S = 0.02
 """Enough for a machine that nothing else uses. Where a container's quota lets a rank run for some time and then stops it for
 the rest of a period of 10 or 100 ms, that must be many periods, or what is measured is the machine and not the share of it."""
-_NOISY = 0.1
-_LONG_REPEAT_S = 0.2
+NOISY = 0.1
+LONG_REPEAT_S = 0.2
 """Where repeats of some rank differ by more, all are measured again like this: a speed that is 15 % off costs as much."""
 _MAX_SAMPLES = 1024
 _FEW = 8
@@ -73,8 +70,8 @@ def measure_speed(
         clock, pace: see `tatami.clock`.
     """
     workload = workload.with_samples(min(workload.samples, _MAX_SAMPLES))
-    timer = _Timer(device=device, repeat_s=repeat_s, clock=clock or SystemClock(), pace=pace)
-    passes = [_Pass(block, samples=workload.samples, dtype=dtype, device=device) for block in workload.blocks]
+    timer = Timer(device=device, repeat_s=repeat_s, clock=clock or SystemClock(), pace=pace)
+    passes = [BlockPass(block, samples=workload.samples, dtype=dtype, device=device) for block in workload.blocks]
     return timer.speed(passes, flop=workload.flop_per_area + workload.samples * workload.sample_flop, repeats=repeats)
 
 
@@ -97,41 +94,13 @@ def measure_speeds(
     return _steady(measured, comm, repeat_s=repeat_s)
 
 
-def measure_network_speeds(
-    model: nn.Module,
-    sample: Sample,
-    comm: AbstractCommunicator,
-    *,
-    flop_per_sample: float,
-    clock: Clock | None = None,
-    pace: Pace = NO_PACE,
-) -> list[Speed]:
-    """Every rank's speed at the network itself, forward and backward over a sample batch, on all ranks at once. Collective.
-
-    Args:
-        model: the whole network, on the device that is to be timed; running statistics and random state are put back.
-        sample: its inputs, there as well.
-        comm: the ranks.
-        flop_per_sample: what the workload counts for one sample of the whole network.
-        clock, pace: as `measure_speed`.
-    """
-    timer = _Timer(device=next(model.parameters()).device, repeat_s=REPEAT_S, clock=clock or SystemClock(), pace=pace)
-
-    def measured(seconds: float) -> Speed:
-        own = replace(timer, repeat_s=seconds)
-        return own.speed([_NetworkPass(model, sample)], flop=flop_per_sample * sample.samples, repeats=REPEATS)
-
-    with unchanged(model):
-        return _steady(measured, comm, repeat_s=REPEAT_S)
-
-
 def _steady(measured: Callable[[float], Speed], comm: AbstractCommunicator, *, repeat_s: float) -> list[Speed]:
-    """What all ranks measure at once, by repeats of `repeat_s`, or of `_LONG_REPEAT_S` where those of some rank differ."""
+    """What all ranks measure at once, by repeats of `repeat_s`, or of `LONG_REPEAT_S` where those of some rank differ."""
     comm.barrier()
     speeds = list(comm.allgather_object(measured(repeat_s)))
-    if repeat_s >= _LONG_REPEAT_S or max(speed.spread for speed in speeds) <= _NOISY:
+    if repeat_s >= LONG_REPEAT_S or max(speed.spread for speed in speeds) <= NOISY:
         return speeds
-    return list(comm.allgather_object(measured(_LONG_REPEAT_S)))
+    return list(comm.allgather_object(measured(LONG_REPEAT_S)))
 
 
 def at_hosts(cluster: Cluster, comm: AbstractCommunicator) -> Cluster:
@@ -157,12 +126,12 @@ def measure_sample_flop(
     library and the network rather than the machine's, so the median of the ranks counts. Calls are in it as well, and stand for
     what an iteration spends on each sample outside of blocks: without them, tilings of few units were planned 10 % too short.
     """
-    timer = _Timer(device=_CPU, repeat_s=repeat_s, clock=clock or SystemClock(), pace=pace)
+    timer = Timer(device=_CPU, repeat_s=repeat_s, clock=clock or SystemClock(), pace=pace)
     workload = workload.with_samples(min(workload.samples, _MAX_SAMPLES))
     blocks = {share: [replace(block, units=_part_of(block.units, share)) for block in workload.blocks] for share in (1, _FEW)}
     tiles = {share: replace(workload, blocks=tuple(each), sample_flop=0.0) for share, each in blocks.items()}
     passes = {
-        share: [_Pass(block, samples=tile.samples, dtype=torch.float32, device=_CPU) for block in tile.blocks]
+        share: [BlockPass(block, samples=tile.samples, dtype=torch.float32, device=_CPU) for block in tile.blocks]
         for share, tile in tiles.items()
     }
     most_flop, least_flop = (_flop(tiles[share]) for share in (1, _FEW))
@@ -188,7 +157,7 @@ def _flop(workload: Workload) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Timer:
+class Timer:
     """Times passes on one device."""
 
     device: torch.device
@@ -196,15 +165,23 @@ class _Timer:
     clock: Clock
     pace: Pace
 
-    def speed(self, passes: Sequence[_Pass | _NetworkPass], *, flop: float, repeats: int) -> Speed:
+    def speed(self, passes: Sequence[AbstractPass], *, flop: float, repeats: int) -> Speed:
         """Of passes of `flop` in all, from `repeats` after one that warms up."""
-        if self.device.type != "cpu":
-            replace(self, repeat_s=_WARM_UP_S).seconds(passes)
+        self.warm_up(passes)
         counted = [flop / self.seconds(passes) for _ in range(repeats + 1)][1:]
         median = statistics.median(counted)
         return Speed(flop_per_s=median, spread=(max(counted) - min(counted)) / median)
 
-    def seconds(self, passes: Sequence[_Pass | _NetworkPass]) -> float:
+    def warm_up(self, passes: Sequence[AbstractPass]) -> None:
+        """What a device needs before it is timed."""
+        if self.device.type != "cpu":
+            self.longer(_WARM_UP_S).seconds(passes)
+
+    def longer(self, repeat_s: float) -> Timer:
+        """The same with timings of at least so long."""
+        return replace(self, repeat_s=repeat_s)
+
+    def seconds(self, passes: Sequence[AbstractPass]) -> float:
         """Of all `passes`, repeated for `repeat_s` at least."""
         stopwatch = stopwatch_of(self.device, self.clock)
         start_s = self.clock.now_s()
@@ -220,7 +197,15 @@ class _Timer:
         return spent_s / rounds
 
 
-class _Pass:
+class AbstractPass(ABC):
+    """Something that is computed once, and can be timed."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """Compute it."""
+
+
+class BlockPass(AbstractPass):
     """Forward and backward through one block, computed as two linear layers of its sizes; a bias counts as one more input."""
 
     def __init__(self, block: Block, *, samples: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -239,20 +224,3 @@ class _Pass:
         first, second = self._weights
         output = F.linear(torch.sigmoid(F.linear(self._x, first)), second)
         torch.autograd.grad(output.sum(), [*self._weights, *([self._x] if self._x.requires_grad else [])])
-
-
-class _NetworkPass:
-    """Forward and backward through a network as the user wrote it."""
-
-    def __init__(self, model: nn.Module, sample: Sample) -> None:
-        self._model = model
-        self._sample = sample
-        self._weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-    def run(self) -> None:
-        with torch.enable_grad():
-            result = self._model(*self._sample.args, **self._sample.kwargs)
-            leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-            if leaves and self._weights:
-                total = torch.stack([leaf.double().sum() for leaf in leaves]).sum()
-                torch.autograd.grad(total, self._weights, allow_unused=True)

@@ -4,54 +4,100 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import weakref
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import compress, pairwise
 from typing import Any, Never
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tatami.checkpoints.parts import PartOfWeights, check_units, units_tensor
 from tatami.cluster import Cluster
+from tatami.comm.agreement import Watch, all_or_none, debugging
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import CommTimeoutError, InputError, ModelError, TrainingError
-from tatami.parallel.same_steps import steps_of, watch_steps
+from tatami.comm.refusals import announce
+from tatami.comm.roll_call import format_ranks
+from tatami.comm.short_sum import ShortSum
+from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError, TatamiError, TrainingError
+from tatami.gradients.base import AbstractGradientSums
+from tatami.gradients.engine import GradientEngine, PassMoment
+from tatami.gradients.outside_reads import OutsideReads
+from tatami.gradients.passes import ForwardPass
+from tatami.same_steps import optimizers_of, refuse_other_steps, steps_of, watch_steps
+from tatami.same_weights import Numbers, numbers_of, refuse_other_weights
+from tatami.stages.stand_in import StandIn
 from tatami.tiled.batch import cut_batch, on_device, samples_of, tensors_of
 from tatami.tiled.blocks import Blocks, workload_of
-from tatami.tiled.carrying import units_of
+from tatami.tiled.carrying import counted_from, units_of
 from tatami.tiled.context import ModuleContext, RankContext
-from tatami.tiled.departing import leaving_early
+from tatami.tiled.deferred import DeferredPasses
 from tatami.tiled.describing import Description, describe
+from tatami.tiled.describing_stages import describe_stages
 from tatami.tiled.exactness import BATCH_NORMS, RefusingDraws, refuse_compiling, refuse_other_reduction
+from tatami.tiled.following.mixing import refuse_other_loss
 from tatami.tiled.following.running import LocalForward
-from tatami.tiled.gradient_sums import GradientSums
-from tatami.tiled.linear_pairs import TiledFirst, TiledSecond
-from tatami.tiled.local_draws import LocalDraws
+from tatami.tiled.following.settings import ModuleSettings
+from tatami.tiled.following.unchanged import copy_of, kept
+from tatami.tiled.linear_pairs import TiledFirst, TiledSecond, works_elementwise
+from tatami.tiled.local_draws import LocalDrawing, LocalDraws
+from tatami.tiled.local_statistics import LocalStatistics, SplitStatistics
 from tatami.tiled.losses import LossReduction, check_reduction, check_targets_count
+from tatami.tiled.model_stage import ModelStage, refuse_stages
 from tatami.tiled.norms import WholeNorms
 from tatami.tiled.optimizers import watch_optimizers
+from tatami.tiled.owner_sums import OwnerSums
 from tatami.tiled.phases import IterationPhase, Phases
 from tatami.tiled.placement import Placement, largest, place
-from tatami.tiled.registry import register
+from tatami.tiled.recomputing import Restore, recomputable, watch_checkpoints
+from tatami.tiled.registry import models, register
 from tatami.tiled.rows import ONE_EACH, Rows, UnitRuns, cut_units_of, tensor_of
-from tatami.tiled.same_batch import BatchWatch
+from tatami.tiled.same_batch import BatchFacts
 from tatami.tiled.scaling import watch_scalers
+from tatami.tiled.sharded_steps import watch_sharded_steps
+from tatami.tiled.sharded_sums import ShardedSums
 from tatami.tiled.standing_in import with_stand_in, without_stand_in
 from tatami.tiled.stopwatch import LinkTimes
+from tatami.tiled.tied_sums import TiedSums
 from tatami.tiled.torch_norms import watch_norms
+from tatami.tiled.vector_sum import VectorSum
 from tatami.tiled.vertical import ColumnComm
-from tatami.tiled.weighing import PLAIN_VALUES, weighed
-from tatami.tiled.weights_beside import WeightsBeside
 from tatami.tiled.whole_batch import UnitFactor
 from tatami.tiled.whole_layers import WholeBatchNorm, WholeDropout
 from tatami.tiling import Layout, Span, Tile, Tiling, Traffic, spans, traffic_of
 from tatami.tiling.summing import transfer_rates
-from tatami.tiling.traffic import gradient_sums, riding_elements
+from tatami.tiling.traffic import gradient_sums, riding_elements, sums_statistics
 from tatami.workload import Workload, as_probed
 
 _ANY_STATE = nullcontext()
+_PHASES = {
+    PassMoment.BACKWARD: IterationPhase.BACKWARD,
+    PassMoment.SUMS: IterationPhase.HORIZONTAL,
+    PassMoment.END: IterationPhase.UPDATE,
+}
+_WHOLE_LOOKS, _LOOKED_AT = 4, 16
+"""The first looks at whether ranks hold the same weights are at all of them, later ones at so many in turn."""
+_PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None))
+
+
+class OverBatch(torch.autograd.Function):
+    """The number of the global batch in place of that of this rank's samples.
+
+    Gradients pass as they are: those of parameters are weighed by the replica's share of the batch, as this number is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, total: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
+        return grad, None
 
 
 class TiledModel(nn.Module):
@@ -70,6 +116,9 @@ class TiledModel(nn.Module):
     Attributes:
         module: the network; its tiled layers hold this rank's units, all others are whole on every rank.
         comm: all ranks, on a communicator that only this model sends on.
+        stage: the pipeline stage of this rank; None where the network is not divided into stages.
+        stage_comm: the ranks of this stage, which hold the same weights; `comm` where there are no stages. Layout, tilings and
+            traffic are those of this stage.
         cluster: what the ranks run on.
         speeds_known: whether the speeds in `cluster` were measured or given, not assumed.
         names: the processor of every rank.
@@ -79,6 +128,10 @@ class TiledModel(nn.Module):
         link_times: when messages between columns left and came.
         reduction: what the loss does with the samples: "mean" or "sum"; None: not known, and then there is no backward pass.
         draws: what random layers draw that cannot draw as the plain model does; None where there are none.
+        outside: what the loss reads of the weights outside of the forward pass.
+        thread: that trains it; ranks may be threads of one process.
+        sharding: sums gradients and knows which weights this rank updates, where the optimizer's state is sharded in
+            `shard_fractions` of all weights, one for each rank; else None.
         norms: of whole gradients and weights. What is computed from one `.grad` by hand, its norm too, is over the units here.
     """
 
@@ -97,12 +150,19 @@ class TiledModel(nn.Module):
         generator: torch.Generator,
         draws: LocalDraws | None = None,
         wire: str | None = None,
-        bucket_bytes: int | None = None,
-        plain: nn.Module | None,
+        local_statistics: bool = False,
+        plain: nn.Module | Callable[[], nn.Module] | None,
+        gather: Callable[[TiledModel], dict[str, torch.Tensor]] | None = None,
+        stage: ModelStage | None = None,
+        shard_fractions: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        self._plain = () if plain is None else tuple(map(weakref.ref, plain.parameters()))
+        self._plain = tuple(map(weakref.ref, plain.parameters())) if isinstance(plain, nn.Module) else ()
+        self._gather = gather  # tatami.tiled.whole_state_dict, whose file imports this one
+        self._make_plain = weakref.ref(plain) if isinstance(plain, nn.Module) else plain
         self.comm = comm
+        self.stage = stage
+        self.stage_comm = comm if stage is None else stage.comm
         self._device = next(module.parameters()).device
         self.cluster = cluster
         self.speeds_known = speeds_known
@@ -111,42 +171,109 @@ class TiledModel(nn.Module):
         self.phases = phases
         self.link_times = LinkTimes(phases.clock)
         self.generator = generator
+        self._shards = shard_fractions is not None
         self.draws = draws
         self.found: Blocks = found
         refuse_other_reduction(module, found.captured, reduction)
-        work = as_probed(workload_of(module, found, samples=batch_size, wire=wire), cluster)
-        self.workload: Workload = leaving_early(work, module=module, found=found, bucket_bytes=bucket_bytes)
+        work = workload_of(
+            module,
+            found,
+            samples=batch_size,
+            wire=wire,
+            local_statistics=local_statistics,
+            sharded_optimizer=shard_fractions is not None,
+        )
+        self.workload: Workload = as_probed(work, cluster)
         self._description = describe(module, found, workload=self.workload)
         self._column = ColumnComm(phases, wire=wire)
-        self._is_alone = comm.size == 1 and not comm.changes
+        self._is_alone = self.stage_comm.size == 1 and not comm.changes
         self._is_unseen = found.captured is None and not self._is_alone  # what its forward pass draws
-        self._rank: RankContext = RankContext(column=self._column, comm=None if self._is_alone else comm, generator=generator)
+        self._rank: RankContext = RankContext(
+            column=self._column,
+            comm=None if self._is_alone else self.stage_comm,
+            generator=generator,
+            sums=None
+            if self._is_alone
+            else ShortSum(self.stage_comm, by_messages=None if comm.changes else VectorSum(self.stage_comm).sum_),
+            local_statistics=local_statistics,
+        )
         self._shares: dict[int, tuple[Span, tuple[int, ...]]] = {}
-        self._watch = BatchWatch(comm, columns=self._columns)
+        self._deferred = DeferredPasses()
+        self._part = 0
+        self._part_sizes: tuple[int, ...] = (0,)
+        self.thread = threading.get_ident()
+        self._batch = BatchFacts(columns=self._columns if stage is None else lambda: stage.replicas)
+        self._watches = self._make_watches()
+        self._num_looks = 0
+        self._checks_loss = False
+        has_norms = any(isinstance(each, BATCH_NORMS) for each in module.modules())
+        self._has_statistics = (has_norms and not local_statistics) or bool(self.workload.batch_statistics)
         self._adopt(self._place(layout))
         self._tile(module)
         self.module = module
-        self._keepers = _keepers(module, found)
-        self._weighed: dict[tuple[nn.Module, str], Any] = {}
+        self._settings = self._settings_of(module)
+        self._statistics = self._local_statistics() if local_statistics and not self._is_alone else None
         rows = [_rows(module, block.cuts) for block in found.blocks]
         self._rows = rows or [[]]
-        self._sums = GradientSums(
-            module,
-            found=found,
-            rows=self._rows,
-            workload=self.workload,
-            rank=self._rank,
-            phases=phases,
-            link_times=self.link_times,
-            placement=lambda: self._placement,
-            columns=self._columns,
-            run=self._run,
+        self.outside = OutsideReads(
+            {parameter: name for name, parameter in module.named_parameters()},
+            cut={name for block in found.blocks for name in block.cuts},
+            replicas=self._columns,
+            warns=comm.rank == 0 and not self._is_alone,
+            comm=comm,
         )
-        self.norms = WholeNorms(comm, holders=lambda: self._columns()[0], phases=phases)
+        self.sharding = (
+            None
+            if self._is_alone or shard_fractions is None
+            else ShardedSums(
+                self.stage_comm,
+                shares=shard_fractions,
+                wire=wire,
+                phases=phases,
+                layout=lambda: self._placement,
+                replicas=self._columns,
+                replica=lambda: self._rank.index,
+            )
+        )
+        sums: AbstractGradientSums | None = (
+            self.sharding
+            if self._is_alone or self.sharding is not None
+            else OwnerSums(
+                rows=self._rows,
+                wire=wire,
+                link_times=self.link_times,
+                placement=lambda: self._placement,
+                replicas=self._columns,
+                replica=lambda: self._rank.index,
+            )
+        )
+        if stage is not None and stage.tied:
+            sums = TiedSums(sums, stage=stage, names={each: name for name, each in module.named_parameters()})
+        self.outside.defer = self._deferred.take
+        self._gradients = GradientEngine(
+            module,
+            sums=sums,
+            outside=self.outside,
+            required=[each.tensor for block in rows for each in block],
+            keeps_values=found.captured is not None and bool(found.captured.leaves_behind.with_gradient),
+            on_moment=self._on_moment,
+            is_here=lambda parameter: not isinstance(parameter, StandIn),
+            comm=comm,
+        )
+        if stage is not None:
+            stage.install(module)
+        self.norms = WholeNorms(
+            self.stage_comm,
+            holders=lambda: self._columns()[0] if self.sharding is None else range(comm.size),
+            phases=phases,
+        )
         register(self)
         watch_optimizers()
         watch_steps()
-        if not self._is_alone:
+        watch_checkpoints()
+        if self.sharding is not None:
+            watch_sharded_steps()
+        if not self._is_alone or stage is not None:
             watch_norms()
             watch_scalers()
 
@@ -186,10 +313,67 @@ class TiledModel(nn.Module):
         """
         samples = samples_of(batch)
         span = self.local_span(samples)
-        if self.comm.size > 1:
-            self._watch.announce(samples, tensors_of(batch), everywhere=everywhere)
+        if any(watch.is_due for watch in self._watches):
+            self._batch.announce(samples, tensors_of(batch), everywhere=everywhere)
         here = batch if self._is_alone else cut_batch(batch, span, samples=samples)
         return here if self._device.type == "cpu" else on_device(here, self._device)
+
+    def micro_batches(self, *batch: Any) -> Iterator[Any]:
+        """This rank's samples of a global batch in micro-batches, one after another, as many as its replica computes.
+
+            for x, y in model.micro_batches(x, y):
+                loss = loss_function(model(x), y)
+                loss.backward()
+            optimizer.step()
+
+        Only the activations of one micro-batch are in memory. Gradients are those of the global batch, and are summed over the
+        ranks when the loop ends; so let it end, and call `backward` inside of it. A layout says how many there are
+        (`Column.micro_batches`); where every replica has one, this is `local`.
+
+        Args:
+            batch: as of `local`.
+
+        Yields:
+            What `local` returns, of some of the samples.
+
+        Raises:
+            InputError: as `local`.
+        """
+        return self.parts(self.local(*batch))
+
+    def parts(self, here: Any) -> Iterator[Any]:
+        """As `micro_batches`, of what `local` or `take` returned."""
+        rank = self._rank
+        samples, mine, widths = rank.samples, rank.mine, rank.widths
+        column = None if rank.index is None else self.layout.columns[rank.index]
+        sizes = (mine.size,) if column is None else column.micro_batch_sizes(mine.size)
+        self._part_sizes = sizes
+        if not self.has_parts:
+            yield here
+            return
+        loop = self._gradients.begin_parts()
+        self._deferred.begin(0 if self.stage is None else self.stage.ahead)
+        state, start = self.generator.get_state(), mine.start
+        try:
+            for number, size in enumerate(sizes):
+                if number:
+                    self.generator.set_state(state)  # every layer draws for the whole batch, and takes its samples' part
+                span = Span(start, start + size)
+                self._part = number
+                self._announce(samples, span, widths)
+                here_first = start - mine.start
+                yield here if len(sizes) == 1 else cut_batch(here, Span(here_first, here_first + size), samples=mine.size)
+                start += size
+            self._deferred.end()
+        except GeneratorExit:
+            self._deferred.clear()
+            self._gradients.leave_parts(loop)
+            raise
+        finally:
+            self._part = 0
+            self._announce(samples, mine, widths)
+        self._gradients.finish_parts()
+        self._average_statistics()
 
     def local_span(self, samples: int) -> Span:
         """Which samples of a global batch of `samples` are this rank's; announces that the next forward pass is over them."""
@@ -198,8 +382,8 @@ class TiledModel(nn.Module):
             self._shares[samples] = Span(0, 0) if index is None else spans(widths)[index], widths
         mine, widths = self._shares[samples]
         self._announce(samples, mine, widths)
-        if self.comm.size > 1:
-            self._watch.announce(samples, ())
+        if any(watch.is_due for watch in self._watches):
+            self._batch.announce(samples, ())
         return mine
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
@@ -212,45 +396,89 @@ class TiledModel(nn.Module):
             CommTimeoutError: other ranks do not call it.
         """
         try:
-            return self._forward(inputs, named_inputs)
+            output = self._forward(inputs, named_inputs)
+            if not self._gradients.in_parts:
+                self._average_statistics()
+            return output
         except CommTimeoutError as error:
-            error.add_note("in the forward pass of a tiled model, which all ranks call alike, in evaluation as well")
+            together = next((ranks for ranks in self._columns() if self.comm.rank in ranks), [])
+            error.add_note(
+                f"in the forward pass of a tiled model, of which {format_ranks(together)} hold one replica together: all of "
+                f"them must call it, also in evaluation, and only rank {self.comm.rank} is known to have. Call it on all, use "
+                "tatami.Trainer.evaluate, or evaluate a plain copy on rank 0: `network = model.whole()`, called on all ranks"
+            )
+            raise
+        except TatamiError as error:
+            if torch.is_grad_enabled() or self._shares_units or self.stage is not None:  # all ranks are in it
+                announce(self.comm, error)
             raise
 
     def _forward(self, inputs: tuple[Any, ...], named_inputs: dict[str, Any]) -> Any:
         given = _samples_given(inputs, named_inputs)
         if self.comm.size > 1:
             refuse_compiling()
+            if self._shares_units:
+                self._settings.refuse()
             self._check_batch(given)
             captured = self.found.captured
             self._column.is_silent = given == 0
             self._rank.stands_in = given == 0 and not (captured is not None and captured.runs_without_samples)
-        elif given is not None and given != self._rank.samples:
+        elif given is not None and given != self._rank.samples and not self._gradients.in_parts:
             self._announce(given, Span(0, given), (given,))
         if not torch.is_grad_enabled():
             with self._drawing():
                 return self._run(inputs, named_inputs)
-        if self.comm.size > 1:
-            if self._watch.is_due:
+        for watch in self._watches if not self._part else ():
+            if watch.is_due:
                 with self.phases.during(IterationPhase.HORIZONTAL):
-                    # A rank that has joined has made fewer steps.
-                    self._watch.compare(() if self.comm.changes else steps_of(self._sums.parameters))
-            self._watch.end_pass()
+                    watch.compare()
+            watch.end_pass()
+        self.thread = threading.get_ident()
         self.phases.enter(IterationPhase.FORWARD)
-        if self._is_alone:
-            output = self.module(*inputs, **named_inputs)
-            if self._reduction is not None:
-                return output
-        else:
-            with self._drawing():
-                output = self._sums.forward(inputs, named_inputs)
-        samples, mine = self._rank.samples, self._rank.mine
-        scale = mine.size / samples if self._reduction == "mean" else {"sum": 1.0}.get(self._reduction or "")
-        for owner, name in self._keepers:
-            kept = vars(owner).get(name)
-            if kept is not None and kept is not self._weighed.get((owner, name)):  # else it is that of the pass before
-                self._weighed[owner, name] = vars(owner)[name] = weighed(kept, scale=scale, phases=self.phases)
-        return weighed(output, scale=scale, phases=self.phases)
+        sums_nothing = self._is_alone and (self.stage is None or not self.stage.tied)
+        if sums_nothing and self._reduction is not None and not self._gradients.in_parts:
+            self.outside.adds_terms, self.outside.samples = False, None  # a loop over micro-batches may have gone before
+            with recomputable(functools.partial(self._keep, None)):
+                return self._run(inputs, named_inputs)
+        begun = self._begin_pass()
+        inputs, named_inputs = self._gradients.inputs(begun, (inputs, named_inputs))
+        with self._drawing() as draws, recomputable(functools.partial(self._keep, draws)):
+            output = self._run(inputs, named_inputs)
+        output = self._gradients.outputs(begun, output, reduction=self._reduction)
+        self._deferred.passed(output)
+        return output
+
+    def _begin_pass(self) -> ForwardPass:
+        """A forward pass with gradients over the samples of `RankContext` begins."""
+        rank = self._rank
+        samples, here, index = rank.samples, rank.mine.size, 0 if rank.comm is None else rank.index
+        is_mean, in_parts = self._reduction == "mean" and samples > 0, self._gradients.in_parts
+        shares = tuple(width / samples for width in rank.widths) if is_mean else (1.0,) * len(rank.widths)
+        if in_parts and is_mean and here and index is not None:
+            shares, index = (here / samples,), 0  # other replicas have other micro-batches
+        in_several = self._reduction is not None and (len(rank.widths) > 1 or in_parts)
+        is_judged = in_several and here > 1 and self.has_results
+        self.outside.samples = None if not is_judged else here if is_mean else 0
+        begun = self._gradients.begin(
+            samples=samples,
+            shares=lambda: shares,
+            index=index if here else None,
+            adds_terms=self._reduction == "sum" and (len(rank.widths) > 1 or in_parts),
+        )
+        rank.weight = begun.weight
+        return begun
+
+    def _on_moment(self, moment: PassMoment) -> None:
+        if moment is not PassMoment.BACKWARD and self._gradients.in_parts:
+            return  # sums and the update follow when the loop over micro-batches has ended
+        phase = _PHASES[moment]
+        if moment is not PassMoment.BACKWARD or self.phases.current is not phase:
+            self.phases.enter(phase)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether any replica computes its samples in several micro-batches."""
+        return any(column.micro_batches > 1 for column in self.layout.columns)
 
     @property
     def reduction(self) -> LossReduction | None:
@@ -277,11 +505,8 @@ class TiledModel(nn.Module):
         Raises:
             TrainingError: on all ranks, with `error_if_nonfinite`; the gradients are as they were.
         """
-        trained = [parameter for parameter in self._sums.parameters if parameter.grad is not None]
-        tiled = {id(parameter) for parameter in self.tiled_parameters()}
-        grads = [parameter.grad for parameter in trained if parameter.grad is not None]
-        norms = self.norms.of(grads, norm_type, tiled=[id(parameter) in tiled for parameter in trained])
-        norm = torch.linalg.vector_norm(norms, norm_type).item() if trained else 0.0
+        grads = [parameter.grad for parameter in self._gradients.parameters if parameter.grad is not None]
+        norm = self.norm_of(grads, norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise TrainingError(
                 f"the norm of order {norm_type:g} of the gradients is {norm}, so they cannot be clipped. Look for bad samples, "
@@ -293,13 +518,37 @@ class TiledModel(nn.Module):
                 grad.mul_(scale)
         return norm
 
-    def global_loss(self, loss: torch.Tensor) -> float:
+    def norm_of(self, tensors: Sequence[torch.Tensor], norm_type: float, *, everyone: bool = True) -> float:
+        """The norm of all these parameters, or gradients of parameters, over all ranks. Collective.
+
+        Args:
+            tensors: this rank's part of them, each of any shape.
+            norm_type: which p-norm.
+            everyone: whether all ranks ask; otherwise those of stages with trained parameters (`ModelStage.total_norm`).
+        """
+        tiled = {id(each) for parameter in self.tiled_parameters() for each in (parameter, parameter.grad)}
+        split = [id(tensor) in tiled for tensor in tensors]
+        if self.stage is not None:
+            names = {id(each): name for name, own in self.module.named_parameters() for each in (own, own.grad)}
+            counted = [self.stage.counts(names[id(tensor)]) for tensor in tensors]
+            tensors, split = list(compress(tensors, counted)), list(compress(split, counted))
+        if self.sharding is not None:
+            owners = {id(each.grad): each for each in self._gradients.parameters}
+            split = [id(tensor) in owners for tensor in tensors]
+            parts = [self.sharding.part(owners[id(each)], each) if id(each) in owners else each for each in tensors]
+            tensors = parts
+        norms = self.norms.of(tensors, norm_type, tiled=split)
+        norm = torch.linalg.vector_norm(norms, norm_type).item() if tensors else 0.0
+        return norm if self.stage is None else self.stage.total_norm(norm, norm_type, everyone=everyone)
+
+    def global_loss(self, loss: torch.Tensor | Sequence[torch.Tensor]) -> float:
         """The loss over the global batch, in a loop of your own, where `loss` is over this rank's samples. Collective.
 
         What schedules and early stopping look at: the loss of a rank's own samples is another one on every rank.
 
         Args:
-            loss: of shape (), over this rank's samples of the last batch; after its backward pass.
+            loss: of shape (), over this rank's samples of the last batch; after its backward pass. After a loop over
+                `micro_batches`, the loss of each, in their order.
 
         Returns:
             The mean, or the sum, over all samples; the same on all ranks.
@@ -310,16 +559,102 @@ class TiledModel(nn.Module):
         """
         if self._reduction is None:
             raise InputError("say what the loss does with the samples: tatami.tile(..., reduction='mean'), or 'sum'")
-        self.beside.refuse("global_loss", is_sum=self._reduction == "sum")
-        samples, here = self._rank.samples, self._rank.mine.size
-        share = 1.0 if self._reduction == "sum" else here / samples if samples else 0.0
-        total = torch.zeros(1, dtype=torch.float64, device="cpu")
-        if here and self._rank.speaks:
-            total += loss.item() * share
+        self.outside.refuse("global_loss")
+        total = torch.tensor([self.own_share(loss)], dtype=torch.float64, device="cpu")
         if self.comm.size > 1:
             with self.phases.during(IterationPhase.HORIZONTAL):
                 self.comm.allreduce(total)
         return total.item()
+
+    def over_batch(self, mean: torch.Tensor) -> torch.Tensor:
+        """The mean over the global batch, where `mean` is that over this rank's samples. Collective; gradients flow through it.
+
+        For losses that are made of means: their root, their quotients, a balance of experts over the batch. For a loss that is
+        a mean (`reduction="mean"`), after `local` and before `backward`.
+
+            loss = model.over_batch(F.mse_loss(model(x), y)).sqrt()
+
+        Args:
+            mean: of any shape, the same on all ranks.
+
+        Raises:
+            InputError: the loss is a sum, or this batch is computed in micro-batches.
+        """
+        refuse_stages(self.stage is not None, "model.over_batch")
+        if self._checks_loss or self._reduction != "mean" or self.has_parts:  # what is made of it cannot be checked by parts
+            raise InputError("model.over_batch is for losses that are a mean over a batch computed in one part")
+        samples, here = self._rank.samples, self._rank.mine.size
+        share = here / samples if here and self._rank.speaks else 0.0
+        total = (
+            mean.detach().to("cpu", torch.float64) * share
+            if share
+            else torch.zeros(mean.shape, dtype=torch.float64, device="cpu")
+        )
+        if self.comm.size > 1:
+            with self.phases.during(IterationPhase.HORIZONTAL):
+                self.comm.allreduce(total)
+        whole: torch.Tensor = OverBatch.apply(mean, total.to(mean))  # type: ignore[no-untyped-call]
+        return whole
+
+    def check_loss(self, loss: Callable[..., torch.Tensor], *here: Any, what: str = "check_loss") -> None:
+        """Look whether a loss is the mean, or the sum, of what samples give one by one, by computing it of parts. Collective.
+
+            model.check_loss(lambda x, y: F.mse_loss(model(x), y), *model.local(x, y))
+
+        The network runs in evaluation, without gradients. The Trainer does this with the first batch of a `training_step`.
+
+        Args:
+            loss: of samples that are given as `here` is; returns a scalar.
+            here: what `local` returned.
+            what: the name of the loss, for errors.
+
+        Raises:
+            InputError: on all ranks: it is not, or the network couples samples of this batch.
+        """
+        if self._reduction is None or (len(self.layout.columns) == 1 and not self.has_parts):
+            return
+        refuse_stages(self.stage is not None, "model.check_loss")
+        if any(isinstance(each, BATCH_NORMS) and each.running_mean is None for each in self.module.modules()):
+            return  # it normalizes over the batch in evaluation, too, which no part of a batch shows
+        samples = self._rank.mine.size
+        modes = {module: module.training for module in self.module.modules()}
+        # A pass of ranks that share units is made by all of them, so all decide alike whether there are enough samples.
+        enough = min(filter(None, self._rank.widths), default=0) > 1
+
+        def of(span: Span) -> torch.Tensor:
+            with kept(self.module), torch.random.fork_rng(devices=[]):
+                self.module.eval()
+                return loss(*(cut_batch(each, span, samples=samples) for each in here))
+
+        def look() -> None:
+            refuse_other_loss(of, samples=samples if enough else 0, reduction=str(self._reduction), what=what)
+
+        self._checks_loss = True
+        try:
+            all_or_none(self.comm, look, what="the loss is not what ranks can compute of parts of a batch:", error=InputError)
+        finally:
+            self._checks_loss = False
+            for module, mode in modes.items():
+                module.training = mode
+
+    def own_share(self, loss: torch.Tensor | Sequence[torch.Tensor]) -> float:
+        """What this rank adds to the loss over the global batch, see `global_loss`.
+
+        Args:
+            loss: of shape (), or those of the micro-batches.
+
+        Raises:
+            InputError: another number of losses than the last batch had micro-batches.
+        """
+        samples, here = self._rank.samples, self._rank.mine.size
+        if not isinstance(loss, torch.Tensor) and len(loss) != len(self._part_sizes):
+            raise InputError(f"there are {len(loss)} losses, but the last batch had {len(self._part_sizes)} micro-batches here")
+        if not here or not self.speaks_for_column:
+            return 0.0
+        if isinstance(loss, torch.Tensor):
+            return loss.item() * (here / samples if self._reduction == "mean" else 1.0)
+        weights = [size / samples if self._reduction == "mean" else 1.0 for size in self._part_sizes]
+        return sum(each.item() * weight for each, weight in zip(loss, weights, strict=True))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """This rank's part of the weights, as `state_dict` gives it.
@@ -332,11 +667,71 @@ class TiledModel(nn.Module):
                 "these are whole weights, and a rank holds its tile: tatami.tiled.load_whole_state_dict(model, weights) takes "
                 "them, and tatami.tiled.whole_state_dict(model) gives them"
             )
+        if self.stage is not None:
+            others = super().state_dict()
+            state_dict = {**{name: value for name, value in others.items() if isinstance(value, StandIn)}, **state_dict}
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
+    def state_dict(self, *args: Any, destination: Any = None, **options: Any) -> Any:
+        """This rank's part of the weights, with the units that it is of: `load_state_dict` refuses another part.
+
+        `torch.save` of it on rank 0 warns where it is not all of the weights. See `whole_state_dict`, `tatami.save_training`.
+        """
+        if destination is None and not args and self.comm.rank == 0 and any(b - a < n for a, b, n in self._units_here()):
+            destination = PartOfWeights()
+            destination._metadata = OrderedDict()
+        state = super().state_dict(*args, destination=destination, **options)
+        for name in [name for name, value in state.items() if isinstance(value, StandIn)]:  # of other stages
+            del state[name]
+        return state
+
+    def whole(self) -> nn.Module | None:
+        """A plain network with all of the weights, on the CPU of rank 0; None on other ranks. Collective.
+
+            network = model.whole()        # on all ranks
+            if network is not None:        # on rank 0
+                print(accuracy(network.eval(), held_out))
+
+        Raises:
+            ModelError: on rank 0: the network that was tiled is gone, so that there is nothing to copy.
+        """
+        weights = {} if self._gather is None else self._gather(self)
+        if self.comm.rank:
+            return None
+        plain = None if self._make_plain is None else self._make_plain()
+        if plain is None:
+            raise ModelError(
+                "the network that was tiled is gone: keep a reference to it, give tatami.tile a function that makes it, or "
+                "load tatami.tiled.whole_state_dict(model) into a network of your own"
+            )
+        network = copy_of(plain).cpu().train(self.training)
+        network.load_state_dict(weights)
+        return network
+
+    def get_extra_state(self) -> torch.Tensor:
+        """The units that are here, for the state dict."""
+        return units_tensor(self._units_here())
+
+    def set_extra_state(self, state: Any) -> None:
+        """
+        Raises:
+            CheckpointError: the state dict is of other units.
+        """
+        check_units(state, self._units_here())
+
+    def _units_here(self) -> list[tuple[int, int, int]]:
+        every = [self._units(index) for index in range(len(self.found.blocks))]
+        if self.stage is not None:
+            index, stages = self.stage.index, len(self.stage.layout.stages)
+            every.append((Span(0, 0) if index is None else Span(index, index + 1), stages))
+        return [(span.start, span.stop, total) for span, total in every]
+
     def describe(self) -> Description:
-        """What is tiled by what, what is repeated on every rank of a column, and what could not be followed: print it."""
-        return self._description
+        """What is tiled by what, what is repeated on every rank of a column, and what could not be followed: print it.
+
+        With pipeline stages also who computes which pieces, what crosses between stages, and how much memory is planned.
+        """
+        return self._description if self.stage is None else replace(self._description, stages=describe_stages(self.stage))
 
     def close(self) -> None:
         """Give the model's communicators back; the weights stay. Collective. Passes that need other ranks raise `ClosedError`.
@@ -345,13 +740,18 @@ class TiledModel(nn.Module):
         """
         if self._column.comm is not None:
             self._column.comm.close()
+        if self._rank.sums is not None:
+            self._rank.sums.close()
+        if self.stage is not None:
+            self.stage.close()
         self.comm.close()
 
     def __reduce_ex__(self, protocol: Any) -> Never:
         """Called by `copy.deepcopy`, `pickle` and `torch.save`."""
         raise ModelError(
             "a tiled model holds its ranks' communicator and a part of the weights, and cannot be copied or pickled. "
-            "tatami.tiled.save_model writes the whole weights; tatami.tiled.whole_state_dict gathers them"
+            "tatami.tiled.save_model writes the whole weights, tatami.tiled.whole_state_dict gathers them, and "
+            "tatami.tiled.WeightAverage, in place of AveragedModel, is their moving average"
         )
 
     # -- where this rank lies -----------------------------------------------------------------------------------------
@@ -360,6 +760,18 @@ class TiledModel(nn.Module):
     def name(self) -> str:
         """The processor that this rank runs on."""
         return self.names[self.comm.rank]
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """The processor of every rank of this rank's stage."""
+        if self.stage is None:
+            return self.names
+        return tuple(name for name in self.names if name in self.stage.own_layout.processors)
+
+    @property
+    def has_results(self) -> bool:
+        """Whether the network's results are on this rank: not where they are on the last stage and this is another one."""
+        return self.stage is None or self.stage.is_last
 
     @property
     def device(self) -> torch.device:
@@ -374,10 +786,12 @@ class TiledModel(nn.Module):
     @property
     def traffic(self) -> Traffic:
         """What an iteration over a batch of the planned size sends, message by message, as simulator and cost model have it."""
-        hosts = dict(zip(self.names, self.comm.hosts, strict=True))
+        names = self.stage_names
+        hosts = dict(zip(names, self.stage_comm.hosts, strict=True))
         rates = transfer_rates(self.cluster)
         planned = self.layout.cut_blocks(self.workload) or self.tilings
-        found = traffic_of(planned, workload=self.workload, names=self.names, hosts=hosts, rates=rates)
+        numbers = [column.micro_batches for column in self.layout.columns]
+        found = traffic_of(planned, workload=self.workload, names=names, hosts=hosts, rates=rates, micro_batches=numbers)
         if len(self.tilings) == len(planned):
             return found
         # A block of the workload is several of the network, such as experts, whose gradients travel each by its own tiling.
@@ -387,7 +801,7 @@ class TiledModel(nn.Module):
             riders=riding_elements(self.workload, columns=len(self.tiling.columns)),
             element_bytes=self.workload.element_bytes,
             wire=self.workload.wire,
-            names=self.names,
+            names=names,
             hosts=hosts,
             rates=rates,
         )
@@ -400,8 +814,8 @@ class TiledModel(nn.Module):
 
     @property
     def speaks_for_column(self) -> bool:
-        """Whether this rank is the first of its column: sums over samples count each column once."""
-        return self._rank.speaks
+        """Whether this rank is the first that has the results of its replica: sums over samples count each replica once."""
+        return self._rank.speaks and self.has_results
 
     @property
     def local_span_size(self) -> tuple[int, int]:
@@ -430,14 +844,13 @@ class TiledModel(nn.Module):
         """The parameters of which this rank holds some units."""
         return [rows.tensor for block in self.block_rows() for rows in block if isinstance(rows.tensor, nn.Parameter)]
 
+    def own_parameters(self) -> list[nn.Parameter]:
+        """The parameters of which this rank holds some units or all: not those of other stages."""
+        return self._gradients.parameters
+
     def plain_parameters(self) -> list[nn.Parameter]:
         """Those of the network that was given, as far as they still live: this model has copies of them."""
         return [parameter for each in self._plain if (parameter := each()) is not None]
-
-    @property
-    def beside(self) -> WeightsBeside:
-        """What the loss reads of the weights beside the forward pass."""
-        return self._sums.beside
 
     # -- inside -----------------------------------------------------------------------------------------------------------
 
@@ -451,22 +864,50 @@ class TiledModel(nn.Module):
         tile = self.tile
         self._rank.index = tile.column if tile is not None else None
         self._rank.speaks = tile is not None and self.tiling.columns[tile.column][0].processor == self.name
+        self._rank.columns = len(self.tiling.columns)
+        self._rank.sums_statistics = sums_statistics(
+            columns=self._rank.columns, tiles=len(self.tiling.tiles), ranks=self.stage_comm.size
+        )
         self._column.meet(placement.column)
         self._placement = placement
+        self._shares_units = any(len(column) > 1 for column in self.tiling.columns)
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """An iteration was broken off, and begins again: nothing of its backward passes is left."""
+        if (engine := getattr(self, "_gradients", None)) is not None:
+            engine.forget()
 
     def _regroup(self, *, cluster: Cluster) -> None:
         """The ranks of the communicator are others now, on these processors. For `tatami.tiled.relaying`; sends nothing."""
         self.cluster = cluster
         self.names = tuple(processor.name for processor in cluster.processors)
-        self._watch = BatchWatch(self.comm, columns=self._columns)
+        self._watches = self._make_watches()
 
     def _place(self, layout: Layout) -> Placement:
-        """See `place`; the model stays as it is. Collective."""
-        return place(layout, self.comm, cluster=self.cluster, workload=self.workload, blocks=self.found.blocks)
+        """See `place`; the model stays as it is. Collective.
+
+        Raises:
+            PlanError: as `place`; micro-batches of a network with batch normalization; replicas of several ranks with a sharded
+                optimizer.
+        """
+        if self._shards and any(len(column.processors) > 1 for column in layout.columns):
+            raise PlanError(
+                "the layout has replicas of several ranks, with which sharded_optimizer=True does not work yet. Use a layout "
+                "of columns of one processor, or leave sharded_optimizer out"
+            )
+        if self._has_statistics and any(column.micro_batches > 1 for column in layout.columns):
+            raise PlanError(
+                "the layout has micro-batches, and batch normalization takes the statistics of the whole batch. Use a layout "
+                "with one micro-batch for each replica"
+            )
+        cluster = self.cluster if self.stage is None else self.cluster.only(self.stage_names)
+        return place(layout, self.stage_comm, cluster=cluster, workload=self.workload, blocks=self.found.blocks)
 
     def _columns(self) -> list[list[int]]:
         """The ranks of each column."""
-        return [[self.names.index(tile.processor) for tile in column] for column in self.tiling.columns]
+        names = self.stage_names
+        return [[names.index(tile.processor) for tile in column] for column in self.tiling.columns]
 
     def _announce(self, samples: int, mine: Span, widths: tuple[int, ...]) -> None:
         self._rank.samples, self._rank.mine, self._rank.widths = samples, mine, widths
@@ -479,14 +920,15 @@ class TiledModel(nn.Module):
             first, second = whole.get_submodule(names.first), whole.get_submodule(names.second)
             assert isinstance(first, nn.Linear)
             assert isinstance(second, nn.Linear)
-            _replace(whole, names.first, TiledFirst(first, column=self._column))
-            _replace(whole, names.second, TiledSecond(second, column=self._column))
+            first.__dict__["forward"] = TiledFirst(first, column=self._column)
+            second.__dict__["forward"] = TiledSecond(second, column=self._column)
             units = UnitFactor(block=0, total=self.tilings[index].units, runs=ONE_EACH.runs)
             context = self._context([index])
             for name in names.dropouts:
                 layer = whole.get_submodule(name)
                 assert isinstance(layer, nn.Dropout)
-                _replace(whole, name, WholeDropout(layer.p, context=context, units=units))
+                orders = () if self.found.captured is None else self.found.captured.dropout_orders.get(name, ())
+                layer.__dict__["forward"] = WholeDropout(layer, context=context, units=units, orders=orders)
         for name, followed in self.found.followed.items():
             module, blocks = whole.get_submodule(name), self.found.of_followed(name)
             units_here = tuple(functools.partial(self._units, index) for index in blocks)
@@ -495,7 +937,7 @@ class TiledModel(nn.Module):
                 module,
                 name=name,
                 followed=followed,
-                context=self._context(blocks),
+                context=self._context(blocks, name=name, layer=module.get_submodule),
                 units=units_here,
                 plainly=self.found.runs_plainly(whole, name),
                 device=self._device,
@@ -503,16 +945,90 @@ class TiledModel(nn.Module):
         for number, part in enumerate(self.found.parts):
             part.install(whole, self._context(self.found.of_part(number)))
         context = self._context(())
-        # A layer may be there under several names.
-        for name, layer in list(whole.named_modules(remove_duplicate=False)):
+        for name, layer in whole.named_modules():
+            if "forward" in vars(layer):
+                continue
             if isinstance(layer, nn.Dropout):
-                axis = None if self.found.captured is None else self.found.captured.samples_axis(name)
-                _replace(whole, name, WholeDropout(layer.p, context=context, samples_axis=axis or 0))
-            elif isinstance(layer, BATCH_NORMS) and (self.comm.size > 1 or self.comm.changes):
-                _replace(whole, name, WholeBatchNorm(layer, context=context))
+                captured = self.found.captured
+                axis = None if captured is None else captured.samples_axis(name)
+                orders = () if captured is None else captured.dropout_orders.get(name, ())
+                layer.__dict__["forward"] = WholeDropout(layer, context=context, samples_axis=axis or 0, orders=orders)
+            elif isinstance(layer, BATCH_NORMS) and not self._is_alone:
+                layer.__dict__["forward"] = WholeBatchNorm(layer, name=name, context=context)
 
-    def _context(self, blocks: Iterable[int]) -> ModuleContext:
-        return ModuleContext(rank=self._rank, units=tuple(functools.partial(self._span, index) for index in blocks))
+    def _settings_of(self, module: nn.Module) -> ModuleSettings:
+        partial: dict[str, frozenset[str]] = {}
+        for pair in self.found.pairs:
+            partial |= dict.fromkeys((*pair.dropouts, *pair.others), frozenset[str]())
+            partial |= {pair.first: frozenset({"_forward_pre_hooks"}), pair.second: frozenset({"_forward_hooks"})}
+        return ModuleSettings(module, followed=self.found.followed, partial=partial, replaceable=works_elementwise)
+
+    def _make_watches(self) -> list[Watch]:
+        """What is compared now and then: among the ranks of a stage, which have the same weights; batches among all ranks."""
+        watch = Watch(self.stage_comm, always=debugging())
+        watches = [watch] if self.stage is None else [Watch(self.comm, always=debugging()), watch]
+        watches[0].add(self._batch.own, self._batch.refuse)
+        if not self.comm.changes:  # a rank that has joined has made fewer steps
+            watch.add(lambda: steps_of(self._gradients.parameters), refuse_other_steps)
+        watch.add(self._weights, refuse_other_weights)
+        return watches
+
+    def check_same_weights(self) -> None:
+        """Look whether ranks that hold the same weights have the same numbers. Collective.
+
+        Raises:
+            InputError: on all ranks: they have not; names the weight.
+        """
+        if self.stage_comm.size > 1:
+            refuse_other_weights(self.stage_comm.allgather_object(self._weights()))
+
+    def _weights(self) -> dict[str, Numbers]:
+        """A few elements of each parameter, and of those that ranks share, of each piece that the same ranks hold."""
+        self._num_looks += 1
+        cut = {id(rows.tensor): (rows, index) for index, block in enumerate(self._rows) for rows in block}
+        named: list[tuple[str, torch.Tensor]] = []
+        parameters = [(name, each) for name, each in self.named_parameters() if not isinstance(each, StandIn)]
+        if self._num_looks > _WHOLE_LOOKS:
+            parameters = parameters[self._num_looks % -(-len(parameters) // _LOOKED_AT) :: -(-len(parameters) // _LOOKED_AT)]
+        for name, parameter in parameters:
+            if id(parameter) not in cut:
+                named.append((name.removeprefix("module."), parameter))
+                continue
+            rows, index = cut[id(parameter)]
+            here, _ = self._units(index)
+            tiles = self.tilings[index].tiles
+            edges = sorted({edge for tile in tiles for edge in (tile.units.start, tile.units.stop)})
+            for start, stop in pairwise(edges):
+                if here.start <= start and stop <= here.stop:
+                    for number, view in enumerate(rows.cut(counted_from(here, Span(start, stop)))):
+                        label = f"{name.removeprefix('module.')} (units {start} to {stop - 1}, part {number})"
+                        named.append((label, view))
+        known = {id(each) for model in models() for each in model.tiled_parameters()} | set(map(id, self.parameters()))
+        optimizers = optimizers_of(self._gradients.parameters)
+        stepped = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+        for number, each in enumerate(stepped):
+            # In an elastic run the optimizer also steps this rank's mirrors of other ranks' units.
+            if id(each) not in known and not self.comm.changes:
+                named.append((f"parameter {number} of an optimizer, which is not the model's,", each))
+        return numbers_of(named, look=self._num_looks)
+
+    def _context(
+        self, blocks: Iterable[int], *, name: str = "", layer: Callable[[str], nn.Module] | None = None
+    ) -> ModuleContext:
+        units = tuple(functools.partial(self._span, index) for index in blocks)
+        return ModuleContext(rank=self._rank, units=units, name=name, layer=layer)
+
+    def _local_statistics(self) -> LocalStatistics:
+        split = {
+            name: SplitStatistics(runs=runs, units=functools.partial(self._units, index))
+            for index, block in enumerate(self.found.blocks)
+            for name, runs in block.cuts.items()
+        }
+        return LocalStatistics(self.module, rank=self._rank, split=split)
+
+    def _average_statistics(self) -> None:
+        if self._statistics is not None and self.module.training:
+            self._statistics.average()
 
     def _span(self, block: int) -> Span:
         return self._units(block)[0]
@@ -551,11 +1067,55 @@ class TiledModel(nn.Module):
 
     def _run(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> Any:
         """The network's own forward pass, over one sample where this rank has none and the network cannot run without."""
+        call = self.module if self.stage is None else self._pipelined
         if not self._rank.stands_in:
-            return self.module(*inputs, **named_inputs)
+            return call(*inputs, **named_inputs)
         inputs, named_inputs = with_stand_in((inputs, dict(named_inputs)))
         captured = self.found.captured
-        return without_stand_in(self.module(*inputs, **named_inputs), None if captured is None else captured.result_axes)
+        return without_stand_in(call(*inputs, **named_inputs), None if captured is None else captured.result_axes)
+
+    def _pipelined(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """This rank's stage of the forward pass, over one micro-batch of this rank's samples after the other."""
+        assert self.stage is not None
+        rank = self._rank
+        samples, mine, widths = rank.samples, rank.mine, rank.widths
+        sizes = self.layout.columns[rank.index or 0].micro_batch_sizes(mine.size)
+        if len(sizes) == 1 or rank.stands_in or self._gradients.in_parts or not torch.is_grad_enabled():
+            parts = len(self._part_sizes) if self._gradients.in_parts else 1
+            return self.stage.run(inputs, named_inputs, micro_batch=self._part, num_micro_batches=parts)
+        state, outputs, start = self.generator.get_state(), [], 0
+        for number, size in enumerate(sizes):
+            if number:
+                self.generator.set_state(state)  # every layer draws for the whole batch, and takes its samples' part
+            span = Span(start, start + size)
+            self._announce(samples, Span(mine.start + span.start, mine.start + span.stop), widths)
+            part, named_part = cut_batch((inputs, named_inputs), span, samples=mine.size)
+            outputs.append(self.stage.run(part, named_part, micro_batch=number, num_micro_batches=len(sizes)))
+            start += size
+        self._announce(samples, mine, widths)
+        return _joined(outputs, None if self.found.captured is None else self.found.captured.result_axes)
+
+    def _keep(self, draws: Any) -> Restore:
+        """See `recomputing`: what layers ask for now, in a pass that draws from `draws`."""
+        rank, column, generator = self._rank, self._column, self.generator
+        facts, is_silent, state = vars(rank).copy(), column.is_silent, generator.get_state()
+        again = draws.copy() if isinstance(draws, LocalDrawing) else None
+
+        @contextmanager
+        def restore() -> Iterator[None]:
+            before = vars(rank).copy(), column.is_silent, generator.get_state()
+            vars(rank).update(facts)
+            column.is_silent = is_silent
+            generator.set_state(state)
+            try:
+                with again.copy() if again is not None else _ANY_STATE:
+                    yield
+            finally:
+                vars(rank).update(before[0])
+                column.is_silent = before[1]
+                generator.set_state(before[2])
+
+        return restore
 
     def _drawing(self) -> AbstractContextManager[Any]:
         """The ranks of a column draw alike."""
@@ -566,19 +1126,13 @@ class TiledModel(nn.Module):
         if self.draws is None or self._is_alone:
             return _ANY_STATE
         column = self._rank.index or 0
-        return self.draws.next_pass(column=column) if is_training else self.draws.evaluation(column=column)
-
-
-def _keepers(module: nn.Module, found: Blocks) -> list[tuple[nn.Module, str]]:
-    """Modules that keep what a loss may be made of as well, and its names there."""
-    names = () if found.captured is None else found.captured.leaves_behind.with_gradient
-    return [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+        return self.draws.next_pass(column=column, part=self._part) if is_training else self.draws.evaluation(column=column)
 
 
 def _samples_given(inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> int | None:
     """The length of the first tensor; None where there is none with an axis. Torch's look into structures takes its time."""
     for value in (*inputs, *named_inputs.values()):
-        if not isinstance(value, (torch.Tensor, *PLAIN_VALUES)):
+        if not isinstance(value, (torch.Tensor, *_PLAIN_VALUES)):
             break
         if isinstance(value, torch.Tensor) and value.dim():
             return value.shape[0]
@@ -586,9 +1140,24 @@ def _samples_given(inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> 
     return next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
 
 
-def _replace(root: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(root.get_submodule(parent), child, module)
+def _joined(outputs: Sequence[Any], axes: Sequence[int | None] | None) -> Any:
+    """The outputs of consecutive micro-batches as one.
+
+    Raises:
+        ModelError: one of its tensors is not of samples, such as a loss.
+    """
+    leaves = [pytree.tree_flatten(output)[0] for output in outputs]
+    known = axes if axes is not None and len(axes) == len(leaves[0]) else [0] * len(leaves[0])
+    joined = []
+    for parts, axis in zip(zip(*leaves, strict=True), known, strict=True):
+        if isinstance(parts[0], torch.Tensor) and (axis is None or not parts[0].dim()):
+            raise ModelError(
+                f"the network returns a tensor of shape {tuple(parts[0].shape)} that is not of single samples, and cannot be "
+                "put together from micro-batches. Train with tatami.Trainer, take model.micro_batches(...), or give "
+                "tatami.tile micro_batches=1"
+            )
+        joined.append(torch.cat(parts, axis or 0) if isinstance(parts[0], torch.Tensor) else parts[0])
+    return pytree.tree_unflatten(joined, pytree.tree_flatten(outputs[0])[1])
 
 
 def _rows(root: nn.Module, cuts: Mapping[str, UnitRuns]) -> list[Rows]:

@@ -14,8 +14,10 @@ import torch
 from tatami.comm.agreement import same_everywhere
 from tatami.errors import PlanError
 from tatami.retiling.moves import Move, moves
+from tatami.same_steps import optimizers_of
 from tatami.tiled.carrying import carry, counted_from, elementwise, put, room_for, units_of
 from tatami.tiled.model import TiledModel
+from tatami.tiled.model_stage import refuse_stages
 from tatami.tiled.rows import Rows
 from tatami.tiling import Layout, Tiling
 
@@ -46,7 +48,8 @@ def move(
     Args:
         model: from `tatami.tile`.
         layout: where the ranks lie from now on.
-        optimizer: the one whose state goes along; None where there is none.
+        optimizer: whose state goes along, as do those of all others that have stepped parameters of the model; None where
+            there is none.
         companions: more tensors, each shaped like a parameter or buffer, that go where its rows go; the same on all ranks.
 
     Raises:
@@ -56,12 +59,18 @@ def move(
         raise PlanError(
             f"tatami.tiled.move takes a tatami.tiling.Layout, such as that of tatami.plan(...).best, not {layout!r}"
         )
+    refuse_stages(model.stage is not None, "a re-tiling")
     same_everywhere(model.comm, {"layout": layout}, where="a re-tiling", error=PlanError)
     placement = model._place(layout)
     before, after = model.tilings, placement.tilings
     plans = [moves(old, new) for old, new in zip(before, after, strict=True)]
+    optimizers = list(optimizers_of(model.parameters()))
+    if optimizer is not None and optimizer not in optimizers:
+        optimizers.append(optimizer)
     with torch.no_grad():
-        bundles = [_bundle(rows, optimizer, companions or {}) for rows in model.block_rows()]
+        bundles = [_bundle(rows, optimizers, companions or {}) for rows in model.block_rows()]
+        kinds = {f"block {number}": [str(rows.tensor.dtype) for rows in bundle] for number, bundle in enumerate(bundles)}
+        same_everywhere(model.comm, kinds, where="the tensors that a re-tiling moves", error=PlanError)
         laid = [
             [Rows(room_for(rows, units=units_of(tiling, model.name).size), rows.runs) for rows in bundle]
             for bundle, tiling in zip(bundles, after, strict=True)
@@ -79,13 +88,13 @@ def move(
 
 
 def _bundle(
-    rows_of_block: Sequence[Rows], optimizer: torch.optim.Optimizer | None, companions: Mapping[torch.Tensor, torch.Tensor]
+    rows_of_block: Sequence[Rows], optimizers: Sequence[torch.optim.Optimizer], companions: Mapping[torch.Tensor, torch.Tensor]
 ) -> list[Rows]:
     """A block's tensors, and all that there is of the same shape for each, in the same order on every rank."""
     bundle = []
     for rows in rows_of_block:
         own = rows.tensor
-        state = elementwise(optimizer, own).values() if optimizer is not None else ()
+        state = [tensor for optimizer in optimizers for tensor in elementwise(optimizer, own).values()]
         beside = [tensor for tensor in (own.grad, companions.get(own)) if tensor is not None]
         bundle += [Rows(tensor, rows.runs) for tensor in (own, *beside, *state)]
     return bundle

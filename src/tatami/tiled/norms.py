@@ -16,7 +16,7 @@ class WholeNorms:
 
     Args:
         comm: all ranks of the tiled model.
-        holders: gives the ranks of the first column, which hold each unit once between them.
+        holders: gives the ranks that hold each unit, or each element of a shard, once between them.
         phases: where the time goes.
     """
 
@@ -37,7 +37,7 @@ class WholeNorms:
         if self._comm.size == 1:
             return torch.tensor(here, dtype=torch.float64, device="cpu")
         holders = self._holders()
-        # One row for each rank of the first column, and a last one for what every rank has whole: rank 0's counts, because
+        # One row for each holder of units, and a last one for what every rank has whole: rank 0's counts, because
         # ranks of different machines may differ in the last bit. A sum in which all but one are zero changes no bit.
         rows = torch.zeros(len(holders) + 1, len(tensors), dtype=torch.float64, device="cpu")
         for index, (norm, split) in enumerate(zip(here, tiled, strict=True)):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,9 @@ from torch.utils import _pytree as pytree
 
 from tatami.errors import InputError
 from tatami.tiled.batch import cut_batch, samples_of
-from tatami.tiled.following.mixing import SteadyDraws, lacks_samples, reductions_of
+from tatami.tiled.following.mixing import refuse_other_loss
 from tatami.tiled.following.unchanged import unchanged
-from tatami.tiled.losses import CountedMeans, Loss, LossReduction, check_reduction, reduction_of, setting_of
+from tatami.tiled.losses import Loss, LossReduction, check_reduction, reduction_of, setting_of
 from tatami.tiling import Span
 
 TrainingStep = Callable[[Any, Any], torch.Tensor]
@@ -67,6 +68,9 @@ class Objective:
             InputError: it does something else.
         """
         if self.training_step is not None:
+            step = self.training_step
+            if check is not None and model.stage is None:  # of stages, only the last one has a loss to look at
+                model.check_loss(lambda part: step(model, part), batch, what="training_step")
             return _scalar(self.training_step(model, batch), "training_step returned")
         output = self.run(model, batch)
         if check is not None and self.loss is not None:
@@ -81,31 +85,22 @@ class Objective:
         if setting_of(loss, "reduction") is not None or samples < 2 or not is_plain:
             return
         output = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output)
+
+        def of(span: Span) -> torch.Tensor:
+            with unchanged(loss) if isinstance(loss, torch.nn.Module) else nullcontext():
+                return loss(*(cut_batch(each, span, samples=samples) for each in (output, target)))
+
         what = getattr(loss, "__name__", type(loss).__name__)
-        for first in dict.fromkeys((samples // 2, samples - 1)):
-            spans = Span(0, samples), Span(0, first), Span(first, samples)
-            parts = [tuple(cut_batch(each, span, samples=samples) for each in (output, target)) for span in spans]
-            kept = unchanged(loss) if isinstance(loss, torch.nn.Module) else nullcontext()
-            try:
-                with torch.no_grad(), SteadyDraws(), CountedMeans(), kept:
-                    found = [loss(*part) for part in parts]
-            except InputError:  # class weights, by which a mean divides
-                raise
-            except Exception:  # it may take some numbers of samples only
-                continue
-            if not lacks_samples(found) and reduction not in reductions_of(found, first, samples - first):
-                whole, one, rest = (float(each) for each in found)
-                raise InputError(
-                    f"the loss ({what}) is said to be the {reduction} over the samples of a batch, and is not: of {samples} "
-                    f"samples it is {whole:.6g}, of the first {first} {one:.6g}, and of the others {rest:.6g}. A rank sees a "
-                    "part of the batch, so a loss must be the mean or the sum of what its samples give one by one; targets "
-                    "are left out by ignore_index"
-                )
+        refuse_other_loss(of, samples=samples, reduction=reduction, what=what, counts=True)
 
     def run(self, model: Any, batch: Any) -> Any:
         """The network's output for the inputs of `batch`."""
         args, kwargs = self.inputs(batch)
-        return model(*args, **kwargs)
+        try:
+            return model(*args, **kwargs)
+        except TypeError:
+            check_keywords(getattr(model, "module", model), args, kwargs)
+            raise
 
     def judge(self, output: Any, batch: Any) -> torch.Tensor:
         """The loss of an output."""
@@ -177,6 +172,22 @@ class Objective:
                 "(model, batch)"
             )
         return tuple(batch[:-1]), batch[-1]
+
+
+def check_keywords(network: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        InputError: a batch is a dict whose keys are not arguments of the network.
+    """
+    if not kwargs:
+        return
+    try:
+        inspect.signature(type(network).forward).bind(network, *args, **kwargs)
+    except TypeError as error:
+        raise InputError(
+            f"a batch is a dict, so the network is called with {', '.join(kwargs)} by name, and {type(network).__name__} "
+            f"does not take them: {error}. Name the keys as its arguments, give pairs (inputs, targets), or a training_step"
+        ) from None
 
 
 def _scalar(loss: Any, what: str) -> torch.Tensor:

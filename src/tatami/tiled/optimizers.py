@@ -42,7 +42,44 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def check_shardable(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that cannot step any part of a weight by itself, wherever it is cut, without its shape.
+
+    Raises:
+        ModelError: it does not work element by element, by its shape, or cannot be tried.
+    """
+    check_optimizer(optimizer)
+    if optimizer not in _shardable:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                _shardable[optimizer] = _parts_step_as_the_whole(optimizer, None)
+        except Exception:  # it takes other arguments, or a closure
+            _shardable[optimizer] = False
+    if not _shardable[optimizer]:
+        raise ModelError(
+            f"sharded_optimizer=True cuts weights anywhere, and {type(optimizer).__name__} looks at their shape, or could not "
+            "be tried on a small weight and its parts. Use SGD, Adam, AdamW or another that works element by element, or leave "
+            "sharded_optimizer out"
+        )
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer of other parameters: it would change nothing of this model.
+
+    Raises:
+        InputError: it has parameters that are not the model's.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    num_other = sum(id(each) not in own for group in optimizer.param_groups for each in group["params"])
+    if num_other:
+        raise InputError(
+            f"the optimizer has {num_other} parameters that are not the tiled model's, which are new ones; make it from "
+            "model.parameters() after model = tatami.tile(...), or give what makes it: partial(torch.optim.SGD, lr=0.5)"
+        )
+
+
 _tried: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+_shardable: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -58,14 +95,17 @@ def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return found
 
 
-def _parts_step_as_the_whole(optimizer: torch.optim.Optimizer, dim: int) -> bool:
-    """For a weight that is cut across dimension `dim`."""
+def _parts_step_as_the_whole(optimizer: torch.optim.Optimizer, dim: int | None) -> bool:
+    """For a weight that is cut across dimension `dim`; None: anywhere, as a row of elements."""
     generator = torch.Generator().manual_seed(0)
     weight, *grads = (torch.randn(6, 4, dtype=torch.float64, generator=generator, device="cpu") for _ in range(1 + _STEPS))
-    sizes = [weight.shape[dim] // 2 - 1, weight.shape[dim] // 2 + 1]
     whole = _stepped(optimizer, weight, grads)
-    cut = [torch.split(tensor, sizes, dim) for tensor in (weight, *grads)]
-    parts = torch.cat([_stepped(optimizer, part, of_part) for part, *of_part in zip(*cut, strict=True)], dim)
+    if dim is None:
+        whole, weight, *grads = (tensor.view(-1) for tensor in (whole, weight, *grads))
+    axis = dim or 0
+    sizes = [weight.shape[axis] // 2 - 1, weight.shape[axis] // 2 + 1]
+    cut = [torch.split(tensor, sizes, axis) for tensor in (weight, *grads)]
+    parts = torch.cat([_stepped(optimizer, part, of_part) for part, *of_part in zip(*cut, strict=True)], axis)
     return float((parts - whole).abs().max()) <= _SAME * float((whole - weight).abs().max())
 
 

@@ -1,4 +1,4 @@
-"""Where the time of an iteration goes: compute 1, vertical, compute 2, horizontal, compute 3.
+"""Where the time of an iteration goes: compute 1, vertical, compute 2, horizontal, compute 3, and between stages hand-overs.
 
 The tiled layers say when a phase begins; no other code has to. So a hand-written loop is measured like the Trainer's.
 """
@@ -26,6 +26,8 @@ class IterationPhase(Enum):
     BACKWARD = "backward"  # compute 2
     HORIZONTAL = "horizontal"  # comm 2: waiting for the other columns included
     UPDATE = "update"  # compute 3: clipping and the optimizer's step
+    HANDOVER = "handover"  # waiting for a tensor of another pipeline stage that is on its way
+    BUBBLE = "bubble"  # waiting for another pipeline stage, which has not sent its tensor yet
 
     __hash__ = object.__hash__  # that of Enum is a call of Python, and every step makes dozens
 
@@ -42,6 +44,8 @@ class PhaseTimes:
     backward_s: float
     horizontal_s: float
     update_s: float
+    handover_s: float = 0.0
+    bubble_s: float = 0.0
 
     @property
     def t1_s(self) -> float:
@@ -60,7 +64,23 @@ class PhaseTimes:
 
     @property
     def total_s(self) -> float:
-        return self.compute_s + self.vertical_s + self.horizontal_s
+        return self.compute_s + self.vertical_s + self.horizontal_s + self.handover_s + self.bubble_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseSpan:
+    """A stretch of one phase, in seconds since `Phases.trace` was called.
+
+    Attributes:
+        phase: what the rank did.
+        micro_batch: for which micro-batch; the last one where the phase belongs to none.
+        began_s, ended_s: when.
+    """
+
+    phase: IterationPhase
+    micro_batch: int
+    began_s: float
+    ended_s: float
 
 
 class Phases:
@@ -82,12 +102,28 @@ class Phases:
         """Of the iteration that ended last."""
         self.computed_s = 0.0
         """Local compute since the beginning, up to the phase that is running."""
+        self.spans: list[PhaseSpan] = []
+        """What the iteration that was traced last consists of."""
+        self._micro_batch, self._traces, self._traced_from_s = 0, False, 0.0
+
+    def trace(self) -> None:
+        """Keep the spans of the next iteration, until it ends."""
+        self.spans, self._traces, self._traced_from_s = [], True, self.clock.now_s()
+
+    def work_on(self, micro_batch: int) -> None:
+        """What follows is done for this micro-batch."""
+        if self._traces and micro_batch != self._micro_batch and self.current is not IterationPhase.OUTSIDE:
+            self.enter(self.current)
+        self._micro_batch = micro_batch
 
     def enter(self, phase: IterationPhase) -> None:
         """End the running phase and begin `phase`."""
         if self.current in _COMPUTE:
             self.pace.end()
         now_s = self.clock.now_s()
+        if self._traces and self.current is not IterationPhase.OUTSIDE:
+            began_s, ended_s = (each_s - self._traced_from_s for each_s in (self._since_s, now_s))
+            self.spans.append(PhaseSpan(phase=self.current, micro_batch=self._micro_batch, began_s=began_s, ended_s=ended_s))
         self._spent_s[self.current] += now_s - self._since_s
         if self.current in _COMPUTE:
             self.computed_s += now_s - self._since_s
@@ -114,15 +150,10 @@ class Phases:
         return self._begin_next()
 
     def _begin_next(self) -> PhaseTimes:
-        spent_s = self._spent_s
+        self._traces = False
+        spent_s = {f"{phase.value}_s": own_s for phase, own_s in self._spent_s.items() if phase is not IterationPhase.OUTSIDE}
         self._spent_s = dict.fromkeys(IterationPhase, 0.0)
-        self.last = PhaseTimes(
-            forward_s=spent_s[IterationPhase.FORWARD],
-            vertical_s=spent_s[IterationPhase.VERTICAL],
-            backward_s=spent_s[IterationPhase.BACKWARD],
-            horizontal_s=spent_s[IterationPhase.HORIZONTAL],
-            update_s=spent_s[IterationPhase.UPDATE],
-        )
+        self.last = PhaseTimes(**spent_s)
         return self.last
 
 

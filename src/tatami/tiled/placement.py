@@ -12,7 +12,6 @@ from tatami.tiled.horizontal import HorizontalExchange
 from tatami.tiled.tiled_block import TiledBlock
 from tatami.tiling import Layout, Span, Tiling
 from tatami.tiling.summing import transfer_rates
-from tatami.tiling.traffic import departures
 from tatami.workload import Workload
 
 
@@ -25,14 +24,12 @@ class Placement:
         tilings: the layout, cut for each block; one in all where there is no block.
         column: the ranks of this rank's column; None where it is alone in it, or has no tile.
         exchange: sums over the columns; None where all ranks are in one column.
-        leaving: the same for each group of blocks whose gradients leave while earlier blocks compute.
     """
 
     layout: Layout
     tilings: tuple[Tiling, ...]
     column: AbstractCommunicator | None
     exchange: HorizontalExchange | None
-    leaving: tuple[HorizontalExchange, ...]
 
 
 def place(
@@ -67,17 +64,13 @@ def place(
     together = [] if tile is None else [names.index(other.processor) for other in tiling.columns[tile.column]]
     column = comm.subgroup(together) if comm.size > 1 else None
     everyone = len(tiling.columns) == 1 and len(layout.processors) == comm.size
-    rates = transfer_rates(cluster)
-    across = [
-        HorizontalExchange(comm, tilings=tilings, names=names, wire=workload.wire, rates=rates)
-        for _ in (departures(workload) if not everyone else ())
-    ]
     return Placement(
         layout=layout,
         tilings=tuple(tilings),
         column=column if column is not None and column.size > 1 else None,
-        exchange=across[-1] if across else None,
-        leaving=tuple(across[:-1]),
+        exchange=None
+        if everyone
+        else HorizontalExchange(comm, tilings=tilings, names=names, wire=workload.wire, rates=transfer_rates(cluster)),
     )
 
 

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterator
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tatami.comm.agreement import decided_on_root
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import OutputExistsError, TatamiError
-from tatami.page import RecordedRun, check_page, write_page
+from tatami.errors import OutputExistsError, TatamiError, warn
 from tatami.records import Records
+from tatami.report.page import RecordedRun, check_page, write_page
 from tatami.retiling import Watcher
+from tatami.tiled.describing_stages import describe_stages, handed_bytes
 from tatami.tiled.model import TiledModel
-from tatami.tiled.phases import PhaseTimes
+from tatami.tiled.phases import PhaseSpan, PhaseTimes
 from tatami.tiled.retiling import Check
 from tatami.tiling import at_tiles, link_bytes
 from tatami.tiling.traffic import sent_bytes
+
+_STEADY = 3
+"""The first iterations take longer: the third is the first whose timeline is kept."""
+_SEEN = 1 / 2000
+"""Stretches of the timeline that are a smaller part of it are not recorded."""
 
 
 class RunRecorder:
@@ -41,13 +48,17 @@ class RunRecorder:
         self._num_spent = 0
         self._watched_to = 0
         self._names: tuple[str, ...] | None = None
+        self._laid_at = 0
+        self._has_timeline = self._traces = False
         self.is_wanted = False
 
     def begin(self, *, iteration: int) -> None:
         """Agree on whether there is anything to record, and tell of the first tiling. Collective."""
         self.is_wanted = self._whole(lambda: self._model.comm.bcast_object(self._records.wanted))
         self._names = self._model.names
+        self._tell_processes(iteration)
         self._tell_tiling(iteration, why="at the start", speeds=self._speeds())
+        self._trace_next(iteration)
 
     def iterated(
         self,
@@ -74,6 +85,9 @@ class RunRecorder:
             self._tell_watched(watcher, iteration)
         if check is not None:
             self._tell_check(check, iteration)
+        if self._model.stage is not None:
+            self._tell_timeline(iteration)
+            self._trace_next(iteration)
         if is_due:
             self.write("train", iteration=iteration, values={"epoch": epoch, "loss": loss, "samples_per_s": samples_per_s})
 
@@ -112,13 +126,45 @@ class RunRecorder:
             self.write("phases", iteration=iteration, values={"iterations": self._num_spent, "ranks": ranks})
         self._spent_s, self._num_spent = {}, 0
 
+    def _trace_next(self, iteration: int) -> None:
+        """With pipeline stages, the last iteration before the first record of phases is traced. Collective.
+
+        The ranks' clocks may differ by anything: times count from a barrier, which they leave at about the same time.
+        """
+        number, due = iteration + 1 - self._laid_at, (iteration + 1) % self._every == 0
+        model = self._model
+        if model.stage is not None and self.is_wanted and due and number >= _STEADY and not self._has_timeline:
+            model.comm.barrier()
+            model.phases.trace()
+            self._traces = True
+
+    def _tell_timeline(self, iteration: int) -> None:
+        """What each rank did when in the iteration that was traced; stretches that are too short to be seen are left out."""
+        if not self._traces:
+            return
+        self._traces, self._has_timeline = False, True
+        names, told = self._model.names, self._model.comm.gather_object(self._model.phases.spans)
+        if told is not None:
+            least_s = _SEEN * max((span.ended_s for spans in told for span in spans), default=0.0)
+            ranks = {name: _seen(spans, least_s) for name, spans in zip(names, told, strict=True)}
+            self.write("timeline", iteration=iteration, values={"ranks": ranks})
+
     def _tell_members(self, before: tuple[str, ...], iteration: int) -> None:
         """In an elastic run ranks have come or gone. What was spent under the tiling of before is of no use any more."""
         self._spent_s, self._num_spent = {}, 0
         now = self._model.names
         gone, come = [name for name in before if name not in now], [name for name in now if name not in before]
         why = [f"{', '.join(names)} {what}" for names, what in ((gone, "gone"), (come, "joined")) if names]
+        self._tell_processes(iteration)
         self._tell_tiling(iteration, why="; ".join(why), speeds=self._speeds())
+
+    def _tell_processes(self, iteration: int) -> None:
+        """Which process each rank is, for those who want to look at one, or end it. Collective."""
+        if self.is_wanted:
+            comm, own = self._model.comm, f"{os.getpid()} on {socket.gethostname()}"
+            names, told = self._whole(lambda: (self._model.names, comm.gather_object(own)))
+            if told is not None:
+                self.write("processes", iteration=iteration, values={"ranks": dict(zip(names, told, strict=True))})
 
     def _speeds(self) -> dict[str, float]:
         model = self._model
@@ -160,18 +206,55 @@ class RunRecorder:
             self._tell_tiling(iteration, why=decision.reason, speeds=decision.speeds)
 
     def _tell_tiling(self, iteration: int, *, why: str, speeds: Any) -> None:
-        if not self._records.wanted:
+        model, self._laid_at, self._has_timeline = self._model, iteration, False
+        stage = model.stage
+        if not (self._records.wanted or (stage is not None and self.is_wanted)):
             return
-        traffic = self._model.traffic
+        traffic = model.traffic
         native = [each for each in traffic.sums if any(phase.num_rounds == 0 for phase in each.schedule.phases)]
         values = {
             "why": why,
-            "tiling": self._model.tiling.to_dict(),
+            "tiling": model.tiling.to_dict(),
             "speeds": dict(speeds),
             "sent_bytes": link_bytes(traffic),
             "native_bytes": sum(map(sent_bytes, native)),
         }
+        if stage is not None:
+            index = -1 if stage.index is None else stage.index
+            told = model.comm.gather_object((index, values["sent_bytes"], values["native_bytes"])) or []
+            of_stages = {number: (sent, size) for number, sent, size in told}
+            values |= {
+                "stages": stage.layout.to_dict(),
+                "described": describe_stages(stage).to_dict(),
+                "sent_bytes": _added([handed_bytes(stage), *(sent for sent, _ in of_stages.values())]),
+                "native_bytes": sum(size for _, size in of_stages.values()),
+            }
         self.write("tiling", iteration=iteration, values=values)
+
+
+def _seen(spans: Sequence[PhaseSpan], least_s: float) -> list[list[Any]]:
+    """Phase, micro-batch (from 1), beginning and end of what can be seen; what was interrupted for less is one stretch."""
+    found: list[list[Any]] = []
+    for span in spans:
+        if span.ended_s - span.began_s < least_s:
+            continue
+        facts = [span.phase.value, span.micro_batch + 1]
+        if found and found[-1][:2] == facts and span.began_s - found[-1][3] < least_s:
+            found[-1][3] = round(span.ended_s, 6)
+        else:
+            found.append([*facts, round(span.began_s, 6), round(span.ended_s, 6)])
+    return found
+
+
+def _added(parts: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
+    """Bytes by sender and receiver, of several kinds together."""
+    found: dict[str, dict[str, int]] = {}
+    for part in parts:
+        for source, targets in part.items():
+            for target, size in targets.items():
+                own = found.setdefault(source, {})
+                own[target] = own.get(target, 0) + size
+    return found
 
 
 class RunPage:
@@ -215,4 +298,4 @@ class RunPage:
             write_page(RecordedRun(records=tuple(kept)), self._path, title=self._path.stem, force=self._is_ours)
             self._is_ours = True
         except (TatamiError, OSError) as error:
-            warnings.warn(f"the report {self._path} was not written: {error}", stacklevel=2)
+            warn(f"the report {self._path} was not written: {error}")

@@ -15,7 +15,9 @@ from torch import nn
 
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError
 from tatami.membership import Regroup, Take
+from tatami.same_steps import optimizers_of
 from tatami.tiled.carrying import carry, counted_from, elementwise, put, room_for, units_of
 from tatami.tiled.mirroring import MirrorRows
 from tatami.tiled.model import TiledModel
@@ -53,6 +55,12 @@ def relay(
     Returns:
         What puts all in place; it sends nothing.
     """
+    others = [type(each).__name__ for each in optimizers_of(model.parameters()) if each is not optimizer]
+    if others:
+        raise InputError(
+            f"{', '.join(others)} steps the weights beside the Trainer's optimizer, and its state does not follow ranks that "
+            "come and go. Use one optimizer in an elastic run"
+        )
     optimizer.zero_grad(set_to_none=True)
     for _, kept in mirror.tensors:
         kept.grad = None
@@ -74,10 +82,7 @@ def relay(
             for index, block in enumerate(blocks)
         }
         laid = {
-            (index, kind): (
-                [Rows(room_for(rows, units=span.size), rows.runs) for rows in held[index, kind][0]],
-                span,
-            )
+            (index, kind): ([Rows(room_for(rows, units=span.size), rows.runs) for rows in held[index, kind][0]], span)
             for index, tiling in enumerate(tilings)
             for kind, span in (
                 (False, units_of(tiling, name)),
@@ -156,9 +161,7 @@ def _agree_on_states(
     mirrors = {id(own): kept for own, kept in mirror.tensors}
     told: list[list[dict[str, Any]]] = model.comm.allgather_object(mine)
     whole: list[Any] | None = tell_newcomers(
-        model.comm,
-        change,
-        lambda: [dict(optimizer.state.get(p, {})) if id(p) not in tiled else None for p in parameters],
+        model.comm, change, lambda: [dict(optimizer.state.get(p, {})) if id(p) not in tiled else None for p in parameters]
     )
     for index, parameter in enumerate(parameters):
         if id(parameter) in tiled:

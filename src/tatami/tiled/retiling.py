@@ -24,6 +24,7 @@ from tatami.retiling.columns import works_of
 from tatami.retiling.link_watch import WatchedMessage
 from tatami.retiling.watching import Found
 from tatami.tiled.model import TiledModel
+from tatami.tiled.model_stage import refuse_stages
 from tatami.tiled.moving import Moved, move
 from tatami.tiled.optimizers import check_optimizer
 from tatami.tiled.own_times import OwnTimes
@@ -79,16 +80,13 @@ class Retiling:
     def __init__(self, model: TiledModel, optimizer: torch.optim.Optimizer, *, retiler: Retiler) -> None:
         check_optimizer(optimizer)
         refuse_elastic(model.comm, "Retiling")
+        refuse_stages(model.stage is not None, "Retiling")
         self._model = model
         self._optimizer = optimizer
         self._retiler = retiler
         kind = Watcher if retiler.watches else Controller
         controller = kind(
-            retiler,
-            cluster=model.cluster,
-            workload=model.workload,
-            layout=model.layout,
-            known_speeds=model.speeds_known,
+            retiler, cluster=model.cluster, workload=model.workload, layout=model.layout, known_speeds=model.speeds_known
         )
         self._controller = controller if isinstance(controller, Controller) else None
         self.watcher = controller if isinstance(controller, Watcher) else None

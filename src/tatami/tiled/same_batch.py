@@ -1,14 +1,16 @@
 """Whether all ranks train on the same global batch. Each cuts its own samples out of it, so nothing else would notice.
 
-Three looks, by what they cost, the second one at their optimizers, too:
+Three looks, by what they cost:
 
 - the number of samples in every step: it rides on the messages between columns, which travel anyway;
-- some numbers of the batch, of ranks that compute the same samples, in the 1st, 2nd, 4th, 8th ... and every 64th pass: a
-  `DataLoader` with a seed of its own differs from the first pass on, and one small message in 64 passes is not felt;
-- with `TATAMI_DEBUG=1`, all numbers of the batch, of all ranks, in every pass.
+- some numbers of the batch now and then (`Watch`): a `DataLoader` with a seed of its own differs from the first pass on, and
+  one small message in 64 passes is not felt;
+- with `TATAMI_DEBUG=1`, all numbers of the batch, in every pass.
 
-Ranks of different columns may hold different noise: a `DataLoader` that draws augmentations on every rank gives each its own,
-and no sample is computed in two columns. Debug mode refuses that, too.
+Ranks of one column compute the same samples, and must hold the same numbers. Ranks of different columns may hold different
+noise: a `DataLoader` that draws augmentations on every rank gives each its own, and no sample is computed in two columns. So
+between columns it is the order that is compared: where no tensor of the batch is about the same, or class numbers differ, the
+samples are others. Debug mode refuses noise, too.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from tatami.comm.agreement import debugging
-from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
-from tatami.parallel.same_steps import StepNumbers, is_due, refuse_other_steps
 
 _NUMBERS = 16
 """So many numbers of a tensor are looked at, spread over it."""
 _TOLERANCE = 1e-3
 """Relative; machines that are not alike round differently."""
 _SUM_TOLERANCE = 1e-6
+_NOISE = 0.3
+"""The part of the numbers of a tensor that differs where ranks hold the same samples and mask tokens at random, at the most."""
 _REMEDY = (
     "Every rank must be given the same global batches: the same data, in the same order, from the same seed. Or draw them on "
     "one rank (tatami.parallel.MultiNodeLoader)"
@@ -40,19 +42,26 @@ class TensorNumbers:
 
     Attributes:
         form: shape and dtype.
+        is_label: whether it has one integer for each sample, which no augmentation changes.
         numbers: some of its elements, or sums over all.
         slack: how far two ranks' numbers may differ, for each.
     """
 
     form: str
+    is_label: bool = False
     numbers: tuple[float, ...]
     slack: tuple[float, ...]
 
-    def differs(self, other: TensorNumbers) -> bool:
+    def differing(self, other: TensorNumbers) -> float:
+        """The part of the numbers that differ."""
         if self.form != other.form:
-            return True
+            return 1.0
         pairs = zip(self.numbers, other.numbers, self.slack, strict=True)
-        return any(not (abs(one - two) <= slack or str(one) == str(two)) for one, two, slack in pairs)
+        different = sum(not (abs(one - two) <= slack or str(one) == str(two)) for one, two, slack in pairs)
+        return different / max(1, len(self.numbers))
+
+    def differs(self, other: TensorNumbers) -> bool:
+        return self.differing(other) > 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +72,11 @@ class BatchNumbers:
         samples: how many it has.
         tensors: without them, only the number of samples is known.
         autocast: the dtype in which the pass over it is computed; None: that of the weights.
-        steps: of the optimizers, so far.
     """
 
     samples: int
     tensors: tuple[TensorNumbers, ...] = ()
     autocast: str | None = None
-    steps: tuple[StepNumbers, ...] = ()
 
 
 def numbers_of(samples: int, tensors: Sequence[torch.Tensor], *, whole: bool) -> BatchNumbers:
@@ -77,25 +84,20 @@ def numbers_of(samples: int, tensors: Sequence[torch.Tensor], *, whole: bool) ->
     return BatchNumbers(samples=samples, tensors=tuple(_sums_of(each) if whole else _some_of(each) for each in tensors))
 
 
-def compare(
-    mine: BatchNumbers, comm: AbstractCommunicator, *, columns: Sequence[Sequence[int]], everywhere: bool, what: str
+def refuse_other_batches(
+    told: Sequence[BatchNumbers], *, columns: Sequence[Sequence[int]] = (), everywhere: bool, what: str
 ) -> None:
-    """Compare with the other ranks. Collective.
-
+    """
     Args:
-        mine: of this rank.
-        comm: all ranks.
+        told: by each rank; the same on all ranks, which then all raise or none.
         columns: the ranks of each column.
-        everywhere: compare the numbers of all ranks, not only of those of one column.
+        everywhere: all ranks must hold the same numbers, not only those of one column.
         what: was given: "batches", or "data".
 
     Raises:
-        InputError: on all ranks; names those that have another number of samples than rank 0, or other samples than the first
-            rank of their column; or one that computes in another dtype, or whose optimizer steps otherwise.
+        InputError: names the ranks that have another number of samples than rank 0, or other samples than the first rank of
+            their column or of all; or one that computes in another dtype.
     """
-    if comm.size == 1:
-        return
-    told: list[BatchNumbers] = comm.allgather_object(mine)
     sizes = {rank: each.samples for rank, each in enumerate(told)}
     if len(set(sizes.values())) > 1:
         raise _other_sizes(sizes, what=what)
@@ -105,13 +107,14 @@ def compare(
         raise InputError(
             f"rank 0 computes in {dtypes[0]}, rank {other} in {dtypes[other]}. All ranks must enter torch.autocast alike"
         )
-    refuse_other_steps([each.steps for each in told])
-    groups = [range(comm.size)] if everywhere else columns
+    groups = [range(len(told))] if everywhere else columns
+    firsts = [members[0] for members in groups if members]
+    pairs = [(rank, members[0], _differ) for members in groups for rank in members]
+    pairs += [(rank, firsts[0], _are_others) for rank in firsts]
     strange = {
-        rank: members[0]
-        for members in groups
-        for rank in members
-        if told[rank].tensors and told[members[0]].tensors and _differ(told[rank].tensors, told[members[0]].tensors)
+        rank: first
+        for rank, first, differ in pairs
+        if told[rank].tensors and told[first].tensors and differ(told[rank].tensors, told[first].tensors)
     }
     if strange:
         lines = [f"rank {rank} has other samples than rank {first}" for rank, first in sorted(strange.items())]
@@ -123,50 +126,31 @@ def different_sizes(sizes: Sequence[float], *, columns: Sequence[Sequence[int]])
     return _other_sizes({rank: int(size) for size, ranks in zip(sizes, columns, strict=True) for rank in ranks}, what="batches")
 
 
-class BatchWatch:
-    """Looks whether the ranks pass the same batches to `TiledModel.local`.
+class BatchFacts:
+    """What a `Watch` compares of the batches that the ranks pass to `TiledModel.local`.
 
     Args:
-        comm: all ranks.
         columns: gives the ranks of each column.
     """
 
-    def __init__(self, comm: AbstractCommunicator, *, columns: Callable[[], Sequence[Sequence[int]]]) -> None:
-        self._comm = comm
+    def __init__(self, *, columns: Callable[[], Sequence[Sequence[int]]]) -> None:
         self._columns = columns
         self._whole = debugging()
-        self._num_passes = 0
         self._everywhere = False
         self._last = BatchNumbers(samples=0)
-        self.is_due = True
-        """Whether the ranks compare in the next pass; the same on all ranks, which pass equally often."""
 
     def announce(self, samples: int, tensors: Sequence[torch.Tensor], *, everywhere: bool = False) -> None:
-        """The batch that the next pass is over; `everywhere`: of which all ranks hold the same. Sends nothing."""
-        if self.is_due:
-            self._last = numbers_of(samples, tensors, whole=self._whole)
-            self._everywhere = everywhere
+        """The batch that the next pass is over; `everywhere`: of which all ranks hold the same."""
+        self._last = numbers_of(samples, tensors, whole=self._whole)
+        self._everywhere = everywhere
 
-    def compare(self, steps: tuple[StepNumbers, ...] = ()) -> None:
-        """Compare the batch of the pass that begins, and what the optimizers have done so far. Collective.
+    def own(self) -> BatchNumbers:
+        return replace(self._last, autocast=_autocast())
 
-        Raises:
-            InputError: as the function `compare`.
-        """
+    def refuse(self, told: Sequence[BatchNumbers]) -> None:
+        """See `refuse_other_batches`."""
         everywhere = self._whole or self._everywhere
-        compare(
-            replace(self._last, autocast=_autocast(), steps=steps),
-            self._comm,
-            columns=self._columns(),
-            everywhere=everywhere,
-            what="batches",
-        )
-
-    def end_pass(self) -> None:
-        """The pass is under way; what is announced from now on is of the next one."""
-        self._num_passes += 1
-        number = self._num_passes + 1
-        self.is_due = self._whole or is_due(number)
+        refuse_other_batches(told, columns=self._columns(), everywhere=everywhere, what="batches")
 
 
 def _autocast() -> str | None:
@@ -176,6 +160,13 @@ def _autocast() -> str | None:
 
 def _differ(one: tuple[TensorNumbers, ...], two: tuple[TensorNumbers, ...]) -> bool:
     return len(one) != len(two) or any(a.differs(b) for a, b in zip(one, two, strict=True))
+
+
+def _are_others(one: tuple[TensorNumbers, ...], two: tuple[TensorNumbers, ...]) -> bool:
+    """Whether these are other samples, and not the same ones with other noise."""
+    if len(one) != len(two) or any(a.is_label and a.differs(b) for a, b in zip(one, two, strict=True)):
+        return True
+    return all(a.differing(b) > _NOISE for a, b in zip(one, two, strict=True))
 
 
 def _other_sizes(sizes: dict[int, int], *, what: str) -> InputError:
@@ -197,7 +188,10 @@ def _some_of(tensor: torch.Tensor) -> TensorNumbers:
     each = torch.arange(len(rows), dtype=torch.int64, device=rows.device)
     found = tuple(_real(rows[each, (each * 7919) % max(1, rows.shape[1])]).reshape(-1).tolist())
     tolerance = 0.0 if _is_exact(tensor) else _TOLERANCE
-    return TensorNumbers(form=_form(tensor), numbers=found, slack=tuple(tolerance * abs(number) for number in found))
+    is_label = _is_exact(tensor) and tensor.dim() == 1
+    return TensorNumbers(
+        form=_form(tensor), is_label=is_label, numbers=found, slack=tuple(tolerance * abs(number) for number in found)
+    )
 
 
 def _sums_of(tensor: torch.Tensor) -> TensorNumbers:

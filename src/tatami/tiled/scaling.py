@@ -16,6 +16,7 @@ from torch.amp import GradScaler
 
 from tatami.comm.reduction import Op
 from tatami.tiled.registry import models
+from tatami.tiled.sharded_steps import shards_in_place
 
 _UNSCALE = "_unscale_grads_"
 _lock = threading.Lock()
@@ -31,13 +32,16 @@ def watch_scalers() -> None:
 
 def _deciding_alike(unscale: Callable[..., Any]) -> Callable[..., Any]:
     def decide(scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        found: dict[torch.device, torch.Tensor] = unscale(scaler, optimizer, *args, **kwargs)
+        with shards_in_place(optimizer):
+            found: dict[torch.device, torch.Tensor] = unscale(scaler, optimizer, *args, **kwargs)
         comm = _comm_of(optimizer)
         if comm is not None:
             worst = torch.tensor(
                 [max((float(each) for each in found.values()), default=0.0)], dtype=torch.float32, device="cpu"
             )
             comm.allreduce(worst, op=Op.MAX)
+            if not found:  # no gradient is here, and the scaler wants to know
+                found[torch.device("cpu")] = worst.clone()
             for each in found.values():
                 each.copy_(worst.view(each.shape))
         return found

@@ -88,12 +88,7 @@ class Limits:
 
     @classmethod
     def of(
-        cls,
-        *,
-        epochs: int | None,
-        iterations: int | None,
-        stop_below: float | None,
-        max_time: str | float | timedelta | None,
+        cls, *, epochs: int | None, iterations: int | None, stop_below: float | None, max_time: str | float | timedelta | None
     ) -> Limits:
         """
         Args:

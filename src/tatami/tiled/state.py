@@ -10,7 +10,10 @@ from torch import nn
 
 from tatami.checkpoints.tensors import read_tensors, write_tensors_somewhere
 from tatami.comm.agreement import decided_on_root
+from tatami.comm.base import AbstractCommunicator
 from tatami.errors import CheckpointError
+from tatami.progress import reported
+from tatami.stages.stand_in import StandIn
 from tatami.tiled.carrying import room_for, units_of
 from tatami.tiled.model import TiledModel
 from tatami.tiled.rows import Rows, UnitRuns, cut_units
@@ -25,16 +28,34 @@ def whole_state_dict(model: TiledModel, *, root: int = 0) -> dict[str, torch.Ten
     Units come from the first column, whose ranks hold each unit once.
     """
     whole = {}
-    sliced = sliced_tensors(model)
-    for name, value in model.module.state_dict().items():
-        if name not in sliced:
-            whole[name] = value.detach().to("cpu", copy=True)
-            continue
-        block, runs = sliced[name]
-        gathered = _gather(model, Rows(value.detach(), runs), block=block, root=root)
-        if gathered is not None:
-            whole[name] = gathered
-    return whole if model.comm.rank == root else {}
+    sliced, shapes = sliced_tensors(model), whole_tensors(model)
+    own, is_root = model.module.state_dict(), model.comm.rank == root
+    for name, value in reported(own.items(), "gathering weights", unit="tensors", is_shown=is_root):
+        holder = root if model.stage is None else model.stage.holder_of(name)
+        found: torch.Tensor | None = None
+        if name in sliced:
+            block, runs = sliced[name]
+            found = _gather(model, Rows(value.detach(), runs), block=block, root=root if model.stage is None else 0)
+        elif not isinstance(value, StandIn):
+            found = value.detach().to("cpu", copy=True)
+        if holder not in (None, root):
+            found = _handed_to(root, found, like=shapes[name], holder=holder, comm=model.comm)
+        if found is not None:
+            whole[name] = found
+    return whole if is_root else {}
+
+
+def _handed_to(
+    root: int, tensor: torch.Tensor | None, *, like: torch.Tensor, holder: int, comm: AbstractCommunicator
+) -> torch.Tensor | None:
+    """The tensor of `holder`, on `root`; what other ranks have stays theirs."""
+    if comm.rank == holder:
+        assert tensor is not None
+        comm.send(tensor.contiguous(), root, tag=_TAG)
+    elif comm.rank == root:
+        tensor = torch.empty(like.shape, dtype=like.dtype, device="cpu")
+        comm.recv(tensor, holder, tag=_TAG)
+    return tensor
 
 
 def load_whole_state_dict(model: TiledModel, state: Mapping[str, torch.Tensor] | None, *, root: int = 0) -> None:
@@ -48,7 +69,7 @@ def load_whole_state_dict(model: TiledModel, state: Mapping[str, torch.Tensor] |
     sliced = sliced_tensors(model)
     own = model.module.state_dict()
     with torch.no_grad():
-        for name, wanted in expected.items():
+        for name, wanted in reported(expected.items(), "loading weights", unit="tensors", is_shown=model.comm.rank == root):
             whole = torch.empty_like(wanted, device="cpu")
             if model.comm.rank == root:
                 assert state is not None
@@ -57,12 +78,15 @@ def load_whole_state_dict(model: TiledModel, state: Mapping[str, torch.Tensor] |
             if name in sliced:
                 block, runs = sliced[name]
                 whole = cut_units(whole, runs, units_of(model.tilings[block], model.name))
-            own[name].copy_(whole)
+            if not isinstance(own[name], StandIn):
+                own[name].copy_(whole)
 
 
 def whole_tensors(model: TiledModel) -> dict[str, torch.Tensor]:
     """Shape and dtype that every tensor of the state dict has in the plain model, as tensors without memory."""
-    tensors = {name: value.new_empty(value.shape, device="meta") for name, value in model.module.state_dict().items()}
+    tensors = {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in model.module.state_dict().items()
+    }
     for name, (block, runs) in sliced_tensors(model).items():
         if name in tensors:
             tensors[name] = room_for(Rows(tensors[name], runs), units=model.tilings[block].units)
@@ -76,8 +100,8 @@ def sliced_tensors(model: TiledModel) -> dict[str, tuple[int, UnitRuns]]:
 
 def _gather(model: TiledModel, mine: Rows, *, block: int, root: int) -> torch.Tensor | None:
     """All units of one tensor on `root`, from the ranks of the first column."""
-    comm, tiling = model.comm, model.tilings[block]
-    holders = {model.names.index(tile.processor): tile.units for tile in tiling.columns[0]}
+    comm, tiling = model.stage_comm, model.tilings[block]
+    holders = {model.stage_names.index(tile.processor): tile.units for tile in tiling.columns[0]}
     if comm.rank != root:
         if comm.rank in holders and holders[comm.rank].size:
             comm.send(mine.tensor.contiguous(), root, tag=_TAG)
@@ -132,8 +156,10 @@ def save_model(model: TiledModel, path: Path | str, *, force: bool = False) -> N
         OutputExistsError: on every rank, if the file exists and `force` is not given; the weights are beside it.
         CheckpointError: on every rank, if it cannot be written; the weights are in this or the temporary folder.
         OSError: on every rank, if there is no place for them there, either.
+        InputError: on every rank, after it is written: ranks hold different weights that should be the same.
     """
     write_model(model, Path(path), force=force, strict=True)
+    model.check_same_weights()
 
 
 def write_model(model: TiledModel, path: Path, *, force: bool, strict: bool) -> Path:

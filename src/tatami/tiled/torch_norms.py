@@ -9,8 +9,8 @@ what an optimizer takes for a small tensor.
 
 from __future__ import annotations
 
+import math
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from tatami.errors import ModelError
+from tatami.errors import ModelError, warn
 from tatami.tiled.norms import WholeNorms
 from tatami.tiled.registry import models, register
 
@@ -38,10 +38,9 @@ def watch_norms() -> None:
             return
         setattr(clip_grad, _SORT, _Sort(sort))
     if not _is_asked():
-        warnings.warn(
+        warn(
             f"torch {torch.__version__} clips gradients in a way that is not known here: torch.nn.utils.clip_grad_norm_ and "
-            "get_total_norm would see only this rank's part of a tiled model. Call model.clip_grad_norm_ instead",
-            stacklevel=2,
+            "get_total_norm would see only this rank's part of a tiled model. Call model.clip_grad_norm_ instead"
         )
 
 
@@ -63,6 +62,27 @@ class _Batch:
         if norm_type not in self._found:
             self._found[norm_type] = self._norms.of(self._tensors, norm_type, tiled=[True] * len(self._tensors))
         return self._found[norm_type][place].to(self._tensors[place].dtype)
+
+
+class _WholeBatch(_Batch):
+    """The tensors of a model with pipeline stages or a sharded optimizer.
+
+    The first one has the norm of all, and the others what changes no norm of norms. The norm of order 0 is a number of tensors,
+    as torch counts them: so many have 1.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model.norms)
+        self._model = model
+
+    def norm(self, place: int, norm_type: float) -> torch.Tensor:
+        if norm_type not in self._found:
+            total = self._model.norm_of(self._tensors, norm_type, everyone=False)
+            self._found[norm_type] = torch.tensor(total, dtype=torch.float64, device="cpu")
+        found = self._found[norm_type].to(self._tensors[place])
+        if norm_type == 0:
+            return (found > place).to(found.dtype)
+        return found if place == 0 else torch.full_like(found, math.inf if norm_type < 0 else 0.0)
 
 
 class _Tile(torch.Tensor):
@@ -104,21 +124,30 @@ class _Sort:
         owners = _owners()
         if not any(id(tensor) in owners for tensors in lists for tensor in tensors):
             return self._original(lists, *args, **kwargs)
-        batches = {id(norms): _Batch(norms) for norms in owners.values()}
+        batches = {
+            id(model): _WholeBatch(model) if _is_summed_whole(model) else _Batch(model.norms) for model in owners.values()
+        }
 
         def marked(tensor: Any) -> Any:
-            norms = owners.get(id(tensor))
-            return tensor if norms is None else batches[id(norms)].add(tensor)
+            model = owners.get(id(tensor))
+            return tensor if model is None else batches[id(model)].add(tensor)
 
         return self._original([[marked(tensor) for tensor in tensors] for tensors in lists], *args, **kwargs)
 
 
-def _owners() -> dict[int, WholeNorms]:
-    """By the identity of every tiled parameter and gradient, what knows its norm."""
+def _is_summed_whole(model: Any) -> bool:
+    return getattr(model, "stage", None) is not None or getattr(model, "sharding", None) is not None
+
+
+def _owners() -> dict[int, Any]:
+    """By the identity of every parameter and gradient whose norm is not this rank's alone, the model that it is of."""
+    here = threading.get_ident()
     return {
-        id(tensor): model.norms
+        id(tensor): model
         for model in models()
-        for parameter in model.tiled_parameters()
+        # Where ranks are threads, gradients of others change while we look.
+        if getattr(model, "thread", here) == here
+        for parameter in (model.own_parameters() if _is_summed_whole(model) else model.tiled_parameters())  # type: ignore[attr-defined]
         for tensor in (parameter, parameter.grad)
         if tensor is not None
     }

@@ -17,10 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from tatami.clock import Clock, SystemClock
 from tatami.comm.agreement import same_everywhere
 from tatami.comm.base import AbstractCommunicator
+from tatami.comm.refusals import fail_together
 from tatami.errors import InputError
 from tatami.inputs import check_seed
 from tatami.progress import NoProgress, Progress
-from tatami.records import Records
+from tatami.records import Logger, Records, check_loggers
 from tatami.retiling import Retiler
 from tatami.tiled.batch import samples_of
 from tatami.tiled.batches import AbstractBatches
@@ -31,8 +32,8 @@ from tatami.tiled.fitting import Fit, Validation
 from tatami.tiled.good_state import GoodState
 from tatami.tiled.losses import Loss, LossReduction
 from tatami.tiled.model import TiledModel
-from tatami.tiled.objective import Objective, TrainingStep
-from tatami.tiled.optimizers import check_optimizer
+from tatami.tiled.objective import Objective, TrainingStep, check_keywords
+from tatami.tiled.optimizers import check_optimizer, check_parameters
 from tatami.tiled.precision import Precision
 from tatami.tiled.recording import RunPage
 from tatami.tiled.repairing import Repairs, repairs_of
@@ -71,9 +72,11 @@ class Trainer:
         callbacks: see `Callback`; `tatami.parallel.EarlyStopping` is one.
         checkpoint: when all of training is saved, and where; see `fit(resume=True)`.
         records: where metrics go; only rank 0's is written to.
+        loggers: also get the numbers of the records, on rank 0: "wandb", "mlflow", or a function of (numbers by name,
+            iteration); in place of `records`, which takes them as well.
         record_every: iterations between two records of the loss.
-        report: an .html file: one page of the run (see `tatami.page`), written when `fit` ends, also by an error; the same on
-            all ranks.
+        report: an .html file: one page of the run (`tatami.report.page`), written when `fit` ends, also by an error; the same
+            on all ranks.
         progress: a bar; only rank 0's is shown.
         rescue_dir: where the last good state is saved if the loss stops being finite; of batches of few samples, where copying
             the weights takes more than about 1 % of an update, one of the last ten.
@@ -104,6 +107,7 @@ class Trainer:
         callbacks: Sequence[Any] = (),
         checkpoint: ModelCheckpoint | None = None,
         records: Records | None = None,
+        loggers: Sequence[Logger] = (),
         record_every: int = 10,
         report: Path | str | None = None,
         progress: Progress | None = None,
@@ -120,7 +124,10 @@ class Trainer:
         )
         self._given_optimizer, self._given_scheduler, self._retiler = optimizer, scheduler, retile
         self._callbacks = Callbacks(callbacks)
-        self._records, self._progress = records, progress
+        check_loggers(loggers)
+        if records is not None and loggers:
+            raise InputError("records and loggers are both given: give the loggers to Records(..., loggers=...)")
+        self._records, self._loggers, self._progress = records, loggers, progress
         self._record_every = record_every
         self._page = RunPage(report) if report is not None else None
         self._rescue_dir = Path(rescue_dir)
@@ -145,7 +152,12 @@ class Trainer:
                 "partial(torch.optim.SGD, lr=0.5), or tile the network first"
             )
         else:
-            self._tile = functools.partial(tile, model, comm)
+            # What re-tiles does not know stages.
+            plans = getattr(tile, "func", tile) is tile_network and not {"stages", "layout"} & set(
+                getattr(tile, "keywords", ())
+            )
+            settings = {"stages": 1} if plans and retile is not None else {}
+            self._tile = functools.partial(tile, model, comm, **settings)
 
     @property
     def model(self) -> TiledModel:
@@ -249,10 +261,12 @@ class Trainer:
         self._repairs = repairs = run.repairs = repairs_of(model, self.optimizer, run)
         if repairs is not None and self._checkpoints is not None:
             self._checkpoints.on_whole = repairs.saved
+            self._checkpoints.survives = True
         returns = repairs is not None and repairs.returns
         if not (returns and self._resume(True, batches)) and resume and not (repairs is not None and repairs.joins):
             self._resume(resume, batches)
-        with self._page.writing(model.comm, setup.records) if self._page is not None else nullcontext():
+        page = self._page.writing(model.comm, setup.records) if self._page is not None else nullcontext()
+        with page, fail_together(model.comm):
             run.run()
         return run.history
 
@@ -330,6 +344,8 @@ class Trainer:
         sample = None
         if self._objective.training_step is None and samples_of(first) > 1:
             args, kwargs = self._objective.inputs(first)
+            if isinstance(self._tile.args[0], nn.Module):
+                check_keywords(self._tile.args[0], args, kwargs)
             sample = kwargs or args
         self._take(self._tile(batch_size=batch_size, sample=sample, reduction=self._reduction))
 
@@ -343,7 +359,7 @@ class Trainer:
             )
         self.optimizer = given if isinstance(given, torch.optim.Optimizer) else given(model.parameters())
         check_optimizer(self.optimizer)
-        _check_parameters(self.optimizer, model)
+        check_parameters(self.optimizer, model)
         schedule = self._given_scheduler
         if schedule is not None and not isinstance(schedule, LRSchedulerConfig):
             schedule = LRSchedulerConfig(scheduler=schedule)
@@ -361,7 +377,7 @@ class Trainer:
             learning_rate=LearningRate(schedule, self.optimizer) if schedule is not None else None,
             retiling=retiling,
             callbacks=self._callbacks,
-            records=self._records if self._records is not None and writes else Records(),
+            records=(self._records or Records(loggers=self._loggers)) if writes else Records(),
             record_every=self._record_every,
             progress=self._progress if self._progress is not None and is_first else NoProgress(),
             clock=self._clock,
@@ -382,21 +398,8 @@ class Trainer:
                 found = elsewhere.resume(setup, self._position, batches, needed=True)
             finally:
                 elsewhere.close()
+        if found:
+            setup.records.resume(iteration=self._position.iteration)
         if found and self._retiler is not None:
             setup.retiling = setup.updates.retiling = Retiling(setup.model, setup.optimizer, retiler=self._retiler)
         return found
-
-
-def _check_parameters(optimizer: torch.optim.Optimizer, model: TiledModel) -> None:
-    """Refuse an optimizer of other parameters: it would change nothing of this model.
-
-    Raises:
-        InputError: it has parameters that are not the model's.
-    """
-    own = {id(parameter) for parameter in model.parameters()}
-    num_other = sum(id(each) not in own for group in optimizer.param_groups for each in group["params"])
-    if num_other:
-        raise InputError(
-            f"the optimizer has {num_other} parameters that are not the tiled model's, which are new ones; make it from "
-            "model.parameters() after model = tatami.tile(...), or give what makes it: partial(torch.optim.SGD, lr=0.5)"
-        )

@@ -1,12 +1,14 @@
 """The state of a training run in shards: each rank writes a part of what it holds, and any tiling puts them together again.
 
 A piece is one tensor (or some units of it) with what an optimizer keeps for it. Every column has every unit, so that the pieces
-of a unit can be written by the rank of any column; they are shared out so that all ranks write about as much.
+of a unit can be written by the rank of any column; they are shared out so that all ranks write about as much. Where the
+optimizer is sharded, each rank writes its shard: a range of the elements of every weight, and the state of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +18,17 @@ from torch import nn
 from tatami.checkpoints.sharing import share_out
 from tatami.checkpoints.state_codec import State
 from tatami.errors import CheckpointError
+from tatami.stages.stand_in import StandIn
 from tatami.tiled.carrying import counted_from, elementwise, units_of
 from tatami.tiled.model import TiledModel
-from tatami.tiled.rows import Rows
+from tatami.tiled.moving import move
+from tatami.tiled.rows import Rows, UnitRuns, cut_units
+from tatami.tiled.sharded_sums import ShardedSums
 from tatami.tiled.state import check_state, sliced_tensors, whole_tensors
-from tatami.tiling import Span
+from tatami.tiling import Layout, Span
 
+_Places = range | torch.Tensor
+"""Where elements are in a whole tensor, in ascending order: int64 of shape (elements,), or a range."""
 _VALUE = "value"
 """The key of a tensor itself, beside those of the optimizer's state for it."""
 
@@ -45,37 +52,91 @@ def shard_of(model: TiledModel, optimizer: torch.optim.Optimizer) -> State:
     """What this rank writes of the weights, buffers and optimizer state. Not collective."""
     tensors = _tensors(model)
     sliced = sliced_tensors(model)
-    pieces = []
+    pieces: list[dict[str, Any]] = []
     for piece in _pieces(model):
-        if piece.writer != model.comm.rank:
-            continue
         tensor = tensors[piece.name]
+        if (sharding := _sharding(model, tensor)) is not None:
+            start, stop = sharding.range_of(tensor)
+            parts = {_VALUE: tensor.detach().view(-1)[start:stop], **_state(model, optimizer, tensor)}
+            if start < stop:
+                pieces.append({"name": piece.name, "elements": [start, stop], "tensors": parts})
+            continue
+        if piece.writer != model.stage_comm.rank:
+            continue
         parts = {_VALUE: tensor, **elementwise(optimizer, tensor)}
-        span = None
+        span = where = None
         if piece.units is not None:
             block, runs = sliced[piece.name]
-            span = [piece.units.start, piece.units.stop]
+            span, where = [piece.units.start, piece.units.stop], [runs.axis, [list(run) for run in runs.runs]]
             here = counted_from(units_of(model.tilings[block], model.name), piece.units)
             parts = {key: _cut(Rows(part, runs), here) for key, part in parts.items()}
-        pieces.append({"name": piece.name, "units": span, "tensors": {key: part.detach() for key, part in parts.items()}})
+        kept = {key: part.detach() for key, part in parts.items()}
+        pieces.append({"name": piece.name, "units": span, "runs": where, "tensors": kept})
     return {"pieces": pieces}
 
 
 def common_state(model: TiledModel, optimizer: torch.optim.Optimizer) -> State:
-    """What all ranks have alike beside the pieces: the shapes, the settings of the optimizer, and its counters."""
-    names = {id(tensor): name for name, tensor in _tensors(model).items()}
+    """What all ranks have in common: shapes, the optimizer's settings and counters, draws, and the layout with its ranks.
+
+    Collective where ranks have the counters of different weights: those of their pipeline stage, or of their shard.
+    """
+    names = _names(model)
     groups = []
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
         own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]  # and not mirrors of others
         groups.append({"names": own, "settings": settings})
     counters = {
-        names[id(parameter)]: {key: value for key, value in state.items() if key not in elementwise(optimizer, parameter)}
+        names[id(parameter)]: {key: value for key, value in state.items() if key not in _state(model, optimizer, parameter)}
         for parameter, state in optimizer.state.items()
         if id(parameter) in names
     }
+    if model.stage is not None or model.sharding is not None:
+        for each in model.comm.allgather_object(counters):
+            counters = {**each, **counters}
     shapes = {name: [list(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in _whole(model).items()}
-    return {"tensors": shapes, "optimizer": {"kind": type(optimizer).__name__, "groups": groups, "counters": counters}}
+    return {
+        "tensors": shapes,
+        "optimizer": {"kind": type(optimizer).__name__, "groups": groups, "counters": counters},
+        **draws_state(model),
+        "names": list(model.names),
+        "layout": model.layout.to_dict() if model.stage is None else None,
+    }
+
+
+def draws_state(model: TiledModel) -> State:
+    """What the next random numbers of the model depend on; the same on all ranks."""
+    return {
+        "generator": model.generator.get_state(),
+        "draws": model.draws.state_dict() if model.draws is not None else None,
+    }
+
+
+def restore_draws(model: TiledModel, common: State) -> None:
+    """Restore what `draws_state` returned."""
+    model.generator.set_state(common["generator"])
+    if model.draws is not None and common["draws"] is not None:
+        model.draws.load_state_dict(common["draws"])
+
+
+def restore_layout(model: TiledModel, optimizer: torch.optim.Optimizer, common: State) -> None:
+    """Move to the layout of a checkpoint if the ranks are those that wrote it; others keep the plan that was made for them."""
+    if common["layout"] is None or model.stage is not None:
+        return
+    layout = _layout(common["layout"])
+    if model.sharding is not None and any(len(column.processors) > 1 for column in layout.columns):
+        return
+    if tuple(common["names"]) == model.names and layout != model.layout:
+        move(model, layout, optimizer=optimizer)
+
+
+def _layout(saved: Mapping[str, Any] | Sequence[Any]) -> Layout:
+    """The layout of a checkpoint; older ones list widths, processors and heights."""
+    if isinstance(saved, Mapping):
+        return Layout.from_dict(saved)
+    return Layout.from_dict(
+        {"columns": [dict(zip(("width", "processors", "heights"), column, strict=True)) for column in saved]}
+    )
 
 
 class Assembly:
@@ -98,8 +159,11 @@ class Assembly:
             name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             for name, (shape, dtype) in common["tensors"].items()
         }
-        check_state(_whole(model), saved)
-        self._groups = _matching_groups(optimizer, common["optimizer"], names={id(t): n for n, t in self._tensors.items()})
+        self._whole = _whole(model)
+        check_state(self._whole, saved)
+        if model.sharding is not None:
+            model.sharding.shard([each for each in model.own_parameters() if each.requires_grad])
+        self._groups = _matching_groups(optimizer, common["optimizer"], names=_names(model))
         self._found: dict[str, dict[str, torch.Tensor]] = {}
         self._missing = {name: tensor.numel() for name, tensor in self._tensors.items()}
 
@@ -107,18 +171,26 @@ class Assembly:
         """Copy out of a shard what this rank needs of it."""
         for piece in shard["pieces"]:
             name, tensors = piece["name"], piece["tensors"]
-            mine = self._tensors[name]
+            mine = self._tensors.get(name)
+            if mine is None:  # of another stage
+                continue
             found = self._found.setdefault(name, {})
+            sharding = _sharding(self._model, mine)
+            if "elements" in piece or sharding is not None:
+                self._missing[name] -= self._take_elements(found, piece, mine, sharding)
+                continue
             for key, part in tensors.items():
                 if key not in found:
                     found[key] = torch.empty_like(mine, dtype=part.dtype, requires_grad=False)
-            if piece["units"] is None:
+            own = self._sliced.get(name)
+            if piece["units"] is None:  # it was whole on each rank
                 for key, part in tensors.items():
-                    found[key].copy_(part)
+                    found[key].copy_(part if own is None else cut_units(part, own[1], self._units_here(own[0])))
                 self._missing[name] = 0
                 continue
-            block, runs = self._sliced[name]
-            here, there = units_of(self._model.tilings[block], self._model.name), Span(*piece["units"])
+            runs = _runs(piece) if own is None else own[1]  # it is whole on each rank now, or not
+            here = Span(0, Rows(mine, runs).units) if own is None else self._units_here(own[0])
+            there = Span(*piece["units"])
             both = here & there
             for key, part in tensors.items():
                 source, target = Rows(part, runs), Rows(found[key], runs)
@@ -127,6 +199,29 @@ class Assembly:
                 ):
                     view.copy_(given)
             self._missing[name] -= both.size * Rows(mine, runs).per_unit
+
+    def _take_elements(
+        self, found: dict[str, torch.Tensor], piece: Mapping[str, Any], mine: torch.Tensor, sharding: ShardedSums | None
+    ) -> int:
+        """As `take`, of a shard of a tensor or for one; returns how many of its elements came."""
+        shape, own = self._whole[piece["name"]].shape, self._sliced.get(piece["name"])
+        size, come = math.prod(shape), 0
+        comes: _Places = range(*piece.get("elements", (0, size)))
+        if piece.get("units") is not None:
+            comes = _places(shape, _runs(piece), Span(*piece["units"]))
+        here: _Places = range(size) if own is None else _places(shape, own[1], self._units_here(own[0]))
+        for key, part in piece["tensors"].items():
+            goes, room = here, mine.shape
+            if key != _VALUE and sharding is not None:
+                goes, room = range(*sharding.range_of(mine)), sharding.part(mine, mine).shape
+            if key not in found:
+                found[key] = torch.empty(room, dtype=part.dtype, device=mine.device)
+            copied = _copy(found[key].view(-1), goes, part.reshape(-1).to(mine.device), comes)
+            come = copied if key == _VALUE else come
+        return come
+
+    def _units_here(self, block: int) -> Span:
+        return units_of(self._model.tilings[block], self._model.name)
 
     def check(self) -> None:
         """
@@ -153,14 +248,73 @@ class Assembly:
             group.update(settings)
 
 
+def _places(shape: Sequence[int], runs: UnitRuns, units: Span) -> torch.Tensor:
+    """Where the elements of some units are in the whole tensor, in ascending order."""
+    return cut_units(torch.arange(math.prod(shape), dtype=torch.int64, device="cpu").view(*shape), runs, units).reshape(-1)
+
+
+def _copy(target: torch.Tensor, goes: _Places, source: torch.Tensor, comes: _Places) -> int:
+    """Copy the elements whose places in a whole tensor both have; returns how many."""
+    if isinstance(goes, range) and isinstance(comes, range):
+        both = range(max(goes.start, comes.start), min(goes.stop, comes.stop))
+        if len(both):
+            target[both.start - goes.start :][: len(both)] = source[both.start - comes.start :][: len(both)]
+        return len(both)
+    wanted, given = (
+        torch.arange(each.start, each.stop, dtype=torch.int64, device="cpu") if isinstance(each, range) else each
+        for each in (goes, comes)
+    )
+    if not len(given):
+        return 0
+    index = torch.searchsorted(given, wanted).clamp_(max=len(given) - 1)
+    has = given[index] == wanted
+    target[has.to(target.device)] = source[index[has].to(source.device)]
+    return int(has.sum())
+
+
+def _sharding(model: TiledModel, tensor: torch.Tensor) -> ShardedSums | None:
+    """What knows the shard of a weight that is here; None where this rank has the optimizer's state of all of it."""
+    return model.sharding if model.sharding is not None and model.sharding.knows(tensor) else None
+
+
+def _state(model: TiledModel, optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What an optimizer keeps here for every element of a weight, or of this rank's shard of it; the latter is flat."""
+    whole = elementwise(optimizer, tensor)
+    if (sharding := _sharding(model, tensor)) is None:
+        return whole
+    own = {key: value for key, value in optimizer.state.get(tensor, {}).items() if isinstance(value, torch.Tensor)}
+    shape = sharding.part(tensor, tensor).shape
+    parts = {key: value for key, value in own.items() if value.shape == shape and shape}
+    return {
+        key: value.reshape(-1) for key, value in {**parts, **{k: sharding.part(tensor, v) for k, v in whole.items()}}.items()
+    }
+
+
+def _runs(piece: Mapping[str, Any]) -> UnitRuns:
+    """
+    Raises:
+        CheckpointError: the checkpoint does not say where the units lie.
+    """
+    if piece.get("runs") is None:
+        raise CheckpointError(
+            f"{piece['name']} was saved in parts by an earlier version, and is whole on each rank now. Resume it without "
+            "pipeline stages, and save it again"
+        )
+    axis, runs = piece["runs"]
+    return UnitRuns(axis=axis, runs=tuple((start, inner) for start, inner in runs))
+
+
 def _pieces(model: TiledModel) -> list[_Piece]:
     """All pieces, the same on every rank."""
     sliced = sliced_tensors(model)
-    everyone = range(model.comm.size)
-    rank_of = {name: rank for rank, name in enumerate(model.names)}
+    everyone = range(model.stage_comm.size)
+    rank_of = {name: rank for rank, name in enumerate(model.stage_names)}
     names: list[tuple[str, Span | None]] = []
     sizes: list[tuple[int, list[int]]] = []
+    own = _tensors(model)
     for name, whole in _whole(model).items():
+        if name not in own:
+            continue
         if name not in sliced:
             names.append((name, None))
             sizes.append((whole.numel(), list(everyone)))
@@ -176,6 +330,11 @@ def _pieces(model: TiledModel) -> list[_Piece]:
 
 def _tensors(model: TiledModel) -> dict[str, torch.Tensor]:
     """The parameters and kept buffers of this rank, each under its first name."""
+    return {name: tensor for name, tensor in _all_tensors(model).items() if not isinstance(tensor, StandIn)}
+
+
+def _all_tensors(model: TiledModel) -> dict[str, torch.Tensor]:
+    """The same with stand-ins for those of other stages."""
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, value in model.module.state_dict(keep_vars=True).items():
@@ -185,9 +344,13 @@ def _tensors(model: TiledModel) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _names(model: TiledModel) -> dict[int, str]:
+    return {id(tensor): name for name, tensor in _all_tensors(model).items()}
+
+
 def _whole(model: TiledModel) -> dict[str, torch.Tensor]:
     whole = whole_tensors(model)
-    return {name: whole[name] for name in _tensors(model)}
+    return {name: whole[name] for name in _all_tensors(model)}
 
 
 def _cut(rows: Rows, span: Span) -> torch.Tensor:

@@ -131,7 +131,7 @@ class Updates:
         self._device = next(model.parameters()).device
         self.scaler = GradScaler(self._device.type, enabled=settings.precision == "16-mixed")
         self._is_checked = False
-        model.beside.warns = False  # it is an error here
+        model.outside.warns = False  # it is an error here
         self.forget()
 
     def forget(self) -> None:
@@ -163,34 +163,41 @@ class Updates:
 
         Raises:
             NotFiniteError: on all ranks, the loss is NaN or infinite; the last good parameters are back in the model.
-            InputError: the epoch ends on some ranks only; or the loss has a term of weights, see `WeightsBeside`.
+            InputError: the epoch ends on some ranks only; or the loss has a term of weights.
         """
         model, size = self._model, batch.size
         if self._num_batches == 0:
             self._optimizer.zero_grad(set_to_none=True)
             self._first_size = size
-        num_here = samples_of(batch.here)
-        counting = CountedMeans() if model.reduction == "mean" and self._objective.may_leave_out(batch.here) else None
-        with autocast(self._settings.precision, self._device), counting or nullcontext():
-            check, self._is_checked = None if self._is_checked else model.reduction, True
-            loss = self._objective(model, batch.here, check=check)
-        left_out = counting.left_out(loss) * num_here if counting is not None and num_here else 0.0
-        if left_out and update is not None and self._settings.gradient_clip_val is not None:
-            raise InputError(
-                "this batch leaves targets out (ignore_index), and an elastic run learns how many that are only when it "
-                "has clipped the gradients. Leave gradient_clip_val out, or use a loss with reduction='sum'"
-            )
         # Where every iteration is watched, its times go with the sum of the loss, which then waits for the gradients; where it
-        # is repaired, the sum says that all gradients are there.
-        is_late = update is not None or (self.retiling is not None and self.retiling.watcher is not None)
-        report = None if is_late else self._begin_report(loss, batch, num_here=num_here, left_out=left_out, signals=signals)
+        # is repaired, the sum says that all gradients are there; of micro-batches, the loss is known last.
+        is_late = update is not None or (self.retiling is not None and self.retiling.watcher is not None) or model.has_parts
         weight = size / self._first_size if model.reduction == "mean" else 1.0
-        scaled: torch.Tensor = self.scaler.scale(loss if weight == 1.0 else loss * weight)
-        scaled.backward()  # type: ignore[no-untyped-call]
-        model.beside.refuse("the Trainer", is_sum=model.reduction == "sum")
+        value = left_out = 0.0
+        report: _Report | None = None
+        for part in model.parts(batch.here):
+            num_here = samples_of(part)
+            counts = model.has_results and model.reduction == "mean" and self._objective.may_leave_out(part)
+            counting = CountedMeans() if counts else None
+            with autocast(self._settings.precision, self._device), counting or nullcontext():
+                check, self._is_checked = None if self._is_checked else model.reduction, True
+                loss = self._objective(model, part, check=check)
+            if num_here and model.has_results:
+                value += loss.item() * (num_here if model.reduction == "mean" else 1.0)
+                left_out += counting.left_out(loss) * num_here if counting is not None else 0.0
+            if left_out and update is not None and self._settings.gradient_clip_val is not None:
+                raise InputError(
+                    "this batch leaves targets out (ignore_index), and an elastic run learns how many that are only when it "
+                    "has clipped the gradients. Leave gradient_clip_val out, or use a loss with reduction='sum'"
+                )
+            if not is_late:
+                report = self._begin_report(value, batch, left_out=left_out, signals=signals)
+            scaled: torch.Tensor = self.scaler.scale(loss if weight == 1.0 else loss * weight)
+            scaled.backward()  # type: ignore[no-untyped-call]
+        model.outside.refuse("the Trainer")
         is_whole = self._num_batches + 1 >= self._settings.accumulate_grad_batches or batch.is_last
         report = report or self._begin_report(
-            loss, batch, num_here=num_here, left_out=left_out, signals=signals, is_sent=update is None or not is_whole
+            value, batch, left_out=left_out, signals=signals, is_sent=update is None or not is_whole
         )
         self._samples += size
         self._num_batches += 1
@@ -229,7 +236,8 @@ class Updates:
         """Make gradients of a mean over so many samples those of the mean over those that count, of all batches together."""
         if self._model.reduction == "mean" and counted != samples:
             grads = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
-            torch._foreach_mul_(grads, samples / counted)
+            if grads:  # none where a stage has no weights
+                torch._foreach_mul_(grads, samples / counted)
 
     def _apply(self, report: _Report, iteration: int, sums: list[float]) -> None:
         """All ranks have all their gradients. Sends nothing; where the sums tell of an error, `made` raises it on all ranks."""
@@ -244,21 +252,17 @@ class Updates:
         self.scaler.update()
 
     def _begin_report(
-        self,
-        local_loss: torch.Tensor,
-        batch: LocalBatch,
-        *,
-        num_here: int,
-        left_out: float,
-        signals: Mapping[str, bool],
-        is_sent: bool = True,
+        self, share: float, batch: LocalBatch, *, left_out: float, signals: Mapping[str, bool], is_sent: bool = True
     ) -> _Report:
-        """Start the sums over the ranks, if they are to be sent; they travel while backward computes."""
+        """Start the sums over the ranks, if they are to be sent; they travel while backward computes.
+
+        Args:
+            share: what this replica adds to the loss: a mean is multiplied by its samples.
+        """
         model = self._model
-        value = local_loss.item() if num_here else 0.0
-        weight = num_here if model.reduction == "mean" else 1.0
-        finite = math.isfinite(value)
-        share, missing = (value * weight if finite else 0.0, left_out) if model.speaks_for_column else (0.0, 0.0)
+        finite = math.isfinite(share)
+        value = share / max(1, model.local_span_size[0]) if model.reduction == "mean" else share
+        share, missing = (share if finite else 0.0, left_out) if model.speaks_for_column else (0.0, 0.0)
         told = [share, float(not finite), float(batch.is_last), missing, *map(float, signals.values())]
         if self.retiling is not None:
             told += self.retiling.told()

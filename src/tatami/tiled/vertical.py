@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.tiled.phases import IterationPhase, Phases
+from tatami.tiled.recomputing import recompute_before_backward, recompute_now
 from tatami.tiled.vector_sum import VectorSum
 
 
@@ -69,11 +70,13 @@ class _SumOverColumn(torch.autograd.Function):
         # The partial product is ours alone (fresh from a matrix product that does not keep it): sum it where it lies.
         ctx.mark_dirty(partial)
         ctx.set_materialize_grads(False)
+        recompute_before_backward(ctx, partial)
         column.now.sum_(partial)
         return partial
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:  # noqa: ARG004
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        recompute_now(ctx)
         return grad, None
 
 
@@ -82,11 +85,13 @@ class _CopyToColumn(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, column: ColumnComm) -> torch.Tensor:
         ctx.column = column.now
         ctx.set_materialize_grads(False)
+        recompute_before_backward(ctx, x)
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        recompute_now(ctx)
         if grad is None:
             return None, None
         whole = grad.clone(memory_format=torch.contiguous_format)

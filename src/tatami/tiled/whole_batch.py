@@ -8,17 +8,17 @@ statistics of the global batch, by one small sum over all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from itertools import pairwise
+from typing import Literal, TypeAlias
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from tatami.batch_statistics import NormSettings, SharedBatch, normalize
 from tatami.errors import InputError
 from tatami.tiled.context import ModuleContext, RankContext
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,9 @@ Factor: TypeAlias = 'int | UnitFactor | Literal["samples"] | None'
 Shape: TypeAlias = tuple[tuple[Factor, ...], ...]
 
 
-def dropout(context: ModuleContext, x: torch.Tensor, p: float, shape: Shape) -> torch.Tensor:
+def dropout(
+    context: ModuleContext, x: torch.Tensor, p: float, shape: Shape, orders: Collection[tuple[int, ...]] = ()
+) -> torch.Tensor:
     """`torch.nn.functional.dropout` in training, with the noise that the plain model would draw.
 
     Args:
@@ -47,12 +49,14 @@ def dropout(context: ModuleContext, x: torch.Tensor, p: float, shape: Shape) -> 
         x: (samples_here, ..., units_here), or any other order of axes.
         p: the probability of a zero.
         shape: what the axes of `x` are.
+        orders: as far as they are known, those in which its axes are in memory where there are several samples: of a single one
+            they cannot be seen.
     """
     if p == 1.0:
         return x * torch.zeros_like(x)
     if context.rank.comm is None and x.is_cuda:  # no other rank must draw the same
         return torch.nn.functional.dropout(x, p)
-    return x * _noise(context, x, p, shape)
+    return x * _noise(context, x, p, shape, order=order_of(x, orders))
 
 
 def attention(
@@ -92,9 +96,22 @@ def attention(
     return dropout(context, weights, dropout_p, shape) @ _alone(v)
 
 
+@dataclass(frozen=True, kw_only=True)
+class NormFacts:
+    """A batch normalization in a followed program.
+
+    Attributes:
+        channels: what its channels are: units of a block, or the same on all ranks of the column.
+        layer: its name in the module; empty where it is not known.
+    """
+
+    channels: tuple[Factor, ...]
+    layer: str = ""
+
+
 def batch_norm(
     context: ModuleContext,
-    channels: tuple[Factor, ...],
+    facts: NormFacts,
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -108,52 +125,77 @@ def batch_norm(
 
     Args:
         context: whose samples and units `x` has.
-        channels: what the channels are: units of a block, or the same on all ranks of the column.
-        x: (samples_here, channels_here, ...).
+        facts: which layer it is. What its momentum and eps are is asked of the layer: they may have changed since.
+        x: (values_here, channels_here, ...).
         weight, bias, running_mean, running_var: (channels_here,); running statistics are updated.
-        training, momentum, eps: torch's.
+        training, momentum, eps: torch's, as they were when the program was followed.
 
     Raises:
-        InputError: the global batch has a single value for each channel, which has no variance.
+        InputError: the global batch has a single value for each channel, which has no variance; or `x` is a part of the samples
+            here, cut out.
     """
-    rank = context.rank
-    if rank.comm is None or not training:
+    layer = context.layer(facts.layer) if facts.layer and context.layer is not None else None
+    if isinstance(layer, _BatchNorm):
+        eps, tracked = layer.eps, layer.num_batches_tracked
+        if layer.momentum is not None:
+            momentum = layer.momentum
+        elif training and tracked is not None:
+            momentum = 1.0 / float(tracked)
+    if context.rank.comm is None or not training:
         if not x.shape[1]:
             return x  # torch refuses to normalize no channel
         return torch.nn.functional.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-    values = x.float() if x.dtype in _HALVES else x
-    over = [0, *range(2, x.dim())]
-    per_sample = math.prod(x.shape[2:])
-    total = rank.samples * per_sample
-    if total == 1:
-        raise InputError("batch normalization needs more than one value for each channel; the global batch has one sample")
-    if rank.mine.size:
-        variance, mean = torch.var_mean(values, over, correction=0)
-    else:
-        mean = variance = values[:0].sum(over)  # not of a sample that stands in
-    units = channels[0] if channels and isinstance(channels[0], UnitFactor) else None
-    positions = None if units is None else _unit_positions(context, units).to(x.device)
-    num_channels = x.shape[1] if units is None else units.size
-    told = _Everywhere.apply(torch.stack((mean, variance)), rank, positions, num_channels)  # type: ignore[no-untyped-call]
-    # Means and variances of parts, put together: Chan, Golub, LeVeque: Algorithms for computing the sample variance (1983),
-    # equation 2.1. Sums of squares would lose the digits in which mean and values agree.
-    shares = _column([width / rank.samples for width in rank.widths], values)
-    means, variances = told[:, 0], told[:, 1]
-    mean = (shares * means).sum(0)
-    variance = (shares * (variances + (means - mean) ** 2)).sum(0)
-    with torch.no_grad():
-        if running_mean is not None:
-            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-        if running_var is not None:
-            running_var.lerp_((variance * total / (total - 1)).to(running_var.dtype), momentum)
-    scale = torch.rsqrt(variance + eps)
-    if weight is not None:
-        scale = scale * weight
-    shift = -mean * scale
-    if bias is not None:
-        shift = shift + bias
-    wide = (1, -1, *[1] * (x.dim() - 2))
-    return torch.addcmul(shift.view(wide), values, scale.view(wide)).to(x.dtype)
+    batch = shared_batch(context, facts.channels, x, name=f"{context.name}.{facts.layer}".strip("."))
+    settings = NormSettings(running_mean, running_var, momentum, eps)
+    return normalize(x, weight, bias, settings=settings, batch=batch)
+
+
+def shared_batch(context: ModuleContext, channels: tuple[Factor, ...], x: torch.Tensor, *, name: str) -> SharedBatch:
+    """What this rank has of the batch and of the channels that `x` (values_here, channels_here, ...) is a part of.
+
+    Raises:
+        InputError: `x` is a part of the samples here, cut out, of which no other rank has the like.
+    """
+    rank = context.rank
+    _refuse_cut_out(rank, x, name)
+    has_units = any(isinstance(factor, UnitFactor) for factor in channels)
+    is_summed = rank.sums_statistics and not rank.local_statistics
+    return SharedBatch(
+        sums=rank.sums if is_summed else None,
+        name=f"layer {name}",
+        # A pass without gradients may come before any batch was announced.
+        counts=rank.mine.size > 0 or (not rank.samples and rank.index is not None and not rank.stands_in),
+        gives=rank.speaks,
+        replica=rank.index,
+        replicas=rank.columns,
+        positions=_positions(context, channels).to(x.device) if has_units and is_summed else None,
+        channels=_length(rank, channels, x.shape[1]) if has_units else x.shape[1],
+        loss_weight=rank.weight,
+        again=False,
+        waits=rank.waits,
+    )
+
+
+def _refuse_cut_out(rank: RankContext, x: torch.Tensor, name: str) -> None:
+    """Refuse a part of the samples, as ghost batch normalization takes them: `for part in x.split(8)`.
+
+    The plain model cuts the whole batch into parts, a rank its own samples. Several views of all samples that lie one after the
+    other may be cut apart again.
+    """
+    if x._base is None or x.grad_fn is None or rank.local_statistics:
+        return
+    kind = x.grad_fn.name()
+    sizes = getattr(x.grad_fn, "_saved_self_sym_sizes", None)
+    if not sizes or not kind.startswith(("Split", "Slice", "Narrow")) or getattr(x.grad_fn, "_saved_dim", 0) != 0:
+        return
+    here, whole = rank.seen.size, int(sizes[0])
+    is_cut = x.shape[0] < whole or kind.startswith("Split")
+    if is_cut and here and (whole <= here or x.shape[0] % here):
+        raise InputError(
+            f"layer {name} normalizes {x.shape[0]} rows that are cut out of the {here} samples of this rank, so its statistics "
+            "would depend on how the batch is laid over the ranks. Ghost batch normalization is not exact on several ranks: "
+            "normalize all samples at once, or give tatami.tile batch_norm='local'"
+        )
 
 
 def mean_loss(
@@ -177,69 +219,48 @@ def mean_loss(
     return function(input, target, weight=weight, ignore_index=ignore_index, reduction=reduced, **named)
 
 
-class _Everywhere(torch.autograd.Function):
-    """What every column has for this rank's channels: (2, channels_here) to (columns, 2, channels_here).
-
-    Each rank adds what it has to a table of all columns and channels that is 0 elsewhere. Of ranks that have the same (channels
-    that are repeated down a column) one speaks. Backward is the same way back: an entry of the table was read by the owners of
-    its channel in every column, and their gradients are summed.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, mine: torch.Tensor, rank: RankContext, positions: torch.Tensor | None, num_channels: int
-    ) -> torch.Tensor:
-        assert rank.comm is not None
-        ctx.rank, ctx.positions, ctx.num_channels = rank, positions, num_channels
-        ctx.has_samples = rank.mine.size > 0
-        table = mine.new_zeros(len(rank.widths), 2, num_channels)
-        if rank.index is not None:
-            if positions is not None:
-                table[rank.index, :, positions] = mine
-            elif rank.speaks:
-                table[rank.index] = mine
-        rank.comm.allreduce(table)
-        return table if positions is None else table[:, :, positions]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        rank: RankContext = ctx.rank
-        assert rank.comm is not None
-        table = grad.new_zeros(len(rank.widths), 2, ctx.num_channels)
-        if ctx.has_samples and ctx.positions is not None:
-            table[:, :, ctx.positions] = grad
-        elif ctx.has_samples and rank.speaks:
-            table.copy_(grad)
-        rank.comm.allreduce(table)
-        mine = table[rank.index] if rank.index is not None else torch.zeros_like(table[0])
-        return mine if ctx.positions is None else mine[:, ctx.positions], None, None, None
-
-
 # -- parts of what is whole ---------------------------------------------------------------------------------------------------
 
 
-def _noise(context: ModuleContext, x: torch.Tensor, p: float, shape: Shape) -> torch.Tensor:
+def order_of(x: torch.Tensor, seen: Collection[tuple[int, ...]] = ()) -> tuple[int, ...]:
+    """The axes of `x` in the order of memory, the outermost first; of those that were `seen`, the one that fits.
+
+    Raises:
+        InputError: several do.
+    """
+    strides = x.stride()
+    fits = [
+        order
+        for order in seen
+        if len(order) == x.dim() and not any(strides[a] < strides[b] for a, b in pairwise(a for a in order if x.shape[a] > 1))
+    ]
+    if len(fits) > 1:
+        raise InputError(
+            f"random numbers are drawn for a tensor of shape {tuple(x.shape)} whose order in memory is not known. Give each "
+            "replica and micro-batch two samples or more"
+        )
+    return fits[0] if fits else tuple(sorted(range(x.dim()), key=lambda axis: (-strides[axis], axis)))
+
+
+def _noise(context: ModuleContext, x: torch.Tensor, p: float, shape: Shape, *, order: Sequence[int]) -> torch.Tensor:
     rank = context.rank
     for factors, here in zip(shape, x.shape, strict=True):
-        if rank.comm is not None and factors == ("samples",) and here != rank.seen.size:
+        if not rank.is_whole and factors == ("samples",) and here != rank.seen.size:
             raise InputError(
                 f"dropout got {here} rows where {rank.mine.size} of {rank.samples} samples are this rank's. Pass what "
                 "model.local(...) returned, and keep the samples on the first axis of what dropout is applied to"
             )
-    if rank.comm is None:
+    if rank.is_whole:
         whole = list(x.shape)
     else:
         whole = [_length(rank, factors, here) for factors, here in zip(shape, x.shape, strict=True)]
     # All ranks draw the noise of the whole on their CPUs, whose numbers are the same on all of them; cards have others.
     # torch draws in the order of memory, and so must we: the outermost axis in memory first.
-    strides = x.stride()
-    order = sorted(range(x.dim()), key=lambda axis: (-strides[axis], axis))
     noise = torch.empty([whole[axis] for axis in order], dtype=x.dtype, device="cpu").bernoulli_(
         1.0 - p, generator=rank.generator
     )
     noise = noise.permute([order.index(axis) for axis in range(x.dim())]).div_(1.0 - p)
-    if rank.comm is None:
+    if rank.is_whole:
         return noise.to(x.device)
     for axis, factors in enumerate(shape):
         if factors == ("samples",):
@@ -287,7 +308,3 @@ def _unit_positions(context: ModuleContext, factor: UnitFactor) -> torch.Tensor:
 
 def _range(start: int, stop: int) -> torch.Tensor:
     return torch.arange(start, stop, dtype=torch.int64, device="cpu")
-
-
-def _column(numbers: list[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=like.dtype, device="cpu").to(like.device).view(-1, 1)

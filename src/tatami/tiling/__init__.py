@@ -1,7 +1,8 @@
 """Who gets which rectangle."""
 
 from tatami.tiling.advice import Advice, advise
-from tatami.tiling.alphabeta import AlphaBetaCost, hiding_pays
+from tatami.tiling.alone import alone_warning, fastest_alone
+from tatami.tiling.alphabeta import AlphaBetaCost
 from tatami.tiling.bounds import VolumeBounds, time_bound_s, volume_bounds, volume_bytes
 from tatami.tiling.cost import AbstractCost, Cost
 from tatami.tiling.even import EvenPlanner
@@ -9,16 +10,22 @@ from tatami.tiling.grid import GridPlanner
 from tatami.tiling.gridrev import GridRevPlanner
 from tatami.tiling.horizontal import Message, horizontal_messages
 from tatami.tiling.layout import GRAIN, Column, Layout
+from tatami.tiling.limits import Obstacle, PlanLimits, limits
+from tatami.tiling.links import SlowestLink
 from tatami.tiling.merge import SMALL_GROUP, SrpmMergedPlanner, remove_small_groups
 from tatami.tiling.paper import PaperCost
-from tatami.tiling.plan import DEFAULT_PLANNER, PLANNERS, Plan, check_sizes, compare, find_planner, plan
+from tatami.tiling.plan import DEFAULT_PLANNER, PLANNERS, Plan, compare, find_planner, plan
 from tatami.tiling.planner import AbstractPlanner
 from tatami.tiling.span import FEW, Span, largest_remainder, spans, whole_shares
 from tatami.tiling.speeds import at_equal_times, at_tiles, tile_flop, with_speeds
 from tatami.tiling.srpm import SrpmPlanner, SrpmTable, srpm_table
+from tatami.tiling.staged import choose, plan_stages
+from tatami.tiling.staged_layout import StagedLayout
+from tatami.tiling.staged_price import StagedPlan, StagedRank, price_stages
 from tatami.tiling.tile import Tile
 from tatami.tiling.tiling import Group, Tiling
 from tatami.tiling.timed import TimedPlanner
+from tatami.tiling.timeline import ProcessorTime, timeline
 from tatami.tiling.traffic import PlannedSum, SumKind, Traffic, link_bytes, traffic_of
 from tatami.tiling.weighted import WeightedPlanner
 
@@ -40,13 +47,20 @@ __all__ = [
     "Group",
     "Layout",
     "Message",
+    "Obstacle",
     "PaperCost",
     "Plan",
+    "PlanLimits",
     "PlannedSum",
+    "ProcessorTime",
+    "SlowestLink",
     "Span",
     "SrpmMergedPlanner",
     "SrpmPlanner",
     "SrpmTable",
+    "StagedLayout",
+    "StagedPlan",
+    "StagedRank",
     "SumKind",
     "Tile",
     "Tiling",
@@ -55,21 +69,26 @@ __all__ = [
     "VolumeBounds",
     "WeightedPlanner",
     "advise",
+    "alone_warning",
     "at_equal_times",
     "at_tiles",
-    "check_sizes",
+    "choose",
     "compare",
+    "fastest_alone",
     "find_planner",
-    "hiding_pays",
     "horizontal_messages",
     "largest_remainder",
+    "limits",
     "link_bytes",
     "plan",
+    "plan_stages",
+    "price_stages",
     "remove_small_groups",
     "spans",
     "srpm_table",
     "tile_flop",
     "time_bound_s",
+    "timeline",
     "traffic_of",
     "volume_bounds",
     "volume_bytes",

@@ -6,7 +6,7 @@ import heapq
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import fsum
 from operator import itemgetter
@@ -16,20 +16,25 @@ import numpy as np
 
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
-from tatami.tiling.compute import calls_s, compute_time, idle_s, scatter
+from tatami.tiling.compute import compute_s, idle_s, scatter
 from tatami.tiling.cost import AbstractCost, Cost
 from tatami.tiling.layout import Column, Layout
 from tatami.tiling.links import LinkGroup, SlowestLink
 from tatami.tiling.span import FEW
 from tatami.tiling.sum_price import sum_size
 from tatami.tiling.summing import summing_shares, transfer_rates
-from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS, departures, is_one_vector, riding_elements, sum_algorithm
+from tatami.tiling.traffic import (
+    RIDE_ALONG_ELEMENTS,
+    STATISTICS_BYTES,
+    is_one_vector,
+    riding_elements,
+    sum_algorithm,
+    sums_statistics,
+)
 from tatami.workload import Workload
 
 FLOP_PER_S = 1e9
 """What a processor of relative speed 1 does in a second where nothing was measured."""
-_WORTH_HIDING = 0.01
-"""Less than this part of an iteration is not known so well."""
 MEASURED_FROM = 1e6
 """Where the fastest is no slower, speeds are flop/s: relative speeds do not go up to a million."""
 _NOTHING = 1e-9
@@ -47,11 +52,13 @@ class AlphaBetaCost(AbstractCost):
       a column is a meeting: the slowest rank of each block counts. Of ranks whose speeds scatter (`Processor.spread`) one is
       always slow, and all wait for it.
     * vertical: the sums of a column as they are carried out (`sum_algorithm`); the column that takes longest counts.
+      So are the sums of batch statistics over all ranks, those without a tile included (`Workload.batch_statistics`).
     * horizontal: every group of units is summed by its C owners: 2 (C - 1) / C of its bytes at its owners' slowest link, in
       one round where C = 2, otherwise two; the processor that takes longest counts. Where bytes cost some processors more
       than others, those sum less (`summing_shares`). Gradients of layers outside of blocks ride along, or are summed by all.
-      With `Workload.bucket_bytes` the wires carry the sums of the last blocks while earlier ones compute, and what is not
-      done by then counts.
+
+    A column of several micro-batches has the calls and the sums inside of it once for each, over fewer samples; gradients are
+    summed across columns once.
 
     Beside the wire, messages cost the processors that send and receive them (`Processor.message_s`), and bytes their copying;
     beside the flop, blocks and iterations cost their calls (`Processor.call_s`, `Processor.step_s`). A processor without a tile
@@ -72,84 +79,81 @@ class AlphaBetaCost(AbstractCost):
 
     def price(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> Cost:
         links = SlowestLink(cluster)
-        compute_s = self._compute_s(layout, cluster=cluster, workload=workload)
-        noisy_s = compute_s * (1 + scatter([cluster.by_name[name] for name in layout.processors]))
-        vertical_s = max(
-            _vertical_s(column.processors, width, workload, links)
-            for column, width in zip(layout.columns, layout.sample_shares(workload.samples), strict=True)
-        )
+        exact_s = compute_s(layout, cluster=cluster, workload=workload, flop_per_s=self.scale(cluster))
+        noisy_s = exact_s * (1 + scatter([cluster.by_name[name] for name in layout.processors]))
+        vertical_s = max(column_sums_s(layout, workload, links))
         return Cost(
             compute=max(noisy_s, idle_s(layout, cluster=cluster) - vertical_s),
-            vertical=vertical_s,
-            horizontal=_exposed_s(layout, workload, links, compute_s=compute_s),
+            vertical=vertical_s + statistics_s(layout, workload, links),
+            horizontal=_horizontal_s(layout, workload, links),
             unit="s",
         )
 
     def at_least(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> float:
         links = SlowestLink(cluster)
-        compute_s = self._compute_s(layout, cluster=cluster, workload=workload)
+        exact_s = compute_s(layout, cluster=cluster, workload=workload, flop_per_s=self.scale(cluster))
         columns = list(zip(layout.columns, layout.sample_shares(workload.samples), strict=True))
         if len(columns) > 2 * _LOOKED_AT:
             # The longest of some is not above the longest of all, and with thousands of columns much quicker to find.
             deepest = heapq.nlargest(_LOOKED_AT, columns, key=lambda pair: len(pair[0].processors))
             columns = [*heapq.nlargest(_LOOKED_AT, columns, key=itemgetter(1)), *deepest]
-        vertical_s = max(_vertical_s(column.processors, width, workload, links) for column, width in columns)
-        before_s = max(compute_s + vertical_s, idle_s(layout, cluster=cluster))
-        if workload.bucket_bytes is not None:
-            return before_s
+        vertical_s = max(_vertical_s(column, width, workload, links) for column, width in columns)
+        before_s = max(exact_s + vertical_s, idle_s(layout, cluster=cluster)) + statistics_s(layout, workload, links)
         return before_s + _horizontal_at_least_s(layout, workload, links)
 
-    def _compute_s(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> float:
-        scale = self.scale(cluster)
-        blocks = len(workload.blocks)
-        known = cluster.calls_known
-        calls = {each.name: calls_s(each, blocks=blocks) * scale for each in cluster.processors} if known else None
-        return compute_time(layout, speeds=cluster.speeds, workload=workload, calls=calls) / scale
+    def compares_machines(self, cluster: Cluster) -> bool:
+        """Whether speeds are flop/s, or it was said how many flop/s they stand for: of relative speeds the seconds of computing
+        are a guess, and links known in seconds are no reason then to leave a machine idle that was asked for."""
+        return self.flop_per_s is not None or _are_flop_per_s(cluster)
 
     def scale(self, cluster: Cluster) -> float:
         """Flop/s of speed 1 on this cluster."""
         if self.flop_per_s is not None:
             return self.flop_per_s
-        return 1.0 if max(cluster.speeds.values()) >= MEASURED_FROM else FLOP_PER_S
+        return 1.0 if _are_flop_per_s(cluster) else FLOP_PER_S
 
 
-def hiding_pays(
-    layout: Layout, *, cluster: Cluster, workload: Workload, bucket_bytes: int, cost: AbstractCost | None = None
-) -> bool:
-    """Whether an iteration is predicted to be shorter where gradients leave while earlier blocks compute.
-
-    Args:
-        layout: who lies where.
-        cluster: the machines and their links.
-        workload: as it is sent without.
-        bucket_bytes: of `Workload.bucket_bytes`.
-        cost: predicts the time if it is an `AlphaBetaCost`; one with its defaults does otherwise.
-    """
-    time_cost = cost if isinstance(cost, AlphaBetaCost) else AlphaBetaCost()
-    early = replace(workload, bucket_bytes=bucket_bytes)
-    if len(layout.columns) == 1 or len(departures(early)) == 1:
-        return False
-    late_s, early_s = (time_cost.price(layout, cluster=cluster, workload=each).total for each in (workload, early))
-    return early_s < late_s * (1 - _WORTH_HIDING)
+def _are_flop_per_s(cluster: Cluster) -> bool:
+    return max(cluster.speeds.values()) >= MEASURED_FROM
 
 
-def _vertical_s(names: tuple[str, ...], width: float, workload: Workload, links: SlowestLink) -> float:
+def _vertical_s(column: Column, width: float, workload: Workload, links: SlowestLink) -> float:
+    names, micro_batches = column.processors, column.micro_batches
     if len(names) == 1 or not workload.blocks:
         return 0.0
     algorithm = sum_algorithm(list(map(links.host.__getitem__, names)))
     sizes = [
-        (count * sums, width * workload.samples * elements / sums)
+        (micro_batches * count * sums, width * workload.samples * elements / sums / micro_batches)
         for block, count in workload.kinds
         for elements, sums in block.column_sums
     ]
-    return _sums_s(algorithm, names, sizes, workload, links)
+    return sums_s(algorithm, names, sizes, workload, links)
 
 
-def _sums_s(
-    algorithm: str, names: Sequence[str], sizes: Sequence[tuple[int, float]], workload: Workload, links: SlowestLink
+def statistics_s(layout: Layout, workload: Workload, links: SlowestLink) -> float:
+    """The sums of batch statistics, forward and backward."""
+    names = tuple(links.cluster.by_name)
+    if not workload.batch_statistics or not sums_statistics(
+        columns=len(layout.columns), tiles=len(layout.processors), ranks=len(names)
+    ):
+        return 0.0
+    algorithm = sum_algorithm([links.host[name] for name in names])
+    sizes = [(2 * count, float(elements)) for elements, count in Counter(workload.batch_statistics).items()]
+    return sums_s(algorithm, names, sizes, workload, links, element_bytes=STATISTICS_BYTES)
+
+
+def sums_s(
+    algorithm: str,
+    names: Sequence[str],
+    sizes: Sequence[tuple[int, float]],
+    workload: Workload,
+    links: SlowestLink,
+    *,
+    element_bytes: int | None = None,
 ) -> float:
     """Of sums over the same processors: how many there are of so many elements each."""
-    element_bytes = workload.element_bytes if algorithm == "native" else workload.wire_bytes
+    if element_bytes is None:
+        element_bytes = workload.element_bytes if algorithm == "native" else workload.wire_bytes
     link = links.among(names)
     message_s = max(map(links.cluster.message_s.__getitem__, names))
     copy_bytes_per_s = min(map(links.cluster.copy_bytes_per_s.__getitem__, names))
@@ -162,32 +166,24 @@ def _sums_s(
     return total_s
 
 
-def _exposed_s(layout: Layout, workload: Workload, links: SlowestLink, *, compute_s: float) -> float:
-    """What of the sums of gradients lies behind the backward pass, and what their messages cost processors wherever it lies."""
-    groups = departures(workload)
-    if len(groups) == 1:
-        return _horizontal_s(layout, workload, links)
-    blocks = workload.blocks
-    flop = [(1 - each.forward_fraction) * each.flop(units=each.units, samples=1.0) for each in blocks]
-    backward_s = compute_s * (sum(flop) / sum(each.flop(units=each.units, samples=1.0) for each in blocks))
-    cluster = links.cluster
-    quiet = SlowestLink(replace(cluster, processors=tuple(replace(each, message_s=0.0) for each in cluster.processors)))
-    messages_s, free_s, alone = 0.0, 0.0, replace(workload, replicated_parameters=0, trained_tensors=0, bucket_bytes=None)
-    for group in groups[:-1]:
-        own = replace(alone, blocks=tuple(blocks[number] for number in group))
-        wire_s = _horizontal_s(layout, own, quiet)
-        messages_s += _horizontal_s(layout, own, links) - wire_s
-        begins_s = backward_s * sum(flop[min(group) :]) / sum(flop)
-        free_s = max(free_s, begins_s) + wire_s
-    rest = replace(workload, blocks=tuple(blocks[number] for number in sorted(groups[-1])), bucket_bytes=None)
-    return messages_s + max(0.0, free_s - backward_s) + _horizontal_s(layout, rest, links)
+def column_sums_s(layout: Layout, workload: Workload, links: SlowestLink) -> list[float]:
+    """The sums inside of each column, in an iteration."""
+    return [
+        _vertical_s(column, width, workload, links)
+        for column, width in zip(layout.columns, layout.sample_shares(workload.samples), strict=True)
+    ]
 
 
 def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> float:
-    """The longest of all processors: bytes of the units it owns, a latency for each round, and the replicated layers."""
+    """The longest of all processors."""
+    return max(gradient_sums_s(layout, workload, links))
+
+
+def gradient_sums_s(layout: Layout, workload: Workload, links: SlowestLink) -> list[float]:
+    """The sums across columns of each processor: bytes of its units, a latency for each round, and replicated layers."""
     num_columns = len(layout.columns)
     if num_columns == 1:
-        return 0.0
+        return [0.0] * len(layout.processors)
     own = [links.cluster.by_name[name] for name in layout.processors]
     riders = riding_elements(workload, columns=num_columns)
     ranks, num_blocks = len(links.cluster.processors), len(workload.blocks)
@@ -223,16 +219,17 @@ def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> flo
     if riders <= RIDE_ALONG_ELEMENTS:
         riding_bytes = (num_columns - 1) * riders * workload.wire_bytes
     else:
-        algorithm = sum_algorithm([links.host[name] for name in layout.processors])
-        apart_s = _sums_s(algorithm, layout.processors, [(1, riders)], workload, links)
+        names = tuple(links.cluster.by_name)  # those without a tile take part
+        apart_s = sums_s(sum_algorithm([links.host[name] for name in names]), names, [(1, riders)], workload, links)
         if not workload.blocks:
-            return apart_s
+            return [apart_s] * len(own)
     riding_s = riding_bytes / links.among(layout.processors).bandwidth_bytes_per_s
-    return apart_s + max(
-        max(wire + riding_s + rounds * latency_s, copied + 2 * riding_bytes / processor.copy_bytes_per_s)
+    return [
+        apart_s
+        + max(wire + riding_s + rounds * latency_s, copied + 2 * riding_bytes / processor.copy_bytes_per_s)
         + 2 * rounds * messages * processor.message_s
         for wire, copied, latency_s, messages, processor in zip(wire_s, copied_s, latencies_s, neighbours, own, strict=True)
-    )
+    ]
 
 
 def _horizontal_at_least_s(layout: Layout, workload: Workload, links: SlowestLink) -> float:
@@ -244,7 +241,8 @@ def _horizontal_at_least_s(layout: Layout, workload: Workload, links: SlowestLin
     highest = int(layout.heights.argmax())
     height, name = float(layout.heights[highest]), layout.processors[highest]
     cluster = links.cluster
-    link = cluster.network if num_columns > cluster.most_on_a_host and not cluster.links else cluster.fastest_link
+    crosses = num_columns > cluster.most_on_a_host and not cluster.links
+    link = cluster.link_of(cluster.host_of[name]) if crosses else cluster.fastest_link
     rounds = 1 if num_columns == 2 else 2
     # Where processors sum what suits them, one may sum nothing, and only send what it has once.
     parts = 2 * (num_columns - 1) / num_columns if transfer_rates(cluster) is None else 1.0

@@ -62,9 +62,9 @@ def volume_bytes(layout: Layout, *, workload: Workload, cluster: Cluster) -> flo
         algorithm = sum_algorithm([cluster.host_of[name] for name in column.processors])
         for block, count in workload.kinds:
             for elements, sums in block.column_sums:
-                size = width * workload.samples * elements / sums
+                size = width * workload.samples * elements / sums / column.micro_batches
                 one = sum_size(algorithm, members=members, size=size, element_bytes=workload.wire_bytes)
-                sent += count * sums * members * one.share * size
+                sent += column.micro_batches * count * sums * members * one.share * size
     sent += 2 * (len(layout.columns) - 1) * workload.horizontal_elements
     return sent * workload.wire_bytes
 
@@ -110,13 +110,11 @@ class _Floor:
 
     @classmethod
     def of(cls, workload: Workload) -> _Floor:
-        # With buckets, all of it may lie behind what is computed.
-        exposed = workload.wire_bytes if workload.bucket_bytes is None else 0
         if len(workload.kinds) < 2:
             return cls(
                 area_flop=workload.flop_per_area,
                 width_flop=workload.flop_per_width,
-                horizontal_bytes=exposed * workload.horizontal_elements,
+                horizontal_bytes=workload.wire_bytes * workload.horizontal_elements,
             )
         # A rank without units of a block does not pay what the block costs beside them, so this counts in proportion; and its
         # share may be of the block that has fewest weights for its flop.
@@ -126,7 +124,9 @@ class _Floor:
         return cls(
             area_flop=fsum(flop),
             width_flop=repeated,
-            horizontal_bytes=exposed * fsum(flop) * min(own / each for own, each in zip(elements, flop, strict=True) if each),
+            horizontal_bytes=workload.wire_bytes
+            * fsum(flop)
+            * min(own / each for own, each in zip(elements, flop, strict=True) if each),
         )
 
 
@@ -146,9 +146,13 @@ def _largest_area(
     whole = np.where(time_s >= area_s + width_s, 1.0, 0.0)
     full_width = (time_s - width_s - vertical_s - vertical_latency_s) / area_s
     full_height = (time_s - horizontal_s - across_s) / (area_s + width_s)
-    # Inside: area_s w h + (width_s + vertical_s) w + horizontal_s h <= rest; the most area has the last two terms equal.
+    # Inside: area_s w h + for_width_s w + horizontal_s h <= rest. The largest area has the last two terms equal, unless that
+    # tile would be higher or wider than the floor: frozen weights send nothing, so only the floor's height limits theirs.
     rest = np.maximum(time_s - vertical_latency_s - across_s, 0.0)
-    half = np.sqrt((width_s + vertical_s) * horizontal_s)
+    for_width_s = width_s + vertical_s
+    half = np.sqrt(for_width_s * horizontal_s)
     inside = ((np.sqrt(half**2 + area_s * rest) - half) / area_s) ** 2
+    inside = np.where(inside * horizontal_s > for_width_s, (rest - for_width_s) / (area_s + horizontal_s), inside)
+    inside = np.where(inside * for_width_s > horizontal_s, (rest - horizontal_s) / (area_s + for_width_s), inside)
     area: NDArray[np.float64] = np.clip(np.maximum.reduce([whole, full_width, full_height, inside]), 0.0, 1.0)
     return area

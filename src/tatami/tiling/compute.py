@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import expm1
 from statistics import NormalDist, fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tatami.cluster import Cluster, Processor, SpeedTable, at_sizes
+from tatami.cluster import Cluster, Processor, at_sizes
 from tatami.tiling.layout import Layout
 from tatami.tiling.speeds import tile_flop
 from tatami.workload import Workload
@@ -24,13 +24,19 @@ def column_flop_times(layout: Layout, *, speeds: Mapping[str, float], workload: 
     An imbalance in one block cannot be made up for in another. Six heads over speeds 1, 0.5 and 0.25 are 3, 2 and 1 of them:
     4 units of time where 3.43 would be balanced, however well the hidden units of the next block divide.
     """
-    own = np.fromiter(map(speeds.__getitem__, layout.processors), dtype=np.float64, count=len(layout.processors))
     totals = np.zeros(len(layout.columns))
+    for times in section_flop_times(layout, speeds=speeds, workload=workload):
+        totals += np.maximum.reduceat(times, layout.starts)
+    return totals
+
+
+def section_flop_times(layout: Layout, *, speeds: Mapping[str, float], workload: Workload) -> Iterator[NDArray[np.float64]]:
+    """Of each section of the workload, for each processor of the layout: flop of one sample over the speed."""
+    own = np.fromiter(map(speeds.__getitem__, layout.processors), dtype=np.float64, count=len(layout.processors))
     for section in workload.sections:
         units = layout.unit_shares(section.units) * section.units
         flop = section.unit_flop * units + section.repeated_flop + np.where(units > 0, section.beside_flop, 0.0)
-        totals += np.maximum.reduceat(flop / own, layout.starts)
-    return totals
+        yield flop / own
 
 
 def scatter(processors: Sequence[Processor]) -> float:
@@ -59,9 +65,10 @@ def _deviation(processors: Sequence[Processor]) -> float | None:
     return fmean(spreads) / _RANGE if spreads else None
 
 
-def calls_s(processor: Processor, *, blocks: int) -> float:
-    """What the calls of an iteration over so many blocks cost a processor, however small its tiles are."""
-    return processor.step_s + blocks * processor.call_s
+def calls_s(processor: Processor, *, blocks: int, micro_batches: int = 1) -> float:
+    """What the calls of an iteration over so many blocks cost a processor, however small its tiles are: for every micro-batch
+    those of the blocks, and once those of the iteration."""
+    return processor.step_s + micro_batches * blocks * processor.call_s
 
 
 def idle_s(layout: Layout, *, cluster: Cluster) -> float:
@@ -72,18 +79,21 @@ def idle_s(layout: Layout, *, cluster: Cluster) -> float:
     return max(each.step_s for each in cluster.processors if each.name not in placed)
 
 
-def compute_time(
-    layout: Layout, *, speeds: Mapping[str, float], workload: Workload, calls: Mapping[str, float] | None = None
-) -> float:
-    """Of the column that takes longest: flop over speed, that of the tile's size where it depends on it.
+def compute_s(layout: Layout, *, cluster: Cluster, workload: Workload, flop_per_s: float) -> float:
+    """Of the column that takes longest: flop over speed, that of the micro-batch's size where it depends on it, and the calls.
 
     Args:
-        calls: of each processor, what the calls of an iteration take however small its tile is; in the same unit.
+        flop_per_s: of a processor of speed 1.
     """
-    if SpeedTable in set(map(type, speeds.values())):
+    speeds: Mapping[str, float] = cluster.speeds
+    if cluster.sized:
         speeds = at_sizes(speeds, tile_flop(layout, workload=workload))
     widths = np.array(layout.sample_shares(workload.samples))
-    times = workload.samples * widths * column_flop_times(layout, speeds=speeds, workload=workload)
-    if calls:
-        times += [max(map(calls.__getitem__, column.processors)) for column in layout.columns]
-    return float(times.max())
+    times_s = workload.samples * widths * column_flop_times(layout, speeds=speeds, workload=workload) / flop_per_s
+    if cluster.calls_known:
+        blocks, by_name = len(workload.blocks), cluster.by_name
+        times_s += [
+            max(calls_s(by_name[name], blocks=blocks, micro_batches=column.micro_batches) for name in column.processors)
+            for column in layout.columns
+        ]
+    return float(times_s.max())

@@ -17,7 +17,7 @@ class Cost:
 
     Attributes:
         compute: local computation of the rank that takes longest.
-        vertical: sums inside the column that takes longest.
+        vertical: sums inside the column that takes longest, and of batch statistics over all ranks.
         horizontal: sums across columns.
         unit: "s" for seconds, "elements" for the elements of Eq. 8; costs of different units do not compare.
     """
@@ -43,6 +43,11 @@ class AbstractCost(ABC):
         """A lower bound of `price(...).total` that is quicker to find; planners leave out what it rules out."""
         return 0.0
 
+    def compares_machines(self, cluster: Cluster) -> bool:  # noqa: ARG002 - nothing is known
+        """Whether prices say who of the cluster should take part: whether what they count for computing and for communication
+        is known in the same unit. Otherwise all that can have work take part."""
+        return False
+
 
 @final
 class RememberedCost(AbstractCost):
@@ -66,6 +71,9 @@ class RememberedCost(AbstractCost):
         if known.at_least is None:
             known.at_least = self.cost.at_least(layout, cluster=cluster, workload=workload)
         return known.at_least
+
+    def compares_machines(self, cluster: Cluster) -> bool:
+        return self.cost.compares_machines(cluster)
 
     def _known(self, layout: Layout, cluster: Cluster, workload: Workload) -> _Known:
         _, _, layouts = self._asked.setdefault((id(cluster), id(workload)), (cluster, workload, {}))

@@ -2,158 +2,171 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import inf
 
-from tatami.cluster import Cluster, Processor
+from tatami.cluster import Cluster
 from tatami.errors import MemoryLackError, PlanError
 from tatami.tiling.cost import AbstractCost
-from tatami.tiling.layout import Layout
-from tatami.tiling.memory import lacking_bytes, memory_bytes, squeezed
-from tatami.tiling.planner import AbstractPlanner
-from tatami.tiling.speeds import at_equal_times
-from tatami.tiling.weighted import data_parallel
-from tatami.units import format_size
+from tatami.tiling.lack import lack_of_room, lack_of_size
+from tatami.tiling.left_out import Fitted, Reason, least_bytes
+from tatami.tiling.planner import AbstractPlanner, layout_of
+from tatami.tiling.room import at_best_sizes, with_room
+from tatami.tiling.taking_part import WORTH_PLANNING, QuickPrices, reason_for, subsets
 from tatami.workload import Workload
 
-_WORTH_LEAVING = 0.02
-"""Of an iteration. Predictions are not finer."""
-_ALL_TRIED = 32
-_SHOWN = 4
 _MOST_TRIED = 256
-"""Where there are more processors, what would help is not tried out."""
-_MACHINES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Of more processors only one other planner is asked whom it leaves out."""
+_MOST_PLANNED = 6
+"""Sets of processors that are planned in full."""
+_MOST_PLACED = 1024
+"""Processors in all of them together, unless one alone has more."""
+_MOST_REASONS = 16
+"""Hosts for each of which the reason is looked for why its processors are left out; of more, for all together."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fitted:
-    """A layout, and who is left out of it.
-
-    Attributes:
-        layout: of all others.
-        slow: too slow for one sample and one unit, the first to go first.
-        small: without memory for what all repeat.
-        dear: with them an iteration is predicted to take longer, for their messages cost more time than they save; the first to
-            go first.
-    """
-
-    layout: Layout
-    slow: tuple[str, ...] = ()
-    small: tuple[str, ...] = ()
-    dear: tuple[str, ...] = ()
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """All of them."""
-        return (*self.small, *self.slow, *self.dear)
-
-
-def fit(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Fitted:
-    """What the planner says, where every processor has work, and memory for it.
-
-    Raises:
-        MemoryLackError, PlanError: as `_held`.
-    """
-    found, lack = None, None
-    try:
-        found = _held(planner, cluster=cluster, workload=workload, cost=cost)
-    except MemoryLackError as error:
-        lack = error
-    # Shares in proportion to speed may have nothing for the slowest, where equal ones would have all others wait for them, or
-    # no room beside them.
-    tried = set()
-    for other in _leaving_slow(planner.chooses_among, cluster=cluster, workload=workload, cost=cost):
-        found = other if found is None else _cheaper(found, other, cluster=cluster, workload=workload, cost=cost)
-        if frozenset(other.slow) not in tried:
-            found = _better_without(other.slow, found, planner, cluster=cluster, workload=workload, cost=cost)
-        tried.add(frozenset(other.slow))
-    if found is None:
-        assert lack is not None
-        raise lack
-    if not planner.chooses_among:
-        return found
-    rest = _without(cluster, {*found.slow, *found.small})
-    dear = _dear(rest, workload=workload, cost=cost) if cluster.messages_known else ()
-    if not dear:
-        return found
-    gone = frozenset({*dear, *found.slow})
-    without = _better_without(gone, found, planner, cluster=cluster, workload=workload, cost=cost, least=_WORTH_LEAVING)
-    if without is found:
-        return found
-    return replace(without, slow=tuple(name for name in without.slow if name not in dear), dear=dear)
-
-
-def _better_without(
-    gone: Collection[str],
-    found: Fitted,
+def fit(
     planner: AbstractPlanner,
     *,
     cluster: Cluster,
     workload: Workload,
     cost: AbstractCost,
-    least: float = 0.0,
+    chooses_machines: bool | None = None,
+    idle: bool = False,
 ) -> Fitted:
-    """What the planner says without some processors, as too slow, where that is faster by `least`; otherwise `found`."""
-    try:
-        without = _held(planner, cluster=_without(cluster, gone), workload=workload, cost=cost, ranks=cluster.size)
-    except MemoryLackError:
-        return found
-    # In the order in which they would go.
-    order = sorted((each for each in cluster.processors if each.name in gone), key=lambda each: each.speed)
-    without = replace(without, slow=(*(each.name for each in order), *without.slow))
-    return _cheaper(found, without, cluster=cluster, workload=workload, cost=cost, least=least)
+    """What the planner says, where every processor has work, and memory for it.
 
+    A planner that chooses among others (`AbstractPlanner.chooses_among`) also chooses who takes part, where seconds of
+    computing and of communication compare (`AbstractCost.compares_machines`). Where speeds are relative they do not: all take
+    part that can get work.
 
-def _cheaper(
-    found: Fitted, other: Fitted, *, cluster: Cluster, workload: Workload, cost: AbstractCost, least: float = 0.0
-) -> Fitted:
-    """`other`, where it is cheaper by this part of the cost of `found`."""
-    own, others = (cost.price(each.layout, cluster=cluster, workload=workload).total for each in (found, other))
-    return other if others < (1 - least) * own else found
+    Args:
+        chooses_machines: whether processors that make an iteration longer are left out; None: where the cost compares them.
+        idle: whether processors that are left out are in the run all the same, so that what they cost counts.
 
-
-def _without(cluster: Cluster, gone: Collection[str]) -> Cluster:
-    """The rest; the same object where none is gone, of which prices are remembered."""
-    rest = tuple(each for each in cluster.processors if each.name not in gone)
-    return cluster if len(rest) == cluster.size else replace(cluster, processors=rest)
-
-
-def _leaving_slow(
-    planners: Sequence[AbstractPlanner], *, cluster: Cluster, workload: Workload, cost: AbstractCost
-) -> Iterator[Fitted]:
-    """What planners say that leave out processors which would have no sample, or no unit."""
-    for planner in planners if cluster.size <= _MOST_TRIED else planners[:1]:
-        if planner.sized or not cluster.sized:
-            with suppress(MemoryLackError):
-                fitted = _held(planner, cluster=cluster, workload=workload, cost=cost)
-                if fitted.slow:
-                    yield fitted
-
-
-def _dear(cluster: Cluster, *, workload: Workload, cost: AbstractCost) -> tuple[str, ...]:
-    """Who might better be left out: so many of those whose messages take longest that the rest, a column each, is fastest.
-
-    One at a time would not do: of three slow machines any two keep all others waiting.
+    Raises:
+        MemoryLackError, PlanError: as `_held`.
     """
-    order = sorted(cluster.processors, key=lambda each: (-each.message_s, each.copy_bytes_per_s))
-    dearest = [each.name for each in order]
-    counts = (
-        range(cluster.size)
-        if cluster.size <= _ALL_TRIED
-        else [0, *(2**power for power in range(cluster.size.bit_length() - 1))]
-    )
-    prices = {}
-    for count in counts:
-        gone = set(dearest[:count])
-        rest = replace(cluster, processors=tuple(each for each in cluster.processors if each.name not in gone))
-        layout = data_parallel(at_equal_times(rest, workload=workload).processors)
-        price = cost.price(layout, cluster=cluster, workload=workload)
-        if price.unit != "s":
-            return ()
-        prices[count] = price.total
-    best = min(prices, key=lambda count: prices[count])
-    return tuple(dearest[:best]) if prices[best] < (1 - _WORTH_LEAVING) * prices[0] else ()
+    if not planner.chooses_among:
+        return _held(planner, cluster=cluster, workload=workload, cost=cost, ranks=cluster.size if idle else None)
+    search = _Search(planner, cluster=cluster, workload=workload, cost=cost, idle=idle)
+    if cost.compares_machines(cluster) if chooses_machines is None else chooses_machines:
+        search.choose_machines()
+    else:
+        search.take_all()
+        if not search.has_plan:
+            search.choose_machines()
+    return search.result()
+
+
+class _Search:
+    """The cheapest plan over any of the processors so far."""
+
+    def __init__(
+        self, planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost, idle: bool
+    ) -> None:
+        self._planner, self._cluster, self._workload, self._cost, self._idle = planner, cluster, workload, cost, idle
+        self._best: Fitted | None = None
+        self._least = inf
+        self._lack: MemoryLackError | None = None
+        self._planned: set[frozenset[str]] = set()
+
+    @property
+    def has_plan(self) -> bool:
+        return self._best is not None
+
+    def take_all(self) -> None:
+        """Plan for all, and for those that other planners give work.
+
+        Shares in proportion to speed may have nothing for the slowest, where equal ones would have all others wait for them, or
+        no room beside them.
+        """
+        self._plan(self._cluster.by_name)
+        others, ranks = self._planner.chooses_among, self._cluster.size if self._idle else None
+        for other in others if self._cluster.size <= _MOST_TRIED else others[:1]:
+            with suppress(MemoryLackError):
+                fitted = _held(other, cluster=self._cluster, workload=self._workload, cost=self._cost, ranks=ranks)
+                self._take(fitted)
+                if fitted.reasons:
+                    self._plan(fitted.layout.processors, reasons=fitted.reasons)
+
+    def choose_machines(self) -> None:
+        """Plan for the sets of processors that are cheapest by a quick price, and for all unless they are very many."""
+        if self._cluster.size <= _MOST_TRIED and not self._planned:
+            self.take_all()
+        quick = QuickPrices(self._cluster, workload=self._workload, cost=self._cost, idle=self._idle)
+        names = [each.name for each in self._cluster.processors]
+        placed = planned = 0
+        for chosen in subsets(quick, workload=self._workload):
+            if planned == _MOST_PLANNED or quick.of(chosen) > WORTH_PLANNING * self._least:
+                break
+            if planned and placed + len(chosen) > _MOST_PLACED:
+                continue
+            placed, planned = placed + len(chosen), planned + 1
+            self._plan([names[rank] for rank in chosen])
+        if self._best is None and not self._planned:
+            self.take_all()
+
+    def result(self) -> Fitted:
+        """The best plan, and why it leaves out whom it leaves out.
+
+        Raises:
+            MemoryLackError: there is none.
+        """
+        if self._best is None:
+            assert self._lack is not None
+            raise self._lack
+        ranks = self._cluster.rank_of
+        chosen = frozenset(ranks[name] for name in self._best.layout.processors)
+        reasons = dict(self._best.reasons)
+        rest = [each for each in self._cluster.processors if ranks[each.name] not in chosen and self._is_open(each.name)]
+        rest.sort(key=lambda each: float(each.speed))
+        hosts = list(dict.fromkeys(each.host for each in rest))
+        for group in [hosts] if len(hosts) > _MOST_REASONS else [[host] for host in hosts]:
+            gone = [each.name for each in rest if each.host in group]
+            reason = reason_for(
+                frozenset(map(ranks.__getitem__, gone)),
+                chosen=chosen,
+                depth=self._best.layout.deepest,
+                cluster=self._cluster,
+                workload=self._workload,
+                cost=self._cost,
+                idle=self._idle,
+            )
+            for name in gone:
+                # Too little memory is told from too little speed where that alone would make the difference.
+                if name not in reasons or reason is Reason.MEMORY:
+                    reasons[name] = reason
+        return replace(self._best, reasons=reasons)
+
+    def _is_open(self, name: str) -> bool:
+        """Whether it is to be found out why a processor is left out."""
+        assert self._best is not None
+        known = self._best.reasons.get(name)
+        return known is None or (known is Reason.NO_WORK and self._cluster.by_name[name].memory_bytes is not None)
+
+    def _plan(self, names: Collection[str], *, reasons: Mapping[str, Reason] | None = None) -> None:
+        """What the planner says of these processors."""
+        if frozenset(names) in self._planned:
+            return
+        self._planned.add(frozenset(names))
+        own = self._cluster.only(names)
+        ranks = self._cluster.size if self._idle else None
+        try:
+            fitted = _held(self._planner, cluster=own, workload=self._workload, cost=self._cost, ranks=ranks)
+        except MemoryLackError as error:
+            self._lack = self._lack or error
+            return
+        self._take(replace(fitted, reasons={**(reasons or {}), **fitted.reasons}))
+
+    def _take(self, fitted: Fitted) -> None:
+        """Keep the cheapest; of equals, the first."""
+        run = self._cluster if self._idle else self._cluster.only(fitted.layout.processors)
+        price = self._cost.price(fitted.layout, cluster=run, workload=self._workload).total
+        if price < self._least:
+            self._best, self._least = fitted, price
 
 
 def _held(
@@ -162,149 +175,35 @@ def _held(
     """The planner's layout of all processors that have work and memory.
 
     Args:
-        ranks: of the run; those that have no tile are among them.
+        ranks: of the run; None: those that have a tile.
 
     Raises:
         MemoryLackError: the processors' memory does not hold the network, in any way that the planner knows.
         PlanError: the planner forgot a processor.
     """
-    least_bytes = _least_bytes(workload)
-    small = tuple(
-        processor.name
-        for processor in cluster.processors
-        if processor.memory_bytes is not None and processor.memory_bytes < least_bytes
-    )
-    rest = tuple(processor for processor in cluster.processors if processor.name not in small)
-    if not rest:
-        raise MemoryLackError(
-            f"every processor keeps {_size(least_bytes)} of this network whatever it computes, and the largest, "
-            f"{_largest(cluster).name}, has {_size(_largest(cluster).memory_bytes or 0)}",
-            lacking_bytes={processor.name: least_bytes - (processor.memory_bytes or 0) for processor in cluster.processors},
-        )
-    ranks = ranks or cluster.size
-    if small:
-        cluster = replace(cluster, processors=rest)  # otherwise the same object, of which prices are remembered
-    slow: list[str] = []
+    least = least_bytes(workload)
+    small = [each.name for each in cluster.processors if each.memory_bytes is not None and each.memory_bytes < least]
+    if len(small) == cluster.size:
+        raise lack_of_size(cluster, workload=workload)
+    reasons = dict.fromkeys(small, Reason.REPEATED)
+    cluster = cluster.only(set(cluster.by_name).difference(small))
     while True:
-        layout = planner.layout(cluster=cluster, workload=workload, cost=cost)
+        layout = layout_of(planner, cluster=cluster, workload=workload, cost=cost)
         if set(layout.processors) != set(cluster.by_name):
             differ = sorted(set(layout.processors) ^ set(cluster.by_name))
             raise PlanError(
                 f"planner {planner.name!r} must lay out every processor of the cluster once; these differ: {differ}"
             )
-        if lacking_bytes(layout, cluster=cluster, workload=workload, ranks=ranks):
-            found = squeezed(layout, cluster=cluster, workload=workload, ranks=ranks)
-            if found is None:
-                raise _lack(planner, layout, cluster, workload, ranks)
-            layout = found
-        empty = layout.empty(workload)
+        found = with_room(layout, cluster=cluster, workload=workload, cost=cost, ranks=ranks)
+        if found is None:
+            raise lack_of_room(planner, layout, cluster=cluster, workload=workload, ranks=ranks)
+        empty = found.empty(workload)
         if not empty:
-            return Fitted(layout=layout, slow=tuple(slow), small=small)
-        candidates = sorted(
-            (processor for processor in cluster.processors if processor.name in empty), key=lambda processor: processor.speed
-        )
+            found = at_best_sizes(found, cluster=cluster, workload=workload, cost=cost)
+            return Fitted(layout=found, reasons=reasons)
+        candidates = sorted((each for each in cluster.processors if each.name in empty), key=lambda each: each.speed)
         # Half of them at a time: ten thousand processors must not be planned ten thousand times.
-        gone = {processor.name for processor in candidates[: (len(candidates) + 1) // 2]}
-        slow += [processor.name for processor in candidates if processor.name in gone]
-        rest = tuple(processor for processor in cluster.processors if processor.name not in gone)
-        assert rest, "who lies alone gets everything"
-        cluster = replace(cluster, processors=rest)
-
-
-def _least_bytes(workload: Workload) -> float:
-    """What a processor keeps that has one sample and one unit of the smallest block."""
-    units = [
-        workload.unit_state_bytes(block) + block.unit_activation_bytes + block.sample_activation_bytes
-        for block in workload.blocks
-    ]
-    return workload.replicated_state_bytes + workload.replicated_activation_bytes + min(units, default=0.0)
-
-
-def _lack(planner: AbstractPlanner, layout: Layout, cluster: Cluster, workload: Workload, ranks: int) -> MemoryLackError:
-    kept = memory_bytes(layout, workload=workload, cluster=cluster, ranks=ranks)
-    lacking = lacking_bytes(layout, cluster=cluster, workload=workload, ranks=ranks)
-    told = [
-        f"{name} lacks {_size(missing)} (it would keep {_size(kept[name])} in {_size(cluster.by_name[name].memory_bytes or 0)})"
-        for name, missing in list(lacking.items())[:_SHOWN]
-    ]
-    more = f" and {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""
-    return MemoryLackError(
-        f"{planner.name} finds no room for {workload.samples} samples of this network: {', '.join(told)}{more}",
-        lacking_bytes=lacking,
-    )
-
-
-def with_remedies(
-    error: MemoryLackError, planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost
-) -> MemoryLackError:
-    """The error, and what would do, which takes some plans more to find out."""
-    what = "; ".join(_remedies(planner, cluster=cluster, workload=workload, cost=cost))
-    what = what or "take fewer samples, or machines with more memory"
-    return MemoryLackError(f"{error}. {what[0].upper()}{what[1:]}", lacking_bytes=error.lacking_bytes)
-
-
-def _size(size_bytes: float) -> str:
-    return format_size(round(size_bytes), digits=3)
-
-
-def _remedies(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Iterator[str]:
-    """The remedies that would work, found by trying."""
-    if cluster.size > _MOST_TRIED:
-        return
-    samples = _most_samples(planner, cluster=cluster, workload=workload, cost=cost)
-    if samples:
-        yield f"It would hold {samples} samples"
-    for count in _MACHINES:
-        grown = _grown(cluster, count=count)
-        if grown.size <= workload.samples and _fits(planner, cluster=grown, workload=workload, cost=cost):
-            largest = _largest(cluster)
-            yield f"all {workload.samples} would fit with {count} more machine{'s' if count > 1 else ''} like {largest.name}"
-            return
-
-
-def _most_samples(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> int:
-    low, high = cluster.size - 1, workload.samples
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _fits(planner, cluster=cluster, workload=workload.with_samples(middle), cost=cost):
-            low = middle
-        else:
-            high = middle
-    return low if low >= cluster.size else 0
-
-
-def _fits(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> bool:
-    layout = planner.layout(cluster=cluster, workload=workload, cost=cost)
-    lacking = lacking_bytes(layout, cluster=cluster, workload=workload)
-    return not lacking or squeezed(layout, cluster=cluster, workload=workload) is not None
-
-
-def _largest(cluster: Cluster) -> Processor:
-    return max(cluster.processors, key=lambda processor: processor.memory_bytes or 0)
-
-
-def _grown(cluster: Cluster, *, count: int) -> Cluster:
-    like = _largest(cluster)
-    more = tuple(replace(like, name=f"{like.name} again {index}") for index in range(count))
-    return replace(cluster, processors=(*cluster.processors, *more))
-
-
-def leaving_out(planner: str, fitted: Fitted, *, cluster: Cluster, workload: Workload) -> Iterator[str]:
-    """The warnings about processors that are left out."""
-    if fitted.dear:
-        yield (
-            f"{planner} leaves out {', '.join(fitted.dear)}: an iteration is predicted to be shorter without, for messages "
-            "would take there longer than its work saves. The planner srpm takes all"
-        )
-    if slow := fitted.slow:
-        given = any(cluster.by_name[name].memory_bytes is not None for name in slow)
-        why = "too slow, or with too little memory," if given else "too slow"
-        yield (
-            f"{planner} leaves out {', '.join(slow)}: {why} for one of {workload.samples} samples and one of "
-            f"{workload.units} units beside the others. Plan without them, or give more samples"
-        )
-    if small := fitted.small:
-        yield (
-            f"{planner} leaves out {', '.join(small)}: not enough memory for what every processor repeats, "
-            f"{_size(_least_bytes(workload))}. Plan without them, or give them more"
-        )
+        gone = [each.name for each in candidates[: (len(candidates) + 1) // 2]]
+        reasons.update(dict.fromkeys(gone, Reason.NO_WORK))
+        assert len(gone) < cluster.size, "one processor alone gets everything"
+        cluster = cluster.only(set(cluster.by_name).difference(gone))

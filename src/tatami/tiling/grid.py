@@ -42,11 +42,7 @@ def grid_builder(
         own = tuple(share / down for share in shares)
         return Layout(
             columns=tuple(
-                Column(
-                    width=processor.speed / across,
-                    processors=names[place * depth : (place + 1) * depth],
-                    heights=own,
-                )
+                Column(width=processor.speed / across, processors=names[place * depth : (place + 1) * depth], heights=own)
                 for place, processor in enumerate(slowest)
             )
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain, compress, pairwise
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tatami.errors import PlanError
-from tatami.tiling.span import FEW, Span, spans, whole_shares, whole_shares_of
+from tatami.tiling.span import FEW, Span, micro_batch_sizes, spans, whole_shares, whole_shares_of
 from tatami.tiling.tile import Tile
 from tatami.tiling.tiling import Tiling
 from tatami.workload import Workload
@@ -31,22 +31,27 @@ _SURELY_ONE = 1.01
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """Processors that share the same samples, from top to bottom.
+    """A replica: processors that share the same samples, from top to bottom.
 
     Attributes:
         width: the column's fraction of the samples.
         processors: names, from top to bottom.
         heights: each processor's fraction of the units; they sum to 1.
+        micro_batches: the number of parts, as equal as possible, in which the column computes its samples one after another, so
+            that only the activations of one part are in memory. Gradients are summed across columns once for all parts.
     """
 
     width: float
     processors: tuple[str, ...]
     heights: tuple[float, ...]
+    micro_batches: int = 1
     _sizes: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.processors) != len(self.heights) or not self.processors:
             raise PlanError(f"a column needs one height for each processor: {self.processors} have {self.heights}")
+        if self.micro_batches < 1:
+            raise PlanError(f"micro_batches of column {self.processors} must be at least 1, not {self.micro_batches}")
         height = sum(self.heights)
         if 0 <= self.width < math.inf and min(self.heights) >= 0 and math.isclose(height, 1.0, rel_tol=1e-6):
             return
@@ -60,6 +65,17 @@ class Column:
         column = replace(self, width=width)
         column._sizes.update(self._sizes)  # they depend on the heights alone
         return column
+
+    def in_micro_batches(self, number: int) -> Column:
+        """The same column with another number of `micro_batches`."""
+        column = replace(self, micro_batches=number)
+        column._sizes.update(self._sizes)
+        return column
+
+    def micro_batch_sizes(self, samples: int) -> tuple[int, ...]:
+        """The samples of each micro-batch where the column has `samples`: one micro-batch at least, and none without samples
+        beyond the first."""
+        return micro_batch_sizes(samples, number=self.micro_batches)
 
     @cached_property
     def cuts(self) -> tuple[float, ...]:
@@ -150,6 +166,18 @@ class Layout:
         shares = self._of_all(whole)
         return np.where(np.repeat(few, counts), shares / units, shares)
 
+    def unit_sizes(self, units: int) -> NDArray[np.int64]:
+        """`Column.unit_sizes` of all `processors`."""
+        Column.cut_together(self.columns, units)
+        sizes = chain.from_iterable(column.unit_sizes(units) for column in self.columns)
+        return np.fromiter(sizes, dtype=np.int64, count=len(self.processors))
+
+    def in_micro_batches(self, number: int) -> Layout:
+        """The same shares, every column in this number of micro-batches."""
+        if all(column.micro_batches == number for column in self.columns):
+            return self
+        return Layout(columns=tuple(column.in_micro_batches(number) for column in self.columns))
+
     def sample_sizes(self, samples: int) -> tuple[int, ...]:
         """How many of a batch's `samples` each column has: `whole_shares`."""
         sizes = self._samples.get(samples)
@@ -207,18 +235,31 @@ class Layout:
 
     def to_dict(self) -> dict[str, Any]:
         columns = [
-            {"width": column.width, "processors": list(column.processors), "heights": list(column.heights)}
+            {
+                "width": column.width,
+                "processors": list(column.processors),
+                "heights": list(column.heights),
+                "micro_batches": column.micro_batches,
+            }
             for column in self.columns
         ]
         return {"columns": columns}
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
-        """Read what `to_json` wrote.
+        """Read what `to_json` wrote; columns without a number of micro-batches have one.
 
         Raises:
             PlanError: not JSON, a key is missing, or invalid shares.
         """
+        try:
+            return cls.from_dict(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise PlanError(f"not the JSON of a layout: {error!r}; Layout.to_json writes it") from error
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Layout:
+        """`from_json` without the text. Raises as that."""
         try:
             return cls(
                 columns=tuple(
@@ -226,11 +267,12 @@ class Layout:
                         width=float(column["width"]),
                         processors=tuple(map(str, column["processors"])),
                         heights=tuple(map(float, column["heights"])),
+                        micro_batches=int(column.get("micro_batches", 1)),
                     )
-                    for column in json.loads(text)["columns"]
+                    for column in raw["columns"]
                 )
             )
         except PlanError:
             raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"not the JSON of a layout: {error!r}; Layout.to_json writes it") from error

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tatami.cluster import Cluster
-from tatami.tiling.layout import Column, Layout
+from tatami.tiling.layout import Layout
+from tatami.tiling.sharding import num_rounds, shard_shares
 from tatami.tiling.speeds import at_equal_times
 from tatami.tiling.summing import summing_shares, transfer_rates
 from tatami.tiling.traffic import RIDE_ALONG_ELEMENTS, is_one_vector
@@ -17,11 +19,13 @@ from tatami.workload import Workload
 
 Vector = NDArray[np.float64]
 
-_BISECTIONS = 20
-_STEPS = 7
+_FINE, _COARSE = (20, 7), (14, 4)
+"""Bisections of times, and of widths for each of them: for few processors, and for more than `_FEW`."""
+_FEW = 32
 _CUTS = 25
 """So many times limits are lowered because whole samples and units keep more than the fractions they come from."""
-_MARGIN = 1.02
+_MARGIN, _FASTER = 1.02, 2.0
+"""What exceeds a limit is taken off it; of many processors twice as much each time."""
 _SUMMED_BYTES = 4
 _UNITS_OVER = 1
 """So many units of a block a rank may sum beyond its part, as units are whole."""
@@ -33,8 +37,9 @@ def memory_bytes(
     """What every processor keeps, in whole samples and units; nothing where it has no work.
 
     Weights with their gradients, the optimizer's state and the Trainer's copy, those of its units and those that every rank
-    repeats; what its samples leave behind in the forward pass for the backward pass; and the memory in which gradients travel
-    between columns.
+    repeats; what the samples of its largest micro-batch leave behind in the forward pass for the backward pass; and the memory
+    in which gradients travel between columns; of what is sharded, its share (`optimizer_shares`). Where it is more than the
+    samples leave behind, the memory in which the optimizer computes the update of the largest weight.
 
     Args:
         layout: who has how much.
@@ -42,24 +47,92 @@ def memory_bytes(
         cluster: says who sums how much of the gradients; None: all alike.
         ranks: of the run; None: those of the cluster, or of the layout.
     """
-    kept: dict[str, float] = {}
+    kept = _unsharded(layout, workload=workload, cluster=cluster, ranks=ranks)
+    if workload.sharded_state_bytes:
+        shares = optimizer_shares(layout, workload=workload, cluster=cluster, ranks=ranks)
+        kept += workload.sharded_state_bytes * np.array([shares[name] for name in layout.processors])
+    return dict(zip(layout.processors, kept.tolist(), strict=True))
+
+
+def optimizer_shares(
+    layout: Layout, *, workload: Workload, cluster: Cluster | None = None, ranks: int | None = None
+) -> dict[str, float]:
+    """Of every processor, the share of the weights that it updates where the optimizer is sharded: by speed, within memory.
+
+    Arguments are those of `memory_bytes`.
+    """
+    names = layout.processors
+    if cluster is None:
+        return dict.fromkeys(names, 1 / len(names))
+    kept = _unsharded(layout, workload=workload, cluster=cluster, ranks=ranks)
+    rooms = (_limits(layout, cluster=cluster) - kept).tolist()
+    speeds = [cluster.by_name[name].speed for name in names]
+    shares = shard_shares(speeds, rooms_bytes=rooms, size_bytes=workload.sharded_state_bytes)
+    return dict(zip(names, shares, strict=True))
+
+
+def _unsharded(layout: Layout, *, workload: Workload, cluster: Cluster | None, ranks: int | None) -> Vector:
+    """What every processor keeps beside its shard of the optimizer's state."""
+    whole_bytes, sample_bytes, works = _amounts(layout, workload=workload, cluster=cluster, ranks=ranks)
+    counts = np.diff(layout.starts, append=len(layout.processors))
+    sizes = np.array(layout.sample_sizes(workload.samples))
+    numbers = np.clip([column.micro_batches for column in layout.columns], 1, np.maximum(sizes, 1))
+    largest = np.repeat(-(-sizes // numbers), counts)
+    # Activations are gone when the optimizer needs memory.
+    passing_bytes = np.maximum(largest * sample_bytes, workload.update_bytes)
+    return np.where(works & (largest > 0), whole_bytes + passing_bytes, 0.0)
+
+
+def _amounts(
+    layout: Layout, *, workload: Workload, cluster: Cluster | None, ranks: int | None
+) -> tuple[Vector, Vector, NDArray[np.bool_]]:
+    """Of all processors: what they keep however many samples they have, what they keep for each sample of a micro-batch, and
+    whether they have units."""
     messages = _Messages(layout, workload=workload, cluster=cluster, ranks=ranks)
-    repeated_bytes = workload.replicated_state_bytes + messages.replicated_bytes
-    for block, _ in workload.kinds:
-        Column.cut_together(layout.columns, block.units)
-    for column, samples in zip(layout.columns, layout.sample_sizes(workload.samples), strict=True):
-        own = [repeated_bytes + samples * workload.replicated_activation_bytes] * len(column.processors)
-        works = [not workload.blocks] * len(column.processors)
-        for block, count in workload.kinds:
-            unit_bytes = workload.unit_state_bytes(block) + samples * block.unit_activation_bytes
-            for index, size in enumerate(column.unit_sizes(block.units)):
-                if size:
-                    sent_bytes = block.unit_parameters * messages.unit_bytes(column.processors[index], units=size)
-                    own[index] += count * (size * unit_bytes + samples * block.sample_activation_bytes + sent_bytes)
-                    works[index] = True
-        for name, bytes_, work in zip(column.processors, own, works, strict=True):
-            kept[name] = bytes_ if work and samples else 0.0
-    return kept
+    members = len(layout.processors)
+    whole = np.full(members, float(workload.replicated_state_bytes + messages.replicated_bytes))
+    sample = np.full(members, float(workload.replicated_activation_bytes))
+    works = np.full(members, not workload.blocks)
+    for block, count in workload.kinds:
+        sizes = layout.unit_sizes(block.units)
+        sent_bytes = block.unit_parameters * messages.unit_bytes(sizes)
+        whole += count * (sizes * workload.unit_state_bytes(block) + sent_bytes)
+        beside_bytes = np.where(sizes > 0, block.sample_activation_bytes, 0.0)
+        sample += count * (sizes * block.unit_activation_bytes + beside_bytes)
+        works |= sizes > 0
+    return whole, sample, works
+
+
+def in_fewest_micro_batches(layout: Layout, *, cluster: Cluster, workload: Workload, ranks: int | None = None) -> Layout | None:
+    """The same shares in as few micro-batches as every column's memory allows; None where one sample at a time is too much.
+
+    `Workload.micro_batches` and networks that allow only one (`Workload.most_micro_batches`) are kept to.
+    """
+    if workload.micro_batches is not None:
+        layout = layout.in_micro_batches(workload.micro_batches)
+        return None if lacking_bytes(layout, cluster=cluster, workload=workload, ranks=ranks) else layout
+    if not cluster.memory_known:
+        return layout
+    whole_bytes, sample_bytes, works = _amounts(layout, workload=workload, cluster=cluster, ranks=ranks)
+    samples = np.array(layout.sample_sizes(workload.samples))
+    room_bytes = _limits(layout, cluster=cluster) - whole_bytes
+    own = np.repeat(samples, np.diff(layout.starts, append=len(works)))
+    works &= own > 0
+    if (room_bytes < workload.update_bytes)[works].any():
+        return None
+    held = own.astype(np.float64)
+    tight = works & (sample_bytes * own > room_bytes)
+    held[tight] = room_bytes[tight] // sample_bytes[tight]
+    most = np.minimum.reduceat(held, layout.starts)
+    if (most[samples > 0] < 1).any():
+        return None
+    numbers = np.ceil(samples / np.maximum(most, 1)).clip(1).astype(int).tolist()
+    if max(numbers) > workload.most_micro_batches:
+        return None
+    if numbers == [column.micro_batches for column in layout.columns]:
+        return layout
+    pairs = zip(layout.columns, numbers, strict=True)
+    return Layout(columns=tuple(column.in_micro_batches(number) for column, number in pairs))
 
 
 class _Messages:
@@ -80,55 +153,57 @@ class _Messages:
         self._wire = 1.0 if workload.wire is None else workload.wire_bytes / self._element_bytes
         self._rounds = workload.wire is not None
         rates = None if cluster is None else transfer_rates(cluster)
-        heights = [height for column in layout.columns for height in column.heights]
-        self._parts = _most_summed(layout, summing_shares(heights, names, columns=columns, rates=rates))
+        shares = summing_shares(layout.heights.tolist(), names, columns=columns, rates=rates)
+        self._parts = _most_summed(layout, shares)
         size_bytes = workload.replicated_parameters * self._element_bytes
         self.replicated_bytes = 0.0
         """Of the gradients that all ranks of a column have."""
-        if columns > 1 and self._is_vector:
-            self.replicated_bytes = self._vector(max(self._parts.values())) * size_bytes
+        if columns > 1 and workload.sharded_state_bytes:
+            # Of two rounds what goes out and what comes, in which the largest share counts as an equal one.
+            self.replicated_bytes = 4 * size_bytes / num_rounds(size_bytes)
+        elif columns > 1 and self._is_vector:
+            self.replicated_bytes = float(self._vector(self._parts).max()) * size_bytes
         elif columns > 1 and workload.replicated_parameters <= RIDE_ALONG_ELEMENTS:
             self.replicated_bytes = (2 + self._wire * (columns + ranks - 2)) * size_bytes
         elif columns > 1:
             self.replicated_bytes = 3 * size_bytes
 
-    def unit_bytes(self, name: str, *, units: int) -> float:
-        """For each element that a unit of a block has, where `name` has `units` of it.
+    def unit_bytes(self, units: NDArray[np.int64]) -> Vector:
+        """For each element that a unit of a block has, where the processors have so many `units` of it.
 
         Of what it sums, C - 1 others send theirs and get the sums; the rest goes out, and comes back summed. With two columns
         all goes out and comes once.
         """
         if self._columns == 1:
-            return 0.0
+            return np.zeros(len(units))
         if self._is_vector:
-            return units * self._vector(self._parts[name]) * self._element_bytes
-        summed = 0.0 if self._columns == 2 else min(units, units * self._parts[name] + _UNITS_OVER)
+            return units * self._vector(self._parts) * self._element_bytes
+        summed = 0.0 if self._columns == 2 else np.minimum(units, units * self._parts + _UNITS_OVER)
         return (units + self._wire * 2 * (units + (self._columns - 2) * summed)) * self._element_bytes
 
-    def _vector(self, part: float) -> float:
-        """The same for each element of a vector, of which `part` is summed; what goes out is packed where it is rounded."""
+    def _vector(self, parts: Vector) -> Vector:
+        """The same for each element of a vector, of which `parts` are summed; what goes out is packed where it is rounded."""
         if self._columns == 2:
-            return 1 + (2 * self._wire if self._rounds else 1)
-        return 1 + (self._wire * (2 + (self._columns - 2) * part) if self._rounds else (self._columns - 1) * part)
+            return np.full(len(parts), 1 + (2 * self._wire if self._rounds else 1))
+        return 1 + (self._wire * (2 + (self._columns - 2) * parts) if self._rounds else (self._columns - 1) * parts)
 
 
-def _most_summed(layout: Layout, shares: Mapping[str, float] | None) -> dict[str, float]:
+def _most_summed(layout: Layout, shares: Mapping[str, float] | None) -> Vector:
     """Of every processor, the most of its units that it may have to sum: in proportion to `shares` with the owners of a group,
     of whom there is one in each column."""
+    members = len(layout.processors)
     if shares is None:
-        return dict.fromkeys(layout.processors, 1 / len(layout.columns))
-    least = [min(shares[name] for name in column.processors) for column in layout.columns]
-    found = {}
-    for column, own in zip(layout.columns, least, strict=True):
-        others = sum(least) - own
-        for name in column.processors:
-            found[name] = shares[name] / (shares[name] + others) if others > 0 else 1.0
-    return found
+        return np.full(members, 1 / len(layout.columns))
+    own = np.array([shares[name] for name in layout.processors])
+    least = np.minimum.reduceat(own, layout.starts)
+    others = np.repeat(least.sum() - least, np.diff(layout.starts, append=members))
+    most: Vector = np.divide(own, own + others, out=np.ones(members), where=others > 0)
+    return most
 
 
 def lacking_bytes(layout: Layout, *, cluster: Cluster, workload: Workload, ranks: int | None = None) -> dict[str, float]:
     """By how much each processor that has too little memory has too little; `ranks` as `memory_bytes` has them."""
-    if not any(processor.memory_bytes is not None for processor in cluster.processors):
+    if not cluster.memory_known:
         return {}
     by_name = cluster.by_name
     lacking = {}
@@ -139,18 +214,28 @@ def lacking_bytes(layout: Layout, *, cluster: Cluster, workload: Workload, ranks
     return lacking
 
 
+def can_hold(layout: Layout, *, cluster: Cluster, workload: Workload, ranks: int | None = None) -> bool:
+    """Whether the memory of every column holds the network with one sample, at some heights: quickly found."""
+    messages = _Messages(layout, workload=workload, cluster=cluster, ranks=ranks)
+    limits = _limits(layout, cluster=cluster)
+    squeeze = _Squeeze(layout, limits=limits, cluster=cluster, workload=workload, messages=messages)
+    return bool(squeeze.holds(np.full(len(layout.columns), 1 / workload.samples)).all())
+
+
 def squeezed(layout: Layout, *, cluster: Cluster, workload: Workload, ranks: int | None = None) -> Layout | None:
     """The same processors in the same columns, as fast as their memory allows; None where it does not hold the network at all.
 
-    A tile of width w and height h keeps A + P h + w (B + Q h): A for what every rank repeats, P for all units' weights and the
-    messages with their gradients, B and Q for what a batch leaves behind, beside the units and with all of them. So memory
+    A tile of width w and height h in k micro-batches keeps A + P h + w (B + Q h) / k: A for what every rank repeats, P for all
+    units' weights and the messages with their gradients, B and Q for what a batch leaves behind, beside the units and with all
+    of them. The number of micro-batches of a replica does not change here. So memory
     limits the height for a width, as a time T does: w (F h + G) / v <= T. Both limits fall with w; the widest that a column can
     be within T is found by bisection, and so is the least T in which the columns together are as wide as the batch.
     """
     cluster = at_equal_times(cluster, workload=workload)
     messages = _Messages(layout, workload=workload, cluster=cluster, ranks=ranks)
-    limits = np.array([_given_bytes(cluster, name) for name in layout.processors])
+    limits = _limits(layout, cluster=cluster)
     lowered = limits.copy()
+    margin = _MARGIN
     for _ in range(_CUTS):
         found = _Squeeze(layout, limits=lowered, cluster=cluster, workload=workload, messages=messages).layout()
         if found is None:
@@ -159,13 +244,16 @@ def squeezed(layout: Layout, *, cluster: Cluster, workload: Workload, ranks: int
         over = kept > limits
         if not over.any():
             return found
-        lowered[over] -= _MARGIN * (kept - limits)[over]
+        lowered[over] -= margin * (kept - limits)[over]
+        margin *= 1.0 if len(limits) <= _FEW else _FASTER
     return None
 
 
-def _given_bytes(cluster: Cluster, name: str) -> float:
-    given = cluster.by_name[name].memory_bytes
-    return inf if given is None else float(given)
+def _limits(layout: Layout, *, cluster: Cluster) -> Vector:
+    """What the processors have; infinite where that is not known."""
+    by_name = cluster.by_name
+    given = (by_name[name].memory_bytes for name in layout.processors)
+    return np.array([inf if each is None else float(each) for each in given])
 
 
 class _Squeeze:
@@ -174,16 +262,17 @@ class _Squeeze:
     def __init__(self, layout: Layout, *, limits: Vector, cluster: Cluster, workload: Workload, messages: _Messages) -> None:
         self._layout = layout
         counts = [len(column.processors) for column in layout.columns]
+        self._bisections, self._steps = _FINE if len(limits) <= _FEW else _COARSE
+        self._parts = 1 / np.array([column.micro_batches for column in layout.columns])
+        self._samples = workload.samples
         self._starts = np.cumsum([0, *counts[:-1]])
         self._column = np.repeat(np.arange(len(counts)), counts)
         self._speeds = np.array([cluster.by_name[name].speed for name in layout.processors])
         self._room = limits - workload.replicated_state_bytes - messages.replicated_bytes
         state_bytes = sum(count * block.units * workload.unit_state_bytes(block) for block, count in workload.kinds)
-        sent_bytes = [
-            sum(count * block.unit_parameters * messages.unit_bytes(name, units=block.units) for block, count in workload.kinds)
-            for name in layout.processors
-        ]
-        self._unit_bytes = state_bytes + np.array(sent_bytes)
+        self._unit_bytes = np.full(len(limits), float(state_bytes))
+        for block, count in workload.kinds:
+            self._unit_bytes += count * block.unit_parameters * messages.unit_bytes(np.full(len(limits), block.units))
         beside_bytes = sum(count * block.sample_activation_bytes for block, count in workload.kinds)
         self._beside_bytes = workload.samples * (workload.replicated_activation_bytes + beside_bytes)
         self._area_bytes = workload.samples * sum(
@@ -195,26 +284,26 @@ class _Squeeze:
     def layout(self) -> Layout | None:
         """The fastest within the limits, in fractions."""
         none = np.zeros(len(self._starts))
-        widest = self._widest(None, low=none, high=np.ones(len(self._starts)), steps=_BISECTIONS)
+        widest = self._widest(None, low=none, high=np.ones(len(self._starts)), steps=self._bisections)
         if widest.sum() < 1:
             return None
         # Within this time all can be as wide as memory allows; the least time lies between it and none.
         fastest, slowest = 0.0, self._time(widest)
         narrow, wide = none, widest
-        for _ in range(_BISECTIONS):
+        for _ in range(self._bisections):
             middle = (fastest + slowest) / 2
             # As the bracket of times narrows, so does that of widths: a few steps keep up with it.
-            widths = self._widest(middle, low=narrow, high=wide, steps=_STEPS)
+            widths = self._widest(middle, low=narrow, high=wide, steps=self._steps)
             if widths.sum() >= 1:
                 slowest, wide = middle, widths
             else:
                 fastest, narrow = middle, widths
         widths = wide / wide.sum()
-        parts = np.split(self._heights(widths), self._starts[1:])
+        heights, starts = self._heights(widths).tolist(), self._starts.tolist()
         return Layout(
             columns=tuple(
-                Column(width=float(width), processors=column.processors, heights=tuple(map(float, own)))
-                for column, width, own in zip(self._layout.columns, widths, parts, strict=True)
+                replace(column, width=width, heights=tuple(heights[start : start + len(column.processors)]))
+                for column, width, start in zip(self._layout.columns, widths.tolist(), starts, strict=True)
             )
         )
 
@@ -224,7 +313,9 @@ class _Squeeze:
 
     def _limit(self, widths: Vector) -> Vector:
         """The greatest height for which each processor has memory, its column having this width."""
-        w = widths[self._column]
+        # A micro-batch has one sample at least.
+        parts = np.where(self._parts < 1, np.maximum(widths * self._parts, 1 / self._samples), widths)
+        w = parts[self._column]
         room = self._room - w * self._beside_bytes
         with np.errstate(divide="ignore", invalid="ignore"):
             limit = room / (self._unit_bytes + w * self._area_bytes)
@@ -246,11 +337,12 @@ class _Squeeze:
         """How wide each column can be within its memory and this time; between `low`, which can be, and `high`."""
         for _ in range(steps):
             middle = (low + high) / 2
-            fits = self._possible(middle, time)
+            fits = self.holds(middle, time)
             low, high = np.where(fits, middle, low), np.where(fits, high, middle)
-        return np.where(self._possible(high, time), high, low)
+        return np.where(self.holds(high, time), high, low)
 
-    def _possible(self, widths: Vector, time: float | None) -> NDArray[np.bool_]:
+    def holds(self, widths: Vector, time: float | None = None) -> NDArray[np.bool_]:
+        """Whether columns of these widths have memory for the network, and time."""
         heights = self._limit(widths)
         if time is not None:
             heights = np.minimum(heights, self._quick(widths, np.full(len(widths), time)))
@@ -261,7 +353,7 @@ class _Squeeze:
         limit = self._limit(widths)
         low = np.zeros(len(widths))
         high = widths * (self._area_flop + self._width_flop) / np.minimum.reduceat(self._speeds, self._starts)
-        for _ in range(_BISECTIONS):
+        for _ in range(self._bisections):
             middle = (low + high) / 2
             fits = self._sums(np.minimum(limit, self._quick(widths, middle))) >= 1
             low, high = np.where(fits, low, middle), np.where(fits, middle, high)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import fsum
 from typing import ClassVar, final
@@ -11,7 +11,7 @@ from typing import ClassVar, final
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
 from tatami.tiling.cost import AbstractCost
-from tatami.tiling.layout import Column, Layout
+from tatami.tiling.layout import Layout
 from tatami.tiling.planner import AbstractPlanner
 from tatami.tiling.srpm import SrpmPlanner
 from tatami.workload import Workload
@@ -67,9 +67,8 @@ def remove_small_groups(layout: Layout, *, threshold: float = SMALL_GROUP) -> La
             cuts[column][at] = height
     return Layout(
         columns=tuple(
-            Column(
-                width=column.width, processors=column.processors, heights=tuple(stop - start for start, stop in pairwise(edges))
-            )
+            # Cuts with nothing between them may have changed places by a rounding error.
+            replace(column, heights=tuple(max(0.0, stop - start) for start, stop in pairwise(edges)))
             for column, edges in zip(layout.columns, cuts, strict=True)
         )
     )

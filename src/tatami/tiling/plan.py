@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tatami.cluster import Cluster, Processor
-from tatami.errors import MemoryLackError, PlanError, shortened
+from tatami.errors import MemoryLackError, PlanError, warn
 from tatami.tiling.alphabeta import AlphaBetaCost
 from tatami.tiling.bounds import VolumeBounds, time_bound_s, volume_bounds, volume_bytes
 from tatami.tiling.compute import scatter, scatter_range
 from tatami.tiling.cost import AbstractCost, Cost, RememberedCost
 from tatami.tiling.even import EvenPlanner
-from tatami.tiling.fit import fit, leaving_out, with_remedies
+from tatami.tiling.fit import fit
 from tatami.tiling.grid import GridPlanner
 from tatami.tiling.gridrev import GridRevPlanner
+from tatami.tiling.lack import with_remedies
 from tatami.tiling.layout import Layout
+from tatami.tiling.left_out import Reason, warnings_of
 from tatami.tiling.memory import memory_bytes
 from tatami.tiling.merge import SrpmMergedPlanner
 from tatami.tiling.paper import PaperCost
@@ -63,8 +65,7 @@ class Plan:
         bound_s: seconds that no tiling of this cluster can beat under that cost.
         volume_bytes: what all processors together send in an iteration.
         volume_bounds: what they would send at least, with tiles of the same areas but any shape.
-        left_out: processors with too little memory for what all repeat, those too slow for one sample and one unit, and those
-            whose messages would take longer than their work saves; of each the first to go first.
+        reasons: by the name of each processor that is left out, why; those first that were left out first.
         memory_bytes: what each processor will keep.
     """
 
@@ -77,9 +78,14 @@ class Plan:
     bound_s: float
     volume_bytes: float
     volume_bounds: VolumeBounds
-    left_out: tuple[str, ...] = ()
+    reasons: Mapping[str, Reason] = field(default_factory=dict)
     memory_bytes: Mapping[str, float] = field(default_factory=dict)
     range_s: tuple[float, float] | None = None
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The names of the processors that are left out."""
+        return tuple(self.reasons)
 
     @property
     def predicted_s(self) -> float:
@@ -110,68 +116,78 @@ def plan(
     workload: Workload,
     speeds: Mapping[str, float] | Sequence[float] | None = None,
     cost: AbstractCost | None = None,
+    micro_batches: int | None = None,
+    idle: bool = False,
 ) -> Plan:
     """Lay out `workload` on `cluster`. Every rank gets the same answer from the same arguments, bit for bit.
 
     A processor that would get no sample, or no unit of any block, is left out: the slowest of them first, and the rest is
-    planned again. So is one whose memory does not hold what all of a column repeat, and, by the planner of least predicted
-    time, one whose messages (`Processor.message_s`) would take longer than its work saves. A warning names them; another one
-    says where equal shares are predicted to be faster than this planner.
+    planned again. So is one whose memory does not hold what all of a column repeat. The planner of least predicted time also
+    leaves out those without which an iteration is predicted to be shorter, because they are slow or their link or messages
+    are, but only where speeds are flop/s (or `AlphaBetaCost.flop_per_s` is given): relative speeds do not say whether computing
+    or communication takes longer. A warning names them; another one says where equal shares are predicted to be faster than
+    this planner.
+
+    Every column computes in as few micro-batches as its memory allows, or more where speeds by size say that they are faster.
 
     Args:
         planner: a name in `PLANNERS`, or a planner of your own.
         speeds: other speeds than the cluster's, by name or in the order of the ranks.
         cost: what planners choose by where their method leaves a choice (the number of columns of a grid), and, if it is an
             `AlphaBetaCost`, what predicts the time. `AlphaBetaCost()` where None.
+        micro_batches: in how many every column computes; None: as the planner finds best.
+        idle: whether processors that are left out are in the run all the same, as ranks without a tile, so that what they cost
+            counts; otherwise the run is one of the others.
 
     Raises:
-        PlanError: an unknown planner; invalid speeds, or speeds by size that the planner does not understand; more processors
-            than samples.
+        PlanError: an unknown planner; invalid speeds, or speeds by size that the planner does not understand.
         MemoryLackError: the processors do not hold the network; says who lacks how much, and what would do.
     """
     if speeds is not None:
         cluster = with_speeds(cluster, speeds)
     workload = as_probed(workload, cluster)
     cost = RememberedCost(AlphaBetaCost() if cost is None else cost)
-    (result,) = compare([planner], cluster=cluster, workload=workload, cost=cost)
+    if micro_batches is not None:
+        workload = replace(workload, micro_batches=micro_batches)
+    (result,) = compare([planner], cluster=cluster, workload=workload, cost=cost, idle=idle)
     if result.planner not in (EvenPlanner.name, TimedPlanner.name):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # What was asked for comes again where equal shares do not fit into memory.
-            even = compare([EvenPlanner.name, planner], cluster=cluster, workload=workload, cost=cost)[0]
+            even = compare([EvenPlanner.name, planner], cluster=cluster, workload=workload, cost=cost, idle=idle)[0]
         if even.predicted_s * _WORTH_TELLING < result.predicted_s:
-            warnings.warn(
+            warn(
                 f"{result.planner} is predicted to take {format_duration(result.predicted_s, digits=3)} an iteration, and even "
-                f"{format_duration(even.predicted_s, digits=3)}; planner={DEFAULT_PLANNER!r} takes the fastest that is known",
-                stacklevel=2,
+                f"{format_duration(even.predicted_s, digits=3)}; planner={DEFAULT_PLANNER!r} takes the fastest that is known"
             )
     return result
 
 
-def _planned(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: RememberedCost) -> Plan:
-    fitted = fit(planner, cluster=cluster, workload=workload, cost=cost)
+def _planned(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: RememberedCost, idle: bool) -> Plan:
+    fitted = fit(planner, cluster=cluster, workload=workload, cost=cost, idle=idle)
     layout = fitted.layout
-    for told in leaving_out(planner.name, fitted, cluster=cluster, workload=workload):
-        warnings.warn(told, stacklevel=3)
+    run = cluster if idle else cluster.only(layout.processors)
+    for told in warnings_of(planner.name, fitted, cluster=cluster, workload=workload):
+        warn(told)
     time_cost = cost.cost if isinstance(cost.cost, AlphaBetaCost) else AlphaBetaCost()
-    predicted = (cost if time_cost is cost.cost else time_cost).price(layout, cluster=cluster, workload=workload)
+    predicted = (cost if time_cost is cost.cost else time_cost).price(layout, cluster=run, workload=workload)
     return Plan(
         planner=planner.name,
         workload=workload,
         layout=layout,
         tiling=layout.cut(samples=workload.samples, units=workload.units),
-        t_comm=PaperCost().price(layout, cluster=cluster, workload=workload).total,
+        t_comm=PaperCost().price(layout, cluster=run, workload=workload).total,
         predicted=predicted,
         range_s=_range_s(predicted, [cluster.by_name[name] for name in layout.processors]),
         bound_s=time_bound_s(cluster, workload=workload, cost=time_cost),
-        volume_bytes=volume_bytes(layout, workload=workload, cluster=cluster),
+        volume_bytes=volume_bytes(layout, workload=workload, cluster=run),
         volume_bounds=volume_bounds(
             [column.width * height for column in layout.columns for height in column.heights],
             alpha_bytes=workload.horizontal_bytes,
             beta_bytes=workload.vertical_bytes,
         ),
-        left_out=fitted.left_out,
-        memory_bytes=memory_bytes(layout, workload=workload, cluster=cluster),
+        reasons=fitted.reasons,
+        memory_bytes=memory_bytes(layout, workload=workload, cluster=run),
     )
 
 
@@ -192,6 +208,7 @@ def compare(
     workload: Workload,
     speeds: Mapping[str, float] | Sequence[float] | None = None,
     cost: AbstractCost | None = None,
+    idle: bool = False,
 ) -> tuple[Plan, ...]:
     """The plans of several planners (all of them where None), in their order, to put side by side.
 
@@ -202,36 +219,19 @@ def compare(
     if speeds is not None:
         cluster = with_speeds(cluster, speeds)
     workload = as_probed(workload, cluster)
-    check_sizes(cluster, workload=workload)
-    listed = _that_know_sizes(listed, cluster=cluster, asked=planners is not None)
     choose_by = cost if isinstance(cost, RememberedCost) else RememberedCost(AlphaBetaCost() if cost is None else cost)
     plans, refused = [], []
     for planner in listed:
         try:
-            plans.append(_planned(planner, cluster=cluster, workload=workload, cost=choose_by))
+            plans.append(_planned(planner, cluster=cluster, workload=workload, cost=choose_by, idle=idle))
         except MemoryLackError as error:
             refused.append((planner, error))
     if not plans and refused:
         planner, lack = refused[-1]
         raise with_remedies(lack, planner, cluster=cluster, workload=workload, cost=choose_by)
     for _, lack in refused:
-        warnings.warn(str(lack), stacklevel=2)
+        warn(str(lack))
     return tuple(plans)
-
-
-def _that_know_sizes(planners: list[AbstractPlanner], *, cluster: Cluster, asked: bool) -> list[AbstractPlanner]:
-    """Those that can plan for speeds which depend on the size of the tile, where there are such; others that were asked for
-    by name are refused."""
-    able = [planner for planner in planners if planner.sized or not cluster.sized]
-    unable = ", ".join(planner.name for planner in planners if planner not in able)
-    if unable and asked:
-        raise PlanError(
-            f"{unable} can only plan with one speed for each processor, but those of {shortened(', '.join(cluster.sized))} "
-            f"depend on the size of the tile: take planner {DEFAULT_PLANNER!r}, or give a number in place of the table"
-        )
-    if unable:
-        warnings.warn(f"left out, as they need one speed for each processor: {unable}", stacklevel=3)
-    return able
 
 
 def find_planner(name: str) -> AbstractPlanner:
@@ -243,17 +243,3 @@ def find_planner(name: str) -> AbstractPlanner:
     if name not in PLANNERS:
         raise PlanError(f"there is no planner {name!r}; choose one of {', '.join(PLANNERS)}")
     return PLANNERS[name]
-
-
-def check_sizes(cluster: Cluster, *, workload: Workload) -> None:
-    """Whether every processor can get a sample.
-
-    Raises:
-        PlanError: more processors than samples.
-    """
-    if cluster.size > workload.samples:
-        samples = "one sample" if workload.samples == 1 else f"the {workload.samples} samples"
-        raise PlanError(
-            f"{cluster.size} processors are more than {samples}: some would have nothing to do. "
-            "Take fewer processors or more samples"
-        )

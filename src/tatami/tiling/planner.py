@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from tatami.cluster import Cluster, Processor
 from tatami.tiling.cost import AbstractCost
 from tatami.tiling.layout import Layout
-from tatami.tiling.memory import lacking_bytes, squeezed
+from tatami.tiling.memory import in_fewest_micro_batches
+from tatami.tiling.room import with_room
+from tatami.tiling.speeds import at_equal_times
 from tatami.workload import Workload
 
 _ROUNDING = 1e-12
@@ -32,7 +34,7 @@ class AbstractPlanner(ABC):
     """How `plan` and the command line call it."""
 
     sized: ClassVar[bool] = False
-    """Whether `layout` understands speeds that depend on the size of the tile; a cluster of those is refused elsewhere."""
+    """Whether `layout` understands speeds that depend on the size of the tile; others are given those of `at_equal_times`."""
 
     chooses_among: ClassVar[tuple[AbstractPlanner, ...]] = ()
     """Planners whose layouts are among those that this one chooses from, if it is for the least cost: what they leave out, and
@@ -47,6 +49,12 @@ class AbstractPlanner(ABC):
             workload: what is laid out.
             cost: what to choose by, where the method leaves a choice.
         """
+
+
+def layout_of(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
+    """The planner's layout. One that needs a number for each processor is given the speeds at which all take the same time."""
+    seen = cluster if planner.sized else at_equal_times(cluster, workload=workload)
+    return planner.layout(cluster=seen, workload=workload, cost=cost)
 
 
 def ascending(cluster: Cluster) -> list[Processor]:
@@ -71,58 +79,66 @@ def cheapest_whole(layouts: Sequence[Layout], *, cluster: Cluster, workload: Wor
     They are looked at in the order of what they cost at least, and no more of them once the rest cannot be cheaper: of a
     hundred partitions of ten thousand processors a few are priced.
     """
-    if any(processor.memory_bytes is not None for processor in cluster.processors):
-        whole = [layout for layout in layouts if not layout.empty(workload)]
-        return cheapest(whole, cluster=cluster, workload=workload, cost=cost) if whole else None
     at_least = [cost.at_least(layout, cluster=cluster, workload=workload) for layout in layouts]
-    prices: dict[int, float] = {}
-    least = math.inf
-    for index in sorted(range(len(layouts)), key=at_least.__getitem__):
-        if at_least[index] > least * (1 + _SURE):
-            break
-        if not layouts[index].empty(workload):
-            prices[index] = cost.price(layouts[index], cluster=cluster, workload=workload).total
-            least = min(least, prices[index])
-    best, least = None, math.inf
-    for index in sorted(prices):
-        if prices[index] < least * (1 - _ROUNDING):
-            best, least = layouts[index], prices[index]
-    return best
+    order = sorted(range(len(layouts)), key=at_least.__getitem__)
+    pairs = ((at_least[index], index) for index in order if not layouts[index].empty(workload))
+    return _cheapest(pairs, layouts, cluster=cluster, workload=workload, cost=cost)
 
 
 def cheapest(layouts: Sequence[Layout], *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
     """The layout of the least cost; of equals, the first.
 
-    Where processors lack memory for some layouts, these are taken as far as `squeezed` makes room, the cheapest of them first.
+    Where processors lack memory for some layouts, these are taken as far as `with_room` makes room, the cheapest of them first.
     """
     prices = [cost.price(layout, cluster=cluster, workload=workload).total for layout in layouts]
-    if any(processor.memory_bytes is not None for processor in cluster.processors):
-        found = list(_held(sorted(zip(prices, range(len(prices)), strict=True)), layouts, cluster, workload))
-        if found:
-            layouts = found
-            prices = [cost.price(layout, cluster=cluster, workload=workload).total for layout in layouts]
-    best, least = layouts[0], math.inf
-    for layout, total in zip(layouts, prices, strict=True):
-        if total < least * (1 - _ROUNDING):
-            best, least = layout, total
-    return best
+    order = sorted(zip(prices, range(len(prices)), strict=True))
+    found = _cheapest(order, layouts, cluster=cluster, workload=workload, cost=cost)
+    assert found is not None
+    return found
 
 
-def _held(
-    order: Iterable[tuple[float, int]], layouts: Sequence[Layout], cluster: Cluster, workload: Workload
-) -> Iterator[Layout]:
-    squeezes = 0
-    seen: set[tuple[tuple[str, ...], ...]] = set()
-    for _, index in order:
-        layout = layouts[index]
-        if not lacking_bytes(layout, cluster=cluster, workload=workload):
-            yield layout
-            continue
-        places = tuple(column.processors for column in layout.columns)
-        if places in seen or squeezes == _MOST_SQUEEZED:
+def _cheapest(
+    order: Iterable[tuple[float, int]], layouts: Sequence[Layout], *, cluster: Cluster, workload: Workload, cost: AbstractCost
+) -> Layout | None:
+    """The cheapest with room in memory, else the first that lacks it.
+
+    Args:
+        order: what each of `layouts` costs at least, the least first, and its index.
+    """
+    found: dict[int, tuple[float, Layout]] = {}
+    tight: list[tuple[float, int]] = []
+    least = math.inf
+
+    def take(layout: Layout, index: int) -> None:
+        nonlocal least
+        price = cost.price(layout, cluster=cluster, workload=workload).total
+        if index not in found or price < found[index][0]:
+            found[index] = (price, layout)
+        least = min(least, price)
+
+    for bound, index in order:
+        if bound > least * (1 + _SURE):
+            break
+        held = in_fewest_micro_batches(layouts[index], cluster=cluster, workload=workload)
+        if held is not None:
+            take(held, index)
+        if (held is not layouts[index] and workload.micro_batches is None) or held is None:
+            tight.append((bound, index))
+    squeezes, seen = 0, set()
+    for bound, index in tight:
+        places = tuple(column.processors for column in layouts[index].columns)
+        if bound > least * (1 + _SURE) or places in seen or squeezes == _MOST_SQUEEZED:
             continue
         seen.add(places)
-        found = squeezed(layout, cluster=cluster, workload=workload)
-        if found is not None:
+        held = with_room(layouts[index], cluster=cluster, workload=workload, cost=cost)
+        if held is not None:
             squeezes += 1
-            yield found
+            take(held, index)
+    if not found:
+        return layouts[tight[0][1]] if tight else None
+    best, least = None, math.inf
+    for index in sorted(found):
+        price, layout = found[index]
+        if price < least * (1 - _ROUNDING):
+            best, least = layout, price
+    return best

@@ -113,7 +113,8 @@ def whole_shares_of(columns: Sequence[Sequence[float]], *, total: int) -> list[t
     sizes[order[np.arange(len(shares)) - starts[column] < left[column]]] += 1
     few = (total < FEW * counts)[column] & (shares > 0) if total else np.zeros(len(shares), dtype=bool)
     uneven = _evened_together(sizes, shares, column, np.flatnonzero(few))
-    found = [tuple(own.tolist()) for own in np.split(sizes, starts[1:])]
+    listed = sizes.tolist()
+    found = [tuple(listed[start : start + count]) for start, count in zip(starts.tolist(), counts.tolist(), strict=True)]
     for index in uneven:
         found[index] = _evened(found[index], columns[index])
     return found
@@ -139,6 +140,14 @@ def _evened_together(
         sizes[going[takers]] += 1
         going = going[moves[own]]
     return sorted(set(column[going].tolist()))
+
+
+def micro_batch_sizes(samples: int, *, number: int) -> tuple[int, ...]:
+    """The samples of each of `number` micro-batches, as equal as possible: at least one micro-batch, and no empty one beside
+    it."""
+    number = max(1, min(number, samples))
+    size, larger = divmod(samples, number)
+    return (size + 1,) * larger + (size,) * (number - larger)
 
 
 def spans(sizes: Sequence[int]) -> tuple[Span, ...]:

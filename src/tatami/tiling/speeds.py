@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import fsum
 
 from tatami.cluster import Cluster, SpeedTable, at_sizes, listed_speeds, speed_at
-from tatami.cluster.cluster import LARGEST_LATENCY_S
+from tatami.cluster.link import LARGEST_LATENCY_S
 from tatami.cluster.speed_table import speed_problem
 from tatami.errors import PlanError
 from tatami.tiling.layout import Layout
@@ -107,11 +107,11 @@ def at_tiles(cluster: Cluster, layout: Layout, *, workload: Workload) -> Cluster
 
 
 def tile_flop(layout: Layout, *, workload: Workload) -> dict[str, float]:
-    """What every tile computes in an iteration, as planners price it."""
+    """What every tile computes at a time, in one micro-batch, as planners price it."""
     found = {}
     for column, width in zip(layout.columns, layout.sample_shares(workload.samples), strict=True):
         shares = [(section, column.unit_shares(section.units)) for section in workload.sections]
         for place, name in enumerate(column.processors):
             flop = fsum(section.flop(own[place] * section.units) for section, own in shares)
-            found[name] = width * workload.samples * flop
+            found[name] = width * workload.samples * flop / column.micro_batches
     return found

@@ -15,7 +15,7 @@ from tatami.cluster import Cluster, Processor
 from tatami.errors import PlanError
 from tatami.tiling.cost import AbstractCost
 from tatami.tiling.layout import Column, Layout
-from tatami.tiling.memory import lacking_bytes
+from tatami.tiling.memory import in_fewest_micro_batches
 from tatami.tiling.paper import PaperCost, eq8_factors
 from tatami.tiling.planner import AbstractPlanner, ascending, cheapest
 from tatami.tiling.speeds import at_equal_times
@@ -44,8 +44,9 @@ def srpm_layout(cluster: Cluster, *, workload: Workload, table: SrpmTable) -> La
     """What `SrpmPlanner` lays out on processors of plain speeds, whose `table` has any number of rows."""
     order = ascending(cluster)
     layout = _layout(order, table.sizes)
-    if not lacking_bytes(layout, cluster=cluster, workload=workload):
-        return layout
+    held = in_fewest_micro_batches(layout, cluster=cluster, workload=workload)
+    if held is not None:
+        return held
     # The best of those partitions for which there is memory; one of more columns may keep less of every sample.
     table = srpm_table(cluster, workload=workload, least_rows=_ROWS_FOR_MEMORY)
     partitions = (table.partition(columns) for columns in range(1, len(table.rows) + 1))

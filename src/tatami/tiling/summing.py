@@ -13,18 +13,14 @@ import numpy as np
 
 from tatami.cluster import Cluster
 
-_ALIKE = 1.25
-"""Rates that differ by less are the same: they were measured."""
-
 
 def transfer_rates(cluster: Cluster) -> dict[str, float] | None:
     """Bytes/s that each processor sends and, at the same time, receives; None where they are alike.
 
-    What the network carries, or what it copies in and out: whichever is less. Links that are exceptions, and those inside of a
-    host, are not looked at: parts that do not suit them cost time, and no exactness.
+    What the slowest host's link carries, at whose pace all go, or what it copies in and out: whichever is less. Links that are
+    exceptions, and those inside of a host, are not looked at: parts that do not suit them cost time, and no exactness.
     """
-    own = {each.name: min(cluster.network.bandwidth_bytes_per_s, each.copy_bytes_per_s / 2) for each in cluster.processors}
-    return None if max(own.values()) <= _ALIKE * min(own.values()) else own
+    return cluster.transfer_bytes_per_s
 
 
 def summing_shares(

@@ -9,10 +9,10 @@ schedule that carries it out, message by message.
     gradients    of all units, over their owners in the columns; small gradients of      after the whole backward pass
                  replicated parameters ride on the same messages
                  where each rank is a column, all gradients are one vector
-                 with `Workload.bucket_bytes`, those of the last blocks before that      after the block's backward pass
+    statistics   of the global batch (batch normalization), over all ranks, for      in the forward and in the backward pass of
+                 each layer and direction                                            the block that lies before the layer
 
-Not described here, because no facts of a workload tell of them: sums of layers that look at the whole batch (batch
-normalization), of gradient norms, and what checks exchange.
+Sums of gradient norms and what checks exchange are not described here, because no facts of a workload say how many there are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from functools import lru_cache
 
 from tatami.collective import Explicit, Phase, RankGroup, Role, Schedule, Step, Via, build
 from tatami.tiling.horizontal import Message, Method, horizontal_messages
-from tatami.tiling.span import Span
+from tatami.tiling.span import Span, micro_batch_sizes
 from tatami.tiling.summing import summing_shares
 from tatami.tiling.tiling import Tiling
 from tatami.workload import Workload
@@ -33,6 +33,8 @@ from tatami.workload.workload import HALF_BYTES
 RIDE_ALONG_ELEMENTS = 16_384
 """Replicated gradients up to this size ride on the messages between owners. Larger ones are worth an all-reduce of their own,
 which moves at most twice their size for each rank instead of C - 1 times."""
+STATISTICS_BYTES = 8
+"""Of an element of a sum of batch statistics: squares are summed in double precision, or they would lose digits."""
 SIZE_DIGITS = 5
 """Of base 256: numbers up to 10^12."""
 _MOST_DIRECT = 16
@@ -46,11 +48,18 @@ class SumKind(Enum):
     BACKWARD = "backward"
     GRADIENTS = "gradients"
     REPLICATED = "replicated"
+    FORWARD_STATISTICS = "forward statistics"
+    BACKWARD_STATISTICS = "backward statistics"
 
     @property
     def vertical(self) -> bool:
         """Whether it is over a column."""
         return self in (SumKind.FORWARD, SumKind.BACKWARD)
+
+    @property
+    def meets(self) -> bool:
+        """Whether all who take part wait for it in the midst of a pass; gradients are summed at its end."""
+        return self not in (SumKind.GRADIENTS, SumKind.REPLICATED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +97,18 @@ class Traffic:
         columns: the sums of each column, in the order in which its ranks come to them; none of a column of one rank.
         gradients: across the columns: those that leave while earlier blocks compute, then those that leave when the backward
             pass is done, one after the other.
+        statistics: over all ranks, those of the forward pass first; a rank comes to them in this order, and in a block after
+            the sums over its column.
     """
 
     columns: tuple[tuple[PlannedSum, ...], ...]
     gradients: tuple[PlannedSum, ...]
+    statistics: tuple[PlannedSum, ...] = ()
 
     @property
     def sums(self) -> tuple[PlannedSum, ...]:
-        """All sums, those of columns first."""
-        return (*(each for column in self.columns for each in column), *self.gradients)
+        """All sums: those of columns, of batch statistics, and of gradients."""
+        return (*(each for column in self.columns for each in column), *self.statistics, *self.gradients)
 
     @property
     def size_bytes(self) -> int:
@@ -111,6 +123,7 @@ def traffic_of(
     names: Sequence[str],
     hosts: Mapping[str, str],
     rates: Mapping[str, float] | None = None,
+    micro_batches: Sequence[int] | None = None,
 ) -> Traffic:
     """What an iteration of `workload` sends that is laid like `tilings`.
 
@@ -120,9 +133,10 @@ def traffic_of(
         names: all processors in the order of the ranks, those without a tile among them.
         hosts: of each processor.
         rates: at which they send and receive, as `transfer_rates` has them; None: all alike.
+        micro_batches: in how many each column computes its samples; None: in one. The sums over a column are those of each.
     """
     columns = []
-    for column in tilings[0].columns:
+    for column, number in zip(tilings[0].columns, micro_batches or [1] * len(tilings[0].columns), strict=True):
         members = tuple(tile.processor for tile in column)
         own = [hosts[name] for name in members]
         wire = sum_wire(own, workload.wire)
@@ -137,7 +151,8 @@ def traffic_of(
                     element_bytes=element_bytes,
                     wire=wire,
                 )
-                for kind, block, size in column_sums(workload, samples=column[0].samples.size)
+                for samples in micro_batch_sizes(column[0].samples.size, number=number)
+                for kind, block, size in column_sums(workload, samples=samples)
                 if size and len(members) > 1
             )
         )
@@ -147,14 +162,40 @@ def traffic_of(
             tilings,
             unit_elements=[block.unit_parameters for block in workload.blocks],
             riders=riding_elements(workload, columns=len(columns)),
-            departures=departures(workload),
             element_bytes=workload.element_bytes,
             wire=workload.wire,
             names=names,
             hosts=hosts,
             rates=rates,
         ),
+        statistics=_statistics_sums(workload, names=names, hosts=hosts)
+        if sums_statistics(columns=len(columns), tiles=len(tilings[0].tiles), ranks=len(names))
+        else (),
     )
+
+
+def sums_statistics(*, columns: int, tiles: int, ranks: int) -> bool:
+    """Whether statistics of the batch are summed; the ranks of a single column all see the whole batch.
+
+    Ranks without a tile take part as well, because they keep the running statistics.
+    """
+    return columns > 1 or tiles < ranks
+
+
+def _statistics_sums(workload: Workload, *, names: Sequence[str], hosts: Mapping[str, str]) -> tuple[PlannedSum, ...]:
+    """Which layer lies in which block is not known, so the layers are spread evenly over the blocks."""
+    layers, blocks, places = len(workload.batch_statistics), max(len(workload.blocks), 1), [hosts[name] for name in names]
+    forward = [
+        PlannedSum(
+            kind=SumKind.FORWARD_STATISTICS,
+            block=layer * blocks // layers,
+            processors=tuple(names),
+            schedule=sum_schedule(places, size=elements, element_bytes=STATISTICS_BYTES),
+            element_bytes=STATISTICS_BYTES,
+        )
+        for layer, elements in enumerate(workload.batch_statistics)
+    ]
+    return (*forward, *(replace(each, kind=SumKind.BACKWARD_STATISTICS) for each in reversed(forward)))
 
 
 def column_sums(workload: Workload, *, samples: int) -> tuple[tuple[SumKind, int, int], ...]:
@@ -213,19 +254,6 @@ def size_digits(samples: int, *, wire: str | None) -> list[int]:
     return [samples] if wire is None else [samples >> 8 * digit & 255 for digit in range(SIZE_DIGITS)]
 
 
-def departures(workload: Workload) -> tuple[tuple[int, ...], ...]:
-    """Blocks whose gradients leave together, in the order in which backward comes to them; the last ones leave at its end."""
-    groups: list[tuple[int, ...]] = []
-    group: list[int] = []
-    for number in reversed(range(len(workload.blocks))):
-        group.append(number)
-        size_bytes = sum(workload.blocks[each].parameters for each in group) * workload.wire_bytes
-        if number and workload.bucket_bytes is not None and size_bytes >= workload.bucket_bytes:
-            groups.append(tuple(group))
-            group = []
-    return (*groups, tuple(group))
-
-
 def gradient_sums(
     tilings: Sequence[Tiling],
     *,
@@ -235,7 +263,6 @@ def gradient_sums(
     wire: str | None,
     names: Sequence[str],
     hosts: Mapping[str, str],
-    departures: Sequence[Sequence[int]] = ((),),
     rates: Mapping[str, float] | None = None,
 ) -> tuple[PlannedSum, ...]:
     """The sums of gradients across columns; none where there is but one column of all ranks.
@@ -248,7 +275,6 @@ def gradient_sums(
         wire: as what it travels; None: as it is.
         names: all processors in the order of the ranks.
         hosts: of each.
-        departures: of blocks, as `departures` gives them; what is in no group leaves at the end, with the last.
         rates: at which processors send and receive, as `transfer_rates` has them.
     """
     tiling = tilings[0]
@@ -260,35 +286,27 @@ def gradient_sums(
     heights = [tile.units.size / finest.units for tile in finest.tiles]
     placed = [tile.processor for tile in finest.tiles]
     shares = summing_shares(heights, placed, columns=len(tiling.columns), rates=rates)
-    sums: list[tuple[int | None, list[int], int]] = []
-    rest = list(unit_elements)
-    for group in departures[:-1]:
-        own = [elements if number in group else 0 for number, elements in enumerate(unit_elements)]
-        rest = [elements - left for elements, left in zip(rest, own, strict=True)]
-        sums.append((min(group), own, 0))
-    sums.append((None, rest, riders if rides else 0))
     found = []
-    for block, own, riding in sums:
-        laid = tilings
-        if whole:
-            size = riding + sum(each.units * elements for each, elements in zip(tilings, own, strict=False))
-            laid, own, riding = [_one_vector(tiling, max(size, 1))], [min(size, 1)], 0
-        messages = _owners_messages(laid, own, shares)
-        if riding:
-            messages = _with_riders(messages, tiling=tiling, names=names)
-        if messages:
-            found.append(
-                PlannedSum(
-                    kind=SumKind.GRADIENTS,
-                    block=block,
-                    processors=tuple(names),
-                    schedule=_schedule(messages, tilings=laid, unit_elements=own, riders=riding, names=names),
-                    element_bytes=_sent_bytes(element_bytes, wire),
-                    wire=wire,
-                    messages=messages,
-                    riders=riding,
-                )
+    laid, own, riding = tilings, list(unit_elements), riders if rides else 0
+    if whole:
+        size = riding + sum(each.units * elements for each, elements in zip(tilings, own, strict=False))
+        laid, own, riding = [_one_vector(tiling, max(size, 1))], [min(size, 1)], 0
+    messages = _owners_messages(laid, own, shares)
+    if riding:
+        messages = _with_riders(messages, tiling=tiling, names=names)
+    if messages:
+        found.append(
+            PlannedSum(
+                kind=SumKind.GRADIENTS,
+                block=None,
+                processors=tuple(names),
+                schedule=_schedule(messages, tilings=laid, unit_elements=own, riders=riding, names=names),
+                element_bytes=_sent_bytes(element_bytes, wire),
+                wire=wire,
+                messages=messages,
+                riders=riding,
             )
+        )
     if not rides:
         places = [hosts[name] for name in names]
         apart = sum_wire(places, wire)
@@ -301,7 +319,7 @@ def gradient_sums(
             element_bytes=apart_bytes,
             wire=apart,
         )
-        found.insert(sum(each.block is not None for each in found), large)
+        found.insert(0, large)
     return tuple(found)
 
 

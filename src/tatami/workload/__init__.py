@@ -15,6 +15,7 @@ from tatami.workload.network import (
     parse_net,
     partners,
 )
+from tatami.workload.piece import Piece
 from tatami.workload.table1 import Counts, PairSizes, backward_counts, forward_counts, iteration_counts
 from tatami.workload.workload import WIRES, Workload, check_wire
 
@@ -27,6 +28,7 @@ __all__ = [
     "Dense",
     "Layer",
     "PairSizes",
+    "Piece",
     "Section",
     "Workload",
     "as_probed",

@@ -1,4 +1,5 @@
-"""A GPT as plain facts, in closed form: two blocks a layer, its heads and its hidden units, and its vocabulary.
+"""A GPT as plain facts, in closed form: two blocks a layer, its heads and its hidden units, and its vocabulary. Pipeline
+stages can begin at every attention and every MLP, and at the head.
 
 What is counted, and how, is what `tatami.plan` finds of such a network on a sample batch: products, and one for each element of
 other operations.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from tatami.errors import PlanError
 from tatami.workload.block import Block
+from tatami.workload.piece import Piece
 from tatami.workload.workload import Workload
 
 VOCABULARY = 50_257
@@ -85,12 +87,76 @@ def gpt_workload(
         # Of each layer two norms, attention and MLP of two linear layers each, all with biases; a last norm; two embeddings.
         trained_tensors=12 * layers + 2 + 2 + (0 if tied else 2),
         replicated_flop_per_sample=round(_BACKWARD * (elements + head_flop)),
+        update_bytes=2 * _FLOAT_BYTES * width * max(tokens, 0 if split else vocabulary),
         # What every norm reads and gives, with means and deviations; the tokens, as they come and their places; and the logits
         # with what a loss keeps of them.
         replicated_activation_bytes=_FLOAT_BYTES * norms * (2 * normed + 2 * tokens)
         + 2 * _INDEX_BYTES * tokens
         + (0 if split else 2 * _FLOAT_BYTES * vocabulary * tokens),
+        pieces=_pieces(
+            blocks,
+            layers=layers,
+            width=width,
+            heads=heads,
+            kv_heads=kv_heads,
+            hidden=hidden,
+            tokens=tokens,
+            vocabulary=vocabulary,
+            tied=tied,
+        ),
     )
+
+
+def _pieces(
+    blocks: list[Block],
+    *,
+    layers: int,
+    width: int,
+    heads: int,
+    kv_heads: int,
+    hidden: int,
+    tokens: int,
+    vocabulary: int,
+    tied: bool,
+) -> tuple[Piece, ...]:
+    """The embedding; each attention and each MLP, with the norm before and the sum after it; the head with its norm."""
+    normed, table = tokens * width, vocabulary * width
+    norm_bytes = _FLOAT_BYTES * (2 * normed + 2 * tokens)
+    shared = (("wte", table),) if tied else ()
+    split = blocks[2 * layers :]
+    # Reading a row for each token counts nothing, but a vocabulary that is split counts a flop for each of its rows at least.
+    reading_flop = sum(max(0, block.units - normed) for block in split)
+    embedding = Piece(
+        name="wte",
+        flop_per_sample=_BACKWARD * normed + reading_flop,
+        parameters=table + normed,
+        activation_bytes_per_sample=2 * _INDEX_BYTES * tokens,
+        shared=shared,
+    )
+    head = Piece(
+        name="ln_f",
+        flop_per_sample=_BACKWARD * (normed + 2 * vocabulary * normed),
+        late_flop_per_sample=2 * vocabulary * normed,
+        parameters=2 * width + table + (0 if tied else vocabulary),
+        activation_bytes_per_sample=norm_bytes
+        + 2 * _FLOAT_BYTES * vocabulary * tokens
+        + sum(block.sample_activation_bytes for block in split),
+        crossing_bytes_per_sample=_FLOAT_BYTES * normed,
+        shared=shared,
+    )
+    inner = [
+        Piece(
+            name=block.name,
+            flop_per_sample=block.flop(units=block.units, samples=1) + 2 * _BACKWARD * normed,
+            late_flop_per_sample=2 * normed * (2 * hidden if index % 2 else 2 * width + 2 * width // heads * kv_heads),
+            parameters=block.parameters + 3 * width,
+            activation_bytes_per_sample=norm_bytes + block.unit_activation_bytes * block.units,
+            crossing_bytes_per_sample=_FLOAT_BYTES * normed,
+            blocks=((block, 1),),
+        )
+        for index, block in enumerate(blocks[: 2 * layers])
+    ]
+    return (embedding, *inner, head)
 
 
 def _attention(name: str, *, width: int, heads: int, kv_heads: int, tokens: int) -> Block:

@@ -11,6 +11,7 @@ from functools import cached_property
 from tatami.errors import PlanError, shortened
 from tatami.workload.block import Block, Section
 from tatami.workload.linear_pair import linear_pair
+from tatami.workload.piece import Piece
 
 MOST_SAMPLES = 10**12
 """Of a batch: far below what a float counts exactly."""
@@ -20,7 +21,14 @@ WIRES = ("bfloat16", "float16")
 """As what numbers of more bytes may travel."""
 HALF_BYTES = 2
 """Of an element of either."""
-_AMOUNTS = ("sample_flop", "state_bytes_per_parameter", "replicated_activation_bytes", "replicated_frozen_bytes")
+_AMOUNTS = (
+    "sample_flop",
+    "state_bytes_per_parameter",
+    "sharded_bytes_per_parameter",
+    "replicated_activation_bytes",
+    "replicated_frozen_bytes",
+    "update_bytes",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +46,23 @@ class Workload:
             (`tatami.tiled.measure_sample_flop`).
         element_bytes: 4 for float32.
         wire: one of `WIRES`: what is summed over ranks is rounded to it on its way; None: it travels as it is.
-        bucket_bytes: gradients leave while earlier blocks compute, as soon as so many bytes of them are there; None: all
-            together after the backward pass.
         state_bytes_per_parameter: what a processor keeps for each trained weight: the weight, its gradient, the optimizer's
             state, and the Trainer's copy of the last good weight. 20 for float32 and Adam, which has two moments; 12 for plain
             SGD, 16 with momentum.
+        sharded_bytes_per_parameter: the part of them that is divided among the ranks, each of which keeps that of its shard; 0
+            where the optimizer is not sharded. Only of weights outside of blocks.
+        micro_batches: the number of micro-batches in which every column computes its samples; None: as few as memory allows, or
+            more where that is faster.
+        update_bytes: what the optimizer needs for a while to update the largest weight outside of blocks; twice its size for
+            Adam.
         trained_tensors: how many trained weights there are, in all layers: ranks tell each other which had part in the loss.
         replicated_activation_bytes: what the layers outside of blocks leave behind for backward, for each sample.
         replicated_frozen_bytes: of weights outside of blocks that are not trained, and of buffers, without a copy.
+        batch_statistics: for every call of a layer whose statistics are summed over the global batch (batch normalization), in
+            the order of the forward pass, how many elements each rank sums; the backward pass sums as many. Where there are
+            any, a replica must compute its share of the samples in one micro-batch.
+        pieces: the same work in the order of the forward pass, as pipeline stages can share it out; empty where it is not
+            known, and then there are no stages.
     """
 
     samples: int
@@ -55,11 +72,15 @@ class Workload:
     sample_flop: float = 0.0
     element_bytes: int = 4
     wire: str | None = None
-    bucket_bytes: int | None = None
     state_bytes_per_parameter: float = 20.0
+    sharded_bytes_per_parameter: float = 0.0
     replicated_activation_bytes: float = 0.0
     replicated_frozen_bytes: float = 0.0
+    update_bytes: float = 0.0
     trained_tensors: int = 0
+    batch_statistics: tuple[int, ...] = ()
+    micro_batches: int | None = None
+    pieces: tuple[Piece, ...] = ()
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -67,11 +88,20 @@ class Workload:
         if self.samples > MOST_SAMPLES:
             raise PlanError(f"a workload has at most {MOST_SAMPLES:,} samples, not {shortened(str(self.samples))}")
         check_wire(self.wire)
-        if self.bucket_bytes is not None and self.bucket_bytes < 1:
-            raise PlanError(f"bucket_bytes of a workload must be at least 1, or None, not {self.bucket_bytes}")
+        if self.micro_batches is not None and self.micro_batches < 1:
+            raise PlanError(f"micro_batches of a workload must be at least 1, or None, not {self.micro_batches}")
+        if self.batch_statistics and (self.micro_batches or 1) > 1:
+            raise PlanError(
+                f"this network cannot be computed in {self.micro_batches} micro-batches: it has {len(self.batch_statistics)} "
+                "layers (batch normalization) whose statistics are of the whole batch. Take one micro-batch, or other layers"
+            )
         for name in _AMOUNTS:
             if not 0 <= getattr(self, name) < math.inf:
                 raise PlanError(f"{name} of a workload must be a finite number >= 0, not {getattr(self, name)}")
+        if any(elements < 1 for elements in self.batch_statistics):
+            raise PlanError(
+                f"batch_statistics of a workload must be numbers of at least 1 element, not {self.batch_statistics}"
+            )
 
     @classmethod
     def mlp(cls, inputs: int, units: int, outputs: int, *, samples: int, element_bytes: int = 4) -> Workload:
@@ -139,7 +169,13 @@ class Workload:
     @property
     def replicated_state_bytes(self) -> float:
         """What every rank keeps of the weights outside of blocks, with gradients, the optimizer's state and a copy."""
-        return self.replicated_parameters * self.state_bytes_per_parameter + 2 * self.replicated_frozen_bytes
+        kept = self.state_bytes_per_parameter - self.sharded_bytes_per_parameter
+        return self.replicated_parameters * kept + 2 * self.replicated_frozen_bytes
+
+    @property
+    def sharded_state_bytes(self) -> float:
+        """What the ranks divide among them."""
+        return self.replicated_parameters * self.sharded_bytes_per_parameter
 
     def unit_state_bytes(self, block: Block) -> float:
         """The same of one unit of a block."""
@@ -158,6 +194,11 @@ class Workload:
     def vertical_exchanges(self) -> int:
         """Sums inside a column in one iteration, forward and backward."""
         return sum(block.sums for block in self.blocks)
+
+    @property
+    def most_micro_batches(self) -> int:
+        """The most micro-batches in which a column may compute: one where statistics are of the whole batch."""
+        return 1 if self.batch_statistics else self.samples
 
     @cached_property
     def flop_per_area(self) -> float:

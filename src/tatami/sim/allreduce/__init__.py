@@ -2,19 +2,16 @@
 
 from tatami.sim.allreduce.cases import Case, grids_of
 from tatami.sim.allreduce.job import AllReduceJob, Replayed, replay
-from tatami.sim.allreduce.natives import NATIVES, NativeRule, expand
+from tatami.sim.allreduce.natives import NATIVES, NativeRule, WholeDoubling, expand
 from tatami.sim.allreduce.replay import Replay
-from tatami.sim.allreduce.software import Piece, Software
-from tatami.sim.allreduce.unshared import MessageRounds, rounds_of
-from tatami.sim.allreduce.whole import WholeDoubling
+from tatami.sim.allreduce.software import Fragment, Software
 
 __all__ = [
     "NATIVES",
     "AllReduceJob",
     "Case",
-    "MessageRounds",
+    "Fragment",
     "NativeRule",
-    "Piece",
     "Replay",
     "Replayed",
     "Software",
@@ -22,5 +19,4 @@ __all__ = [
     "expand",
     "grids_of",
     "replay",
-    "rounds_of",
 ]

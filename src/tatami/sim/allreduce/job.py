@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tatami.collective import Explicit, Phase, Schedule
+from tatami.collective import Schedule
 from tatami.errors import ScheduleError
 from tatami.sim.allreduce.natives import expand, find_native
 from tatami.sim.allreduce.replay import Replay
-from tatami.sim.allreduce.rounds import part_of
 from tatami.sim.allreduce.software import Software
 from tatami.sim.platforms import AbstractPlatform
 from tatami.sim.stage import Stage, play
-
-_FEW = 4
-"""Messages of a rank in a round. Where each has one with every other, all are on the same links, and SimGrid is faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +25,6 @@ class AllReduceJob:
         native: what native phases are expanded to, a name in `NATIVES`.
         software: what ranks add to the wires.
         skip: whether rounds that repeat themselves are left out.
-        lean: whether links are divided by `tatami.sim.flows` where transfers meet few others; else always by SimGrid.
 
     Raises:
         ScheduleError: fewer hosts than ranks.
@@ -42,7 +37,6 @@ class AllReduceJob:
     native: str = "mpich"
     software: Software = field(default_factory=Software)
     skip: bool = True
-    lean: bool = True
 
     def __post_init__(self) -> None:
         find_native(self.native)
@@ -71,7 +65,7 @@ class Replayed:
 
 
 def replay(job: AllReduceJob) -> Replayed:
-    """Simulate in this process, which must be one of `Runs`.
+    """Simulate an all-reduce.
 
     Raises:
         ScheduleError: the schedule never ends: some rank waits for a message that is never sent (`verify` says more).
@@ -111,13 +105,4 @@ def replay(job: AllReduceJob) -> Replayed:
             run.enter(rank)
         return finish
 
-    meet_few = job.lean and job.platform.meet_few and all(map(_sends_few, schedule.phases))
-    return play(job.platform, act, meet_few=meet_few)
-
-
-def _sends_few(phase: Phase) -> bool:
-    """Whether each rank sends and receives a few messages in a round, as far as the first round and its first rank tell."""
-    if isinstance(phase.what, Explicit):
-        return False
-    part = part_of(phase, rank=next(iter(phase.memberships)), round=0, element_bytes=1)
-    return len(part.sends) + len(part.receives) <= _FEW
+    return play(job.platform, act)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from tatami.collective import AbstractPattern, Native, Phase, Role, Schedule, Via
+from tatami.collective import AbstractPattern, Native, Phase, RankGroup, Role, Schedule, Step, Via
 from tatami.collective.direct import DirectReduceScatter
 from tatami.collective.halving import Doubling, Halving
 from tatami.collective.ring import RingAllGather, RingReduceScatter
 from tatami.errors import InputError
-from tatami.sim.allreduce.whole import WholeDoubling
 
 _KIB = 1024
 _SHORT_ALL_REDUCE_BYTES = 2 * _KIB
@@ -102,3 +101,42 @@ def expand(schedule: Schedule, *, rule: NativeRule, element_bytes: int = 4) -> S
         members = max(group.members for group in phase.groups)
         phases += [replace(phase, what=what) for what in rule.patterns(phase.what.role, members, size_bytes)]
     return replace(schedule, phases=tuple(phases))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeDoubling(AbstractPattern):
+    """In round t member R and member R xor 2^t add each other's vectors.
+
+    Members whose number is not a power of two fold: the first 2 r of them pair up, the even ones give theirs to the odd ones,
+    who take part for both and return the sum.
+    """
+
+    via: Via = Via.MESSAGE
+
+    role = Role.ALL_REDUCE
+    title = "all-reduce by doubling of the whole"
+
+    def num_rounds(self, members: int) -> int:
+        doublings = members.bit_length() - 1
+        return doublings + (2 if members > 1 << doublings else 0)
+
+    def steps_of(self, group: RankGroup, *, member: int, round: int) -> Iterator[Step]:
+        doublings = group.members.bit_length() - 1
+        folded = group.members - (1 << doublings)
+        if folded and round in (0, doublings + 1):
+            last = round > 0
+            if member < 2 * folded:
+                even = member - member % 2
+                source, target = (even + 1, even) if last else (even, even + 1)
+                yield from self._whole(group, source, target, reduce=not last)
+            return
+        if member < 2 * folded and member % 2 == 0:
+            return
+        active = member - folded if member >= 2 * folded else member // 2
+        other = active ^ (1 << (round - (1 if folded else 0)))
+        peer = other + folded if other >= folded else 2 * other + 1
+        yield from self._whole(group, member, peer, reduce=True)
+        yield from self._whole(group, peer, member, reduce=True)
+
+    def _whole(self, group: RankGroup, source: int, target: int, *, reduce: bool) -> Iterator[Step]:
+        yield from group.transfer(source=source, target=target, first=0, num_parts=group.members, reduce=reduce, via=self.via)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from tatami.cluster import Processor
 from tatami.collective import Native, Phase, Schedule, Sync
 from tatami.errors import ScheduleError
-from tatami.sim.allreduce.meeting import Meeting
 from tatami.sim.allreduce.rounds import RankTransfers, part_of
 from tatami.sim.allreduce.settling import CHECKS, Settling
 from tatami.sim.allreduce.software import Software
@@ -299,3 +298,39 @@ class Replay:
         """Bytes that a rank sends in each round of a phase whose rounds are alike; to an element."""
         part = part_of(self._schedule.phases[index], rank=rank, round=0, element_bytes=self._element_bytes)
         return sum(part.sends.values())
+
+
+class Meeting:
+    """One barrier of the ranks on `hosts`; in round t member i tells member i + 2^t (Hensgen, Finkel, Manber 1988)."""
+
+    def __init__(self, stage: Stage, hosts: Sequence[int]) -> None:
+        self._stage = stage
+        self._hosts = hosts
+        self._num_rounds = (len(hosts) - 1).bit_length()
+        self._heard: list[set[int]] = [set() for _ in hosts]
+        self._at: list[int | None] = [None] * len(hosts)
+        self._then: dict[int, Then] = {}
+
+    def enter(self, member: int, then: Then) -> None:
+        """`member` is there; `then` when it knows that all are."""
+        self._then[member] = then
+        self._go_on(member, 0)
+
+    def _go_on(self, member: int, round_: int) -> None:
+        while True:
+            self._at[member] = round_
+            if round_ == self._num_rounds:
+                self._then.pop(member)()
+                return
+            self._tell((member + (1 << round_)) % len(self._hosts), member, round_)
+            if round_ not in self._heard[member]:
+                return
+            round_ += 1
+
+    def _tell(self, target: int, member: int, round_: int) -> None:
+        def heard() -> None:
+            self._heard[target].add(round_)
+            if self._at[target] == round_:
+                self._go_on(target, round_ + 1)
+
+        self._stage.send(self._hosts[member], self._hosts[target], size_bytes=_EMPTY_BYTES, then=heard)

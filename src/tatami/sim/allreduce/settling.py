@@ -15,7 +15,7 @@ CHECKS = (3, 7, 14, 28, 56, 112, 224, 448, 896)
 _TOGETHER = 1e-7
 """Of a round: parts that differ by an element are to count as alike."""
 _LEAST_S = 2e-9
-"""SimGrid tells no times apart that are nearer than 1e-9 s."""
+"""The stage tells no times apart that are nearer than 1e-9 s."""
 
 
 class Settling:

@@ -9,7 +9,7 @@ from tatami.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class Fragment:
     """Messages of one size, as they were measured.
 
     Attributes:
@@ -55,7 +55,7 @@ class Software:
     message_s: float = 0.0
     put_s: float = 0.0
     gap_s: float = 0.0
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[Fragment, ...] = ()
     sum_bytes_per_s: float = math.inf
 
     def __post_init__(self) -> None:
@@ -68,11 +68,6 @@ class Software:
         sizes = [piece.size_bytes for piece in self.pieces]
         if sizes != sorted(set(sizes)):
             raise InputError(f"pieces of the software must be of rising sizes, not of {sizes}")
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether no message holds another one up, so that each takes its own time."""
-        return not (self.gap_s or self.pieces)
 
     def beyond_s(self, size_bytes: float) -> float:
         """What a message of this size takes longer than its wires."""

@@ -3,7 +3,6 @@
 from tatami.sim.elastic.machines import MachineEvent, MachineEvents
 from tatami.sim.elastic.repair import rehearse_repair
 from tatami.sim.elastic.restart import rehearse_restart
-from tatami.sim.elastic.result import LossyRun
-from tatami.sim.elastic.setup import LossySetup
+from tatami.sim.elastic.setup import LossyRun, LossySetup
 
 __all__ = ["LossyRun", "LossySetup", "MachineEvent", "MachineEvents", "rehearse_repair", "rehearse_restart"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from tatami.cluster import Processor
 from tatami.sim.elastic.setup import LossySetup
-from tatami.sim.server.lives import life_s
+from tatami.sim.server.fates import life_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,7 @@ from enum import Enum
 from tatami.membership import Abort, Ask, Died, EndRun, Entered, Halted, Laid, MemberEvent, Membership, Regroup
 from tatami.retiling.levels import carried_s
 from tatami.sim.elastic.machines import MachineEvents
-from tatami.sim.elastic.result import LossyRun
-from tatami.sim.elastic.setup import MOST_IN_VAIN, LossySetup
+from tatami.sim.elastic.setup import MOST_IN_VAIN, LossyRun, LossySetup
 from tatami.tiling import Layout
 
 

@@ -6,8 +6,7 @@ import math
 
 from tatami.errors import PlanError
 from tatami.sim.elastic.machines import MachineEvents
-from tatami.sim.elastic.result import LossyRun
-from tatami.sim.elastic.setup import MOST_IN_VAIN, LossySetup
+from tatami.sim.elastic.setup import MOST_IN_VAIN, LossyRun, LossySetup
 
 
 def rehearse_restart(setup: LossySetup, *, seed: int) -> LossyRun:

@@ -1,42 +1,66 @@
-"""What a platform is: hosts in an order, and how they are described to SimGrid."""
+"""What a platform is: hosts in an order, and the cables between them."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
-from tatami.cluster.cluster import Link, link_problems
+from tatami.cluster.link import Link, link_problems
 from tatami.errors import ClusterError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """How SimGrid turns links into the time of a transfer.
+    """How links become the time of a transfer: SimGrid's model of a network, whose names its factors have.
 
     Attributes:
         name: how reports call it.
-        settings: of SimGrid, as it names them.
+        latency_factor: of the sum of the links' latencies, after which the first byte moves.
+        bandwidth_factor: the part of a link's bandwidth that a transfer alone gets.
+        acknowledged_fraction: of a transfer's rate that it takes of the links of the way back.
+        window_bytes: a transfer moves at most this in two latencies of its way.
+        penalty_bytes: a transfer shares links in proportion to 1 / (latency + the sum of this / bandwidth over its links).
     """
 
     name: str
-    settings: tuple[tuple[str, str], ...]
+    latency_factor: float = 1.0
+    bandwidth_factor: float = 1.0
+    acknowledged_fraction: float = 0.0
+    window_bytes: float = math.inf
+    penalty_bytes: float = 0.0
 
-    @property
-    def arguments(self) -> list[str]:
-        return [f"--cfg={key}:{value}" for key, value in self.settings]
 
-
-# Without "Full", SimGrid 4.1 updates only what it thinks has changed, and some of many flows that begin together run as if
-# alone: of 1,000 pulls behind backbones 900 ended after 8.3 s instead of 21.7. It costs no time here.
-_ALL_FLOWS = ("network/optim", "Full")
-TCP = Fabric(name="TCP", settings=(("network/model", "LV08"), _ALL_FLOWS))
-"""Latency times 13.01, bandwidth times 0.97, 5 % of it taken by acknowledgements, windows of 4 MiB (SimGrid's LV08)."""
-RDMA = Fabric(
-    name="RDMA", settings=(("network/model", "CM02"), ("network/TCP-gamma", "0"), ("network/crosstraffic", "0"), _ALL_FLOWS)
+TCP = Fabric(
+    name="TCP",
+    latency_factor=13.01,
+    bandwidth_factor=0.97,
+    acknowledged_fraction=0.05,
+    window_bytes=4_194_304.0,
+    penalty_bytes=20_537.0,
 )
+"""Latency times 13.01, bandwidth times 0.97, 5 % of it taken by acknowledgements, windows of 4 MiB (SimGrid's LV08)."""
+RDMA = Fabric(name="RDMA")
 """Latency + bytes / bandwidth, shared fairly, and nothing else (SimGrid's CM02)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cable:
+    """A link as a way from one host to another passes it: one direction, or both where they share the bandwidth.
+
+    Attributes:
+        name: of its own on the platform; what has the same name shares one bandwidth.
+        bandwidth_bytes_per_s: for all together, or for each transfer where it is `fat`.
+        latency_s: of each transfer.
+        fat: each transfer has the bandwidth to itself.
+    """
+
+    name: str
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    fat: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +86,11 @@ class Wire:
         if problems := link_problems(bandwidth_bytes_per_s=self.bandwidth_bytes_per_s, latency_s=self.latency_s):
             raise ClusterError("; ".join(problems.values()))
 
-    def make(self, zone: Any, name: str, *, grid: Any) -> Any:
-        """The link in SimGrid, as a route from below upwards takes it."""
+    def cable(self, name: str, *, up: bool) -> Cable:
+        """What a way passes that goes up or down this link."""
         if self.duplex:
-            link = zone.add_split_duplex_link(name, self.bandwidth_bytes_per_s)
-            link.set_latency(self.latency_s).seal()
-            return grid.LinkInRoute(link, grid.LinkInRoute.Direction.UP)
-        link = zone.add_link(name, self.bandwidth_bytes_per_s).set_latency(self.latency_s)
-        if self.fat:
-            link.set_sharing_policy(grid.Link.SharingPolicy.FATPIPE, None)
-        return grid.LinkInRoute(link.seal())
+            name = f"{name}, {'up' if up else 'down'}"
+        return Cable(name=name, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s, latency_s=self.latency_s, fat=self.fat)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,25 +130,16 @@ class AbstractPlatform(ABC):
     def parts(self) -> tuple[PlatformPart, ...]:
         """What there is, for people."""
 
-    def unshared(self, source: int, target: int) -> Link | None:  # noqa: ARG002 - nothing is known of it
-        """The link from one host to another that every transfer has to itself; None where transfers may share something."""
-        return None
-
     @property
-    def only_link(self) -> Link | None:
-        """The link that every transfer has to itself, whichever two hosts it is between; None where there is no such."""
-        return None
+    @abstractmethod
+    def speeds_flop_per_s(self) -> Sequence[float]:
+        """The speed of one core of each host, in the order of `hosts`."""
+
+    @abstractmethod
+    def way(self, source: int, target: int) -> Sequence[Cable]:
+        """The cables from one host to another one, by their indices, in their order."""
 
     @property
     def shares_evenly(self) -> bool:
         """Whether transfers that meet on a link get equal parts of it. With SimGrid's models, the nearer gets more."""
         return False
-
-    @property
-    def meet_few(self) -> bool:
-        """Whether transfers share their links with few others where each host has a few, and links are as in `sim.flows`."""
-        return False
-
-    @abstractmethod
-    def build(self, engine: Any) -> list[Any]:
-        """Tell a SimGrid engine of it, and return its hosts in the order of `hosts`."""

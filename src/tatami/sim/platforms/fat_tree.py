@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any
-from xml.sax.saxutils import quoteattr
 
 from tatami.cluster.cluster import MOST_PROCESSORS
 from tatami.cluster.speed_table import speed_problem
 from tatami.errors import ClusterError
-from tatami.sim.platforms.base import RDMA, AbstractPlatform, Fabric, PlatformPart, Wire
+from tatami.sim.platforms.base import RDMA, AbstractPlatform, Cable, Fabric, PlatformPart, Wire
 
 _MOST_PER_SWITCH = 24
-_HEAD = '<?xml version="1.0"?>\n<!DOCTYPE platform SYSTEM "https://simgrid.org/simgrid.dtd">\n'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +39,6 @@ class FatTree(AbstractPlatform):
         return tuple(f"node{index}" for index in range(self.nodes))
 
     @property
-    def meet_few(self) -> bool:
-        return self.fabric == RDMA
-
-    @property
     def per_switch(self) -> int:
         """Machines on one leaf switch."""
         return min(_MOST_PER_SWITCH, self.nodes)
@@ -67,24 +58,18 @@ class FatTree(AbstractPlatform):
             PlatformPart(what="core switch", count=self.per_switch),
         )
 
-    def build(self, engine: Any) -> list[Any]:
-        down, up = f"{self.per_switch},{self.switches}", f"1,{self.per_switch}"
-        attributes = {
-            "id": self.name,
-            "prefix": "node",
-            "radical": f"0-{self.per_switch * self.switches - 1}",
-            "suffix": "",
-            "speed": f"{self.speed_flop_per_s!r}f",
-            "bw": f"{self.link.bandwidth_bytes_per_s!r}Bps",
-            "lat": f"{self.link.latency_s!r}s",
-            "sharing_policy": "SPLITDUPLEX",
-            "topology": "FAT_TREE",
-            "topo_parameters": f"2;{down};{up};1,1",
-        }
-        cluster = " ".join(f"{key}={quoteattr(value)}" for key, value in attributes.items())
-        text = f'{_HEAD}<platform version="4.1"><zone id="all" routing="Full"><cluster {cluster}/></zone></platform>\n'
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "platform.xml"
-            file.write_text(text, encoding="utf-8")
-            engine.load_platform(str(file))
-        return [engine.host_by_name(name) for name in self.hosts]
+    @cached_property
+    def speeds_flop_per_s(self) -> Sequence[float]:
+        return (self.speed_flop_per_s,) * self.nodes
+
+    def way(self, source: int, target: int) -> Sequence[Cable]:
+        """By the core switch that the target's place on its leaf switch names: each target has a way down of its own."""
+        leaf, other = source // self.per_switch, target // self.per_switch
+        up, down = self._cable(f"node{source}, up"), self._cable(f"node{target}, down")
+        if leaf == other:
+            return (up, down)
+        core = target % self.per_switch
+        return (up, self._cable(f"leaf{leaf} to core{core}"), self._cable(f"core{core} to leaf{other}"), down)
+
+    def _cable(self, name: str) -> Cable:
+        return Cable(name=name, bandwidth_bytes_per_s=self.link.bandwidth_bytes_per_s, latency_s=self.link.latency_s)

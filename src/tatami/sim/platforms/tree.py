@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from tatami.cluster.cluster import MOST_PROCESSORS
 from tatami.cluster.speed_table import speed_problem
 from tatami.errors import ClusterError
-from tatami.sim.engine import simgrid
-from tatami.sim.platforms.base import TCP, AbstractPlatform, Fabric, PlatformPart, Wire
+from tatami.sim.platforms.base import TCP, AbstractPlatform, Cable, Fabric, PlatformPart, Wire
 
 _MOST_CORES = 1_000_000
 
@@ -85,7 +83,7 @@ class Tree(AbstractPlatform):
 
     @cached_property
     def hosts(self) -> Sequence[str]:
-        return tuple(_host_names(self.groups, path=""))
+        return tuple(place.name for place in self._places)
 
     @property
     def parts(self) -> tuple[PlatformPart, ...]:
@@ -94,53 +92,63 @@ class Tree(AbstractPlatform):
             lines.append(PlatformPart.wires("backbone", self.backbone))
         return (*lines, *_parts(self.groups, copies=1, depth=0))
 
-    def build(self, engine: Any) -> list[Any]:
-        root = engine.netzone_root.add_netzone_star(self.name)
-        # SimGrid looks every new name up in all zones that there are: links are made while there is one.
-        links = dict(_links(root, self.groups, path="", backbone=self.backbone))
-        hosts = list(_build(root, self.groups, path="", links=links))
-        root.seal()
-        return hosts
+    @cached_property
+    def speeds_flop_per_s(self) -> Sequence[float]:
+        return tuple(place.speed_flop_per_s for place in self._places)
+
+    def way(self, source: int, target: int) -> Sequence[Cable]:
+        one, other = self._places[source].upwards, self._places[target].upwards
+        shared = 0
+        while shared < min(len(one), len(other)) and one[-1 - shared] is other[-1 - shared]:
+            shared += 1
+        meeting = one[-shared]
+        across = [] if meeting.backbone is None else [meeting.backbone.cable(f"{meeting.name}backbone", up=True)]
+        down = _climb(other[:-shared], up=False)
+        return [*_climb(one[:-shared], up=True), *across, *reversed(down)]
+
+    @cached_property
+    def _places(self) -> Sequence[_Place]:
+        root = _Place(name="", above=None, link=None, backbone=self.backbone)
+        return tuple(_places(self.groups, above=root))
 
 
-def _links(root: Any, groups: Sequence[MachineGroup], *, path: str, backbone: Wire | None) -> Iterator[tuple[str, Any]]:
-    """All links below a zone, by their names."""
-    grid = simgrid()
-    if backbone is not None:
-        yield f"{path}backbone", backbone.make(root, f"{path}backbone", grid=grid)
-    for group in groups:
-        for name in group.names:
-            if group.link is not None:
-                yield f"{path}{name}/link", group.link.make(root, f"{path}{name}/link", grid=grid)
-            yield from _links(root, group.groups, path=f"{path}{name}/", backbone=group.backbone)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Place:
+    """A machine, a copy of a group (its name ends in a slash), or the whole platform (which has no name)."""
+
+    name: str
+    above: _Place | None
+    link: Wire | None
+    backbone: Wire | None
+    speed_flop_per_s: float = 0.0
+
+    @cached_property
+    def upwards(self) -> Sequence[_Place]:
+        """This place and all above it."""
+        return (self, *(self.above.upwards if self.above is not None else ()))
 
 
-def _build(zone: Any, groups: Sequence[MachineGroup], *, path: str, links: dict[str, Any]) -> Iterator[Any]:
-    """The hosts below a zone. A backbone is a link on every host's way up, which a path that goes up and down takes once."""
-    for group in groups:
-        for name in group.names:
-            way = [links[link] for link in (f"{path}{name}/link", f"{path}backbone") if link in links]
-            if not group.groups:
-                host = zone.add_host(path + name, group.speed_flop_per_s)
-                host.core_count = group.cores
-                host.seal()
-                zone.add_route(host, None, way, True)
-                yield host
-                continue
-            inner = zone.add_netzone_star(path + name)
-            inner.set_gateway(inner.add_router(f"{path}{name}/router"))
-            yield from _build(inner, group.groups, path=f"{path}{name}/", links=links)
-            inner.seal()
-            zone.add_route(inner, None, way, True)
-
-
-def _host_names(groups: Sequence[MachineGroup], *, path: str) -> Iterator[str]:
+def _places(groups: Sequence[MachineGroup], *, above: _Place) -> Iterator[_Place]:
+    """The machines below a place, in their order."""
     for group in groups:
         for name in group.names:
             if group.groups:
-                yield from _host_names(group.groups, path=f"{path}{name}/")
+                inner = _Place(name=f"{above.name}{name}/", above=above, link=group.link, backbone=group.backbone)
+                yield from _places(group.groups, above=inner)
             else:
-                yield path + name
+                speed = group.speed_flop_per_s
+                yield _Place(name=above.name + name, above=above, link=group.link, backbone=None, speed_flop_per_s=speed)
+
+
+def _climb(places: Sequence[_Place], *, up: bool) -> list[Cable]:
+    """What a way passes from a machine to below the place where both sides meet; or the same backwards, in that order."""
+    cables = []
+    for place in places:
+        if place.backbone is not None:
+            cables.append(place.backbone.cable(f"{place.name}backbone", up=up))
+        if place.link is not None:
+            cables.append(place.link.cable(f"{place.name} link", up=up))
+    return cables
 
 
 def _parts(groups: Sequence[MachineGroup], *, copies: int, depth: int) -> Iterator[PlatformPart]:

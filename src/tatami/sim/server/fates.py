@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from tatami.sim.server.lives import life_s
 from tatami.sim.server.result import Period
 from tatami.sim.server.setup import ServerSetup
 from tatami.sim.stage import Going, Stage
@@ -160,8 +160,7 @@ class Fates:
         """Transfers of a worker that is cut off stand still."""
         if worker in self._cut_off:
             for going in goings:
-                if going.activity is not None:
-                    going.activity.suspend()
+                self._stage.hold(going)
 
     def end(self) -> None:
         """Nothing breaks any more: the run is over."""
@@ -195,9 +194,29 @@ class Fates:
             life.computed_s += rounds * self._computing_s(worker)
 
     def _computing_s(self, worker: int) -> float:
-        return self._setup.task_flop / float(self._stage.hosts[self._setup.workers[worker]].speed)
+        return self._setup.task_flop / self._stage.speeds_flop_per_s[self._setup.workers[worker]]
 
     def renumber(self) -> None:
         """Each holder of a place is called by the place's number from now on."""
         for worker, life in self._lives.items():
             life.process = worker
+
+
+_SCALE = 2.0**-53
+
+
+def life_s(mtbf_s: float, *, seed: int, kind: str, number: int, generation: int) -> float:
+    """Seconds until a machine breaks, exponentially distributed with mean `mtbf_s`.
+
+    It is a function of its arguments: the same on every machine and in every order of asking, so that a run repeats to the last
+    digit, and two recoveries compared with one seed see the same first failures.
+
+    Args:
+        seed: of the run.
+        kind: what it is, as "worker".
+        number: which of them.
+        generation: 0 for the first in this place, 1 for who replaced it, ...
+    """
+    name = f"{kind}/{number}/{generation}/{seed}".encode()
+    word = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 11
+    return -mtbf_s * math.log((word + 0.5) * _SCALE)

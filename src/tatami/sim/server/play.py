@@ -14,7 +14,6 @@ from tatami.server.state import Coordinator
 from tatami.sim.server.fates import Fates
 from tatami.sim.server.result import Period, SimulatedFailure
 from tatami.sim.server.setup import ServerSetup
-from tatami.sim.server.skip import Skipping
 from tatami.sim.server.storage import SimulatedStorage
 from tatami.sim.server.tasks import SimulatedTasks
 from tatami.sim.stage import Stage
@@ -316,3 +315,20 @@ class ServerPlay:
         self._coordinator = Coordinator(self._coordinator.protocol, resumed=self._saved)
         self._fates.renumber()
         self._tell(ev.Started(at_s=self._stage.now_s))
+
+
+class Skipping:
+    """Says how many rounds may be passed over; none where `period` is None."""
+
+    def __init__(self, setup: ServerSetup, *, period: Period | None) -> None:
+        # Writing in the background must be over before the next is due, or periods would not be alike.
+        keeps_up = period is None or setup.checkpoints.waits or setup.checkpoints.local_s < period.duration_s
+        usable = setup.consistency.lockstep and keeps_up and (setup.checkpoints.waits or not setup.checkpoints.store)
+        self.period = period if usable else None
+
+    def rounds(self, fates: Fates, *, left: int, now_s: float) -> int:
+        """Whole periods of rounds before the next failure and the end of the run."""
+        if self.period is None:
+            return 0
+        undisturbed = fates.undisturbed_rounds(self.period, now_s=now_s, most=left)
+        return undisturbed - undisturbed % self.period.rounds

@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tatami.server.recovery import Checkpoint, FromServers
-from tatami.sim.platforms import AbstractPlatform
 from tatami.sim.processes import Runs
 from tatami.sim.server.play import ServerPlay
 from tatami.sim.server.result import Period, ServerRun
 from tatami.sim.server.setup import ServerSetup
-from tatami.sim.server.skip import rounds_of_period
 from tatami.sim.stage import Stage, play
 
 
@@ -58,14 +56,13 @@ def simulate_server(
         For each setup the runs in the order of the seeds.
     """
     settled = [_settle(setup, runs) for setup in setups]
-    periods = runs.map(_period, [Simulation(setup=setup, what="period") for setup in settled], platform=_platform)
+    periods = runs.map(_period, [Simulation(setup=setup, what="period") for setup in settled])
     lasting = runs.map(
         _outcome,
         [
             Simulation(setup=setup, what="undisturbed", period=period, skips=skips)
             for setup, period in zip(settled, periods, strict=True)
         ],
-        platform=_platform,
     )
     places = [(index, seed) for index in range(len(settled)) for seed in seeds]
     jobs = [Simulation(setup=settled[index], seed=seed, period=periods[index], skips=skips) for index, seed in places]
@@ -77,7 +74,7 @@ def simulate_server(
         if done is not None:
             done(places[job][0], record(job, outcome))
 
-    outcomes = runs.map(_outcome, jobs, done=ended, platform=_platform)
+    outcomes = runs.map(_outcome, jobs, done=ended)
     records = [record(job, outcome) for job, outcome in enumerate(outcomes)]
     return [records[first : first + len(seeds)] for first in range(0, len(records), max(1, len(seeds)))]
 
@@ -95,15 +92,10 @@ def _settle(setup: ServerSetup, runs: Runs) -> ServerSetup:
             Simulation(setup=replace(every_round, checkpoints=replace(setup.checkpoints, waits=True)), what="period"),
             Simulation(setup=replace(setup, recovery=FromServers()), what="period"),
         ],
-        platform=_platform,
     )
     write_s = with_write.round_s - without.round_s
     every = replace(recovery, mtbf_s=mtbf_s).interval(write_s=write_s, round_s=without.round_s, workers=len(setup.workers))
     return replace(setup, recovery=replace(recovery, every=every))
-
-
-def _platform(job: Simulation) -> AbstractPlatform:
-    return job.setup.platform
 
 
 def _period(job: Simulation) -> Period:
@@ -139,3 +131,10 @@ def _outcome(job: Simulation) -> SimulationOutcome:
         return finish
 
     return play(job.setup.platform, act)
+
+
+def rounds_of_period(setup: ServerSetup) -> int:
+    """Rounds from one checkpoint to the next, 1 where there are none."""
+    if isinstance(setup.recovery, Checkpoint):
+        return setup.recovery.interval(write_s=None, round_s=None, workers=len(setup.workers))
+    return 1

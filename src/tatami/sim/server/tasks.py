@@ -163,7 +163,7 @@ class SimulatedTasks:
         task.compute(self._stage, duration_s=duration_s, then=self._has_computed)
 
     def _duration_s(self, task: SimulatedTask) -> float:
-        return self._setup.task_flop * task.left / float(self._stage.hosts[task.host].speed)
+        return self._setup.task_flop * task.left / self._stage.speeds_flop_per_s[task.host]
 
     def _has_computed(self, task: SimulatedTask) -> None:
         self._fates.has_computed(task.order.worker)
@@ -245,4 +245,4 @@ class SimulatedTasks:
         """A worker's transfers go on."""
         if (task := self._tasks.get(worker)) is not None and task.part is not TaskPart.COMPUTE:
             for going in task.going.values():
-                going.activity.resume()
+                self._stage.release(going)

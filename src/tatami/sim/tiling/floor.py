@@ -11,10 +11,11 @@ from functools import cached_property
 
 from tatami.cluster import Cluster, Processor, SpeedTable
 from tatami.collective import Schedule
-from tatami.sim.allreduce import NATIVES, MessageRounds, expand, rounds_of
+from tatami.sim.allreduce import NATIVES, expand
 from tatami.sim.tiling.work import NO_STARTUP, Startup, Work, work_of
 from tatami.tiling import PlannedSum, SumKind, Tiling, traffic_of
 from tatami.tiling.compute import calls_s, scatter
+from tatami.tiling.span import micro_batch_sizes
 from tatami.tiling.summing import transfer_rates
 from tatami.workload import Workload
 
@@ -37,11 +38,6 @@ class FloorSum:
     ranks: tuple[int, ...]
     schedule: Schedule
     processors: tuple[Processor, ...]
-
-    @cached_property
-    def rounds(self) -> MessageRounds | None:
-        """Its messages as arrays; None where it has other things than messages."""
-        return rounds_of(self.schedule, element_bytes=self.planned.element_bytes)
 
     @cached_property
     def place_of(self) -> dict[int, int]:
@@ -89,6 +85,7 @@ class Floor:
         cluster: Cluster,
         speeds: Mapping[str, float] | None = None,
         startup: Startup = NO_STARTUP,
+        micro_batches: Sequence[int] | None = None,
     ) -> None:
         """Prepare a tiling.
 
@@ -99,12 +96,19 @@ class Floor:
             cluster: rank r runs on its processor r.
             speeds: flop/s by name. Where one depends on the size of the tile, flop are counted at that of its largest size.
             startup: what each tile costs beyond its area.
+            micro_batches: in how many each column computes its samples; None: in one.
         """
+        numbers = micro_batches or [1] * len(tiling.columns)
         self.tilings = tuple(tilings)
         names = [processor.name for processor in cluster.processors]
         hosts = cluster.host_of
         self.traffic = traffic_of(
-            tilings or (tiling,), workload=workload, names=names, hosts=hosts, rates=transfer_rates(cluster)
+            tilings or (tiling,),
+            workload=workload,
+            names=names,
+            hosts=hosts,
+            rates=transfer_rates(cluster),
+            micro_batches=numbers,
         )
         self._cluster = cluster
         self._rank_of = cluster.rank_of
@@ -116,33 +120,42 @@ class Floor:
         self.names = {
             rank: each.name
             for rank, each in enumerate(cluster.processors)
-            if each.name in placed or self.gradients or each.step_s
+            if each.name in placed or self.gradients or self.traffic.statistics or each.step_s
         }
+        statistics = [self._ready(each) for each in self.traffic.statistics]
         self.legs: dict[int, tuple[Leg, ...]] = {
-            rank: _idle_legs(cluster.by_name[name], speed=(speeds or {}).get(name, 1.0)) for rank, name in self.names.items()
+            rank: _idle_legs(
+                cluster.by_name[name], speed=(speeds or {}).get(name, 1.0), blocks=max(len(tilings), 1), statistics=statistics
+            )
+            for rank, name in self.names.items()
         }
         self.update_flop: dict[int, float] = dict.fromkeys(self.names, 0.0)
         self.works: dict[int, float] = {}
         self.waits = scatter([each for each in cluster.processors if each.name in placed])
-        for column, sums in zip(tiling.columns, self.traffic.columns, strict=True):
+        for column, sums, number in zip(tiling.columns, self.traffic.columns, numbers, strict=True):
             samples = column[0].samples.size
+            sizes = micro_batch_sizes(samples, number=number)
             ready = [self._ready(each) for each in sums]
+            each_time = len(ready) // len(sizes)
             for name in (tile.processor for tile in column):
                 tiles = [each.by_processor[name] for each in tilings]
                 speed = (speeds or {}).get(name, 1.0)
-                own = _with_calls(startup, calls_s(cluster.by_name[name], blocks=len(tiles)), blocks=len(tiles), speed=speed)
+                spent_s = calls_s(cluster.by_name[name], blocks=len(tiles), micro_batches=len(sizes))
+                own = _with_calls(startup, spent_s, blocks=len(tiles), speed=speed)
                 work = work_of(tiles, samples=samples, workload=workload, startup=own)
-                work = _at_its_size(work, speed=speed)
+                work = _at_its_size(work, speed=speed, micro_batches=len(sizes))
                 rank = self._rank_of[name]
-                self.legs[rank] = _legs(work, ready, leaving=leaving)
+                self.legs[rank] = tuple(
+                    leg
+                    for index, size in enumerate(sizes)
+                    for leg in _legs(
+                        work.part(size / samples if samples else 1.0),
+                        [*ready[index * each_time : (index + 1) * each_time], *statistics],
+                        leaving=leaving if index == len(sizes) - 1 else {},
+                    )
+                )
                 self.update_flop[rank] = work.update_flop
                 self.works[rank] = workload.tile_work([tile.units.size for tile in tiles], samples=samples)
-
-    @cached_property
-    def is_plain(self) -> bool:
-        """Whether all sums are of messages and nothing else."""
-        sums = [*self.gradients, *(each for legs in self.legs.values() for leg in legs for each in leg.sums)]
-        return all(each.rounds is not None for each in sums)
 
     def _ready(self, planned: PlannedSum) -> FloorSum:
         # Alike sums share one schedule: what it has looked up of its groups is looked up once.
@@ -163,17 +176,20 @@ def _with_calls(startup: Startup, seconds: float, *, blocks: int, speed: float) 
     return replace(startup, tile_flop=startup.tile_flop + each * float(speed)) if each else startup
 
 
-def _idle_legs(processor: Processor, *, speed: float) -> tuple[Leg, ...]:
+def _idle_legs(processor: Processor, *, speed: float, blocks: int, statistics: Sequence[FloorSum]) -> tuple[Leg, ...]:
     """Of one without a tile: what an iteration costs it, before it takes part in the sums of gradients."""
     flop = processor.step_s * float(speed)
+    if statistics:
+        work = Work(forward=(flop, *[0.0] * (blocks - 1)), backward=(0.0,) * blocks, update_flop=0.0)
+        return _legs(work, statistics, leaving={})
     return (Leg(flop=flop, backward=False, sums=()),) if flop else ()
 
 
-def _at_its_size(work: Work, *, speed: float) -> Work:
-    """As much work as takes as long at the speed for large tiles as this one does at that of its size."""
+def _at_its_size(work: Work, *, speed: float, micro_batches: int) -> Work:
+    """As much work as takes as long at the speed for large tiles as this one does at that of its micro-batches' size."""
     if not isinstance(speed, SpeedTable) or not work.total_flop:
         return work
-    more = float(speed) / speed.at(work.total_flop)
+    more = float(speed) / speed.at(work.total_flop / micro_batches)
     return Work(
         forward=tuple(more * flop for flop in work.forward),
         backward=tuple(more * flop for flop in work.backward),
@@ -183,14 +199,18 @@ def _at_its_size(work: Work, *, speed: float) -> Work:
 
 def _legs(work: Work, sums: Sequence[FloorSum], *, leaving: Mapping[int | None, FloorSum]) -> tuple[Leg, ...]:
     """The legs of one rank; computations without a sum between them become one leg."""
+    kinds = {
+        False: (SumKind.FORWARD, SumKind.FORWARD_STATISTICS),
+        True: (SumKind.BACKWARD, SumKind.BACKWARD_STATISTICS),
+    }
 
-    def of(kind: SumKind, block: int) -> tuple[FloorSum, ...]:
-        return tuple(each for each in sums if each.planned.kind is kind and each.planned.block == block)
+    def of(backward: bool, block: int) -> tuple[FloorSum, ...]:
+        return tuple(each for each in sums if each.planned.kind in kinds[backward] and each.planned.block == block)
 
-    legs = [Leg(flop=flop, backward=False, sums=of(SumKind.FORWARD, block)) for block, flop in enumerate(work.forward)]
+    legs = [Leg(flop=flop, backward=False, sums=of(False, block)) for block, flop in enumerate(work.forward)]
     for block, flop in reversed(list(enumerate(work.backward))):
         leaves = (leaving[block],) if block in leaving else ()
-        legs.append(Leg(flop=flop, backward=True, sums=of(SumKind.BACKWARD, block), leaves=leaves))
+        legs.append(Leg(flop=flop, backward=True, sums=of(True, block), leaves=leaves))
     result: list[Leg] = []
     for leg in legs:
         last = result[-1] if result else None

@@ -148,7 +148,7 @@ class Iteration:
                 hosts=what.ranks,
                 element_bytes=what.planned.element_bytes,
                 # What two ways on one connection cost each other was measured back and forth, and does not occur in a column.
-                software=self._alone if what.planned.kind.vertical else self._software,
+                software=self._alone if what.planned.kind.meets else self._software,
                 done=lambda member: self._then.pop((key, member))(),
                 skip=False,
                 processors=what.processors,

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tatami.cluster import Link
 from tatami.retiling import Alarm, Controller, Decision, Glance, Timing, Watcher, moves
 from tatami.retiling.timing import PROBE_EVERY
 from tatami.sim.stage import Stage, Then, play
@@ -19,13 +18,12 @@ from tatami.sim.tiling.changes import Speeds
 from tatami.sim.tiling.floor import Floor
 from tatami.sim.tiling.iteration import Iteration, Times
 from tatami.sim.tiling.job import TilingJob
-from tatami.sim.tiling.unshared import UnsharedIteration
-from tatami.tiling import Tiling
+from tatami.tiling import Layout, Tiling
 
 _TOGETHER = 1e-9
 """Relative: two iterations that differ by less are alike."""
 _LEAST_S = 3e-9
-"""SimGrid tells no times apart that are nearer than 1e-9 s."""
+"""The stage tells no times apart that are nearer than 1e-9 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +62,6 @@ class TilingPlay:
         self._job = job
         self._cluster = job.cluster
         self._workload = job.workload
-        self._link = job.platform.only_link if job.software.is_plain else None
         self._speeds = Speeds(job.true_flop_per_s, changes=job.changes)
         self._controller: Controller | Watcher | None = None
         if job.retiler is not None:
@@ -79,7 +76,7 @@ class TilingPlay:
         self._ahead_s = 0.0
         self._skipped_bytes = 0.0
         self._bytes_before = 0.0
-        self.floor = self._laid(job.first_tiling, job.first_tilings)
+        self.floor = self._laid(job.first_tiling, job.first_tilings, job.layout)
         self.iteration_s: list[float] = []
         self.compute_s: list[tuple[float, float]] = []
         self.decisions: list[Decision] = []
@@ -112,7 +109,7 @@ class TilingPlay:
         """Begin with all ranks at once."""
         self._next(dict.fromkeys(self.floor.names, 0.0))
 
-    def _laid(self, tiling: Tiling, tilings: Sequence[Tiling]) -> Floor:
+    def _laid(self, tiling: Tiling, tilings: Sequence[Tiling], layout: Layout | None) -> Floor:
         return Floor(
             tiling,
             tilings=tilings,
@@ -120,6 +117,7 @@ class TilingPlay:
             cluster=self._cluster,
             speeds=self._job.true_flop_per_s,
             startup=self._job.startup,
+            micro_batches=None if layout is None else [column.micro_batches for column in layout.columns],
         )
 
     def _next(self, leads_s: dict[int, float]) -> None:
@@ -132,9 +130,6 @@ class TilingPlay:
         self._bytes_before = self._stage.bytes_moved
         now_s = self._stage.now_s
         begin_s = {rank: now_s + lead_s for rank, lead_s in leads_s.items()}
-        if self._link is not None and self.floor.is_plain:
-            self._pass(begin_s, self._link)
-            return
         Iteration(
             self._stage,
             self.floor,
@@ -144,14 +139,6 @@ class TilingPlay:
             software=self._job.software,
             done=self._ended,
         )
-
-    def _pass(self, begin_s: dict[int, float], link: Link) -> None:
-        """An iteration in one pass; what has ended is told when it has."""
-        done = UnsharedIteration(
-            self.floor, speeds=self._speeds, begin_s=begin_s, ahead_s=self._ahead_s, software=self._job.software, link=link
-        )
-        self._stage.bytes_moved += done.bytes_moved
-        self._stage.at(max(each.ended_s for each in done.times.values()), lambda: self._ended(done.times))
 
     def _ended(self, times: dict[int, Times]) -> None:
         now_s = self.now_s
@@ -240,7 +227,7 @@ class TilingPlay:
             return
         before = self.floor.tilings
         self._window.clear()
-        self.floor = self._laid(decision.tiling, decision.layout.cut_blocks(self._workload))
+        self.floor = self._laid(decision.tiling, decision.layout.cut_blocks(self._workload), decision.layout)
         self._move(before, go_on)
 
     def _move(self, before: Sequence[Tiling], then: Then) -> None:
@@ -280,7 +267,7 @@ def _alike(times: dict[int, Times], last: dict[int, Times]) -> bool:
 
 
 def rehearse(job: TilingJob) -> TilingRun:
-    """Simulate in this process, which must be one of `Runs`."""
+    """Simulate a tiled run."""
 
     def act(stage: Stage) -> Callable[[], TilingRun]:
         run = TilingPlay(stage, job)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tatami.errors import InputError
 from tatami.tiling import Tile
@@ -60,6 +60,14 @@ class Work:
     @property
     def backward_flop(self) -> float:
         return math.fsum(self.backward)
+
+    def part(self, share: float) -> Work:
+        """That of a micro-batch with this share of the samples; the update is not shared out."""
+        return replace(
+            self,
+            forward=tuple(share * flop for flop in self.forward),
+            backward=tuple(share * flop for flop in self.backward),
+        )
 
     @property
     def total_flop(self) -> float:

@@ -236,10 +236,7 @@ class _Leave(torch.autograd.Function):
         return grads
 
 
-_DROPOUT_ARGUMENT = {
-    torch.nn.functional.scaled_dot_product_attention: 4,
-    torch.nn.functional.multi_head_attention_forward: 10,
-}
+_DROPOUT_ARGUMENT = {torch.nn.functional.scaled_dot_product_attention: 4, torch.nn.functional.multi_head_attention_forward: 10}
 
 
 class _WithoutDropout(TorchFunctionMode):

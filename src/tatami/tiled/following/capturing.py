@@ -17,12 +17,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from tatami.errors import ModelError
+from tatami.stages.recording import memory_order
 from tatami.tiled.following.counting import ForwardFlop
 from tatami.tiled.following.exporting import ModuleCall
 from tatami.tiled.following.keeping import Keeping, Kept
 from tatami.tiled.following.mixing import EITHER, LeftBehind, attribute, kept_of_samples, mixture_of
 from tatami.tiled.following.sample import FEWEST, Sample
 from tatami.tiled.following.unchanged import unchanged
+
+USUAL_BATCH = 64
+"""Samples of the global batch, where that is not known."""
+_TRIED_FLOP = 1e9
+"""Operations of a forward pass over so many samples, to see whether the network looks at how many there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +40,7 @@ class Captured:
         draws: the modules that drew random numbers themselves, not by way of others.
         draws_outside: who drew random numbers that are not torch's: Python or NumPy; None where neither.
         normalizes: the modules that took statistics of the batch by a function, not by way of a layer.
+        normalized: every call that took statistics of the batch, in their order: the module, and its number of channels.
         mixed, reductions: whether the samples of a batch can be computed apart; see `Mixture`.
         forward_flop: of one sample, in the whole network.
         flop: the same of each module.
@@ -48,11 +55,13 @@ class Captured:
         result_axes: of each leaf of the network's result: the axis of the samples; None where it has none.
         runs_without_samples: whether the network runs on a batch of no sample as well, in training and in evaluation.
         leaves_behind: what the pass left in the modules.
+        dropout_orders: of dropout layers: how the axes of what they are called with are in memory, the outermost first.
     """
 
     calls: Mapping[str, ModuleCall]
     draws: frozenset[str]
     normalizes: frozenset[str]
+    normalized: Sequence[tuple[str, int]] = ()
     mixed: str
     reductions: frozenset[str] = EITHER
     draws_outside: str | None = None
@@ -69,6 +78,7 @@ class Captured:
     result_axes: Sequence[int | None] | None = None
     runs_without_samples: bool = False
     leaves_behind: LeftBehind = field(default_factory=LeftBehind)
+    dropout_orders: Mapping[str, frozenset[tuple[int, ...]]] = field(default_factory=dict)
 
     def samples_axis(self, layer: str) -> int | None:
         """Of what a layer of one input is called with; None where that is not known."""
@@ -96,7 +106,7 @@ class Captured:
         return sum(each.size_bytes for each in pieces if each.last_axis == units) / self.samples
 
 
-def capture(model: nn.Module, sample: Sample) -> Captured:
+def capture(model: nn.Module, sample: Sample, *, batch_size: int = USUAL_BATCH) -> Captured:
     """Run `model` forward, twice with different numbers of samples, and leave it as it was.
 
     What differs between the two is the axis of samples, in the inputs of every module.
@@ -144,11 +154,19 @@ def capture(model: nn.Module, sample: Sample) -> Captured:
     changed = [name for name in watch.changed if not name.startswith(tuple(statistics))]
     with_gradient = tuple(name for name in changed if name in watch.with_gradient)
     draws_or_normalizes = bool(watch.draws or watch.normalizes or statistics)
-    mixture = mixture_of(model, most, numbers=numbers, attributes=with_gradient, training=not draws_or_normalizes)
+    mixture = mixture_of(
+        model,
+        most,
+        most=int(min(batch_size, _TRIED_FLOP / (1 + watch.counted.flop / most.samples))),
+        numbers=numbers,
+        attributes=with_gradient,
+        training=not draws_or_normalizes,
+    )
     return Captured(
         calls=calls,
         draws=frozenset(watch.draws),
         normalizes=frozenset(watch.normalizes),
+        normalized=tuple(watch.normalized),
         draws_outside=watch.draws_outside and other_watch.draws_outside,
         mixed=mixture.reason,
         reductions=mixture.reductions,
@@ -158,6 +176,7 @@ def capture(model: nn.Module, sample: Sample) -> Captured:
         readers={name: frozenset(watch.readers.get(id(p), ())) for name, p in model.named_parameters(remove_duplicate=False)},
         logits=frozenset(watch.logits),
         drawing=frozenset(watch.drawing),
+        dropout_orders={name: frozenset(orders) for name, orders in watch.orders.items()},
         last_axis=watch.last_axis,
         kept=tuple(watch.keeping.found.values()),
         kept_bytes=_kept_per_sample((most.samples, watch.kept_bytes), (less.samples, other_watch.kept_bytes)),
@@ -211,6 +230,9 @@ class _Watch(TorchFunctionMode):
         self.readers: dict[int, set[str]] = {}
         self.logits: set[str] = set()
         self.drawing: set[Any] = set()
+        self.orders: dict[str, set[tuple[int, ...]]] = {
+            name: set() for name, module in model.named_modules() if type(module) is nn.Dropout
+        }
         self.last_axis: dict[str, int] = {}
         self._linear: list[tuple[str, torch.Tensor]] = []
         self._parameters = {id(parameter) for parameter in model.parameters()}
@@ -224,12 +246,15 @@ class _Watch(TorchFunctionMode):
         self.with_gradient: set[str] = set()
         self.draws: set[str] = set()
         self.normalizes: set[str] = set()
+        self.normalized: list[tuple[str, int]] = []
         self._running: list[str] = []
         self._state = torch.get_rng_state()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.batch_norm, torch.nn.functional.batch_norm) and self._running:
             self.normalizes.add(self._running[-1])
+            if args and args[0].dim() > 1:
+                self.normalized.append((self._running[-1], args[0].shape[1]))
         if func is torch.nn.functional.cross_entropy and args:
             self.returned(args[0])
         state = torch.get_rng_state()
@@ -296,6 +321,8 @@ def _calls(model: nn.Module, sample: Sample, watch: _Watch) -> dict[str, tuple[t
 
                 def remember(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
                     call = canonical(module, args, kwargs)
+                    if name in watch.orders:
+                        watch.orders[name] |= {memory_order(each) for each in pytree.tree_leaves((args, kwargs))}
                     watch.begin(name)
                     if name not in found:
                         found[name] = call

@@ -32,6 +32,9 @@ class ForwardFlop(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.flop += flop_registry[operation](*args, **kwargs, out_val=result)
         elif operation is aten._trilinear:
             self.flop += 2.0 * args[0].shape[0] * args[1].numel()  # of a bilinear layer: rows, and its weights
+        elif operation is aten.mkldnn_rnn_layer:
+            # An LSTM of one layer and direction: every row goes through the weights of its input and of its state.
+            self.flop += 2.0 * args[0].shape[0] * args[0].shape[1] * (args[1].numel() + args[2].numel())
         elif torch.Tag.pointwise in func.tags or operation in _BY_ELEMENT:
             first = result[0] if isinstance(result, (tuple, list)) else result
             self.flop += first.numel() if isinstance(first, torch.Tensor) else 0

@@ -5,7 +5,7 @@ Around what was followed stays the user's own Python. Modules that are alike (th
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -14,12 +14,17 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tatami.progress import reported
 from tatami.tiled.following.believing import believe
 from tatami.tiled.following.capturing import Captured, inputs_of
 from tatami.tiled.following.exporting import FollowedProgram, ModuleCall, NotFollowedError, export
 from tatami.tiled.following.facts import facts_of
 from tatami.tiled.following.local import LocalProgram, localise
+from tatami.tiled.following.mixing import close
 from tatami.tiled.following.operators import Following
+from tatami.tiled.following.same_program import SameResults
+from tatami.tiled.following.settings import has_hooks
+from tatami.tiled.following.unchanged import alike, kept
 from tatami.tiled.following.units import UnitAxis, find_stops, find_units, follow, unclear_axes
 from tatami.tiled.rows import UnitRuns
 from tatami.workload import Block
@@ -31,10 +36,13 @@ _LAYERS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd, nn.modules.batchnor
 _WORTH_FOLLOWING = 16
 """A module whose parts were followed is followed itself if so small a part of its weights could still be split."""
 
+_SMALL = f"what is left in {{}} is less than 1/{_WORTH_FOLLOWING} of its weights, so no split was looked for"
+_AROUND = "{} around it is not followed, since {} is split by itself"
 _KEEPS = "its forward pass keeps something in the module ({}), which a program of it would not; return it, or leave it out"
 
-_ALIKE: OrderedDict[Any, Followed | str] = OrderedDict()
-_MOST_ALIKE = 64
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_HALF_TOLERANCE = 3e-2
+"""Of the largest element: a program and its module compute the same operations one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +79,7 @@ class Followed:
     Attributes:
         training, evaluation: its programs.
         blocks: in the order of the programs' inputs.
-        stops: of weights that are whole: the line of the user's code because of which they are.
+        stops: why weights are whole that are, where that is known, by their names.
     """
 
     training: Mode
@@ -86,9 +94,9 @@ class Followed:
 def follow_modules(
     model: nn.Module, captured: Captured, *, taken: Collection[str], closed: Collection[str] = ()
 ) -> tuple[dict[str, Followed], dict[str, str], dict[str, str]]:
-    """The modules of `model` that can be split, by name; of others that have weights why they cannot; and lines of code.
+    """The modules of `model` that can be split, by name; why others that have weights cannot; and why weights are whole.
 
-    The lines are those because of which weights, by name, are whole though what reads them was followed.
+    The last are weights, by name, of modules that were followed, or that are too small a part of what is around them.
 
     Args:
         model: the whole network; it is not changed.
@@ -99,36 +107,50 @@ def follow_modules(
     found: dict[str, Followed] = {}
     reasons: dict[str, str] = {}
     stops: dict[str, str] = {}
+    not_split: dict[str, str] = {}
     names = [name for name, _ in model.named_modules()]
-    for name in sorted(names, key=lambda name: -_depth(name)):
+    inside_first = sorted(names, key=lambda name: -_depth(name))
+    for name in reported(inside_first, "tatami.tile: tracing the network", unit="modules"):
         module = model.get_submodule(name)
         prefix = f"{name}." if name else ""
         if isinstance(module, _LAYERS) or name not in captured.calls:
             continue
-        if any(not other or f"{other}.".startswith(prefix) or prefix.startswith(f"{other}.") for other in closed):
-            continue
         used = set(taken) | {inner for other, each in found.items() for inner in cut_names(other, each)}
         own = _weights(module, prefix)
         spare = [elements for parameter, elements in own.items() if parameter not in used]
-        if len(spare) < 2 or sum(spare) * _WORTH_FOLLOWING < sum(own.values()):
+        closed_inside = next((other for other in closed if f"{other}.".startswith(prefix)), None)
+        why = ""
+        if closed_inside is not None:
+            why = _AROUND.format(name or "the network", closed_inside) if closed_inside != name else ""
+        elif len(spare) > 1 and sum(spare) * _WORTH_FOLLOWING < sum(own.values()):
+            why = _SMALL.format(name or "the network")
+        if why:
+            failed = tuple(f"{other}." for other in reasons)
+            not_split |= {each: why for each in own if each not in used | not_split.keys() and not each.startswith(failed)}
+        if why or len(spare) < 2 or any(not other or prefix.startswith(f"{other}.") for other in closed):
             continue
         inside = {other for other in found if other.startswith(prefix) or not prefix}
         taken_inside = {tensor for tensor in taken if tensor.startswith(prefix)} | captured.read_elsewhere(name)
         whole = frozenset(tensor.removeprefix(prefix) for tensor in taken_inside)
+        hooked = next((inner for inner, each in module.named_modules() if has_hooks(each, forward=False)), None)
+        if hooked is not None:
+            reasons[name] = f"{hooked or 'it'} has hooks, which a program of it would not call; remove them before it is tiled"
+            continue
         kept = sorted(each.removeprefix(prefix) for each in captured.leaves_behind.attributes if each.startswith(prefix))
         if kept:
             reasons[name] = _KEEPS.format(", ".join(kept))
             continue
-        result = _remembered(module, captured.calls[name], whole)
+        result = _TRACED.of(module, captured.calls[name], whole)
         if isinstance(result, str):
             reasons[name] = result
             continue
+        not_split = {weight: reason for weight, reason in not_split.items() if not weight.startswith(prefix)}
         stops |= {prefix + tensor: line for tensor, line in result.stops.items()}
         if result.blocks and _elements(model, {name: result}) > _elements(model, {other: found[other] for other in inside}):
             for other in inside:
                 del found[other]
             found[name] = result
-    return dict(sorted(found.items(), key=lambda item: names.index(item[0]))), reasons, stops
+    return dict(sorted(found.items(), key=lambda item: names.index(item[0]))), reasons, not_split | stops
 
 
 def _weights(module: nn.Module, prefix: str) -> dict[str, int]:
@@ -154,60 +176,6 @@ def _elements(model: nn.Module, found: Mapping[str, Followed]) -> int:
     """Of all the weights that are split."""
     names = {tensor for name, each in found.items() for tensor in cut_names(name, each)}
     return sum(parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False) if name in names)
-
-
-def _remembered(module: nn.Module, call: ModuleCall, whole: frozenset[str]) -> Followed | str:
-    """`_followed`, once for modules that are alike: the layers of a transformer, and the ranks of a world of threads."""
-    key = (_signature(module, call), whole)
-    if key not in _ALIKE:
-        _ALIKE[key] = _followed(module, call, whole)
-        while len(_ALIKE) > _MOST_ALIKE:
-            _ALIKE.popitem(last=False)
-    _ALIKE.move_to_end(key)
-    return _ALIKE[key]
-
-
-def _signature(module: nn.Module, call: ModuleCall) -> tuple[Any, ...]:
-    """Equal for modules that have the same program."""
-    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    shapes = tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
-    leaves, structure = pytree.tree_flatten((call.args, dict(call.kwargs)))
-    inputs = tuple(
-        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
-    )
-    plain = tuple(
-        (name, _identified(value))
-        for inner in module.modules()
-        for name, value in sorted(vars(inner).items())
-        if not name.startswith("_") and name != "training"
-    )
-    return type(module), repr(module), shapes, str(structure), inputs, call.sample_axes, plain
-
-
-@dataclass(frozen=True)
-class _TheSame:
-    """An object that is like no other one, and lives as long as it is compared with."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _TheSame) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-def _identified(value: Any) -> Any:
-    """What an attribute is compared by: one layer may compute `F.relu` where another that looks like it computes `F.gelu`."""
-    if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device)):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_identified, value))
-    if isinstance(value, dict):
-        return tuple((repr(key), _identified(each)) for key, each in value.items())
-    if isinstance(value, torch.Tensor) or callable(value) or repr(value) == object.__repr__(value):
-        return _TheSame(value)
-    return type(value), repr(value)
 
 
 def _followed(module: nn.Module, call: ModuleCall, whole: Collection[str]) -> Followed | str:
@@ -289,3 +257,44 @@ def _kept(
     candidates: Sequence[UnitAxis], cuts: Sequence[Mapping[str, UnitRuns]], common: Sequence[Mapping[str, UnitRuns]]
 ) -> list[UnitAxis]:
     return [candidates[cuts.index(each)] for each in common]
+
+
+def _gives_the_same(module: nn.Module, call: ModuleCall, followed: Followed) -> bool:
+    """Whether a program that was made of another module computes what this one does, for its own call, in both modes."""
+    was_training = {inner: inner.training for inner in module.modules()}
+    try:
+        return all(_computes(module, call, followed.mode(training).program, training=training) for training in (True, False))
+    except Exception:  # a program that does not fit fails at any of its operations
+        return False
+    finally:
+        for inner, mode in was_training.items():
+            inner.training = mode
+
+
+def _computes(module: nn.Module, call: ModuleCall, program: FollowedProgram, *, training: bool) -> bool:
+    module.train(training)
+    results: list[list[Any]] = []
+    for forward in (module, functools.partial(_run, module, program)):
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, inputs_of(call))
+        with kept(module), torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(0)
+            results.append(pytree.tree_leaves(forward(*args, **kwargs)))
+    return len(results[0]) == len(results[1]) and all(map(_agree, *results))
+
+
+def _run(module: nn.Module, program: FollowedProgram, *args: Any, **kwargs: Any) -> Any:
+    leaves = pytree.tree_leaves((args, kwargs))
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    tensors |= dict(module.named_buffers(remove_duplicate=False))
+    return program.graph(*(tensors[name] for name in program.tensors), *(leaves[index] for index in program.given))
+
+
+def _agree(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return alike(one, other)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return close(one.detach(), other.detach(), tolerance=_TOLERANCE.get(one.dtype, _HALF_TOLERANCE))
+
+
+_TRACED = SameResults(_followed, holds=_gives_the_same)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tatami.stages.recording import memory_order
 from tatami.tiled import context as steps
 from tatami.tiled import whole_batch
 from tatami.tiled.following.atoms import Axes, Axis, deep_leaves, extent, leaves, places
@@ -27,7 +28,7 @@ from tatami.tiled.following.exporting import FollowedProgram, NotFollowedError
 from tatami.tiled.following.operators import CONVOLUTIONS, FILLS, POOLS, SPLITS, VIEWS, Following, aten, in_groups
 from tatami.tiled.following.units import UnitAxis
 from tatami.tiled.rows import UnitRuns
-from tatami.tiled.whole_batch import Factor, UnitFactor
+from tatami.tiled.whole_batch import Factor, NormFacts, UnitFactor
 
 _NEW_FILLS = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
 _RECURRENT = {
@@ -91,6 +92,7 @@ class _Localiser:
         self._new: dict[fx.Node, Any] = {}
         self._entered: dict[tuple[fx.Node, int], fx.Node] = {}
         self._samples = _sample_symbol(program)
+        self._own = [node for node in program.graph.graph.nodes if node.op == "placeholder"][: len(program.tensors)]
 
     def run(self) -> LocalProgram:
         for node in self._program.graph.graph.nodes:
@@ -167,7 +169,8 @@ class _Localiser:
         """Operations that look at the whole batch."""
         if node.target in _DROPOUTS and args[2] and args[1]:
             shape = self._fact(self._shape(self._following.of(node.args[0]), f"dropout ({node.name})"))
-            return self._graph.call_function(whole_batch.dropout, (self._context, args[0], args[1], shape))
+            orders = self._fact((memory_order(node.args[0].meta["val"]),))  # type: ignore[union-attr]
+            return self._graph.call_function(whole_batch.dropout, (self._context, args[0], args[1], shape, orders))
         if node.target is aten.scaled_dot_product_attention.default:
             values = dict(zip(("q", "k", "v", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
             if values.get("dropout_p", node.kwargs.get("dropout_p", 0.0)):
@@ -177,10 +180,16 @@ class _Localiser:
                 return self._graph.call_function(whole_batch.attention, (self._context, shape, *args), kwargs)
         if node.target in _LOSSES and not node.kwargs:
             return self._graph.call_function(whole_batch.mean_loss, (self._fact(_LOSSES[node.target]), *args))
-        if node.target is aten.batch_norm.default and (args[5] or self._blocks(node)):
-            channels = self._fact(self._axis(self._following.of(node.args[0])[1]))
-            return self._graph.call_function(whole_batch.batch_norm, (self._context, channels, *args[:8]))
+        if node.target is aten.batch_norm.default:
+            facts = NormFacts(channels=self._axis(self._following.of(node.args[0])[1]), layer=self._layer_of(node))
+            return self._graph.call_function(whole_batch.batch_norm, (self._context, self._fact(facts), *args[:8]))
         return None
+
+    def _layer_of(self, node: fx.Node) -> str:
+        """The layer that holds the tensors of an operation; empty where it has none of its own."""
+        names = dict(zip(self._own, self._program.tensors, strict=False))
+        found = {names[operand].rpartition(".")[0] for operand in node.all_input_nodes if operand in names}
+        return found.pop() if len(found) == 1 else ""
 
     def _fact(self, fact: Any) -> fx.Node:
         self._facts.append(fact)

@@ -48,7 +48,7 @@ _SAME = {
     aten.contiguous.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.dropout.default,
     aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default,
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.dropout_.default,
-    aten.lift_fresh_copy.default, aten.feature_dropout.default, aten._assert_tensor_metadata.default,
+    aten.lift_fresh_copy.default, aten.feature_dropout.default,
 }  # fmt: skip
 _WHERE = {aten.where.ScalarOther, aten.where.ScalarSelf}
 """Element by element, though torch does not mark them so."""
@@ -102,6 +102,8 @@ class Following:
             if isinstance(value, torch.Tensor):
                 self.axes[node] = [whole_axis(size) for size in value.shape]
             return
+        if node.target is aten._assert_tensor_metadata.default:
+            return  # torch.export adds this check, which has no result, wherever code calls `x.to(dtype)`.
         if node.op != "call_function" or isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)):
             return
         if node.target is operator.getitem:

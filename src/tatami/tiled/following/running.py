@@ -13,14 +13,14 @@ from torch.utils import _pytree as pytree
 
 from tatami.errors import ModelError
 from tatami.tiled import whole_batch
-from tatami.tiled.context import ModuleContext
+from tatami.tiled.context import ModuleContext, StandsIn
 from tatami.tiled.following.capturing import canonical
 from tatami.tiled.following.exporting import FollowedProgram, same_leaves
 from tatami.tiled.following.following import Followed, Mode
 from tatami.tiling import Span
 
 
-class LocalForward:
+class LocalForward(StandsIn):
     """Stands in place of a module's `forward`. Its tensors are cut to the units here.
 
     Args:

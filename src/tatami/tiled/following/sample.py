@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,9 +53,14 @@ class Sample:
         """The first `samples` of it."""
         return self._with(samples, lambda leaf: leaf[:samples])
 
-    def rest(self, samples: int) -> Sample:
-        """All but the first `samples` of it."""
-        return self._with(self.samples - samples, lambda leaf: leaf[samples:])
+    def of_size(self, samples: int) -> Sample:
+        """So many samples: the first of it, or all of it again and again."""
+        times = -(-samples // self.samples)
+        return self._with(samples, lambda leaf: torch.cat([leaf] * times)[:samples] if times > 1 else leaf[:samples])
+
+    def at(self, places: Sequence[int]) -> Sample:
+        """The samples at these places, each as often as it is named."""
+        return self._with(len(places), lambda leaf: leaf[list(places)])
 
     def with_one_more(self) -> Sample:
         """The same, and the first sample again."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +19,12 @@ from torch.utils import _pytree as pytree
 
 from tatami.errors import InputError
 
-_NOT_ATTRIBUTES = {"_parameters", "_buffers", "_modules", "training"}
-_ROUNDING = 1e-9
-"""Of the sum of absolute values: another number of threads may add up in another order."""
+NOT_ATTRIBUTES = {"_parameters", "_buffers", "_modules", "training"}
+"""What `vars(module)` has beside settings and hooks."""
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type})
+"""Types of values that cannot change and hold nothing."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers that have as many bytes as a floating point number."""
 
 
 class ModuleState:
@@ -32,7 +35,10 @@ class ModuleState:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._lists: list[tuple[list[Any], list[Any]]] = []
+        self._sets: list[tuple[set[Any], set[Any]]] = []
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._seen: set[int] = set()
         self._before: dict[str, Any] = {}
         self._model = model
@@ -49,7 +55,7 @@ class ModuleState:
         """Whose random numbers were drawn since then, if not torch's."""
         if random.getstate() != self._python:
             return "Python's random"
-        return None if repr(np.random.get_state()) == repr(self._numpy) else "numpy.random"
+        return None if _same_states(np.random.get_state(), self._numpy) else "numpy.random"
 
     def changes(self) -> dict[str, Any]:
         """Buffers and attributes that are not what they were at `mark`, by qualified name, with copies of their values now."""
@@ -65,33 +71,49 @@ class ModuleState:
         if self.draws_outside() is not None:
             random.setstate(self._python)
             np.random.set_state(self._numpy)
+        for held, items in self._dicts:
+            if held or items:
+                _refill(held, items)
+        for listed, elements in self._lists:
+            listed[:] = elements
+        for members, before in self._sets:
+            members.clear()
+            members.update(before)
         with torch.no_grad():
-            for undo in self._undo:
-                undo()
+            for tensor, values, version in self._tensors:
+                _fill(tensor, values, version)
 
-    def _remember(self, value: Any) -> None:
-        if isinstance(value, (str, int, float, nn.Module, nn.Parameter)) or id(value) in self._seen:
-            return
-        self._seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            before, version = value.detach().clone(), value._version
-            self._undo.append(lambda: _fill(value, before, version))
-        elif isinstance(value, dict):
-            items = dict(value)
-            self._undo.append(lambda: _refill(value, items))
-        elif isinstance(value, list):
-            elements = list(value)
-            self._undo.append(lambda: value.__setitem__(slice(None), elements))
-        elif isinstance(value, set):
-            members = set(value)
-            self._undo += [value.clear, lambda: value.update(members)]
-        inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-        for each in list(inside):
-            self._remember(each)
+    def _remember(self, held: Any) -> None:
+        todo = [held]
+        while todo:
+            value = todo.pop()
+            # Tests of containers come first: there are thousands of them, and isinstance(value, nn.Parameter) runs Python.
+            if type(value) in _PLAIN or id(value) in self._seen:
+                continue
+            if isinstance(value, dict):
+                self._dicts.append((value, dict(value)))
+                todo += value.values()
+            elif isinstance(value, list):
+                self._lists.append((value, list(value)))
+                todo += value
+            elif isinstance(value, tuple):
+                todo += value
+            elif isinstance(value, set):
+                self._sets.append((value, set(value)))
+            elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                self._tensors.append((value, value.detach().clone(), value._version))
+            else:
+                continue
+            self._seen.add(id(value))
+
+
+def _same_states(one: Any, other: Any) -> bool:
+    """Whether two states of NumPy's generator are the same."""
+    return len(one) == len(other) and all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 class WeightSums:
-    """Sums over the weights of `model`, from which it is seen whether a pass changed them."""
+    """Sums over the bits of the weights of `model`, from which it is seen whether a pass changed them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -100,19 +122,15 @@ class WeightSums:
     def changed(self) -> list[str]:
         """The parameters that are not what they were."""
         now = self._sums()
-        return [
-            name
-            for name, (total, norm) in self._before.items()
-            if name in now and any(abs(a - b) > _ROUNDING * norm for a, b in zip((total, norm), now[name], strict=True))
-        ]
+        return [name for name, total in self._before.items() if name in now and total != now[name]]
 
-    def _sums(self) -> dict[str, tuple[float, float]]:
+    def _sums(self) -> dict[str, int]:
         found = {}
         for name, parameter in self._model.named_parameters():
             value = parameter.data
             if not nn.parameter.is_lazy(parameter) and value.layout is torch.strided and value.is_floating_point():
-                total, norm = value.sum(dtype=torch.float64), torch.linalg.vector_norm(value, 1, dtype=torch.float64)
-                found[name] = float(total), float(norm)
+                # As integers they are added up without rounding, in whatever order.
+                found[name] = int(value.view(_BITS[value.element_size()]).sum())
         return found
 
 
@@ -176,7 +194,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Buffers, and what modules hold beside parameters, modules and hooks."""
     for prefix, module in model.named_modules():
         lead = f"{prefix}." if prefix else ""
-        own = {name: value for name, value in vars(module).items() if name not in _NOT_ATTRIBUTES and "_hooks" not in name}
+        own = {name: value for name, value in vars(module).items() if name not in NOT_ATTRIBUTES and "_hooks" not in name}
         for name, value in (own | dict(module._buffers.items())).items():  # that of a script is no dict
             if not isinstance(value, nn.Module):
                 yield lead + name, value

@@ -70,9 +70,11 @@ def _symbols(size: Any) -> set[str]:
 
 
 def find_stops(program: FollowedProgram, following: Following, candidates: Collection[UnitAxis]) -> dict[str, str]:
-    """Of weights that no candidate cuts: the line of the user's code that needs all of what their rows give at once.
+    """Why no candidate cuts a weight, where that can be told, by the weight's name.
 
-    Or all of a part of it. Where no part is needed whole, the line that cuts it into parts, or puts them together with others.
+    Mostly a line of the user's code needs all of what its rows give at once, or all of a part of it. Where no part is needed
+    whole, it is the line that cuts it into parts, or puts them together with others. Or the layer that sums over the rows is
+    cut along another axis, which has more weights.
     """
     cut = {index for candidate in candidates for index in candidate.tensors}
     order = {node: index for index, node in enumerate(program.graph.graph.nodes)}
@@ -92,7 +94,12 @@ def find_stops(program: FollowedProgram, following: Following, candidates: Colle
         first = min(map(order.__getitem__, node.users), default=0)
         lines = (line_of_node(atom.stop) for atom in ends if atom.stop is not None and order[atom.stop] >= first)
         if line := next(filter(None, lines), ""):
-            found[program.tensors[index]] = line
+            found[program.tensors[index]] = f"needed whole at {line}"
+        for other in sorted(cut):
+            inputs = following.axes.get(own[other], [])[1:]
+            if any(lies_on(inputs, atom) and not atom.mixed for rows in parts for atom in rows):
+                said = f"what sums over its {node.meta['val'].shape[0]} outputs is split along an axis with more weights"
+                found.setdefault(program.tensors[index], said)
     return found
 
 

@@ -59,7 +59,10 @@ class ExpertParts(AbstractParts):
 
 
 def expert_lists(module: nn.Module) -> Sequence[str]:
-    """The names of the lists of modules right inside of `module` that are alike: the same class, the same parameters."""
+    """The names of the lists of modules right inside of `module` that are alike: the same class, the same parameters.
+
+    Norms, which have no matrix, are no experts.
+    """
     found = []
     for name, child in module.named_children():
         if not isinstance(child, nn.ModuleList) or len(child) < FEWEST_EXPERTS:
@@ -68,6 +71,6 @@ def expert_lists(module: nn.Module) -> Sequence[str]:
             (type(expert), tuple((leaf, tuple(p.shape), p.dtype, p.requires_grad) for leaf, p in expert.named_parameters()))
             for expert in child
         }
-        if len(kinds) == 1 and any(True for _ in child[0].parameters()) and not any(True for _ in child.buffers()):
+        if len(kinds) == 1 and any(p.dim() > 1 for p in child[0].parameters()) and not any(True for _ in child.buffers()):
             found.append(name)
     return found

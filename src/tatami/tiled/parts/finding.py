@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from tatami.tiled.context import ModuleContext
 from tatami.tiled.following.capturing import Captured, inputs_of
 from tatami.tiled.following.exporting import ModuleCall, NotFollowedError
+from tatami.tiled.following.settings import has_hooks
 from tatami.tiled.parts import vocabulary as vocabularies
 from tatami.tiled.parts.believing import Believed, believe_embedding, believe_head, believe_parts
 from tatami.tiled.parts.declared import declared_parts
@@ -95,6 +96,8 @@ def find_parts(model: nn.Module, captured: Captured) -> tuple[tuple[FoundPart, .
             not other or name.startswith(f"{other}.") for part in found for other in part.closed
         ):
             continue
+        if any(map(has_hooks, module.modules())):  # they are to be called with what is whole
+            continue
         try:
             part = _part_of(name, module, captured)
         except NotFollowedError as error:
@@ -136,6 +139,8 @@ def _part_of(name: str, module: nn.Module, captured: Captured) -> PartModule | N
         shape = _shape_of_experts(prefix, experts, captured)
         if shape is None:
             continue
+        if _follow_each_other(module, prefix, experts, captured):
+            raise NotFollowedError(f"its result is not the sum of what the modules in {listed} give: they follow each other")
         tensors = tuple(
             tuple(f"{each}.{leaf}" for leaf, _ in module.get_submodule(each).named_parameters()) for each in experts
         )
@@ -164,6 +169,23 @@ def _shape_of_experts(prefix: str, experts: Sequence[str], captured: Captured) -
         if found is not None:
             return found
     return None
+
+
+def _follow_each_other(module: nn.Module, prefix: str, experts: Sequence[str], captured: Captured) -> bool:
+    """Whether the second gets what was made of the result of the first: then they are layers, and need no costly test."""
+    first, call = module.get_submodule(experts[0]), captured.calls.get(prefix + experts[1])
+    weights = {id(parameter) for parameter in first.parameters()}
+    todo = [leaf.grad_fn for leaf in _leaves(call) if isinstance(leaf, torch.Tensor)] if call is not None else []
+    seen = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if id(getattr(node, "variable", None)) in weights:
+            return True
+        seen.add(node)
+        todo += [before for before, _ in node.next_functions]
+    return False
 
 
 def _refuse(module: nn.Module, prefix: str, captured: Captured) -> None:

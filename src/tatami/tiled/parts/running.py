@@ -20,7 +20,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from tatami.tiled.context import ModuleContext
+from tatami.tiled.context import ModuleContext, StandsIn
+from tatami.tiled.recomputing import recompute_before_backward, recompute_now
 from tatami.tiled.rows import tensor_of
 from tatami.tiled.vertical import ColumnComm, sum_over_column
 
@@ -60,7 +61,7 @@ class AbstractParts(ABC):
 
 
 @dataclass(eq=False, kw_only=True)
-class PartForward:
+class PartForward(StandsIn):
     """Stands in place of a module's `forward`.
 
     Attributes:
@@ -161,11 +162,13 @@ class _Enter(torch.autograd.Function):
         ctx.likes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         ctx.device = tensors[0].device
         ctx.set_materialize_grads(False)
+        recompute_before_backward(ctx, tensors[0])
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        recompute_now(ctx)
         # What has no part in this rank's units has in another rank's: all sum the same elements.
         asked = [index for index, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         double = any(ctx.likes[index][1] is torch.float64 for index in asked)

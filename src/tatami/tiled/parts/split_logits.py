@@ -67,11 +67,7 @@ class SplitLogits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments):

@@ -8,14 +8,14 @@ output      a rank has the logits of its rows; they stay where they are, and the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tatami.tiled.context import ModuleContext, enter, leave
+from tatami.tiled.context import ModuleContext, StandsIn, enter, leave
 from tatami.tiled.following.capturing import Captured
+from tatami.tiled.following.settings import has_hooks
 from tatami.tiled.linear_pairs import is_plain_linear
 from tatami.tiled.parts.split_logits import split_logits
 from tatami.workload.gpt import FEWEST_ROWS
@@ -38,7 +38,7 @@ class Vocabulary:
     tensors: tuple[str, ...]
 
 
-class EmbeddingPart:
+class EmbeddingPart(StandsIn):
     """The forward pass of an `nn.Embedding` of which some rows are here."""
 
     def __init__(self, layer: nn.Embedding, context: ModuleContext) -> None:
@@ -63,7 +63,7 @@ class EmbeddingPart:
         return leave(self._context, found.clone())
 
 
-class HeadPart:
+class HeadPart(StandsIn):
     """The forward pass of the output layer of which some rows are here."""
 
     def __init__(self, layer: nn.Linear, context: ModuleContext) -> None:
@@ -103,8 +103,7 @@ def find_vocabulary(model: nn.Module, captured: Captured) -> Vocabulary | None:
 
 
 def _is_plain_embedding(layer: nn.Embedding) -> bool:
-    hooks: tuple[Any, ...] = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse and not any(hooks)
+    return layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse and not has_hooks(layer)
 
 
 def install(model: nn.Module, vocabulary: Vocabulary, context: ModuleContext) -> None:

@@ -1,0 +1,144 @@
+"""What if: a cluster with another link or speed, with more machines, or without some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tatami.cluster.cluster import Cluster, Processor
+from tatami.cluster.link import OwnLink
+from tatami.cluster.tables import ProcessorTable, bandwidth_of, memory_of, nearest, plain_speed, structure_as
+from tatami.errors import ClusterError, InputError, shortened
+from tatami.units import parse_duration
+
+PATHS = ("network.bandwidth", "network.latency", "processors.NAME.speed", "processors.NAME.memory", "processors.NAME.link")
+"""What `changed` can change."""
+_NEW = "new"
+"""What a machine is called that is added without a name."""
+
+
+def changed(cluster: Cluster, path: str, value: str) -> Cluster:
+    """The cluster with `value` at `path`, one of `PATHS`; NAME is that of a processor or of its host.
+
+    Raises:
+        InputError: no such path or processor, or a value that does not fit; says what there is.
+    """
+    first, _, rest = path.partition(".")
+    if first == "network" and rest in ("bandwidth", "latency"):
+        read: Callable[[Any], float] = bandwidth_of if rest == "bandwidth" else parse_duration
+        number = _read(path, value, read)
+        field = "bandwidth_bytes_per_s" if rest == "bandwidth" else "latency_s"
+        network = _checked(path, lambda: replace(cluster.network, **{field: number}))
+        links = cluster.links
+        if _is_probed(cluster):
+            links = {
+                (one, other): link if one == other else replace(link, **{field: number}) for (one, other), link in links.items()
+            }
+        return replace(cluster, network=network, links=links)
+    name, _, key = rest.rpartition(".")
+    if first != "processors" or key not in ("speed", "memory", "link"):
+        raise InputError(f"{path}: there is nothing of this name to vary; choose one of {', '.join(PATHS)}, samples")
+    names = named(cluster, [name])
+    if key == "speed":
+        change: dict[str, Any] = {"speed": _read(path, value, plain_speed)}
+    elif key == "memory":
+        change = {"memory_bytes": _read(path, value, memory_of)}
+    else:
+        bandwidth = _read(path, value, bandwidth_of)
+        change = {"link": _checked(path, lambda: OwnLink(bandwidth_bytes_per_s=bandwidth))}
+        # A link is its host's, so that all its processors have it; links of pairs that were measured would hide it.
+        hosts = {cluster.host_of[name] for name in names}
+        names = {each.name for each in cluster.processors if each.host in hosts}
+        links = {pair: link for pair, link in cluster.links.items() if pair[0] == pair[1] or hosts.isdisjoint(pair)}
+        cluster = replace(cluster, links=links)
+    return replace(
+        cluster, processors=tuple(replace(each, **change) if each.name in names else each for each in cluster.processors)
+    )
+
+
+def _is_probed(cluster: Cluster) -> bool:
+    """Whether every pair of hosts has a link of its own, as a probe writes them: then those are the network."""
+    hosts = len(set(cluster.host_of.values()))
+    return sum(one != other for one, other in cluster.links) == hosts * (hosts - 1) // 2
+
+
+def named(cluster: Cluster, names: Iterable[str]) -> set[str]:
+    """The processors of these names, or on the hosts of these names.
+
+    Raises:
+        InputError: there is none; says the nearest, or all that there are.
+    """
+    found: set[str] = set()
+    for name in names:
+        own = {each.name for each in cluster.processors if name in (each.name, each.host)}
+        if not own:
+            known = {*cluster.by_name, *cluster.host_of.values()}
+            raise InputError(f"no processor or host is called {shortened(name)!r}{nearest(name, known)}")
+        found |= own
+    return found
+
+
+def without(cluster: Cluster, names: Sequence[str]) -> Cluster:
+    """The cluster without processors of these names, or on hosts of these names.
+
+    Raises:
+        InputError: there is none, or no other one.
+    """
+    gone = named(cluster, names)
+    rest = tuple(each for each in cluster.processors if each.name not in gone)
+    if not rest:
+        raise InputError(f"without {', '.join(names)} no machine is left")
+    return replace(cluster, processors=rest)
+
+
+def with_more(cluster: Cluster, text: str) -> Cluster:
+    """The cluster with one machine more, or `count` of them, as "speed=15e12,memory=24GiB,link=1Gbit/s,count=2" describes it.
+
+    The keys are those of `[[processors]]` in a cluster's file; a name is not needed.
+
+    Raises:
+        InputError: unknown keys, values that do not fit, or names that are taken, each with its key.
+    """
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    if problems := [f"{key.strip()!r} needs a value: write key=value" for key, equals, _ in pairs if not equals]:
+        raise ClusterError(f"{text!r} does not describe a machine:", problems=problems)
+    table: dict[str, Any] = {key.strip(): value.strip() for key, _, value in pairs}
+    for key, kind in (("count", int), ("spread", float)):
+        if key in table:
+            table[key] = _number(table[key], kind)
+    taken = {*cluster.by_name, *cluster.host_of.values()}
+    table.setdefault("name", next(each for each in _names() if each not in taken and f"{each}0" not in taken))
+    read, problems = structure_as(table, ProcessorTable)
+    if read is None:
+        raise ClusterError(f"{text!r} does not describe a machine:", problems=problems)
+    more: tuple[Processor, ...] = read.processors()
+    return replace(cluster, processors=(*cluster.processors, *more))
+
+
+def _names() -> Iterable[str]:
+    yield _NEW
+    number = 1
+    while True:
+        number += 1
+        yield f"{_NEW}{number}-"
+
+
+def _number(text: str, kind: type[int] | type[float]) -> object:
+    """A number where it is one; what is none is refused as it is."""
+    try:
+        return kind(text)
+    except ValueError:
+        return text
+
+
+def _read(path: str, value: str, read: Callable[[Any], Any]) -> Any:
+    try:
+        return read(value)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _checked(path: str, make: Callable[[], Any]) -> Any:
+    """What `make` makes of a value, whose error is led by the path."""
+    return _read(path, "", lambda _: make())

@@ -1,0 +1,172 @@
+"""Gradients of replicas of one rank: summed in buckets that leave while the backward pass still computes.
+
+In the first passes all ranks find out in which order gradients become ready. From then on buckets follow the order of rank 0,
+and each leaves when its last gradient is there. What comes in several parts (from a checkpoint with reentrant autograd) leaves
+at the end of the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from tatami.comm.agreement import debugging
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError, TrainingError
+from tatami.gradients.base import AbstractGradientSums
+from tatami.gradients.buckets import BucketSet
+
+_LEARNS = 2
+"""Passes in which the order of gradients is learnt, and nothing leaves before the end."""
+
+
+class BucketedSums(AbstractGradientSums):
+    """Sums over all ranks of a communicator, each of which has all units.
+
+    Args:
+        comm: the ranks.
+        bucket_bytes: the largest size of a bucket of several parameters.
+        wire: the dtype in which gradients travel; None: their own.
+        algorithm: see `tatami.comm.overlap`.
+        is_stale: a pass delivers the sums of the one before, and its own while the next one computes.
+        check: looks through the gradients of this rank in debug mode. Collective.
+    """
+
+    layout = None
+    are_needed = True
+    shares_units = False
+
+    def __init__(
+        self,
+        comm: AbstractCommunicator,
+        *,
+        bucket_bytes: int,
+        wire: torch.dtype | None = None,
+        algorithm: str | None = None,
+        is_stale: bool = False,
+        check: Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor | None]], None] | None = None,
+    ) -> None:
+        self._comm, self._bucket_bytes, self._wire, self._algorithm = comm, bucket_bytes, wire, algorithm
+        self._is_stale, self._check = is_stale, check
+        self._parameters: list[nn.Parameter] = []
+        self._index_of: dict[nn.Parameter, int] = {}
+        self._sets: list[BucketSet] = []
+        self._under_way: BucketSet | None = None
+        self._num_passes = 0
+        self._arrived: dict[int, None] = {}
+        self._order: list[int] = []
+        self._late = set[int]()
+        self._learns = _LEARNS
+
+    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self._sets and self._current.has_begun:
+            raise TrainingError(
+                f"the last backward pass on rank {self._comm.rank} was broken off, and the ranks no longer agree; end the run"
+            )
+        if not self._sets or any(each not in self._index_of for each in parameters):
+            self._lay(parameters)
+
+    def put(self, parameter: nn.Parameter, gradient: torch.Tensor, weight: float, *, is_whole: bool) -> None:
+        index = self._index_of.get(parameter)
+        if index is None:
+            return
+        if self._learns:
+            if not is_whole:
+                self._late.add(index)
+            self._arrived.setdefault(index)
+            return
+        if index in self._late or not weight or debugging():
+            return
+        if not is_whole:
+            raise TrainingError(
+                "a gradient came twice in one backward pass, the first time not whole, as it did not in the first passes. "
+                "Checkpoint with use_reentrant=False"
+            )
+        self._current.put(index, gradient, scale=weight * self._comm.size)
+
+    def finish(
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        weight: float,
+        samples: int,  # noqa: ARG002 - each rank says how many samples it has
+    ) -> list[torch.Tensor | None]:
+        if debugging() and self._check is not None:
+            self._check(parameters, gradients)
+        current = self._current
+        numbers = [self._index_of[parameter] for parameter in parameters]
+        for index, gradient in zip(numbers, gradients, strict=True):
+            if gradient is not None and not current.has(index):
+                current.put(index, gradient, scale=weight * self._comm.size)
+        current.begin_rest()
+        self._num_passes += 1
+        due: BucketSet | None = current
+        if self._is_stale:
+            due, self._under_way = self._under_way, current
+        sums = self._taken(due, parameters, gradients)
+        if self._learns:
+            self._learn()
+        return sums
+
+    def flush(self) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
+        """The sums of the last pass, where they are one pass late. Collective."""
+        if self._under_way is None:
+            return []
+        due, self._under_way = self._under_way, None
+        sums = self._taken(due, self._parameters, [None] * len(self._parameters))
+        return list(zip(self._parameters, sums, strict=True))
+
+    def close(self) -> None:
+        """Give the memory back. Collective."""
+        for each in self._sets:
+            each.close()
+
+    def _taken(
+        self, due: BucketSet | None, parameters: Sequence[nn.Parameter], rooms: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        if due is None:
+            return [None] * len(parameters)
+        due.wait()
+        return [
+            due.take(self._index_of[parameter], into=room, dtype=parameter.dtype)
+            for parameter, room in zip(parameters, rooms, strict=True)
+        ]
+
+    def _learn(self) -> None:
+        if len(self._arrived) > len(self._order):
+            self._order = list(self._arrived)
+        self._arrived.clear()
+        self._learns -= 1
+        if self._learns or self._comm.size == 1:
+            return
+        orders, late = zip(*self._comm.allgather_object((self._order, self._late)), strict=True)
+        self._late = set().union(*late)
+        rest = [index for index in reversed(range(len(self._parameters))) if index not in set(orders[0])]
+        found = [*(index for index in orders[0] if index not in self._late), *(i for i in rest if i not in self._late)]
+        if self._under_way is None:
+            self._lay(self._parameters, order=[*found, *sorted(self._late)])
+
+    def _lay(self, parameters: Sequence[nn.Parameter], *, order: Sequence[int] | None = None) -> None:
+        """Buckets for `parameters` and all that were there before."""
+        if self._under_way is not None:
+            raise InputError(
+                "a parameter is trained that was frozen before, while gradients of the last step are still on their way: call "
+                "flush() before you thaw it"
+            )
+        known = [*self._parameters, *(each for each in parameters if each not in self._index_of)]
+        self.close()
+        self._parameters = known
+        self._index_of = {parameter: index for index, parameter in enumerate(known)}
+        self._sets = [
+            BucketSet(
+                self._comm, known, order=order, bucket_bytes=self._bucket_bytes, wire=self._wire, algorithm=self._algorithm
+            )
+            for _ in range(2 if self._is_stale else 1)
+        ]
+
+    @property
+    def _current(self) -> BucketSet:
+        return self._sets[self._num_passes % len(self._sets)]

@@ -1,0 +1,165 @@
+"""Forward passes whose gradients are still to come, and what a forward pass leaves in the graph of autograd."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from tatami.errors import InputError
+
+_MARK = "tatami.output"
+"""Key in the metadata of the autograd node of an output."""
+
+
+class ForwardPass:
+    """A forward pass with gradients, until they have come back.
+
+    Args:
+        samples: number of samples of its global batch, for messages.
+        layout: who holds which units during the pass; compared by identity.
+        shares: computes, of each replica, the share of the global loss that its own loss has. Asked when it is first needed,
+            because ranks may still be exchanging their numbers of samples while the forward pass runs.
+        index: number of this rank's replica; None where its gradients do not count.
+        weights: of each replica, by which its gradients are multiplied at the parameters; None: `shares`. Others than `shares`
+            where a pass with other shares was still open.
+        is_part: whether it is of a micro-batch.
+
+    Attributes:
+        is_used: whether a backward pass has come through it.
+    """
+
+    def __init__(
+        self,
+        *,
+        samples: int,
+        layout: object,
+        shares: Callable[[], tuple[float, ...]],
+        index: int | None,
+        weights: tuple[float, ...] | None = None,
+        is_part: bool = False,
+    ) -> None:
+        self.samples, self.layout, self.is_part, self.is_used = samples, layout, is_part, False
+        self._shares, self._index, self._weights = shares, index, weights
+        self._known: tuple[float, ...] | None = None
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        if self._known is None:
+            self._known = self._shares()
+        return self._known
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return self.shares if self._weights is None else self._weights
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether its output is weighed as well."""
+        return self._weights is not None and self._weights != self.shares
+
+    @property
+    def _share(self) -> float:
+        return self.shares[self._index] if self._index is not None and self._index < len(self.shares) else 0.0
+
+    @property
+    def weight(self) -> float:
+        """This rank's; 0 where it has no samples."""
+        return self._share and (self.weights[self._index or 0] or self._share)
+
+    @property
+    def quotient(self) -> float:
+        """What is left of this rank's share when its weight is taken out."""
+        return self._share / self.weight if self.weight else 1.0
+
+
+class Weighed(torch.autograd.Function):
+    """Hands an input on; its gradient is weighed, as those of parameters are, unless it is to be differentiated itself.
+
+    `torch.autograd.grad(critic(x).sum(), x, create_graph=True)` asks for the slope of the critic, not for that of a loss.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: float, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, grad if torch.is_grad_enabled() else grad * ctx.weight
+
+
+class Quotient(torch.autograd.Function):
+    """Hands an output on, whose gradients are `scale` times as large."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: float, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.scale = scale
+        return tensor.detach()  # a view could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        if torch.is_grad_enabled():
+            raise InputError(
+                "create_graph=True, while forward passes of batches whose samples are shared out otherwise are open. Call "
+                "backward() for each batch by itself, or pass batches of one size"
+            )
+        return None, grad * ctx.scale
+
+
+def mark_output(tensor: torch.Tensor, *, of: object) -> None:
+    """Remember that `tensor` is an output, and of what; see `comes_from_output` and `are_made_by`."""
+    node: Any = tensor.grad_fn
+    node.metadata[_MARK] = weakref.ref(of)
+
+
+def are_made_by(owner: object, roots: Iterable[Any]) -> bool:
+    """Whether the graph of these nodes has an output that was marked as one of `owner`."""
+    nodes, seen = list(roots), set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if is_output(node) and node.metadata[_MARK]() is owner:
+            return True
+        seen.add(node)
+        nodes.extend(following for following, _ in node.next_functions)
+    return False
+
+
+def is_output(node: Any) -> bool:
+    """Whether an autograd node made the output of a model with an engine."""
+    return _MARK in node.metadata
+
+
+def comes_from_output(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was made of an output of a model whose parameters are weighed."""
+    nodes: list[Any] = [tensor.grad_fn]
+    seen = set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if is_output(node):
+            return True
+        seen.add(node)
+        nodes.extend(following for following, _ in node.next_functions)
+    return False
+
+
+def refuse_mixed(found: ForwardPass, why: str) -> None:
+    """
+    Args:
+        found: a forward pass.
+        why: what makes it inexact where it is mixed.
+
+    Raises:
+        InputError: it is mixed.
+    """
+    if found.is_mixed:
+        raise InputError(
+            f"a forward pass over {found.samples} samples begins before the backward pass of one whose samples are shared "
+            f"out otherwise, and {why}. Call backward() for each batch by itself, or pass batches of one size"
+        )

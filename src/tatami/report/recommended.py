@@ -1,0 +1,204 @@
+"""A plan for people: what it is in words, where its time goes, and what it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tatami.cluster import Cluster
+from tatami.report.machines import display_names
+from tatami.report.obstacles import obstacles
+from tatami.report.tables import Table, table_of
+from tatami.report.words import percent, wrapped
+from tatami.tiling import Plan, PlanLimits, StagedPlan
+from tatami.tiling.alphabeta import FLOP_PER_S
+from tatami.tiling.left_out import Reason
+from tatami.units import format_duration, format_speed
+
+_MOST_NAMED = 4
+_MOST_IDLE = 8
+"""Names of machines in a sentence."""
+_LEAST_PART = 0.01
+
+
+def recommendation(plan: Plan, *, cluster: Cluster, width: int) -> str:
+    """The recommended plan in words, and who has no part in it, in lines of at most `width` characters."""
+    words = plan_words(plan, cluster=cluster)
+    idle = without_work(plan.layout.processors, cluster=cluster, reasons=plan.reasons)
+    return wrapped(f"Recommended: {words}.{idle}", width=width)
+
+
+def without_work(placed: Sequence[str], *, cluster: Cluster, reasons: Mapping[str, Reason] | None = None) -> str:
+    """A sentence that names those of the cluster that are not `placed`, and why; empty where there is none."""
+    names, known = display_names(cluster), set(placed)
+    idle: dict[str, list[str]] = {}
+    for each in cluster.processors:
+        if each.name not in known:
+            reason = (reasons or {}).get(each.name)
+            idle.setdefault("" if reason is None else f" ({reason.value})", []).append(names[each.name])
+    told = "; ".join(f"{_listed(own)}{reason}" for reason, own in idle.items())
+    return f" Without work: {told}." if idle else ""
+
+
+def time_words(plan: Plan, *, cluster: Cluster, found: PlanLimits, is_measured: bool, width: int) -> str:
+    """The time of an iteration, where it goes, and what keeps it from the ideal, in lines of at most `width` characters.
+
+    Args:
+        plan: the recommended one.
+        cluster: what it was planned for.
+        found: its limits.
+        is_measured: speeds are flop/s, so that seconds are more than a guess.
+        width: characters.
+    """
+    cost = plan.predicted
+    parts = {"computing": cost.compute, "sums inside of replicas": cost.vertical, "gradient sums": cost.horizontal}
+    shown = [f"{what} {_seconds(own)} ({_part(own / cost.total)})" for what, own in parts.items() if own]
+    text = f"An iteration takes {_seconds(cost.total)}: {', '.join(shown)}."
+    if plan.range_s is not None:
+        low, high = (_seconds(end_s) for end_s in plan.range_s)
+        text += f" As much as measured speeds vary, 90 % of them take {low} to {high}."
+    all_ = {1: "The machine", 2: "Both machines"}.get(cluster.size, f"All {cluster.size:,} machines")
+    text += f" {all_}, computing all the time and sending nothing, would take {_seconds(found.ideal_s)}."
+    lost = list(obstacles(plan, cluster=cluster, found=found))
+    text += " What keeps the plan from it:" if lost else ""
+    lines = [wrapped(text, width=width)]
+    most = max((len(_seconds(seconds)) for _, seconds in lost), default=0)
+    for what, seconds in lost:
+        lines.append(wrapped(f"  {_seconds(seconds):>{most}}  {what}", width=width, indent=" " * (most + 4)))
+    if not is_measured:
+        guess = (
+            f"Speeds are relative, and 1 is taken for {format_speed(FLOP_PER_S)}: seconds are a guess, and so is what sending "
+            "costs. `tatami probe` measures speeds; or give them in flop/s."
+        )
+        lines.append(wrapped(guess, width=width))
+    return "\n".join(lines)
+
+
+def plan_table(
+    *,
+    plans: Sequence[Plan],
+    best: Plan | StagedPlan,
+    weighted: Plan | None,
+    alone: Plan | None,
+    cluster: Cluster,
+    staged: StagedPlan | None = None,
+) -> Table:
+    """One machine alone, weighted data parallelism, the recommended plan, those of other planners, and pipeline stages.
+
+    Plans that are the same are one row.
+
+    Args:
+        plans: of the planners, the best one among them.
+        best: the recommended one.
+        weighted, alone: None where memory does not allow it.
+        cluster: what they were planned for.
+        staged: the best plan with stages; None where there is none.
+    """
+    alone_words = "one machine alone" if alone is None else f"{display_names(cluster)[alone.layout.processors[0]]} alone"
+    candidates = [(alone_words, alone), ("weighted data parallelism", weighted)]
+    candidates += [("recommended", best)] if isinstance(best, Plan) else []
+    candidates += [(plan.planner, plan) for plan in plans if plan not in (best, weighted)]
+    rows: list[tuple[Plan | StagedPlan | None, list[str]]] = []
+    if staged is not None:
+        rows.append((staged, ["recommended", "pipeline stages"] if staged is best else ["pipeline stages"]))
+    for words, plan in candidates:
+        same = next((own for other, own in rows if plan and isinstance(other, Plan) and is_same(plan, other)), None)
+        if same is None:
+            rows.append((plan, [words]))
+        elif words not in same:
+            same.append(words)
+    if staged is not None:
+        rows.append(rows.pop(0))
+    base = alone or weighted
+    cells = [
+        {
+            "plan": _labels(labels),
+            "machines": "-" if plan is None else f"{len(plan.layout.processors):,}",
+            "replicas": "-" if plan is None else _replicas(plan),
+            "iteration": "no room" if plan is None else _seconds(plan.predicted_s),
+            "speed-up": "-" if plan is None or base is None else f"{base.predicted_s / plan.predicted_s:.2f} x",
+        }
+        for plan, labels in rows
+    ]
+    row = next(index for index, (_, labels) in enumerate(rows) if "recommended" in labels)
+    title = f"Compared, for {best.workload.samples:,} samples an iteration:"
+    return table_of(title, cells, texts=("plan",), best=row if len(rows) > 1 else None)
+
+
+def _replicas(plan: Plan | StagedPlan) -> str:
+    if isinstance(plan, Plan):
+        return f"{len(plan.layout.columns):,}"
+    return f"{plan.layout.num_replicas:,} of {len(plan.layout.stages):,} stages"
+
+
+def _labels(labels: Sequence[str]) -> str:
+    """The first in a line of its own, and the others below it."""
+    known, planners = (
+        [each for each in labels if " " in each or each == "recommended"],
+        [each for each in labels if " " not in each],
+    )
+    lines = [", ".join(known)] if known else []
+    others = [each for each in planners if each != "recommended"]
+    return "\n".join([*lines, *([", ".join(others)] if others else [])])
+
+
+def is_same(one: Plan, other: Plan) -> bool:
+    """Whether two plans give the same shares to the same machines."""
+    if one is other:
+        return True
+    shares = [
+        {
+            tile.processor: (tile.samples.size, tile.units.size, own.micro_batches)
+            for own, column in zip(plan.layout.columns, plan.tiling.columns, strict=True)
+            for tile in column
+        }
+        for plan in (one, other)
+    ]
+    replicas = [sorted(sorted(column.processors) for column in plan.layout.columns) for plan in (one, other)]
+    return shares[0] == shares[1] and replicas[0] == replicas[1]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= _MOST_IDLE else f"{', '.join(names[:2])} and {len(names) - 2} more"
+
+
+def plan_words(plan: Plan, *, cluster: Cluster) -> str:
+    """What a plan is, in a sentence."""
+    columns = plan.layout.columns
+    who = listed_machines(plan.layout.processors, cluster=cluster)
+    samples = f"the {plan.workload.samples:,} samples" if plan.workload.samples > 1 else "the sample"
+    depths = sorted({len(column.processors) for column in columns})
+    if len(plan.layout.processors) == 1:
+        words = f"{who} alone" if cluster.size > 1 else f"{who} computes {samples}"
+    elif depths == [1]:
+        words = f"data parallelism over {who}: each computes a share of {samples}"
+    elif len(columns) == 1:
+        words = f"tensor parallelism over {who}: each computes a share of the units, of all {plan.workload.samples:,} samples"
+    else:
+        each = f"{depths[0]}" if len(depths) == 1 else f"{depths[0]} to {depths[-1]}"
+        words = (
+            f"{len(columns):,} replicas of {each} machines, {who}: replicas share {samples}, machines of a replica the units"
+        )
+    pairs = zip(columns, plan.tiling.columns, strict=True)
+    parts = sorted({len(own.micro_batch_sizes(column[0].samples.size)) for own, column in pairs})
+    if parts[-1] > 1:
+        words += f", in {parts[0] if len(parts) == 1 else f'{parts[0]} to {parts[-1]}'} micro-batches"
+    return words
+
+
+def listed_machines(placed: Sequence[str], *, cluster: Cluster) -> str:
+    """The machines that take part, by name where they are few."""
+    names, known = display_names(cluster), set(placed)
+    used = [names[each.name] for each in cluster.processors if each.name in known]
+    if len(used) == 1:
+        return used[0]
+    if len(used) <= _MOST_NAMED:
+        return f"{', '.join(used[:-1])} and {used[-1]}"
+    return f"all {len(used):,} machines" if len(used) == cluster.size else f"{len(used):,} of {cluster.size:,} machines"
+
+
+def _part(fraction: float) -> str:
+    return percent(round(fraction, 2)) if fraction >= _LEAST_PART else f"under {percent(_LEAST_PART)}"
+
+
+def _seconds(seconds: float) -> str:
+    return format_duration(seconds, digits=3)

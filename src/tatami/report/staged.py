@@ -1,0 +1,77 @@
+"""A plan with pipeline stages for people: what it is in words, what each machine does, and where its time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tatami.cluster import Cluster
+from tatami.report.machines import MachineLine
+from tatami.report.recommended import listed_machines, without_work
+from tatami.report.words import percent, wrapped
+from tatami.tiling import ProcessorTime, StagedPlan
+from tatami.tiling.alphabeta import FLOP_PER_S
+from tatami.units import format_duration, format_speed
+
+
+def staged_recommendation(plan: StagedPlan, *, cluster: Cluster, width: int) -> str:
+    """The plan in words, and who has no part in it, in lines of at most `width` characters."""
+    layout, samples = plan.layout, plan.workload.samples
+    words = f"{len(layout.stages)} pipeline stages over {listed_machines(layout.processors, cluster=cluster)}: each computes "
+    words += "consecutive pieces of the network"
+    if layout.num_replicas > 1:
+        words = f"{layout.num_replicas} replicas of {words}; replicas share the {samples:,} samples"
+    numbers = sorted({rank.micro_batches for rank in plan.ranks})
+    words += f", in {' to '.join(map(str, numbers))} micro-batch{'es' if numbers[-1] > 1 else ''}"
+    return wrapped(f"Recommended: {words}.{without_work(layout.processors, cluster=cluster)}", width=width)
+
+
+def staged_lines(plan: StagedPlan) -> tuple[MachineLine, ...]:
+    """One line for each machine, stage by stage."""
+    return tuple(
+        MachineLine(
+            time=ProcessorTime(
+                processor=rank.processor,
+                compute_s=rank.compute_s,
+                sums_s=rank.exposed_s,
+                gradients_s=rank.gradients_s,
+                wait_s=rank.wait_s,
+            ),
+            replica=rank.replica + 1 if plan.layout.num_replicas > 1 else None,
+            samples=rank.samples,
+            micro_batches=rank.micro_batches,
+            units_fraction=rank.units_fraction,
+            memory_bytes=rank.memory_bytes,
+            memory_given_bytes=rank.memory_given_bytes,
+            stage=rank.stage + 1,
+            pieces=piece_words(plan, rank.first, rank.stop),
+        )
+        for rank in plan.ranks
+    )
+
+
+def piece_words(plan: StagedPlan, first: int, stop: int) -> str:
+    """The names of the first and the last of some pieces."""
+    names = [piece.name for piece in plan.workload.pieces[first:stop]]
+    return names[0] if len(names) == 1 else f"{names[0]} - {names[-1]}"
+
+
+def staged_time_words(plan: StagedPlan, *, ideal_s: float, cluster: Cluster, width: int) -> str:
+    """The time of an iteration, and where it goes, in lines of at most `width` characters."""
+    shown = [
+        f"{what} {_seconds(own)} ({percent(round(own / plan.iteration_s, 2))})"
+        for what, own in _largest(plan.parts_s, plan.iteration_s)
+    ]
+    all_ = {2: "Both machines"}.get(cluster.size, f"All {cluster.size:,} machines")
+    text = f"An iteration takes {_seconds(plan.iteration_s)}: {', '.join(shown)}. {all_}, computing all the time and sending "
+    text += f"nothing, would take {_seconds(ideal_s)}."
+    if not plan.is_measured:
+        text += f" Speeds are relative, and 1 is taken for {format_speed(FLOP_PER_S)}: seconds are a guess."
+    return wrapped(text, width=width)
+
+
+def _largest(parts: Sequence[tuple[str, float]], whole: float) -> list[tuple[str, float]]:
+    return [(what, own) for what, own in parts if own >= whole / 200]
+
+
+def _seconds(seconds: float) -> str:
+    return format_duration(seconds, digits=3)

@@ -1,0 +1,1 @@
+"""Pipeline stages: contiguous pieces of any network, each run by another rank."""

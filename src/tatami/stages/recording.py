@@ -1,0 +1,280 @@
+"""Recording what one forward pass does: the network runs once, on a sample, and every operation is written down."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from tatami.stages.program import ForwardCall, ForwardOperation, ForwardProgram, ForwardValue, Reach
+
+_NOT_USERS = (str(Path(str(torch.__file__)).parent), str(Path(__file__).parent))
+_LOOKS = frozenset(
+    {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "equal", "allclose"}
+)
+
+
+def operation_name(func: Any) -> str:
+    """How an operation of this function is called, the same in recording and in running."""
+    name = getattr(func, "__name__", None) or type(func).__name__
+    if name in ("__get__", "__set__"):
+        return f"{name} {getattr(getattr(func, '__self__', None), '__name__', '')}"
+    return str(name)
+
+
+def call_operation(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run the function; what it returns bit by bit (iteration over a tensor) is made a list, so that it can be seen."""
+    out = func(*args, **kwargs)
+    return list(out) if operation_name(func) == "__iter__" else out
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors of any structure, in the order of torch's pytree."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+Meter = Callable[[], tuple[float, float]]
+"""What the pass has computed (flop) and kept (bytes) until now."""
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The axes of a tensor in the order of memory, the outermost first."""
+    if tensor.layout is not torch.strided:
+        return tuple(range(tensor.dim()))
+    strides = [each if isinstance(each, int) else each.node.hint for each in tensor.stride()]  # of a traced one
+    return tuple(sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis)))
+
+
+def _no_meter() -> tuple[float, float]:
+    return 0.0, 0.0
+
+
+def record(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    atoms: Collection[str] = (),
+    meter: Meter = _no_meter,
+) -> ForwardProgram:
+    """Run `module` on these inputs and write down what it does.
+
+    Args:
+        module: the network; its forward pass is that of the mode (training or not) that it is in. Batch statistics and random
+            states change as by any forward pass.
+        atoms: names of modules that count as one operation though they have modules inside of them.
+        meter: is read after every operation.
+    """
+    recorder = _Recorder(module, atoms=atoms, meter=meter)
+    with recorder.attached(), recorder:
+        out = module(*args, **kwargs)
+    return recorder.program(out)
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, module: nn.Module, *, atoms: Collection[str], meter: Meter) -> None:
+        super().__init__()
+        self._module, self._atoms, self._meter = module, atoms, meter
+        self._metered = meter()
+        self._parameters = {id(p): name for name, p in module.named_parameters()}
+        self._buffers = {id(b): name for name, b in module.named_buffers()}
+        self._operations: list[ForwardOperation] = []
+        self._values: list[ForwardValue] = []
+        self._calls: list[ForwardCall] = []
+        self._looks: list[tuple[int, str]] = []
+        self._number_of: dict[int, int] = {}
+        """By the identity of a tensor, its value's number. All tensors are kept, so that no identity is used twice."""
+        self._kept: list[torch.Tensor] = []
+        self._by_memory: dict[int, list[int]] = {}
+        """Values by the identity of their memory, of which views have the same."""
+        self._inside: list[set[int]] | None = None
+        """While an operation's inside runs: the parameters and buffers that it reads."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._inside is not None:
+            self._inside[0].update(id(tensor) for tensor in tensors_in((args, kwargs)))
+            return func(*args, **kwargs)
+        name = operation_name(func)
+        versions = [tensor._version for tensor in tensors_in((args, kwargs)) if not _is_inference(tensor)]
+        out = call_operation(func, args, kwargs)
+        changed = [
+            tensor
+            for tensor, before in zip((t for t in tensors_in((args, kwargs)) if not _is_inference(t)), versions, strict=True)
+            if tensor._version != before
+        ]
+        if changed or tensors_in(out):
+            self._add(name, args, kwargs, out, changed=changed)
+        elif name in _LOOKS:
+            self._look(args, kwargs)
+        return iter(out) if name == "__iter__" else out
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """While this lasts, calls of the network's modules come here first."""
+        modules = dict(self._module.named_modules())
+        before = {name: module.__dict__.get("forward") for name, module in modules.items()}
+        for name, module in modules.items():
+            if name:
+                module.__dict__["forward"] = _recorded(self, name, module, module.forward)
+        try:
+            yield
+        finally:
+            for name, module in modules.items():
+                own = before[name]
+                if own is not None:
+                    module.__dict__["forward"] = own
+                else:
+                    module.__dict__.pop("forward", None)
+
+    def call(
+        self, name: str, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A module is called."""
+        if self._inside is not None:
+            return plain(*args, **kwargs)
+        first, place = len(self._operations), len(self._calls)
+        if name not in self._atoms and next(module.children(), None) is not None:
+            self._calls.append(ForwardCall(module=name, first=first, stop=first, returns=()))
+            out = plain(*args, **kwargs)
+        else:
+            self._calls.append(ForwardCall(module=name, first=first, stop=first, returns=()))
+            out = self._atom(name, module, plain, args, kwargs)
+        returns = tuple(self._number_of.get(id(tensor)) for tensor in tensors_in(out))
+        self._calls[place] = ForwardCall(module=name, first=first, stop=len(self._operations), returns=returns)
+        return out
+
+    def program(self, out: Any) -> ForwardProgram:
+        """All of it, after the network returned `out`."""
+        return ForwardProgram(
+            operations=tuple(self._operations),
+            values=tuple(self._values),
+            calls=tuple(self._calls),
+            returns=tuple(self._number_of.get(id(tensor)) for tensor in tensors_in(out)),
+            looks=tuple(self._looks),
+        )
+
+    def _atom(
+        self, name: str, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        touched = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self._inside = [touched]
+        given = {id(tensor): tensor._version for tensor in tensors_in((args, kwargs)) if not _is_inference(tensor)}
+        try:
+            out = plain(*args, **kwargs)
+        finally:
+            self._inside = None
+        changed = [t for t in tensors_in((args, kwargs)) if not _is_inference(t) and t._version != given[id(t)]]
+        self._add(name, args, kwargs, out, changed=changed, module=True, touched=touched)
+        return out
+
+    def _add(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        out: Any,
+        *,
+        changed: list[torch.Tensor],
+        module: bool = False,
+        touched: Collection[int] = (),
+    ) -> None:
+        given = tensors_in((args, kwargs))
+        touched = {*touched, *(id(tensor) for tensor in given)}
+        parameters = tuple(name for key, name in self._parameters.items() if key in touched)
+        buffers = tuple(name for key, name in self._buffers.items() if key in touched)
+        reads = tuple(dict.fromkeys(self._number_of[id(t)] for t in given if id(t) in self._number_of))
+        reaches = {self._values[number].reach for number in reads}
+        if Reach.STAGED in reaches or (module and parameters):
+            reach = Reach.STAGED
+        elif parameters or Reach.FLOATING in reaches:
+            reach = Reach.FLOATING
+        else:
+            reach = Reach.EVERYWHERE
+        number = len(self._operations)
+        before, self._metered = self._metered, self._meter()
+        changes = tuple(dict.fromkeys(n for tensor in changed for n in self._by_memory.get(_memory(tensor), ())))
+        returned = tensors_in(out)
+        makes: list[int | None] = []
+        # A tensor that was changed in place is a new value, whether it is returned or not.
+        for tensor in (*returned, *(t for t in changed if all(t is not each for each in returned))):
+            if id(tensor) in self._parameters or id(tensor) in self._buffers:
+                makes.append(None)
+                continue
+            is_given = any(tensor is each for each in given)
+            if is_given and all(tensor is not each for each in changed):
+                makes.append(self._number_of.get(id(tensor)))
+                continue
+            made = ForwardValue(
+                number=len(self._values),
+                made_by=number,
+                size_bytes=tensor.numel() * tensor.element_size(),
+                requires_grad=tensor.requires_grad,
+                reach=reach,
+            )
+            self._values.append(made)
+            self._kept.append(tensor)
+            self._number_of[id(tensor)] = made.number
+            self._by_memory.setdefault(_memory(tensor), []).append(made.number)
+            makes.append(made.number)
+        self._operations.append(
+            ForwardOperation(
+                number=number,
+                name=name,
+                module=module,
+                reads=reads,
+                makes=tuple(makes),
+                parameters=parameters,
+                buffers=buffers,
+                changes=changes,
+                returns_change=all(any(t is each for each in returned) for t in changed),
+                reach=reach,
+                line=_users_line() if not module else "",
+                flop=self._metered[0] - before[0],
+                kept_bytes=self._metered[1] - before[1],
+            )
+        )
+
+    def _look(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        for tensor in tensors_in((args, kwargs)):
+            number = self._number_of.get(id(tensor))
+            if number is not None:
+                self._looks.append((number, _users_line()))
+
+
+def _recorded(recorder: _Recorder, name: str, module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return recorder.call(name, module, plain, args, kwargs)
+
+    return forward
+
+
+def _is_inference(tensor: torch.Tensor) -> bool:
+    return tensor.is_inference()
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Which memory a tensor, or the meta tensor of a stand-in, has; views have that of their base."""
+    shown = getattr(tensor, "meta", tensor)
+    return int(shown.untyped_storage()._cdata)
+
+
+def _users_line() -> str:
+    """The innermost line outside of torch and of this package."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_USERS) and not file.startswith("<"):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

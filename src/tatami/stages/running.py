@@ -1,0 +1,461 @@
+"""Running one stage: the network's own forward pass, in which only this stage's operations compute.
+
+Every rank runs the forward pass of the whole network as its author wrote it, Python and all. Operations of this rank's stage
+compute. Operations of other stages return stand-ins (`tatami.stages.stand_in`): shapes without values. Where the recorded
+program says that a value crosses, the stage that made it sends it, and the stage that reads it receives it in place of the
+stand-in. Modules whose operations all belong to another stage are not entered at all: what they return is looked up.
+
+Backward needs no code of its own. What a stage has sent is, from there on, a stand-in whose gradient function waits for the
+gradient from the stage that reads the value (`_Sent`); what it has received has one that sends its gradient back
+(`_Received`). All stand-ins that follow lead back to these, so that `loss.backward()` on a stage that has no loss does what its
+part of the backward pass is. An operation of this stage that would read a stand-in raises: nothing can be wrong silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.utils import _pytree as pytree
+
+from tatami.errors import ModelError
+from tatami.stages.channel import AbstractChannel, Parcel
+from tatami.stages.late_weights import LateWeights
+from tatami.stages.program import ForwardOperation, Handover, Reach, Staging
+from tatami.stages.recording import call_operation, operation_name, tensors_in
+from tatami.stages.stand_in import StandIn, following, form_of, has_stand_in, stand_in_of, without_values
+
+_KEPT = 4096
+"""So many results of operations of other stages are kept."""
+NO_STAGE = -1
+"""The stage of a rank that computes none."""
+
+
+class StageRunner:
+    """Runs the operations of one stage of a network.
+
+    Args:
+        module: the network; parameters of other stages may be stand-ins (`release`).
+        staging: its program, cut.
+        stage: which stage this rank computes; None where it has none, and every result is a stand-in.
+        channel: to the ranks of the other stages.
+        generator: from which random layers draw. What layers of other stages draw is drawn here as well and thrown away, so
+            that the next layer draws what it would on one machine.
+        on_backward: called with the number of a micro-batch when its backward pass begins here.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        staging: Staging,
+        stage: int | None,
+        channel: AbstractChannel,
+        generator: torch.Generator | None = None,
+        on_backward: Callable[[int], None] | None = None,
+    ) -> None:
+        self.on_backward = on_backward
+        self.module, self.staging, self.channel, self.generator = module, staging, channel, generator
+        self.stage = NO_STAGE if stage is None else stage
+        self.sends: dict[int, list[Handover]] = {}
+        self.takes: dict[int, Handover] = {}
+        for each in staging.handovers:
+            if each.source == self.stage:
+                self.sends.setdefault(each.value, []).append(each)
+            elif each.target == self.stage:
+                self.takes[each.value] = each
+        self.skipped: dict[Any, Any] = {}
+        """What operations of other stages return, by their number and the form of what they are given: stand-ins."""
+        called = {call.module for call, _ in staging.blocks.values()}
+        self.elsewhere = called - {call.module for call, own in staging.blocks.values() if own in (None, self.stage)}
+        """Modules all of whose calls belong to other stages."""
+        self.current: _Pass | None = None
+        self.dropouts = [each for each in module.modules() if isinstance(each, _DropoutNd)]
+        is_behind = any(each.target == self.stage for each in staging.handovers)
+        self.late = _linear_layers(module, staging, self.stage) if is_behind else []
+        """Layers of this stage, behind another one, whose weights' gradients may wait."""
+        for layer in self.late:
+            layer.__dict__["forward"] = _late(self, layer, layer.forward)
+        for name, child in module.named_modules():
+            if name in called:
+                child.__dict__["forward"] = _intercepted(self, name, child.forward)
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, micro_batch: int = 0, num_micro_batches: int = 1) -> Any:
+        """The forward pass over one micro-batch; on the last stage its results, on others stand-ins of them.
+
+        Args:
+            args, kwargs: of the network, for the samples of this micro-batch.
+            micro_batch: its number, among `num_micro_batches`.
+        """
+        taken = _Pass(self, micro_batch=micro_batch, is_last=micro_batch == num_micro_batches - 1)
+        self.current = taken
+        try:
+            with taken:
+                out = self.module(*args, **kwargs)
+        finally:
+            self.current = None
+        return taken.end(out)
+
+
+def release(module: nn.Module, *, staging: Staging, stage: int | None) -> None:
+    """Replace the parameters and buffers of `module` that only other stages need by stand-ins."""
+    names = [{*parameters, *buffers} for parameters, buffers in zip(staging.parameters, staging.buffers, strict=True)]
+    own = set.intersection(*names) if stage is None else names[stage]
+    everyone = set().union(*names)
+    first_names: dict[int, str] = {}
+    for name, each in (*module.named_parameters(), *module.named_buffers()):
+        first_names.setdefault(id(each), name)
+    made: dict[int, torch.Tensor] = {}
+    for path, owner in module.named_modules():
+        for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is None or isinstance(tensor, StandIn):
+                continue
+            full = first_names.get(id(tensor), f"{path}.{name}")
+            if full in own or full not in everyone:
+                continue
+            if id(tensor) not in made:
+                shown = stand_in_of(tensor)
+                made[id(tensor)] = (
+                    nn.Parameter(shown, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shown
+                )
+            (owner._parameters if name in owner._parameters else owner._buffers)[name] = made[id(tensor)]
+
+
+class _Pass(TorchFunctionMode):
+    """One forward pass over one micro-batch."""
+
+    def __init__(self, runner: StageRunner, *, micro_batch: int, is_last: bool) -> None:
+        super().__init__()
+        self.runner, self.micro_batch, self.is_last = runner, micro_batch, is_last
+        self.next = 0
+        """Number of the next operation."""
+        self.shown: dict[int, tuple[torch.Tensor, StandIn]] = {}
+        """By the identity of a tensor that was sent: the tensor, and the stand-in that operations of later stages see."""
+        self.taken: dict[int, torch.Tensor] = {}
+        """What was received, by the numbers of the values."""
+        self.waiting: list[_Sent | _Received] = []
+        self.hands: list[StandIn] = []
+        """What was sent and has a gradient, as later stages see it."""
+        self.anchor = torch.zeros((), device="cpu", requires_grad=True) if torch.is_grad_enabled() else None
+        self.late = LateWeights(runner.late) if self.anchor is not None else None
+        self.is_inside = False
+        """Whether a module runs, or is left out, as a whole, and its operations are not looked at."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operations = self.runner.staging.program.operations
+        name = operation_name(func)
+        planned = operations[self.next] if self.next < len(operations) else None
+        if planned is None or planned.module or planned.name != name:
+            # Not an operation that makes a tensor (a shape is asked for), or not what was recorded: then it is found below.
+            out = call_operation(func, *self._as_seen(args, kwargs))
+            if tensors_in(out) and not _is_getter(name):
+                raise self._differs(name)
+            return iter(out) if name == "__iter__" else out
+        out = self._operation(planned, func, args, kwargs)
+        return iter(out) if name == "__iter__" else out
+
+    def call(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module is called that may be run, or left out, as a whole."""
+        found = None if self.is_inside else self.runner.staging.blocks.get(self.next)
+        if found is None or found[0].module != name:
+            return plain(*args, **kwargs)  # inside of one that runs, or another call, whose operations belong to several stages
+        call, stage = found
+        self.next = call.stop
+        with _pop_mode_temporarily():
+            self.is_inside = True  # what is called in there may be what is called next, too
+            try:
+                if stage is None or stage == self.runner.stage:
+                    if stage is not None:
+                        self._refuse_stand_ins(name, (args, kwargs))
+                    out = plain(*args, **kwargs)
+                else:
+                    # What every rank has keeps its values: Python may branch on a mask.
+                    out = self._left_out(call.first, lambda args, kwargs: plain(*args, **kwargs), args, kwargs)
+            finally:
+                self.is_inside = False
+            return self._handed_over(out, call.returns, stage, first=call.first)
+
+    def end(self, out: Any) -> Any:
+        """What `forward` returns: what was sent to the last stage is a stand-in here, as it is not the whole result."""
+        out = pytree.tree_map_only(torch.Tensor, self._shown, out)
+        leaves, structure = pytree.tree_flatten(out)
+        self._lead_back(leaves)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if places and self.anchor is not None:
+            begun = _Begins.apply(self, *(leaves[i] for i in places))  # type: ignore[no-untyped-call]
+            for i, each in zip(places, begun, strict=True):
+                leaves[i] = each
+        self.shown.clear()
+        self.taken.clear()
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _lead_back(self, leaves: list[Any]) -> None:
+        """From results that other stages compute, backward leads to all that was sent."""
+        if self.anchor is None:
+            return
+        program = self.runner.staging.program
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        trained = [
+            i
+            for i, number in zip(places, program.returns, strict=False)
+            if number is not None
+            and program.values[number].requires_grad
+            and isinstance(leaves[i], StandIn)
+            and not leaves[i].requires_grad
+        ]
+        made = following([leaves[i] for i in trained], [self.anchor, *self.hands])
+        for i, each in zip(trained, made, strict=True):
+            leaves[i] = each
+
+    def end_backward(self) -> None:
+        """At the end of the backward pass: parcels without a gradient are answered, too."""
+        for each in self.waiting:
+            each.settle()
+        self.waiting.clear()
+
+    def _operation(self, planned: ForwardOperation, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self.next += 1
+        stage = self.runner.staging.stage_of(planned.number) if planned.reach is Reach.STAGED else None
+        if stage == self.runner.stage:
+            self._refuse_stand_ins(planned.line or planned.name, (args, kwargs))
+            out = call_operation(func, args, kwargs)
+        elif stage is None and not has_stand_in((args, kwargs)):
+            out = call_operation(func, args, kwargs)
+        else:
+            out = self._left_out(planned.number, lambda *seen: call_operation(func, *without_values(seen)), args, kwargs)
+        return self._handed_over(out, planned.makes, stage, first=planned.number)
+
+    def _left_out(self, first: int, run: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
+        """What operations of other stages return, from number `first` on: stand-ins, the same in every pass.
+
+        They are not made again in each pass, and autograd knows nothing of them: the results of the whole pass lead back to
+        what was sent (`end`), however the stand-ins in between were computed.
+        """
+        known = self.runner.skipped
+        # A dropout that is switched on later draws, here as well.
+        modes = tuple([layer.training and layer.p > 0 for layer in self.runner.dropouts])
+        key = (first, self.runner.module.training, modes, form_of(args), form_of(tuple(kwargs.items())))
+        if key in known:
+            return known[key]
+        generator = self.runner.generator or torch.default_generator
+        before = generator.get_state()
+        with torch.no_grad():
+            out = without_values(run(*self._as_seen(args, kwargs)))
+        if torch.equal(before, generator.get_state()):
+            if len(known) >= _KEPT:
+                known.clear()
+            known[key] = out
+        return out
+
+    def _handed_over(self, out: Any, numbers: tuple[int | None, ...], stage: int | None, *, first: int) -> Any:
+        """Send what later stages read, and receive what this one reads, of what the operations since `first` have made."""
+        runner, values = self.runner, self.runner.staging.program.values
+        if stage is None or not any(number in runner.sends or number in runner.takes for number in numbers):
+            return out
+        leaves, structure = pytree.tree_flatten(out)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        for i, number in zip(places, numbers, strict=False):
+            if number is None:
+                continue
+            if values[number].made_by < first:  # an argument, returned as it came
+                leaves[i] = self.taken.get(number, leaves[i])
+            elif number in runner.sends and id(leaves[i]) not in self.shown:
+                self.shown[id(leaves[i])] = leaves[i], self._send(leaves[i], runner.sends[number])
+            elif number in runner.takes:
+                self.taken[number] = leaves[i] = self._receive(runner.takes[number])
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _send(self, tensor: torch.Tensor, handovers: list[Handover]) -> StandIn:
+        parcels = [self._parcel(each) for each in handovers]
+        for parcel in parcels:
+            self.runner.channel.send(parcel, tensor.detach())
+        if self.anchor is None or not tensor.requires_grad:
+            return stand_in_of(tensor)
+        ends = [_Sent(self.runner.channel, parcel) for parcel in parcels]
+        self.waiting += ends
+        shown = _Hand.apply(ends, tensor)  # type: ignore[no-untyped-call]
+        assert isinstance(shown, StandIn)
+        self.hands.append(shown)
+        return shown
+
+    def _receive(self, handover: Handover) -> torch.Tensor:
+        parcel = self._parcel(handover)
+        tensor = self.runner.channel.receive(parcel)
+        assert tensor is not None
+        if not self.is_last:
+            self.runner.channel.expect(replace(parcel, micro_batch=self.micro_batch + 1))
+        if self.anchor is None or not handover.requires_grad:
+            return tensor
+        end = _Received(self.runner.channel, parcel)
+        self.waiting.append(end)
+        taken: torch.Tensor = _Take.apply(end, tensor, self.anchor)  # type: ignore[no-untyped-call]
+        return taken
+
+    def _parcel(self, handover: Handover) -> Parcel:
+        return Parcel(value=handover.value, micro_batch=self.micro_batch, source=handover.source, target=handover.target)
+
+    def _shown(self, tensor: torch.Tensor) -> torch.Tensor:
+        found = self.shown.get(id(tensor))
+        return tensor if found is None else found[1]
+
+    def _as_seen(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments as an operation of another stage sees them."""
+        if not self.shown:
+            return args, kwargs
+        seen: tuple[Any, Any] = pytree.tree_map_only(torch.Tensor, self._shown, (args, kwargs))
+        return seen
+
+    def _refuse_stand_ins(self, where: str, given: Any) -> None:
+        args, kwargs = given
+        if any(isinstance(each, StandIn) for each in args) or has_stand_in(_nested(args, kwargs)):
+            raise ModelError(
+                f"{where} belongs to stage {self.runner.stage}, and reads a tensor of another stage that was not handed over: "
+                "the forward pass did something else than when it was recorded. Use one stage, or report this network"
+            )
+
+    def _differs(self, name: str) -> ModelError:
+        operations = self.runner.staging.program.operations
+        planned = operations[self.next] if self.next < len(operations) else None
+        expected = "the end" if planned is None else f"{planned.name} {f'({planned.line})' if planned.line else ''}".strip()
+        return ModelError(
+            f"the forward pass calls {name} where {expected} was recorded: which operations it does depends on its input. "
+            "Networks with stages do the same operations for every batch; use one stage"
+        )
+
+
+class _Sent:
+    """The near end of a parcel that was sent: its gradient comes back here."""
+
+    def __init__(self, channel: AbstractChannel, parcel: Parcel) -> None:
+        self.channel = channel
+        self.parcel = replace(parcel, backward=True)
+        self.is_settled = False
+        channel.expect(self.parcel)
+
+    def gradient(self) -> torch.Tensor | None:
+        self.is_settled = True
+        return self.channel.receive(self.parcel)
+
+    def settle(self) -> None:
+        if not self.is_settled:
+            self.gradient()
+
+
+class _Received:
+    """The far end: the gradient is sent back from here."""
+
+    def __init__(self, channel: AbstractChannel, parcel: Parcel) -> None:
+        self.channel = channel
+        self.parcel = replace(parcel, backward=True)
+        self.is_settled = False
+
+    def give(self, grad: torch.Tensor | None) -> None:
+        self.is_settled = True
+        self.channel.send(self.parcel, grad)
+
+    def settle(self) -> None:
+        if not self.is_settled:
+            self.give(None)
+
+
+class _Hand(torch.autograd.Function):
+    """From a tensor of this stage to the stand-in of it that other stages' operations see."""
+
+    @staticmethod
+    def forward(ctx: Any, ends: list[_Sent], tensor: torch.Tensor) -> StandIn:
+        ctx.ends = ends
+        return stand_in_of(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+        # In the order of the stages, so that the sum has the same bits in every run.
+        grads = [grad for end in ctx.ends if (grad := end.gradient()) is not None]
+        total = None if not grads else grads[0] if len(grads) == 1 else torch.stack(grads).sum(0)
+        return None, total
+
+
+class _Take(torch.autograd.Function):
+    """A tensor that came from another stage, whose gradient goes back there."""
+
+    @staticmethod
+    def forward(ctx: Any, end: _Received, tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        ctx.end = end
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        ctx.end.give(grad)
+        return None, None, None
+
+
+class _Begins(torch.autograd.Function):
+    """The results of a pass: when their gradients come, the end of the backward pass is known to come as well."""
+
+    @staticmethod
+    def forward(ctx: Any, taken: _Pass, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.taken = taken
+        ctx.set_materialize_grads(False)
+        return tuple(stand_in_of(each) if isinstance(each, StandIn) else each.detach() for each in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if ctx.taken.runner.on_backward is not None:
+            ctx.taken.runner.on_backward(ctx.taken.micro_batch)
+        Variable._execution_engine.queue_callback(ctx.taken.end_backward)
+        return None, *grads
+
+
+def _nested(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that may hold tensors inside of them."""
+    plain = (torch.Tensor, int, float, bool, str, type(None))
+    return [each for each in (*args, *kwargs.values()) if not isinstance(each, plain) or isinstance(each, StandIn)]
+
+
+def _intercepted(runner: StageRunner, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if runner.current is not None:
+            return runner.current.call(name, plain, args, kwargs)
+        # Outside of a pass this is recomputation, in the backward pass, of what was computed here.
+        if name in runner.elsewhere:
+            raise ModelError(
+                f"{name} belongs to another stage, and is called outside of the forward pass, as torch.utils.checkpoint does. "
+                "What it computes again must be within one stage: cut elsewhere (layout=), or use one stage"
+            )
+        return plain(*args, **kwargs)
+
+    return forward
+
+
+def _linear_layers(module: nn.Module, staging: Staging, stage: int) -> list[nn.Linear]:
+    """Those within the modules that this stage runs as a whole."""
+    paths = tuple(call.module for call, own in staging.blocks.values() if own == stage)
+    return [
+        each
+        for name, each in module.named_modules()
+        if type(each) is nn.Linear
+        and "forward" not in each.__dict__
+        and any(name == path or name.startswith(f"{path}." if path else "") for path in paths)
+    ]
+
+
+def _late(runner: StageRunner, layer: nn.Linear, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        taken = runner.current
+        if taken is None or taken.late is None or not taken.is_inside or len(args) != 1 or kwargs:
+            return plain(*args, **kwargs)
+        return taken.late.call(layer, args[0])
+
+    return forward
+
+
+def _is_getter(name: str) -> bool:
+    return name.startswith("__get__")

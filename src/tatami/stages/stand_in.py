@@ -1,0 +1,156 @@
+"""A stand-in: a tensor with shape, dtype and autograd, whose values are on another stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tatami.errors import ModelError
+
+_aten = torch.ops.aten
+_LOOKS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default})
+"""Operations that hand a value to Python."""
+_KEPT = 4096
+_known: dict[Any, Any] = {}
+"""What operations return on the meta device, by the form of what they are given: many take a millisecond there, in Python."""
+
+
+class StandIn(torch.Tensor):
+    """Computes shapes and nothing else: every operation on it runs on torch's meta device and returns stand-ins again.
+
+    It says that it is on the device of the tensor it stands for, so that `torch.arange(..., device=x.device)` makes an ordinary
+    tensor.
+    """
+
+    meta: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, meta: torch.Tensor, *, device: torch.device, requires_grad: bool = False) -> Self:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device, requires_grad=requires_grad
+        )
+        made.meta = meta
+        return made
+
+    def __init__(self, meta: torch.Tensor, *, device: torch.device, requires_grad: bool = False) -> None:
+        pass
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"StandIn({tuple(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
+        return StandIn(self.meta, device=self.device, requires_grad=self.requires_grad)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _LOOKS:
+            raise ModelError(
+                "this value is computed by the ranks of another stage, and is not here: the loss and the network's results are "
+                "on the last stage"
+            )
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and any(map(_is_real, _written(func, args, kwargs))):
+            raise ModelError(
+                f"{func} would write a value that another stage computes into a tensor that is here. Cut the network elsewhere "
+                "(layout=), or use one stage"
+            )
+        given = args if any(isinstance(each, StandIn) for each in args) else pytree.tree_leaves((args, kwargs))
+        device = next(each.device for each in given if isinstance(each, StandIn))
+        key = None if func._schema.is_mutable else (func, form_of(args), form_of(tuple(kwargs.items())))
+        out = None if key is None else _known.get(key)
+        if out is None:
+            out = func(*pytree.tree_map(_to_meta, args), **pytree.tree_map(_to_meta, kwargs))
+            if key is not None:
+                if len(_known) >= _KEPT:
+                    _known.clear()
+                _known[key] = out
+        if func._schema.is_mutable and isinstance(args[0], StandIn):
+            return args[0] if isinstance(out, torch.Tensor) else out
+        if isinstance(out, torch.Tensor):
+            return StandIn(out, device=device)
+        return pytree.tree_map_only(torch.Tensor, lambda meta: StandIn(meta, device=device), out)
+
+
+def form_of(given: Any) -> Any:
+    """What of the arguments of an operation decides the form of its result, but not the values of tensors."""
+    if isinstance(given, torch.Tensor):
+        return given.shape, given.stride(), given.dtype, given.device, isinstance(given, StandIn)
+    if type(given) in (tuple, list):
+        return type(given), tuple([form_of(each) for each in given])
+    if given is None or type(given) in (int, float, bool, str):
+        return type(given), given
+    leaves, structure = pytree.tree_flatten(given)
+    if len(leaves) == 1 and leaves[0] is given:
+        return repr(given)
+    return str(structure), tuple([form_of(each) for each in leaves])
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operation changes in place."""
+    named = zip(func._schema.arguments, args, strict=False)
+    written = [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
+    written += [
+        kwargs[argument.name]
+        for argument in func._schema.arguments[len(args) :]
+        if argument.name in kwargs and argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, StandIn) and tensor.device.type != "meta"
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, StandIn):
+        return value.meta
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def without_values(tree: Any) -> Any:
+    """`tree` with a stand-in, which leads nowhere, for every tensor."""
+    return pytree.tree_map_only(torch.Tensor, stand_in_of, tree)
+
+
+def stand_in_of(tensor: torch.Tensor) -> StandIn:
+    """A stand-in of the same shape and dtype, which leads nowhere."""
+    if isinstance(tensor, StandIn):
+        return StandIn(tensor.meta, device=tensor.device)
+    return StandIn(torch.empty_like(tensor, device="meta", requires_grad=False), device=tensor.device)
+
+
+def has_stand_in(tree: Any) -> bool:
+    """Whether there is a stand-in among the tensors of `tree`."""
+    return any(isinstance(leaf, StandIn) for leaf in pytree.tree_leaves(tree))
+
+
+class Follows(torch.autograd.Function):
+    """Stand-ins that are computed from other tensors: backward leads to these, so that it reaches what was handed over."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Callable[[], list[torch.Tensor]], *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.ends = [stand_in_of(source) for source in sources]
+        return tuple(made())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ARG004
+        return None, *ctx.ends
+
+
+def following(leaves: list[torch.Tensor], sources: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Stand-ins like `leaves`, from which backward leads to all `sources`; those that cannot have a gradient as they are."""
+    floating = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
+    if not floating or not sources:
+        return leaves
+    made = Follows.apply(lambda: [stand_in_of(leaves[i]) for i in floating], *sources)  # type: ignore[no-untyped-call]
+    found = list(leaves)
+    for i, each in zip(floating, made, strict=True):
+        found[i] = each
+    return found

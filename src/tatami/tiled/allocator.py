@@ -1,0 +1,30 @@
+"""Freed memory goes back to the system where a plan fills much of a machine's memory.
+
+glibc keeps freed memory of up to 32 MiB for later use, with holes between what is in use: processes peak at 1.2 to 2.4 times
+what their tensors take (benchmarks/memory.py), by amounts that differ from run to run. Where tensors of at least `_LEAST_BYTES`
+are given back at once, they do not. Their pages are new each time, which costs a GPT of 4.8 M weights a quarter of its CPU
+time, so this is done only where memory is tight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+_LEAST_BYTES = 1 << 17
+TIGHT = 0.4
+"""A plan that takes more of a machine's memory would not fit with what the allocator may keep."""
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+"""Of glibc's malloc.h: M_MMAP_THRESHOLD, from which size memory is the system's own piece, and M_TRIM_THRESHOLD."""
+
+
+def give_freed_memory_back() -> bool:
+    """From now on, in this process; returns whether its C library can be told so (glibc)."""
+    if not sys.platform.startswith("linux"):
+        return False
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallopt") or not hasattr(library, "gnu_get_libc_version"):
+        return False
+    told = [library.mallopt(_MMAP_THRESHOLD, _LEAST_BYTES), library.mallopt(_TRIM_THRESHOLD, _LEAST_BYTES)]
+    library.malloc_trim(0)
+    return all(told)

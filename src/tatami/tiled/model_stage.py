@@ -1,0 +1,275 @@
+"""The pipeline stage that a rank of a model computes, and its exchange with the other stages."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import ModelError, PlanError
+from tatami.stages.channel import Parcel
+from tatami.stages.comm_channel import CommChannel
+from tatami.stages.program import Staging
+from tatami.stages.running import StageRunner, release
+from tatami.tiled.blocks import Blocks
+from tatami.tiled.phases import IterationPhase, Phases
+from tatami.tiling import Column, Layout, StagedLayout, StagedPlan
+
+
+class ModelStage:
+    """One rank's part of a pipeline.
+
+    The ranks of one stage, over all replicas, are a model by themselves: `comm` and `own_layout` are theirs. A rank that the
+    layout leaves out is alone, and computes no operation of the network.
+
+    Args:
+        world: all ranks.
+        names: the processor of every rank.
+        layout: which rank computes what.
+        staging: the network's forward pass, cut as `layout` says.
+        generator: from which random layers draw.
+        phases: the stopwatch.
+        wire: to what activations and their gradients are rounded on their way.
+        in_flight: for each stage, how many micro-batches have gone forward and not yet backward; None: as many as there are
+            stages from this one on.
+
+    Attributes:
+        index: the stage; None where this rank was left out.
+        comm: the ranks of this stage, in the order of their ranks in `world`.
+        own_layout: of these ranks.
+        plan: what the layout was predicted to take, in time and memory; None where that is not known.
+    """
+
+    def __init__(
+        self,
+        world: AbstractCommunicator,
+        *,
+        names: Sequence[str],
+        layout: StagedLayout,
+        staging: Staging,
+        generator: torch.Generator,
+        phases: Phases,
+        wire: torch.dtype | None = None,
+        in_flight: Sequence[int] | None = None,
+    ) -> None:
+        unknown = [name for name in layout.processors if name not in names]
+        if unknown:
+            raise PlanError(f"the layout names processors that no rank runs on: {unknown}; the ranks run on {list(names)}")
+        me = names[world.rank]
+        self.world, self.layout, self.staging, self._generator = world, layout, staging, generator
+        self.index = layout.stage_of(me)
+        if self.index is None:
+            self.own_layout = Layout(columns=(Column(width=1.0, processors=(me,), heights=(1.0,)),))
+        else:
+            self.own_layout = layout.stages[self.index]
+        rank_of = {name: rank for rank, name in enumerate(names)}
+        comm = world.subgroup(sorted(rank_of[name] for name in self.own_layout.processors))
+        assert comm is not None
+        self.comm, self._trained = comm, world
+        replica = next(number for number, each in enumerate(self.own_layout.columns) if me in each.processors)
+        ranks_of = [[rank_of[name] for name in stage.columns[replica].processors] for stage in layout.stages]
+        self._messages = world.duplicate()
+        self._channel = CommChannel(
+            self._messages,
+            ranks_of=ranks_of,
+            wire=wire,
+            waiting=functools.partial(self._waits, IterationPhase.BUBBLE),
+            travelling=functools.partial(self._waits, IterationPhase.HANDOVER),
+        )
+        self._phases = phases
+        self._names = tuple(names)
+        self._first_names: dict[str, str] = {}
+        # A stage that waits for more forward passes than the one in front of it makes before it waits would wait forever.
+        self._in_flight = list(accumulate(in_flight or range(len(layout.stages), 0, -1), min))
+        self._runner: StageRunner | None = None
+        self.plan: StagedPlan | None = None
+
+    @cached_property
+    def replicas(self) -> list[list[int]]:
+        """The ranks of each replica, of all stages."""
+        number_of = {name: number for number, name in enumerate(self._names)}
+        columns = zip(*(stage.columns for stage in self.layout.stages), strict=True)
+        return [[number_of[name] for column in replica for name in column.processors] for replica in columns]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the network's results, and so the loss, are here."""
+        return self.index == len(self.layout.stages) - 1
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """How many micro-batches each stage keeps the activations of."""
+        return tuple(self._in_flight)
+
+    @property
+    def ahead(self) -> int:
+        """How many forward passes this stage is ahead of its backward passes, one forward and one backward pass in turn."""
+        return 0 if self.index is None else self._in_flight[self.index] - 1
+
+    @cached_property
+    def tied(self) -> Mapping[str, tuple[int, ...]]:
+        """The parameters of this stage that other stages read, too, and all stages that read them."""
+        found: dict[str, list[int]] = {}
+        for stage, names in enumerate(self.staging.parameters):
+            for name in names:
+                found.setdefault(name, []).append(stage)
+        own = () if self.index is None else self.staging.parameters[self.index]
+        return {name: tuple(found[name]) for name in sorted(own) if len(found[name]) > 1}
+
+    def holder_of(self, name: str) -> int | None:
+        """The first rank that has this parameter or buffer of the network; None where every rank has it."""
+        first = self._first_names[name]
+        stages = (
+            stage
+            for stage, (parameters, buffers) in enumerate(zip(self.staging.parameters, self.staging.buffers, strict=True))
+            if first in parameters or first in buffers
+        )
+        stage = next(stages, None)
+        return None if stage is None else min(map(self._names.index, self.layout.stages[stage].processors))
+
+    def release(self, module: nn.Module) -> None:
+        """Forget the weights of other stages. Collective."""
+        firsts: dict[int, str] = {}
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        self._first_names = {name: firsts.setdefault(id(tensor), name) for name, tensor in named}
+        trained = {self._first_names[name] for name, parameter in module.named_parameters() if parameter.requires_grad}
+        with_trained = [
+            self._names.index(name)
+            for stage, names in zip(self.layout.stages, self.staging.parameters, strict=True)
+            if trained & set(names)
+            for name in stage.processors
+        ]
+        me = self.world.rank
+        found = self.world.subgroup(sorted(with_trained) if me in with_trained else [me])
+        assert found is not None
+        self._trained = found
+        release(module, staging=self.staging, stage=self.index)
+
+    def blocks_of(self, found: Blocks) -> Blocks:
+        """The blocks of this stage: those whose modules it runs as a whole, and whose tensors no other stage reads.
+
+        Raises:
+            PlanError: on all ranks: several ranks of a replica would share the units of a stage that has no such block.
+        """
+        of_stage = [found.within(functools.partial(self._holds, stage)) for stage in range(len(self.layout.stages))]
+        for number, (stage, own) in enumerate(zip(self.layout.stages, of_stage, strict=True)):
+            wide = next((column.processors for column in stage.columns if len(column.processors) > 1), ())
+            if wide and not own.blocks:
+                raise PlanError(
+                    f"{' and '.join(wide)} are to share the units of stage {number}, and no layer that is wholly inside of it "
+                    "can be divided over units. Cut in front of other pieces, or give one processor for the stage and replica"
+                )
+        return found.within(lambda *_: False) if self.index is None else of_stage[self.index]
+
+    def _holds(self, stage: int, modules: Iterable[str], tensors: Iterable[str]) -> bool:
+        firsts = {self._first_names[name] for name in tensors}
+        readers = {
+            number
+            for number, names in enumerate(zip(self.staging.parameters, self.staging.buffers, strict=True))
+            if not firsts.isdisjoint(itertools.chain(*names))
+        }
+        return readers == {stage} and all(self.staging.modules.get(name) == stage for name in modules)
+
+    def install(self, module: nn.Module) -> None:
+        """From now on, `run` runs this stage of `module`."""
+        self._runner = StageRunner(
+            module,
+            staging=self.staging,
+            stage=self.index,
+            channel=self._channel,
+            generator=self._generator,
+            on_backward=self._phases.work_on,
+        )
+
+    def run(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any], *, micro_batch: int, num_micro_batches: int) -> Any:
+        """The forward pass over one micro-batch; stand-ins where the results are on another stage."""
+        assert self._runner is not None
+        self._phases.work_on(micro_batch)
+        return self._runner.run(inputs, named_inputs, micro_batch=micro_batch, num_micro_batches=num_micro_batches)
+
+    def sum_tied(self, grads: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+        """The gradients of `tied`, summed over the stages that read them. Collective among these stages.
+
+        Args:
+            grads: of those that are trained, the same on all stages, summed over the replicas; None where a weight had no part
+                in the loss here.
+        """
+        first = len(self.staging.program.values)
+        numbers = {name: first + number for number, name in enumerate(self._all_tied)}
+        trained = {name: stages for name, stages in self.tied.items() if name in grads}
+        for name, stages in trained.items():
+            for other in stages:
+                if other != self.index:
+                    self._channel.send(self._parcel(numbers[name], self.index, other), grads[name])
+        sums: dict[str, torch.Tensor | None] = {}
+        for name, stages in trained.items():
+            total: torch.Tensor | None = None
+            for other in stages:  # in the same order on all, so that all have the same bits
+                own = other == self.index
+                part = grads[name] if own else self._channel.receive(self._parcel(numbers[name], other, self.index))
+                if part is not None:
+                    total = part.clone() if total is None else total.add_(part)
+            sums[name] = total
+        return sums
+
+    def total_norm(self, own: float, norm_type: float, *, everyone: bool) -> float:
+        """The norm over all stages of what has the norm `own` on this one.
+
+        Collective, among all ranks where `everyone`, and otherwise among those whose stages have trained parameters: torch
+        does not ask for a norm of no gradients.
+
+        Raises:
+            ModelError: the order is not above 0.
+        """
+        if not norm_type > 0:
+            raise ModelError(f"with pipeline stages, the order of a norm must be above 0, not {norm_type:g}")
+        rows = torch.zeros(len(self.layout.stages), dtype=torch.float64, device="cpu")
+        if self.index is not None and self.comm.rank == 0:
+            rows[self.index] = own
+        (self.world if everyone else self._trained).allreduce(rows)
+        return float(torch.linalg.vector_norm(rows, norm_type))
+
+    def counts(self, name: str) -> bool:
+        """Whether this stage counts a parameter in sums over all stages: one that several read is counted by the first."""
+        return self.tied.get(name, (self.index,))[0] == self.index
+
+    def close(self) -> None:
+        """Give the communicators back when everything that was sent has left. Collective."""
+        self._channel.flush()
+        self.comm.close()
+        if self._trained is not self.world:
+            self._trained.close()
+        self._messages.close()
+
+    def _waits(self, phase: IterationPhase) -> AbstractContextManager[None]:
+        """The sums of tied weights are gradient sums, also while they wait."""
+        return nullcontext() if self._phases.current is IterationPhase.HORIZONTAL else self._phases.during(phase)
+
+    @cached_property
+    def _all_tied(self) -> list[str]:
+        """Of all stages, in the same order on all ranks."""
+        names = [name for stage in self.staging.parameters for name in stage]
+        return sorted({name for name in names if names.count(name) > 1})
+
+    @staticmethod
+    def _parcel(number: int, source: int | None, target: int | None) -> Parcel:
+        assert source is not None
+        assert target is not None
+        return Parcel(value=number, micro_batch=0, source=source, target=target)
+
+
+def refuse_stages(is_staged: bool, what: str) -> None:
+    """
+    Raises:
+        ModelError: the model has pipeline stages, with which `what` does not work yet.
+    """
+    if is_staged:
+        raise ModelError(f"{what} does not work with pipeline stages yet. Give tatami.tile stages=1, or leave it out")

@@ -1,0 +1,84 @@
+"""A layout made to fit into memory: in micro-batches, or with other shares, whichever is cheaper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tatami.cluster import Cluster
+from tatami.tiling.cost import AbstractCost
+from tatami.tiling.layout import Layout
+from tatami.tiling.memory import in_fewest_micro_batches, lacking_bytes, squeezed
+from tatami.workload import Workload
+
+_NO_LOSS = 1.01
+"""Micro-batches that lengthen an iteration by less are taken without looking for other shares, which takes 10 ms and more."""
+_MOST_DOUBLINGS = 10
+_MOST_COLUMNS = 16
+"""Of more columns all have the same number of micro-batches more."""
+_WORTH = 0.05
+"""Of an iteration: micro-batches that memory does not ask for are taken if they save more."""
+
+
+def with_room(
+    layout: Layout, *, cluster: Cluster, workload: Workload, cost: AbstractCost, ranks: int | None = None
+) -> Layout | None:
+    """The cheapest layout of the same processors in the same columns that memory holds; None where it holds none.
+
+    The shares stay where micro-batches alone make room, unless their calls and sums take long. Other shares give less to those
+    with little memory: fewer samples, and where one sample is too much, fewer units.
+
+    Args:
+        layout: the shares; its number of micro-batches does not count.
+        cluster: the processors, with their memory.
+        workload: what is laid out; says in how many micro-batches, if a number was asked for.
+        cost: prices what may be chosen from.
+        ranks: of the run; None: those of the cluster.
+    """
+    plain = layout if workload.micro_batches is None else layout.in_micro_batches(workload.micro_batches)
+    if not cluster.memory_known or not lacking_bytes(plain, cluster=cluster, workload=workload, ranks=ranks):
+        return plain
+
+    def price(layout: Layout) -> float:
+        return cost.price(layout, cluster=cluster, workload=workload).total
+
+    def found() -> Iterator[Layout]:
+        fewest = in_fewest_micro_batches(plain, cluster=cluster, workload=workload, ranks=ranks)
+        if fewest is not None:
+            yield fewest
+            if price(fewest) <= _NO_LOSS * price(plain):
+                return
+        same = squeezed(plain, cluster=cluster, workload=workload, ranks=ranks)
+        if same is not None:
+            yield same
+        if fewest is None and workload.micro_batches is None and workload.most_micro_batches > 1:
+            single = squeezed(layout.in_micro_batches(workload.samples), cluster=cluster, workload=workload, ranks=ranks)
+            held = single and in_fewest_micro_batches(single, cluster=cluster, workload=workload, ranks=ranks)
+            if held is not None:
+                yield held
+
+    return min(found(), key=price, default=None)
+
+
+def at_best_sizes(layout: Layout, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
+    """The same layout in more micro-batches, where speeds depend on the size of a tile and smaller ones are faster.
+
+    The number doubles for all columns, then, of few columns, for each by itself, as long as that is cheaper.
+    """
+    if not cluster.sized or workload.micro_batches is not None:
+        return layout
+    best, least = layout, cost.price(layout, cluster=cluster, workload=workload).total
+    most = min(workload.most_micro_batches, workload.samples)
+    columns = range(len(layout.columns))
+    for chosen in [columns, *([index] for index in columns if 1 < len(columns) <= _MOST_COLUMNS)]:
+        for _ in range(_MOST_DOUBLINGS):
+            more = Layout(
+                columns=tuple(
+                    column.in_micro_batches(min(most, 2 * column.micro_batches)) if index in chosen else column
+                    for index, column in enumerate(best.columns)
+                )
+            )
+            price = cost.price(more, cluster=cluster, workload=workload).total
+            if price >= (1 - _WORTH) * least:
+                break
+            best, least = more, price
+    return best

@@ -1,0 +1,477 @@
+"""What an iteration of a layout with pipeline stages costs, and what each rank does in it.
+
+With the times t_i of one micro-batch on stage i (forward and backward pass, with what messages cost the processor; in the
+first sum, for all stages but the first, less the gradients of weights that come when the gradient of the input has left) and
+c_i of one hand-over behind it, a replica of p stages takes over m micro-batches
+
+    T = sum_i t_i + 2 sum_i c_i + (m - 1) tau,   tau = max_i (t_i, c_i + c_(i-1), r_i / w_i)
+
+where c_i + c_(i-1) is what travels over the link of stage i in one direction (what comes from the stage in front, and the
+gradient from the one behind), r_i is the time from a forward pass of stage i until the gradient for it comes back, and w_i how
+many micro-batches the stage has in flight meanwhile. Plain one-forward-one-backward has p - i; where hand-overs take long that
+is too few to hide them, and stages whose memory allows it take as many as hide them (`StagedPlan.in_flight`). Blocking sends
+are not hidden: tau = max_i (t_i + c_i). Stages sum their gradients over the replicas when their last backward pass is done,
+the first stage last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from tatami.cluster import Cluster, Processor, SpeedTable
+from tatami.errors import PlanError
+from tatami.tiling.alphabeta import AlphaBetaCost, column_sums_s, gradient_sums_s, statistics_s, sums_s
+from tatami.tiling.compute import column_flop_times, scatter
+from tatami.tiling.layout import Layout
+from tatami.tiling.links import SlowestLink
+from tatami.tiling.memory import memory_bytes
+from tatami.tiling.staged_layout import StagedLayout
+from tatami.tiling.traffic import sum_algorithm
+from tatami.workload import Piece, Workload
+
+PassOrder = Literal["1f1b", "gpipe"]
+"""One forward, one backward as soon as can be; or all micro-batches forward, then all backward, as loops by hand have it."""
+BACKWARD = 2 / 3
+"""The part of a stage's time that is its backward pass."""
+PASS_MESSAGES = 80
+"""What a micro-batch costs a rank however little it computes, in messages: Python goes through the forward pass of the whole
+network, in which other stages' modules are looked up, and a thread looks after what travels. A GPT of 8 layers on four hosts:
+7 ms on 0.65 of a core and 14 ms on 0.33, where a message costs 0.09 and 0.17 ms."""
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedRank:
+    """An iteration of one rank, in seconds. What it computes, waits for, sends and sums are the whole iteration.
+
+    Attributes:
+        processor: its name.
+        stage, replica: where it is, from 0.
+        first, stop: its pieces, from `first` up to, not including, `stop`.
+        samples, micro_batches: of its replica.
+        units_fraction: of the units of its stage; 1 where it has the stage to itself.
+        compute_s: its pieces in all micro-batches, and what its messages cost it.
+        handover_s: of all hand-overs to it and from it, those included that are hidden behind computing.
+        exposed_s: what it waits for hand-overs, on their way or because they take longer than computing; and the sums inside of
+            a stage of several ranks.
+        wait_s: for other stages and replicas: while the pipeline fills and drains, and for slower ones.
+        gradients_s: sums of gradients, over the replicas and with stages that have the same weights.
+        memory_bytes: what it will keep.
+        memory_given_bytes: None where that is not known.
+    """
+
+    processor: str
+    stage: int
+    replica: int
+    first: int
+    stop: int
+    samples: int
+    micro_batches: int
+    units_fraction: float
+    compute_s: float
+    handover_s: float
+    exposed_s: float
+    wait_s: float
+    gradients_s: float
+    memory_bytes: float
+    memory_given_bytes: int | None
+
+    @property
+    def send_s(self) -> float:
+        """Communication that is not hidden."""
+        return self.exposed_s + self.gradients_s
+
+    @property
+    def total_s(self) -> float:
+        """The whole iteration."""
+        return self.compute_s + self.send_s + self.wait_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedPlan:
+    """A layout with stages, and its price.
+
+    Attributes:
+        workload: what was planned.
+        layout: who computes which pieces, for which samples, in how many micro-batches.
+        iteration_s: predicted.
+        in_flight: for each stage, the micro-batches whose activations it keeps at once.
+        ranks: what each rank does, stage by stage.
+        parts_s: where the time of the slowest replica goes, in words; they sum to `iteration_s`.
+        is_measured: whether speeds are flop/s, so that seconds are more than a guess.
+    """
+
+    workload: Workload
+    layout: StagedLayout
+    iteration_s: float
+    in_flight: tuple[int, ...]
+    ranks: tuple[StagedRank, ...]
+    parts_s: tuple[tuple[str, float], ...]
+    is_measured: bool
+
+    @property
+    def predicted_s(self) -> float:
+        """Predicted seconds of an iteration, as `Plan` calls it."""
+        return self.iteration_s
+
+    @property
+    def memory_bytes(self) -> dict[str, float]:
+        """What each processor will keep."""
+        return {rank.processor: rank.memory_bytes for rank in self.ranks}
+
+    @property
+    def fits(self) -> bool:
+        """Whether no rank keeps more than it has."""
+        return all(rank.memory_given_bytes is None or rank.memory_bytes <= rank.memory_given_bytes for rank in self.ranks)
+
+
+def pass_speed(speed: float, samples: float, *, workload: Workload) -> float:
+    """The speed of one pass of a stage over so many samples.
+
+    A stage's products have as many rows as those of the whole network over these samples, by which its speed was measured.
+    Fewer samples than were measured take as long as the fewest.
+    """
+    if not isinstance(speed, SpeedTable):
+        return speed
+    size = samples * (sum(piece.flop_per_sample for piece in workload.pieces) + workload.sample_flop)
+    return speed.at(size) * min(1.0, size / speed.points[0][0])
+
+
+def price_stages(
+    layout: StagedLayout,
+    *,
+    cluster: Cluster,
+    workload: Workload,
+    cost: AlphaBetaCost | None = None,
+    overlap: bool = True,
+    schedule: PassOrder = "1f1b",
+    hides: bool = True,
+) -> StagedPlan:
+    """The price of a layout with stages, whether memory holds it (`StagedPlan.fits`) or not.
+
+    Ranks that share the units of a stage meet at the sums inside of each of its blocks, so the slowest of each block counts.
+
+    Args:
+        layout: its cuts are numbers of `workload.pieces`.
+        cluster: has the processors of the layout; those without a place are not in the run.
+        workload: what is laid out.
+        cost: says how fast a processor of speed 1 is.
+        overlap: whether hand-overs are hidden behind computing; otherwise stages wait while they send.
+        schedule: in which order micro-batches go forward and backward.
+        hides: whether stages keep as many micro-batches in flight as hide the hand-overs, where memory holds them; otherwise
+            stage i of p keeps p - i.
+
+    Raises:
+        PlanError: pieces that are not known, or fewer than the layout has stages; ranks that share a stage without blocks.
+    """
+    edges = (0, *layout.cuts, len(workload.pieces))
+    if edges[-1] <= edges[-2]:
+        raise PlanError(f"a network of {edges[-1]} pieces cannot be cut in front of pieces {layout.cuts}")
+    return _Price(layout, edges, cluster=cluster, workload=workload, cost=cost or AlphaBetaCost()).plan(
+        overlap, schedule, hides=hides
+    )
+
+
+def stage_workload(
+    workload: Workload, pieces: Sequence[Piece], *, without: frozenset[str] = frozenset(), is_wide: bool = False
+) -> Workload:
+    """Some pieces as a workload, which is what one stage computes; `without` these shared weights.
+
+    It has blocks where it is for several ranks of a replica (`is_wide`): those all of whose pieces are here.
+    """
+    shared = [each for piece in pieces for each in piece.shared]
+    twice = sum(elements for _, elements in shared) - sum(dict(shared).values())
+    left_out = sum(elements for name, elements in dict(shared).items() if name in without)
+    part = len(pieces) / len(workload.pieces)
+    ends = [(place + span, block) for place, piece in enumerate(pieces) for block, span in piece.blocks if is_wide]
+    blocks = tuple(block for end, block in ends if end <= len(pieces))
+    split = {
+        "parameters": sum(block.parameters for block in blocks),
+        "flop_per_sample": sum(block.flop(units=block.units, samples=1) for block in blocks),
+        "activation_bytes_per_sample": sum(
+            block.units * block.unit_activation_bytes + block.sample_activation_bytes for block in blocks
+        ),
+        "frozen_bytes": sum(block.units * block.unit_frozen_bytes for block in blocks),
+    }
+    whole = {name: max(0, sum(getattr(piece, name) for piece in pieces) - own) for name, own in split.items()}
+    return replace(
+        workload,
+        blocks=blocks,
+        pieces=(),
+        micro_batches=None,
+        replicated_parameters=max(0, whole["parameters"] - twice - left_out),
+        replicated_flop_per_sample=round(whole["flop_per_sample"]),
+        replicated_activation_bytes=whole["activation_bytes_per_sample"],
+        replicated_frozen_bytes=whole["frozen_bytes"],
+        trained_tensors=round(workload.trained_tensors * part),
+        batch_statistics=workload.batch_statistics[: math.ceil(len(workload.batch_statistics) * part)],
+    )
+
+
+class _Price:
+    def __init__(
+        self, layout: StagedLayout, edges: tuple[int, ...], *, cluster: Cluster, workload: Workload, cost: AlphaBetaCost
+    ) -> None:
+        self.layout, self.edges, self.cluster, self.workload, self.cost = layout, edges, cluster, workload, cost
+        self.pieces = [workload.pieces[first:stop] for first, stop in pairwise(edges)]
+        self.samples = layout.stages[0].sample_sizes(workload.samples)
+        columns = zip(layout.stages[0].columns, self.samples, strict=True)
+        self.parts = [len(column.micro_batch_sizes(samples)) for column, samples in columns]
+        self.names = [[column.processors[0] for column in stage.columns] for stage in layout.stages]
+        """The ranks that hand over, of each stage and replica."""
+        self.wide = [stage.deepest > 1 for stage in layout.stages]
+        self.workloads = [stage_workload(workload, own, is_wide=wide) for own, wide in zip(self.pieces, self.wide, strict=True)]
+        self.runs = [cluster.only(stage.processors) for stage in layout.stages]
+        for number, (stage, own) in enumerate(zip(layout.stages, self.workloads, strict=True)):
+            wide = next((column.processors for column in stage.columns if len(column.processors) > 1), ())
+            if wide and not own.blocks:
+                raise PlanError(
+                    f"{' and '.join(wide)} are to share the units of stage {number}, and no layer that is wholly inside of it "
+                    "can be divided over units. Cut in front of other pieces, or give one processor for the stage and replica"
+                )
+        self.last = len(self.names) - 1
+        self.scale = cost.scale(cluster)
+        self.noise = 1 + scatter([cluster.by_name[name] for name in layout.processors])
+
+    def plan(self, overlap: bool, schedule: PassOrder, *, hides: bool) -> StagedPlan:
+        replicas = range(self.layout.num_replicas)
+        computes = [self._computes_s(replica) for replica in replicas]
+        crosses = [[*(self._crosses_s(stage, replica) for stage in range(self.last)), 0.0] for replica in replicas]
+        lates = [[self._late_s(stage, replica) for stage in range(self.last + 1)] for replica in replicas]
+        plain, deep = self._in_flight(computes, crosses, lates, overlap, schedule)
+        in_flight = deep if hides and self._fits(deep) else plain
+        taus, totals = [], []
+        for replica in replicas:
+            own, behind, parts, late = computes[replica], crosses[replica], self.parts[replica], lates[replica]
+            tau = max(map(sum, zip(own, behind, strict=True))) if not overlap else max(*own, *_on_links_s(behind))
+            if overlap and schedule == "1f1b":
+                pairs = zip(_returns_s(own, behind, late), in_flight, strict=True)
+                tau = max([tau, *(return_s / number for return_s, number in pairs if number < parts)])
+            taus.append(tau)
+            totals.append(sum(own) - sum(late) + 2 * sum(behind) + (parts - 1) * tau)
+        ends, gradients = self._sums(computes, crosses, lates, totals)
+        steps = [[self.cluster.by_name[name].step_s for name in stage.processors] for stage in self.layout.stages]
+        total_s = max(end_s + max(own) for end_s, own in zip(ends, steps, strict=True))
+        kept = self._kept_bytes(in_flight)
+        ranks = []
+        for stage, layout in enumerate(self.layout.stages):
+            replica_of = {name: replica for replica, column in enumerate(layout.columns) for name in column.processors}
+            each = zip(layout.processors, layout.heights.tolist(), steps[stage], gradients[stage], strict=True)
+            for name, height, step_s, gradient_s in each:
+                replica = replica_of[name]
+                own, behind, parts = computes[replica], crosses[replica], self.parts[replica]
+                ways_s = behind[stage] + (behind[stage - 1] if stage else 0.0)
+                inside_s = parts * self._inside_s(stage, replica)
+                compute_s = parts * own[stage] - inside_s + step_s
+                left_s = total_s - compute_s - gradient_s
+                late_s = (parts - 1) * max(0.0, taus[replica] - max(own))
+                exposed_s = min(max(left_s, 0.0), 2 * ways_s + late_s + inside_s)
+                ranks.append(
+                    StagedRank(
+                        processor=name,
+                        stage=stage,
+                        replica=replica,
+                        first=self.edges[stage],
+                        stop=self.edges[stage + 1],
+                        samples=self.samples[replica],
+                        micro_batches=parts,
+                        units_fraction=height,
+                        compute_s=compute_s,
+                        handover_s=2 * parts * ways_s,
+                        exposed_s=exposed_s,
+                        wait_s=max(left_s - exposed_s, 0.0),
+                        gradients_s=gradient_s,
+                        memory_bytes=kept[name],
+                        memory_given_bytes=self.cluster.by_name[name].memory_bytes,
+                    )
+                )
+        slowest = max(replicas, key=totals.__getitem__)
+        longest_s, all_s = max(computes[slowest]), sum(computes[slowest])
+        flowing = {
+            "computing of the slowest stage": self.parts[slowest] * longest_s,
+            "filling and draining the pipeline": all_s - longest_s - sum(lates[slowest]),
+            "hand-overs": 2 * sum(crosses[slowest]) + (self.parts[slowest] - 1) * (taus[slowest] - longest_s),
+        }
+        flowing["gradient sums and updates"] = total_s - sum(flowing.values())
+        return StagedPlan(
+            workload=self.workload,
+            layout=self.layout,
+            iteration_s=total_s,
+            in_flight=tuple(in_flight),
+            ranks=tuple(ranks),
+            parts_s=tuple((words, seconds) for words, seconds in flowing.items() if seconds > _ROUNDING * total_s),
+            is_measured=self.cost.compares_machines(self.cluster),
+        )
+
+    def _computes_s(self, replica: int) -> list[float]:
+        """One micro-batch on each stage, forward and backward, with what messages cost the processor."""
+        call_part = len(self.workload.blocks) / len(self.workload.pieces)
+        found = []
+        for stage, (names, pieces) in enumerate(zip(self.names, self.pieces, strict=True)):
+            if self.wide[stage] and len(self.layout.stages[stage].columns[replica].processors) > 1:
+                found.append(self._shared_s(stage, replica))
+                continue
+            processor = self.cluster.by_name[names[replica]]
+            flop = sum(piece.flop_per_sample for piece in pieces) + self.workload.sample_flop
+            compute_s = self._flop_s(processor, flop, replica)
+            neighbours = (stage > 0) + (stage < self.last)
+            statistic_s = 0.0
+            if self.workload.batch_statistics:
+                run = self.runs[stage]
+                statistic_s = statistics_s(self.layout.stages[stage], self.workloads[stage], SlowestLink(run))
+            calls_s = processor.call_s * call_part * len(pieces)
+            found.append(compute_s + calls_s + (PASS_MESSAGES + 2 * neighbours) * processor.message_s + statistic_s)
+        return found
+
+    def _shared_s(self, stage: int, replica: int) -> float:
+        """One micro-batch on a stage of several ranks, with the sums inside of it."""
+        layout, own, samples = self.layout.stages[stage], self.workloads[stage], self.samples[replica] / self.parts[replica]
+        column = layout.columns[replica]
+        members = [self.cluster.by_name[name] for name in column.processors]
+        speeds = {each.name: pass_speed(each.speed, samples, workload=self.workload) * self.scale for each in members}
+        alone = Layout(columns=(column.as_wide_as(1.0),))
+        flop_s = samples * float(column_flop_times(alone, speeds=speeds, workload=own)[0])
+        call_part = len(self.workload.blocks) / len(self.workload.pieces) * len(self.pieces[stage])
+        calls_s = max(each.call_s * call_part for each in members)
+        neighbours = (stage > 0) + (stage < self.last)
+        message_s = max(each.message_s for each in members)
+        statistic_s = statistics_s(layout, own, SlowestLink(self.runs[stage]))
+        inside_s = self._inside_s(stage, replica)
+        return self.noise * flop_s + calls_s + (PASS_MESSAGES + 2 * neighbours) * message_s + statistic_s + inside_s
+
+    def _inside_s(self, stage: int, replica: int) -> float:
+        """The sums inside of a stage of several ranks, for one micro-batch, and what is passed on to the others of them."""
+        column = self.layout.stages[stage].columns[replica]
+        if len(column.processors) == 1:
+            return 0.0
+        links = SlowestLink(self.runs[stage])
+        parts, samples = self.parts[replica], self.samples[replica]
+        alone = Layout(columns=(replace(column, width=1.0, micro_batches=parts),))
+        (sums,) = column_sums_s(alone, replace(self.workloads[stage], samples=samples), links)
+        link = links.among(column.processors)
+        ways = [self.workload.pieces[self.edges[at]] for at in (stage, stage + 1) if 0 < at <= self.last]
+        size_bytes = sum(piece.crossing_bytes_per_sample for piece in ways) * samples / parts
+        return (
+            sums / parts + (len(column.processors) - 1) * size_bytes / link.bandwidth_bytes_per_s + len(ways) * link.latency_s
+        )
+
+    def _flop_s(self, processor: Processor, flop: float, replica: int) -> float:
+        """So many flop of each sample of one micro-batch."""
+        samples = self.samples[replica] / self.parts[replica]
+        return self.noise * samples * flop / (pass_speed(processor.speed, samples, workload=self.workload) * self.scale)
+
+    def _late_s(self, stage: int, replica: int) -> float:
+        """What of a micro-batch's work on a stage no other stage waits for."""
+        if not stage or len(self.layout.stages[stage].columns[replica].processors) > 1:
+            return 0.0
+        flop = sum(piece.late_flop_per_sample for piece in self.pieces[stage])
+        return self._flop_s(self.cluster.by_name[self.names[stage][replica]], flop, replica)
+
+    def _crosses_s(self, stage: int, replica: int) -> float:
+        """One hand-over behind a stage, in one direction."""
+        one, other = (self.cluster.by_name[self.names[at][replica]] for at in (stage, stage + 1))
+        link = self.cluster.link(one.name, other.name)
+        rate = min(link.bandwidth_bytes_per_s, one.copy_bytes_per_s, other.copy_bytes_per_s)
+        size_bytes = self.workload.pieces[self.edges[stage + 1]].crossing_bytes_per_sample
+        return link.latency_s + size_bytes * self.samples[replica] / self.parts[replica] / rate
+
+    def _in_flight(
+        self,
+        computes: list[list[float]],
+        crosses: list[list[float]],
+        lates: list[list[float]],
+        overlap: bool,
+        schedule: PassOrder,
+    ) -> tuple[list[int], list[int]]:
+        """Micro-batches in flight on each stage: as few as can be, and as many as hide the hand-overs."""
+        most = max(self.parts)
+        if schedule == "gpipe":
+            return [most] * len(self.names), [most] * len(self.names)
+        plain = [min(len(self.names) - stage, most) for stage in range(len(self.names))]
+        deep = list(plain)
+        for own, behind, late, parts in zip(computes, crosses, lates, self.parts, strict=True) if overlap else ():
+            tau = max(*own, *_on_links_s(behind))
+            for stage, return_s in enumerate(_returns_s(own, behind, late)):
+                deep[stage] = max(deep[stage], min(parts, math.ceil(return_s / tau - _ROUNDING)))
+        return plain, deep
+
+    def _kept_bytes(self, in_flight: Sequence[int]) -> dict[str, float]:
+        kept = {}
+        for layout, own, run, number in zip(self.layout.stages, self.workloads, self.runs, in_flight, strict=True):
+            flying = replace(
+                own,
+                replicated_activation_bytes=number * own.replicated_activation_bytes,
+                blocks=tuple(
+                    replace(
+                        block,
+                        unit_activation_bytes=number * block.unit_activation_bytes,
+                        sample_activation_bytes=number * block.sample_activation_bytes,
+                    )
+                    for block in own.blocks
+                ),
+            )
+            kept.update(memory_bytes(layout, workload=flying, cluster=run))
+        return kept
+
+    def _fits(self, in_flight: Sequence[int]) -> bool:
+        given = self.cluster.by_name
+        return not self.cluster.memory_known or all(
+            kept <= (given[name].memory_bytes or math.inf) for name, kept in self._kept_bytes(in_flight).items()
+        )
+
+    def _sums(
+        self, computes: list[list[float]], crosses: list[list[float]], lates: list[list[float]], totals: list[float]
+    ) -> tuple[list[float], list[list[float]]]:
+        """When each stage is done with all its gradient sums, and how long they take each of its ranks."""
+        holders: dict[tuple[str, int], set[int]] = {}
+        for stage, pieces in enumerate(self.pieces):
+            for each in (each for piece in pieces for each in piece.shared):
+                holders.setdefault(each, set()).add(stage)
+        tied = {each: sorted(stages) for each, stages in holders.items() if len(stages) > 1}
+        without = frozenset(name for name, _ in tied)
+        early = [
+            [
+                before_s - late_s
+                for before_s, late_s in zip(
+                    accumulate((BACKWARD * own - late + over for own, over, late in zip(*times, strict=True)), initial=0.0),
+                    times[2],
+                    strict=False,
+                )
+            ]
+            for times in zip(computes, crosses, lates, strict=True)
+        ]
+        gradients, ends = [], []
+        for stage, (layout, run, pieces) in enumerate(zip(self.layout.stages, self.runs, self.pieces, strict=True)):
+            own = stage_workload(self.workload, pieces, without=without, is_wide=self.wide[stage])
+            gradients.append(gradient_sums_s(layout, own, SlowestLink(run)))
+            ready_s = max(total_s - own_early[stage] for total_s, own_early in zip(totals, early, strict=True))
+            ends.append(ready_s + max(gradients[-1]))
+        for (_, elements), stages in tied.items():
+            names = [name for stage in stages for name in self.names[stage]]
+            links = SlowestLink(self.cluster.only(names))
+            algorithm = sum_algorithm([links.host[name] for name in names])
+            sum_s = sums_s(algorithm, names, [(1, elements)], self.workload, links)
+            end_s = max(ends[stage] for stage in stages) + sum_s
+            for stage in stages:
+                ends[stage] = end_s
+                gradients[stage] = [own_s + sum_s for own_s in gradients[stage]]
+        return ends, gradients
+
+
+def _on_links_s(crosses: Sequence[float]) -> list[float]:
+    """For each stage, how long its own link is busy with one micro-batch, in each direction: with what comes from the stage in
+    front, and with the gradient from the stage behind it."""
+    return [before + behind for before, behind in zip((0.0, *crosses), crosses, strict=False)]
+
+
+def _returns_s(computes: Sequence[float], crosses: Sequence[float], lates: Sequence[float]) -> list[float]:
+    """For each stage, the time from a forward pass of it until the backward pass of the same micro-batch is done."""
+    found, returns = 0.0, list[float]()
+    for own, behind, late in zip(reversed(computes), reversed(crosses), reversed(lates), strict=True):
+        found += own - late + 2 * behind
+        returns.insert(0, found + late)
+    return returns

@@ -1,0 +1,78 @@
+"""What each processor does in an iteration: how long it computes, sums and waits. The parts sum to the price."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tatami.cluster import Cluster
+from tatami.tiling.alphabeta import AlphaBetaCost, column_sums_s, gradient_sums_s, statistics_s
+from tatami.tiling.compute import calls_s, section_flop_times
+from tatami.tiling.layout import Layout
+from tatami.tiling.links import SlowestLink
+from tatami.tiling.speeds import at_tiles
+from tatami.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessorTime:
+    """An iteration of one processor, in seconds.
+
+    Attributes:
+        processor: its name.
+        compute_s: its own tile, and the calls of its blocks.
+        sums_s: tensor-parallel sums inside its column, and sums of batch statistics.
+        gradients_s: the sums of its gradients across the columns.
+        wait_s: the rest of the iteration: others compute or send for longer.
+    """
+
+    processor: str
+    compute_s: float
+    sums_s: float
+    gradients_s: float
+    wait_s: float
+
+    @property
+    def send_s(self) -> float:
+        """All its communication."""
+        return self.sums_s + self.gradients_s
+
+    @property
+    def total_s(self) -> float:
+        """The whole iteration."""
+        return self.compute_s + self.send_s + self.wait_s
+
+
+def timeline(
+    layout: Layout, *, cluster: Cluster, workload: Workload, cost: AlphaBetaCost | None = None
+) -> tuple[ProcessorTime, ...]:
+    """The iteration that `cost` prices, of every processor that has a tile, in the order of the layout."""
+    cost = AlphaBetaCost() if cost is None else cost
+    total_s = cost.price(layout, cluster=cluster, workload=workload).total
+    links = SlowestLink(cluster)
+    plain = at_tiles(cluster, layout, workload=workload).speeds
+    times = np.zeros(len(layout.processors))
+    for section in section_flop_times(layout, speeds=plain, workload=workload):
+        times += section
+    columns = [index for index, column in enumerate(layout.columns) for _ in column.processors]
+    samples = workload.samples * np.array(layout.sample_shares(workload.samples))[columns]
+    compute_s = (samples * times / cost.scale(cluster)).tolist()
+    column_s, statistic_s = column_sums_s(layout, workload, links), statistics_s(layout, workload, links)
+    gradients_s = gradient_sums_s(layout, workload, links)
+    found = []
+    for index, name in enumerate(layout.processors):
+        own_s = compute_s[index] + calls_s(
+            cluster.by_name[name], blocks=len(workload.blocks), micro_batches=layout.columns[columns[index]].micro_batches
+        )
+        sums_s = column_s[columns[index]] + statistic_s
+        found.append(
+            ProcessorTime(
+                processor=name,
+                compute_s=own_s,
+                sums_s=sums_s,
+                gradients_s=gradients_s[index],
+                wait_s=max(0.0, total_s - own_s - sums_s - gradients_s[index]),
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,82 @@
+"""Ranks that are added to an elastic run: a few start at a time, those that start are told, and there is a most."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("ray", reason="ray is not installed")
+
+from tatami.elastic import runtime
+from tatami.elastic.settings import MOST_STARTING, ElasticContext, ElasticSettings
+from tatami.errors import InputError
+
+
+class FakeCrew:
+    """Processes that start when the test says so."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.running: frozenset[str] = frozenset()
+        self.killed: list[str] = []
+        self._num = 0
+
+    def name(self) -> str:
+        self._num += 1
+        return f"p{self._num - 1}"
+
+    def start(self, name: str, *, members: tuple[str, ...], joins: bool) -> None:
+        assert (members, joins) == ((name,), True)
+        self.running |= {name}
+
+    def kill(self, name: str) -> None:
+        self.running -= {name}
+        self.killed.append(name)
+
+
+@pytest.fixture
+def control(monkeypatch: pytest.MonkeyPatch) -> runtime.ElasticRuntime:
+    monkeypatch.setattr(runtime, "RankCrew", FakeCrew)
+    return runtime.ElasticRuntime(
+        ElasticSettings(ranks=2), context=ElasticContext(), pickled_spec=b"", watch=cast(Any, SimpleNamespace())
+    )
+
+
+def test_a_few_are_started_at_a_time_and_all_are_told_until_they_are_members(control: runtime.ElasticRuntime) -> None:
+    crew = cast(Any, control)._crew
+    added = [control.add() for _ in range(6)]
+    assert control.members == ("p0", "p1")
+    assert [*control.starting] == added == ["p2", "p3", "p4", "p5", "p6", "p7"]
+    assert crew.running == {"p2", "p3", "p4", "p5"}
+    control._processors["p3"] = cast(Any, None)  # it has entered the loop, and waits to be let in
+    control._start_waiting()
+    assert crew.running == {"p2", "p3", "p4", "p5", "p6"}
+    crew.running -= {"p4"}  # it has died
+    control._start_waiting()
+    assert crew.running == {"p2", "p3", "p5", "p6", "p7"}
+    assert [*control.starting] == ["p2", "p3", "p5", "p6", "p7"]
+    control.remove("p5")
+    assert crew.killed == ["p5"]
+    assert [*control.starting] == ["p2", "p3", "p6", "p7"]
+
+
+def test_one_that_waits_for_its_start_is_never_started_where_it_is_removed(control: runtime.ElasticRuntime) -> None:
+    crew = cast(Any, control)._crew
+    added = [control.add() for _ in range(5)]
+    control.remove(added[4])
+    control.remove(added[0])
+    control._start_waiting()
+    assert crew.running == set(added[1:4])
+    assert [*control.starting] == added[1:4]
+
+
+def test_a_program_that_adds_until_there_are_enough_members_is_stopped(control: runtime.ElasticRuntime) -> None:
+    def keep_four() -> None:
+        while len(control.members) < 4:
+            control.add()
+
+    with pytest.raises(InputError, match=rf"{MOST_STARTING} ranks are starting already \(p2 to p17\), which is the most"):
+        keep_four()
+    assert len(control.starting) == MOST_STARTING
+    assert len(cast(Any, control)._crew.running) == 4

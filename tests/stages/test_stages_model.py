@@ -1,0 +1,557 @@
+"""`tatami.tile` with pipeline stages: a loop by hand, and the Trainer, train as one machine does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial, partialmethod
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from stages_rig import CASES, Case, Gpt, floats, made, numbers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+from typer.testing import CliRunner
+
+import tatami
+from tatami.cli.app import app
+from tatami.cluster import Cluster, Link, Processor
+from tatami.comm.base import AbstractCommunicator
+from tatami.comm.threads import run_threads
+from tatami.errors import InputError, ModelError, NotFiniteError, PlanError, RankDiedError
+from tatami.records import Records
+from tatami.report.page import facts_of, read_run
+from tatami.testing.worlds import World
+from tatami.tiled import ModelCheckpoint, Trainer, whole_state_dict
+from tatami.tiled.model_stage import ModelStage
+from tatami.tiling import Column, Layout, StagedLayout
+from tiled_rig import staged
+
+STEPS = 5
+# The gradient of a key's bias is 0 but for rounding, which Adam with its own eps would blow up to a step.
+AdamW = partial(torch.optim.AdamW, lr=0.01, eps=1e-4)
+
+
+def shared(*sizes: int, cut: int, micro_batches: int = 1) -> StagedLayout:
+    """One replica of two stages of so many ranks, which share the units of their stage at unequal heights."""
+    stages, taken = [], 0
+    for size in sizes:
+        names = tuple(f"p{rank}" for rank in range(taken, taken + size))
+        heights = tuple((2 + place) / sum(range(2, 2 + size)) for place in range(size))
+        stages.append(Layout(columns=(Column(width=1.0, processors=names, heights=heights, micro_batches=micro_batches),)))
+        taken += size
+    return StagedLayout(stages=tuple(stages), cuts=(cut,))
+
+
+SHARED = {"gpt": 2, "gpt-tied": 3, "perceptron": 1}  # in front of which piece they are cut
+
+
+def wide_layouts(size: int, *, cut: int | None) -> Iterator[StagedLayout]:
+    if size > 2 and cut is not None:
+        yield from (shared(2, 1, cut=cut), shared(1, size - 1, cut=cut, micro_batches=4))
+        if size == 4:
+            yield shared(2, 2, cut=cut, micro_batches=2)
+
+
+def layouts(size: int, *, pieces: int) -> Iterator[StagedLayout]:
+    """Some layouts for so many ranks of a network of so many pieces."""
+    for stages in range(2, min(size, pieces) + 1):
+        even = tuple(round(part * pieces / stages) for part in range(1, stages))
+        yield staged(size, stages=stages, cuts=even)
+        yield staged(size, stages=stages, cuts=tuple(range(1, stages)), micro_batches=2)
+
+
+def plain_run(case: Case, *, steps: int = STEPS) -> dict[str, torch.Tensor]:
+    network = case.make()
+    optimizer = AdamW(network.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.autograd.backward(case.loss(network(**case.x), case.y))
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 0.5)
+        optimizer.step()
+    return network.state_dict()
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=f"{name} differs")
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", CASES)
+def test_a_loop_by_hand_trains_as_one_machine(world: World, name: str) -> None:
+    case = CASES[name]()
+
+    def body(comm: AbstractCommunicator) -> list[tuple[int, StagedLayout, dict[str, torch.Tensor]]]:
+        found = []
+        for layout in (*layouts(comm.size, pieces=2 if name == "lstm" else 4), *wide_layouts(comm.size, cut=SHARED.get(name))):
+            model = tatami.tile(
+                case.make(),
+                comm,
+                batch_size=len(case.y),
+                sample=case.x,
+                layout=layout,
+                speeds="equal",
+                reduction="mean",
+                quiet=True,
+            )
+            optimizer = AdamW(model.parameters())
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                x, y = model.local(case.x, case.y)
+                if step % 2:  # all forward passes first
+                    torch.autograd.backward(case.loss(model(**x), y))
+                else:  # one forward and one backward pass in turn
+                    for x_part, y_part in model.micro_batches(case.x, case.y):
+                        torch.autograd.backward(case.loss(model(**x_part), y_part))
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+            found.append((sum(each.numel() for each in model.own_parameters()), layout, whole_state_dict(model)))
+            model.close()
+        return found
+
+    results = world(body)
+    expected = plain_run(case)
+    for number, (_, layout, weights) in enumerate(results[0]):
+        assert_same(weights, expected)
+        for column in (column for stage in layout.stages for column in stage.columns if len(column.processors) > 1):
+            held = [results[int(processor[1:])][number][0] for processor in column.processors]
+            assert sorted(set(held)) == held, "each rank has as many units as its height says"
+
+
+class Noisy(nn.Module):
+    """Dropout in several layers, a residual connection, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Dropout(0.3), nn.Linear(9, 12))
+        self.middle = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12), nn.Dropout(0.2))
+        self.last = nn.Sequential(nn.Tanh(), nn.Linear(12, 8), nn.Dropout(0.1), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        result: torch.Tensor = self.last(hidden + self.middle(hidden))
+        return result
+
+
+SAMPLES = 23
+noisy = made(Noisy)  # once: ranks as threads share torch's generator
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(0, 3, (SAMPLES,), generator=generator))
+
+
+def trainer(comm: AbstractCommunicator, layout: StagedLayout | None, **settings: Any) -> Trainer:
+    model = tatami.tile(noisy(), comm, batch_size=8, sample=data()[:4][0], layout=layout, speeds="equal", quiet=True)
+    model.generator.manual_seed(11)
+    return Trainer(model, optimizer=AdamW, loss=F.cross_entropy, seed=3, **settings)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_the_trainer_trains_evaluates_and_predicts_as_on_one_machine(world: World, clip: float | None) -> None:
+    def run(comm: AbstractCommunicator, layout: StagedLayout | None) -> Any:
+        own = trainer(comm, layout, gradient_clip_val=clip, accumulate_grad_batches=2)
+        history = own.fit(data(), batch_size=8, epochs=2, validation=data(), metrics=["accuracy"])
+        return history.losses, history.validation, own.predict(data(), batch_size=8), whole_state_dict(own.model)
+
+    def body(comm: AbstractCommunicator) -> list[Any]:
+        return [run(comm, layout) for layout in (*layouts(comm.size, pieces=4), *wide_layouts(comm.size, cut=4))]
+
+    results = world(body)
+    (expected,) = run_threads(lambda comm: run(comm, None), size=1)
+    for rank, found in enumerate(results):
+        for losses, validation, predicted, weights in found:
+            assert losses == pytest.approx(expected[0], rel=1e-10)
+            assert validation == [pytest.approx(each, rel=1e-10) for each in expected[1]]
+            torch.testing.assert_close(predicted, expected[2], rtol=1e-10, atol=1e-12)
+            if rank == 0:
+                assert_same(weights, expected[3])
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_training_is_saved_and_goes_on_with_other_stages(world: World, tmp_path: Path) -> None:
+    """Saved after three updates in one layout, and gone on with in each other one, and without stages."""
+
+    def some(comm: AbstractCommunicator) -> list[StagedLayout | None]:
+        return [None, *layouts(comm.size, pieces=4), *wide_layouts(comm.size, cut=4)]
+
+    def run(comm: AbstractCommunicator, layout: StagedLayout | None, number: int, *, resume: int | None) -> Any:
+        own = trainer(comm, layout)
+        folder = tmp_path / f"{number}"
+        objects = {"schedule": torch.optim.lr_scheduler.StepLR(own.optimizer, 2)}
+        begun = 0
+        if resume is not None:
+            found = tatami.load_training(tmp_path / f"{resume}", own.model, own.optimizer, objects=objects)
+            assert found is not None
+            begun = found.step
+        x, y = data()[:8]
+        for step in range(begun, 5):
+            own.optimizer.zero_grad()
+            x_here, y_here = own.model.local(x, y)
+            torch.autograd.backward(F.cross_entropy(own.model(x_here), y_here))
+            own.optimizer.step()
+            objects["schedule"].step()
+            if step == 2 and resume is None:
+                tatami.save_training(folder, own.model, own.optimizer, step=step + 1, objects=objects)
+        return whole_state_dict(own.model)
+
+    def body(comm: AbstractCommunicator) -> list[dict[str, torch.Tensor]]:
+        saved = [run(comm, layout, number, resume=None) for number, layout in enumerate(some(comm))]
+        numbers = range(len(saved))
+        return saved + [run(comm, some(comm)[n], n, resume=other) for n in numbers for other in numbers if (n + other) % 2]
+
+    results = world(body)
+    for weights in results[0][1:]:
+        assert_same(weights, results[0][0])
+
+
+def thin(comm: AbstractCommunicator) -> Cluster:
+    """Hosts of one rank each, of unequal speed, on a slow link."""
+    processors = [Processor(name=f"p{i}", speed=1e6 / (1 + i % 2), host=f"h{i}") for i in range(comm.size)]
+    return Cluster(processors=tuple(processors), network=Link(bandwidth_bytes_per_s=1e4, latency_s=1e-4))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("asked", [{}, {"stages": 2}, {"stages": 2, "micro_batches": 3}])
+def test_stages_are_planned(world: World, asked: dict[str, Any]) -> None:
+    """On slow links by itself, or as many as were asked for."""
+    case = CASES["gpt"]()
+
+    def body(comm: AbstractCommunicator) -> Any:
+        network = case.make()
+        model = tatami.tile(
+            network, comm, batch_size=len(case.y), sample=case.x, speeds=thin(comm), reduction="mean", quiet=True, **asked
+        )
+        assert model.stage is not None
+        x, y = model.local(case.x, case.y)
+        loss = case.loss(model(**x), y)
+        torch.autograd.backward(loss)
+        value = model.global_loss(loss)
+        if not model.has_results:
+            with pytest.raises(ModelError, match="the loss and the network's results are on the last stage"):
+                loss.item()
+        plain = model.whole()
+        number = len(model.stage.layout.stages), model.stage.layout.stages[0].columns[0].micro_batches
+        return number, value, None if plain is None else plain(**case.x).detach()
+
+    results = world(body)
+    network = case.make()
+    for number, value, _ in results:
+        assert number[0] == asked.get("stages", number[0]) >= 2
+        assert number[1] == asked.get("micro_batches", number[1])
+        assert value == pytest.approx(case.loss(network(**case.x), case.y).item(), rel=1e-12)
+    torch.testing.assert_close(results[0][2], network(**case.x).detach(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"stages": 9}, "9 stages are more than the"),
+        ({"stages": 2, "sample": None}, "need a sample"),
+        ({"stages": 2, "random": "local"}, "leave random='local' out"),
+        ({"stages": 2, "micro_batches": 99}, "99 micro-batches are more than the 6 samples"),
+        (
+            {"layout": shared(2, 1, cut=1)},
+            "p0 and p1 are to share the units of stage 0, and no layer that is wholly inside of it",
+        ),
+    ],
+)
+def test_what_stages_cannot_do_is_refused_by_name(world: World, asked: dict[str, Any], told: str) -> None:
+    case = CASES["gpt"]()
+
+    def body(comm: AbstractCommunicator) -> None:
+        settings = {"sample": case.x, "speeds": thin(comm), "quiet": True, **asked}
+        with pytest.raises((InputError, PlanError), match=told):
+            tatami.tile(case.make(), comm, batch_size=len(case.y), **settings)
+
+    world(body)
+
+
+class Branches(nn.Module):
+    """Python looks at a value of the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if hidden.sum() > 1e9:
+            hidden = hidden * 0
+        result: torch.Tensor = self.last(hidden)
+        return result
+
+
+@pytest.mark.ranks(2)
+def test_a_branch_on_a_value_of_another_stage_is_refused_with_its_line(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        with pytest.raises(ModelError, match=r"test_stages_model.py:\d+ looks at a value that gt computes"):
+            tatami.tile(
+                Branches(), comm, batch_size=4, sample=torch.ones(2, 6), layout=staged(2, stages=2, cuts=(1,)), speeds="equal"
+            )
+
+    world(body)
+
+
+def trained(
+    comm: AbstractCommunicator,
+    make: Callable[[], nn.Module],
+    layout: StagedLayout | None,
+    *,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    settings: Mapping[str, Any] | None = None,
+    backward: Callable[[torch.Tensor], None] = torch.autograd.backward,
+) -> dict[str, torch.Tensor]:
+    """Whole weights after three steps of a loop over micro-batches."""
+    own = {"speeds": "equal", "reduction": "mean", "quiet": True, **(settings or {})}
+    model = tatami.tile(make(), comm, batch_size=len(y), sample=x, layout=layout, **own)
+    optimizer = AdamW(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        for x_part, y_part in model.micro_batches(x, y):
+            output = model(x_part)
+            backward(F.cross_entropy(output if isinstance(output, torch.Tensor) else output.logits[:, -1], y_part))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return whole_state_dict(model)
+
+
+def assert_trains_alike(world: World, make: Callable[[], nn.Module], layout: StagedLayout, **given: Any) -> None:
+    results = world(lambda comm: trained(comm, make, layout, **given))
+    (expected,) = run_threads(lambda comm: trained(comm, make, None, **given), size=1)
+    assert_same(results[0], expected)
+
+
+def frozen_tied() -> nn.Module:
+    """A GPT whose tied embedding and head are not trained, as under LoRA."""
+    network = Gpt(tied=True)
+    network.tokens.weight.requires_grad_(False)
+    return Last(network)
+
+
+class Last(nn.Module):
+    """The logits of the last token."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x)[:, -1]
+        return result
+
+
+@pytest.mark.ranks(2, 3)
+def test_tied_weights_may_be_frozen(world: World) -> None:
+    x, y = numbers(6, 12, below=33), numbers(6, below=33, seed=7)
+    layout = staged(world.size, stages=world.size, cuts=tuple(range(2, world.size + 1)), micro_batches=2)
+    assert_trains_alike(world, made(frozen_tied), layout, x=x, y=y)
+
+
+class Normed(nn.Module):
+    """Two convolutions with batch normalization in each of two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.second(self.first(x))
+        return result
+
+
+@pytest.mark.ranks(2, 4)
+def test_batch_normalization_takes_the_whole_batch_in_each_stage(world: World) -> None:
+    x, y = floats(10, 1, 8, 8), numbers(10, below=3)
+    assert_trains_alike(world, made(Normed), staged(world.size, stages=2, cuts=(1,)), x=x, y=y)
+
+
+@pytest.mark.ranks(2, 3)
+def test_stages_never_wait_for_each_other_whatever_is_in_flight(world: World) -> None:
+    """Also where a later stage is to have more micro-batches in flight than the one in front of it lets through."""
+    case = CASES["called-twice"]()
+    layout = staged(world.size, stages=world.size, cuts=tuple(range(1, world.size)), micro_batches=4)
+
+    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ModelStage, "__init__", partialmethod(ModelStage.__init__, in_flight=range(1, world.size + 1)))
+            own = trained(comm, case.make, layout, x=case.x["x"], y=case.y)
+            comm.barrier()
+        return own
+
+    results = world(body)
+    (expected,) = run_threads(lambda comm: trained(comm, case.make, None, x=case.x["x"], y=case.y), size=1)
+    assert_same(results[0], expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_several_losses_of_one_pass(world: World, micro_batches: int) -> None:
+    """As two terms of a loss that each go backward; the deferred passes keep their order."""
+    case = CASES["called-twice"]()
+
+    def twice(loss: torch.Tensor) -> None:
+        torch.autograd.backward(loss * 0.25, retain_graph=True)
+        torch.autograd.backward(loss * 0.75)
+
+    layout = staged(2, stages=2, cuts=(2,), micro_batches=micro_batches)
+    assert_trains_alike(world, case.make, layout, x=case.x["x"], y=case.y, backward=twice)
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_of_other_stages_with_other_batches_are_found(world: World) -> None:
+    case = CASES["called-twice"]()
+
+    def body(comm: AbstractCommunicator) -> None:
+        layout = staged(comm.size, stages=comm.size, cuts=tuple(range(1, comm.size)))
+        with pytest.raises(InputError, match="the ranks were given different batches: rank 1 has other samples than rank 0"):
+            trained(comm, case.make, layout, x=case.x["x"] + comm.rank, y=case.y)
+
+    world(body)
+
+
+class Recomputed(nn.Module):
+    """Both stages within one part that is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: Any = checkpoint(lambda each: self.last(torch.tanh(self.first(each))), x, use_reentrant=False)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+
+@pytest.mark.threads_only  # where ranks are processes, the other one waits for its timeout
+@pytest.mark.ranks(2)
+def test_a_cut_inside_of_what_is_computed_again_is_refused(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        # The last stage finds it first; the other one waits for the gradient then.
+        error, told = (RankDiedError, "rank 1") if comm.rank == 0 else (ModelError, "outside of the forward pass, as torch")
+        with pytest.raises(error, match=told):
+            trained(comm, made(Recomputed), staged(2, stages=2, cuts=(1,)), x=floats(4, 6), y=numbers(4, below=3))
+
+    world(body)
+
+
+@pytest.mark.ranks(2)
+def test_hand_overs_are_rounded_where_a_wire_is_named(world: World) -> None:
+    case = CASES["called-twice"]()
+
+    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
+        layout, x = staged(2, stages=2, cuts=(2,)), case.x["x"].float()
+        return trained(comm, lambda: case.make().float(), layout, x=x, y=case.y, settings={"wire": "bfloat16"})
+
+    results = world(body)
+    (exact,) = run_threads(lambda comm: trained(comm, case.make, None, x=case.x["x"], y=case.y), size=1)
+    errors = [float((results[0][name] - tensor).abs().max()) for name, tensor in exact.items()]
+    assert 1e-6 < max(errors) < 0.02
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_networks_of_transformers_are_tiled_in_stages(world: World, kind: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"vocab_size": 33, "use_cache": False}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_positions=12, n_embd=16, n_layer=2, n_head=2, attn_pdrop=0.0, **sizes)
+        make = made(lambda: transformers.GPT2LMHeadModel(config))
+    else:
+        config = transformers.LlamaConfig(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, **sizes
+        )
+        make = made(lambda: transformers.LlamaForCausalLM(config))
+    x, y = numbers(6, 12, below=33), numbers(6, below=33, seed=7)
+    assert_trains_alike(world, make, staged(2, stages=2, cuts=(2,)), x=x, y=y)
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_trainer_goes_on_from_a_checkpoint_with_other_stages(world: World, tmp_path: Path) -> None:
+    """In mid-epoch, with targets that are left out."""
+    x, y = data()[:]
+    kept = TensorDataset(x, torch.where(torch.arange(SAMPLES) % 5 == 2, -100, y))
+
+    def run(comm: AbstractCommunicator, layout: StagedLayout | None, folder: Path, **limits: Any) -> Trainer:
+        own = trainer(comm, layout, checkpoint=ModelCheckpoint(dirpath=folder))
+        own.fit(kept, batch_size=8, resume=True, **limits)
+        return own
+
+    def body(comm: AbstractCommunicator) -> list[dict[str, torch.Tensor]]:
+        some = [None, *layouts(comm.size, pieces=4)]
+        found = []
+        for number, layout in enumerate(some):
+            run(comm, layout, tmp_path / f"{number}", iterations=4)
+            found.append(whole_state_dict(run(comm, some[number - 1], tmp_path / f"{number}", iterations=7).model))
+        return found
+
+    results = world(body)
+    (expected,) = run_threads(lambda comm: whole_state_dict(run(comm, None, tmp_path / "one", iterations=7).model), size=1)
+    for weights in results[0]:
+        assert_same(weights, expected)
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_that_is_not_finite_ends_all_stages(world: World, tmp_path: Path) -> None:
+    x, y = data()[:]
+
+    def body(comm: AbstractCommunicator) -> None:
+        own = trainer(comm, staged(2, stages=2, cuts=(2,), micro_batches=2), rescue_dir=tmp_path)
+        own.fit((x, y), batch_size=8, iterations=3)
+        with pytest.raises(NotFiniteError, match=r"the loss is nan on rank 1 of 2.*is in .*last-good"):
+            own.fit((x * math.nan, y), batch_size=8, iterations=1)
+
+    world(body)
+    assert len(list(tmp_path.glob("last-good-*.safetensors"))) == 1
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_run_is_described_recorded_and_shown(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Rank 0, which records, is not on the last stage, where the loss is."""
+    folder = tmp_path_factory.mktemp("seen")
+
+    def body(comm: AbstractCommunicator) -> Any:
+        where = comm.bcast_object(folder)
+        layout = staged(comm.size, stages=2, cuts=(2,), micro_batches=2)
+        with Records(where / "run.jsonl" if comm.rank == 0 else None) as records:
+            train = trainer(comm, layout, records=records, record_every=3, report=where / "run.html")
+            losses = train.fit(data(), batch_size=8, iterations=6).losses
+        described = train.model.describe()
+        assert described.stages is not None
+        return losses, described.stages.to_dict(), described.text(width=80), train.model.phases.last, where
+
+    (losses, described, text, last, where), *others = world(body)
+    assert all(each[:3] == (losses, described, text) for each in others), "the loss and the stages are known everywhere"
+    assert last.total_s == pytest.approx(sum(vars(last).values()))
+    run = read_run(where / "run.jsonl")
+    assert [each["loss"] for each in run.of("train")] == losses[2::3]
+    facts = facts_of(run)
+    assert facts.stages == described
+    assert {(each["rank"], each["stage"], each["in_flight"]) for each in described["ranks"]} >= {("p0", 1, 2), ("p1", 2, 1)}
+    samples = next(each["samples"] for each in described["ranks"] if each["rank"] == "p0")
+    sent = {(row["source"], row["target"]): row["size_bytes"] for row in facts.links}
+    assert sent["p0", "p1"] == sent["p1", "p0"] == samples * 9 * 8
+    assert {(row["rank"], row["y1"], row["y2"]) for row in facts.tiles} >= {("p0", 0, 1), ("p1", 1, 2)}
+    for rank in {each["rank"] for each in described["ranks"]}:
+        spans = [row for row in facts.timeline if row["rank"] == rank]
+        assert all(one["ended"] <= other["began"] + 1e-9 for one, other in pairwise(spans))
+        assert {row["number"] for row in spans if row["phase"] == "backward"} == {1, 2}
+    assert {row["phase"] for row in facts.phases} >= {"forward", "backward", "horizontal", "bubble"}
+    assert "<h2>Pipeline stages</h2>" in (where / "run.html").read_text(encoding="utf-8")
+    shown = CliRunner().invoke(app, ["watch", str(where / "run.jsonl")]).stdout
+    for words in ("8 samples x 2 stages in", "hand-over" if "handover" in str(facts.phases) else "bubble", "memory"):
+        assert words in shown
+    assert "Stage 1 hands 72 B a sample to stage 2, and gets 72 B back." in " ".join(text.split())

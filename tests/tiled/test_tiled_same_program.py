@@ -1,0 +1,263 @@
+"""Layers with the same program are traced once; a layer that differs in anything its trace depends on is traced by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from equal_runs import check_case
+from networks import Batch, Case
+from torch import nn
+
+from tatami.testing.worlds import World
+from tatami.tiled.blocks import find_blocks
+from tatami.tiled.following import following
+from tatami.tiled.following.exporting import ModuleCall
+from tatami.tiled.following.same_program import structure_of
+
+FACTOR = {"now": 2.0}
+"""What a layer may compute with that is no attribute of it."""
+
+
+class Layer(nn.Module):
+    """A gated perceptron whose forward pass reads one of many things, by `reads`."""
+
+    def __init__(self, index: int, reads: str, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(6, 10), nn.Dropout(0.2), nn.Linear(10, 6)
+        self.gate = nn.Linear(6, 10)
+        self.register_buffer("mask", torch.ones(10))
+        self.index, self.reads, self.config, self.gated, self._scale = index, reads, config, False, 1.0
+        self.act: Callable[[torch.Tensor], torch.Tensor] = torch.relu
+        self.table = [1.0, 1.0]
+        self.constant = np.ones(2)
+
+    def factor(self) -> Any:
+        match self.reads:
+            case "index":
+                return 1.0 / (self.index + 1)
+            case "kind of the layer":
+                return 2.0 if self.config.kinds[self.index] == "sliding" else 1.0
+            case "configuration":
+                return self.config.factor
+            case "private number":
+                return self._scale
+            case "list":
+                return self.table[1]
+            case "constant array":
+                return float(self.constant[1])
+            case "dict of the module":
+                return vars(self)["_scale"]
+            case "buffer":
+                return self.mask
+            case "global":
+                return FACTOR["now"]
+            case "which layer it is":
+                return 3.0 if self.config.first[0] is self else 1.0
+        return 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.act(self.gate(x)) * self.first(x)
+        h = h * torch.sigmoid(h) if self.gated else h
+        result: torch.Tensor = x + self.last(self.drop(h * self.factor()))
+        return result
+
+
+class Frozen(nn.Dropout):
+    """It stays in the mode that it is in."""
+
+    def train(self, mode: bool = True) -> Frozen:  # noqa: ARG002
+        return self
+
+
+class Net(nn.Module):
+    def __init__(self, reads: str = "nothing") -> None:
+        super().__init__()
+        config = SimpleNamespace(kinds=["full", "sliding"], factor=2.0, first=[])
+        self.embedding = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(Layer(index, reads, config) for index in range(2))
+        config.first.append(self.layers[0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def gate(layer: Layer) -> None:
+    layer.gated = True
+
+
+def drop_more(layer: Layer) -> None:
+    layer.drop.p = 0.5
+
+
+def scale(layer: Layer) -> None:
+    layer._scale = 3.0
+
+
+def other_table(layer: Layer) -> None:
+    layer.table = [1.0, 4.0]
+
+
+def other_constant(layer: Layer) -> None:
+    layer.constant = np.array([1.0, 5.0])
+
+
+def other_buffer(layer: Layer) -> None:
+    layer.mask = torch.linspace(0.0, 1.0, 10)
+
+
+def other_configuration(layer: Layer) -> None:
+    layer.config = SimpleNamespace(**{**vars(layer.config), "factor": 7.0})
+
+
+def other_function(layer: Layer) -> None:
+    layer.act = torch.tanh
+
+
+def closure(layer: Layer) -> None:
+    layer.act = lambda h: 2.0 * torch.relu(h)
+
+
+def hook(layer: Layer) -> None:
+    layer.first.register_forward_hook(lambda module, args, output: 3.0 * output)  # noqa: ARG005
+
+
+def other_class(layer: Layer) -> None:
+    frozen = Frozen(0.2)
+    frozen.training = False
+    layer.drop = frozen
+
+
+def freeze(layer: Layer) -> None:
+    layer.first.weight.requires_grad_(False)
+
+
+def nothing(layer: Layer) -> None:
+    del layer
+
+
+DIFFERENT = {
+    "flag": ("nothing", gate),
+    "dropout": ("nothing", drop_more),
+    "index": ("index", nothing),
+    "kind of the layer": ("kind of the layer", nothing),
+    "private number": ("private number", scale),
+    "dict of the module": ("dict of the module", scale),
+    "list": ("list", other_table),
+    "constant array": ("constant array", other_constant),
+    "configuration": ("configuration", other_configuration),
+    "function": ("nothing", other_function),
+    "closure": ("nothing", closure),
+    "hook": ("nothing", hook),
+    "class inside": ("nothing", other_class),
+    "frozen weight": ("nothing", freeze),
+    "which layer it is": ("which layer it is", nothing),
+}
+SAME = {
+    "all": ("nothing", nothing),
+    "index that is not read": ("nothing", scale),
+    "values of a buffer": ("buffer", other_buffer),
+    "global": ("global", nothing),
+}
+
+
+def programs(net: Net) -> list[Any]:
+    """What was found of each layer, after it was compared in both modes with what the layer computes."""
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+    found = find_blocks(net, sample=x)
+    assert sorted(found.followed) == ["layers.0", "layers.1"], found.reasons
+    for name, each in found.followed.items():
+        layer = net.get_submodule(name)
+        for training in (True, False):
+            layer.train(training)
+            program = each.mode(training).program
+            tensors = dict(layer.named_parameters(remove_duplicate=False)) | dict(layer.named_buffers())
+            torch.manual_seed(5)
+            expected = layer(x)
+            torch.manual_seed(5)
+            (actual,) = program.graph(*(tensors[tensor] for tensor in program.tensors), x)
+            torch.testing.assert_close(actual, expected)
+    return list(found.followed.values())
+
+
+@pytest.mark.parametrize("name", sorted(DIFFERENT))
+def test_layers_that_differ_in_what_is_read_have_programs_of_their_own(name: str) -> None:
+    reads, change = DIFFERENT[name]
+    net = Net(reads)
+    change(net.layers[1])  # type: ignore[arg-type]
+    first, second = programs(net)
+    assert first is not second
+
+
+@pytest.mark.parametrize("name", sorted(SAME))
+def test_layers_that_differ_in_nothing_that_is_read_share_a_program(name: str) -> None:
+    reads, change = SAME[name]
+    net = Net(reads)
+    change(net.layers[1])  # type: ignore[arg-type]
+    first, second = programs(net)
+    assert first is second
+
+
+def test_a_program_is_not_used_after_a_global_that_it_was_made_with_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = programs(Net("global"))
+    monkeypatch.setitem(FACTOR, "now", 5.0)
+    after = programs(Net("global"))
+    assert after[0] is not before[0]
+
+
+def test_what_many_layers_fail_with_is_found_out_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = []
+    compute = following._followed
+
+    def counted(module: nn.Module, *rest: Any) -> Any:
+        traced.append(module)
+        return compute(module, *rest)
+
+    monkeypatch.setattr(following._TRACED, "_compute", counted)
+
+    class Branching(nn.Module):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.first, self.last, self.index = nn.Linear(6, 10), nn.Linear(10, 6), index
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.last(torch.relu(self.first(x)))
+            result: torch.Tensor = x + (h if self.first.weight.sum() > self.index else 2 * h)
+            return result
+
+    net = nn.Sequential(nn.Linear(6, 6), *(Branching(index) for index in range(5)))
+    found = find_blocks(net, sample=torch.randn(4, 6))
+    assert sum(isinstance(module, Branching) for module in traced) == 2
+    assert len({found.reasons[str(index)] for index in range(1, 6)}) == 1
+
+
+def test_inputs_and_weights_that_are_shared_are_a_structure_of_their_own() -> None:
+    x, layer = torch.randn(2, 6), nn.Bilinear(6, 6, 3)
+    calls = [ModuleCall(args=args, kwargs={}, sample_axes=(0, 0)) for args in ((x, x), (x, x.clone()))]
+    assert structure_of(layer, calls[0]) != structure_of(layer, calls[1])
+    tied, other = (nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)) for _ in range(2))
+    tied[1].weight = tied[0].weight
+    call = ModuleCall(args=(x,), kwargs={}, sample_axes=(0,))
+    assert structure_of(tied, call) != structure_of(other, call)
+
+
+def scaled_by_index() -> nn.Module:
+    net = Net("index")
+    net.layers[1].drop.p = 0.4  # type: ignore[union-attr]
+    return net
+
+
+def rows(samples: int, generator: torch.Generator) -> Batch:
+    return (torch.randn(samples, 6, generator=generator, dtype=torch.float64),)
+
+
+@pytest.mark.threads_only
+def test_layers_that_nearly_are_the_same_equal_the_plain_ones(world: World) -> None:
+    check_case(world, Case(build=scaled_by_index, draw=rows, blocks=("gated pair",) * 2))

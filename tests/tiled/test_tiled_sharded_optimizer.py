@@ -1,0 +1,116 @@
+"""An optimizer whose state is sharded steps as the whole one, and each rank keeps the state of its shard alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_tiled_optimizers import ByNorm, WithClosure
+from torch import nn
+
+from drawing import one_at_a_time
+from tatami.cluster import Cluster, Processor
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError, ModelError, PlanError
+from tatami.testing.worlds import World
+from tatami.tiled import TiledModel, move, tile, whole_state_dict
+from tatami.tiling.memory import memory_bytes
+from tatami.tiling.sharding import rounds_of, shard_bounds, shard_shares
+from tatami.workload import Workload
+from tiled_rig import WithUnused, assert_close, simple_layout
+
+SPEEDS = [1.0, 3.0, 0.0625, 2.0]
+
+
+@one_at_a_time
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    # Without a bias that batch normalization takes away: its gradient is rounding, which Adam divides by itself.
+    layers = [nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 7, bias=False), nn.BatchNorm1d(7), nn.Linear(7, 3)]
+    built = WithUnused(nn.Sequential(*layers)).double()
+    layers[2].weight.requires_grad_(False)
+    return built
+
+
+def train(model: Any, local: Any, clip: Any) -> torch.optim.Optimizer:
+    """Groups, two passes for an update, clipping by value and norm, a schedule; a frozen weight is trained in the end."""
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:3], "weight_decay": 0.1}, {"params": parameters[3:], "lr": 0.03}]
+    optimizer = torch.optim.AdamW(groups, lr=0.02, eps=1e-6)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    draw = torch.Generator().manual_seed(1)
+    for step in range(5):
+        if step == 3:
+            parameters[2].requires_grad_(True)
+        optimizer.zero_grad()
+        for size in (11, 9):
+            x, y = local(*(torch.randn(size, n, generator=draw, dtype=torch.float64) for n in (4, 3)))
+            nn.functional.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.4)
+        clip(model.parameters(), 0.5 if step % 2 else 0.3)
+        optimizer.step()
+        schedule.step()
+    return optimizer
+
+
+@pytest.mark.filterwarnings("ignore:timed leaves out")
+@pytest.mark.parametrize("own_clip", [False, True])
+def test_a_loop_by_hand_is_that_of_one_machine(world: World, own_clip: bool) -> None:
+    plain, built = network(), network()
+    expected = train(plain, lambda *batch: batch, torch.nn.utils.clip_grad_norm_)
+    sizes = [sum(v.numel() for v in state.values() if v.dim()) for state in expected.state.values()]
+
+    def body(comm: AbstractCommunicator) -> None:
+        given: Any = {"batch_size": 11, "speeds": SPEEDS[: comm.size], "reduction": "mean", "quiet": True}
+        model: TiledModel = tile(built, comm, sharded_optimizer=True, **given)
+        clip = (lambda _, norm: model.clip_grad_norm_(norm)) if own_clip else torch.nn.utils.clip_grad_norm_
+        optimizer = train(model, model.local, clip)
+        assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="weights")
+        mine = sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.dim())
+        assert sum(comm.allgather_object(mine)) == sum(sizes)
+        speeds = {name: SPEEDS[int(name[1:])] for name in model.layout.processors}  # p2 may be left out
+        assert mine == pytest.approx(sum(sizes) * speeds.get(model.name, 0.0) / sum(speeds.values()), abs=8)
+        grads = [each.grad for each in model.parameters() if each.grad is not None]
+        here = sum(int(grad.isfinite().sum()) for grad in grads)  # nothing can use a part of a sum as the whole
+        assert sum(comm.allgather_object(here)) == sum(grad.numel() for grad in grads)
+        if comm.size > 1:
+            move(model, simple_layout(*([rank] for rank in range(comm.size))), optimizer=optimizer)
+            with pytest.raises(PlanError, match="replicas of several ranks, with which sharded_optimizer=True does not work"):
+                move(model, simple_layout(range(comm.size)), optimizer=optimizer)
+            model(model.local(torch.ones(11, 4, dtype=torch.float64))).mean().backward()
+            for kind, match in ((ByNorm, "does not work element by element"), (WithClosure, "could not be tried")):
+                with pytest.raises(ModelError, match=match):
+                    kind(list(model.parameters())).step()
+            with pytest.raises(InputError, match="takes no closure"):
+                optimizer.step(lambda: 0.0)
+            with pytest.raises(InputError, match="needs replicas of one rank each"):
+                tile(built, comm, layout=simple_layout(range(comm.size)), sharded_optimizer=True, **given)
+            with pytest.raises(InputError, match="sharded_optimizer=True does not work with pipeline stages yet"):
+                tile(built, comm, stages=2, sharded_optimizer=True, **given)
+            by_hand = tile(built, comm, sharded_optimizer=True, **given)
+            for parameter in by_hand.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            with pytest.raises(InputError, match=r"do not set parameter\.grad by hand"):
+                torch.optim.SGD(by_hand.parameters(), lr=0.1).step()
+
+    world(body)
+
+
+def test_shares_follow_speed_within_memory_and_predictions_count_them() -> None:
+    inf = float("inf")
+    assert shard_shares([1, 3], rooms_bytes=[inf, inf], size_bytes=8) == (0.25, 0.75)
+    assert shard_shares([1, 3, 4], rooms_bytes=[inf, 1, inf], size_bytes=8) == pytest.approx((0.175, 0.125, 0.7))
+    assert shard_shares([1, 3], rooms_bytes=[1, 3], size_bytes=8) == (0.25, 0.75)  # too little for all
+    bounds = shard_bounds([5, 0, 7], [0.5, 0.0, 0.5])
+    assert bounds == [(0, 5, 5, 5), (0, 0, 0, 0), (0, 1, 1, 7)]
+    rounds = rounds_of(bounds, rounds=4)
+    taken = sorted((index, at) for each in rounds for own in each for index, start, stop in own for at in range(start, stop))
+    assert taken == [*((0, at) for at in range(5)), *((2, at) for at in range(7))]
+    memories = {"p0": 75_000, "p1": 10**9}
+    cluster = Cluster(processors=tuple(Processor(name=name, speed=1.0, memory_bytes=own) for name, own in memories.items()))
+    work = Workload(samples=2, replicated_parameters=3000, replicated_flop_per_sample=1, sharded_bytes_per_parameter=12.0)
+    layout = simple_layout([0], [1])
+    whole = 3000 * (8 + 4 * 4)  # weights, gradients, and messages of two rounds
+    kept = memory_bytes(layout, workload=work, cluster=cluster)
+    assert kept == pytest.approx({"p0": 75_000, "p1": whole + 12 * 3000 - 3000})

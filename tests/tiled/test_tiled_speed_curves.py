@@ -1,0 +1,164 @@
+"""Speeds by the number of samples: what a clock that knows them shows, and where the samples end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tatami.cluster import Cluster, SpeedTable
+from tatami.comm import AbstractCommunicator
+from tatami.testing.worlds import World
+from tatami.tiled import tile
+from tatami.tiled.following.sample import Sample
+from tatami.tiled.measure import AbstractPass
+from tatami.tiled.speed_curves import SpeedCurve, measure_curves, measure_network_curves
+
+CPU = torch.device("cpu")
+
+
+class Machine:
+    """A clock that passes move on: so much for a call, and so much for a sample."""
+
+    def __init__(self, *, call_s: float, sample_s: float) -> None:
+        self.call_s, self.sample_s, self.seconds = call_s, sample_s, 0.0
+        self.computed: list[int] = []
+
+    def now_s(self) -> float:
+        return self.seconds
+
+    def sleep(self, duration_s: float) -> None:
+        self.seconds += duration_s
+
+    def passes(self, samples: int) -> Sequence[AbstractPass]:
+        machine = self
+
+        class Computing(AbstractPass):
+            def run(self) -> None:
+                machine.computed.append(samples)
+                machine.seconds += machine.call_s + samples * machine.sample_s
+
+        return [Computing()]
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(
+    ("call_s", "sample_s", "options", "sizes"),
+    [
+        pytest.param(1e-3, 1e-5, {"share": 1000}, [2, 8, 32, 128, 512, 1000], id="up to the share"),
+        pytest.param(1e-3, 1e-3, {"share": 1000}, [2, 8, 32], id="until the speed grows no more"),
+        pytest.param(0.0, 0.3, {"share": 1000}, [2], id="as long as there is time"),
+        pytest.param(1e-3, 1e-5, {"share": 1000, "sample_bytes": 2**26}, [2, 8], id="as long as there is memory"),
+        pytest.param(1e-3, 1e-5, {"share": 2}, [2], id="no more than the share"),
+    ],
+)
+def test_speeds_are_measured_up_to_where_they_grow_no_more(
+    world: World, monkeypatch: pytest.MonkeyPatch, call_s: float, sample_s: float, options: dict[str, Any], sizes: list[int]
+) -> None:
+    monkeypatch.setattr("tatami.tiled.speed_curves.memory_here", lambda: 2**32 * world.size)
+
+    def body(comm: AbstractCommunicator) -> list[SpeedCurve]:
+        machine = Machine(call_s=call_s, sample_s=sample_s * (1 + comm.rank))
+        curves = measure_curves(machine.passes, comm, first=2, device=CPU, clock=machine, **options)
+        assert machine.seconds < 4.0
+        return curves
+
+    curves = world(body)[0]
+    for rank, curve in enumerate(curves):
+        assert [samples for samples, _ in curve.times_s] == sizes
+        assert [time_s for _, time_s in curve.times_s] == pytest.approx(
+            [call_s + samples * sample_s * (1 + rank) for samples in sizes]
+        )
+
+
+def test_a_curve_is_a_table_where_speed_depends_on_the_size_and_calls_may_be_taken_off() -> None:
+    curve = SpeedCurve(times_s=((2, 3e-3), (8, 9e-3), (32, 33e-3)), spread=0.0)  # 1 ms, and 1 ms for each sample
+    table = curve.speed(sample_flop=100.0)
+    assert isinstance(table, SpeedTable)
+    assert table.points == ((200.0, 200 / 3e-3), (800.0, 800 / 9e-3), (3200.0, 3200 / 33e-3))
+    for calls_s in (1e-3, 5e-3):  # never more than the curve shows
+        assert curve.speed(sample_flop=100.0, calls_s=calls_s) == pytest.approx(100 / 1e-3)
+    assert not isinstance(curve.speed(sample_flop=100.0, calls_s=1e-3), SpeedTable)
+
+
+def test_a_sample_is_repeated() -> None:
+    mask = torch.ones(3, 3)
+    sample = Sample.of({"x": torch.arange(2.0), "mask": mask})
+    for count, expected in ((1, [0.0]), (2, [0.0, 1.0]), (5, [0.0, 1.0, 0.0, 1.0, 0.0])):
+        batch = sample.of_size(count)
+        assert (batch.kwargs["x"].tolist(), batch.samples) == (expected, count)
+        assert batch.kwargs["mask"] is mask
+
+
+class OfTwo(nn.Module):
+    """It knows how many samples there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > 2:
+            raise ValueError("two samples, please")
+        result: torch.Tensor = self.norm(self.layer(x))
+        return result
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
+def test_a_network_that_takes_no_other_number_of_samples_is_measured_with_its_sample(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        model = OfTwo()
+        curves = measure_network_curves(model, Sample.of(torch.rand(2, 3)), comm, batch_size=64)
+        assert [[samples for samples, _ in curve.times_s] for curve in curves] == [[2]] * 2
+        assert model.norm.num_batches_tracked == 0
+
+    with pytest.warns(UserWarning, match=r"does not run on 8 \(two samples, please\)"):
+        world(body)
+
+
+HERE = threading.local()
+
+
+class Telling(nn.Sequential):
+    """It says on each rank with how many samples it was called."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        HERE.samples = len(x)
+        result: torch.Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        return result
+
+
+class Paced:
+    """Moves a clock on by what a pass takes."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None:
+        self.machine.seconds += self.machine.call_s + self.machine.sample_s * HERE.samples
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
+def test_tile_plans_with_the_speed_at_the_size_of_the_tile(world: World) -> None:
+    """Calls take both ranks as long, samples twice as long on one: with one sample they look nearly as fast as each other."""
+    network = Telling(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def body(comm: AbstractCommunicator) -> Cluster:
+        machine = Machine(call_s=1e-3, sample_s=1e-4 * (1 + comm.rank))
+        sample = torch.rand(2, 4)
+        return tile(network, comm, batch_size=512, sample=sample, quiet=True, clock=machine, pace=Paced(machine)).cluster
+
+    fast, slow = (processor.speed for processor in world(body)[0].processors)
+    assert isinstance(fast, SpeedTable)
+    assert isinstance(slow, SpeedTable)
+    assert fast.points[0][1] / slow.points[0][1] == pytest.approx(1.2 / 1.1)
+    assert fast / slow == pytest.approx((1e-3 + 256 * 2e-4) / (1e-3 + 256 * 1e-4))

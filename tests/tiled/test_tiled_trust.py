@@ -1,0 +1,509 @@
+"""What a user may do after `tatami.tile`, or have done before: as on one machine, or refused by name; never another number."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+from drawing import one_at_a_time
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError, ModelError
+from tatami.parallel import DataParallel
+from tatami.testing.worlds import World
+from tatami.tiled import TiledModel, Trainer, WeightAverage, move, tile, whole_state_dict
+from tatami.tiling import Layout
+from tiled_rig import assert_close, gradients, simple_layout, whole_gradients
+
+SAMPLES = 12
+PRUNE: Any = prune.l1_unstructured  # which torch has no types for
+Change = Callable[[Any, int], Any]
+"""What happens to the network before a step of this number, on one machine as on each rank."""
+
+
+class Gate(nn.Module):
+    """A gated pair, which is split as a program, with all that may be changed in one; then a pair of linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6)
+        self.slope, self.dropout = nn.LeakyReLU(0.1), nn.Dropout(0.0)
+        self.temperature, self.is_squared = 1.0, False
+        self.settings = {"scale": 1.0}
+        self.register_buffer("warmth", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = torch.sigmoid(self.gate(x) * self.temperature * self.warmth) * self.settings["scale"]
+        gate = gate * gate if self.is_squared else gate
+        result: torch.Tensor = x + self.down(self.dropout(self.slope(self.up(x)) * gate))
+        return result
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gated = Gate()
+        self.pair = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.pair(self.gated(x))
+        return result
+
+
+@one_at_a_time
+def network() -> Network:
+    torch.manual_seed(0)
+    return Network().double()
+
+
+def batch(number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return tuple(torch.randn(SAMPLES, width, generator=generator, dtype=torch.float64) for width in (6, 3))  # type: ignore[return-value]
+
+
+def split(size: int) -> Layout:
+    """One replica of all ranks; of three ranks, two replicas, of which one is a rank alone."""
+    return simple_layout([0, 1], [2], widths=[0.75, 0.25]) if size == 3 else simple_layout(list(range(size)))
+
+
+def data(size: int) -> Layout:
+    return simple_layout(
+        *([rank] for rank in range(size)), widths=[(rank + 1) / (size * (size + 1) / 2) for rank in range(size)]
+    )
+
+
+def tiled(built: nn.Module, comm: AbstractCommunicator, layout: Layout) -> TiledModel:
+    return tile(built, comm, batch_size=SAMPLES, sample=batch()[0], layout=layout, speeds="equal", reduction="mean", quiet=True)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+
+def nothing(*_: Any) -> None:
+    """As the name says."""
+
+
+def sgd_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A training script.
+
+    Attributes:
+        change: what happens before each step.
+        refused: the error where ranks share units, or everywhere; None: it is exact.
+        before: what happens to the network before it is tiled.
+        anywhere: whether it is refused in layouts without shared units as well.
+        optimizer: of the network.
+    """
+
+    change: Change = field(default=nothing)
+    refused: str | None = None
+    before: Callable[[Any], Any] = field(default=nothing)
+    anywhere: bool = False
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
+
+
+def train(model: nn.Module, case: Case, *, steps: int = 9) -> None:
+    """An ordinary loop, over global batches where the model is tiled."""
+    inner = model.module if isinstance(model, (TiledModel, DataParallel)) else model
+    assert isinstance(inner, nn.Module)
+    optimizer = case.optimizer(model)
+    for step in range(steps):
+        case.change(inner, step)
+        x, y = batch(step)
+        if isinstance(model, (TiledModel, DataParallel)):
+            x, y = model.local(x, y)
+        known = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if new := [each for each in model.parameters() if id(each) not in known]:
+            optimizer.add_param_group({"params": new})
+        optimizer.zero_grad()
+        loss: Any = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+
+def at(step: int, change: Callable[[Any], Any]) -> Change:
+    return lambda network, now: change(network) if now == step else None
+
+
+def groups(model: nn.Module) -> torch.optim.Optimizer:
+    """As minGPT does: weights of linear layers decay, all others do not."""
+    decayed = [module.get_parameter("weight") for module in model.modules() if isinstance(module, nn.Linear)]
+    others = [each for each in model.parameters() if all(each is not weight for weight in decayed)]
+    options: Any = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
+    return torch.optim.SGD(options, lr=0.1)
+
+
+def restart(network: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for module in network.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight, generator=generator)
+
+
+def add_noise(network: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+
+
+def clamp_gradient(weight: torch.Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad.clamp_(-0.01, 0.01)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2.0 * weight
+
+
+CASES = {
+    "nothing": Case(),
+    "optimizer groups by module type": Case(optimizer=groups),
+    "temperature": Case(
+        change=at(2, lambda n: setattr(n.gated, "temperature", 0.5)), refused=r"gated\.temperature was changed"
+    ),
+    "flag": Case(change=at(2, lambda n: setattr(n.gated, "is_squared", True)), refused=r"gated\.is_squared was changed.*False"),
+    "slope": Case(change=at(2, lambda n: setattr(n.gated.slope, "negative_slope", 0.5)), refused=r"slope\.negative_slope"),
+    "entry": Case(change=at(2, lambda n: n.gated.settings.update(scale=2.0)), refused=r"gated\.settings was changed"),
+    "dropout": Case(change=at(2, lambda n: setattr(n.gated.dropout, "p", 1.0)), refused=r"gated\.dropout\.p was changed"),
+    "buffer": Case(change=lambda n, step: n.gated.warmth.fill_(1 / (1 + step))),
+    "softmax in a pair": Case(
+        change=at(2, lambda n: n.pair.__setitem__(1, nn.Softmax(-1))), refused=r"layer pair\.1 was changed"
+    ),
+    "ReLU in a pair": Case(change=at(2, lambda n: n.pair.__setitem__(1, nn.ReLU()))),
+    "layer of a program": Case(change=at(2, lambda n: setattr(n.gated, "slope", nn.Tanh())), refused=r"layer gated\.slope was"),
+    "hook in a program": Case(
+        change=at(2, lambda n: n.gated.up.register_forward_hook(lambda *given: 2 * given[2])),
+        refused=r"list of hooks of gated\.up",
+    ),
+    "mixing hook in a pair": Case(
+        change=at(2, lambda n: n.pair[1].register_forward_hook(lambda *given: given[2] - given[2].mean(-1, keepdim=True))),
+        refused=r"a hook of pair\.1 returns something",
+    ),
+    "prune": Case(change=at(2, lambda n: PRUNE(n.gated.up, "weight", 0.5)), refused=r"gated\.up"),
+    "prune in a pair": Case(
+        change=at(2, lambda n: PRUNE(n.pair[0], "weight", 0.5)), refused=r"parameters and buffers of pair\.0"
+    ),
+    "parametrize in a pair": Case(
+        change=at(2, lambda n: parametrize.register_parametrization(n.pair[2], "weight", Doubled())), refused=r"pair\.2"
+    ),
+    "parametrize": Case(
+        change=at(2, lambda n: parametrize.register_parametrization(n.gated.up, "weight", Doubled())), refused=r"gated\.up"
+    ),
+    "hook of a parameter before": Case(before=lambda n: n.gated.up.weight.register_hook(lambda grad: grad / grad.norm())),
+    "hook of a parameter in a pair before": Case(before=lambda n: n.pair[0].weight.register_hook(lambda grad: grad.sign())),
+    "hook after accumulation before": Case(
+        before=lambda n: n.gated.up.weight.register_post_accumulate_grad_hook(clamp_gradient)
+    ),
+    "forward-pre hook before": Case(
+        before=lambda n: n.gated.down.register_forward_pre_hook(lambda _, given: given[0].softmax(-1))
+    ),
+    "backward hook before": Case(before=lambda n: n.pair[0].register_full_backward_hook(lambda *given: (2.0 * given[1][0],))),
+}
+
+
+def run(case: Case, built: nn.Module, comm: AbstractCommunicator, layout: Layout, expected: dict[str, torch.Tensor]) -> None:
+    model = tiled(built, comm, layout)
+    shares = any(len(column.processors) > 1 for column in layout.columns)
+    if case.refused is not None and comm.size > 1 and (shares or case.anywhere):
+        with pytest.raises((ModelError, InputError), match=case.refused):
+            train(model, case)
+        return
+    train(model, case)
+    weights = comm.bcast_object(whole_state_dict(model))
+    assert_close({name: weights[name] for name in expected}, expected, what="weights")
+
+
+def clipped(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer before whose steps gradients are clipped by hand."""
+    optimizer = sgd(model)
+
+    def clip(*_: Any) -> None:
+        grads = [each.grad for each in model.parameters() if each.grad is not None]
+        largest = max(float(grad.abs().max()) for grad in grads if grad.numel())
+        torch._foreach_div_(grads, largest)
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+DRIFTS = {
+    "initialization from one seed": Case(change=at(2, restart), refused="is not the same on all ranks"),
+    "noise from one seed": Case(change=add_noise, refused="is not the same on all ranks"),
+    "norms by hand": Case(optimizer=clipped, refused="is not the same on all ranks"),
+}
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", DRIFTS)
+def test_ranks_that_drift_apart_are_found(world: World, name: str) -> None:
+    """Tiles of other sizes draw other numbers, and have norms of their own."""
+    case, built = DRIFTS[name], network()
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, comm, split(comm.size))
+        with pytest.raises(InputError, match=case.refused):
+            train(model, case)
+
+    world(body)
+
+
+EXTRA = nn.Linear(3, 3).double()
+EXTRA.load_state_dict({"weight": torch.full((3, 3), 0.1), "bias": torch.full((3,), 0.1)})
+MID_RUN = {
+    "added": (at(2, lambda n: n.pair.append(copy.deepcopy(EXTRA))), None),
+    "weight norm": (at(2, lambda n: nn.utils.parametrizations.weight_norm(n.pair[2])), "replaced"),
+    "frozen": (at(2, lambda n: n.gated.up.requires_grad_(False)), None),
+    "pruned": (at(2, lambda n: PRUNE(n.pair[2], "bias", 0.5)), None),
+}
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("make", [DataParallel, tiled])
+@pytest.mark.parametrize("name", MID_RUN)
+def test_parameters_that_change_in_mid_run(world: World, make: Any, name: str) -> None:
+    """A parameter that is new to the network is summed; one that is frozen has no gradient from then on."""
+    change, refused = MID_RUN[name]
+    plain, built, case = network(), network(), Case(change=change)
+    train(plain, case)
+    expected = {key: value.detach().clone() for key, value in plain.state_dict().items()}
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, comm, data(comm.size)) if make is tiled else DataParallel(copy.deepcopy(built), comm)
+        is_refused = refused is not None and make is tiled and comm.size > 1
+        if is_refused:
+            with pytest.raises((ModelError, InputError), match=refused):
+                train(model, case)
+            return
+        train(model, case)
+        weights = model.module.state_dict()
+        assert_close({key: weights[key] for key in expected}, expected, what="weights")
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("lay", [split, data])
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_as_on_one_machine_or_refused(world: World, name: str, lay: Callable[[int], Layout]) -> None:
+    case, plain, built = CASES[name], network(), network()
+    case.before(plain)
+    case.before(built)
+    train(plain, case)
+    expected = {key: value.detach().clone() for key, value in plain.state_dict().items() if "_mask" not in key}
+    world(lambda comm: run(case, built, comm, lay(comm.size), expected))
+
+
+# -- samples that see each other -----------------------------------------------------------------------------------------------
+
+
+class Coupled(nn.Module):
+    """A network whose result for a sample depends on other samples."""
+
+    def __init__(self, couple: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.pair = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        self.couple = couple
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.couple(self.pair(x))
+
+
+def with_capacity(h: torch.Tensor) -> torch.Tensor:
+    """Each of three experts takes a third of the samples and one more; what comes later is left out."""
+    chosen = h.argmax(-1)
+    places = torch.stack([(chosen[: place + 1] == expert).sum() for place, expert in enumerate(chosen)])
+    return h * (places <= len(h) // 3 + 1).to(h)[:, None]
+
+
+COUPLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "less the first": lambda h: h - h[:1],
+    "running sum": lambda h: h.cumsum(0),
+    "the sample before": lambda h: torch.cat([h[:1], h[1:] + h[:-1]]),
+    "over the maximum": lambda h: h / h.abs().max(),
+    "more than ten": lambda h: 2 * h if len(h) > 10 else h,
+    "experts with capacity": with_capacity,
+    "the last": lambda h: h + h[-1:],
+}
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("name", COUPLED)
+def test_samples_that_see_each_other_are_refused(world: World, name: str) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        with pytest.raises(ModelError, match="depends on the other samples of the batch, or on how many there are"):
+            tiled(Coupled(COUPLED[name]), comm, data(comm.size))
+
+    world(body)
+
+
+# -- losses --------------------------------------------------------------------------------------------------------------------
+
+CLASSES = torch.arange(SAMPLES) % 3
+WEIGHTS = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def contrastive(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    alike = (classes[:, None] == classes[None]).to(output)
+    return F.binary_cross_entropy_with_logits(output @ output.T, alike)
+
+
+def masked(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    counts = (classes != 1).to(output)
+    return (output.square().sum(1) * counts).sum() / counts.sum()
+
+
+LOSSES: dict[str, tuple[Loss, bool]] = {
+    "root": (lambda output, classes: output.square().mean().sqrt(), True),  # noqa: ARG005
+    "flooding": (lambda output, classes: (F.cross_entropy(output, classes) - 1.2).abs() + 1.2, True),
+    "norm": (lambda output, classes: output.norm(), True),  # noqa: ARG005
+    "class weights": (lambda output, classes: F.cross_entropy(output, classes, weight=WEIGHTS), True),
+    "ignore_index": (lambda output, classes: F.cross_entropy(output, classes, ignore_index=1), True),
+    "masked mean": (masked, True),
+    "contrastive": (contrastive, False),
+    "top-k": (lambda output, classes: F.cross_entropy(output, classes, reduction="none").topk(2).values.mean(), False),
+    "mean": (F.cross_entropy, True),
+    "sum over count": (lambda output, classes: F.cross_entropy(output, classes, reduction="sum") / len(output), True),
+    "half of two": (lambda output, classes: (F.cross_entropy(output, classes) + output.square().mean()) / 2, True),
+}
+FINE = ("mean", "sum over count", "half of two")
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_is_no_mean_of_its_samples_is_refused(world: World, name: str) -> None:
+    """By itself where its graph shows it; by `check_loss`, which is asked of the first batch of a training step, always."""
+    loss, shows = LOSSES[name]
+    built = network()
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        return loss(model(batch[0]), batch[1])
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, comm, data(comm.size))
+        x, classes = batch()[0], CLASSES
+        here = model.local(x, classes)
+        is_refused = name not in FINE and comm.size > 1
+        trainer = Trainer(model, optimizer=sgd_of, training_step=step, reduction="mean")
+        if is_refused:
+            with pytest.raises(InputError, match="the loss"):
+                model.check_loss(lambda x, classes: loss(model(x), classes), *here)
+            if name not in ("class weights", "ignore_index"):  # which the Trainer computes or refuses by itself
+                with pytest.raises(InputError, match=r"the loss \(training_step\) is said to be the mean"):
+                    trainer.fit((x, classes), batch_size=SAMPLES, iterations=1)
+        else:
+            model.check_loss(lambda x, classes: loss(model(x), classes), *here)
+            if name in FINE:
+                trainer.fit((x, classes), batch_size=SAMPLES, iterations=1)
+        if shows:
+            x, classes = model.local(x, classes)
+            value: Any = loss(model(x), classes)
+            with pytest.raises(InputError, match="the loss") if is_refused else nullcontext():
+                value.backward()
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_losses_that_are_made_of_means_over_the_batch(world: World) -> None:
+    """A root, a masked mean and a balance of experts, of means over the global batch."""
+    plain, built = network(), network()
+    x, counts = batch()[0], (CLASSES != 1).double()
+
+    def loss(output: torch.Tensor, counts: torch.Tensor, over: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        masked_mean = over((output.square().sum(1) * counts).mean()) / over(counts.mean())
+        share, likely = over((output > 0).double().mean(0)), over(output.softmax(-1).mean(0))
+        return masked_mean + over(output.square().mean()).sqrt() + (share * likely).sum()
+
+    expected: Any = loss(plain(x), counts, lambda mean: mean)
+    expected.backward()
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, comm, split(comm.size))
+        here, here_counts = model.local(x, counts)
+        value: Any = loss(model(here), here_counts, model.over_batch)
+        assert float(value) == pytest.approx(float(expected), rel=1e-12)
+        value.backward()
+        assert_close(whole_gradients(model), gradients(plain), what="gradients")
+
+    world(body)
+
+
+# -- what moves ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_all_optimizers_and_an_average_move(world: World) -> None:
+    """Two optimizers, of which one is given, and a moving average of the weights."""
+
+    def iterate(model: Any, steps: int, makes: list[torch.optim.Optimizer], average: WeightAverage) -> None:
+        for step in range(steps):
+            x, y = model.local(*batch(step)) if isinstance(model, TiledModel) else batch(step)
+            model.zero_grad()
+            loss: Any = F.mse_loss(model(x), y)
+            loss.backward()
+            for each in makes:
+                each.step()
+            average.step()
+
+    def optimizers(model: nn.Module) -> tuple[list[torch.optim.Optimizer], WeightAverage]:
+        first, *rest = model.parameters()
+        halves = [first, *rest[::2]], rest[1::2]
+        makes = [torch.optim.SGD(halves[0], lr=0.1, momentum=0.9), torch.optim.Adam(halves[1], lr=0.01, eps=1e-3)]
+        return makes, WeightAverage(model.parameters(), decay=0.5)
+
+    plain, built = network(), network()
+    makes, average = optimizers(plain)
+    iterate(plain, 3, makes, average)
+    iterate(plain, 3, makes, average)
+    with average.applied():
+        averaged = {name: value.clone() for name, value in plain.state_dict().items()}
+
+    def body(comm: AbstractCommunicator) -> None:
+        model = tiled(built, comm, split(comm.size))
+        makes, average = optimizers(model)
+        iterate(model, 3, makes, average)
+        other = simple_layout(list(reversed(range(comm.size))))
+        move(model, other, optimizer=makes[0])
+        iterate(model, 3, makes, average)
+        assert_close(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), what="weights")
+        with average.applied():
+            assert_close(comm.bcast_object(whole_state_dict(model)), averaged, what="average")
+        with pytest.raises(ModelError, match=r"cannot be copied.*WeightAverage"):
+            torch.optim.swa_utils.AveragedModel(model.module)
+
+    world(body)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    ("tensor", "match"),
+    [
+        (nn.Parameter(torch.ones(6, 6, dtype=torch.complex64)), r"odd is complex64.* keep it as torch\.view_as_real\(odd\)"),
+        (torch.eye(6).to_sparse(), r"odd is a torch\.sparse_coo tensor.* keep it as odd\.to_dense\(\)"),
+    ],
+    ids=["complex", "sparse"],
+)
+def test_tensors_that_ranks_do_not_share_are_refused_by_name(world: World, tensor: torch.Tensor, match: str) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        network = Network()
+        setattr(network, "odd", tensor) if isinstance(tensor, nn.Parameter) else network.register_buffer("odd", tensor)
+        with pytest.raises(InputError, match=match):
+            tile(network, comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True)
+
+    world(body)
