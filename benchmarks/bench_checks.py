@@ -63,8 +63,8 @@ def network() -> nn.Module:
 
 
 def train(comm: AbstractCommunicator, clock: Clock) -> float:
-    torch.manual_seed(0)
-    x = torch.randn(BATCH, TOKENS, WIDTH)
+    # Ranks are threads here, which share torch's own generator.
+    x = torch.randn(BATCH, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
     layout = tatami.tiling.Layout(
         columns=(tatami.tiling.layout.Column(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),)
     )

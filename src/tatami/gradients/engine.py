@@ -284,6 +284,21 @@ class GradientEngine:
             self._sums.put(parameter, grad, found.weight, is_whole=is_whole)
         return None
 
+    def accumulated(self, parameter: nn.Parameter) -> tuple[torch.Tensor, float] | None:
+        """Where a micro-batch may add its gradient of a parameter by itself, and the factor that weighs it there.
+
+        That is what earlier micro-batches have left in `.grad`. A product that is added to it as it is computed saves autograd
+        three ways through memory: of the product, of the sum, and of its result. None where autograd is to do it.
+        """
+        found, hooks = self._pass, self._hooks.get(parameter)
+        if not (self.in_parts and parameter in self._before and found is not None and found.weight and self._part_weight):
+            return None
+        grad = parameter.grad
+        if grad is None or hooks is None or hooks.are_joined or self._defers or self._has_deferred or torch.is_grad_enabled():
+            return None
+        is_plain = grad.layout is torch.strided and grad.dtype is parameter.dtype and not grad.requires_grad
+        return (grad, found.weight / self._part_weight) if is_plain else None
+
     def _begin_backward(self, parameter: nn.Parameter) -> None:
         """The first gradient of a parameter has come."""
         self._is_new = False

@@ -76,6 +76,11 @@ class ParameterHooks:
         given._backward_hooks, given._post_accumulate_grad_hooks = before, after
         self.users, self._after = before.users, after.users
 
+    @property
+    def are_joined(self) -> bool:
+        """Whether another engine watches the parameter, too."""
+        return bool(self._joined) or any(key < 0 for key in self.users)
+
     def run(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient as the users' hooks make it."""
         for hook in list(self.users.values()):

@@ -8,14 +8,18 @@ weights' gradients. With p stages, a micro-batch comes back through p - 1 of the
 
     forward pass begins      _Weights.apply(weight, bias) -> token, one for each layer
     layer(x)                 _Linear.apply(x, token)      -> x @ weight.T + bias
-    backward                 _Linear    gives the gradient of x, and leaves x and the gradient of the result in the layer's list
-    when all is handed back  _Weights   makes the weight's gradient of the list
+    backward                 _Linear    gives the gradient of x, and leaves x and the gradient of the result in `_Products`
+    when all is handed back  _Weights   makes the weight's gradient of them
 
-The gradient arrives at the parameter as ever, in the same backward pass, and hooks see it there.
+The gradient arrives at the parameter as ever, in the same backward pass, and hooks see it there. From the second micro-batch
+on there is a gradient of earlier ones, to which the product of a weight is added as it is computed (`Accumulated`), and nothing
+arrives: weights are large and micro-batches small, so that to write a product, read it and add it up would take as long as to
+compute it. That is why the first stage, which hands nothing back, has these layers as well; it computes both products at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,21 +27,26 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+Accumulated = Callable[[nn.Parameter], tuple[torch.Tensor, float] | None]
+"""Where the gradient of a weight may be added, and by which factor; see `tatami.gradients.engine`."""
+
 
 class LateWeights:
     """The linear layers of one stage in one forward pass.
 
     Args:
         layers: whose weights are trained here, each once.
+        accumulated: where their gradients of earlier micro-batches are.
+        are_late: whether another stage waits for the gradient of what this one received.
     """
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
-        self._tokens: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], list[Any]]] = {}
+    def __init__(self, layers: list[nn.Linear], *, accumulated: Accumulated, are_late: bool) -> None:
+        self._tokens: dict[int, tuple[torch.Tensor, _Products, list[Any]]] = {}
         for layer in layers:
             if layer.weight.requires_grad and layer.weight.is_leaf:
-                pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-                token: torch.Tensor = _Weights.apply(pairs, layer.weight, layer.bias)  # type: ignore[no-untyped-call]
-                self._tokens[id(layer)] = token, pairs, [layer.weight, layer.bias]
+                products = _Products(layer, accumulated, are_late=are_late)
+                token: torch.Tensor = _Weights.apply(products, layer.weight, layer.bias)  # type: ignore[no-untyped-call]
+                self._tokens[id(layer)] = token, products, [layer.weight, layer.bias]
 
     def call(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         """What the layer computes."""
@@ -46,31 +55,56 @@ class LateWeights:
         is_own = found is not None and all(a is b for a, b in zip((layer.weight, layer.bias), found[2], strict=True))
         if found is None or not is_own or torch.is_autocast_enabled(x.device.type) or not torch.is_grad_enabled():
             return functional.linear(x, layer.weight, layer.bias)
-        token, pairs, _ = found
-        out: torch.Tensor = _Linear.apply(x, token, pairs, layer.weight, layer.bias)  # type: ignore[no-untyped-call]
+        token, products, _ = found
+        out: torch.Tensor = _Linear.apply(x, token, products, layer.weight, layer.bias)  # type: ignore[no-untyped-call]
         return out
 
 
+class _Products:
+    """What is still to be computed of the gradients of one layer in one backward pass, and what of it goes to autograd."""
+
+    def __init__(self, layer: nn.Linear, accumulated: Accumulated, *, are_late: bool) -> None:
+        assert isinstance(layer.weight, nn.Parameter)
+        self._parameter, self._accumulated, self._are_late = layer.weight, accumulated, are_late
+        self._has_bias = layer.bias is not None and layer.bias.requires_grad
+        self._left: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.weight: torch.Tensor | None = None
+        self.bias: torch.Tensor | None = None
+
+    def add(self, x: torch.Tensor, grad: torch.Tensor) -> None:
+        """The layer was given `x`, and the gradient of its result is `grad`."""
+        self._left.append((x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])))
+        if not self._are_late:
+            self.compute()
+
+    def compute(self) -> None:
+        """All that is left."""
+        for rows, grads in self._left:
+            if (found := self._accumulated(self._parameter)) is not None:
+                total, factor = found
+                total.addmm_(grads.t(), rows, alpha=factor)
+            else:
+                self.weight = grads.t().mm(rows) if self.weight is None else self.weight.addmm_(grads.t(), rows)
+            if self._has_bias:
+                self.bias = grads.sum(0) if self.bias is None else self.bias.add_(grads.sum(0))
+        self._left.clear()
+
+
 class _Weights(torch.autograd.Function):
-    """From weight and bias to a token, whose gradient says that there is something in `pairs`."""
+    """From weight and bias to a token, whose gradient says that there is something to compute."""
 
     @staticmethod
-    def forward(
-        ctx: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]], weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        ctx.pairs, ctx.has_bias = pairs, bias is not None and bias.requires_grad
+    def forward(ctx: Any, products: _Products, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG004
+        ctx.products = products
         return weight.new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
-        weight = bias = None
-        while ctx.pairs:
-            x, grad = ctx.pairs.pop(0)
-            rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-            weight = grads.t().mm(rows) if weight is None else weight.addmm_(grads.t(), rows)
-            if ctx.has_bias:
-                bias = grads.sum(0) if bias is None else bias.add_(grads.sum(0))
+        products: _Products = ctx.products
+        products.compute()
+        weight, bias = products.weight, products.bias
+        products.weight = products.bias = None
         return None, weight, bias
 
 
@@ -82,17 +116,17 @@ class _Linear(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         token: torch.Tensor,  # noqa: ARG004 -- leads to `_Weights`
-        pairs: list[tuple[torch.Tensor, torch.Tensor]],
+        products: _Products,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.pairs = pairs
+        ctx.products = products
         return functional.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None, None, None]:
         x, weight = ctx.saved_tensors
-        ctx.pairs.append((x, grad))
+        ctx.products.add(x, grad)
         return grad.matmul(weight) if ctx.needs_input_grad[0] else None, grad.new_zeros(()), None, None, None

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from tatami.errors import ModelError
 from tatami.stages.channel import AbstractChannel, Parcel
-from tatami.stages.late_weights import LateWeights
+from tatami.stages.late_weights import Accumulated, LateWeights
 from tatami.stages.program import ForwardOperation, Handover, Reach, Staging
 from tatami.stages.recording import call_operation, operation_name, tensors_in
 from tatami.stages.stand_in import StandIn, following, form_of, has_stand_in, stand_in_of, without_values
@@ -48,6 +48,7 @@ class StageRunner:
         generator: from which random layers draw. What layers of other stages draw is drawn here as well and thrown away, so
             that the next layer draws what it would on one machine.
         on_backward: called with the number of a micro-batch when its backward pass begins here.
+        accumulated: where gradients of earlier micro-batches are (`tatami.stages.late_weights`).
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class StageRunner:
         channel: AbstractChannel,
         generator: torch.Generator | None = None,
         on_backward: Callable[[int], None] | None = None,
+        accumulated: Accumulated = lambda _: None,
     ) -> None:
-        self.on_backward = on_backward
+        self.on_backward, self.accumulated = on_backward, accumulated
         self.module, self.staging, self.channel, self.generator = module, staging, channel, generator
         self.stage = NO_STAGE if stage is None else stage
         self.sends: dict[int, list[Handover]] = {}
@@ -77,10 +79,10 @@ class StageRunner:
         """Modules all of whose calls belong to other stages."""
         self.current: _Pass | None = None
         self.dropouts = [each for each in module.modules() if isinstance(each, _DropoutNd)]
-        is_behind = any(each.target == self.stage for each in staging.handovers)
-        self.late = _linear_layers(module, staging, self.stage) if is_behind else []
-        """Layers of this stage, behind another one, whose weights' gradients may wait."""
-        for layer in self.late:
+        self.is_behind = any(each.target == self.stage for each in staging.handovers)
+        """Whether another stage waits for gradients of this one."""
+        self.linear = _linear_layers(module, staging, self.stage)
+        for layer in self.linear:
             layer.__dict__["forward"] = _late(self, layer, layer.forward)
         for name, child in module.named_modules():
             if name in called:
@@ -143,7 +145,9 @@ class _Pass(TorchFunctionMode):
         self.hands: list[StandIn] = []
         """What was sent and has a gradient, as later stages see it."""
         self.anchor = torch.zeros((), device="cpu", requires_grad=True) if torch.is_grad_enabled() else None
-        self.late = LateWeights(runner.late) if self.anchor is not None else None
+        self.late: LateWeights | None = None
+        if self.anchor is not None:
+            self.late = LateWeights(runner.linear, accumulated=runner.accumulated, are_late=runner.is_behind)
         self.is_inside = False
         """Whether a module runs, or is left out, as a whole, and its operations are not looked at."""
 

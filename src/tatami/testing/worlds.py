@@ -119,6 +119,10 @@ def _survives_pickling(error: Exception) -> bool:
         return False
 
 
+_FAILED = pytest.StashKey[dict[str, str]]()
+"""Of each test that failed in this process, its text."""
+
+
 # -- the plugin -----------------------------------------------------------------------------------------------------------
 
 
@@ -133,6 +137,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "threads_only: does not run on ranks that are processes")
     if (kind := config.getoption("world")) != "threads":
         _draw_the_same_examples()
+        config.stash[_FAILED] = {}
+        config.pluginmanager.register(_FailureNotes(config.stash[_FAILED]))
         if _everyone(kind).rank != 0:
             _be_silent(config)
 
@@ -158,15 +164,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Ranks leave together: one that ends with a failure ends all, and rank 0 has still to report."""
+    """Ranks leave together: one that ends with a failure ends all, and rank 0 has still to report, also for others alone."""
     if (kind := config.getoption("world")) != "threads":
-        _everyone(kind).barrier()
+        everyone = _everyone(kind)
+        told = everyone.allgather_object(config.stash[_FAILED])
+        for rank, failed in enumerate(told):
+            for test in failed.keys() - told[0].keys():
+                print(f"{test} failed on rank {rank} of {everyone.size} and not on rank 0:\n{failed[test]}")
 
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> World:
     """Ranks to run a body on; see the head of `tatami.testing.worlds`."""
     return World(size=request.param, kind=request.config.getoption("world"))
+
+
+class _FailureNotes:
+    """Keeps the text of what failed in this process."""
+
+    def __init__(self, text_of: dict[str, str]) -> None:
+        self._text_of = text_of
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._text_of[report.nodeid] = report.longreprtext
 
 
 def _num_ranks(item: pytest.Item) -> int:

@@ -261,7 +261,7 @@ class TiledModel(nn.Module):
             comm=comm,
         )
         if stage is not None:
-            stage.install(module)
+            stage.install(module, accumulated=self._gradients.accumulated)
         self.norms = WholeNorms(
             self.stage_comm,
             holders=lambda: self._columns()[0] if self.sharding is None else range(comm.size),

@@ -17,6 +17,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import ModelError, PlanError
 from tatami.stages.channel import Parcel
 from tatami.stages.comm_channel import CommChannel
+from tatami.stages.late_weights import Accumulated
 from tatami.stages.program import Staging
 from tatami.stages.running import StageRunner, release
 from tatami.tiled.blocks import Blocks
@@ -178,8 +179,8 @@ class ModelStage:
         }
         return readers == {stage} and all(self.staging.modules.get(name) == stage for name in modules)
 
-    def install(self, module: nn.Module) -> None:
-        """From now on, `run` runs this stage of `module`."""
+    def install(self, module: nn.Module, *, accumulated: Accumulated) -> None:
+        """From now on, `run` runs this stage of `module`; `accumulated`: see `StageRunner`."""
         self._runner = StageRunner(
             module,
             staging=self.staging,
@@ -187,6 +188,7 @@ class ModelStage:
             channel=self._channel,
             generator=self._generator,
             on_backward=self._phases.work_on,
+            accumulated=accumulated,
         )
 
     def run(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any], *, micro_batch: int, num_micro_batches: int) -> Any:
