@@ -509,13 +509,14 @@ def test_a_loss_that_is_not_finite_ends_all_stages(world: World, tmp_path: Path)
     x, y = data()[:]
 
     def body(comm: AbstractCommunicator) -> None:
-        own = trainer(comm, staged(2, stages=2, cuts=(2,), micro_batches=2), rescue_dir=tmp_path)
+        folder = comm.bcast_object(tmp_path)
+        own = trainer(comm, staged(2, stages=2, cuts=(2,), micro_batches=2), rescue_dir=folder)
         own.fit((x, y), batch_size=8, iterations=3)
         with pytest.raises(NotFiniteError, match=r"the loss is nan on rank 1 of 2.*is in .*last-good"):
             own.fit((x * math.nan, y), batch_size=8, iterations=1)
+        assert len(list(folder.glob("last-good-*.safetensors"))) == 1
 
     world(body)
-    assert len(list(tmp_path.glob("last-good-*.safetensors"))) == 1
 
 
 @pytest.mark.ranks(2, 4)

@@ -279,10 +279,10 @@ def test_loggers_get_the_numbers_of_rank_0(world: World, monkeypatch: pytest.Mon
         for who in ("wandb", "mlflow", "own") if comm.rank == 0 else ():
             losses = {at: numbers["train/loss"] for name, numbers, at in logged if name == who and "train/loss" in numbers}
             assert losses == {2: history.losses[1], 4: history.losses[3]}
+        assert comm.rank or board.run == {}
         with pytest.raises(InputError, match="there is no logger 'tensorflow': give 'wandb', 'mlflow', or a function"):
             trainer_of(comm, loggers=["tensorflow"])
         with pytest.raises(InputError, match=r"give the loggers to Records\(..., loggers=...\)"):
             trainer_of(comm, loggers=loggers, records=Records())
 
     world(body)
-    assert board.run == {}

@@ -168,8 +168,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if (kind := config.getoption("world")) != "threads":
         everyone = _everyone(kind)
         told = everyone.allgather_object(config.stash[_FAILED])
+        if everyone.rank != 0:
+            return
         for rank, failed in enumerate(told):
-            for test in failed.keys() - told[0].keys():
+            for test in [each for each in failed if each not in told[0]]:
                 print(f"{test} failed on rank {rank} of {everyone.size} and not on rank 0:\n{failed[test]}")
 
 
