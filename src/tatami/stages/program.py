@@ -7,9 +7,9 @@ earlier stages to later ones only, whatever the network looks like: skip connect
 that are called twice are all the same case, a value that an operation of a later stage reads.
 
 Two kinds of values need no stage. A value that depends on the inputs alone (a causal mask, position numbers) is computed by
-every rank: it costs little, and Python may branch on it. A value that depends on parameters and inputs alone, through
-functions outside of modules (`self.positions[:length]`), *floats*: each stage that reads it computes it from the parameters,
-which this stage then holds.
+every rank: it costs little, and Python may branch on it. A value that depends on parameters alone, through functions outside
+of modules (`self.positions[:length]`), *floats*: each stage that reads it computes it from the parameters, which this stage
+then holds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
 from tatami.errors import ModelError
 
@@ -29,7 +30,7 @@ class Reach(Enum):
     EVERYWHERE = "everywhere"
     """By every rank: it depends on the inputs alone."""
     FLOATING = "floating"
-    """By each stage that reads the result: it depends on parameters, and on no result of a stage."""
+    """By each stage that reads the result: it depends on parameters alone."""
     STAGED = "staged"
     """By the ranks of one stage."""
 
@@ -87,6 +88,19 @@ class ForwardOperation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ForwardForm:
+    """The shape of a tensor that a call returned, told by a tensor that the call was given.
+
+    Attributes:
+        like: position among the tensors that were given: one of the same dtype, and of the same shape where it has axes.
+        has_axes: whether the result does.
+    """
+
+    like: int
+    has_axes: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class ForwardCall:
     """One call of a module, and the operations that it consists of.
 
@@ -95,12 +109,35 @@ class ForwardCall:
         first, stop: its operations are those from `first` up to, not including, `stop`.
         returns: for each tensor that it returns, in the order of the flattened result, the number of the value; None for a
             tensor that no operation made.
+        looks: whether Python sees values inside of it that not every rank has (`.item()`, `torch.nonzero`), so that it runs
+            nowhere but on its own stage.
+        result: where it looks: its result, with a `ForwardForm` for each tensor; None where no form is known, or where random
+            numbers are drawn, which all stages have to draw.
     """
 
     module: str
     first: int
     stop: int
     returns: tuple[int | None, ...]
+    looks: bool = False
+    result: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardLook:
+    """Python sees a value, or a shape that depends on values: `.item()`, `if x.sum() > 0`, `torch.nonzero`.
+
+    Attributes:
+        value: number of the value that is seen; None where an operation makes a shape of values.
+        made_by: number of the operation that made the value, or the shape.
+        calls: positions, among the calls of the program, of those that it is inside of.
+        line: where the user's code does it, as `file:line`; empty where that is not known.
+    """
+
+    value: int | None
+    made_by: int
+    calls: tuple[int, ...]
+    line: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +149,7 @@ class ForwardProgram:
         values: by number.
         calls: of modules, each before the calls inside of it.
         returns: for each tensor that the network returns, the number of its value; None for an input that it returns.
-        looks: operations that hand a value of a stage to Python (`.item()`, `if x.sum() > 0`), as (number of the value, line).
+        looks: at values that not every rank has.
         samples: how many were recorded.
     """
 
@@ -120,7 +157,7 @@ class ForwardProgram:
     values: tuple[ForwardValue, ...]
     calls: tuple[ForwardCall, ...]
     returns: tuple[int | None, ...]
-    looks: tuple[tuple[int, str], ...] = ()
+    looks: tuple[ForwardLook, ...] = ()
     samples: int = 1
 
     @cached_property
@@ -237,12 +274,13 @@ class Staging:
         """The calls that are run or left out as a whole: by their first operation, the outermost call whose staged operations
         all belong to one stage, and that stage; None where every rank runs it.
 
-        Where an outer and an inner call begin with the same operation, the outer one is meant, if it qualifies.
+        Where an outer and an inner call begin with the same operation, the outer one is meant, if it qualifies. One that looks
+        at values qualifies where the form of its result is known: other stages cannot run it on stand-ins.
         """
         found: dict[int, tuple[ForwardCall, int | None]] = {}
         covered = 0
         for call in self.program.calls:
-            if call.first < covered or call.stop == call.first:
+            if call.first < covered or call.stop == call.first or (call.looks and call.result is None):
                 continue
             operations = self.program.operations[call.first : call.stop]
             stages = {self.stage_of(each.number) for each in operations if each.reach is Reach.STAGED}
@@ -282,9 +320,19 @@ class Staging:
                 for number in operation.reads:
                     if values[number].reach is Reach.STAGED:
                         yield number, self.stage_of(operation.number)
+        for look in self.program.looks:
+            around = self._around(look)
+            if look.value is not None and values[look.value].reach is Reach.STAGED and around is not None:
+                yield look.value, self.stage_of(around.first)
         for returned in self.program.returns:
             if returned is not None and values[returned].reach is Reach.STAGED:
                 yield returned, self.num_stages - 1
+
+    def _around(self, look: ForwardLook) -> ForwardCall | None:
+        """The call that one stage runs as a whole, and that looks."""
+        blocks = (self.blocks.get(self.program.calls[place].first, (None, None)) for place in look.calls)
+        inside = {id(self.program.calls[place]) for place in look.calls}
+        return next((call for call, stage in blocks if stage is not None and id(call) in inside), None)
 
     def _names(self, names_of: Callable[[ForwardOperation], tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
         found: list[dict[str, None]] = [{} for _ in range(self.num_stages)]
@@ -308,12 +356,13 @@ class Staging:
         return tuple(tuple(each) for each in found)
 
     def _refuse_looks(self) -> None:
-        for number, line in self.program.looks:
-            if self.program.values[number].reach is Reach.STAGED:
-                made = self.program.operations[self.program.values[number].made_by]
+        for look in self.program.looks:
+            if self._around(look) is None:
+                made = self.program.operations[look.made_by]
                 raise ModelError(
-                    f"{line or 'the forward pass'} looks at a value that {made.name} computes, and the ranks of other stages "
-                    "do not have it. Compute with tensors in place of Python numbers there, or use one stage"
+                    f"{look.line or 'the forward pass'} looks at a value that {made.name} computes, and the ranks of other "
+                    "stages do not have it. Compute with tensors in place of Python numbers there, look inside of a module "
+                    "that draws no random numbers and returns a tensor of the shape of its input, or use one stage"
                 )
 
     def _refuse_changes(self) -> None:

@@ -13,8 +13,17 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tatami.stages.program import ForwardCall, ForwardOperation, ForwardProgram, ForwardValue, Reach
+from tatami.stages.program import (
+    ForwardCall,
+    ForwardForm,
+    ForwardLook,
+    ForwardOperation,
+    ForwardProgram,
+    ForwardValue,
+    Reach,
+)
 
 _NOT_USERS = (str(Path(str(torch.__file__)).parent), str(Path(__file__).parent))
 _LOOKS = frozenset(
@@ -74,7 +83,7 @@ def record(
         meter: is read after every operation.
     """
     recorder = _Recorder(module, atoms=atoms, meter=meter)
-    with recorder.attached(), recorder:
+    with recorder.attached(), _Seeing(recorder), recorder:
         out = module(*args, **kwargs)
     return recorder.program(out)
 
@@ -89,7 +98,11 @@ class _Recorder(TorchFunctionMode):
         self._operations: list[ForwardOperation] = []
         self._values: list[ForwardValue] = []
         self._calls: list[ForwardCall] = []
-        self._looks: list[tuple[int, str]] = []
+        self._looks: list[ForwardLook] = []
+        self._open: list[int] = []
+        """The calls that have begun and not ended, the outermost first."""
+        self.has_seen = False
+        """Whether the operation that runs has handed values to Python, or made a shape of them."""
         self._number_of: dict[int, int] = {}
         """By the identity of a tensor, its value's number. All tensors are kept, so that no identity is used twice."""
         self._kept: list[torch.Tensor] = []
@@ -107,6 +120,7 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         name = operation_name(func)
         versions = [tensor._version for tensor in tensors_in((args, kwargs)) if not _is_inference(tensor)]
+        self.has_seen = False
         out = call_operation(func, args, kwargs)
         changed = [
             tensor
@@ -114,8 +128,8 @@ class _Recorder(TorchFunctionMode):
             if tensor._version != before
         ]
         if changed or tensors_in(out):
-            self._add(name, args, kwargs, out, changed=changed)
-        elif name in _LOOKS:
+            self._add(name, args, kwargs, out, changed=changed, sees=self.has_seen)
+        elif name in _LOOKS or self.has_seen:
             self._look(args, kwargs)
         return iter(out) if name == "__iter__" else out
 
@@ -144,14 +158,25 @@ class _Recorder(TorchFunctionMode):
         if self._inside is not None:
             return plain(*args, **kwargs)
         first, place = len(self._operations), len(self._calls)
+        self._calls.append(ForwardCall(module=name, first=first, stop=first, returns=()))
+        self._open.append(place)
+        before = torch.get_rng_state()
         if name not in self._atoms and next(module.children(), None) is not None:
-            self._calls.append(ForwardCall(module=name, first=first, stop=first, returns=()))
             out = plain(*args, **kwargs)
         else:
-            self._calls.append(ForwardCall(module=name, first=first, stop=first, returns=()))
             out = self._atom(name, module, plain, args, kwargs)
+        self._open.pop()
         returns = tuple(self._number_of.get(id(tensor)) for tensor in tensors_in(out))
-        self._calls[place] = ForwardCall(module=name, first=first, stop=len(self._operations), returns=returns)
+        looks = any(place in look.calls for look in self._looks)
+        draws = looks and not torch.equal(before, torch.get_rng_state())
+        self._calls[place] = ForwardCall(
+            module=name,
+            first=first,
+            stop=len(self._operations),
+            returns=returns,
+            looks=looks,
+            result=_forms(out, tensors_in((args, kwargs))) if looks and not draws else None,
+        )
         return out
 
     def program(self, out: Any) -> ForwardProgram:
@@ -168,14 +193,14 @@ class _Recorder(TorchFunctionMode):
         self, name: str, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         touched = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        self._inside = [touched]
+        self._inside, self.has_seen = [touched], False
         given = {id(tensor): tensor._version for tensor in tensors_in((args, kwargs)) if not _is_inference(tensor)}
         try:
             out = plain(*args, **kwargs)
         finally:
-            self._inside = None
+            self._inside, sees = None, self.has_seen
         changed = [t for t in tensors_in((args, kwargs)) if not _is_inference(t) and t._version != given[id(t)]]
-        self._add(name, args, kwargs, out, changed=changed, module=True, touched=touched)
+        self._add(name, args, kwargs, out, changed=changed, module=True, sees=sees, touched=touched)
         return out
 
     def _add(
@@ -186,6 +211,7 @@ class _Recorder(TorchFunctionMode):
         out: Any,
         *,
         changed: list[torch.Tensor],
+        sees: bool,
         module: bool = False,
         touched: Collection[int] = (),
     ) -> None:
@@ -195,9 +221,12 @@ class _Recorder(TorchFunctionMode):
         buffers = tuple(name for key, name in self._buffers.items() if key in touched)
         reads = tuple(dict.fromkeys(self._number_of[id(t)] for t in given if id(t) in self._number_of))
         reaches = {self._values[number].reach for number in reads}
-        if Reach.STAGED in reaches or (module and parameters):
+        is_weighed = bool(parameters) or Reach.FLOATING in reaches
+        # An input, or what is computed of inputs alone: each stage would compute something as large as the batch.
+        has_inputs = Reach.EVERYWHERE in reaches or any(self._is_input(tensor) for tensor in given)
+        if Reach.STAGED in reaches or (is_weighed and (module or has_inputs)):
             reach = Reach.STAGED
-        elif parameters or Reach.FLOATING in reaches:
+        elif is_weighed:
             reach = Reach.FLOATING
         else:
             reach = Reach.EVERYWHERE
@@ -244,12 +273,52 @@ class _Recorder(TorchFunctionMode):
                 kept_bytes=self._metered[1] - before[1],
             )
         )
+        if sees and reach is not Reach.EVERYWHERE:
+            self._looks.append(ForwardLook(value=None, made_by=number, calls=tuple(self._open), line=_users_line()))
+
+    def _is_input(self, tensor: torch.Tensor) -> bool:
+        return all(id(tensor) not in known for known in (self._number_of, self._parameters, self._buffers))
 
     def _look(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         for tensor in tensors_in((args, kwargs)):
             number = self._number_of.get(id(tensor))
-            if number is not None:
-                self._looks.append((number, _users_line()))
+            value = None if number is None else self._values[number]
+            if value is not None and value.reach is not Reach.EVERYWHERE:
+                look = ForwardLook(value=number, made_by=value.made_by, calls=tuple(self._open), line=_users_line())
+                self._looks.append(look)
+
+
+class _Seeing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells a recorder of operations whose shape, or what they hand to Python, depends on values."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler to keep it away from this
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.data_dependent_output in func.tags:
+            self._recorder.has_seen = True
+        elif torch.Tag.dynamic_output_shape in func.tags:
+            masks = [each for each in tensors_in(args[1:]) if each.dtype in (torch.bool, torch.uint8)]
+            self._recorder.has_seen |= func is not torch.ops.aten.index.Tensor or bool(masks)
+        return func(*args, **(kwargs or {}))
+
+
+def _forms(out: Any, given: list[torch.Tensor]) -> Any:
+    """`out` with a `ForwardForm` in place of each tensor; None where one is like nothing that was given."""
+    leaves, structure = pytree.tree_flatten(out)
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            alike = (i for i, each in enumerate(given) if each.dtype == leaf.dtype and leaf.shape in ((), each.shape))
+            like = next(alike, None)
+            if like is None:
+                return None
+            leaves[place] = ForwardForm(like=like, has_axes=leaf.dim() > 0)
+    return pytree.tree_unflatten(leaves, structure)
 
 
 def _recorded(recorder: _Recorder, name: str, module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:

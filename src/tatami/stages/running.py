@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from tatami.errors import ModelError
 from tatami.stages.channel import AbstractChannel, Parcel
 from tatami.stages.late_weights import Accumulated, LateWeights
-from tatami.stages.program import ForwardOperation, Handover, Reach, Staging
+from tatami.stages.program import ForwardCall, ForwardForm, ForwardOperation, Handover, Reach, Staging
 from tatami.stages.recording import call_operation, operation_name, tensors_in
 from tatami.stages.stand_in import StandIn, following, form_of, has_stand_in, stand_in_of, without_values
 
@@ -181,6 +181,10 @@ class _Pass(TorchFunctionMode):
                     if stage is not None:
                         self._refuse_stand_ins(name, (args, kwargs))
                     out = plain(*args, **kwargs)
+                    if call.looks:
+                        _refuse_other_forms(call, out, tensors_in((args, kwargs)))
+                elif call.looks:
+                    out = _formed(call, tensors_in((args, kwargs)))
                 else:
                     # What every rank has keeps its values: Python may branch on a mask.
                     out = self._left_out(call.first, lambda args, kwargs: plain(*args, **kwargs), args, kwargs)
@@ -459,6 +463,27 @@ def _late(runner: StageRunner, layer: nn.Linear, plain: Callable[..., Any]) -> C
         return taken.late.call(layer, args[0])
 
     return forward
+
+
+def _formed(call: ForwardCall, given: list[torch.Tensor]) -> Any:
+    """Stand-ins of what this call returns on its stage."""
+
+    def shown(form: ForwardForm) -> StandIn:
+        like = given[form.like]
+        meta = torch.empty(like.shape if form.has_axes else (), dtype=like.dtype, device="meta")
+        return StandIn(meta, device=like.device)
+
+    return pytree.tree_map_only(ForwardForm, shown, call.result)
+
+
+def _refuse_other_forms(call: ForwardCall, out: Any, given: list[torch.Tensor]) -> None:
+    found = [(each.shape, each.dtype) for each in tensors_in(out)]
+    expected = [(each.shape, each.dtype) for each in tensors_in(_formed(call, given))]
+    if found != expected:
+        raise ModelError(
+            f"{call.module} returns tensors of {found} where other stages expect {expected}: the shape depends on values, "
+            "which they do not have. Return tensors of the shape of the input, or use one stage"
+        )
 
 
 def _is_getter(name: str) -> bool:

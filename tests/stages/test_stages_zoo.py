@@ -1,0 +1,347 @@
+"""Networks that people train, divided into pipeline stages: weights, buffers and evaluation are those of one machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tiled"))
+from networks import CASES, VOCABULARY, Batch, Case, Residual, build
+
+import tatami
+from drawing import one_at_a_time
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import ModelError
+from tatami.stages.program import Staging
+from tatami.stages.recording import record
+from tatami.testing.worlds import World
+from tatami.tiled import TiledModel, whole_state_dict
+from tatami.tiled.following.sample import Sample
+from tatami.tiled.pieces import record_network
+from tiled_rig import assert_close, staged
+
+STEPS, SAMPLES = 3, 7
+# The gradient of a key's bias is 0 but for rounding, which Adam with its own eps would blow up to a step.
+AdamW = partial(torch.optim.AdamW, lr=0.01, eps=1e-4)
+
+
+def tensors(*shape: int) -> Callable[[int, torch.Generator], Batch]:
+    return lambda samples, generator: (torch.rand(samples, *shape, generator=generator, dtype=torch.float64),)
+
+
+# -- more networks ----------------------------------------------------------------------------------------------------------
+
+
+def resnet18() -> nn.Module:
+    """ResNet-18 with 2 to 8 channels in place of 64 to 512."""
+    widths = ((2, 2, 1), (2, 2, 1), (2, 4, 2), (4, 4, 1), (4, 6, 2), (6, 6, 1), (6, 8, 2), (8, 8, 1))
+    stem = (nn.Conv2d(1, 2, 3, padding=1, bias=False), nn.BatchNorm2d(2), nn.ReLU())
+    blocks = (Residual(inputs, outputs, stride) for inputs, outputs, stride in widths)
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+
+
+class DenseBlock(nn.Module):
+    """DenseNet's: every layer reads the results of all before it."""
+
+    def __init__(self, *, batch_norm: bool) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3, padding=1)
+        norms = (nn.BatchNorm2d(4 + 2 * n) if batch_norm else nn.GroupNorm(2, 4 + 2 * n) for n in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(norm, nn.ReLU(), nn.Conv2d(4 + 2 * n, 2, 3, padding=1)) for n, norm in enumerate(norms)
+        )
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = [self.stem(x)]
+        for layer in self.layers:
+            features.append(layer(torch.cat(features, 1)))
+        result: torch.Tensor = self.head(torch.cat(features, 1).mean((2, 3)))
+        return result
+
+
+class ByFunctions(nn.Module):
+    """Weights outside of modules, read by functions of the input, and an activation of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.randn(5, 6)), nn.Parameter(torch.randn(5, 3))
+        self.shift, self.bend, self.middle = nn.Parameter(torch.randn(5)), nn.Tanh(), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(F.linear(x, self.first) + self.bend(self.shift))
+        result: torch.Tensor = self.middle(hidden) @ self.last
+        return result
+
+
+class Looking(nn.Module):
+    """A module that looks at values, and counts what it was asked for, between others."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self.layer(x)
+            scale = 2.0 if hidden.sum().item() > 0 else 0.5
+            rows = (hidden[:, 0] > 0).nonzero().flatten()
+            hidden = hidden.index_add(0, rows, hidden[rows] * scale)
+            return hidden, hidden[hidden > 0].sum()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(6, 6), self.Inner(), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.inner(torch.tanh(self.first(x)))
+        result: torch.Tensor = self.last(torch.tanh(hidden))
+        return result
+
+
+MORE: dict[str, Case] = {
+    "resnet-18": Case(build=resnet18, draw=tensors(1, 8, 8), blocks=()),
+    "densenet": Case(build=lambda: DenseBlock(batch_norm=True), draw=tensors(1, 6, 6), blocks=()),
+    "densenet-group-norm": Case(build=lambda: DenseBlock(batch_norm=False), draw=tensors(1, 6, 6), blocks=()),
+    "by-functions": Case(build=ByFunctions, draw=tensors(6), blocks=()),
+    "looking": Case(build=Looking, draw=tensors(6), blocks=()),
+}
+
+
+def huggingface(name: str) -> Case:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    small = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 10}
+    undropped = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0}
+    words: dict[str, Any] = {"vocab_size": VOCABULARY, "use_cache": False}
+
+    def tokens(samples: int, generator: torch.Generator) -> Batch:
+        text = torch.randint(1, VOCABULARY, (samples, 6), generator=generator)
+        return {"input_ids": text, "decoder_input_ids": text.flip(1)} if name == "t5" else {"input_ids": text}
+
+    def make() -> Any:
+        if name == "gpt2":
+            ends = {"bos_token_id": 0, "eos_token_id": 0, "attn_pdrop": 0.0}
+            return transformers.GPT2LMHeadModel(transformers.GPT2Config(**words, **ends, n_embd=12, n_layer=2, n_head=3))
+        if name == "llama":
+            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**words, **small, num_key_value_heads=3))
+        if name == "mixtral":
+            own = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+            return transformers.MixtralForCausalLM(transformers.MixtralConfig(**words, **small, **own, num_key_value_heads=3))
+        if name == "bert":
+            return transformers.BertForSequenceClassification(transformers.BertConfig(**words, **small, **undropped))
+        if name == "t5":
+            sizes = {"d_model": 12, "d_kv": 4, "d_ff": 10, "num_layers": 2, "num_heads": 3, "dropout_rate": 0.0}
+            return transformers.T5ForConditionalGeneration(
+                transformers.T5Config(**words, **sizes, decoder_start_token_id=0, pad_token_id=0)
+            )
+        sides = {"image_size": 8, "patch_size": 4, "num_channels": 1}
+        return transformers.ViTForImageClassification(transformers.ViTConfig(**small, **undropped, **sides, num_labels=3))
+
+    return Case(build=make, draw=tensors(1, 8, 8) if name == "vit" else tokens, blocks=())
+
+
+# -- training them ----------------------------------------------------------------------------------------------------------
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    result: torch.Tensor = output if isinstance(output, torch.Tensor) else output.logits
+    return result
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    flat = logits_of(output).flatten(1)
+    weights = torch.linspace(-1.0, 1.0, flat.shape[1], dtype=flat.dtype)
+    return ((flat * weights).sum(1) + flat.square().mean(1)).mean()
+
+
+def called(model: Any, batch: Batch, take: Callable[..., Any] | None = None) -> torch.Tensor:
+    """The logits over a batch, or over this rank's samples of it."""
+    values = tuple(batch.values()) if isinstance(batch, dict) else batch
+    if take is not None:
+        taken = take(*values)
+        values = taken if isinstance(taken, tuple) else (taken,)
+    return logits_of(model(**dict(zip(batch, values, strict=True))) if isinstance(batch, dict) else model(*values))
+
+
+def train(model: nn.Module, batches: list[Batch]) -> None:
+    """All forward passes first, and one forward and one backward pass in turn, by turns."""
+    optimizer = AdamW([each for each in model.parameters() if each.requires_grad])
+    for step, batch in enumerate(batches):
+        optimizer.zero_grad()
+        if isinstance(model, TiledModel) and step % 2:
+            values = tuple(batch.values()) if isinstance(batch, dict) else batch
+            for part in model.micro_batches(*values):
+                torch.autograd.backward(loss_of(called(model, batch, lambda *_, part=part: part)))
+        else:
+            torch.autograd.backward(loss_of(called(model, batch, model.local if isinstance(model, TiledModel) else None)))
+        optimizer.step()
+
+
+def check(world: World, case: Case, *, stages: int | None = None, micro_batches: int = 3, samples: int = SAMPLES) -> None:
+    """Trained, evaluated and loaded again as on one machine; with batch normalization in one micro-batch."""
+    generator = torch.Generator().manual_seed(5)
+    batches = [case.draw(samples, generator) for _ in range(STEPS)]
+    network, plain = build(case), build(case)
+    pieces = len(record_network(network, Sample.of(batches[0])).pieces)
+    number = min(stages or world.size, pieces)
+    assert number > 1
+    has_norms = any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in network.modules())
+    cuts = tuple(max(1, round(part * pieces / number)) for part in range(1, number))
+    layout = staged(world.size, stages=number, cuts=cuts, micro_batches=1 if has_norms else micro_batches)
+    expected = trained_alone(plain, batches)
+
+    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor] | None:
+        given: dict[str, Any] = {"batch_size": samples, "speeds": "equal", "reduction": "mean", "quiet": True}
+        model = tatami.tile(network, comm, sample=batches[0], layout=layout, **given)
+        train(model, batches)
+        weights = whole_state_dict(model)
+        model.eval()
+        with torch.no_grad():
+            output = called(model, batches[0], model.local)
+        if model.has_results:
+            here = model.local_span(samples)
+            assert_close({"output": output}, {"output": expected[here.start : here.stop]}, what=f"evaluation on {layout}")
+        model.close()
+        return weights
+
+    weights = world(body)[0]
+    assert weights is not None
+    assert_close(weights, plain.state_dict(), what=f"weights on {layout}")
+    fresh = build(case)
+    fresh.load_state_dict(weights)
+    with torch.no_grad():
+        assert_close({"output": called(fresh.eval(), batches[0])}, {"output": expected}, what="loaded again")
+
+
+@one_at_a_time
+def trained_alone(plain: nn.Module, batches: list[Batch]) -> torch.Tensor:
+    """What the network gives in evaluation when it has been trained; what tiled models draw begins with the same state."""
+    torch.manual_seed(9)
+    train(plain, batches)
+    with torch.no_grad():
+        output = called(plain.eval(), batches[0])
+    torch.manual_seed(9)
+    return output
+
+
+LOOKED_AT = sorted({*CASES, *MORE} - {"gpt-dropout"})
+
+
+@pytest.mark.threads_only  # each process would follow all of them again
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", LOOKED_AT)
+def test_two_stages(world: World, name: str) -> None:
+    check(world, {**CASES, **MORE}[name], micro_batches=1 + len(name) % 3)
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", ["gpt-dropout-by-hand", "experts", "fused", "looking", "resnet-18", "densenet"])
+def test_three_stages(world: World, name: str) -> None:
+    check(world, {**CASES, **MORE}[name])
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ["gpt-dropout-by-hand", "experts-in-one-tensor", "resnet", "looking"])
+def test_two_replicas_of_two_stages(world: World, name: str) -> None:
+    check(world, {**CASES, **MORE}[name], stages=2)
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "bert", "t5", "vit"])
+def test_two_stages_of_huggingface(world: World, name: str) -> None:
+    """Those that round to single precision inside do so alike where micro-batches weigh a power of two."""
+    check(world, huggingface(name), samples=8, micro_batches=4)
+
+
+class Draws(nn.Module):
+    """Draws random numbers by a function, outside of a module, or inside."""
+
+    class Inner(nn.Module):
+        def __init__(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+            super().__init__()
+            self.draw, self.layer = draw, nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.draw(self.layer(x))
+
+    def __init__(self, draw: Callable[[torch.Tensor], torch.Tensor], *, inside: bool) -> None:
+        super().__init__()
+        self.draw = None if inside else draw
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.middle = self.Inner(draw if inside else torch.tanh)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        hidden = hidden if self.draw is None else self.draw(hidden)
+        result: torch.Tensor = self.last(torch.tanh(self.middle(hidden)))
+        return result
+
+
+DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.4, training=True),
+    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.6)),
+    "rand": lambda x: x * torch.rand(x.shape[0], 1, dtype=x.dtype),
+    "randn-like": lambda x: x + torch.randn_like(x),
+    "once": lambda x: x * torch.rand((), dtype=x.dtype),
+    "uniform": lambda x: x * torch.empty_like(x).uniform_(),
+    "permutation": lambda x: x[:, torch.randperm(6)],
+    "rrelu": lambda x: F.rrelu(x, training=True),
+}
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("name", DRAWS)
+def test_functions_that_draw_are_refused_by_name(world: World, name: str, inside: bool) -> None:
+    layer = r"layer middle \(Inner\)" if inside else r"layer \(the model itself\) \(Draws\)"
+    network = Draws(DRAWS[name], inside=inside).double()
+    x = torch.ones(SAMPLES, 6, dtype=torch.float64)
+
+    def body(comm: AbstractCommunicator) -> None:
+        with pytest.raises(ModelError, match=rf"{layer} draws random numbers in training"):
+            tatami.tile(network, comm, batch_size=SAMPLES, sample=x, layout=staged(2, stages=2, cuts=(1,)), speeds="equal")
+
+    world(body)
+
+
+class Looked(nn.Module):
+    """A module that looks at values, and returns what other stages cannot know, or draws what they have to draw."""
+
+    class Inner(nn.Module):
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.kind, self.layer, self.dropout = kind, nn.Linear(6, 6), nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden: torch.Tensor = self.layer(x)
+            if self.kind == "draws":
+                hidden = self.dropout(hidden)
+            rows = (hidden[:, 0] > hidden[:, 0].mean()).nonzero().flatten()
+            return hidden[rows] if self.kind == "rows" else hidden.index_add(0, rows, hidden[rows])
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(6, 6), self.Inner(kind), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.inner(torch.tanh(self.first(x))))
+        return result
+
+
+@pytest.mark.parametrize("kind", ["draws", "rows"])
+def test_looks_whose_result_other_stages_cannot_know_are_refused_with_their_line(kind: str) -> None:
+    network = Looked(kind).double()
+    program = record(network, (torch.linspace(-1, 1, 30, dtype=torch.float64).view(5, 6),), {})
+    with pytest.raises(ModelError, match=r"test_stages_zoo\.py:\d+ looks at a value that (nonzero|item) computes"):
+        Staging(program=program, cuts=(2,))
