@@ -15,12 +15,13 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tiled"))
 from networks import CASES, VOCABULARY, Batch, Case, Residual, build
+from stages_rig import allowed_cuts
 
 import tatami
 from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import ModelError
-from tatami.stages.program import Staging
+from tatami.stages.program import ForwardProgram, Staging
 from tatami.stages.recording import record
 from tatami.testing.worlds import World
 from tatami.tiled import TiledModel, whole_state_dict
@@ -261,6 +262,117 @@ def test_two_replicas_of_two_stages(world: World, name: str) -> None:
 def test_two_stages_of_huggingface(world: World, name: str) -> None:
     """Those that round to single precision inside do so alike where micro-batches weigh a power of two."""
     check(world, huggingface(name), samples=8, micro_batches=4)
+
+
+class Changing(nn.Module):
+    """Other operations in evaluation than in training, on both sides of a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        if self.training:
+            hidden = hidden * 1.5 + 0.1
+        hidden = torch.tanh(self.middle(hidden))
+        if not self.training:
+            hidden = torch.sigmoid(hidden).clamp(max=0.6)
+        result: torch.Tensor = self.last(hidden)
+        return result
+
+
+class Crossing(nn.Module):
+    """A tensor, and what dropout makes of it, are both read by the next stage: in evaluation they are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dropout = nn.Linear(6, 6), nn.Dropout(0.3)
+        self.a, self.b, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        dropped = self.dropout(hidden)
+        result: torch.Tensor = self.last(torch.tanh(self.a(dropped)) + torch.tanh(self.b(hidden)))
+        return result
+
+
+class Crossed(nn.Module):
+    """In evaluation the layers come in the opposite order, which no stages can follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, self.last) if self.training else (self.last, self.first):
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", [Changing, Crossing])
+def test_evaluation_may_do_other_operations(world: World, kind: type[nn.Module]) -> None:
+    check(world, Case(build=kind, draw=tensors(6), blocks=()))
+
+
+@pytest.mark.parametrize("kind", [Changing, Crossing])
+def test_evaluation_is_cut_where_the_weights_are(kind: type[nn.Module]) -> None:
+    """Wherever training is; in evaluation mode and with gradients."""
+    x = torch.linspace(-1, 1, 30, dtype=torch.float64).view(5, 6)
+    network = kind().double()
+    recorded = record_network(network, Sample.of(x))
+    assert isinstance(recorded.evaluated, ForwardProgram)
+    for cut in allowed_cuts(recorded.program):
+        staging = Staging(program=recorded.program, cuts=(cut,))
+        found = recorded.evaluation(staging)
+        assert isinstance(found, Staging)
+        assert [set(each) for each in found.parameters] == [set(each) for each in staging.parameters]
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("in_training", [False, True])
+def test_dropout_that_is_switched_off_later_hands_both_over(world: World, in_training: bool) -> None:
+    case = Case(build=Crossing, draw=tensors(6), blocks=())
+    (x,) = case.draw(SAMPLES, torch.Generator().manual_seed(5))
+    network, plain = build(case), build(case)
+
+    def body(comm: AbstractCommunicator) -> None:
+        layout = staged(2, stages=2, cuts=(1,), micro_batches=2)
+        given: dict[str, Any] = {"speeds": "equal", "reduction": "mean", "quiet": True, "layout": layout}
+        model = tatami.tile(network, comm, batch_size=SAMPLES, sample=x, **given).train(in_training)
+        for layer in model.modules():
+            if isinstance(layer, nn.Dropout):
+                layer.p = 0.0
+        torch.autograd.backward(loss_of(model(model.local(x))))
+        torch.autograd.backward(loss_of(plain.eval()(x))) if comm.rank == 0 else None
+        comm.barrier()
+        expected = {name: each.grad for name, each in plain.named_parameters()}
+        own = {name.removeprefix("module."): each.grad for name, each in model.named_parameters() if each.grad is not None}
+        assert own
+        assert_close(own, {name: expected[name] for name in own}, what="gradients")
+
+    world(body)
+
+
+@pytest.mark.threads_only
+@pytest.mark.ranks(2)
+def test_evaluation_that_no_stages_can_follow_is_refused_by_name(world: World) -> None:
+    network = Crossed().double()
+    x = torch.ones(SAMPLES, 6, dtype=torch.float64)
+
+    def body(comm: AbstractCommunicator) -> None:
+        layout = staged(2, stages=2, cuts=(1,))
+        model = tatami.tile(network, comm, batch_size=SAMPLES, sample=x, layout=layout, speeds="equal", quiet=True)
+        with (
+            torch.no_grad(),
+            pytest.raises(ModelError, match=r"no stages: it reads weights of later stages before"),
+        ):
+            model.eval()(model.local(x))
+
+    world(body)
 
 
 class Draws(nn.Module):

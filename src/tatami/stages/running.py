@@ -37,6 +37,31 @@ NO_STAGE = -1
 """The stage of a rank that computes none."""
 
 
+class StagePart:
+    """What one stage has to do with a program.
+
+    Attributes:
+        staging: the program, cut.
+        sends, takes: the values that it sends and receives, by their numbers.
+        called: the modules that are run or left out as a whole.
+        elsewhere: those of them all of whose calls belong to other stages.
+        skipped: what operations of other stages return, by their number and the form of what they are given: stand-ins.
+    """
+
+    def __init__(self, staging: Staging, stage: int) -> None:
+        self.staging = staging
+        self.sends: dict[int, list[Handover]] = {}
+        self.takes: dict[int, Handover] = {}
+        for each in staging.handovers:
+            if each.source == stage:
+                self.sends.setdefault(each.value, []).append(each)
+            elif each.target == stage:
+                self.takes[each.value] = each
+        self.called = {call.module for call, _ in staging.blocks.values()}
+        self.elsewhere = self.called - {call.module for call, own in staging.blocks.values() if own in (None, stage)}
+        self.skipped: dict[Any, Any] = {}
+
+
 class StageRunner:
     """Runs the operations of one stage of a network.
 
@@ -48,6 +73,7 @@ class StageRunner:
         generator: from which random layers draw. What layers of other stages draw is drawn here as well and thrown away, so
             that the next layer draws what it would on one machine.
         on_backward: called with the number of a micro-batch when its backward pass begins here.
+        evaluation: the program of evaluation, cut; None where it is that of training; an error where it cannot be cut so.
         accumulated: where gradients of earlier micro-batches are (`tatami.stages.late_weights`).
     """
 
@@ -61,22 +87,17 @@ class StageRunner:
         generator: torch.Generator | None = None,
         on_backward: Callable[[int], None] | None = None,
         accumulated: Accumulated = lambda _: None,
+        evaluation: Staging | ModelError | None = None,
     ) -> None:
         self.on_backward, self.accumulated = on_backward, accumulated
-        self.module, self.staging, self.channel, self.generator = module, staging, channel, generator
+        self.module, self.channel, self.generator = module, channel, generator
         self.stage = NO_STAGE if stage is None else stage
-        self.sends: dict[int, list[Handover]] = {}
-        self.takes: dict[int, Handover] = {}
-        for each in staging.handovers:
-            if each.source == self.stage:
-                self.sends.setdefault(each.value, []).append(each)
-            elif each.target == self.stage:
-                self.takes[each.value] = each
-        self.skipped: dict[Any, Any] = {}
-        """What operations of other stages return, by their number and the form of what they are given: stand-ins."""
-        called = {call.module for call, _ in staging.blocks.values()}
-        self.elsewhere = called - {call.module for call, own in staging.blocks.values() if own in (None, self.stage)}
-        """Modules all of whose calls belong to other stages."""
+        self.training = StagePart(staging, self.stage)
+        self.evaluation: StagePart | ModelError = self.training
+        if evaluation is not None:
+            self.evaluation = StagePart(evaluation, self.stage) if isinstance(evaluation, Staging) else evaluation
+        parts = [each for each in (self.training, self.evaluation) if isinstance(each, StagePart)]
+        called = set().union(*(each.called for each in parts))
         self.current: _Pass | None = None
         self.dropouts = [each for each in module.modules() if isinstance(each, _DropoutNd)]
         self.is_behind = any(each.target == self.stage for each in staging.handovers)
@@ -88,6 +109,11 @@ class StageRunner:
             if name in called:
                 child.__dict__["forward"] = _intercepted(self, name, child.forward)
 
+    @property
+    def part(self) -> StagePart | ModelError:
+        """Of the program that the network's mode asks for."""
+        return self.training if self.module.training else self.evaluation
+
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, micro_batch: int = 0, num_micro_batches: int = 1) -> Any:
         """The forward pass over one micro-batch; on the last stage its results, on others stand-ins of them.
 
@@ -95,7 +121,13 @@ class StageRunner:
             args, kwargs: of the network, for the samples of this micro-batch.
             micro_batch: its number, among `num_micro_batches`.
         """
-        taken = _Pass(self, micro_batch=micro_batch, is_last=micro_batch == num_micro_batches - 1)
+        part = self.part
+        if isinstance(part, ModelError):
+            raise ModelError(
+                f"in evaluation the network does other operations than in training, and has no stages: it {part}. Evaluate a "
+                "plain copy on rank 0: `network = model.whole()`, called on all ranks; or use one stage"
+            )
+        taken = _Pass(self, part, micro_batch=micro_batch, is_last=micro_batch == num_micro_batches - 1)
         self.current = taken
         try:
             with taken:
@@ -132,13 +164,14 @@ def release(module: nn.Module, *, staging: Staging, stage: int | None) -> None:
 class _Pass(TorchFunctionMode):
     """One forward pass over one micro-batch."""
 
-    def __init__(self, runner: StageRunner, *, micro_batch: int, is_last: bool) -> None:
+    def __init__(self, runner: StageRunner, part: StagePart, *, micro_batch: int, is_last: bool) -> None:
         super().__init__()
-        self.runner, self.micro_batch, self.is_last = runner, micro_batch, is_last
+        self.runner, self.part, self.micro_batch, self.is_last = runner, part, micro_batch, is_last
         self.next = 0
         """Number of the next operation."""
         self.shown: dict[int, tuple[torch.Tensor, StandIn]] = {}
         """By the identity of a tensor that was sent: the tensor, and the stand-in that operations of later stages see."""
+        self.sent: set[int] = set()
         self.taken: dict[int, torch.Tensor] = {}
         """What was received, by the numbers of the values."""
         self.waiting: list[_Sent | _Received] = []
@@ -155,7 +188,7 @@ class _Pass(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        operations = self.runner.staging.program.operations
+        operations = self.part.staging.program.operations
         name = operation_name(func)
         planned = operations[self.next] if self.next < len(operations) else None
         if planned is None or planned.module or planned.name != name:
@@ -169,7 +202,7 @@ class _Pass(TorchFunctionMode):
 
     def call(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module is called that may be run, or left out, as a whole."""
-        found = None if self.is_inside else self.runner.staging.blocks.get(self.next)
+        found = None if self.is_inside else self.part.staging.blocks.get(self.next)
         if found is None or found[0].module != name:
             return plain(*args, **kwargs)  # inside of one that runs, or another call, whose operations belong to several stages
         call, stage = found
@@ -210,7 +243,7 @@ class _Pass(TorchFunctionMode):
         """From results that other stages compute, backward leads to all that was sent."""
         if self.anchor is None:
             return
-        program = self.runner.staging.program
+        program = self.part.staging.program
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         trained = [
             i
@@ -232,7 +265,7 @@ class _Pass(TorchFunctionMode):
 
     def _operation(self, planned: ForwardOperation, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.next += 1
-        stage = self.runner.staging.stage_of(planned.number) if planned.reach is Reach.STAGED else None
+        stage = self.part.staging.stage_of(planned.number) if planned.reach is Reach.STAGED else None
         if stage == self.runner.stage:
             self._refuse_stand_ins(planned.line or planned.name, (args, kwargs))
             out = call_operation(func, args, kwargs)
@@ -248,7 +281,7 @@ class _Pass(TorchFunctionMode):
         They are not made again in each pass, and autograd knows nothing of them: the results of the whole pass lead back to
         what was sent (`end`), however the stand-ins in between were computed.
         """
-        known = self.runner.skipped
+        known = self.part.skipped
         # A dropout that is switched on later draws, here as well.
         modes = tuple([layer.training and layer.p > 0 for layer in self.runner.dropouts])
         key = (first, self.runner.module.training, modes, form_of(args), form_of(tuple(kwargs.items())))
@@ -266,8 +299,8 @@ class _Pass(TorchFunctionMode):
 
     def _handed_over(self, out: Any, numbers: tuple[int | None, ...], stage: int | None, *, first: int) -> Any:
         """Send what later stages read, and receive what this one reads, of what the operations since `first` have made."""
-        runner, values = self.runner, self.runner.staging.program.values
-        if stage is None or not any(number in runner.sends or number in runner.takes for number in numbers):
+        part, values = self.part, self.part.staging.program.values
+        if stage is None or not any(number in part.sends or number in part.takes for number in numbers):
             return out
         leaves, structure = pytree.tree_flatten(out)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -276,10 +309,12 @@ class _Pass(TorchFunctionMode):
                 continue
             if values[number].made_by < first:  # an argument, returned as it came
                 leaves[i] = self.taken.get(number, leaves[i])
-            elif number in runner.sends and id(leaves[i]) not in self.shown:
-                self.shown[id(leaves[i])] = leaves[i], self._send(leaves[i], runner.sends[number])
-            elif number in runner.takes:
-                self.taken[number] = leaves[i] = self._receive(runner.takes[number])
+            elif number in part.sends and number not in self.sent:
+                # Two values may be one tensor: dropout returns what it is given where its probability was set to 0.
+                self.sent.add(number)
+                self.shown[id(leaves[i])] = leaves[i], self._send(leaves[i], part.sends[number])
+            elif number in part.takes:
+                self.taken[number] = leaves[i] = self._receive(part.takes[number])
         return pytree.tree_unflatten(leaves, structure)
 
     def _send(self, tensor: torch.Tensor, handovers: list[Handover]) -> StandIn:
@@ -331,7 +366,7 @@ class _Pass(TorchFunctionMode):
             )
 
     def _differs(self, name: str) -> ModelError:
-        operations = self.runner.staging.program.operations
+        operations = self.part.staging.program.operations
         planned = operations[self.next] if self.next < len(operations) else None
         expected = "the end" if planned is None else f"{planned.name} {f'({planned.line})' if planned.line else ''}".strip()
         return ModelError(
@@ -433,7 +468,7 @@ def _intercepted(runner: StageRunner, name: str, plain: Callable[..., Any]) -> C
         if runner.current is not None:
             return runner.current.call(name, plain, args, kwargs)
         # Outside of a pass this is recomputation, in the backward pass, of what was computed here.
-        if name in runner.elsewhere:
+        if name in runner.training.elsewhere:
             raise ModelError(
                 f"{name} belongs to another stage, and is called outside of the forward pass, as torch.utils.checkpoint does. "
                 "What it computes again must be within one stage: cut elsewhere (layout=), or use one stage"

@@ -41,6 +41,7 @@ class ModelStage:
         wire: to what activations and their gradients are rounded on their way.
         in_flight: for each stage, how many micro-batches have gone forward and not yet backward; None: as many as there are
             stages from this one on.
+        evaluation: as of `StageRunner`.
 
     Attributes:
         index: the stage; None where this rank was left out.
@@ -60,6 +61,7 @@ class ModelStage:
         phases: Phases,
         wire: torch.dtype | None = None,
         in_flight: Sequence[int] | None = None,
+        evaluation: Staging | ModelError | None = None,
     ) -> None:
         unknown = [name for name in layout.processors if name not in names]
         if unknown:
@@ -85,7 +87,7 @@ class ModelStage:
             waiting=functools.partial(self._waits, IterationPhase.BUBBLE),
             travelling=functools.partial(self._waits, IterationPhase.HANDOVER),
         )
-        self._phases = phases
+        self._phases, self._evaluation = phases, evaluation
         self._names = tuple(names)
         self._first_names: dict[str, str] = {}
         # A stage that waits for more forward passes than the one in front of it makes before it waits would wait forever.
@@ -184,6 +186,7 @@ class ModelStage:
         self._runner = StageRunner(
             module,
             staging=self.staging,
+            evaluation=self._evaluation,
             stage=self.index,
             channel=self._channel,
             generator=self._generator,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tatami.errors import ModelError
+from tatami.stages.evaluation import evaluation_of
 from tatami.stages.program import ForwardOperation, ForwardProgram, Staging, obstacle_of
 from tatami.stages.recording import record
 from tatami.tiled.blocks import FOLLOWING, Blocks
@@ -37,12 +38,23 @@ class RecordedNetwork:
         pieces: what of it stages share out, in its order.
         firsts: for each piece, its first operation.
         obstacle: why it cannot be cut somewhere else; empty where it can be cut everywhere.
+        evaluated: what the forward pass does in evaluation, where that is something else; or why that is not known.
     """
 
     program: ForwardProgram
     pieces: tuple[Piece, ...]
     firsts: tuple[int, ...]
     obstacle: str = ""
+    evaluated: ForwardProgram | ModelError | None = None
+
+    def evaluation(self, staging: Staging) -> Staging | ModelError | None:
+        """The stages of evaluation, where they are not those of training; or why there are none."""
+        if not isinstance(self.evaluated, ForwardProgram):
+            return self.evaluated
+        try:
+            return evaluation_of(staging, self.evaluated)
+        except ModelError as error:
+            return error
 
     def refuse_few(self, stages: int) -> None:
         """
@@ -100,7 +112,28 @@ def record_network(model: nn.Module, sample: Sample) -> RecordedNetwork:
     program = replace(program, samples=sample.samples)
     firsts, obstacle = _firsts(program)
     pieces = _pieces(model, program, firsts, samples=sample.samples)
-    return RecordedNetwork(program=program, pieces=pieces, firsts=firsts, obstacle=obstacle)
+    evaluated: ForwardProgram | ModelError | None = _evaluated(model, sample)
+    if isinstance(evaluated, ForwardProgram) and _does(evaluated) == _does(program):
+        evaluated = None
+    return RecordedNetwork(program=program, pieces=pieces, firsts=firsts, obstacle=obstacle, evaluated=evaluated)
+
+
+def _evaluated(model: nn.Module, sample: Sample) -> ForwardProgram | ModelError:
+    try:
+        with FOLLOWING, unchanged(model), torch.enable_grad():
+            model.eval()
+            return record(model, sample.args, sample.kwargs)
+    except Exception as error:  # whatever the user's forward pass raises in evaluation, which is perhaps never asked for
+        return ModelError(f"fails on the sample: {type(error).__name__}: {error}")
+
+
+def _does(program: ForwardProgram) -> object:
+    operations = [
+        (each.name, each.module, each.reads, each.makes, each.parameters, each.buffers, each.changes, each.reach)
+        for each in program.operations
+    ]
+    calls = [(each.module, each.first, each.stop, each.returns, each.looks) for each in program.calls]
+    return operations, calls, program.returns
 
 
 def _firsts(program: ForwardProgram) -> tuple[tuple[int, ...], str]:

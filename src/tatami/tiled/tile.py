@@ -262,6 +262,7 @@ def tile(
             phases=phases,
             wire=wire_dtype(wire),
             in_flight=in_flight,
+            evaluation=network.evaluation(staging),
         )
         if isinstance(planned, StagedPlan):
             stage.plan = planned
