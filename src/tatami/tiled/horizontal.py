@@ -105,6 +105,11 @@ class HorizontalExchange:
         self._sends: list[list[_Transfer]] = []
         self._receives: list[list[_Transfer]] = []
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks send and receive at one rate."""
+        return self._rates is None
+
     def _plan(self, unit_elements: Sequence[int], riders: int, *, element_bytes: int) -> None:
         """This rank's part of the messages that sum so many elements."""
         self._rooms.clear()

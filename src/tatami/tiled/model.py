@@ -51,6 +51,7 @@ from tatami.tiled.losses import LossReduction, check_reduction, check_targets_co
 from tatami.tiled.model_stage import ModelStage, refuse_stages
 from tatami.tiled.norms import WholeNorms
 from tatami.tiled.optimizers import watch_optimizers
+from tatami.tiled.overlapped_sums import OverlappedSums, may_overlap
 from tatami.tiled.owner_sums import OwnerSums
 from tatami.tiled.phases import IterationPhase, Phases
 from tatami.tiled.placement import Placement, largest, place
@@ -235,10 +236,10 @@ class TiledModel(nn.Module):
                 replica=lambda: self._rank.index,
             )
         )
-        sums: AbstractGradientSums | None = (
-            self.sharding
-            if self._is_alone or self.sharding is not None
-            else OwnerSums(
+        sums: AbstractGradientSums | None = self.sharding
+        self._overlapped: OverlappedSums | None = None
+        if not self._is_alone and self.sharding is None:
+            sums = owners = OwnerSums(
                 rows=self._rows,
                 wire=wire,
                 link_times=self.link_times,
@@ -246,7 +247,8 @@ class TiledModel(nn.Module):
                 replicas=self._columns,
                 replica=lambda: self._rank.index,
             )
-        )
+            if stage is None and may_overlap(comm):
+                sums = self._overlapped = OverlappedSums(owners, comm, link_times=self.link_times, replicas=self._columns)
         if stage is not None and stage.tied:
             sums = TiedSums(sums, stage=stage, names={each: name for name, each in module.named_parameters()})
         self.outside.defer = self._deferred.take
@@ -742,6 +744,8 @@ class TiledModel(nn.Module):
             self._column.comm.close()
         if self._rank.sums is not None:
             self._rank.sums.close()
+        if self._overlapped is not None:
+            self._overlapped.close()
         if self.stage is not None:
             self.stage.close()
         self.comm.close()

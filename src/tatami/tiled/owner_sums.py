@@ -58,6 +58,12 @@ class OwnerSums(AbstractGradientSums):
     def shares_units(self) -> bool:
         return any(len(replica) > 1 for replica in self._replicas())
 
+    @property
+    def sends_evenly(self) -> bool:
+        """Whether gradients travel as they are, in parts that are alike for all ranks."""
+        exchange = self._placement().exchange
+        return self._wire is None and exchange is not None and exchange.is_even
+
     def finish(
         self,
         parameters: Sequence[nn.Parameter],

@@ -93,6 +93,11 @@ class LinkTimes:
         self.sent_s.clear()
         self.arrived_s.clear()
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether anything is recorded."""
+        return self._since_s is not None
+
     def sends(self, peer: int) -> None:
         """A message to `peer` leaves now."""
         if self._since_s is not None:

@@ -1,0 +1,177 @@
+"""Gradients of replicas of one rank, summed while the backward pass computes: as between hosts, which these ranks play."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import tatami.tiled.model
+import tatami.tiled.overlapped_sums
+from tatami.comm.base import AbstractCommunicator
+from tatami.errors import InputError
+from tatami.testing.worlds import World
+from tatami.tiled import TiledModel, move, tile
+from tatami.tiling import Layout
+from tiled_rig import assert_close, simple_layout
+
+STEPS, SAMPLES = 6, 8
+
+
+@pytest.fixture(autouse=True)
+def _between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tatami.tiled.model, "may_overlap", lambda comm: comm.size > 1)
+    monkeypatch.setattr(tatami.tiled.overlapped_sums, "LEAST_BYTES", 0)
+
+
+def fill(network: nn.Module) -> nn.Module:
+    """Threads share torch's own generator."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.normal_(0.0, 0.5, generator=generator)
+    return network
+
+
+class Branching(nn.Module):
+    """One branch has part in every other loss only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.one, self.other = (nn.Linear(5, 5, dtype=torch.float64) for _ in range(3))
+        self.takes_other = False
+        fill(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.trunk(x))
+        return self.other(hidden) if self.takes_other else self.one(hidden)
+
+
+def perceptron() -> nn.Module:
+    return fill(nn.Sequential(nn.Linear(5, 6, dtype=torch.float64), nn.ReLU(), nn.Linear(6, 5, dtype=torch.float64)))
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = torch.randn(2, SAMPLES, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return x, y
+
+
+def flat(size: int) -> Layout:
+    return simple_layout(
+        *([rank] for rank in range(size)), widths=[2 * (rank + 1) / (size * (size + 1)) for rank in range(size)]
+    )
+
+
+def train(
+    model: nn.Module,
+    parts: Callable[[torch.Tensor, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor, float]]],
+    inner: Branching,
+) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        inner.takes_other = step % 2 == 1
+        optimizer.zero_grad()
+        for x, y, scale in parts(*batch(step)):
+            (scale * nn.functional.mse_loss(model(x), y)).backward()
+        optimizer.step()
+
+
+def expected() -> dict[str, torch.Tensor]:
+    plain = Branching()
+    train(plain, lambda x, y: [(x, y, 1.0)], plain)
+    return plain.state_dict()
+
+
+def tiled(comm: AbstractCommunicator) -> tuple[TiledModel, Branching]:
+    model = tile(Branching(), comm, batch_size=SAMPLES, layout=flat(comm.size), speeds="equal", reduction="mean", quiet=True)
+    inner = model.module
+    assert isinstance(inner, Branching)
+    return model, inner
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_weights_are_those_of_one_machine_though_a_layer_is_left_out_of_some_steps(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
+        model, inner = tiled(comm)
+        train(model, lambda x, y: [(*model.local(x, y), 1.0)], inner)
+        assert model._overlapped is not None
+        assert model._overlapped._buckets is not None
+        found = model.module.state_dict()
+        model.close()
+        return found
+
+    for found in world(body):
+        assert_close(found, expected(), what="weights")
+
+
+@pytest.mark.ranks(2, 3)
+def test_gradients_accumulate(world: World) -> None:
+    """What is equal on all ranks is not summed again."""
+
+    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
+        model, inner = tiled(comm)
+        train(model, lambda x, y: [(*model.local(x, y), 0.25), (*model.local(x, y), 0.75)], inner)
+        return model.module.state_dict()
+
+    for found in world(body):
+        assert_close(found, expected(), what="weights")
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_model_that_is_moved_to_shared_units_and_back_goes_on(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
+        network = perceptron()
+        model = tile(network, comm, batch_size=SAMPLES, layout=flat(comm.size), speeds="equal", reduction="mean", quiet=True)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        are_used = []
+        for step in range(9):
+            if step in (3, 6):
+                move(model, simple_layout(range(comm.size)) if step == 3 else flat(comm.size), optimizer=optimizer)
+            x, y = model.local(*batch(step))
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            are_used.append(model._overlapped is not None and model._overlapped._buckets is not None)
+        assert are_used[:3] == are_used[6:] == [True] * 3
+        return model.module.state_dict()
+
+    plain = perceptron()
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
+    for step in range(9):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(plain(x), y).backward()
+        optimizer.step()
+    for found in world(body):
+        assert_close(found, plain.state_dict(), what="weights")
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_that_were_given_batches_of_different_sizes_are_told(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        model, _ = tiled(comm)
+        x, y = (each[: SAMPLES - (comm.rank == 1)] for each in batch(0))
+        with pytest.raises(InputError, match="different"):
+            nn.functional.mse_loss(model(model.local(x)), model.local(y)).backward()
+
+    world(body)
+
+
+@pytest.mark.ranks(2)
+def test_nobody_may_watch_links_or_round_meanwhile(world: World) -> None:
+    """Then gradients travel after the pass, in messages whose times are known."""
+
+    def body(comm: AbstractCommunicator) -> None:
+        for wire, is_watched in (("bfloat16", False), (None, True)):
+            model = tile(
+                Branching(), comm, batch_size=SAMPLES, layout=flat(2), speeds="equal", reduction="mean", wire=wire, quiet=True
+            )
+            if is_watched:
+                model.link_times.begin()
+            x, y = model.local(*batch(0))
+            nn.functional.mse_loss(model(x), y).backward()
+            assert model._overlapped is not None
+            assert model._overlapped._buckets is None
+            assert bool(model.link_times.sent_s) == is_watched
+
+    world(body)
