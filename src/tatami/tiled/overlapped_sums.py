@@ -32,7 +32,7 @@ class OverlappedSums(AbstractGradientSums):
     Args:
         owners: sums where buckets do not.
         comm: the ranks.
-        link_times: records when messages between replicas leave and arrive, as long as somebody watches them.
+        link_times: records when messages between replicas leave and arrive, as long as a re-tiler watches them.
         replicas: the ranks of each replica now.
     """
 
