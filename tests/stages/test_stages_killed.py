@@ -1,4 +1,4 @@
-"""A rank that is killed in an iteration with pipeline stages: the others end soon, and those that wait for it say which one it was."""
+"""A rank that is killed in an iteration with stages: the others end soon, and those that wait for it say which one it was."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ class Branching(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.trunk(x))
-        return self.other(hidden) if self.takes_other else self.one(hidden)
+        out: torch.Tensor = self.other(hidden) if self.takes_other else self.one(hidden)
+        return out
 
 
 def perceptron() -> nn.Module:
@@ -72,7 +73,7 @@ def train(
         inner.takes_other = step % 2 == 1
         optimizer.zero_grad()
         for x, y, scale in parts(*batch(step)):
-            (scale * nn.functional.mse_loss(model(x), y)).backward()
+            torch.autograd.backward(scale * nn.functional.mse_loss(model(x), y))
         optimizer.step()
 
 
@@ -129,7 +130,7 @@ def test_a_model_that_is_moved_to_shared_units_and_back_goes_on(world: World) ->
                 move(model, simple_layout(range(comm.size)) if step == 3 else flat(comm.size), optimizer=optimizer)
             x, y = model.local(*batch(step))
             optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
+            torch.autograd.backward(nn.functional.mse_loss(model(x), y))
             optimizer.step()
             are_used.append(model._overlapped is not None and model._overlapped._buckets is not None)
         assert are_used[:3] == are_used[6:] == [True] * 3
@@ -140,7 +141,7 @@ def test_a_model_that_is_moved_to_shared_units_and_back_goes_on(world: World) ->
     for step in range(9):
         x, y = batch(step)
         optimizer.zero_grad()
-        nn.functional.mse_loss(plain(x), y).backward()
+        torch.autograd.backward(nn.functional.mse_loss(plain(x), y))
         optimizer.step()
     for found in world(body):
         assert_close(found, plain.state_dict(), what="weights")
@@ -152,7 +153,7 @@ def test_ranks_that_were_given_batches_of_different_sizes_are_told(world: World)
         model, _ = tiled(comm)
         x, y = (each[: SAMPLES - (comm.rank == 1)] for each in batch(0))
         with pytest.raises(InputError, match="different"):
-            nn.functional.mse_loss(model(model.local(x)), model.local(y)).backward()
+            torch.autograd.backward(nn.functional.mse_loss(model(model.local(x)), model.local(y)))
 
     world(body)
 
@@ -169,7 +170,7 @@ def test_nobody_may_watch_links_or_round_meanwhile(world: World) -> None:
             if is_watched:
                 model.link_times.begin()
             x, y = model.local(*batch(0))
-            nn.functional.mse_loss(model(x), y).backward()
+            torch.autograd.backward(nn.functional.mse_loss(model(x), y))
             assert model._overlapped is not None
             assert model._overlapped._buckets is None
             assert bool(model.link_times.sent_s) == is_watched
