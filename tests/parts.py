@@ -14,6 +14,8 @@ HERE = Path(__file__).parent
 OTHERS_S = 5.0
 COSTS_S = {
     "test_examples.py": 440.0,
+    "test_stages_model.py": 150.0,
+    "test_stages_zoo.py": 110.0,
     "test_tiled_networks.py": 360.0,
     "test_elastic_runs.py": 290.0,
     "test_server_runtime.py": 250.0,
@@ -26,6 +28,8 @@ COSTS_S = {
     "test_tiled_memory.py": 115.0,
     "test_tiled_huggingface.py": 95.0,
     "test_lab_real.py": 95.0,
+    "test_stages_exact.py": 60.0,
+    "test_stages_killed.py": 50.0,
     "test_tiled_checkpoints.py": 75.0,
     "test_server_bench.py": 75.0,
     "test_comm_roll_call.py": 70.0,
