@@ -9,7 +9,7 @@ from torch import nn
 import tatami.tiled.model
 import tatami.tiled.overlapped_sums
 from tatami.comm.base import AbstractCommunicator
-from tatami.errors import InputError
+from tatami.errors import InputError, TrainingError
 from tatami.testing.worlds import World
 from tatami.tiled import TiledModel, move, tile
 from tatami.tiling import Layout
@@ -43,8 +43,8 @@ class Branching(nn.Module):
         fill(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.trunk(x))
-        out: torch.Tensor = self.other(hidden) if self.takes_other else self.one(hidden)
+        self.hidden = torch.tanh(self.trunk(x))
+        out: torch.Tensor = self.other(self.hidden) if self.takes_other else self.one(self.hidden)
         return out
 
 
@@ -156,6 +156,37 @@ def test_ranks_that_were_given_batches_of_different_sizes_are_told(world: World)
             torch.autograd.backward(nn.functional.mse_loss(model(model.local(x)), model.local(y)))
 
     world(body)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_pass_that_is_broken_off_ends_the_run_once_buckets_have_left(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the ranks still learn the order of gradients nothing has left, and the pass can be repeated."""
+    monkeypatch.setattr(tatami.tiled.overlapped_sums, "BUCKET_BYTES", 8)
+
+    def body(comm: AbstractCommunicator) -> None:
+        model, inner = tiled(comm)
+        x, y = model.local(*batch(0))
+        found = []
+        for step in range(5):
+            model.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            if step in (1, 4):
+                inner.hidden.register_hook(_fail)  # type: ignore[no-untyped-call]
+                with pytest.raises(KeyError, match="broken off"):
+                    torch.autograd.backward(loss)
+                continue
+            torch.autograd.backward(loss)
+            found.append([parameter.grad for parameter in inner.trunk.parameters()])
+        for before, after in zip(found[0], found[1], strict=True):
+            torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
+        with pytest.raises(TrainingError, match=f"the last backward pass on rank {comm.rank} was broken off"):
+            model(x)
+
+    world(body)
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise KeyError("broken off")
 
 
 @pytest.mark.ranks(2)

@@ -285,10 +285,10 @@ class GradientEngine:
         return None
 
     def accumulated(self, parameter: nn.Parameter) -> tuple[torch.Tensor, float] | None:
-        """Where a micro-batch may add its gradient of a parameter by itself, and the factor that weighs it there.
+        """The gradient of earlier micro-batches, to which the running one may add its own, and the factor that weighs it.
 
-        That is what earlier micro-batches have left in `.grad`. A product that is added to it as it is computed saves autograd
-        three ways through memory: of the product, of the sum, and of its result. None where autograd is to do it.
+        A product that is added as it is computed is not written to memory, read again and added by autograd. None where
+        autograd has to accumulate: in the first micro-batch, and where anything else takes part in the gradient.
         """
         found, hooks = self._pass, self._hooks.get(parameter)
         if not (self.in_parts and parameter in self._before and found is not None and found.weight and self._part_weight):

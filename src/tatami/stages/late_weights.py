@@ -61,7 +61,7 @@ class LateWeights:
 
 
 class _Products:
-    """What is still to be computed of the gradients of one layer in one backward pass, and what of it goes to autograd."""
+    """Computes the gradients of one layer in one backward pass: into `.grad` where it may, else into `weight` and `bias`."""
 
     def __init__(self, layer: nn.Linear, accumulated: Accumulated, *, are_late: bool) -> None:
         assert isinstance(layer.weight, nn.Parameter)
@@ -78,7 +78,7 @@ class _Products:
             self.compute()
 
     def compute(self) -> None:
-        """All that is left."""
+        """Compute all products that are left."""
         for rows, grads in self._left:
             if (found := self._accumulated(self._parameter)) is not None:
                 total, factor = found

@@ -6,9 +6,10 @@ program says that a value crosses, the stage that made it sends it, and the stag
 stand-in. Modules whose operations all belong to another stage are not entered at all: what they return is looked up.
 
 Backward needs no code of its own. What a stage has sent is, from there on, a stand-in whose gradient function waits for the
-gradient from the stage that reads the value (`_Sent`); what it has received has one that sends its gradient back
-(`_Received`). All stand-ins that follow lead back to these, so that `loss.backward()` on a stage that has no loss does what its
-part of the backward pass is. An operation of this stage that would read a stand-in raises: nothing can be wrong silently.
+gradient from the stage that reads the value (`SentParcel`); what it has received has one that sends its gradient back
+(`ReceivedParcel`). All stand-ins that follow lead back to these, so that `loss.backward()` on a stage that has no loss does
+what its part of the backward pass is. An operation of this stage that would read a stand-in raises: nothing can be wrong
+silently.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from tatami.errors import ModelError
 from tatami.stages.channel import AbstractChannel, Parcel
+from tatami.stages.handing_over import HandOver, ReceivedParcel, SentParcel, TakeOver
 from tatami.stages.late_weights import Accumulated, LateWeights
 from tatami.stages.program import ForwardCall, ForwardForm, ForwardOperation, Handover, Reach, Staging
 from tatami.stages.recording import call_operation, operation_name, tensors_in
@@ -174,7 +176,7 @@ class _Pass(TorchFunctionMode):
         self.sent: set[int] = set()
         self.taken: dict[int, torch.Tensor] = {}
         """What was received, by the numbers of the values."""
-        self.waiting: list[_Sent | _Received] = []
+        self.waiting: list[SentParcel | ReceivedParcel] = []
         self.hands: list[StandIn] = []
         """What was sent and has a gradient, as later stages see it."""
         self.anchor = torch.zeros((), device="cpu", requires_grad=True) if torch.is_grad_enabled() else None
@@ -323,9 +325,9 @@ class _Pass(TorchFunctionMode):
             self.runner.channel.send(parcel, tensor.detach())
         if self.anchor is None or not tensor.requires_grad:
             return stand_in_of(tensor)
-        ends = [_Sent(self.runner.channel, parcel) for parcel in parcels]
+        ends = [SentParcel(self.runner.channel, parcel) for parcel in parcels]
         self.waiting += ends
-        shown = _Hand.apply(ends, tensor)  # type: ignore[no-untyped-call]
+        shown = HandOver.apply(ends, tensor)  # type: ignore[no-untyped-call]
         assert isinstance(shown, StandIn)
         self.hands.append(shown)
         return shown
@@ -338,9 +340,9 @@ class _Pass(TorchFunctionMode):
             self.runner.channel.expect(replace(parcel, micro_batch=self.micro_batch + 1))
         if self.anchor is None or not handover.requires_grad:
             return tensor
-        end = _Received(self.runner.channel, parcel)
+        end = ReceivedParcel(self.runner.channel, parcel)
         self.waiting.append(end)
-        taken: torch.Tensor = _Take.apply(end, tensor, self.anchor)  # type: ignore[no-untyped-call]
+        taken: torch.Tensor = TakeOver.apply(end, tensor, self.anchor)  # type: ignore[no-untyped-call]
         return taken
 
     def _parcel(self, handover: Handover) -> Parcel:
@@ -373,71 +375,6 @@ class _Pass(TorchFunctionMode):
             f"the forward pass calls {name} where {expected} was recorded: which operations it does depends on its input. "
             "Networks with stages do the same operations for every batch; use one stage"
         )
-
-
-class _Sent:
-    """The near end of a parcel that was sent: its gradient comes back here."""
-
-    def __init__(self, channel: AbstractChannel, parcel: Parcel) -> None:
-        self.channel = channel
-        self.parcel = replace(parcel, backward=True)
-        self.is_settled = False
-        channel.expect(self.parcel)
-
-    def gradient(self) -> torch.Tensor | None:
-        self.is_settled = True
-        return self.channel.receive(self.parcel)
-
-    def settle(self) -> None:
-        if not self.is_settled:
-            self.gradient()
-
-
-class _Received:
-    """The far end: the gradient is sent back from here."""
-
-    def __init__(self, channel: AbstractChannel, parcel: Parcel) -> None:
-        self.channel = channel
-        self.parcel = replace(parcel, backward=True)
-        self.is_settled = False
-
-    def give(self, grad: torch.Tensor | None) -> None:
-        self.is_settled = True
-        self.channel.send(self.parcel, grad)
-
-    def settle(self) -> None:
-        if not self.is_settled:
-            self.give(None)
-
-
-class _Hand(torch.autograd.Function):
-    """From a tensor of this stage to the stand-in of it that other stages' operations see."""
-
-    @staticmethod
-    def forward(ctx: Any, ends: list[_Sent], tensor: torch.Tensor) -> StandIn:
-        ctx.ends = ends
-        return stand_in_of(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
-        # In the order of the stages, so that the sum has the same bits in every run.
-        grads = [grad for end in ctx.ends if (grad := end.gradient()) is not None]
-        total = None if not grads else grads[0] if len(grads) == 1 else torch.stack(grads).sum(0)
-        return None, total
-
-
-class _Take(torch.autograd.Function):
-    """A tensor that came from another stage, whose gradient goes back there."""
-
-    @staticmethod
-    def forward(ctx: Any, end: _Received, tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
-        ctx.end = end
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
-        ctx.end.give(grad)
-        return None, None, None
 
 
 class _Begins(torch.autograd.Function):

@@ -1,10 +1,10 @@
-"""Gradients of replicas of one rank each, on several hosts: summed while the backward pass still computes.
+"""Data parallelism between hosts: gradients are summed while the backward pass still computes.
 
-What a long sum takes on a thin link hides behind the backward pass where its parts leave as they become ready. So gradients
-travel in the buckets of `DataParallel` (`tatami.gradients.bucketed_sums`) where every rank is a replica. Everywhere else, and
-where there is nothing to hide, they travel after the pass (`tatami.tiled.owner_sums`): between ranks that share units, within a
-host, as half precision (`wire`), over links that are not alike, whose parts are uneven, and while a re-tiler watches when the
-messages of links come.
+A long sum over a slow link hides behind the backward pass if each part of it leaves as soon as it is ready. Where every rank is
+a replica, gradients therefore travel in the buckets of `DataParallel` (`tatami.gradients.bucketed_sums`). In all other cases
+they travel after the pass (`tatami.tiled.owner_sums`): where ranks share units, within one host, in half precision (`wire`),
+over links of different rates, over which the parts are uneven, and while a re-tiler measures when the messages of each link
+arrive. Prices assume that all gradients travel after the pass.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ LEAST_BYTES = 2 * BUCKET_BYTES
 
 
 class OverlappedSums(AbstractGradientSums):
-    """Those of one model.
+    """Sums the gradients of one model, in buckets where that pays.
+
+    A backward pass that is broken off after buckets have left cannot be repeated: the next forward pass raises `TrainingError`.
 
     Args:
-        owners: sums where buckets do not.
+        owners: sums the gradients where buckets are not used.
         comm: the ranks.
-        link_times: records when messages between replicas leave and arrive, as long as a re-tiler watches them.
+        link_times: records when messages between replicas leave and arrive, while a re-tiler measures links.
         replicas: the ranks of each replica now.
     """
 
