@@ -92,7 +92,7 @@ def test_pipeline_stages_end_with_the_loss_of_one_rank() -> None:
     [
         (["-n", "2", "--stages", "3"], "--stages 3 needs as many ranks, and there are 2"),
         (["-n", "2", "--batch-size", "4", "--micro-batches", "5"], "--micro-batches 5 are more than the 4 samples of a batch"),
-        (["-n", "2", "--stages", "2", "--retile"], "not re-tiled yet: leave --method and --retile out"),
+        (["-n", "2", "--stages", "2", "--method", "srpm"], "by the least predicted time"),
     ],
 )
 def test_stages_that_cannot_be_are_one_sentence(asked: list[str], match: str) -> None:

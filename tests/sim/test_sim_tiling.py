@@ -13,7 +13,7 @@ from hand_clock import HandClock
 from tatami.cluster import Cluster, Link, Processor
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, PlanError
-from tatami.retiling import Decision, DecisionKind, Retiler
+from tatami.retiling import Decision, DecisionKind, Retiler, StagedDecision
 from tatami.sim.allreduce import Software
 from tatami.sim.platforms import ClusterPlatform
 from tatami.sim.processes import Runs
@@ -355,7 +355,7 @@ def test_the_decisions_are_those_of_a_run_in_threads(world: World, planner: str)
     y = torch.rand(SAMPLES, 2, generator=generator, dtype=torch.float64)
     retiler = Retiler(every=EVERY, window=3)
 
-    def body(comm: AbstractCommunicator) -> tuple[list[Decision], Cluster, Workload, Layout]:
+    def body(comm: AbstractCommunicator) -> tuple[list[Decision | StagedDecision], Cluster, Workload, Layout]:
         machine = Machine(SPEEDS[comm.rank] * MFLOP)
         model = tile(built, comm, batch_size=SAMPLES, speeds="equal", planner=planner, quiet=True, clock=machine, pace=machine)
         machine.model = model
@@ -388,6 +388,7 @@ def test_the_decisions_are_those_of_a_run_in_threads(world: World, planner: str)
     assert [each.kind for each in simulated] == [each.kind for each in real]
     assert sum(each.remaps for each in simulated) >= 2
     for one, other in zip(simulated, real, strict=True):
+        assert isinstance(other, Decision)
         assert one.tiling == other.tiling
         assert one.reason.split("; speeds")[0].split(", but")[0] == other.reason.split("; speeds")[0].split(", but")[0]
         assert one.ratio == pytest.approx(other.ratio, rel=1e-6)

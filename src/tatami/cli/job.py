@@ -134,9 +134,10 @@ def _check_stages(job: TrainJob, is_staged: bool, *, ranks: int, batch_size: int
         raise InputError(
             f"--micro-batches {parts} are more than the {batch_size} samples of a batch: take {batch_size} or fewer"
         )
-    if is_staged and (job.retile or job.method != DEFAULT_PLANNER):
+    if is_staged and (job.retile_every is not None or job.method != DEFAULT_PLANNER):
         raise InputError(
-            "--stages are laid out by the least predicted time, and not re-tiled yet: leave --method and --retile out"
+            "--stages are laid out by the least predicted time, also where --retile lays them out again: leave --method and "
+            "--retile-every out"
         )
 
 

@@ -123,7 +123,7 @@ def train(
             device=job.device,
             quiet=True,
             pace=pace,
-            stages=1 if prepared.retiler is not None else job.stages,  # what re-tiles knows no stages
+            stages=job.stages if prepared.retiler is None or prepared.retiler.knows_stages else 1,
             micro_batches=job.micro_batches,
         )
         if comm.rank == 0 and model.comm.on_devices:

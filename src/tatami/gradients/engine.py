@@ -125,7 +125,7 @@ class GradientEngine:
         self._is_new = True
         self._before: dict[nn.Parameter, torch.Tensor | None] = {}
         self._begun_at = 0
-        self.in_parts = self.is_closed = False
+        self.in_parts = self.is_closed = self._is_left = False
         self._was_left = False
         self._loop = 0
         self._part_weight = 0.0
@@ -227,7 +227,7 @@ class GradientEngine:
                 "gradient depends. Give tatami.tile reduction='mean' or reduction='sum'; torch's losses take the mean unless "
                 "they are told otherwise"
             )
-        if found.layout is not self._layout():
+        if found.layout is not self._layout() or self._is_left:
             raise _retiled()
         if torch.is_grad_enabled() and self._sums is not None and self._sums.shares_units:
             raise InputError(
@@ -477,6 +477,19 @@ class GradientEngine:
             else:
                 parameter.grad.add_(total)
             hooks.run_after(parameter)
+
+    def leave(self) -> None:
+        """Leave the parameters as they were, to another engine. Backward passes that come later are refused."""
+        self.forget()
+        self._is_left = True
+        for hooks in self._hooks.values():
+            hooks.leave()
+        self._hooks.clear()
+
+    def enter(self) -> None:
+        """Watch the parameters again, after `leave`."""
+        self._is_left = False
+        self._follow_module()
 
     # -- what is known of the network -------------------------------------------------------------------------------------
 

@@ -96,6 +96,10 @@ class OutsideReads:
         if len(self._spans) > _KEPT:
             del self._spans[: _KEPT // 2]
 
+    def close(self) -> None:
+        """Look at no backward pass any more."""
+        _models().discard(self)
+
     def refuse(self, where: str) -> None:
         """
         Args:

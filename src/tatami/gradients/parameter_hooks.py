@@ -7,6 +7,7 @@ hooks in which torch finds the engine's alone; what users register is kept apart
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -100,6 +101,13 @@ class ParameterHooks:
             del hooks[-id(self)]
         self._joined = []
 
+    def leave(self) -> None:
+        """Leave the parameter as it was, with the hooks of its users alone."""
+        given: Any = self._parameter()
+        self.close()
+        if given is not None and isinstance(given._backward_hooks, _Apart) and given._backward_hooks.users is self.users:
+            given._backward_hooks, given._post_accumulate_grad_hooks = OrderedDict(self.users), OrderedDict(self._after)
+
     def _call(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         here = self._parameter()
         result: Any = NotImplemented if here is None else self._hook(here, grad)
@@ -112,3 +120,11 @@ class ParameterHooks:
     def _call_after(self, parameter: nn.Parameter) -> None:
         if not self.are_apart:
             self.run_after(parameter)
+
+
+def copy_hooks(given: nn.Parameter, own: nn.Parameter) -> None:
+    """Give a parameter the hooks of another one."""
+    for hook in (given._backward_hooks or {}).values():
+        own.register_hook(hook)  # type: ignore[no-untyped-call]
+    for hook in (getattr(given, "_post_accumulate_grad_hooks", None) or {}).values():
+        own.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

@@ -10,7 +10,21 @@ from tatami.retiling.controller import Controller
 from tatami.retiling.decision import Decision, DecisionKind
 from tatami.retiling.moves import Move, moves
 from tatami.retiling.retiler import Retiler
+from tatami.retiling.staged_watching import StagedDecision, StagedWatcher
 from tatami.retiling.timing import Timing
 from tatami.retiling.watching import Watcher
 
-__all__ = ["Alarm", "Controller", "Decision", "DecisionKind", "Glance", "Move", "Retiler", "Timing", "Watcher", "moves"]
+__all__ = [
+    "Alarm",
+    "Controller",
+    "Decision",
+    "DecisionKind",
+    "Glance",
+    "Move",
+    "Retiler",
+    "StagedDecision",
+    "StagedWatcher",
+    "Timing",
+    "Watcher",
+    "moves",
+]

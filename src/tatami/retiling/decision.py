@@ -20,6 +20,7 @@ class DecisionKind(Enum):
     COLUMNS = "re-map columns"
     WHOLE = "re-map whole"
     LEAVE = "leave one out"
+    STAGES = "other stages"
 
 
 @dataclass(frozen=True, kw_only=True)

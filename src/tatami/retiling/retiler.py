@@ -86,6 +86,11 @@ class Retiler:
         """Whether every iteration is looked at."""
         return self.rule == "notice"
 
+    @property
+    def knows_stages(self) -> bool:
+        """Whether pipeline stages are laid out again: every iteration is looked at, and the least predicted time decides."""
+        return self.watches and self.planner == DEFAULT_PLANNER
+
     def due(self, iteration: int) -> bool:
         """Whether a check follows after this iteration (counted from 1)."""
         return self.watches or iteration % self.every == 0

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from tatami.errors import ModelError
@@ -268,6 +269,20 @@ class Staging:
     def buffers(self) -> tuple[tuple[str, ...], ...]:
         """For each stage, the names of the buffers that its operations read or change."""
         return self._names(lambda operation: operation.buffers)
+
+    def is_on(self, stage: int | None, name: str) -> bool:
+        """Whether a rank of a stage, None for one without, has a parameter or buffer: all have what no operation reads."""
+        readers = self._readers.get(name, ())
+        return not readers or stage in readers
+
+    @cached_property
+    def _readers(self) -> Mapping[str, frozenset[int]]:
+        """The stages that read a parameter or buffer."""
+        found: dict[str, set[int]] = {}
+        for stage, names in enumerate(zip(self.parameters, self.buffers, strict=True)):
+            for name in chain.from_iterable(names):
+                found.setdefault(name, set()).add(stage)
+        return {name: frozenset(stages) for name, stages in found.items()}
 
     @cached_property
     def blocks(self) -> Mapping[int, tuple[ForwardCall, int | None]]:

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 from tatami.errors import ModelError
+from tatami.gradients.parameter_hooks import copy_hooks
 from tatami.stages.channel import AbstractChannel, Parcel
 from tatami.stages.handing_over import HandOver, ReceivedParcel, SentParcel, TakeOver
 from tatami.stages.late_weights import Accumulated, LateWeights
@@ -141,9 +142,6 @@ class StageRunner:
 
 def release(module: nn.Module, *, staging: Staging, stage: int | None) -> None:
     """Replace the parameters and buffers of `module` that only other stages need by stand-ins."""
-    names = [{*parameters, *buffers} for parameters, buffers in zip(staging.parameters, staging.buffers, strict=True)]
-    own = set.intersection(*names) if stage is None else names[stage]
-    everyone = set().union(*names)
     first_names: dict[int, str] = {}
     for name, each in (*module.named_parameters(), *module.named_buffers()):
         first_names.setdefault(id(each), name)
@@ -153,13 +151,14 @@ def release(module: nn.Module, *, staging: Staging, stage: int | None) -> None:
             if tensor is None or isinstance(tensor, StandIn):
                 continue
             full = first_names.get(id(tensor), f"{path}.{name}")
-            if full in own or full not in everyone:
+            if staging.is_on(stage, full):
                 continue
             if id(tensor) not in made:
                 shown = stand_in_of(tensor)
-                made[id(tensor)] = (
-                    nn.Parameter(shown, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shown
-                )
+                made[id(tensor)] = shown
+                if isinstance(tensor, nn.Parameter):
+                    made[id(tensor)] = parameter = nn.Parameter(shown, requires_grad=tensor.requires_grad)
+                    copy_hooks(tensor, parameter)  # should it come here later
             (owner._parameters if name in owner._parameters else owner._buffers)[name] = made[id(tensor)]
 
 

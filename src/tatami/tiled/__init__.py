@@ -4,12 +4,13 @@ from tatami.datasets.dataset import Data, Samples
 from tatami.tiled.averaging import WeightAverage
 from tatami.tiled.batches import AbstractBatches, LocalBatch
 from tatami.tiled.blocks import Blocks, find_blocks, workload_of
+from tatami.tiled.carrying import Moved
 from tatami.tiled.checkpointing import ModelCheckpoint
 from tatami.tiled.data import TrainingData
 from tatami.tiled.evaluating import METRICS, Metric
 from tatami.tiled.measure import Speed, measure_sample_flop, measure_speed, measure_speeds
 from tatami.tiled.model import TiledModel
-from tatami.tiled.moving import Moved, move
+from tatami.tiled.moving import move
 from tatami.tiled.parts.declared import register
 from tatami.tiled.phases import IterationPhase, Phases, PhaseTimes
 from tatami.tiled.retiling import Check, Retiling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,6 +12,14 @@ from tatami.comm.checked import as_bytes
 from tatami.progress import reported
 from tatami.tiled.rows import Rows
 from tatami.tiling import Span, Tiling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """What a re-tiling moved: units of all pairs, over all ranks; and the bytes that this rank sent."""
+
+    num_units: int
+    sent_bytes: int
 
 
 def carry(

@@ -46,6 +46,7 @@ class GoodState:
         self._sharded: set[int] = set()
         self._kept: list[torch.Tensor] = []
         self._tilings: tuple[Tiling, ...] | None = None
+        self._stage = model.stage
         self._apart = 1
         self._updates = self._iteration = 0
 
@@ -79,8 +80,10 @@ class GoodState:
         return dict(zip(self._state(), self._kept, strict=True))
 
     def moved(self) -> None:
-        """The re-tiling is done, and the companions moved along."""
-        if self._tilings is not self._model.tilings:
+        """The re-tiling is done, and the companions moved along; not to other stages, where other weights are."""
+        if self._stage is not self._model.stage:
+            self._stage, self._kept, self._places, self._tilings = self._model.stage, [], [], None
+        elif self._tilings is not self._model.tilings:
             self._tilings, self._apart = self._model.tilings, _apart(self._model)
 
     def rescue(self) -> str:

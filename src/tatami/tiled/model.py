@@ -9,7 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import compress, pairwise
 from typing import Any, Never
 
@@ -48,7 +48,7 @@ from tatami.tiled.linear_pairs import TiledFirst, TiledSecond, works_elementwise
 from tatami.tiled.local_draws import LocalDrawing, LocalDraws
 from tatami.tiled.local_statistics import LocalStatistics, SplitStatistics
 from tatami.tiled.losses import LossReduction, check_reduction, check_targets_count
-from tatami.tiled.model_stage import ModelStage, refuse_stages
+from tatami.tiled.model_stage import ModelStage, StagedNetwork, refuse_stages
 from tatami.tiled.norms import WholeNorms
 from tatami.tiled.optimizers import watch_optimizers
 from tatami.tiled.overlapped_sums import OverlappedSums, may_overlap
@@ -74,6 +74,26 @@ from tatami.tiling import Layout, Span, Tile, Tiling, Traffic, spans, traffic_of
 from tatami.tiling.summing import transfer_rates
 from tatami.tiling.traffic import gradient_sums, riding_elements, sums_statistics
 from tatami.workload import Workload, as_probed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """What a rank of a model computes in one layout of it.
+
+    Attributes:
+        stage: of the pipeline; None where the layout has no stages.
+        found: the blocks of that stage.
+        workload: of the stage.
+        description: what is tiled by what.
+        placement: where the ranks of the stage lie.
+    """
+
+    stage: ModelStage | None
+    found: Blocks
+    workload: Workload
+    description: Description
+    placement: Placement
+
 
 _ANY_STATE = nullcontext()
 _PHASES = {
@@ -118,6 +138,7 @@ class TiledModel(nn.Module):
         module: the network; its tiled layers hold this rank's units, all others are whole on every rank.
         comm: all ranks, on a communicator that only this model sends on.
         stage: the pipeline stage of this rank; None where the network is not divided into stages.
+        staged: what it takes to divide the network into stages, or into others; None where that is not known.
         stage_comm: the ranks of this stage, which hold the same weights; `comm` where there are no stages. Layout, tilings and
             traffic are those of this stage.
         cluster: what the ranks run on.
@@ -135,6 +156,10 @@ class TiledModel(nn.Module):
             `shard_fractions` of all weights, one for each rank; else None.
         norms: of whole gradients and weights. What is computed from one `.grad` by hand, its norm too, is over the units here.
     """
+
+    found: Blocks
+    workload: Workload
+    stage_comm: AbstractCommunicator
 
     def __init__(
         self,
@@ -155,6 +180,7 @@ class TiledModel(nn.Module):
         plain: nn.Module | Callable[[], nn.Module] | None,
         gather: Callable[[TiledModel], dict[str, torch.Tensor]] | None = None,
         stage: ModelStage | None = None,
+        staged: StagedNetwork | None = None,
         shard_fractions: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
@@ -162,122 +188,161 @@ class TiledModel(nn.Module):
         self._gather = gather  # tatami.tiled.whole_state_dict, whose file imports this one
         self._make_plain = weakref.ref(plain) if isinstance(plain, nn.Module) else plain
         self.comm = comm
-        self.stage = stage
-        self.stage_comm = comm if stage is None else stage.comm
+        self.staged = staged
         self._device = next(module.parameters()).device
         self.cluster = cluster
         self.speeds_known = speeds_known
         self.names = tuple(processor.name for processor in cluster.processors)
+        self._batch_size, self._wire, self._has_local_statistics = batch_size, wire, local_statistics
         self._reduction = reduction
         self.phases = phases
         self.link_times = LinkTimes(phases.clock)
         self.generator = generator
-        self._shards = shard_fractions is not None
+        self._shard_fractions = shard_fractions
         self.draws = draws
-        self.found: Blocks = found
-        refuse_other_reduction(module, found.captured, reduction)
-        work = workload_of(
-            module,
-            found,
-            samples=batch_size,
-            wire=wire,
-            local_statistics=local_statistics,
-            sharded_optimizer=shard_fractions is not None,
-        )
-        self.workload: Workload = as_probed(work, cluster)
-        self._description = describe(module, found, workload=self.workload)
-        self._column = ColumnComm(phases, wire=wire)
-        self._is_alone = self.stage_comm.size == 1 and not comm.changes
-        self._is_unseen = found.captured is None and not self._is_alone  # what its forward pass draws
-        self._rank: RankContext = RankContext(
-            column=self._column,
-            comm=None if self._is_alone else self.stage_comm,
-            generator=generator,
-            sums=None
-            if self._is_alone
-            else ShortSum(self.stage_comm, by_messages=None if comm.changes else VectorSum(self.stage_comm).sum_),
-            local_statistics=local_statistics,
-        )
-        self._shares: dict[int, tuple[Span, tuple[int, ...]]] = {}
         self._deferred = DeferredPasses()
         self._part = 0
         self._part_sizes: tuple[int, ...] = (0,)
         self.thread = threading.get_ident()
-        self._batch = BatchFacts(columns=self._columns if stage is None else lambda: stage.replicas)
-        self._watches = self._make_watches()
-        self._num_looks = 0
         self._checks_loss = False
+        refuse_other_reduction(module, found.captured, reduction)
         has_norms = any(isinstance(each, BATCH_NORMS) for each in module.modules())
-        self._has_statistics = (has_norms and not local_statistics) or bool(self.workload.batch_statistics)
-        self._adopt(self._place(layout))
-        self._tile(module)
-        self.module = module
-        self._settings = self._settings_of(module)
-        self._statistics = self._local_statistics() if local_statistics and not self._is_alone else None
-        rows = [_rows(module, block.cuts) for block in found.blocks]
-        self._rows = rows or [[]]
-        self.outside = OutsideReads(
-            {parameter: name for name, parameter in module.named_parameters()},
-            cut={name for block in found.blocks for name in block.cuts},
-            replicas=self._columns,
-            warns=comm.rank == 0 and not self._is_alone,
-            comm=comm,
-        )
-        self.sharding = (
-            None
-            if self._is_alone or shard_fractions is None
-            else ShardedSums(
-                self.stage_comm,
-                shares=shard_fractions,
-                wire=wire,
-                phases=phases,
-                layout=lambda: self._placement,
-                replicas=self._columns,
-                replica=lambda: self._rank.index,
-            )
-        )
-        sums: AbstractGradientSums | None = self.sharding
-        self._overlapped: OverlappedSums | None = None
-        if not self._is_alone and self.sharding is None:
-            sums = owners = OwnerSums(
-                rows=self._rows,
-                wire=wire,
-                link_times=self.link_times,
-                placement=lambda: self._placement,
-                replicas=self._columns,
-                replica=lambda: self._rank.index,
-            )
-            if stage is None and may_overlap(comm):
-                sums = self._overlapped = OverlappedSums(owners, comm, link_times=self.link_times, replicas=self._columns)
-        if stage is not None and stage.tied:
-            sums = TiedSums(sums, stage=stage, names={each: name for name, each in module.named_parameters()})
-        self.outside.defer = self._deferred.take
-        self._gradients = GradientEngine(
-            module,
-            sums=sums,
-            outside=self.outside,
-            required=[each.tensor for block in rows for each in block],
-            keeps_values=found.captured is not None and bool(found.captured.leaves_behind.with_gradient),
-            on_moment=self._on_moment,
-            is_here=lambda parameter: not isinstance(parameter, StandIn),
-            comm=comm,
-        )
-        if stage is not None:
-            stage.install(module, accumulated=self._gradients.accumulated)
-        self.norms = WholeNorms(
-            self.stage_comm,
-            holders=lambda: self._columns()[0] if self.sharding is None else range(comm.size),
-            phases=phases,
-        )
+        self._normalizes = has_norms and not local_statistics
+        self._past_engine: GradientEngine | None = None  # which refuses what comes from before a re-tiling
+        self._plain_forwards = {each: vars(each).get("forward") for each in module.modules()}
+        self._enter(self._seat(module, stage=stage, found=found, layout=layout), module, cuts=True)
         register(self)
         watch_optimizers()
         watch_steps()
         watch_checkpoints()
         if self.sharding is not None:
             watch_sharded_steps()
-        if not self._is_alone or stage is not None:
+        if comm.size > 1 or comm.changes:
             watch_norms()
             watch_scalers()
+
+    def _seat(self, module: nn.Module, *, stage: ModelStage | None, found: Blocks, layout: Layout) -> Seat:
+        """This rank's place in a layout; the model stays as it is. Collective.
+
+        Args:
+            module: the network, whose tensors have their whole shapes; those of other stages are stand-ins.
+            stage: of this rank; None where the layout has no stages.
+            found: the blocks of the stage.
+            layout: of the ranks of the stage.
+
+        Raises:
+            PlanError: see `_place`.
+        """
+        work = workload_of(
+            module,
+            found,
+            samples=self._batch_size,
+            wire=self._wire,
+            local_statistics=self._has_local_statistics,
+            sharded_optimizer=self._shard_fractions is not None,
+        )
+        workload = as_probed(work, self.cluster)
+        return Seat(
+            stage=stage,
+            found=found,
+            workload=workload,
+            description=describe(module, found, workload=workload),
+            placement=self._place(layout, stage=stage, workload=workload, found=found),
+        )
+
+    def _enter(self, seat: Seat, module: nn.Module, *, cuts: bool) -> None:
+        """Compute what belongs to `seat` from now on. Collective.
+
+        Args:
+            seat: where; what a seat from before held open is closed by `_leave`.
+            module: the network; all that this rank holds in that seat is in its tensors.
+            cuts: whether the tensors of its blocks are whole yet, and are to be cut.
+        """
+        comm, stage = self.comm, seat.stage
+        self.stage, self.found, self.workload, self._description = stage, seat.found, seat.workload, seat.description
+        self.stage_comm = comm if stage is None else stage.comm
+        self._column = ColumnComm(self.phases, wire=self._wire)
+        self._is_alone = self.stage_comm.size == 1 and not comm.changes
+        self._is_unseen = self.found.captured is None and not self._is_alone  # what its forward pass draws
+        self._rank: RankContext = RankContext(
+            column=self._column,
+            comm=None if self._is_alone else self.stage_comm,
+            generator=self.generator,
+            sums=None
+            if self._is_alone
+            else ShortSum(self.stage_comm, by_messages=None if comm.changes else VectorSum(self.stage_comm).sum_),
+            local_statistics=self._has_local_statistics,
+        )
+        self._shares: dict[int, tuple[Span, tuple[int, ...]]] = {}
+        self._batch = BatchFacts(columns=self._columns if stage is None else lambda: stage.replicas)
+        self._num_looks = 0  # the ranks of a stage look at the same elements
+        self._watches = self._make_watches()
+        self._adopt(seat.placement)
+        if cuts:
+            for index, block in enumerate(self.found.blocks):
+                cut_units_of(module, block.cuts, self._units(index)[0])
+        self._install(module)
+        self.module = module
+        self._settings = self._settings_of(module)
+        self._statistics = self._local_statistics() if self._has_local_statistics and not self._is_alone else None
+        rows = [_rows(module, block.cuts) for block in self.found.blocks]
+        self._rows = rows or [[]]
+        self.outside = OutsideReads(
+            {parameter: name for name, parameter in module.named_parameters()},
+            cut={name for block in self.found.blocks for name in block.cuts},
+            replicas=self._columns,
+            warns=comm.rank == 0 and not self._is_alone,
+            comm=comm,
+        )
+        self.outside.defer = self._deferred.take
+        self._gradients = GradientEngine(
+            module,
+            sums=self._gradient_sums(module),
+            outside=self.outside,
+            required=[each.tensor for block in rows for each in block],
+            keeps_values=self.found.captured is not None and bool(self.found.captured.leaves_behind.with_gradient),
+            on_moment=self._on_moment,
+            is_here=lambda parameter: not isinstance(parameter, StandIn),
+            comm=comm,
+        )
+        if stage is not None:
+            stage.install(module, accumulated=self._gradients.accumulated)
+        self._own_forwards = {each: vars(each).get("forward") for each in module.modules()}
+        self.norms = WholeNorms(
+            self.stage_comm,
+            holders=lambda: self._columns()[0] if self.sharding is None else range(comm.size),
+            phases=self.phases,
+        )
+
+    def _gradient_sums(self, module: nn.Module) -> AbstractGradientSums | None:
+        """What sums the gradients over the replicas and stages; None where the rank is alone."""
+        sums: AbstractGradientSums | None = None
+        self.sharding: ShardedSums | None = None
+        self._overlapped: OverlappedSums | None = None
+        if not self._is_alone and self._shard_fractions is not None:
+            sums = self.sharding = ShardedSums(
+                self.stage_comm,
+                shares=self._shard_fractions,
+                wire=self._wire,
+                phases=self.phases,
+                layout=lambda: self._placement,
+                replicas=self._columns,
+                replica=lambda: self._rank.index,
+            )
+        elif not self._is_alone:
+            sums = owners = OwnerSums(
+                rows=self._rows,
+                wire=self._wire,
+                link_times=self.link_times,
+                placement=lambda: self._placement,
+                replicas=self._columns,
+                replica=lambda: self._rank.index,
+            )
+            if self.stage is None and may_overlap(self.comm):
+                sums = self._overlapped = OverlappedSums(owners, self.comm, link_times=self.link_times, replicas=self._columns)
+        if self.stage is not None and self.stage.tied:
+            sums = TiedSums(sums, stage=self.stage, names={each: name for name, each in module.named_parameters()})
+        return sums
 
     # -- the ordinary use -------------------------------------------------------------------------------------------
 
@@ -740,6 +805,11 @@ class TiledModel(nn.Module):
 
         For programs that make models again and again: MPI has some two thousand communicators, of which a model has two.
         """
+        self._leave()
+        self.comm.close()
+
+    def _leave(self) -> None:
+        """Close what the present seat holds open, but for the communicator of all ranks. Collective."""
         if self._column.comm is not None:
             self._column.comm.close()
         if self._rank.sums is not None:
@@ -748,7 +818,7 @@ class TiledModel(nn.Module):
             self._overlapped.close()
         if self.stage is not None:
             self.stage.close()
-        self.comm.close()
+        self.outside.close()
 
     def __reduce_ex__(self, protocol: Any) -> Never:
         """Called by `copy.deepcopy`, `pickle` and `torch.save`."""
@@ -768,9 +838,7 @@ class TiledModel(nn.Module):
     @property
     def stage_names(self) -> tuple[str, ...]:
         """The processor of every rank of this rank's stage."""
-        if self.stage is None:
-            return self.names
-        return tuple(name for name in self.names if name in self.stage.own_layout.processors)
+        return self.names if self.stage is None else _names_of(self.stage, self.names)
 
     @property
     def has_results(self) -> bool:
@@ -888,25 +956,26 @@ class TiledModel(nn.Module):
         self.names = tuple(processor.name for processor in cluster.processors)
         self._watches = self._make_watches()
 
-    def _place(self, layout: Layout) -> Placement:
+    def _place(self, layout: Layout, *, stage: ModelStage | None, workload: Workload, found: Blocks) -> Placement:
         """See `place`; the model stays as it is. Collective.
 
         Raises:
             PlanError: as `place`; micro-batches of a network with batch normalization; replicas of several ranks with a sharded
                 optimizer.
         """
-        if self._shards and any(len(column.processors) > 1 for column in layout.columns):
+        if self._shard_fractions is not None and any(len(column.processors) > 1 for column in layout.columns):
             raise PlanError(
                 "the layout has replicas of several ranks, with which sharded_optimizer=True does not work yet. Use a layout "
                 "of columns of one processor, or leave sharded_optimizer out"
             )
-        if self._has_statistics and any(column.micro_batches > 1 for column in layout.columns):
+        if (self._normalizes or workload.batch_statistics) and any(column.micro_batches > 1 for column in layout.columns):
             raise PlanError(
                 "the layout has micro-batches, and batch normalization takes the statistics of the whole batch. Use a layout "
                 "with one micro-batch for each replica"
             )
-        cluster = self.cluster if self.stage is None else self.cluster.only(self.stage_names)
-        return place(layout, self.stage_comm, cluster=cluster, workload=self.workload, blocks=self.found.blocks)
+        cluster = self.cluster if stage is None else self.cluster.only(_names_of(stage, self.names))
+        comm = self.comm if stage is None else stage.comm
+        return place(layout, comm, cluster=cluster, workload=workload, blocks=found.blocks)
 
     def _columns(self) -> list[list[int]]:
         """The ranks of each column."""
@@ -916,10 +985,8 @@ class TiledModel(nn.Module):
     def _announce(self, samples: int, mine: Span, widths: tuple[int, ...]) -> None:
         self._rank.samples, self._rank.mine, self._rank.widths = samples, mine, widths
 
-    def _tile(self, whole: nn.Module) -> None:
-        """Cut the tensors of the blocks, and put what runs with them in place of what the plain model has."""
-        for index, block in enumerate(self.found.blocks):
-            cut_units_of(whole, block.cuts, self._units(index)[0])
+    def _install(self, whole: nn.Module) -> None:
+        """Put what runs with the units that are here in place of what the plain model has."""
         for index, names in enumerate(self.found.pairs):
             first, second = whole.get_submodule(names.first), whole.get_submodule(names.second)
             assert isinstance(first, nn.Linear)
@@ -1131,6 +1198,11 @@ class TiledModel(nn.Module):
             return _ANY_STATE
         column = self._rank.index or 0
         return self.draws.next_pass(column=column, part=self._part) if is_training else self.draws.evaluation(column=column)
+
+
+def _names_of(stage: ModelStage, names: Sequence[str]) -> tuple[str, ...]:
+    """Those of the processors that compute this stage, in the order of their ranks."""
+    return tuple(name for name in names if name in stage.own_layout.processors)
 
 
 def _samples_given(inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> int | None:

@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -13,16 +14,86 @@ from typing import Any
 import torch
 from torch import nn
 
+from tatami.cluster import Cluster
+from tatami.comm.agreement import same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import ModelError, PlanError
 from tatami.stages.channel import Parcel
 from tatami.stages.comm_channel import CommChannel
 from tatami.stages.late_weights import Accumulated
 from tatami.stages.program import Staging
-from tatami.stages.running import StageRunner, release
+from tatami.stages.running import StageRunner
 from tatami.tiled.blocks import Blocks
 from tatami.tiled.phases import IterationPhase, Phases
-from tatami.tiling import Column, Layout, StagedLayout, StagedPlan
+from tatami.tiled.pieces import RecordedNetwork
+from tatami.tiled.vector_sum import wire_dtype
+from tatami.tiling import AlphaBetaCost, Column, Layout, StagedLayout, StagedPlan
+from tatami.tiling.staged_price import price_stages
+from tatami.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedNetwork:
+    """A network as stages can share it out, whatever the layout.
+
+    Attributes:
+        network: its forward pass, recorded.
+        found: its blocks.
+        workload: of all of it, with its pieces.
+        cost: what plans are priced by; None for the planner's own choice.
+        stages: how many there are to be; None: as many as is fastest.
+    """
+
+    network: RecordedNetwork
+    found: Blocks
+    workload: Workload
+    cost: AlphaBetaCost | None = None
+    stages: int | None = None
+
+    def stage(
+        self,
+        world: AbstractCommunicator,
+        layout: StagedLayout,
+        *,
+        cluster: Cluster,
+        generator: torch.Generator,
+        phases: Phases,
+        plan: StagedPlan | None,
+    ) -> ModelStage:
+        """This rank's stage in a layout. Collective.
+
+        Args:
+            world: all ranks, on a communicator of the model's own.
+            layout: which rank computes what.
+            cluster: the processor of every rank.
+            generator, phases: as of `ModelStage`.
+            plan: by which the layout was chosen; None where it was given.
+
+        Raises:
+            PlanError: on all ranks: the layout names processors that no rank runs on, or ranks have recorded other networks.
+            ModelError: on all ranks: the network cannot be cut so.
+        """
+        names = [processor.name for processor in cluster.processors]
+        unknown = [name for name in layout.processors if name not in names]
+        if unknown:
+            raise PlanError(f"the layout names processors that no rank runs on: {unknown}; the ranks run on {names}")
+        staging = self.network.staging(layout.cuts)
+        priced = plan or price_stages(layout, cluster=cluster, workload=self.workload, hides=False)
+        operations = [(each.name, each.reach.value) for each in staging.program.operations]
+        same_everywhere(world, {"operations": operations}, where="the recorded forward pass", error=PlanError)
+        found = ModelStage(
+            world,
+            names=names,
+            layout=layout,
+            staging=staging,
+            generator=generator,
+            phases=phases,
+            wire=wire_dtype(self.workload.wire),
+            in_flight=None if plan is None else plan.in_flight,
+            evaluation=self.network.evaluation(staging),
+        )
+        found.plan = priced
+        return found
 
 
 class ModelStage:
@@ -63,9 +134,6 @@ class ModelStage:
         in_flight: Sequence[int] | None = None,
         evaluation: Staging | ModelError | None = None,
     ) -> None:
-        unknown = [name for name in layout.processors if name not in names]
-        if unknown:
-            raise PlanError(f"the layout names processors that no rank runs on: {unknown}; the ranks run on {list(names)}")
         me = names[world.rank]
         self.world, self.layout, self.staging, self._generator = world, layout, staging, generator
         self.index = layout.stage_of(me)
@@ -138,8 +206,8 @@ class ModelStage:
         stage = next(stages, None)
         return None if stage is None else min(map(self._names.index, self.layout.stages[stage].processors))
 
-    def release(self, module: nn.Module) -> None:
-        """Forget the weights of other stages. Collective."""
+    def follow(self, module: nn.Module) -> None:
+        """Know the names of the weights of `module`, and which stages have any that are trained. Collective."""
         firsts: dict[int, str] = {}
         named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         self._first_names = {name: firsts.setdefault(id(tensor), name) for name, tensor in named}
@@ -154,7 +222,10 @@ class ModelStage:
         found = self.world.subgroup(sorted(with_trained) if me in with_trained else [me])
         assert found is not None
         self._trained = found
-        release(module, staging=self.staging, stage=self.index)
+
+    def has(self, name: str) -> bool:
+        """Whether this rank has a parameter or buffer of the network, which may be shared with other stages."""
+        return self.staging.is_on(self.index, name)
 
     def blocks_of(self, found: Blocks) -> Blocks:
         """The blocks of this stage: those whose modules it runs as a whole, and whose tensors no other stage reads.

@@ -7,7 +7,6 @@ one message. Parameters keep their identity, so the optimizer goes on as if noth
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -15,26 +14,18 @@ from tatami.comm.agreement import same_everywhere
 from tatami.errors import PlanError
 from tatami.retiling.moves import Move, moves
 from tatami.same_steps import optimizers_of
-from tatami.tiled.carrying import carry, counted_from, elementwise, put, room_for, units_of
+from tatami.tiled.carrying import Moved, carry, counted_from, elementwise, put, room_for, units_of
 from tatami.tiled.model import TiledModel
-from tatami.tiled.model_stage import refuse_stages
+from tatami.tiled.restaging import restage
 from tatami.tiled.rows import Rows
-from tatami.tiling import Layout, Tiling
+from tatami.tiling import Layout, StagedLayout, Tiling
 
 _TAG = 11
 
 
-@dataclass(frozen=True, kw_only=True)
-class Moved:
-    """What a re-tiling moved: units of all pairs, over all ranks; and the bytes that this rank sent."""
-
-    num_units: int
-    sent_bytes: int
-
-
 def move(
     model: TiledModel,
-    layout: Layout,
+    layout: Layout | StagedLayout,
     *,
     optimizer: torch.optim.Optimizer | None,
     companions: Mapping[torch.Tensor, torch.Tensor] | None = None,
@@ -47,21 +38,25 @@ def move(
 
     Args:
         model: from `tatami.tile`.
-        layout: where the ranks lie from now on.
+        layout: where the ranks lie from now on, in other pipeline stages too where the model knows its pieces: one that
+            `tatami.tile` was given a sample for.
         optimizer: whose state goes along, as do those of all others that have stepped parameters of the model; None where
             there is none.
         companions: more tensors, each shaped like a parameter or buffer, that go where its rows go; the same on all ranks.
 
     Raises:
         PlanError: the layout names processors that no rank runs on, or differs between ranks.
+        ModelError: on all ranks: other stages, of a model that cannot be divided so.
     """
-    if not isinstance(layout, Layout):
+    if not isinstance(layout, Layout | StagedLayout):
         raise PlanError(
-            f"tatami.tiled.move takes a tatami.tiling.Layout, such as that of tatami.plan(...).best, not {layout!r}"
+            f"tatami.tiled.move takes a tatami.tiling.Layout, such as that of tatami.plan(...).best, or a StagedLayout, not "
+            f"{layout!r}"
         )
-    refuse_stages(model.stage is not None, "a re-tiling")
     same_everywhere(model.comm, {"layout": layout}, where="a re-tiling", error=PlanError)
-    placement = model._place(layout)
+    if isinstance(layout, StagedLayout) or model.stage is not None:
+        return restage(model, layout, optimizer=optimizer, companions=companions)
+    placement = model._place(layout, stage=None, workload=model.workload, found=model.found)
     before, after = model.tilings, placement.tilings
     plans = [moves(old, new) for old, new in zip(before, after, strict=True)]
     optimizers = list(optimizers_of(model.parameters()))

@@ -6,7 +6,7 @@ from typing import final
 
 import torch
 
-from tatami.retiling import Watcher
+from tatami.retiling import StagedWatcher, Watcher
 from tatami.retiling.timing import PROBE_EVERY
 from tatami.tiled.model import TiledModel
 from tatami.tiled.stopwatch import AbstractStopwatch
@@ -31,10 +31,11 @@ class OwnTimes:
         """A re-tiling took this rank so long, and is done: what it computed until now does not count."""
         self._moved_s, self._computed_s = took_s, self._model.phases.computed_s
 
-    def told(self, watcher: Watcher, *, iteration: int) -> list[float]:
+    def told(self, watcher: Watcher | StagedWatcher, *, iteration: int) -> list[float]:
         """This rank's part of a table that all ranks sum: for each rank two numbers, of which others have 0.
 
-        They are its compute time per work since the last call, and how long the last re-tiling took it. A rank without a tile
+        They are its compute time since the last call, per work or, with stages, per predicted second; and how long the last
+        re-tiling took it. A rank without a tile
         looks how fast it is in its first iteration as such, and then in every `PROBE_EVERY`th, while the others compute, unless
         that would take it a large part of the time.
         """
@@ -42,9 +43,15 @@ class OwnTimes:
         rank, size = model.comm.rank, len(model.names)
         computed_s = model.phases.computed_s - self._computed_s
         table = [0.0] * (2 * size)
-        if (work := model.local_work) > 0:
+        if isinstance(watcher, StagedWatcher):
+            work = watcher.works.get(model.name, 0.0) * model.local_span_size[1] / watcher.workload.samples
+        else:
+            work = model.local_work
+        if work > 0:
             table[rank] = computed_s / work
-        elif model.tile is None and (iteration % PROBE_EVERY == 0 or not self._probe.has_looked):
+        elif (
+            isinstance(watcher, Watcher) and model.tile is None and (iteration % PROBE_EVERY == 0 or not self._probe.has_looked)
+        ):
             table[rank] = self._look(watcher.per_work_s(model.name))
         table[size + rank] = self._moved_s
         self.moved(0.0)

@@ -15,7 +15,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import OutputExistsError, TatamiError, warn
 from tatami.records import Records
 from tatami.report.page import RecordedRun, check_page, write_page
-from tatami.retiling import Watcher
+from tatami.retiling import StagedWatcher, Watcher
 from tatami.tiled.describing_stages import describe_stages, handed_bytes
 from tatami.tiled.model import TiledModel
 from tatami.tiled.phases import PhaseSpan, PhaseTimes
@@ -68,7 +68,7 @@ class RunRecorder:
         epoch: int,
         loss: float,
         samples_per_s: float,
-        watcher: Watcher | None = None,
+        watcher: Watcher | StagedWatcher | None = None,
     ) -> None:
         """After every iteration. Collective where `every` of them are full, or the tiling changes."""
         if not self.is_wanted:
@@ -170,7 +170,7 @@ class RunRecorder:
         model = self._model
         return dict(at_tiles(model.cluster, model.layout, workload=model.workload).speeds)
 
-    def _tell_watched(self, watcher: Watcher, iteration: int) -> None:
+    def _tell_watched(self, watcher: Watcher | StagedWatcher, iteration: int) -> None:
         """What is known of the speeds, what was lost against what moving costs, and the alarms since the last time."""
         if not self._records.wanted or not watcher.glances:
             return

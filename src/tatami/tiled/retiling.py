@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +20,12 @@ import torch
 from tatami.comm.agreement import decided_on_root
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
-from tatami.retiling import Controller, Decision, Retiler, Timing, Watcher
-from tatami.retiling.columns import works_of
+from tatami.retiling import Controller, Decision, Retiler, StagedDecision, StagedWatcher, Timing, Watcher
 from tatami.retiling.link_watch import WatchedMessage
 from tatami.retiling.watching import Found
+from tatami.tiled.carrying import Moved
 from tatami.tiled.model import TiledModel
-from tatami.tiled.model_stage import refuse_stages
-from tatami.tiled.moving import Moved, move
+from tatami.tiled.moving import move
 from tatami.tiled.optimizers import check_optimizer
 from tatami.tiled.own_times import OwnTimes
 from tatami.tiled.phases import IterationPhase, PhaseTimes
@@ -43,7 +43,7 @@ class Check:
         moved: what the re-mapping moved; None where nothing did.
     """
 
-    decision: Decision
+    decision: Decision | StagedDecision
     compute_s: dict[str, float]
     moved: Moved | None
 
@@ -74,22 +74,37 @@ class Retiling:
         retiler: when and how to re-tile.
 
     Raises:
-        InputError: the run is elastic: it re-tiles when its ranks change, and only then.
+        InputError: the run is elastic: it re-tiles when its ranks change, and only then; or a model with pipeline stages is to
+            be re-tiled by another rule than that of `Retiler()`.
     """
 
     def __init__(self, model: TiledModel, optimizer: torch.optim.Optimizer, *, retiler: Retiler) -> None:
         check_optimizer(optimizer)
         refuse_elastic(model.comm, "Retiling")
-        refuse_stages(model.stage is not None, "Retiling")
+        if model.stage is not None and not retiler.knows_stages:
+            raise InputError(
+                "stages are laid out again by the least predicted time, which every iteration is looked at for: give Retiler() "
+                "without a rule or planner of its own, or tatami.tile stages=1"
+            )
         self._model = model
         self._optimizer = optimizer
         self._retiler = retiler
-        kind = Watcher if retiler.watches else Controller
-        controller = kind(
-            retiler, cluster=model.cluster, workload=model.workload, layout=model.layout, known_speeds=model.speeds_known
-        )
-        self._controller = controller if isinstance(controller, Controller) else None
-        self.watcher = controller if isinstance(controller, Watcher) else None
+        self._controller: Controller | None = None
+        self.watcher: Watcher | StagedWatcher | None = None
+        settings: Any = {"cluster": model.cluster, "workload": model.workload, "known_speeds": model.speeds_known}
+        if model.stage is not None:
+            assert model.staged is not None
+            self.watcher = StagedWatcher(
+                cluster=model.cluster,
+                workload=model.staged.workload,
+                layout=model.stage.layout,
+                cost=model.staged.cost,
+                stages=model.staged.stages,
+            )
+        elif retiler.watches:
+            self.watcher = Watcher(retiler, layout=model.layout, **settings)
+        else:
+            self._controller = Controller(retiler, layout=model.layout, **settings)
         if self.watcher is not None:
             self.watcher.planned = self._planned
         self._times = OwnTimes(model)
@@ -111,7 +126,8 @@ class Retiling:
         if self._model.phases.current is IterationPhase.UPDATE:
             self._model.phases.enter(IterationPhase.HORIZONTAL)
         own = self._times.told(self.watcher, iteration=self.iteration)
-        return own + [self._late_s(message) for message in self.watcher.links.messages]
+        messages = self.watcher.links.messages if isinstance(self.watcher, Watcher) else ()
+        return own + [self._late_s(message) for message in messages]
 
     def _late_s(self, message: WatchedMessage) -> float:
         rank, times = self._model.comm.rank, self._model.link_times
@@ -159,7 +175,9 @@ class Retiling:
         self._window = [] if decision.remaps else self._window
         return self._carry_out(decision, compute_s=_mean_compute_s(gathered), companions=companions)
 
-    def _watch(self, watcher: Watcher, *, companions: Mapping[torch.Tensor, torch.Tensor] | None) -> Check | None:
+    def _watch(
+        self, watcher: Watcher | StagedWatcher, *, companions: Mapping[torch.Tensor, torch.Tensor] | None
+    ) -> Check | None:
         comm = self._model.comm
         if self._heard is None:
             table = torch.tensor(self.told(), dtype=torch.float64, device="cpu")
@@ -171,12 +189,15 @@ class Retiling:
         self._heard = None
         if any(took_s):
             watcher.moved(max(took_s))
-        before = watcher.layout
-        decision = watcher.take(self.iteration, np.array(per_work_s), late_s=late_s)
+        works = watcher.works
+        decision: Decision | StagedDecision | None
+        if isinstance(watcher, StagedWatcher):
+            decision = watcher.take(self.iteration, np.array(per_work_s))
+        else:
+            decision = watcher.take(self.iteration, np.array(per_work_s), late_s=late_s)
         if decision is None:
             return None
         names = zip(self._model.names, per_work_s, strict=True)
-        works = works_of(before, workload=self._model.workload)
         compute_s = {name: seconds * works[name] for name, seconds in names if seconds > 0 and name in works}
         clock = self._model.phases.clock
         began_s = clock.now_s()
@@ -196,12 +217,18 @@ class Retiling:
         return decided_on_root(self._model.comm, timed, root=self._model.names.index(leader))
 
     def _carry_out(
-        self, decision: Decision, *, compute_s: dict[str, float], companions: Mapping[torch.Tensor, torch.Tensor] | None
+        self,
+        decision: Decision | StagedDecision,
+        *,
+        compute_s: dict[str, float],
+        companions: Mapping[torch.Tensor, torch.Tensor] | None,
     ) -> Check:
         moved = None
         if decision.remaps:
             self._optimizer.zero_grad(set_to_none=True)
-            moved = move(self._model, decision.layout, optimizer=self._optimizer, companions=companions)
+            staged = isinstance(decision, StagedDecision)
+            others = None if staged else companions
+            moved = move(self._model, decision.layout, optimizer=self._optimizer, companions=others)
         check = Check(decision=decision, compute_s=compute_s, moved=moved)
         self.checks.append(check)
         if self._model.comm.rank == 0:

@@ -23,6 +23,7 @@ from tatami.errors import CommTimeoutError, InputError, MemoryLackError, ModelEr
 from tatami.inputs import check_at_least
 from tatami.progress import shown
 from tatami.same_model import broadcast_model
+from tatami.stages.running import release
 from tatami.tiled.allocator import TIGHT, give_freed_memory_back
 from tatami.tiled.batch import on_device
 from tatami.tiled.blocks import Blocks, find_blocks, without_blocks, workload_of
@@ -36,13 +37,13 @@ from tatami.tiled.local_draws import LocalDraws
 from tatami.tiled.losses import LossReduction, check_reduction
 from tatami.tiled.measure import at_hosts
 from tatami.tiled.model import TiledModel
-from tatami.tiled.model_stage import ModelStage, refuse_stages
+from tatami.tiled.model_stage import StagedNetwork, refuse_stages
 from tatami.tiled.overheads import measure_messages
 from tatami.tiled.phases import phases_of
 from tatami.tiled.pieces import RecordedNetwork, record_network
+from tatami.tiled.restaging import renew_parameters
 from tatami.tiled.speed_curves import measure_block_curves, measure_network_curves, with_curves
 from tatami.tiled.state import whole_state_dict
-from tatami.tiled.vector_sum import wire_dtype
 from tatami.tiling import DEFAULT_PLANNER, AlphaBetaCost, Layout, Plan, StagedLayout, alone_warning, plan
 from tatami.tiling.cost import AbstractCost
 from tatami.tiling.memory import memory_bytes, optimizer_shares
@@ -221,10 +222,8 @@ def tile(
         if layout is None:
             decide = functools.partial(_planned, planner, cluster=cluster, workload=workload, cost=cost, stages=stages)
             planned = decided_on_root(comm, decide)
-    in_flight = None
     if planned is not None:
         layout = planned.layout
-        in_flight = planned.in_flight if isinstance(planned, StagedPlan) else None
         if comm.rank == 0 and not quiet:
             is_local = batch_norm == "local" and any(isinstance(each, BATCH_NORMS) for each in whole.modules())
             local = "; batch normalization takes each column's own statistics (not exact)" if is_local else ""
@@ -246,29 +245,23 @@ def tile(
     own = comm.duplicate()
     own.use_device(target)
     phases = phases_of(target, clock=clock, pace=pace)
-    stage = None
+    stage = staged = None
+    if network is not None:
+        priced = cost if isinstance(cost, AlphaBetaCost) else None
+        renew_parameters(whole)
+        staged = StagedNetwork(network=network, found=found, workload=workload, cost=priced, stages=stages)
     if isinstance(layout, StagedLayout):
-        assert network is not None
-        staging = network.staging(layout.cuts)
-        operations = [(each.name, each.reach.value) for each in staging.program.operations]
-        same_everywhere(comm, {"operations": operations}, where="the forward pass that tatami.tile recorded", error=PlanError)
-        names = [processor.name for processor in cluster.processors]
-        stage = ModelStage(
+        assert staged is not None
+        stage = staged.stage(
             own,
-            names=names,
-            layout=layout,
-            staging=staging,
+            layout,
+            cluster=cluster,
             generator=generator,
             phases=phases,
-            wire=wire_dtype(wire),
-            in_flight=in_flight,
-            evaluation=network.evaluation(staging),
+            plan=planned if isinstance(planned, StagedPlan) else None,
         )
-        if isinstance(planned, StagedPlan):
-            stage.plan = planned
-        else:
-            stage.plan = price_stages(layout, cluster=cluster, workload=workload, hides=False)
-        stage.release(whole)
+        stage.follow(whole)
+        release(whole, staging=stage.staging, stage=stage.index)
         found = stage.blocks_of(found)
         layout = stage.own_layout
     shares = {}
@@ -296,6 +289,7 @@ def tile(
         plain=model,
         gather=whole_state_dict,
         stage=stage,
+        staged=staged,
         shard_fractions=[shares.get(each.name, 0.0) for each in cluster.processors] if sharded_optimizer else None,
     )
     if is_made_here:

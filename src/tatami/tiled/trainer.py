@@ -152,11 +152,10 @@ class Trainer:
                 "partial(torch.optim.SGD, lr=0.5), or tile the network first"
             )
         else:
-            # What re-tiles does not know stages.
             plans = getattr(tile, "func", tile) is tile_network and not {"stages", "layout"} & set(
                 getattr(tile, "keywords", ())
             )
-            settings = {"stages": 1} if plans and retile is not None else {}
+            settings = {"stages": 1} if plans and retile is not None and not retile.knows_stages else {}
             self._tile = functools.partial(tile, model, comm, **settings)
 
     @property

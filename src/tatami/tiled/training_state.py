@@ -25,7 +25,7 @@ from tatami.tiled.moving import move
 from tatami.tiled.rows import Rows, UnitRuns, cut_units
 from tatami.tiled.sharded_sums import ShardedSums
 from tatami.tiled.state import check_state, sliced_tensors, whole_tensors
-from tatami.tiling import Layout, Span
+from tatami.tiling import Layout, Span, StagedLayout
 
 _Places = range | torch.Tensor
 """Where elements are in a whole tensor, in ascending order: int64 of shape (elements,), or a range."""
@@ -100,7 +100,7 @@ def common_state(model: TiledModel, optimizer: torch.optim.Optimizer) -> State:
         "optimizer": {"kind": type(optimizer).__name__, "groups": groups, "counters": counters},
         **draws_state(model),
         "names": list(model.names),
-        "layout": model.layout.to_dict() if model.stage is None else None,
+        "layout": (model.layout if model.stage is None else model.stage.layout).to_dict(),
     }
 
 
@@ -121,17 +121,25 @@ def restore_draws(model: TiledModel, common: State) -> None:
 
 def restore_layout(model: TiledModel, optimizer: torch.optim.Optimizer, common: State) -> None:
     """Move to the layout of a checkpoint if the ranks are those that wrote it; others keep the plan that was made for them."""
-    if common["layout"] is None or model.stage is not None:
+    if common["layout"] is None:  # an earlier version did not save stages
         return
     layout = _layout(common["layout"])
-    if model.sharding is not None and any(len(column.processors) > 1 for column in layout.columns):
-        return
-    if tuple(common["names"]) == model.names and layout != model.layout:
+    if isinstance(layout, StagedLayout):
+        can_be = model.staged is not None and model.sharding is None
+    else:
+        can_be = model.sharding is None or all(len(column.processors) == 1 for column in layout.columns)
+    if (
+        can_be
+        and tuple(common["names"]) == model.names
+        and layout != (model.layout if model.stage is None else model.stage.layout)
+    ):
         move(model, layout, optimizer=optimizer)
 
 
-def _layout(saved: Mapping[str, Any] | Sequence[Any]) -> Layout:
+def _layout(saved: Mapping[str, Any] | Sequence[Any]) -> Layout | StagedLayout:
     """The layout of a checkpoint; older ones list widths, processors and heights."""
+    if isinstance(saved, Mapping) and "stages" in saved:
+        return StagedLayout.from_dict(saved)
     if isinstance(saved, Mapping):
         return Layout.from_dict(saved)
     return Layout.from_dict(

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from tatami.errors import ModelError
+from tatami.gradients.parameter_hooks import copy_hooks
 from tatami.tiled.following.unchanged import NOT_ATTRIBUTES, alike
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -49,10 +50,7 @@ def has_hooks(module: nn.Module, *, forward: bool = True) -> bool:
 def take_hooks(copy: nn.Module, *, plain: nn.Module) -> None:
     """Give the parameters of a copy the hooks of those of `plain`, which `copy.deepcopy` leaves behind."""
     for given, own in zip(plain.parameters(), copy.parameters(), strict=True):
-        for hook in (given._backward_hooks or {}).values():
-            own.register_hook(hook)  # type: ignore[no-untyped-call]
-        for hook in (getattr(given, "_post_accumulate_grad_hooks", None) or {}).values():
-            own.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        copy_hooks(given, own)
 
 
 class _Noticing(OrderedDict[Any, Any]):
