@@ -388,6 +388,7 @@ def test_the_decisions_are_those_of_a_run_in_threads(world: World, planner: str)
     assert [each.kind for each in simulated] == [each.kind for each in real]
     assert sum(each.remaps for each in simulated) >= 2
     for one, other in zip(simulated, real, strict=True):
+        assert isinstance(one, Decision)
         assert isinstance(other, Decision)
         assert one.tiling == other.tiling
         assert one.reason.split("; speeds")[0].split(", but")[0] == other.reason.split("; speeds")[0].split(", but")[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tatami.cli.network_options import NetworkOptions
 from tatami.cli.options import epilog, optional, takes
 from tatami.cli.terminal import show, show_json, width
 from tatami.cluster import Cluster, parse_speeds, read_cluster
@@ -18,10 +19,9 @@ from tatami.errors import InputError, shortened
 from tatami.planning import Answer, PlanComparison, answers, compared, questions
 from tatami.report import answer_table, blank, check_path, draw_answers, draw_text, draw_tiling, is_same, save
 from tatami.tiling import DEFAULT_PLANNER, Plan, StagedPlan, at_tiles, timeline, with_speeds
-from tatami.workload import VOCABULARY, Workload, gpt_workload, has_blocks_of, net_workload
+from tatami.workload import Workload, has_blocks_of
 
 _what_if = partial(typer.Option, rich_help_panel="What would it bring?", show_default=False)
-_gpt = partial(typer.Option, rich_help_panel="A GPT")
 EPILOG = epilog(
     "tatami plan cluster.toml --net 203-80-26 --samples 1024",
     "tatami plan --speeds 0.25,0.31,0.63,1,1 --net 203-80-26 --samples 1024 --json",
@@ -33,7 +33,7 @@ EPILOG = epilog(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanJob:
+class PlanJob(NetworkOptions):
     """What `tatami plan` can be asked for; the options say what each field is."""
 
     cluster: Annotated[
@@ -42,16 +42,6 @@ class PlanJob:
     speeds: Annotated[
         str | None, typer.Option(help="Relative speeds, one for each rank, without a file or in place of the file's.")
     ] = None
-    net: Annotated[str, typer.Option(help="Sizes of the layers: inputs-hidden-...-outputs.")] = "203-80-26"
-    samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch; of a GPT, sequences.")] = 1024
-    model: Annotated[str | None, _gpt(metavar="gpt", help="A model, for --net.", show_default=False)] = None
-    layers: Annotated[int, _gpt(min=1)] = 12
-    width: Annotated[int, _gpt(min=1, help="Of a token's vector.")] = 768
-    heads: Annotated[int, _gpt(min=1)] = 12
-    kv_heads: Annotated[int | None, _gpt(min=1, help="Of keys and values, where fewer.", show_default=False)] = None
-    tokens: Annotated[int, _gpt(min=1, help="Of a sequence.")] = 1024
-    vocabulary: Annotated[int, _gpt(min=1, help="Tokens there are.")] = VOCABULARY
-    wire: Annotated[str | None, optional(metavar="NAME", help="bfloat16 or float16, if sums are to travel so.")] = None
     planner: Annotated[list[str] | None, optional(metavar="A,B,...", help="Only these planners; may be given again.")] = None
     stages: Annotated[int | None, optional(min=1, help="So many pipeline stages; 1: none.")] = None
     micro_batches: Annotated[int | None, optional(min=1, help="In which every replica computes its samples.")] = None
@@ -75,27 +65,6 @@ class PlanJob:
         bool, typer.Option("--json", help="Print a JSON list: a record for each planner and for one machine alone.")
     ] = False
 
-    @property
-    def workload(self) -> Workload:
-        """The network that is laid out.
-
-        Raises:
-            InputError: an unknown model, or invalid sizes of its layers.
-        """
-        if self.model is None:
-            return net_workload(self.net, samples=self.samples)
-        if self.model != "gpt":
-            raise InputError(f"there is no model {self.model!r} here; choose gpt, or give --net the sizes of the layers")
-        return gpt_workload(
-            layers=self.layers,
-            width=self.width,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            tokens=self.tokens,
-            vocabulary=self.vocabulary,
-            samples=self.samples,
-        )
-
 
 @takes(PlanJob)
 def plan(job: PlanJob) -> None:
@@ -106,7 +75,7 @@ def plan(job: PlanJob) -> None:
     if job.plot is not None:
         check_path(job.plot, force=job.force)
     machines = _machines(job.cluster, job.speeds)
-    workload = replace(job.workload, wire=job.wire)
+    workload = job.workload()
     _warn_unprobed(job, machines, workload)
     if job.vary or job.add or job.leave_out:
         _answer(job, machines, workload)

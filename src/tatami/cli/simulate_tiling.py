@@ -10,46 +10,48 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tatami.cli.network_options import NetworkOptions
 from tatami.cli.options import epilog, optional, takes
 from tatami.cli.simulate_losses import LossOptions, draw_losses_to, show_losses, simulate_losses
 from tatami.cli.simulate_options import Cores, SweepOption, parse_sweep
 from tatami.cli.terminal import show, show_json
 from tatami.cluster import Cluster, parse_speeds, read_cluster
-from tatami.errors import InputError, shortened
+from tatami.errors import InputError, shortened, warn
 from tatami.report import Table, blank, check_path, draw_watched, save
 from tatami.report.bar import progress_for
 from tatami.report.tables import table_of
 from tatami.retiling import Retiler
-from tatami.tiling import DEFAULT_PLANNER, plan
+from tatami.tiling import DEFAULT_PLANNER, Layout, StagedLayout, plan
+from tatami.tiling.staged import choose, plan_stages
 from tatami.units import format_duration
-from tatami.workload import Workload, as_probed, net_workload
+from tatami.workload import Workload, as_probed
 
 if TYPE_CHECKING:
-    from tatami.sim.tiling import Change, TilingRun
+    from tatami.sim.tiling import Change, StagedJob, TilingJob, TilingRun
 
 TILING_EPILOG = epilog(
     "tatami simulate tiling cluster.toml --net 203-80-26 --samples 1024 --planner srpm,even",
     "tatami simulate tiling --speeds 1,1,0.5,0.25 --slow p0:3@iteration:30 --retile --iterations 80",
     "tatami simulate tiling --speeds 1,1,1,1 --trace drawn:7 --retile --iterations 400 --plot-watch watched.png",
     "tatami simulate tiling cluster.toml --retile --sweep every=5,10,20 --json",
+    "tatami simulate tiling cluster.toml --model gpt --samples 32 --stages 4 --retile --slow p0:3@iteration:30",
     "tatami simulate tiling --machines 8,64 --mtbf 6h,1d,7d --back 600s --net 1024-4096-64 --iterations 10000",
 )
 _SWEPT: dict[str, Callable[[str], Any]] = {"every": int, "iterations": int, "samples": int}
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateTilingJob(LossOptions):
+class SimulateTilingJob(LossOptions, NetworkOptions):
     """What `tatami simulate tiling` can be asked for; the options say what each field is."""
 
     cluster: Annotated[
         Path | None, typer.Argument(metavar="CLUSTER.TOML", help="The machines and their links.", show_default=False)
     ] = None
     speeds: Annotated[str | None, typer.Option(help="Relative speeds, in place of a file.")] = None
-    net: Annotated[str, typer.Option(help="Sizes of the layers: inputs-hidden-...-outputs.")] = "203-80-26"
-    samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch.")] = 1024
     planner: Annotated[str, typer.Option(metavar="A,B,...", help="Planners.")] = DEFAULT_PLANNER
     iterations: Annotated[int, typer.Option(min=1, help="How many.")] = 20
-    wire: Annotated[str | None, optional(metavar="NAME", help="bfloat16 or float16, if sums are to travel so.")] = None
+    stages: Annotated[int | None, optional(min=1, help="So many pipeline stages, of a GPT (--model gpt); 1: none.")] = None
+    micro_batches: Annotated[int | None, optional(min=1, help="In which every replica computes its samples.")] = None
     slow: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME:F@WHEN", help="F times slower from iteration:N, or from a time, as 2s; may be given again."),
@@ -88,7 +90,7 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
         raise InputError(f"{job.changed[0]} is for runs whose machines die: give --mtbf too, their mean life")
     from tatami.sim.platforms import ClusterPlatform
     from tatami.sim.processes import Runs
-    from tatami.sim.tiling import TilingJob, rehearse
+    from tatami.sim.tiling import StagedJob, TilingJob
 
     for path in (job.plot, job.plot_watch):
         if path is not None:
@@ -98,7 +100,8 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
     believed = machines
     if job.unknown:
         believed = replace(machines, processors=tuple(replace(each, speed=1.0) for each in machines.processors))
-    labels, jobs = [], []
+    labels: list[str] = []
+    jobs: list[TilingJob | StagedJob] = []
     for value in swept.values:
         given = {} if value is None else {swept.name: swept.read(_SWEPT[swept.name], value)}
         workload = _workload(job, machines, samples=given.get("samples", job.samples))
@@ -112,12 +115,31 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
         changes = (*slowed, *_trace(job.trace, machines, iterations=iterations))
         for name in job.planner.split(","):
             labels.append(name.strip() + (f", {swept.name} {value}" if value else ""))
+            layout = _layout(job, name.strip(), cluster=believed, workload=workload)
+            if isinstance(layout, StagedLayout):
+                jobs.append(
+                    StagedJob(
+                        platform=ClusterPlatform(cluster=machines),
+                        cluster=believed,
+                        workload=workload,
+                        layout=layout,
+                        iterations=iterations,
+                        slower={
+                            each.name: float(each.speed) / float(machines.by_name[each.name].speed)
+                            for each in believed.processors
+                        },
+                        changes=changes,
+                        retiles=job.retile,
+                        stages=job.stages,
+                    )
+                )
+                continue
             jobs.append(
                 TilingJob(
                     platform=ClusterPlatform(cluster=machines),
                     cluster=believed,
                     workload=workload,
-                    layout=plan(name.strip(), cluster=believed, workload=workload).layout,
+                    layout=layout,
                     iterations=iterations,
                     speeds=tuple(machines.speeds.values()),
                     changes=changes,
@@ -125,7 +147,7 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
                     known_speeds=not job.unknown,
                 )
             )
-    if job.plot_watch is not None and (len(jobs) != 1 or jobs[0].retiler is None or not jobs[0].retiler.watches):
+    if job.plot_watch is not None and (len(jobs) != 1 or not job.retile or job.every is not None or "every" in swept.name):
         raise InputError("--plot-watch draws one run that is watched: with --retile, without --every, one planner, no --sweep")
     progress = progress_for()
     progress.start("simulating", total=len(jobs), unit="runs")
@@ -136,10 +158,10 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
             show_json(tiling_record(labels[index], run))
 
     with Runs(cores=job.cores) as started:
-        found = started.map(rehearse, jobs, done=done)
+        found = started.map(_rehearse, jobs, done=done)
     progress.finish()
     if not job.as_json:
-        show(_table(labels, found, title=f"{job.net}, {machines.size} processors"))
+        show(_table(labels, found, title=f"{job.called}, {machines.size} processors"))
         for label, run in zip(labels, found, strict=True):
             for decision in run.decisions:
                 show(f"{label}: {decision.reason}")
@@ -163,8 +185,45 @@ def simulate_tiling(job: SimulateTilingJob) -> None:
 
 
 def _workload(job: SimulateTilingJob, machines: Cluster | None, *, samples: int) -> Workload:
-    workload = replace(net_workload(job.net, samples=samples), wire=job.wire)
+    workload = replace(job.workload(samples=samples), micro_batches=job.micro_batches)
     return workload if machines is None else as_probed(workload, machines)
+
+
+def _layout(job: SimulateTilingJob, planner: str, *, cluster: Cluster, workload: Workload) -> Layout | StagedLayout:
+    """The planner's layout; that of least predicted time may have stages, as in a run."""
+    if planner != DEFAULT_PLANNER and (job.stages or 1) > 1:
+        raise InputError(f"--stages are laid out by the least predicted time: leave out --planner {shortened(planner)}")
+    if (job.stages or 1) > 1 and not workload.pieces:
+        raise InputError("--stages share out the layers of a GPT: give --model gpt with --layers, --width, ...")
+    if (job.stages or 1) > 1 and job.every is not None:
+        raise InputError("with --stages, --retile looks at every iteration: leave out --every")
+    staged = None
+    if planner == DEFAULT_PLANNER and workload.pieces and job.stages != 1 and job.every is None and job.trace is None:
+        staged = plan_stages(cluster, workload, stages=job.stages)
+        if staged is None and job.stages is not None:
+            raise InputError(f"no layout of {job.stages} stages fits into the memory of these machines")
+    if staged is not None and job.stages is not None:
+        return staged.layout
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        flat = plan(planner, cluster=cluster, workload=replace(workload, pieces=()))
+    chosen = choose(flat, staged)
+    assert chosen is not None
+    for each in warned if chosen is flat else ():
+        warn(str(each.message))
+    return chosen.layout
+
+
+def _slower(machines: Cluster, believed: Cluster) -> dict[str, float]:
+    """How many times as slow each machine is as it is believed to be."""
+    true = machines.by_name
+    return {each.name: float(each.speed) / float(true[each.name].speed) for each in believed.processors}
+
+
+def _rehearse(job: TilingJob | StagedJob) -> TilingRun:
+    from tatami.sim.tiling import StagedJob, rehearse, rehearse_stages
+
+    return rehearse_stages(job) if isinstance(job, StagedJob) else rehearse(job)
 
 
 def _simulate_losses(job: SimulateTilingJob) -> None:
@@ -195,7 +254,7 @@ def _simulate_losses(job: SimulateTilingJob) -> None:
         as_json=job.as_json,
     )
     if not job.as_json:
-        show_losses(cases, title=f"{job.net}, {job.iterations:,} iterations, means of {job.runs} runs")
+        show_losses(cases, title=f"{job.called}, {job.iterations:,} iterations, means of {job.runs} runs")
     if job.plot is not None:
         draw_losses_to(job.plot, cases, force=job.force)
 

@@ -26,6 +26,7 @@ from tatami.tiling import AlphaBetaCost, StagedLayout, StagedPlan, with_speeds
 from tatami.tiling.speeds import at_paces
 from tatami.tiling.staged import plan_stages
 from tatami.tiling.staged_price import price_stages
+from tatami.units import format_duration
 from tatami.workload import Workload
 
 CERTAINTY, CERTAINTY_PROVED = 4.0, 2.0
@@ -82,6 +83,7 @@ class StagedWatcher:
         works: for each processor with a stage, the seconds that it is predicted to compute.
         alarms: all so far.
         glances: the last few thousand looks.
+        move_s: what the last move was predicted to take.
         planned: what plans. Each rank by itself, in no time that counts, unless it is set to something else.
     """
 
@@ -105,6 +107,7 @@ class StagedWatcher:
         self._better: StagedPlan | None = None
         self._gain_s = self._price_s = 0.0
         self._fixed_s, self._carried_s = FIXED_S, 0.0
+        self.move_s = 0.0
         self._since = 0
         self._is_proved = self._is_due = False
         self._promise: tuple[float, float] | None = None
@@ -143,7 +146,7 @@ class StagedWatcher:
         if not fresh:
             return None
         told = "; ".join(map(tell_alarm, fresh))
-        gain = f"{1e3 * self._gain_s:.3g} ms an iteration could be gained" if self._better else "nothing to gain yet"
+        gain = f"{format_duration(self._gain_s)} an iteration could be gained" if self._better else "nothing to gain yet"
         reason = f"iteration {iteration}: {told}: {gain}: {DecisionKind.KEEP.value}"
         ratio = self._ratio()
         return self._decision(iteration, DecisionKind.KEEP, reason, ratio=ratio, predicted=ratio or 1.0)
@@ -237,14 +240,15 @@ class StagedWatcher:
         stay_s = plan.iteration_s + self._gain_s
         was, computes_s = self._ratio(), [rank.compute_s for rank in plan.ranks]
         self._rental.moved(self._price_s, rate_s=self._gain_s)
-        self._carried_s = self._price_s - self._fixed_s
+        self.move_s, self._carried_s = self._price_s, self._price_s - self._fixed_s
         ends = (*plan.layout.cuts, len(self.workload.pieces))
         pieces = " + ".join(str(stop - first) for first, stop in zip((0, *plan.layout.cuts), ends, strict=True))
         now = {rank.processor: float(self._now()[0].speeds[rank.processor]) for rank in plan.ranks}
         reason = (
-            f"iteration {iteration}: {plan.iteration_s:.3g} s an iteration are expected of other stages, and {stay_s:.3g} s of "
-            f"these: {DecisionKind.STAGES.value}; speeds {tell_speeds(now)}; "
-            f"{len(plan.layout.stages)} stages of {plan.layout.num_replicas} replicas, pieces {pieces}"
+            f"iteration {iteration}: {format_duration(plan.iteration_s)} an iteration are expected of other stages, and "
+            f"{format_duration(stay_s)} of these: {DecisionKind.STAGES.value}; speeds {tell_speeds(now)}; "
+            f"{len(plan.layout.stages)} stages of {plan.layout.num_replicas} "
+            f"{'replica' if plan.layout.num_replicas == 1 else 'replicas'}, pieces {pieces}"
         )
         self._promise = self._gain_s, stay_s
         self.layout, self._better, self._gain_s = plan.layout, None, 0.0

@@ -468,7 +468,8 @@ class TiledModel(nn.Module):
                 self._average_statistics()
             return output
         except CommTimeoutError as error:
-            together = next((ranks for ranks in self._columns() if self.comm.rank in ranks), [])
+            replicas = self._columns() if self.stage is None else self.stage.replicas
+            together = next((ranks for ranks in replicas if self.comm.rank in ranks), [])
             error.add_note(
                 f"in the forward pass of a tiled model, of which {format_ranks(together)} hold one replica together: all of "
                 f"them must call it, also in evaluation, and only rank {self.comm.rank} is known to have. Call it on all, use "

@@ -5,6 +5,7 @@ from tatami.sim.tiling.changes import Change
 from tatami.sim.tiling.floor import Floor
 from tatami.sim.tiling.job import TilingJob
 from tatami.sim.tiling.run import TilingRun, rehearse
+from tatami.sim.tiling.staged import StagedIteration, StagedJob, rehearse_stages, simulate_iteration
 from tatami.sim.tiling.traces import change_at, draw_trace, read_trace
 from tatami.sim.tiling.work import Startup, Work, work_of
 
@@ -12,6 +13,8 @@ __all__ = [
     "Calibration",
     "Change",
     "Floor",
+    "StagedIteration",
+    "StagedJob",
     "Startup",
     "TilingJob",
     "TilingRun",
@@ -22,5 +25,7 @@ __all__ = [
     "draw_trace",
     "read_trace",
     "rehearse",
+    "rehearse_stages",
+    "simulate_iteration",
     "work_of",
 ]

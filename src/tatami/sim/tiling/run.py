@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tatami.retiling import Alarm, Controller, Decision, Glance, Timing, Watcher, moves
+from tatami.retiling import Alarm, Controller, Decision, Glance, StagedDecision, Timing, Watcher, moves
 from tatami.retiling.timing import PROBE_EVERY
 from tatami.sim.stage import Stage, Then, play
 from tatami.sim.tiling.changes import Speeds
@@ -45,7 +45,7 @@ class TilingRun:
     total_s: float
     iteration_s: tuple[float, ...]
     compute_s: tuple[tuple[float, float], ...]
-    decisions: tuple[Decision, ...]
+    decisions: tuple[Decision | StagedDecision, ...]
     move_s: tuple[float, ...]
     tilings: tuple[Tiling, ...]
     bytes_moved: float

@@ -1,0 +1,58 @@
+"""The options that say which network is planned, or simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from tatami.cli.options import optional
+from tatami.errors import InputError
+from tatami.workload import VOCABULARY, Workload, gpt_workload, net_workload
+
+_gpt = partial(typer.Option, rich_help_panel="A GPT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions:
+    """A network and its batch; the options say what each field is."""
+
+    net: Annotated[str, typer.Option(help="Sizes of the layers: inputs-hidden-...-outputs.")] = "203-80-26"
+    samples: Annotated[int, typer.Option(min=1, help="Samples of a global batch; of a GPT, sequences.")] = 1024
+    wire: Annotated[str | None, optional(metavar="NAME", help="bfloat16 or float16, if sums are to travel so.")] = None
+    model: Annotated[str | None, _gpt(metavar="gpt", help="A model, for --net.", show_default=False)] = None
+    layers: Annotated[int, _gpt(min=1)] = 12
+    width: Annotated[int, _gpt(min=1, help="Of a token's vector.")] = 768
+    heads: Annotated[int, _gpt(min=1)] = 12
+    kv_heads: Annotated[int | None, _gpt(min=1, help="Of keys and values, where fewer.", show_default=False)] = None
+    tokens: Annotated[int, _gpt(min=1, help="Of a sequence.")] = 1024
+    vocabulary: Annotated[int, _gpt(min=1, help="Tokens there are.")] = VOCABULARY
+
+    def workload(self, *, samples: int | None = None) -> Workload:
+        """The network, with so many samples in place of those of the options.
+
+        Raises:
+            InputError: an unknown model, or invalid sizes of its layers.
+        """
+        samples = self.samples if samples is None else samples
+        if self.model is None:
+            return replace(net_workload(self.net, samples=samples), wire=self.wire)
+        if self.model != "gpt":
+            raise InputError(f"there is no model {self.model!r} here; choose gpt, or give --net the sizes of the layers")
+        found = gpt_workload(
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            tokens=self.tokens,
+            vocabulary=self.vocabulary,
+            samples=samples,
+        )
+        return replace(found, wire=self.wire)
+
+    @property
+    def called(self) -> str:
+        """The network, in a title."""
+        return self.net if self.model is None else f"{self.model} of {self.layers} layers"
