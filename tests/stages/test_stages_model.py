@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial, partialmethod
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -392,14 +392,20 @@ def test_stages_never_wait_for_each_other_whatever_is_in_flight(world: World) ->
     case = CASES["called-twice"]()
     layout = staged(world.size, stages=world.size, cuts=tuple(range(1, world.size)), micro_batches=4)
 
-    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ModelStage, "__init__", partialmethod(ModelStage.__init__, in_flight=range(1, world.size + 1)))
-            own = trained(comm, case.make, layout, x=case.x["x"], y=case.y)
-            comm.barrier()
-        return own
+    make = ModelStage.__init__
+    found: list[tuple[int, ...]] = []
 
-    results = world(body)
+    def with_more(self: ModelStage, *given: Any, **named: Any) -> None:
+        make(self, *given, **{**named, "in_flight": range(1, world.size + 1)})
+        found.append(self.in_flight)
+
+    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
+        return trained(comm, case.make, layout, x=case.x["x"], y=case.y)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelStage, "__init__", with_more)
+        results = world(body)
+    assert set(found) == {(1,) * world.size}, "no more than the stage in front of it"
     (expected,) = run_threads(lambda comm: trained(comm, case.make, None, x=case.x["x"], y=case.y), size=1)
     assert_same(results[0], expected)
 

@@ -68,7 +68,9 @@ def journey(size: int, *, cut: int | None) -> list[Layout | StagedLayout]:
             staged(3, stages=3, cuts=(1, 2), micro_batches=2),
             *wide,
             flat(0.5, 0.25, 0.25),
-            staged(2, stages=2, cuts=(2,)),
+            staged(2, stages=2, cuts=(2,)),  # two ranks of three
+            flat(0.5, 0.5),
+            staged(3, stages=3, cuts=(1, 3)),
             *wide[::-1],
         ]
     return [

@@ -78,7 +78,9 @@ class StagedNetwork:
         if unknown:
             raise PlanError(f"the layout names processors that no rank runs on: {unknown}; the ranks run on {names}")
         staging = self.network.staging(layout.cuts)
-        priced = plan or price_stages(layout, cluster=cluster, workload=self.workload, hides=False)
+        # Relative speeds do not say how long a hand-over takes in comparison with a pass.
+        hides = (self.cost or AlphaBetaCost()).compares_machines(cluster)
+        priced = plan or price_stages(layout, cluster=cluster, workload=self.workload, cost=self.cost, hides=hides)
         operations = [(each.name, each.reach.value) for each in staging.program.operations]
         same_everywhere(world, {"operations": operations}, where="the recorded forward pass", error=PlanError)
         found = ModelStage(
@@ -89,7 +91,7 @@ class StagedNetwork:
             generator=generator,
             phases=phases,
             wire=wire_dtype(self.workload.wire),
-            in_flight=None if plan is None else plan.in_flight,
+            in_flight=priced.in_flight,
             evaluation=self.network.evaluation(staging),
         )
         found.plan = priced
@@ -110,8 +112,7 @@ class ModelStage:
         generator: from which random layers draw.
         phases: the stopwatch.
         wire: to what activations and their gradients are rounded on their way.
-        in_flight: for each stage, how many micro-batches have gone forward and not yet backward; None: as many as there are
-            stages from this one on.
+        in_flight: for each stage, how many micro-batches have gone forward and not yet backward.
         evaluation: as of `StageRunner`.
 
     Attributes:
@@ -131,7 +132,7 @@ class ModelStage:
         generator: torch.Generator,
         phases: Phases,
         wire: torch.dtype | None = None,
-        in_flight: Sequence[int] | None = None,
+        in_flight: Sequence[int],
         evaluation: Staging | ModelError | None = None,
     ) -> None:
         me = names[world.rank]
@@ -159,7 +160,7 @@ class ModelStage:
         self._names = tuple(names)
         self._first_names: dict[str, str] = {}
         # A stage that waits for more forward passes than the one in front of it makes before it waits would wait forever.
-        self._in_flight = list(accumulate(in_flight or range(len(layout.stages), 0, -1), min))
+        self._in_flight = list(accumulate(in_flight, min))
         self._runner: StageRunner | None = None
         self.plan: StagedPlan | None = None
 
