@@ -7,7 +7,8 @@ In labs whose hosts have a limit of memory by control group, in bytes that do no
 3. four hosts of that memory train it, with the losses of the plain loop.
 
 The limit of a host is its processor's memory, which is what plans may use, and the base. What each rank held at its peak is
-told beside what was planned for it. Adds a line to `benchmarks/results/capped.jsonl`. Needs Linux and root (docs/lab.md).
+told beside what was planned for it. With `--stages 4` the hosts share out layers in place of units. Adds a line to
+`benchmarks/results/capped.jsonl`. Needs Linux and root (docs/lab.md).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from torch import nn
 from elsewhere import python_path
 from tatami.bench.interleaved import machine
 from tatami.cli.tasks import CharacterGpt, NextTokenLoss
+from tatami.clock import SystemClock
 from tatami.cluster import Cluster, Link, Processor
 from tatami.comm.detect import init
 from tatami.errors import LabError, MemoryLackError
@@ -66,6 +69,8 @@ class CappedRun:
         steps: of Adam.
         memory_bytes: of each processor; None: there is no limit.
         hosts: how many.
+        stages: of the pipeline, where there are several hosts; 1: none.
+        micro_batches: of it.
     """
 
     layers: int
@@ -76,6 +81,8 @@ class CappedRun:
     steps: int
     memory_bytes: int | None = None
     hosts: int = HOSTS
+    stages: int = 1
+    micro_batches: int | None = None
 
     @property
     def cluster(self) -> Cluster:
@@ -108,22 +115,33 @@ def as_rank(description: Path, folder: Path) -> None:
     run = CappedRun(**json.loads(description.read_text(encoding="utf-8")))
     comm = init(timeout_s=_TIMEOUT_S)
     x, y = run.batch()
-    layout = whole("p0") if run.hosts == 1 else None
+    how: dict[str, Any] = {"layout": whole("p0")} if run.hosts == 1 else {"stages": run.stages}
+    if run.stages > 1 and run.hosts > 1:
+        how["micro_batches"] = run.micro_batches
     model = tile(
-        run.network, comm, batch_size=run.samples, sample=x[:2], speeds=run.cluster, layout=layout, reduction="mean", quiet=True
+        run.network, comm, batch_size=run.samples, sample=x[:2], speeds=run.cluster, reduction="mean", quiet=True, **how
     )
+    planned_bytes = None if model.stage is None or model.stage.plan is None else model.stage.plan.memory_bytes
     tiled_bytes = peak_bytes()
     optimizer, loss_function = torch.optim.Adam(model.parameters(), lr=_LEARNING_RATE), NextTokenLoss()
-    losses = []
+    losses, clock, steps_s = [], SystemClock(), []
     for _ in range(run.steps):
-        here, targets = model.local(x, y)
+        began_s, parts = clock.now_s(), []
         optimizer.zero_grad()
-        loss = loss_function(model(here), targets)
-        torch.autograd.backward(loss)
+        for here, targets in model.micro_batches(x, y):
+            loss = loss_function(model(here), targets)
+            torch.autograd.backward(loss)
+            parts.append(loss.detach())
         optimizer.step()
-        part = loss.item() * len(here) / run.samples if model.speaks_for_column else 0.0
-        losses.append(sum(comm.allgather_object(part)))
-    found = {"tiled_bytes": tiled_bytes, "peak_bytes": peak_bytes(), "losses": losses}
+        losses.append(model.global_loss(parts))
+        steps_s.append(clock.now_s() - began_s)
+    found = {
+        "tiled_bytes": tiled_bytes,
+        "peak_bytes": peak_bytes(),
+        "planned_bytes": planned_bytes,
+        "step_s": median(steps_s),
+        "losses": losses,
+    }
     (folder / f"{model.name}.json").write_text(json.dumps(found), encoding="utf-8")
     comm.barrier()
 
@@ -191,7 +209,7 @@ def measured(run: CappedRun, *, cap: float, timeout_s: float) -> dict[str, Any]:
     base, _ = in_lab(tiny, base_bytes=None, timeout_s=timeout_s)
     base_bytes = max(each["peak_bytes"] for each in base.values())
     capped = replace(run, memory_bytes=round(cap * alone_bytes))
-    one = replace(capped, hosts=1)
+    one = replace(capped, hosts=1, stages=1)
     try:
         planned(one, workload)
         refused = ""
@@ -208,8 +226,9 @@ def measured(run: CappedRun, *, cap: float, timeout_s: float) -> dict[str, Any]:
         "slack_bytes": _SLACK_BYTES,
         "refused": refused,
         "alone": killed,
-        "columns": [len(column.processors) for column in laid.layout.columns],
-        "planned_bytes": laid.memory_bytes,
+        "columns": [len(column.processors) for column in laid.layout.columns] if run.stages == 1 else [],
+        "planned_bytes": next((each["planned_bytes"] for each in found.values()), None) or laid.memory_bytes,
+        "step_s": max((each["step_s"] for each in found.values()), default=None),
         "starved": starved,
         "held_bytes": {name: each["peak_bytes"] - base_bytes for name, each in sorted(found.items())},
         "held_to_tile_bytes": {name: each["tiled_bytes"] - base_bytes for name, each in sorted(found.items())},
@@ -224,12 +243,14 @@ def told(record: dict[str, Any]) -> str:
     def mib(size_bytes: float) -> str:
         return f"{size_bytes / _MIB:.0f} MiB"
 
+    way = f"{record['stages']} stages" if record["stages"] > 1 else f"columns of {record['columns']}"
+    took = "" if record["step_s"] is None else f", {record['step_s']:.3g} s a step"
     lines = [
         f"weights {mib(record['weights_bytes'])}; to train on one host {mib(record['alone_bytes'])}, and each host has "
         f"{mib(record['memory_bytes'])} beside a base of {mib(record['base_bytes'] + record['slack_bytes'])}",
         f"planned for one host: {record['refused'] or 'NOT refused'}",
         f"on one host without a plan: {'; '.join(record['alone'].values()) or 'NOT ended'}",
-        f"on {record['hosts']}, columns of {record['columns']}: {'; '.join(record['starved'].values()) or 'nothing was ended'}",
+        f"on {record['hosts']}, {way}{took}: {'; '.join(record['starved'].values()) or 'nothing was ended'}",
     ]
     for name, held in record["held_bytes"].items():
         lines.append(
@@ -251,6 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tokens=options.tokens,
         samples=options.samples,
         steps=options.steps,
+        stages=options.stages,
+        micro_batches=options.micro_batches,
     )
     try:
         record = measured(run, cap=options.cap, timeout_s=options.timeout)
@@ -271,6 +294,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--stages", type=int, default=1, help="pipeline stages, in place of units that are shared")
+    parser.add_argument("--micro-batches", type=int, help="of the pipeline")
     parser.add_argument("--cap", type=float, default=0.4, help="what a host has of the memory that the whole needs")
     parser.add_argument("--timeout", type=float, default=_TIMEOUT_S, help="seconds for each lab")
     parser.add_argument("--json", action="store_true", help="print the record")

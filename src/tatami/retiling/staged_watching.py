@@ -146,7 +146,9 @@ class StagedWatcher:
         if not fresh:
             return None
         told = "; ".join(map(tell_alarm, fresh))
-        gain = f"{format_duration(self._gain_s)} an iteration could be gained" if self._better else "nothing to gain yet"
+        gain = (
+            f"{format_duration(self._gain_s, digits=3)} an iteration could be gained" if self._better else "nothing to gain yet"
+        )
         reason = f"iteration {iteration}: {told}: {gain}: {DecisionKind.KEEP.value}"
         ratio = self._ratio()
         return self._decision(iteration, DecisionKind.KEEP, reason, ratio=ratio, predicted=ratio or 1.0)
@@ -245,8 +247,8 @@ class StagedWatcher:
         pieces = " + ".join(str(stop - first) for first, stop in zip((0, *plan.layout.cuts), ends, strict=True))
         now = {rank.processor: float(self._now()[0].speeds[rank.processor]) for rank in plan.ranks}
         reason = (
-            f"iteration {iteration}: {format_duration(plan.iteration_s)} an iteration are expected of other stages, and "
-            f"{format_duration(stay_s)} of these: {DecisionKind.STAGES.value}; speeds {tell_speeds(now)}; "
+            f"iteration {iteration}: {format_duration(plan.iteration_s, digits=3)} an iteration are expected of other stages, and "
+            f"{format_duration(stay_s, digits=3)} of these: {DecisionKind.STAGES.value}; speeds {tell_speeds(now)}; "
             f"{len(plan.layout.stages)} stages of {plan.layout.num_replicas} "
             f"{'replica' if plan.layout.num_replicas == 1 else 'replicas'}, pieces {pieces}"
         )
