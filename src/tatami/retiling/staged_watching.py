@@ -247,8 +247,8 @@ class StagedWatcher:
         pieces = " + ".join(str(stop - first) for first, stop in zip((0, *plan.layout.cuts), ends, strict=True))
         now = {rank.processor: float(self._now()[0].speeds[rank.processor]) for rank in plan.ranks}
         reason = (
-            f"iteration {iteration}: {format_duration(plan.iteration_s, digits=3)} an iteration are expected of other stages, and "
-            f"{format_duration(stay_s, digits=3)} of these: {DecisionKind.STAGES.value}; speeds {tell_speeds(now)}; "
+            f"iteration {iteration}: {format_duration(plan.iteration_s, digits=3)} an iteration are expected of other stages, "
+            f"and {format_duration(stay_s, digits=3)} of these: {DecisionKind.STAGES.value}; speeds {tell_speeds(now)}; "
             f"{len(plan.layout.stages)} stages of {plan.layout.num_replicas} "
             f"{'replica' if plan.layout.num_replicas == 1 else 'replicas'}, pieces {pieces}"
         )
