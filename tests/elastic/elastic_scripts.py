@@ -18,7 +18,7 @@ from tatami.elastic.session import current_session
 from tatami.elastic.settings import Moment
 from tatami.elastic.steps import steps
 from tatami.tiled import Callback, LRSchedulerConfig, TiledModel, whole_state_dict
-from tatami.tiling import Column, Layout
+from tatami.tiling import Column, Layout, StagedLayout
 
 STEPS = 6
 SAMPLES = 12
@@ -42,6 +42,12 @@ def network() -> nn.Module:
     ).to(torch.float64)
 
 
+def normalizing_network() -> nn.Module:
+    """Its running statistics are of units."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2)).to(torch.float64)
+
+
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 + number)
     x = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
@@ -63,8 +69,9 @@ def train(columns: int, kind: str, count: int) -> tuple[list[float], dict[str, t
     comm = tatami.init()
     torch.manual_seed(11)
     layout = LAYOUTS[columns] if comm.size == 3 else None
+    made, sample = (normalizing_network(), batch(0)[0][:2]) if kind == "normalizing" else (network(), None)
     model: TiledModel = tatami.tile(
-        network(), comm, batch_size=SAMPLES, layout=layout, speeds="equal", reduction="mean", quiet=True
+        made, comm, batch_size=SAMPLES, sample=sample, layout=layout, speeds="equal", reduction="mean", quiet=True
     )
     optimizer = optimizer_of(model, kind)
     losses: dict[int, float] = {}
@@ -82,15 +89,20 @@ def train(columns: int, kind: str, count: int) -> tuple[list[float], dict[str, t
 
 
 def train_in_disorder(columns: int, kind: str, leaver: tuple[str, int]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """As `train`, for more steps; one rank asks to leave in a step, and the first rank tells of every step."""
+    """As `train`, for more steps; one rank asks to leave in a step, and the first rank tells of every step.
+
+    Args:
+        columns: how many; 0: two pipeline stages, wherever there are two ranks.
+    """
     comm = tatami.init()
     torch.manual_seed(11)
     layout = None
-    if comm.size >= columns:
+    if 0 < columns <= comm.size:
         parts = [[f"p{rank}" for rank in range(index, comm.size, columns)] for index in range(columns)]
         each = [Column(width=1 / columns, processors=tuple(part), heights=(1 / len(part),) * len(part)) for part in parts]
         layout = Layout(columns=tuple(each))
-    model = tatami.tile(network(), comm, batch_size=SAMPLES, layout=layout, speeds="equal", reduction="mean", quiet=True)
+    options: Any = {"layout": layout} if columns else {"stages": 2, "sample": batch(0)[0][:2]}
+    model = tatami.tile(network(), comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True, **options)
     optimizer = optimizer_of(model, kind)
     losses: dict[int, float] = {}
     loop = steps(model, optimizer, count=2 * STEPS)
@@ -107,6 +119,72 @@ def train_in_disorder(columns: int, kind: str, leaver: tuple[str, int]) -> tuple
             losses[step.number] = step.loss
             if model.comm.rank == 0:
                 print(f"step {step.number}", flush=True)
+    return list(losses.values()), loop.whole(lambda: whole_state_dict(model))
+
+
+STAGED = StagedLayout(
+    stages=tuple(
+        Layout(
+            columns=(
+                Column(width=0.6, processors=(f"p{stage}",), heights=(1.0,), micro_batches=2),
+                Column(width=0.4, processors=(f"p{2 + stage}",), heights=(1.0,), micro_batches=2),
+            )
+        )
+        for stage in range(2)
+    ),
+    cuts=(2,),
+)
+"""Two replicas of two stages."""
+
+
+def staged_network() -> nn.Module:
+    torch.manual_seed(3)
+    layers = [nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 8), nn.Dropout(0.25), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 2)]
+    return nn.Sequential(*layers).to(torch.float64)
+
+
+def train_in_stages(
+    stages: int | None, until: int | None = None, *, count: int = STEPS
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Run by every rank of an elastic run, and by a single process that has none.
+
+    Args:
+        stages: how many, where there are as many ranks; None: as `STAGED` has it.
+        until: ends with the second step of so many ranks; None: after `count` steps.
+    """
+    comm = tatami.init()
+    torch.manual_seed(11)
+    model: TiledModel = tatami.tile(
+        staged_network(),
+        comm,
+        batch_size=SAMPLES,
+        sample=batch(0)[0][:2],
+        speeds="equal",
+        reduction="mean",
+        quiet=True,
+        **({"layout": STAGED} if stages is None else {"stages": stages, "micro_batches": 2}),
+    )
+    optimizer = optimizer_of(model, "adam")
+    losses: dict[int, float] = {}
+    loop = steps(model, optimizer, count=count if until is None else 100_000)
+    left = 2
+    for step in loop:
+        with step:
+            parts = []
+            for x, y in model.micro_batches(*batch(step.number)):
+                parts.append(nn.functional.mse_loss(model(x), y) if len(y) else (model(x) * 0).sum())
+                parts[-1].backward()
+            step.update(parts)
+        if step.is_done:
+            assert step.loss is not None
+            losses[step.number] = step.loss
+            if model.comm.rank == 0:
+                print(
+                    f"step {step.number} in {1 if model.stage is None else len(model.stage.layout.stages)} stages", flush=True
+                )
+            left -= model.comm.size == until
+            if not left:
+                break
     return list(losses.values()), loop.whole(lambda: whole_state_dict(model))
 
 
@@ -296,11 +374,16 @@ print("the end", flush=True)
 
 
 def fit(columns: int, data: str = "tensors", folder: str | None = None, count: int = STEPS) -> tuple[Any, ...]:
-    """All that a Trainer does besides: accumulating, clipping, a schedule, epochs with a validation, shuffled data."""
+    """All that a Trainer does besides: accumulating, clipping, a schedule, epochs with a validation, shuffled data.
+
+    In so many columns, or, of 0, in two pipeline stages.
+    """
     comm = tatami.init()
     torch.manual_seed(11)
-    layout = LAYOUTS[columns] if comm.size == 3 else None
-    model = tatami.tile(network(), comm, batch_size=SAMPLES, layout=layout, speeds="equal", reduction="mean", quiet=True)
+    options: Any = {"layout": LAYOUTS.get(columns) if comm.size == 3 else None}
+    if not columns:
+        options = {"stages": 2, "sample": batch(0)[0][:2]}
+    model = tatami.tile(network(), comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True, **options)
     trainer = trainer_of(model, folder=folder)
     history = trainer.fit(data_of(data), iterations=count, validation=batch(1), batch_size=size_of(data))
     return (
@@ -309,6 +392,21 @@ def fit(columns: int, data: str = "tensors", folder: str | None = None, count: i
         trainer.predict(batch(2)[0], batch_size=SAMPLES),
         trainer.optimizer.param_groups[0]["lr"],
     )
+
+
+def fit_leaving_out(columns: int) -> tuple[list[float], torch.Tensor]:
+    """Classes, of which a third does not count."""
+    comm = tatami.init()
+    torch.manual_seed(11)
+    layout = LAYOUTS[columns] if comm.size == 3 else None
+    model = tatami.tile(network(), comm, batch_size=SAMPLES, layout=layout, speeds="equal", reduction="mean", quiet=True)
+    trainer = tatami.Trainer(
+        model, optimizer=functools.partial(optimizer_of_parameters, kind="sgd"), loss=nn.CrossEntropyLoss(), seed=5
+    )
+    x, y = (torch.cat(parts) for parts in zip(*(batch(10 + number) for number in range(4)), strict=True))
+    targets = torch.where(y[:, 1] > 0.4, -100, (y[:, 0] > 0).long())
+    history = trainer.fit((x, targets), iterations=STEPS, batch_size=SAMPLES)
+    return history.losses, trainer.predict(batch(2)[0], batch_size=SAMPLES)
 
 
 def fit_until_joined() -> tuple[Any, ...]:

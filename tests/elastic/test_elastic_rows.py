@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import threading
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
+from tatami.cluster import Cluster
 from tatami.comm import run_threads
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.elastic import ElasticCommunicator
@@ -18,11 +18,9 @@ from tatami.errors import InputError
 from tatami.membership import Held, Regroup, mirrors_of, takes
 from tatami.retiling import Retiler
 from tatami.tiled import ModelCheckpoint, Retiling, Trainer, tile, whole_state_dict
-from tatami.tiled.mirroring import MirrorRows
+from tatami.tiled.mirroring import MirrorTensors
 from tatami.tiled.relaying import relay
-from tatami.tiling import Column, Layout
-
-NAMES = ("a", "b", "c")
+from tatami.tiling import Column, Layout, StagedLayout
 
 
 def layout(*columns: tuple[str, ...]) -> Layout:
@@ -33,120 +31,136 @@ def layout(*columns: tuple[str, ...]) -> Layout:
     )
 
 
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 11), nn.Tanh(), nn.Linear(11, 3), nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)).double()
-
-
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
     optimizer.zero_grad()
     model(x).square().sum().backward()
     optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "dead"),
-    [
-        (layout(("a", "b"), ("c",)), layout(("b", "c")), "a"),
-        (layout(("a", "b"), ("c",)), layout(("a",), ("b",)), "c"),
-        (layout(("a",), ("b",), ("c",)), layout(("a", "c")), "b"),
-    ],
-)
-def test_the_rows_of_one_that_is_gone_come_with_their_states(before: Layout, after: Layout, dead: str) -> None:
-    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    start = network()  # here: ranks that are threads would draw from one generator
+def staged(*replicas: str, cuts: tuple[int, ...], micro_batches: int = 1) -> StagedLayout:
+    """Each replica is the names of its ranks, one for each stage."""
+    widths = [(2 + number) / sum(range(2, 2 + len(replicas))) for number in range(len(replicas))]
+    return StagedLayout(
+        stages=tuple(
+            Layout(
+                columns=tuple(
+                    Column(width=width, processors=(names[stage],), heights=(1.0,), micro_batches=micro_batches)
+                    for width, names in zip(widths, replicas, strict=True)
+                )
+            )
+            for stage in range(len(cuts) + 1)
+        ),
+        cuts=cuts,
+    )
+
+
+Journey = tuple[tuple[str, Layout | StagedLayout], ...]
+JOURNEYS: dict[str, Journey] = {
+    "from another column": (("abc", layout(("a", "b"), ("c",))), ("bc", layout(("b", "c"))), ("c", layout(("c",)))),
+    "to columns of one": (("abc", layout(("a", "b"), ("c",))), ("ab", layout(("a",), ("b",)))),
+    "to shared units": (("abc", layout(("a",), ("b",), ("c",))), ("ac", layout(("a", "c")))),
+    "a member without a tile gets one again": (
+        ("abc", layout(("a", "b"), ("c",))),
+        ("abc", layout(("a",), ("b",))),
+        ("abc", layout(("c", "a", "b"))),
+    ),
+    "from another replica, then from mirrors": (
+        ("abcd", staged("ab", "cd", cuts=(2,), micro_batches=2)),
+        ("abd", staged("dba", cuts=(1, 3), micro_batches=2)),
+        ("ad", staged("da", cuts=(3,))),
+    ),
+    "to no stages and back": (
+        ("abcd", staged("abc", cuts=(1, 3))),
+        ("abd", layout(("a", "b"), ("d",))),
+        ("bd", staged("bd", cuts=(2,), micro_batches=3)),
+    ),
+    "to one rank": (("abcd", staged("cab", cuts=(2, 3))), ("abd", staged("bad", cuts=(1, 2))), ("ab", layout(("b",)))),
+}
+
+
+class Tied(nn.Module):
+    """A weight that two stages read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4 + number % 2, 5 - number % 2) for number in range(6))
+        self.layers[4].weight = self.layers[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("journey", JOURNEYS.values(), ids=JOURNEYS.keys())
+def test_weights_and_their_states_outlive_those_that_held_them(journey: Journey) -> None:
+    x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    start = Tied().double()
     plain = copy.deepcopy(start)
-    plain_optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
-    for _ in range(4):
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for _ in range(2 * len(journey)):
         step(plain, plain_optimizer, x)
-    alive = tuple(name for name in NAMES if name != dead)
-    together = threading.Barrier(3)
+    names = journey[0][0]
+    together = threading.Barrier(len(names))
 
     def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
-        name = NAMES[comm.rank]
-        elastic = ElasticCommunicator(comm, names=NAMES)
+        name = names[comm.rank]
+        elastic = ElasticCommunicator(comm, names=tuple(names))
         model = tile(
-            copy.deepcopy(start), elastic, batch_size=6, speeds="equal", layout=renamed(before), reduction="sum", quiet=True
-        )
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        for _ in range(2):
-            step(model, optimizer, model.local(x))
-        survivors = comm.split(None if name == dead else 0, key=comm.rank)
-        together.wait(60)
-        if survivors is None:
-            return {}
-        elastic.regroup(survivors, names=alive)
-        found, lost = takes(Held(layout=before), Held(layout=after), workload=model.workload, sources=alive)
-        assert lost == ()
-        change = Regroup(
-            ticket=1, group=1, members=alive, sections=0, finish=(), outcome=None, newcomers=(), source=alive[0],
-            layout=after, mirrors=mirrors_of(after, copies=1), takes=found, reason="",
+            copy.deepcopy(start), elastic, batch_size=8, sample=x[:2], speeds="equal", layout=renamed(journey[0][1]),
+            reduction="sum", quiet=True,
         )  # fmt: skip
-        cluster = type(model.cluster)(processors=tuple(each for each in model.cluster.processors if each.name in alive))
-        mirror = MirrorRows(model, optimizer)
-        relay(model, change, name=name, cluster=cluster, optimizer=optimizer, mirror=mirror, before=None)()
-        for _ in range(2):
-            step(model, optimizer, model.local(x))
-        return whole_state_dict(model)
-
-    def renamed(given: Layout) -> Layout:
-        ranks = {name: f"p{rank}" for rank, name in enumerate(NAMES)}
-        return Layout(
-            columns=tuple(
-                Column(width=c.width, heights=c.heights, processors=tuple(ranks[each] for each in c.processors))
-                for c in given.columns
-            )
-        )
-
-    (whole,) = [state for state in run_threads(body, size=3) if state]
-    for key, tensor in plain.state_dict().items():
-        torch.testing.assert_close(whole[key], tensor, rtol=1e-10, atol=1e-10)
-
-
-def test_a_member_without_a_tile_gets_one_again_with_the_states_of_the_optimizer() -> None:
-    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    start = network()
-    plain = copy.deepcopy(start)
-    plain_optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
-    for _ in range(6):
-        step(plain, plain_optimizer, x)
-    names = ("p0", "p1", "p2")
-    layouts = [layout(("p0", "p1"), ("p2",)), layout(("p0",), ("p1",)), layout(("p2", "p0", "p1"))]
-
-    def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor]:
-        elastic = ElasticCommunicator(comm, names=names)
-        model = tile(
-            copy.deepcopy(start), elastic, batch_size=6, speeds="equal", layout=layouts[0], reduction="sum", quiet=True
-        )
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        mirror = MirrorRows(model, optimizer)
-        change: Regroup | None = None
-        for ticket, (before, after) in enumerate(pairwise(layouts)):
-            for _ in range(2):
-                step(model, optimizer, model.local(x))
-            found, lost = takes(Held(layout=before), Held(layout=after), workload=model.workload, sources=names)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        mirror, members, inner, held = MirrorTensors(), tuple(names), comm, Held(layout=journey[0][1])
+        for number, (alive, after) in enumerate(journey):
+            survivors = inner if number == 0 else inner.split(0 if name in alive else None, key=inner.rank)
+            together.wait(60)
+            if survivors is None:
+                for _ in journey[number + 1 :]:
+                    together.wait(60)
+                return {}
+            members, inner = tuple(alive), survivors
+            if number:
+                elastic.regroup(survivors, names=members)
+            workload = model.workload if model.staged is None else model.staged.workload
+            now = Held(layout=after, mirrors=mirrors_of(after, copies=2))
+            found, lost = takes(held, now, workload=workload, sources=members)
             assert lost == ()
-            last, change = change, Regroup(
-                ticket=ticket, group=1, members=names, sections=0, finish=(), outcome=None, newcomers=(), source="p0",
-                layout=after, mirrors=(), takes=found, reason="",
+            change = Regroup(
+                ticket=number, group=number, members=members, sections=0, finish=(), outcome=None, newcomers=(),
+                source=members[0], layout=after, mirrors=now.mirrors, takes=found, reason="",
             )  # fmt: skip
-            put_in_place = relay(
-                model, change, name=model.name, cluster=model.cluster, optimizer=optimizer, mirror=mirror, before=last
-            )
-            put_in_place()
-        assert model.tile is not None
-        for _ in range(2):
-            step(model, optimizer, model.local(x))
+            by_name = model.cluster.by_name
+            cluster = Cluster(processors=tuple(by_name[each] for each in members))
+            relay(model, change, name=name, cluster=cluster, optimizer=optimizer, mirror=mirror)()
+            held = now
+            for _ in range(2):
+                optimizer.zero_grad()
+                for part in model.micro_batches(x):
+                    model(part).square().sum().backward()
+                keeper = next((each.keeper for each in now.mirrors if each.owner == name), None)
+                owner = next((each.owner for each in now.mirrors if each.keeper == name), None)
+                if keeper is not None and owner is not None:
+                    mirror.exchange(elastic, keeper=members.index(keeper), owner=members.index(owner))
+                optimizer.step()
+        assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
         return whole_state_dict(model)
 
-    (whole,) = [state for state in run_threads(body, size=3) if state]
+    def renamed(given: Layout | StagedLayout) -> Layout | StagedLayout:
+        return given.renamed({name: f"p{rank}" for rank, name in enumerate(names)})
+
+    (whole,) = [state for state in run_threads(body, size=len(names)) if state]
     for key, tensor in plain.state_dict().items():
-        torch.testing.assert_close(whole[key], tensor, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(whole[key], tensor, rtol=1e-10, atol=1e-10, msg=f"{key} differs")
 
 
 def test_what_does_not_follow_changes_of_the_ranks_is_refused() -> None:
     def body(inner: AbstractCommunicator) -> None:
-        model = tile(network(), ElasticCommunicator(inner, names=NAMES[:2]), batch_size=4, speeds=(1, 1), reduction="mean")
+        model = tile(
+            Tied().double(), ElasticCommunicator(inner, names=("a", "b")), batch_size=4, speeds=(1, 1), reduction="mean"
+        )
         with pytest.raises(InputError, match="Retiling cannot be used in an elastic run"):
             Retiling(model, torch.optim.SGD(model.parameters(), lr=0.1), retiler=Retiler())
         sgd, x = partial(torch.optim.SGD, lr=0.1), torch.ones(4, 4, dtype=torch.float64)
@@ -155,6 +169,6 @@ def test_what_does_not_follow_changes_of_the_ranks_is_refused() -> None:
         with pytest.raises(InputError, match=r"ModelCheckpoint\(copies=...\) cannot be used in an elastic run"):
             Trainer(model, optimizer=sgd, loss=nn.MSELoss(), checkpoint=ModelCheckpoint(dirpath=".", copies=1))
         with pytest.raises(InputError, match="no elastic run repairs it"):
-            Trainer(model, optimizer=sgd, loss=nn.MSELoss()).fit((x, x[:, :2]), batch_size=4, iterations=1)
+            Trainer(model, optimizer=sgd, loss=nn.MSELoss()).fit((x, x), batch_size=4, iterations=1)
 
     run_threads(body, size=2)

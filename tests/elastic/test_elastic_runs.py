@@ -63,9 +63,9 @@ def run(pool: Pool, columns: int, *faults: tuple[str, Moment, int], kind: str = 
     )
 
 
-def check(result: ElasticResult, kind: str = "sgd", *, count: int = scripts.STEPS) -> None:
+def check(result: ElasticResult, plain: tuple[list[float], dict[str, torch.Tensor]]) -> None:
     """Every parameter and every loss is that of one machine."""
-    losses, state = undisturbed(kind, count)
+    losses, state = plain
     (whole,) = [values for _, values in result.values.values() if values]
     assert set(whole) == set(state)
     for name, tensor in state.items():
@@ -91,11 +91,47 @@ def test_a_killed_rank_costs_nothing_but_time(pool: Pool, columns: int, moment: 
         pytest.skip("one column has no horizontal communication")
     result = run(pool, columns, ("p1", moment, 3 if moment is Moment.AFTER_UPDATE else 2), kind=kind)
     assert set(result.values) == {"p0", "p2"}
-    check(result, kind)
+    check(result, undisturbed(kind))
     (change,) = result.report.changes
     assert change.members == ("p0", "p2")
     assert "p1" in change.reason
     assert change.step in (2, 3)
+
+
+def test_a_mirror_puts_back_the_statistics_that_a_step_in_vain_has_changed(pool: Pool) -> None:
+    result = run(pool, 1, ("p1", Moment.BEFORE_POINT, 2), kind="normalizing")
+    check(result, undisturbed("normalizing"))
+    assert result.report.changes[0].settled == "redone"
+
+
+STAGED_MOMENTS = [moment for moment in MOMENTS if moment is not Moment.VERTICAL]
+FEW_STAGED = [(None, Moment.BACKWARD), (2, Moment.HANDOVER), (3, Moment.BEFORE_UPDATE)]
+
+
+@functools.cache
+def undisturbed_stages() -> tuple[list[float], dict[str, torch.Tensor]]:
+    return scripts.train_in_stages(1)
+
+
+@pytest.mark.parametrize(("stages", "moment"), [(s, m) for s in (None, 2, 3) for m in STAGED_MOMENTS] if ALL else FEW_STAGED)
+def test_a_killed_stage_costs_nothing_but_time(pool: Pool, stages: int | None, moment: Moment) -> None:
+    """Its weights come from another replica (two of two stages), or from a mirror (one replica of two or three)."""
+    if stages is not None and moment is Moment.HORIZONTAL:
+        pytest.skip("one replica sums no gradients")
+    ranks = 4 if stages is None else 3
+    said: list[str] = []
+    context = ElasticContext(
+        hook=Killer(("p1", moment, 3 if moment is Moment.AFTER_UPDATE else 2)),
+        pool=pool,
+        on_line=lambda _, text: said.append(text),
+    )
+    result = run_elastic(functools.partial(scripts.train_in_stages, stages), settings=patient(ranks=ranks), context=context)
+    assert set(result.values) == {f"p{rank}" for rank in range(ranks)} - {"p1"}
+    check(result, undisturbed_stages())
+    (change,) = result.report.changes
+    assert "p1" in change.reason
+    after = {None: 1, 2: 2, 3: 1}[stages]  # with speeds that are not known the planner takes stages where it has to
+    assert f"step {scripts.STEPS - 1} in {after} stages" in said
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -114,18 +150,43 @@ def test_a_rank_that_dies_while_the_death_of_another_is_repaired(pool: Pool, mom
     """Two deaths of three leave one rank: with two holders of each unit and one death after the other, all is still there."""
     result = run(pool, 3, ("p1", Moment.BACKWARD, 2), ("p0", moment, 2))
     assert set(result.values) == {"p2"}
-    check(result)
+    check(result, undisturbed("sgd"))
     changes = result.report.changes
     # One that dies when it is done with the first repair may be missed before or after the other one has told that it is done.
     assert len(changes) in ((1, 2) if moment is Moment.LAID else (1,))
     assert ", ".join(change.reason for change in changes) == "p1 died, p0 died"
 
 
+@pytest.mark.parametrize("moment", IN_REPAIR if ALL else [Moment.TAKING])
+def test_a_stage_that_dies_while_the_death_of_another_is_repaired(pool: Pool, moment: Moment) -> None:
+    """The first of two replicas is gone; the second has all that is needed."""
+    context = ElasticContext(hook=Killer(("p1", Moment.HANDOVER, 2), ("p0", moment, 2)), pool=pool)
+    result = run_elastic(functools.partial(scripts.train_in_stages, None), settings=patient(ranks=4), context=context)
+    assert set(result.values) == {"p2", "p3"}
+    check(result, undisturbed_stages())
+
+
+def test_a_rank_joins_a_run_in_stages(pool: Pool) -> None:
+    """Two ranks with a stage each; the third gets one, or shares one, and the numbers stay the same."""
+    controls: list[ElasticControl] = []
+
+    def listen(_name: str, text: str) -> None:
+        if text == "step 1 in 2 stages":
+            controls[0].add()
+
+    context = ElasticContext(on_start=controls.append, pool=pool, on_line=listen)
+    result = run_elastic(functools.partial(scripts.train_in_stages, 2, 3), settings=patient(ranks=2), context=context)
+    assert [change.members for change in result.report.changes] == [("p0", "p1", "p2")]
+    count = len(result.values["p0"][0])
+    assert len(result.values["p2"][0]) == 2
+    check(result, scripts.train_in_stages(1, count=count))
+
+
 @pytest.mark.parametrize("number", range(CHAOS_RUNS))
 def test_whatever_happens_a_run_ends_with_the_same_numbers_or_a_named_stop(pool: Pool, number: int) -> None:
     """Deaths at any moments, of repairs too; ranks that join and leave meanwhile. `make chaos` has 200 of them."""
     drawn = random.Random(f"{CHAOS_SEED}/{number}")
-    ranks, columns, kind = drawn.randint(2, 4), drawn.randint(1, 3), drawn.choice(["sgd", "adam"])
+    ranks, columns, kind = drawn.randint(2, 4), drawn.randint(0, 3), drawn.choice(["sgd", "adam"])
     names = [f"p{rank}" for rank in range(ranks)]
     deaths = drawn.sample(names, drawn.randint(1, min(2, ranks - 1)))
     faults = [(name, drawn.choice(list(Moment)), drawn.randrange(2 * scripts.STEPS)) for name in deaths]
@@ -148,7 +209,7 @@ def test_whatever_happens_a_run_ends_with_the_same_numbers_or_a_named_stop(pool:
     except TrainingError as error:
         stopped = error
     if stopped is None:
-        check(result, kind, count=2 * scripts.STEPS)
+        check(result, undisturbed(kind, 2 * scripts.STEPS))
     else:  # two may have held the only copies, or all that there were
         assert len(deaths) + (leaver[1] < 2 * scripts.STEPS) > 1
         assert "(units lost)" in str(stopped) or "(no members)" in str(stopped)
@@ -156,10 +217,13 @@ def test_whatever_happens_a_run_ends_with_the_same_numbers_or_a_named_stop(pool:
 
 @functools.cache
 def undisturbed_fit(data: str, count: int) -> tuple[Any, ...]:
-    return scripts.fit(0, data, None, count)
+    return scripts.fit(1, data, None, count)
 
 
-@pytest.mark.parametrize(("columns", "data", "moment"), [(1, "loader", Moment.BACKWARD), (2, "tensors", Moment.BEFORE_UPDATE)])
+@pytest.mark.parametrize(
+    ("columns", "data", "moment"),
+    [(1, "loader", Moment.BACKWARD), (2, "tensors", Moment.BEFORE_UPDATE), (0, "tensors", Moment.HANDOVER)],
+)
 def test_the_trainer_goes_on_where_a_rank_is_killed(pool: Pool, columns: int, data: str, moment: Moment) -> None:
     """Also from a mirror; past the point the update is finished where any that is left has passed it, too."""
     context = ElasticContext(hook=Killer(("p1", moment, 3)), pool=pool)
@@ -178,6 +242,16 @@ def check_fit(told: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
     torch.testing.assert_close(validation, expected[1][len(expected[1]) - len(validation) :], rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(outputs, expected[2], rtol=1e-10, atol=1e-10)
     assert rate == expected[3]
+
+
+def test_targets_that_do_not_count_weigh_in_mirrors_as_in_what_they_mirror(pool: Pool) -> None:
+    context = ElasticContext(hook=Killer(("p1", Moment.BACKWARD, 4)), pool=pool)
+    result = run_elastic(functools.partial(scripts.fit_leaving_out, 1), settings=THREE, context=context)
+    losses, outputs = scripts.fit_leaving_out(1)
+    assert set(result.values) == {"p0", "p2"}
+    for told, predicted in result.values.values():
+        torch.testing.assert_close(told, losses, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(predicted, outputs, rtol=1e-10, atol=1e-10)
 
 
 def test_a_rank_that_joins_a_trainer_goes_on_with_the_same_numbers(pool: Pool) -> None:
@@ -217,7 +291,7 @@ def test_two_that_die_at_once_leave_the_third_where_it_holds_all(pool: Pool, tmp
     script = functools.partial(scripts.train, 3, "sgd", scripts.STEPS)
     result = run_elastic(script, settings=THREE, context=ElasticContext(hook=faults, pool=pool))
     assert set(result.values) == {"p2"}
-    check(result)
+    check(result, undisturbed("sgd"))
 
 
 def test_a_rank_that_is_stopped_is_noticed_by_its_silence(pool: Pool) -> None:
@@ -228,7 +302,7 @@ def test_a_rank_that_is_stopped_is_noticed_by_its_silence(pool: Pool) -> None:
         context=ElasticContext(hook=Killer(("p1", Moment.FORWARD, 3), how=signal.SIGSTOP), pool=pool),
     )
     assert set(result.values) == {"p0", "p2"}
-    check(result)
+    check(result, undisturbed("sgd"))
     assert "p1 gave no sign of life" in result.report.changes[0].reason
 
 

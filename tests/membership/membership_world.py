@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tatami.errors import PlanError
@@ -18,6 +18,7 @@ from tatami.membership import (
     EndRun,
     Entered,
     Halted,
+    Held,
     Kill,
     Laid,
     Leaving,
@@ -28,18 +29,29 @@ from tatami.membership import (
     Silent,
     Stalled,
     Unbalanced,
+    takes,
 )
-from tatami.tiling import Column, Layout
-from tatami.workload import Workload
+from tatami.tiling import Column, Layout, StagedLayout
+from tatami.workload import Piece, Workload
 
 UNITS = 7
-WORKLOAD = Workload.mlp(3, UNITS, 2, samples=9)
+PLAIN = Workload.mlp(3, UNITS, 2, samples=9)
+PIECES = 4
+WORKLOAD = replace(
+    PLAIN,
+    pieces=tuple(
+        Piece(name=f"piece {number}", flop_per_sample=1.0, parameters=1, blocks=((PLAIN.blocks[0], 2),) if number == 1 else ())
+        for number in range(PIECES)
+    ),
+)
+"""A block of two pieces, in front of and behind other pieces."""
+Row = tuple[int, int, bool]
 STEPS = 5
 
 
 @dataclass
 class Rank:
-    """One simulated rank. `rows` maps (unit, in the mirror) to how often it was updated; all must agree with `steps`."""
+    """One simulated rank. `rows` maps (block, unit, in the mirror) to how often it was updated; all must agree with `steps`."""
 
     name: str
     stage: str = "door"
@@ -48,7 +60,7 @@ class Rank:
     sections: int = 0
     steps: int = 0
     outcome: Any = None
-    rows: dict[tuple[int, bool], int] = field(default_factory=dict)
+    rows: dict[Row, int] = field(default_factory=dict)
     order: Regroup | None = None
     ticket: int = -1
     halting: int | None = None
@@ -69,12 +81,13 @@ class World:
         self.copies = self.random.choice([1, 2, 2])
         self.machine = Membership(first, plan=self.plan, copies=self.copies)
         self.ranks = {name: Rank(name) for name in first}
-        self.posted: dict[tuple[int, int], dict[str, tuple[bool, dict[tuple[int, bool], int], int]]] = {}
+        self.posted: dict[tuple[int, int], dict[str, tuple[bool, dict[Row, int], int]]] = {}
         self.broken: set[int] = set()
         self.groups: dict[int, tuple[str, ...]] = {0: first}
         self.mail: list[Callable[[], None]] = []
         self.chaos = self.random.randint(0, 6)
         self.columns = self.random.choice([1, 2, 3, None])
+        self.staged = self.random.choice([0.0, 0.5, 1.0])
         self.stop: EndRun | None = None
         self.saves = self.random.choice([True, False])
         self.saved: int | None = None
@@ -84,18 +97,43 @@ class World:
             self.own(rank, layout)
             self.tell(Entered(member=rank.name, group=rank.group, layout=layout, workload=WORKLOAD))
 
-    def plan(self, names: tuple[str, ...]) -> Layout:
+    def plan(self, names: tuple[str, ...]) -> Layout | StagedLayout:
         if len(names) > UNITS:
             raise PlanError("more ranks than units")
+        if len(names) > 1 and self.random.random() < self.staged:
+            return self.stages(names)
         num = min(len(names), self.columns or self.random.randint(1, len(names)))
         columns = [names[index::num] for index in range(num)]
         return Layout(
             columns=tuple(Column(width=1 / num, processors=each, heights=(1 / len(each),) * len(each)) for each in columns)
         )
 
-    def own(self, rank: Rank, layout: Layout) -> None:
-        tile = layout.cut_blocks(WORKLOAD)[0].by_processor[rank.name]
-        rank.rows = {(unit, False): rank.steps for unit in range(tile.units.start, tile.units.stop)}
+    def stages(self, names: tuple[str, ...]) -> StagedLayout:
+        """Replicas of some stages; a rank that is left over shares the units of the last one, or has no place."""
+        stages = self.random.randint(2, min(len(names), PIECES))
+        replicas = len(names) // stages
+        cuts = tuple(sorted(self.random.sample(range(1, PIECES), stages - 1)))
+        left = names[stages * replicas :][: self.random.randint(0, 1)]
+        places = [[names[replica * stages + stage] for replica in range(replicas)] for stage in range(stages)]
+        laid = []
+        for stage, own in enumerate(places):
+            groups = [
+                (name, *(left if (stage, number) == (stages - 1, replicas - 1) else ())) for number, name in enumerate(own)
+            ]
+            columns = (Column(width=1 / replicas, processors=group, heights=(1 / len(group),) * len(group)) for group in groups)
+            laid.append(Layout(columns=tuple(columns)))
+        return StagedLayout(stages=tuple(laid), cuts=cuts)
+
+    def own(self, rank: Rank, layout: Layout | StagedLayout) -> None:
+        """What a rank has to begin with: by what it takes where all is held by one."""
+        alone = Held(layout=Layout(columns=(Column(width=1.0, processors=("all",), heights=(1.0,)),)))
+        found, _ = takes(alone, Held(layout=layout), workload=WORKLOAD, sources=("all",))
+        rank.rows = {
+            (take.block, unit, False): rank.steps
+            for take in found
+            if take.dest == rank.name
+            for unit in range(take.units.start, take.units.stop)
+        }
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -253,10 +291,10 @@ class World:
         else:
             change = rank.order
             posted = self.posted[self.key(rank)]
-            rows: dict[tuple[int, bool], int] = {}
+            rows: dict[Row, int] = {}
             for take in (take for take in change.takes if take.dest == rank.name):
                 for unit in range(take.units.start, take.units.stop):
-                    rows[unit, take.to_mirror] = posted[take.source][1][unit, take.from_mirror]
+                    rows[take.block, unit, take.to_mirror] = posted[take.source][1][take.block, unit, take.from_mirror]
             if rank.steps == -1:
                 rank.steps = posted[change.source][2]
             rank.rows, rank.order = rows, None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tatami.membership import Held, Lost, Mirror, Take, mirrors_of, takes
-from tatami.tiling import Column, Layout, Span
-from tatami.workload import Workload
+from tatami.tiling import Column, Layout, Span, StagedLayout
+from tatami.workload import Piece, Workload
 
 WORKLOAD = Workload.mlp(4, 12, 3, samples=10)
 
@@ -51,6 +53,46 @@ def test_rows_without_a_holder_are_told_with_those_who_held_them() -> None:
     after = Held(layout=Layout(columns=(column("c"),)))
     _, lost = takes(before, after, workload=WORKLOAD, sources={"c"})
     assert lost == (Lost(block=0, units=Span(0, 4), held_by=("a", "b")),)
+
+
+PIECES = replace(
+    WORKLOAD,
+    pieces=tuple(
+        Piece(name=name, flop_per_sample=1.0, parameters=1, blocks=((WORKLOAD.blocks[0], 1),) if name == "mlp" else ())
+        for name in ("embedding", "mlp", "head")
+    ),
+)
+
+
+def staged(*stages: tuple[tuple[str, ...], ...], cuts: tuple[int, ...]) -> StagedLayout:
+    """Each stage is its columns, one for each replica."""
+    return StagedLayout(
+        stages=tuple(Layout(columns=tuple(column(*each, width=1 / len(stage)) for each in stage)) for stage in stages),
+        cuts=cuts,
+    )
+
+
+def test_one_replica_of_stages_has_mirrors_and_two_need_none() -> None:
+    one, two = staged((("a",),), (("b", "c"),), cuts=(1,)), staged((("a",), ("b",)), (("c",), ("d",)), cuts=(1,))
+    ring = (Mirror(owner="a", keeper="b"), Mirror(owner="b", keeper="c"), Mirror(owner="c", keeper="a"))
+    assert mirrors_of(one, copies=2) == ring
+    assert mirrors_of(two, copies=2) == ()
+    found, lost = takes(Held(layout=one, mirrors=ring), Held(layout=two), workload=PIECES, sources={"a", "c"})
+    assert lost == ()
+    of_block = [(take.source, take.from_mirror, take.units) for take in found if (take.dest, take.block) == ("d", 0)]
+    assert of_block[0] == ("c", True, Span(0, 6))
+    assert of_block[1] in (("c", False, Span(6, 12)), ("a", True, Span(6, 12)))
+
+
+def test_a_stage_that_all_replicas_have_lost_is_told_by_its_pieces() -> None:
+    two = staged((("a",), ("b",)), (("c",), ("d",)), cuts=(1,))
+    after = Held(layout=Layout(columns=(column("a", "b"),)))
+    _, lost = takes(Held(layout=two), after, workload=PIECES, sources={"a", "b"})
+    assert lost == (
+        Lost(block=0, units=Span(0, 12), held_by=("c", "d")),
+        Lost(block=2, units=Span(0, 1), held_by=("c", "d")),
+        Lost(block=3, units=Span(0, 1), held_by=("c", "d")),
+    )
 
 
 @st.composite

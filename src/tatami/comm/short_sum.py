@@ -54,12 +54,19 @@ class ShortSum:
     Args:
         comm: the ranks.
         by_messages: sums a tensor (size,) in place where no memory is shared; None: the communicator's all-reduce.
+        in_memory: take shared memory where there is any; its waits do not end when a rank dies.
     """
 
-    def __init__(self, comm: AbstractCommunicator, *, by_messages: Callable[[torch.Tensor], None] | None = None) -> None:
+    def __init__(
+        self,
+        comm: AbstractCommunicator,
+        *,
+        by_messages: Callable[[torch.Tensor], None] | None = None,
+        in_memory: bool = True,
+    ) -> None:
         self._comm = comm
         self._by_messages = by_messages or comm.allreduce
-        self._shares = comm.has_windows and not comm.changes and len(set(comm.hosts)) == 1
+        self._shares = in_memory and comm.has_windows and not comm.changes and len(set(comm.hosts)) == 1
         self._window: AbstractSharedWindow | None = None
         self._capacity = 0
         self._half = 0

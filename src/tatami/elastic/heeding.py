@@ -14,6 +14,7 @@ from tatami.tiled.phases import IterationPhase
 _MOMENTS = {
     IterationPhase.FORWARD: Moment.FORWARD,
     IterationPhase.VERTICAL: Moment.VERTICAL,
+    IterationPhase.BUBBLE: Moment.HANDOVER,
     IterationPhase.BACKWARD: Moment.BACKWARD,
     IterationPhase.HORIZONTAL: Moment.HORIZONTAL,
 }
@@ -37,6 +38,7 @@ def heed(model: TiledModel, session: Session) -> None:
     for module in model.module.modules():
         module.register_forward_pre_hook(stop)
         module.register_forward_hook(stop_backward)
+    model.accept_hooks()
 
 
 def tell_moments(model: TiledModel, session: Session) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from tatami.cluster import Link, Processor
 from tatami.comm.door import Whereabouts
 from tatami.membership import Dismiss, Regroup, Restart
-from tatami.tiling import Layout
+from tatami.tiling import Layout, StagedLayout
 from tatami.workload import Workload
 
 
@@ -64,16 +64,18 @@ class EnteredLoop:
 
     Attributes:
         group: None of a process that joins.
+        stages: into how many pipeline stages the network is to be divided where there are as many ranks; None: as is fastest.
         whereabouts: of the rank.
         links: between hosts, as far as they are known.
     """
 
     group: int | None
     whereabouts: Whereabouts
-    layout: Layout
+    layout: Layout | StagedLayout
     workload: Workload
     processor: Processor
     links: dict[tuple[str, str], Link]
+    stages: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +151,7 @@ class WantsLayout:
         because: for the report.
     """
 
-    layout: Layout
+    layout: Layout | StagedLayout
     speeds: dict[str, float]
     because: str
 

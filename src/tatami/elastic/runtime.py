@@ -54,7 +54,8 @@ from tatami.membership import (
     Unbalanced,
 )
 from tatami.report.elastic_run import ElasticReport, MemberChange
-from tatami.tiling import Layout, plan
+from tatami.tiling import Layout, StagedLayout
+from tatami.tiling.staged import fastest_plan
 from tatami.workload import Workload
 
 _STARTS_AT_ONCE = 4
@@ -82,6 +83,7 @@ class ElasticRuntime:
         self._whereabouts: dict[str, Whereabouts] = {}
         self._links: dict[tuple[str, str], Link] = {}
         self._workload: Workload | None = None
+        self._stages: int | None = None
         names = tuple(self._crew.name() for _ in range(settings.ranks))
         self._machine = Membership(names, plan=self._plan, copies=settings.copies)
         self._values: dict[str, Any] = {}
@@ -294,7 +296,7 @@ class ElasticRuntime:
         self._processors[name] = replace(told.processor, name=name)
         self._whereabouts[name] = told.whereabouts
         self._links |= told.links
-        self._workload = told.workload
+        self._workload, self._stages = told.workload, told.stages
         self._tell(Entered(member=name, group=told.group, layout=told.layout, workload=told.workload))
 
     def _learn(self, speeds: dict[str, float]) -> None:
@@ -305,10 +307,11 @@ class ElasticRuntime:
             scale = median(plain) / median(speeds.values())
             self._processors |= {name: replace(self._processors[name], speed=scale * speed) for name, speed in speeds.items()}
 
-    def _plan(self, names: tuple[str, ...]) -> Layout:
+    def _plan(self, names: tuple[str, ...]) -> Layout | StagedLayout:
         assert self._workload is not None
         cluster = Cluster(processors=tuple(self._processors[name] for name in names), links=self._links)
-        return plan(self.settings.planner, cluster=cluster, workload=self._workload).layout
+        stages = None if self._stages is None or self._stages > len(names) else self._stages
+        return fastest_plan(self.settings.planner, cluster=cluster, workload=self._workload, stages=stages).layout
 
     def _carried_out(self, name: str, done: CarriedOut) -> None:
         pending = self._history.pending
@@ -333,7 +336,9 @@ class ElasticRuntime:
             with self._watch.elsewhere():
                 self._context.on_change(change)
 
-    def _tiling(self, layout: Layout) -> dict[str, Any] | None:
+    def _tiling(self, layout: Layout | StagedLayout) -> dict[str, Any] | None:
+        if isinstance(layout, StagedLayout):
+            return None
         tilings = layout.cut_blocks(self._workload) if self._workload is not None else ()
         return tilings[0].to_dict() if tilings else None
 

@@ -111,6 +111,7 @@ class Moment(Enum):
     BEFORE_FORWARD = "before forward"
     FORWARD = "forward"
     VERTICAL = "vertical"
+    HANDOVER = "waiting for another stage"
     BACKWARD = "backward"
     HORIZONTAL = "horizontal"
     BEFORE_POINT = "before the point"

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from tatami.membership.copies import Mirror, Take
-from tatami.tiling import Layout
+from tatami.tiling import Layout, StagedLayout
 
 
 class EndCause(Enum):
@@ -90,7 +90,7 @@ class Regroup:
     outcome: Any
     newcomers: tuple[str, ...]
     source: str
-    layout: Layout
+    layout: Layout | StagedLayout
     mirrors: tuple[Mirror, ...]
     takes: tuple[Take, ...]
     reason: str

@@ -1,19 +1,19 @@
 """Who holds which units, counting copies, and from whom each rank takes what it lacks.
 
-Columns hold every unit once each, so with two columns every unit has two holders at no cost. In a layout of one column each
-rank keeps a mirror: a copy of its neighbour's units, which applies the same updates.
+Columns hold every unit once each, so with two columns every unit has two holders at no cost. In a layout of one column, or one
+replica of pipeline stages, each rank keeps a mirror: a copy of its neighbour's units, which applies the same updates.
+
+What is not divided into units has a number, too, where there are pipeline stages: the pieces of the network come after the
+blocks, as blocks of one unit that every rank of their stage holds.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
-from tatami.tiling import Layout, Span, Tiling
+from tatami.retiling.takes import unit_takes
+from tatami.tiling import Layout, Span, StagedLayout
 from tatami.workload import Workload
 
 
@@ -34,7 +34,7 @@ class Held:
         mirrors: who keeps a copy of whose units.
     """
 
-    layout: Layout
+    layout: Layout | StagedLayout
     mirrors: tuple[Mirror, ...] = ()
 
 
@@ -64,12 +64,11 @@ class Lost:
     held_by: tuple[str, ...]
 
 
-def mirrors_of(layout: Layout, *, copies: int) -> tuple[Mirror, ...]:
-    """Who has to keep a mirror so that every unit has `copies` (1 or 2) holders: in one column, each rank of its neighbour."""
-    if copies < 2 or len(layout.columns) > 1:
-        return ()
-    names = layout.columns[0].processors
-    if len(names) < 2:
+def mirrors_of(layout: Layout | StagedLayout, *, copies: int) -> tuple[Mirror, ...]:
+    """Who has to keep a mirror so that every unit has `copies` (1 or 2) holders: of one replica, each for its neighbour."""
+    replicas = layout.num_replicas if isinstance(layout, StagedLayout) else len(layout.columns)
+    names = tuple(layout.processors)
+    if copies < 2 or replicas > 1 or len(names) < 2:
         return ()
     return tuple(Mirror(owner=owner, keeper=names[(index + 1) % len(names)]) for index, owner in enumerate(names))
 
@@ -77,101 +76,93 @@ def mirrors_of(layout: Layout, *, copies: int) -> tuple[Mirror, ...]:
 def takes(
     before: Held, after: Held, *, workload: Workload, sources: Collection[str]
 ) -> tuple[tuple[Take, ...], tuple[Lost, ...]]:
-    """From whom every rank of `after` takes its units, and which units cannot be had.
-
-    What a rank holds already it takes from itself. The rest it takes from the column that has been asked for least by then, or
-    from the mirrors, so that the work of sending is shared.
+    """From whom every rank of `after` takes its units, and which units cannot be had; see `unit_takes`.
 
     Args:
         before: who held what.
         after: who is to hold what.
-        workload: the blocks.
+        workload: the blocks, and the pieces where there may be pipeline stages.
         sources: the ranks of `before` that can still be asked.
     """
-    found: list[Take] = []
-    lost: list[Lost] = []
-    alive = frozenset(sources)
-    asked: Counter[int] = Counter()
-    tilings = zip(before.layout.cut_blocks(workload), after.layout.cut_blocks(workload), strict=True)
-    for block, (old, new) in enumerate(tilings):
-        layers = [_Layer(pieces) for pieces in _layers(old, before.mirrors, alive)]
-        own: dict[str, list[_Piece]] = {}
-        for piece in (piece for layer in layers for piece in layer.pieces):
-            own.setdefault(piece.holder, []).append(piece)
-        # The layer of which each holder has been asked for least comes first; what is asked for next counts at once.
-        queue = [(asked[index] / max(len(layer.pieces), 1), index) for index, layer in enumerate(layers)]
-        heapify(queue)
-        for dest, wanted, to_mirror in (piece for pieces in _layers(new, after.mirrors, None) for piece in pieces):
-            missing = [wanted]
-            for piece in sorted(own.get(dest, ()), key=lambda piece: piece.is_mirror):
-                missing = _taken(found, missing, piece, block=block, dest=dest, to_mirror=to_mirror)
-            used = []
-            while missing and queue:
-                index = heappop(queue)[1]
-                before_size = sum(span.size for span in missing)
-                for piece in [piece for span in missing for piece in layers[index].over(span)]:
-                    missing = _taken(found, missing, piece, block=block, dest=dest, to_mirror=to_mirror)
-                asked[index] += before_size - sum(span.size for span in missing)
-                used.append(index)
-            for index in used:
-                heappush(queue, (asked[index] / max(len(layers[index].pieces), 1), index))
-            if missing:
-                everyone = [piece for pieces in _layers(old, before.mirrors, None) for piece in pieces]
-                lost += [
-                    Lost(
-                        block=block,
-                        units=span,
-                        held_by=tuple(sorted({piece.holder for piece in everyone if (piece.units & span).size})),
-                    )
-                    for span in missing
-                ]
-    return tuple(found), _merged(lost)
-
-
-class _Piece(NamedTuple):
-    """Units that a rank holds, in its mirror or in its own tile."""
-
-    holder: str
-    units: Span
-    is_mirror: bool
-
-
-class _Layer:
-    """Pieces of which no two have a unit in common."""
-
-    def __init__(self, pieces: Sequence[_Piece]) -> None:
-        self.pieces = sorted(pieces, key=lambda piece: piece.units.start)
-        self._starts = [piece.units.start for piece in self.pieces]
-
-    def over(self, span: Span) -> list[_Piece]:
-        """Those that may have units of `span`."""
-        first = max(bisect_right(self._starts, span.start) - 1, 0)
-        return self.pieces[first : bisect_left(self._starts, span.stop)]
-
-
-def _layers(tiling: Tiling, mirrors: Sequence[Mirror], alive: Collection[str] | None) -> list[list[_Piece]]:
-    """The columns, and the mirrors: what those hold that are alive, or all; nothing that is empty."""
-    columns = [[_Piece(tile.processor, tile.units, False) for tile in column] for column in tiling.columns]
-    kept = [_Piece(mirror.keeper, tiling.by_processor[mirror.owner].units, True) for mirror in mirrors]
-    return [
-        [piece for piece in layer if piece.units.size and (alive is None or piece.holder in alive)]
-        for layer in [*columns, kept]
-    ]
-
-
-def _taken(found: list[Take], missing: Sequence[Span], piece: _Piece, *, block: int, dest: str, to_mirror: bool) -> list[Span]:
-    """Take of what is missing what this piece has; returns what is missing still."""
-    left: list[Span] = []
-    for span in missing:
-        common = span & piece.units
-        if not common.size:
-            left.append(span)
-            continue
-        left += [rest for rest in (Span(span.start, common.start), Span(common.stop, span.stop)) if rest.size]
-        found.append(
-            Take(dest=dest, source=piece.holder, block=block, units=common, from_mirror=piece.is_mirror, to_mirror=to_mirror)
+    old, new = _units_of(before, workload), _units_of(after, workload)
+    holders = [*dict.fromkeys((*old, *new))]  # (name, whether it is its mirror)
+    number_of: dict[str, int] = {}
+    found, missing = unit_takes(
+        [old.get(each, {}) if each[0] in sources else {} for each in holders],
+        [new.get(each, {}) for each in holders],
+        unit_sizes=_unit_bytes(workload),
+        ranks=[number_of.setdefault(name, len(number_of)) for name, _ in holders],
+    )
+    lost = [
+        Lost(
+            block=each.name,
+            units=each.units,
+            held_by=tuple(sorted({name for (name, _), own in old.items() if (own.get(each.name, _NOTHING) & each.units).size})),
         )
-    return left
+        for each in missing
+    ]
+    return tuple(
+        Take(
+            dest=holders[each.dest][0],
+            source=holders[each.source][0],
+            block=each.name,
+            units=each.units,
+            from_mirror=holders[each.source][1],
+            to_mirror=holders[each.dest][1],
+        )
+        for each in found
+    ), _merged(lost)
+
+
+_NOTHING = Span(0, 0)
+
+
+def _units_of(held: Held, workload: Workload) -> Mapping[tuple[str, bool], dict[int, Span]]:
+    """By rank, and whether it is its mirror: its units of each block, and the pieces that it has."""
+    layout = held.layout
+    units = _of_stages(layout, workload) if isinstance(layout, StagedLayout) else _of_columns(layout, workload)
+    found = {(name, False): own for name, own in units.items()}
+    return found | {(mirror.keeper, True): units[mirror.owner] for mirror in held.mirrors}
+
+
+def _of_columns(layout: Layout, workload: Workload) -> dict[str, dict[int, Span]]:
+    pieces = {len(workload.blocks) + number: Span(0, 1) for number in range(len(workload.pieces))}
+    units = {name: dict(pieces) for name in layout.processors}
+    for number, tiling in enumerate(layout.cut_blocks(workload)):
+        for tile in tiling.tiles:
+            units[tile.processor][number] = tile.units
+    return units
+
+
+def _of_stages(layout: StagedLayout, workload: Workload) -> dict[str, dict[int, Span]]:
+    lie = _pieces_of_blocks(workload)
+    units: dict[str, dict[int, Span]] = {name: {} for name in layout.processors}
+    ends = (*layout.cuts, len(workload.pieces))
+    for stage, first, stop in zip(layout.stages, (0, *layout.cuts), ends, strict=True):
+        for name in stage.processors:
+            units[name] |= {len(workload.blocks) + number: Span(0, 1) for number in range(first, stop)}
+        for number, block in enumerate(workload.blocks):
+            begin, end = lie.get(number, (first, stop))
+            if number in lie and first <= begin and end <= stop:
+                for tile in stage.cut(samples=workload.samples, units=block.units).tiles:
+                    units[tile.processor][number] = tile.units
+            elif first <= begin < stop:  # ranks of a stage share only what lies in it as a whole
+                for name in stage.processors:
+                    units[name][number] = Span(0, block.units)
+    return units
+
+
+def _pieces_of_blocks(workload: Workload) -> dict[int, tuple[int, int]]:
+    """The first piece of each block, and the one behind its last, of those blocks that pieces know."""
+    known = [(block, place, place + span) for place, piece in enumerate(workload.pieces) for block, span in piece.blocks]
+    pairs = enumerate(zip(workload.blocks, known, strict=False))
+    return {number: (place, stop) for number, (block, (own, place, stop)) in pairs if block == own}
+
+
+def _unit_bytes(workload: Workload) -> dict[int, float]:
+    """What moves with a unit of each block, and with each piece."""
+    sizes = [workload.unit_moved_bytes(block) for block in workload.blocks]
+    return dict(enumerate([*sizes, *(float(piece.parameters * workload.element_bytes) for piece in workload.pieces)]))
 
 
 def _merged(lost: Sequence[Lost]) -> tuple[Lost, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tatami.tiling import Layout
+from tatami.tiling import Layout, StagedLayout
 from tatami.workload import Workload
 
 
@@ -29,7 +29,7 @@ class Entered(_OfMember):
     """
 
     group: int | None
-    layout: Layout
+    layout: Layout | StagedLayout
     workload: Workload
 
 
@@ -47,7 +47,7 @@ class Unbalanced(_OfMember):
     `because` is for the report.
     """
 
-    layout: Layout
+    layout: Layout | StagedLayout
     because: str
 
 

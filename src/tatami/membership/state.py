@@ -16,7 +16,7 @@ from tatami.membership import actions as act
 from tatami.membership import events as ev
 from tatami.membership.actions import Action, EndCause
 from tatami.membership.copies import Held, Lost, mirrors_of, takes
-from tatami.tiling import Layout
+from tatami.tiling import Layout, StagedLayout
 from tatami.workload import Workload
 
 MOST_STALLS = 3
@@ -55,7 +55,9 @@ class Membership:
         ticket_laid: of the last change that all members have carried out.
     """
 
-    def __init__(self, members: Sequence[str], *, plan: Callable[[tuple[str, ...]], Layout], copies: int = 2) -> None:
+    def __init__(
+        self, members: Sequence[str], *, plan: Callable[[tuple[str, ...]], Layout | StagedLayout], copies: int = 2
+    ) -> None:
         if copies not in (1, 2):
             raise InputError(f"copies must be 1 or 2, not {copies}: a unit has one holder in each column, or one and a mirror")
         self.stage = RunStage.STARTING
@@ -72,7 +74,7 @@ class Membership:
         self._gone: set[str] = set()
         self._waiting: list[str] = []
         self._leaving: set[str] = set()
-        self._wanted: Layout | None = None
+        self._wanted: Layout | StagedLayout | None = None
         self._outcome: object = None
         self._ended: set[str] = set()
         self._ticket = 0
@@ -361,7 +363,7 @@ class Membership:
         self._awaited = set(members)
         self._do(self._change)
 
-    def _layout(self, staying: tuple[str, ...]) -> Layout | None:
+    def _layout(self, staying: tuple[str, ...]) -> Layout | StagedLayout | None:
         assert self.held is not None
         wanted, self._wanted = self._wanted, None
         is_same = set(staying) == set(self.members)
@@ -393,16 +395,19 @@ class Membership:
         self.held = Held(layout=change.layout, mirrors=change.mirrors)
 
     def _what_is_lost(self, lost: Sequence[Lost], *, advises: bool = True) -> str:
-        what = "; ".join(
-            f"units {each.units.start} to {each.units.stop - 1} of block {each.block}, held by {' and '.join(each.held_by)},"
-            for each in lost
-        )
+        what = "; ".join(f"{self._named(each)}, held by {' and '.join(each.held_by)}," for each in lost)
         if not advises:
             return f"{self._why}, with which {what} are lost"
         advice = "copies=2 survives the death of one rank at a time"
         if self._copies > 1:
             advice = "A layout of more columns survives more: tatami.tile(layout=...)"
         return f"{self._why}, with which {what} are lost. {advice}; a checkpoint (Trainer(checkpoint=...)) survives all of them"
+
+    def _named(self, lost: Lost) -> str:
+        assert self._workload is not None
+        if (piece := lost.block - len(self._workload.blocks)) >= 0:
+            return f"piece {piece} ({self._workload.pieces[piece].name})"
+        return f"units {lost.units.start} to {lost.units.stop - 1} of block {lost.block}"
 
     def _stop(self, cause: EndCause, reason: str) -> None:
         self.stage = RunStage.DONE

@@ -1,76 +1,47 @@
-"""A mirror: a rank's copy of a neighbour's units, which applies the same updates, so that they outlive the neighbour.
+"""A mirror: a rank's copy of a neighbour's weights, which applies the same updates, so that they outlive the neighbour.
 
 The copies are parameters of the same optimizer, in the groups of those that they are copies of: whatever a schedule does to a
 group happens to both, and one `step` updates both. Optimizers that tiled models take work element by element, so that equal
-gradients and equal states give equal rows, to the bit.
+gradients and equal states give equal values, to the bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from tatami.comm.checked import as_bytes
 from tatami.comm.elastic import ElasticCommunicator
-from tatami.tiled.carrying import room_for, unpack
-from tatami.tiled.model import TiledModel
-from tatami.tiled.rows import Rows
+from tatami.tiled.carrying import unpack
+from tatami.tiling import Span
 
 _TAG = 13
 
 
-class MirrorRows:
-    """What one rank keeps for another: for each block, copies of its tensors that hold units.
-
-    Args:
-        model: whose tensors are copied.
-        optimizer: that updates them.
+@dataclass(kw_only=True)
+class MirrorTensors:
+    """What one rank keeps for another; `tatami.tiled.transfer` fills it.
 
     Attributes:
-        blocks: as `TiledModel.block_rows`; of no units until a change fills them.
+        tensors: copies, by the names of the network; what both ranks have the same units of is not copied.
+        units: of each, which are here; one that has no units is one unit.
+        given: this rank's own tensors of which another one keeps copies, by their names.
     """
 
-    def __init__(self, model: TiledModel, optimizer: torch.optim.Optimizer) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self.blocks = [[Rows(_copy_of_nothing(rows), rows.runs) for rows in block] for block in model.block_rows()]
-
-    @property
-    def tensors(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of what is this rank's own and its place in the mirror."""
-        return [
-            (own.tensor, kept.tensor)
-            for owned, mirrored in zip(self._model.block_rows(), self.blocks, strict=True)
-            for own, kept in zip(owned, mirrored, strict=True)
-        ]
-
-    def attach(self) -> None:
-        """Have the optimizer update the mirror as well."""
-        copies = {id(own): kept for own, kept in self.tensors}
-        for group in self._optimizer.param_groups:
-            there = {id(parameter) for parameter in group["params"]}
-            group["params"] += [
-                copy for p in list(group["params"]) if (copy := copies.get(id(p))) is not None and id(copy) not in there
-            ]
-
-    def detach(self) -> None:
-        """Have the optimizer forget the mirror."""
-        copies = {id(kept) for _, kept in self.tensors}
-        for group in self._optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in copies]
-        for _, kept in self.tensors:
-            self._optimizer.state.pop(kept, None)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    units: dict[str, Span] = field(default_factory=dict)
+    given: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def exchange(self, comm: ElasticCommunicator, *, keeper: int, owner: int) -> None:
-        """Give the gradients of this rank's units to its keeper, and take those of the rank that this one keeps.
+        """Give this rank's gradients to its keeper, and take those of the rank that this one keeps.
 
         Tensors that are no parameters, as running statistics, change in the forward pass: their values are given.
         """
-        own = [tensor for tensor, _ in self.tensors]
-        kept = [tensor for _, tensor in self.tensors]
-        given, has_grad = _values(own)
+        kept = [self.tensors[name] for name in sorted(self.tensors)]
+        given, has_grad = _values([self.given[name] for name in sorted(self.given)])
         came = [torch.empty_like(tensor) for tensor in kept]
         told = torch.empty(len(kept), dtype=torch.uint8, device="cpu")
         bundle = torch.cat([as_bytes(each.contiguous()) for each in (has_grad, *given)])
@@ -94,8 +65,3 @@ def _values(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.
         value = tensor.grad if is_parameter else tensor
         values.append(torch.zeros_like(tensor) if value is None else value.detach())
     return values, torch.tensor(has_grad, dtype=torch.uint8, device="cpu")
-
-
-def _copy_of_nothing(rows: Rows) -> torch.Tensor:
-    empty = room_for(rows, units=0)
-    return nn.Parameter(empty, rows.tensor.requires_grad) if isinstance(rows.tensor, nn.Parameter) else empty

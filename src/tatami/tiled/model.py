@@ -270,7 +270,11 @@ class TiledModel(nn.Module):
             generator=self.generator,
             sums=None
             if self._is_alone
-            else ShortSum(self.stage_comm, by_messages=None if comm.changes else VectorSum(self.stage_comm).sum_),
+            else ShortSum(
+                self.stage_comm,
+                by_messages=None if comm.changes else VectorSum(self.stage_comm).sum_,
+                in_memory=not comm.changes,
+            ),
             local_statistics=self._has_local_statistics,
         )
         self._shares: dict[int, tuple[Span, tuple[int, ...]]] = {}
@@ -950,6 +954,10 @@ class TiledModel(nn.Module):
         """An iteration was broken off, and begins again: nothing of its backward passes is left."""
         if (engine := getattr(self, "_gradients", None)) is not None:
             engine.forget()
+
+    def accept_hooks(self) -> None:
+        """Take the hooks of the modules as they are now: those that have come are Tatami's own, and change nothing."""
+        self._settings = self._settings_of(self.module)
 
     def _regroup(self, *, cluster: Cluster) -> None:
         """The ranks of the communicator are others now, on these processors. For `tatami.tiled.relaying`; sends nothing."""

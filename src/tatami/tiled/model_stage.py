@@ -148,7 +148,10 @@ class ModelStage:
         self.comm, self._trained = comm, world
         replica = next(number for number, each in enumerate(self.own_layout.columns) if me in each.processors)
         ranks_of = [[rank_of[name] for name in stage.columns[replica].processors] for stage in layout.stages]
-        self._messages = world.duplicate()
+        # Not a duplicate: that of an elastic run has other ranks after each change, while a stage ends with its group.
+        messages = world.subgroup(range(world.size))
+        assert messages is not None
+        self._messages = messages
         self._channel = CommChannel(
             self._messages,
             ranks_of=ranks_of,
@@ -319,8 +322,12 @@ class ModelStage:
         return self.tied.get(name, (self.index,))[0] == self.index
 
     def close(self) -> None:
-        """Give the communicators back when everything that was sent has left. Collective."""
-        self._channel.flush()
+        """Give the communicators back when everything that was sent has left. Collective.
+
+        In an elastic run no rank waits for that: others may have died, and what they were sent is not needed any more.
+        """
+        if not self.world.changes:
+            self._channel.flush()
         self.comm.close()
         if self._trained is not self.world:
             self._trained.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +18,7 @@ from tatami.comm.agreement import decided_on_root, same_everywhere
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.elastic import ElasticCommunicator
 from tatami.comm.refusals import fail_together
-from tatami.errors import CommTimeoutError, InputError, MemoryLackError, ModelError, PlanError, warn
+from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError, warn
 from tatami.inputs import check_at_least
 from tatami.progress import shown
 from tatami.same_model import broadcast_model
@@ -37,17 +36,17 @@ from tatami.tiled.local_draws import LocalDraws
 from tatami.tiled.losses import LossReduction, check_reduction
 from tatami.tiled.measure import at_hosts
 from tatami.tiled.model import TiledModel
-from tatami.tiled.model_stage import StagedNetwork, refuse_stages
+from tatami.tiled.model_stage import StagedNetwork
 from tatami.tiled.overheads import measure_messages
 from tatami.tiled.phases import phases_of
 from tatami.tiled.pieces import RecordedNetwork, record_network
 from tatami.tiled.restaging import renew_parameters
 from tatami.tiled.speed_curves import measure_block_curves, measure_network_curves, with_curves
 from tatami.tiled.state import whole_state_dict
-from tatami.tiling import DEFAULT_PLANNER, AlphaBetaCost, Layout, Plan, StagedLayout, alone_warning, plan
+from tatami.tiling import DEFAULT_PLANNER, AlphaBetaCost, Layout, Plan, StagedLayout, alone_warning
 from tatami.tiling.cost import AbstractCost
 from tatami.tiling.memory import memory_bytes, optimizer_shares
-from tatami.tiling.staged import choose, plan_stages
+from tatami.tiling.staged import fastest_plan
 from tatami.tiling.staged_price import StagedPlan, price_stages
 from tatami.workload import Workload, as_probed, check_wire
 
@@ -146,8 +145,6 @@ def tile(
         target = settle_devices(comm, device, model=plain, random=random)
     cluster = _given(speeds, comm)
     if isinstance(comm, ElasticCommunicator):
-        refuse_stages(isinstance(layout, StagedLayout), "an elastic run")
-        assert not isinstance(layout, StagedLayout)
         layout = _renamed(layout, cluster or Cluster.from_speeds([1.0] * comm.size), comm)
         cluster = None if cluster is None else _named(cluster, comm)
     facts = {
@@ -163,11 +160,13 @@ def tile(
         "micro_batches": micro_batches,
         "sharded_optimizer": sharded_optimizer,
     }
+    # An elastic run may begin, or begin again, with fewer ranks than stages, as one that joins it does.
+    planned_stages = None if comm.changes and stages is not None and stages > comm.size else stages
     asks_stages = isinstance(layout, StagedLayout) or (stages is not None and stages > 1)
     if sharded_optimizer:
         _refuse_asked_shards(comm, layout, asks_stages=asks_stages)
     if asks_stages:
-        _refuse_asked_stages(comm, sample=sample, random=random, batch_norm=batch_norm, target=target)
+        _refuse_asked_stages(sample=sample, random=random, batch_norm=batch_norm, target=target)
     with _setting_up(comm), shown(comm.rank == 0 and not quiet):
         same_everywhere(comm, facts, where="tatami.tile", error=PlanError)
         whole = plain if is_made_here else copy_of(plain)
@@ -212,7 +211,7 @@ def tile(
         network = None
         is_plain = random == "plain" and batch_norm == "global"
         is_free = planner == DEFAULT_PLANNER and layout is None and stages is None and is_plain and not sharded_optimizer
-        can_be = sample is not None and comm.size > 1 and not comm.changes
+        can_be = sample is not None and (comm.size > 1 or comm.changes)
         can_be = can_be and all(comm.allgather_object(target.type == "cpu"))  # all ranks decide alike
         if asks_stages or (is_free and can_be):
             network = _recorded(whole, found, sample, random=random, is_needed=asks_stages, fewest=stages or 1)
@@ -220,7 +219,9 @@ def tile(
         workload = replace(as_probed(workload, cluster), micro_batches=micro_batches, pieces=pieces)
         planned: Plan | StagedPlan | None = None
         if layout is None:
-            decide = functools.partial(_planned, planner, cluster=cluster, workload=workload, cost=cost, stages=stages)
+            decide = functools.partial(
+                fastest_plan, planner, cluster=cluster, workload=workload, cost=cost, stages=planned_stages, idle=True
+            )
             planned = decided_on_root(comm, decide)
     if planned is not None:
         layout = planned.layout
@@ -314,9 +315,7 @@ def _refuse_asked_shards(comm: AbstractCommunicator, layout: Layout | StagedLayo
             raise InputError(f"sharded_optimizer=True {why}, or leave sharded_optimizer out")
 
 
-def _refuse_asked_stages(
-    comm: AbstractCommunicator, *, sample: Any, random: RandomDraws, batch_norm: str, target: torch.device
-) -> None:
+def _refuse_asked_stages(*, sample: Any, random: RandomDraws, batch_norm: str, target: torch.device) -> None:
     """
     Raises:
         InputError: stages were asked for where there can be none.
@@ -326,7 +325,6 @@ def _refuse_asked_stages(
             sample is None,
             "need a sample: give tatami.tile sample=..., what the network is called with, for two samples or more",
         ),
-        (comm.changes, "do not follow ranks that die or join yet: start the script without --elastic, or leave stages out"),
         (random != "plain", "draw what one machine draws: leave random='local' out"),
         (batch_norm != "global", "take the statistics of the global batch: leave batch_norm='local' out"),
         (target.type != "cpu", f"compute on CPUs only yet, and this rank computes on {target}: leave stages out"),
@@ -348,38 +346,6 @@ def _recorded(
         if is_needed:
             raise
         return None
-
-
-def _planned(
-    planner: str, *, cluster: Cluster, workload: Workload, cost: AbstractCost | None, stages: int | None
-) -> Plan | StagedPlan:
-    """The fastest layout, with or without stages; with as many as were asked for.
-
-    Raises:
-        PlanError: nothing fits.
-    """
-    priced = cost if isinstance(cost, AlphaBetaCost) else None
-    staged = None
-    if workload.pieces and (cost is None or priced is not None):
-        staged = plan_stages(cluster, workload, stages=stages, cost=priced)
-    if stages is not None and stages > 1:
-        if staged is None:
-            raise PlanError(f"{stages} stages do not fit: no machines have the memory for them. Take more stages or machines")
-        return staged
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        try:
-            flat = plan(planner, cluster=cluster, workload=replace(workload, pieces=()), cost=cost, idle=True)
-        except MemoryLackError:
-            if staged is None:
-                raise
-            return staged
-    chosen = choose(flat, staged)
-    assert chosen is not None
-    if chosen is flat:
-        for each in warned:
-            warn(str(each.message))
-    return chosen
 
 
 @contextmanager
@@ -445,13 +411,12 @@ def _named(cluster: Cluster, comm: AbstractCommunicator) -> Cluster:
     return replace(cluster, processors=tuple(replace(each, name=name) for each, name in pairs))
 
 
-def _renamed(layout: Layout | None, cluster: Cluster, comm: ElasticCommunicator) -> Layout | None:
+def _renamed(layout: Layout | StagedLayout | None, cluster: Cluster, comm: ElasticCommunicator) -> Layout | StagedLayout | None:
     """The same with a layout; none where it is one for other members."""
     name_of = {each.name: name for each, name in zip(cluster.processors, comm.names, strict=True)}
     if layout is None or not set(layout.processors) <= set(name_of):
         return None
-    columns = tuple(replace(each, processors=tuple(map(name_of.__getitem__, each.processors))) for each in layout.columns)
-    return Layout(columns=columns)
+    return layout.renamed(name_of)
 
 
 def _told(planned: Plan | StagedPlan) -> str:

@@ -235,7 +235,9 @@ class Updates:
     def _weigh(self, samples: float, counted: float) -> None:
         """Make gradients of a mean over so many samples those of the mean over those that count, of all batches together."""
         if self._model.reduction == "mean" and counted != samples:
-            grads = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+            stepped = (each for group in self._optimizer.param_groups for each in group["params"])  # a mirror's are beside them
+            weighed = dict.fromkeys((*self._model.parameters(), *stepped))
+            grads = [parameter.grad for parameter in weighed if parameter.grad is not None]
             if grads:  # none where a stage has no weights
                 torch._foreach_mul_(grads, samples / counted)
 

@@ -172,6 +172,11 @@ class Layout:
         sizes = chain.from_iterable(column.unit_sizes(units) for column in self.columns)
         return np.fromiter(sizes, dtype=np.int64, count=len(self.processors))
 
+    def renamed(self, names: Mapping[str, str]) -> Layout:
+        """The same with other processors in the places of those that are in `names`."""
+        columns = (replace(each, processors=tuple(names.get(name, name) for name in each.processors)) for each in self.columns)
+        return Layout(columns=tuple(columns))
+
     def in_micro_batches(self, number: int) -> Layout:
         """The same shares, every column in this number of micro-batches."""
         if all(column.micro_batches == number for column in self.columns):

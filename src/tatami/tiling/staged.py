@@ -11,7 +11,8 @@ which share the units of a stage (`tatami.tiling.staged_hosts`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -20,14 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tatami.cluster import Cluster, Link
-from tatami.errors import PlanError
+from tatami.errors import MemoryLackError, PlanError, warn
 from tatami.progress import reported
 from tatami.tiling.alphabeta import AlphaBetaCost
 from tatami.tiling.compute import scatter
+from tatami.tiling.cost import AbstractCost
 from tatami.tiling.layout import Column, Layout
 from tatami.tiling.links import SlowestLink
 from tatami.tiling.pipeline import Floats, PipelineStage, PipelineTask, best_pipeline
-from tatami.tiling.plan import Plan
+from tatami.tiling.plan import Plan, plan
 from tatami.tiling.span import whole_shares
 from tatami.tiling.staged_hosts import shared_hosts
 from tatami.tiling.staged_layout import StagedLayout
@@ -50,15 +52,58 @@ _ROUNDING = 1e-9
 Indices = NDArray[np.int64]
 
 
-def choose(plan: Plan | None, staged: StagedPlan | None) -> Plan | StagedPlan | None:
+def choose(flat: Plan | None, staged: StagedPlan | None) -> Plan | StagedPlan | None:
     """Which of two plans to run: stages where nothing else fits, and where they are predicted to be `LEAST_GAIN` faster.
 
     Relative speeds do not say how long computing takes in comparison with sending, so with them stages are the last resort.
     """
-    if plan is None or staged is None:
-        return staged if plan is None else plan
-    is_faster = staged.iteration_s * (1 + LEAST_GAIN) <= plan.predicted_s
-    return staged if staged.is_measured and is_faster else plan
+    if flat is None or staged is None:
+        return staged if flat is None else flat
+    is_faster = staged.iteration_s * (1 + LEAST_GAIN) <= flat.predicted_s
+    return staged if staged.is_measured and is_faster else flat
+
+
+def fastest_plan(
+    planner: str,
+    *,
+    cluster: Cluster,
+    workload: Workload,
+    cost: AbstractCost | None = None,
+    stages: int | None = None,
+    idle: bool = False,
+) -> Plan | StagedPlan:
+    """The fastest layout, with or without stages where the workload knows its pieces; with as many as were asked for.
+
+    Args:
+        planner: of layouts without stages.
+        cluster, workload, cost, idle: as of `tatami.tiling.plan`.
+        stages: how many there are to be; None: as many as is fastest.
+
+    Raises:
+        PlanError: nothing fits.
+    """
+    priced = cost if isinstance(cost, AlphaBetaCost) else None
+    staged = None
+    if workload.pieces and (cost is None or priced is not None):
+        staged = plan_stages(cluster, workload, stages=stages, cost=priced)
+    if stages is not None and stages > 1:
+        if staged is None:
+            raise PlanError(f"{stages} stages do not fit: no machines have the memory for them. Take more stages or machines")
+        return staged
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            flat = plan(planner, cluster=cluster, workload=replace(workload, pieces=()), cost=cost, idle=idle)
+        except MemoryLackError:
+            if staged is None:
+                raise
+            return staged
+    chosen = choose(flat, staged)
+    assert chosen is not None
+    if chosen is flat:
+        for each in warned:
+            warn(str(each.message))
+    return chosen
 
 
 def plan_stages(
@@ -388,18 +433,7 @@ class _Search:
                 pairs = list(zip(own, stages[-1], strict=True))
                 exchanges.append(dict(pairs + [(other, one) for one, other in pairs]))
         for exchanged in exchanges:
-            other = self.priced(_renamed(plan.layout, exchanged))
+            other = self.priced(plan.layout.renamed(exchanged))
             if other.fits and other.iteration_s <= plan.iteration_s * (1 + _ROUNDING):
                 return other
         return plan
-
-
-def _renamed(layout: StagedLayout, names: Mapping[str, str]) -> StagedLayout:
-    """The same with other processors in the places of some."""
-    stages = [
-        Layout(
-            columns=tuple(replace(each, processors=tuple(names.get(name, name) for name in each.processors)) for each in own)
-        )
-        for own in (stage.columns for stage in layout.stages)
-    ]
-    return StagedLayout(stages=tuple(stages), cuts=layout.cuts)

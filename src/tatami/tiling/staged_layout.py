@@ -53,6 +53,10 @@ class StagedLayout:
         """The stage that `processor` computes; None where it has no place."""
         return next((index for index, stage in enumerate(self.stages) if processor in stage.processors), None)
 
+    def renamed(self, names: Mapping[str, str]) -> StagedLayout:
+        """The same with other processors in the places of those that are in `names`."""
+        return StagedLayout(stages=tuple(stage.renamed(names) for stage in self.stages), cuts=self.cuts)
+
     def in_micro_batches(self, number: int) -> StagedLayout:
         """The same stages, every replica in this number of micro-batches."""
         return StagedLayout(stages=tuple(stage.in_micro_batches(number) for stage in self.stages), cuts=self.cuts)

@@ -195,6 +195,7 @@ class _Play:
         self._told, self._ticket = change.members, change.ticket
         self._doing = _Doing.CHANGING
         processors = tuple(self._processors[name] for name in change.members)
+        assert isinstance(change.layout, Layout)
         self._iteration_s = self._setup.iteration_s(change.layout, processors)
         self._moving_from_s = self._now_s + waits_s
         self._until_s = self._moving_from_s + self._rows_s(change)
