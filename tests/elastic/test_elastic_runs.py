@@ -132,6 +132,7 @@ def test_a_killed_stage_costs_nothing_but_time(pool: Pool, stages: int | None, m
     assert "p1" in change.reason
     after = {None: 1, 2: 2, 3: 1}[stages]  # with speeds that are not known the planner takes stages where it has to
     assert f"step {scripts.STEPS - 1} in {after} stages" in said
+    assert len(change.stages) == (after if after > 1 else 0)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

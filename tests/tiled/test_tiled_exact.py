@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,17 +9,24 @@ from typing import Any
 import pytest
 import torch
 from equal_runs import STEPS, check_equal
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tatami.testing.worlds import World
 from tatami.tiling import Layout
-from tiled_rig import MakeOptimizer, Network, draw_batches, layouts, networks, optimizers, plain_loss, uneven_cluster
+from tiled_rig import (
+    EXAMPLES,
+    MakeOptimizer,
+    Network,
+    draw_batches,
+    layouts,
+    networks,
+    optimizers,
+    plain_loss,
+    property_test,
+    uneven_cluster,
+)
 
-IS_PROCESS = any(name in os.environ for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "LOCAL_RANK"))
-EXAMPLES = 6 if IS_PROCESS else 20
-"""Ranks that are threads have gone through all of them; what is left to show is that ranks that are processes do the same."""
-property_test = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 Batch = tuple[torch.Tensor, ...]
 
 

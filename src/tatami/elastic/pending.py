@@ -8,6 +8,7 @@ from typing import Any
 from tatami.elastic.orders import CarriedOut
 from tatami.membership import Regroup
 from tatami.report.elastic_run import MemberChange
+from tatami.tiling import Layout, StagedLayout
 
 
 @dataclass(kw_only=True)
@@ -65,4 +66,9 @@ class PendingChange:
             lost_s=self.spent_s + self.halted_s + laid_s,
             moved_units=sum(take.units.size for take in self.change.takes if take.source != take.dest),
             tiling=tiling,
+            stages=_stages_of(self.change.layout),
         )
+
+
+def _stages_of(layout: Layout | StagedLayout) -> tuple[tuple[str, ...], ...]:
+    return tuple(stage.processors for stage in layout.stages) if isinstance(layout, StagedLayout) else ()

@@ -29,6 +29,7 @@ class MemberChange:
         lost_s: for which no rank made progress: `laid_s` and, where a step was redone, the time that had gone into it.
         moved_units: that were sent.
         tiling: afterwards, as `Tiling.to_dict` tells it, of the workload's first block; None where it has none.
+        stages: afterwards: the ranks of each pipeline stage, over all replicas; none where there are no stages.
     """
 
     at_s: float
@@ -42,14 +43,17 @@ class MemberChange:
     moved_units: int
     tiling: Mapping[str, Any] | None = None
     steps_lost: int = 0
+    stages: tuple[tuple[str, ...], ...] = ()
 
     def __str__(self) -> str:
         returned = f"comes next and {self.steps_lost} {'step is' if self.steps_lost == 1 else 'steps are'} lost"
         what = {"finished": "was finished", "redone": "is done again", "none": "begins", "returned": returned}[self.settled]
         left = "1 rank goes" if len(self.members) == 1 else f"{len(self.members)} ranks go"
+        stages = " > ".join(" ".join(stage) for stage in self.stages)
+        where = f", in {len(self.stages)} pipeline stages [{stages}]" if stages else ""
         return (
             f"{self.reason}: step {self.step if self.settled != 'finished' else self.step - 1} {what}, "
-            f"{left} on after {format_duration(self.lost_s, digits=3)}"
+            f"{left} on{where} after {format_duration(self.lost_s, digits=3)}"
         )
 
 

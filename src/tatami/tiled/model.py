@@ -494,7 +494,9 @@ class TiledModel(nn.Module):
             self._check_batch(given)
             captured = self.found.captured
             self._column.is_silent = given == 0
-            self._rank.stands_in = given == 0 and not (captured is not None and captured.runs_without_samples)
+            runs_without = captured is not None and captured.runs_without_samples
+            # Operations of other stages are done on shapes, which some cannot be without a sample.
+            self._rank.stands_in = given == 0 and not (runs_without and self.stage is None)
         elif given is not None and given != self._rank.samples and not self._gradients.in_parts:
             self._announce(given, Span(0, given), (given,))
         if not torch.is_grad_enabled():

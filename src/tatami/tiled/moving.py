@@ -15,8 +15,6 @@ from tatami.tiled.restaging import Relocation
 from tatami.tiled.transfer import NetworkTensors
 from tatami.tiling import Layout, StagedLayout
 
-_REFUSED = "the re-tiling cannot be done:"
-
 
 def move(
     model: TiledModel,
@@ -51,12 +49,12 @@ def move(
     same_everywhere(model.comm, {"layout": layout}, where="a re-tiling", error=PlanError)
     if isinstance(layout, StagedLayout) or model.stage is not None:
         look = functools.partial(_refuse_stages, model, layout, companions)
-        all_or_none(model.comm, look, what=_REFUSED, error=ModelError)
+        all_or_none(model.comm, look, what="the re-tiling cannot be done:", error=ModelError)
     network = NetworkTensors(model, optimizer, companions=companions)
     relocation = Relocation(model, layout, network)
+    if relocation.changes_stages:
+        relocation.leave()
     try:
-        if relocation.changes_stages:
-            all_or_none(model.comm, relocation.leave, what=_REFUSED, error=ModelError)
         with torch.no_grad():
             fetched = network.fetch(relocation.mine)
         # A rank for which something did not come does not come here either, so that all ranks change their layout or none does.

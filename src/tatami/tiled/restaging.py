@@ -6,10 +6,8 @@ The model stays as it is until the weights have come (`tatami.tiled.transfer`).
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from tatami.errors import PlanError
-from tatami.gradients.parameter_hooks import copy_hooks
 from tatami.tiled.model import Seat, TiledModel
 from tatami.tiled.placement import Placement
 from tatami.tiled.transfer import Fetched, Holding, NetworkTensors
@@ -49,13 +47,8 @@ class Relocation:
         return isinstance(self._place, Seat)
 
     def leave(self) -> None:
-        """Have no gradient engine watch the parameters, some of which are to become stand-ins or tensors.
-
-        Raises:
-            ModelError: something else refers to these.
-        """
+        """Have no gradient engine watch the parameters, some of which are to become stand-ins or tensors."""
         self._model._gradients.leave()
-        self._network.refuse_references(self.mine)
 
     def stay(self) -> None:
         """The weights did not come: go on as before."""
@@ -94,19 +87,6 @@ def _seat(model: TiledModel, layout: Layout | StagedLayout, network: NetworkTens
     assert isinstance(own, Layout)
     with network.shown(None if stage is None else stage.has):
         return model._seat(model.module, stage=stage, found=found, layout=own)
-
-
-def renew_parameters(module: nn.Module) -> None:
-    """Give a network that was traced new parameters of the same values: traces refer weakly to those that they have seen."""
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    for each in module.modules():
-        for name, old in each._parameters.items():
-            if old is not None and id(old) not in made:
-                new = nn.Parameter(old.detach(), requires_grad=old.requires_grad)
-                copy_hooks(old, new)
-                made[id(old)] = old, new
-            if old is not None:
-                each._parameters[name] = made[id(old)][1]
 
 
 def _take_plain_forwards(model: TiledModel) -> None:

@@ -40,7 +40,6 @@ from tatami.tiled.model_stage import StagedNetwork
 from tatami.tiled.overheads import measure_messages
 from tatami.tiled.phases import phases_of
 from tatami.tiled.pieces import RecordedNetwork, record_network
-from tatami.tiled.restaging import renew_parameters
 from tatami.tiled.speed_curves import measure_block_curves, measure_network_curves, with_curves
 from tatami.tiled.state import whole_state_dict
 from tatami.tiling import DEFAULT_PLANNER, AlphaBetaCost, Layout, Plan, StagedLayout, alone_warning
@@ -249,7 +248,6 @@ def tile(
     stage = staged = None
     if network is not None:
         priced = cost if isinstance(cost, AlphaBetaCost) else None
-        renew_parameters(whole)
         staged = StagedNetwork(network=network, found=found, workload=workload, cost=priced, stages=stages)
     if isinstance(layout, StagedLayout):
         assert staged is not None

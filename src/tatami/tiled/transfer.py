@@ -10,7 +10,6 @@ Nothing that is held is changed before all ranks have all that they need: `fetch
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -173,19 +172,6 @@ class NetworkTensors:
         for name, tensor in self._mirror.tensors.items():
             tell(name, tensor)
         return Holding(held=held, needed=needed, mirrored=dict(self._mirror.units), kinds=kinds, settings=settings)
-
-    def refuse_references(self, mine: Holding) -> None:
-        """
-        Raises:
-            ModelError: torch cannot make a stand-in of a tensor, or a tensor of a stand-in, as something else refers to it.
-        """
-        for name, tensor in self.tensors.items():
-            turns = isinstance(tensor, StandIn) is (name in mine.needed)
-            if turns and isinstance(tensor, nn.Parameter) and weakref.getweakrefs(tensor):
-                raise ModelError(
-                    f"something refers to {name} weakly (weakref), and it is to move to or from another stage. Drop the "
-                    "reference first"
-                )
 
     def fetch(self, mine: Holding, *, mirrors: Sequence[tuple[int, int]] = ()) -> Fetched:
         """Collect what this rank is to have and has not. Collective.
