@@ -188,8 +188,6 @@ def layouts(draw: st.DrawFn, size: int) -> Layout:
 
 def shares(draw: st.DrawFn, count: int) -> tuple[float, ...]:
     """Fractions of 1, some of which may be 0."""
-    if count == 1:
-        return (1.0,)
     weights = draw(st.lists(st.integers(0, 6), min_size=count, max_size=count).filter(any))
     return tuple(weight / sum(weights) for weight in weights)
 

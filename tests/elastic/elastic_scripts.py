@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 import tatami
+from tatami.clock import SystemClock
 from tatami.elastic.session import current_session
 from tatami.elastic.settings import Moment
 from tatami.elastic.steps import steps
@@ -144,45 +145,46 @@ def staged_network() -> nn.Module:
 
 
 def train_in_stages(
-    stages: int | None, until: int | None = None, *, count: int = STEPS
+    stages: int | None, until: int | None = None, *, count: int = STEPS, slow: bool = False
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Run by every rank of an elastic run, and by a single process that has none.
 
     Args:
         stages: how many, where there are as many ranks; None: as `STAGED` has it.
         until: ends with the second step of so many ranks; None: after `count` steps.
+        slow: machines are a million times slower than planned, and p1 is slower still after some steps; ends with the second
+            step of other stages.
     """
-    comm = tatami.init()
+    comm: Any = tatami.init()
     torch.manual_seed(11)
-    model: TiledModel = tatami.tile(
-        staged_network(),
-        comm,
-        batch_size=SAMPLES,
-        sample=batch(0)[0][:2],
-        speeds="equal",
-        reduction="mean",
-        quiet=True,
-        **({"layout": STAGED} if stages is None else {"stages": stages, "micro_batches": 2}),
-    )
+    options: Any = {"layout": STAGED} if stages is None else {"stages": stages, "micro_batches": 2}
+    clock = Ticking(seed=0)
+    clock.tick_s = 0.0
+    options |= {"sample": batch(0)[0][:2], "speeds": "equal", "clock": clock if slow else SystemClock()}
+    model = tatami.tile(staged_network(), comm, batch_size=SAMPLES, reduction="mean", quiet=True, **options)
     optimizer = optimizer_of(model, "adam")
     losses: dict[int, float] = {}
-    loop = steps(model, optimizer, count=count if until is None else 100_000)
-    left = 2
+    first, left = model.whole_layout, 2
+    loop = steps(model, optimizer, count=1000 if slow or until else count)
     for step in loop:
         with step:
             parts = []
             for x, y in model.micro_batches(*batch(step.number)):
-                parts.append(nn.functional.mse_loss(model(x), y) if len(y) else (model(x) * 0).sum())
+                out = model(x)
+                if slow and model.stage is not None and model.stage.plan is not None:
+                    (planned_s,) = (each.compute_s for each in model.stage.plan.ranks if each.processor == model.name)
+                    slower = 4e6 if model.name == "p1" and step.number >= 10 else 1e6
+                    clock.sleep(slower * planned_s * (1 + 0.01 * (step.number % 3)))
+                parts.append(nn.functional.mse_loss(out, y) if len(y) else (out * 0).sum())
                 parts[-1].backward()
             step.update(parts)
         if step.is_done:
             assert step.loss is not None
             losses[step.number] = step.loss
             if model.comm.rank == 0:
-                print(
-                    f"step {step.number} in {1 if model.stage is None else len(model.stage.layout.stages)} stages", flush=True
-                )
-            left -= model.comm.size == until
+                num_stages = 1 if model.stage is None else len(model.stage.layout.stages)
+                print(f"step {step.number} in {num_stages} stages", flush=True)
+            left -= model.comm.size == until or (slow and model.whole_layout != first)
             if not left:
                 break
     return list(losses.values()), loop.whole(lambda: whole_state_dict(model))

@@ -412,6 +412,15 @@ def test_one_that_is_slow_for_a_while_waits_without_a_tile_and_comes_back_by_its
         torch.testing.assert_close(whole[name], tensor, rtol=1e-9, atol=1e-9, msg=f"{name} differs")
 
 
+def test_stages_follow_the_ranks(pool: Pool) -> None:
+    script = functools.partial(scripts.train_in_stages, 2, slow=True)
+    result = run_elastic(script, settings=patient(ranks=2, retile=True), context=ElasticContext(pool=pool))
+    (change,) = result.report.changes
+    assert (change.members, len(change.stages), change.settled) == (("p0", "p1"), 2, "none")
+    assert change.reason == "other stages"
+    check(result, scripts.train_in_stages(1, count=len(result.values["p0"][0])))
+
+
 def test_tiles_follow_the_ranks_and_one_that_is_too_slow_leaves(pool: Pool) -> None:
     settings = patient(ranks=3, retile=True)
     result = run_elastic(scripts.train_while_others_slow_down, settings=settings, context=ElasticContext(pool=pool))

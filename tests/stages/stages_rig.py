@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tatami.stages.running import StageRunner, release
 from tatami.stages.stand_in import StandIn
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+AdamW = partial(torch.optim.AdamW, lr=0.01, eps=1e-4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +121,23 @@ def plain(case: Case) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
     loss = case.loss(network(**case.x), case.y)
     torch.autograd.backward(loss)
     return loss, {name: parameter.grad for name, parameter in network.named_parameters(remove_duplicate=False)}
+
+
+def plain_run(case: Case, *, steps: int) -> dict[str, torch.Tensor]:
+    network = case.make()
+    optimizer = AdamW(network.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.autograd.backward(case.loss(network(**case.x), case.y))
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 0.5)
+        optimizer.step()
+    return network.state_dict()
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=f"{name} differs")
 
 
 def allowed_cuts(program: ForwardProgram) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from stages_rig import CASES, Case, Gpt, floats, made, numbers
+from stages_rig import CASES, AdamW, Gpt, assert_same, floats, made, numbers, plain_run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -34,7 +33,6 @@ from tiled_rig import staged
 
 STEPS = 5
 # The gradient of a key's bias is 0 but for rounding, which Adam with its own eps would blow up to a step.
-AdamW = partial(torch.optim.AdamW, lr=0.01, eps=1e-4)
 
 
 def shared(*sizes: int, cut: int, micro_batches: int = 1) -> StagedLayout:
@@ -64,23 +62,6 @@ def layouts(size: int, *, pieces: int) -> Iterator[StagedLayout]:
         even = tuple(round(part * pieces / stages) for part in range(1, stages))
         yield staged(size, stages=stages, cuts=even)
         yield staged(size, stages=stages, cuts=tuple(range(1, stages)), micro_batches=2)
-
-
-def plain_run(case: Case, *, steps: int = STEPS) -> dict[str, torch.Tensor]:
-    network = case.make()
-    optimizer = AdamW(network.parameters())
-    for _ in range(steps):
-        optimizer.zero_grad()
-        torch.autograd.backward(case.loss(network(**case.x), case.y))
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 0.5)
-        optimizer.step()
-    return network.state_dict()
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=f"{name} differs")
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -117,7 +98,7 @@ def test_a_loop_by_hand_trains_as_one_machine(world: World, name: str) -> None:
         return found
 
     results = world(body)
-    expected = plain_run(case)
+    expected = plain_run(case, steps=STEPS)
     for number, (_, layout, weights) in enumerate(results[0]):
         assert_same(weights, expected)
         for column in (column for stage in layout.stages for column in stage.columns if len(column.processors) > 1):

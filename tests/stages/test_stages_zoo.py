@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tiled"))
 from networks import CASES, VOCABULARY, Batch, Case, Residual, build
-from stages_rig import allowed_cuts
+from stages_rig import AdamW, allowed_cuts
 
 import tatami
 from drawing import one_at_a_time
@@ -31,7 +30,6 @@ from tiled_rig import assert_close, staged
 
 STEPS, SAMPLES = 3, 7
 # The gradient of a key's bias is 0 but for rounding, which Adam with its own eps would blow up to a step.
-AdamW = partial(torch.optim.AdamW, lr=0.01, eps=1e-4)
 
 
 def tensors(*shape: int) -> Callable[[int, torch.Generator], Batch]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tatami.retiling import Decision, Retiler, Watcher
+from tatami.retiling import Decision, Retiler, StagedDecision, StagedWatcher, Watcher
 from tatami.tiled.model import TiledModel
 from tatami.tiled.own_times import OwnTimes
 
@@ -25,9 +25,20 @@ class SpeedWatch:
 
     def __init__(self, model: TiledModel, *, times: OwnTimes) -> None:
         self.names = model.names
-        self._watcher = Watcher(
-            Retiler(), cluster=model.cluster, workload=model.workload, layout=model.layout, known_speeds=model.speeds_known
-        )
+        self._watcher: Watcher | StagedWatcher
+        if model.stage is None:
+            self._watcher = Watcher(
+                Retiler(), cluster=model.cluster, workload=model.workload, layout=model.layout, known_speeds=model.speeds_known
+            )
+        else:
+            assert model.staged is not None
+            self._watcher = StagedWatcher(
+                cluster=model.cluster,
+                workload=model.staged.workload,
+                layout=model.stage.layout,
+                cost=model.staged.cost,
+                stages=model.staged.stages,
+            )
         self._watcher.moved(_FIRST_S)
         self._times = times
         self._times.moved(0.0)
@@ -35,7 +46,7 @@ class SpeedWatch:
 
     def suits(self, model: TiledModel) -> bool:
         """Whether the tiles now lie as was decided, among the same members."""
-        return self.names == model.names and self._watcher.layout == model.layout
+        return self.names == model.names and self._watcher.layout == model.whole_layout
 
     def moved(self, took_s: float) -> None:
         """The tiles lie as was decided, and that took this rank so long."""
@@ -45,7 +56,7 @@ class SpeedWatch:
         """See `OwnTimes.told`; `heard` wants its sum over all ranks."""
         return self._times.told(self._watcher, iteration=self._steps)
 
-    def heard(self, summed: list[float]) -> Decision | None:
+    def heard(self, summed: list[float]) -> Decision | StagedDecision | None:
         """What is to be done after one more step; None: nothing."""
         num_ranks = len(self.names)
         self._steps += 1

@@ -162,7 +162,7 @@ class Steps:
         return EnteredLoop(
             group=group,
             whereabouts=whereabouts,
-            layout=model.layout if model.stage is None else model.stage.layout,
+            layout=model.whole_layout,
             workload=model.workload if model.staged is None else model.staged.workload,
             stages=None if model.staged is None else model.staged.stages,
             processor=replace(model.cluster.processors[model.comm.rank], host=model.comm.hosts[model.comm.rank]),
@@ -264,7 +264,7 @@ class Steps:
         decision = None if self._speeds is None else self._speeds.heard(summed)
         if decision is None or self.session is None:
             return
-        speeds, before, after = decision.speeds, set(self.model.layout.processors), set(decision.layout.processors)
+        speeds, before, after = decision.speeds, set(self.model.whole_layout.processors), set(decision.layout.processors)
         least = LEAST_SPEED * max(speeds.values())
         leaving = {name for name in self.model.names if name not in after and speeds[name] < least}
         if self.model.name in leaving:
@@ -291,10 +291,6 @@ class Steps:
         """The tiles lie otherwise: as the watch has decided, or because the members have changed."""
         if self._speeds is not None and self._speeds.suits(self.model):
             self._speeds.moved(session.stopped_for_s)
-        elif session.assignment.retile and self.model.stage is not None:
-            self._times = self._speeds = None
-            if self.model.comm.rank == 0:
-                warn("pipeline stages do not follow the ranks' speeds in an elastic run yet; they change when ranks come or go")
         elif session.assignment.retile:
             self._times = self._times or OwnTimes(self.model)
             self._speeds = SpeedWatch(self.model, times=self._times)

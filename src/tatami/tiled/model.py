@@ -70,7 +70,7 @@ from tatami.tiled.vector_sum import VectorSum
 from tatami.tiled.vertical import ColumnComm
 from tatami.tiled.whole_batch import UnitFactor
 from tatami.tiled.whole_layers import WholeBatchNorm, WholeDropout
-from tatami.tiling import Layout, Span, Tile, Tiling, Traffic, spans, traffic_of
+from tatami.tiling import Layout, Span, StagedLayout, Tile, Tiling, Traffic, spans, traffic_of
 from tatami.tiling.summing import transfer_rates
 from tatami.tiling.traffic import gradient_sums, riding_elements, sums_statistics
 from tatami.workload import Workload, as_probed
@@ -914,6 +914,11 @@ class TiledModel(nn.Module):
             else:
                 units[-1] += size
         return self.workload.tile_work(units, samples=self._rank.mine.size)
+
+    @property
+    def whole_layout(self) -> Layout | StagedLayout:
+        """Of all ranks, with the pipeline stages where there are any."""
+        return self.layout if self.stage is None else self.stage.layout
 
     def block_rows(self) -> list[list[Rows]]:
         """For each block, the tensors of this rank that hold its units: parameters, and buffers such as running statistics."""

@@ -100,7 +100,7 @@ def common_state(model: TiledModel, optimizer: torch.optim.Optimizer) -> State:
         "optimizer": {"kind": type(optimizer).__name__, "groups": groups, "counters": counters},
         **draws_state(model),
         "names": list(model.names),
-        "layout": (model.layout if model.stage is None else model.stage.layout).to_dict(),
+        "layout": model.whole_layout.to_dict(),
     }
 
 
@@ -131,7 +131,7 @@ def restore_layout(model: TiledModel, optimizer: torch.optim.Optimizer, common: 
     if (
         can_be
         and tuple(common["names"]) == model.names
-        and layout != (model.layout if model.stage is None else model.stage.layout)
+        and layout != model.whole_layout
     ):
         move(model, layout, optimizer=optimizer)
 
