@@ -128,11 +128,7 @@ def restore_layout(model: TiledModel, optimizer: torch.optim.Optimizer, common: 
         can_be = model.staged is not None and model.sharding is None
     else:
         can_be = model.sharding is None or all(len(column.processors) == 1 for column in layout.columns)
-    if (
-        can_be
-        and tuple(common["names"]) == model.names
-        and layout != model.whole_layout
-    ):
+    if can_be and tuple(common["names"]) == model.names and layout != model.whole_layout:
         move(model, layout, optimizer=optimizer)
 
 
