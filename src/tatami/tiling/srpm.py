@@ -23,7 +23,7 @@ from tatami.tiling.weighted import data_parallel
 from tatami.workload import Workload
 
 Row = NDArray[np.float64]
-_ROWS_FOR_MEMORY = 64
+_ROWS_FOR_MEMORY, _MOST_FOR_MEMORY = 64, 96
 
 
 @final
@@ -49,9 +49,16 @@ def srpm_layout(cluster: Cluster, *, workload: Workload, table: SrpmTable) -> La
         return held
     # The best of those partitions for which there is memory; one of more columns may keep less of every sample.
     table = srpm_table(cluster, workload=workload, least_rows=_ROWS_FOR_MEMORY)
-    partitions = (table.partition(columns) for columns in range(1, len(table.rows) + 1))
+    partitions = map(table.partition, _numbers(len(table.rows)))
     layouts = [layout, *(_layout(order, sizes) for sizes in partitions if sizes is not None)]
     return cheapest(layouts, cluster=cluster, workload=workload, cost=PaperCost())
+
+
+def _numbers(rows: int) -> list[int]:
+    """All numbers of columns; of very many, some at equal ratios: to see whether one has memory takes as long as its price."""
+    if rows <= _MOST_FOR_MEMORY:
+        return [*range(1, rows + 1)]
+    return sorted({round(rows ** (place / (_MOST_FOR_MEMORY - 1))) for place in range(_MOST_FOR_MEMORY)})
 
 
 def _layout(order: Sequence[Processor], sizes: Sequence[int]) -> Layout:
