@@ -40,6 +40,8 @@ LEAST_GAIN = 0.03
 """Stages are chosen where they are predicted to be faster by this fraction of an iteration."""
 _WORSE = 2
 """Numbers of micro-batches in a row that may be slower before no smaller ones are tried: other machines may suit them."""
+_FULL = 4
+"""Micro-batches for each stage that keep a pipeline busy for four fifths of the time."""
 _PRICED = 3
 _MOST_GROUPS = 256
 """The fastest groups are looked at: there are no more stages than that."""
@@ -245,7 +247,7 @@ class _Search:
         found = [each for replicas in numbers_tried for each in self._of_replicas(replicas)]
         found.sort(key=lambda each: each.time_s)
         for place, each in enumerate(found[:_PRICED]):
-            number, most = each.micro_batches, self._most_micro_batches(each.groups.shape[1])
+            number, most = each.micro_batches, self._enough(each.groups.shape[1])
             others = (2 * number, 3 * number // 2, 3 * number // 4) if self.cluster.size <= _SMALL else (2 * number,)
             numbers = {number, *(own for own in others if 1 <= own <= most and not (place or self.micro_batches))}
             better = [self._solved(each.groups, number, thorough=True) for number in sorted(numbers)]
@@ -267,14 +269,25 @@ class _Search:
     def _most_micro_batches(self, replicas: int) -> int:
         return self.micro_batches or min(self.workload.most_micro_batches, self.workload.samples // replicas)
 
+    def _enough(self, replicas: int) -> int:
+        """More micro-batches are taken where memory asks for them: relative speeds do not say what a pass costs by itself."""
+        most = self._most_micro_batches(replicas)
+        if self.micro_batches or self.cost.compares_machines(self.cluster):
+            return most
+        return min(most, _FULL * (self.stages or self.cluster.size // replicas))
+
     def _of_replicas(self, replicas: int) -> Iterator[_Found]:
         """For each grouping the best number of micro-batches, found by walking along powers of two from the largest."""
         most = self._most_micro_batches(replicas)
         numbers = sorted({most} if self.micro_batches else {most, *(1 << power for power in range(most.bit_length()))})
+        enough = self._enough(replicas)
+        order = [*reversed([each for each in numbers if each <= enough]), *(each for each in numbers if each > enough)]
         for groups in self._groupings(replicas):
             best: _Found | None = None
             worse = 0
-            for number in reversed(numbers):
+            for number in order:
+                if number > enough and best is not None:
+                    break
                 found = self._solved(groups, number, thorough=self.cluster.size <= _SMALL)
                 if found is not None and (best is None or found.time_s < best.time_s):
                     best, worse = found, 0
