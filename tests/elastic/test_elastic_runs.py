@@ -275,14 +275,15 @@ def test_a_rank_that_joins_a_trainer_goes_on_with_the_same_numbers(pool: Pool) -
         check_fit(told[1:-1], (losses, validated, *rest))
 
 
-def test_deaths_of_all_copies_cost_the_steps_since_the_last_checkpoint(pool: Pool, tmp_path: Path) -> None:
-    faults = KillerOfAll(("p1", "p2"), Moment.BEFORE_FORWARD, 5, folder=str(tmp_path))
-    script = functools.partial(scripts.fit, 1, "tensors", str(tmp_path / "checkpoints"))
+@pytest.mark.parametrize("columns", [1, 0], ids=["one column", "two stages"])
+def test_deaths_of_all_copies_cost_the_steps_since_the_last_checkpoint(pool: Pool, tmp_path: Path, columns: int) -> None:
+    faults = KillerOfAll(("p0", "p1"), Moment.BEFORE_FORWARD, 5, folder=str(tmp_path))
+    script = functools.partial(scripts.fit, columns, "tensors", str(tmp_path / "checkpoints"))
     result = run_elastic(script, settings=THREE, context=ElasticContext(hook=faults, pool=pool))
-    assert set(result.values) == {"p0"}
-    check_fit(result.values["p0"], undisturbed_fit("tensors", scripts.STEPS))
+    assert set(result.values) == {"p2"}
+    check_fit(result.values["p2"], undisturbed_fit("tensors", scripts.STEPS))
     change = result.report.changes[-1]
-    assert (change.settled, change.members) == ("returned", ("p0",))
+    assert (change.settled, change.members) == ("returned", ("p2",))
     assert change.steps_lost == 5 - change.step > 0
     assert f"comes next and {change.steps_lost} step" in str(change)
 
