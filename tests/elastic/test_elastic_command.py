@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -53,6 +54,7 @@ def test_a_rank_that_dies_before_the_loop_is_told_of_and_the_script_may_end_by_e
     done = elastic_run(tmp_path, HEAD + chdir + DIES_ONCE + TRAINS.replace("MIDDLE", "pass") + "sys.exit(0)\n")
     assert done.returncode == 0, done.stderr
     assert "p1 died, the run begins: step 0 begins, 1 rank goes on" in done.stderr
+    assert re.search(r"tatami run: p0 is process \d+ on \S", done.stderr)
     assert "p0: 1 ranks have trained" in done.stdout
     report = json.loads((tmp_path / "report.json").read_text())
     assert [change["reason"] for change in report["changes"]] == ["p1 died, the run begins"]

@@ -123,6 +123,7 @@ def _run_elastic(job: RunJob) -> None:
         address=job.address,
         on_change=lambda change: print(f"tatami run: {change}", file=sys.stderr, flush=True),
         on_line=lambda name, text: print(f"{name}: {text}", flush=True),
+        on_process=lambda name, pid, host: print(f"tatami run: {name} is process {pid} on {host}", file=sys.stderr, flush=True),
         on_end=keep,
     )
     try:

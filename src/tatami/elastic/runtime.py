@@ -294,6 +294,9 @@ class ElasticRuntime:
 
     def _entered(self, name: str, told: EnteredLoop) -> None:
         self._processors[name] = replace(told.processor, name=name)
+        place = told.whereabouts.place
+        if name not in self._whereabouts and self._context.on_process is not None:
+            self._context.on_process(name, place.pid, place.host)
         self._whereabouts[name] = told.whereabouts
         self._links |= told.links
         self._workload, self._stages = told.workload, told.stages

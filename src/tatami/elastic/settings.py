@@ -88,6 +88,7 @@ class ElasticContext:
         address: of a Ray cluster; None starts Ray on this machine for the run.
         on_change: told of every change of the members, in this process.
         on_line: given the name of a rank and every line that it prints.
+        on_process: given the name of a rank that has come to its loop, the number of its process, and the host.
         on_start: given the run's control before the ranks are started; to be used in `on_change` and `on_line`.
         on_end: given the report when the run has ended, also where an error or Ctrl-C has ended it.
         hook: see `tatami.elastic.settings`.
@@ -98,6 +99,7 @@ class ElasticContext:
     address: str | None = None
     on_change: Callable[[MemberChange], None] | None = None
     on_line: Callable[[str, str], None] | None = None
+    on_process: Callable[[str, int, str], None] | None = None
     on_start: Callable[[ElasticControl], None] | None = None
     on_end: Callable[[ElasticReport], None] | None = None
     hook: Callable[[Moment, str, int], None] | None = None
