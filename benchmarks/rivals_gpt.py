@@ -243,7 +243,8 @@ class Racing:
         part = _PipelinePart(whole, first=sum(sizes[:rank]), count=sizes[rank], is_first=rank == 0, is_last=rank == last)
         stage = PipelineStage(part, rank, len(sizes), torch.device("cpu"))
         schedule = Schedule1F1B(stage, int(micro_batches), loss_fn=self._loss)
-        optimizer = torch.optim.SGD(part.parameters(), lr=_LEARNING_RATE)
+        has_none = [torch.zeros(())]  # a rank of no layers, which the optimizer would refuse
+        optimizer = torch.optim.SGD([*part.parameters()] or has_none, lr=_LEARNING_RATE)
 
         def step() -> None:
             optimizer.zero_grad()
