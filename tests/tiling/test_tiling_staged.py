@@ -252,7 +252,7 @@ def test_a_stage_of_several_ranks_by_hand() -> None:
 def test_ranks_of_a_host_share_a_stage_where_memory_asks_for_it() -> None:
     workload = gpt_workload(layers=4, width=2048, heads=16, tokens=512, samples=32, vocabulary=3000)
     apart = replace(workload, pieces=tuple(replace(piece, blocks=()) for piece in workload.pieces))
-    for memory_bytes, is_shared in ((None, False), (2 * 2**30, True)):
+    for memory_bytes, is_shared in ((None, False), (5 * 2**28, True)):
         cluster = _hosts(1e13, 5e12, each=4, memory_bytes=memory_bytes)
         found, alone = plan_stages(cluster, workload), plan_stages(cluster, apart)
         assert found is not None

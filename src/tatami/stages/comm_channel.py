@@ -28,6 +28,7 @@ class CommChannel(AbstractChannel):
         waiting: the context in which this rank waits for another stage to send.
         travelling: the context in which it waits for what is on its way.
         wire: to what floating numbers are rounded on their way.
+        meanwhile: does a little of other work, as long as there is any; what is received may come in the meantime.
     """
 
     def __init__(
@@ -38,8 +39,9 @@ class CommChannel(AbstractChannel):
         waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
         travelling: Callable[[], AbstractContextManager[Any]] = nullcontext,
         wire: torch.dtype | None = None,
+        meanwhile: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._comm, self._ranks_of = comm, ranks_of
+        self._comm, self._ranks_of, self._meanwhile = comm, ranks_of, meanwhile
         self._waiting, self._travelling = waiting, travelling
         self._courier = Courier(comm, wire=wire)
         self._expected: dict[int, deque[Arrival]] = {}
@@ -61,6 +63,8 @@ class CommChannel(AbstractChannel):
         if not self._expected.get(_tag(parcel)):
             self.expect(parcel)
         arrival = self._expected[_tag(parcel)].popleft()
+        while not arrival.is_there and self._meanwhile():
+            pass
         what = f"{'the gradient of ' if parcel.backward else ''}value {parcel.value} of micro-batch {parcel.micro_batch}"
         with self._waiting():
             self._courier.wait(arrival, what, sent=True)

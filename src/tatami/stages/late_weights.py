@@ -15,10 +15,14 @@ The gradient arrives at the parameter as ever, in the same backward pass, and ho
 on there is a gradient of earlier ones, to which the product of a weight is added as it is computed (`Accumulated`), and nothing
 arrives: weights are large and micro-batches small, so that to write a product, read it and add it up would take as long as to
 compute it. That is why the first stage, which hands nothing back, has these layers as well; it computes both products at once.
+
+Such products need not be computed in their backward pass at all. Those of some micro-batches are left (`LeftProducts`) for when
+the stage would wait for another one, and for the end of the iteration, while the last gradients travel to the first stage.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +35,51 @@ Accumulated = Callable[[nn.Parameter], tuple[torch.Tensor, float] | None]
 """Where the gradient of a weight may be added, and by which factor; see `tatami.gradients.engine`."""
 
 
+class LeftProducts:
+    """Products of weights that are left for later, of all micro-batches of an iteration.
+
+    Args:
+        micro_batches: of so many they may be left; the oldest of a layer are computed when there is another one. 0: none is.
+    """
+
+    def __init__(self, micro_batches: int = 0) -> None:
+        self._most = micro_batches
+        self._left: dict[int, deque[_Left]] = {}
+
+    def add(self, total: torch.Tensor, rows: torch.Tensor, grads: torch.Tensor, *, factor: float) -> None:
+        """`factor` times the product of `grads` and `rows`, of shapes (n, outputs) and (n, inputs), belongs to `total`."""
+        left = self._left.setdefault(id(total), deque())
+        left.append((total, rows, grads, factor))
+        while len(left) > self._most:
+            _add(*left.popleft())
+
+    def compute_one(self) -> bool:
+        """Compute one product; False where none is left."""
+        for left in self._left.values():
+            if left:
+                _add(*left.popleft())
+                return True
+        return False
+
+    def compute_all(self) -> None:
+        """At the end of the iteration."""
+        while self.compute_one():
+            pass
+        self._left.clear()
+
+    def clear(self) -> None:
+        """An iteration begins again: forget what is left."""
+        self._left.clear()
+
+
+_Left = tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
+
+
+@torch.no_grad()
+def _add(total: torch.Tensor, rows: torch.Tensor, grads: torch.Tensor, factor: float) -> None:
+    total.addmm_(grads.t(), rows, alpha=factor)
+
+
 class LateWeights:
     """The linear layers of one stage in one forward pass.
 
@@ -38,13 +87,14 @@ class LateWeights:
         layers: whose weights are trained here, each once.
         accumulated: where their gradients of earlier micro-batches are.
         are_late: whether another stage waits for the gradient of what this one received.
+        left: takes the products that are added to gradients of earlier micro-batches.
     """
 
-    def __init__(self, layers: list[nn.Linear], *, accumulated: Accumulated, are_late: bool) -> None:
+    def __init__(self, layers: list[nn.Linear], *, accumulated: Accumulated, are_late: bool, left: LeftProducts) -> None:
         self._tokens: dict[int, tuple[torch.Tensor, _Products, list[Any]]] = {}
         for layer in layers:
             if layer.weight.requires_grad and layer.weight.is_leaf:
-                products = _Products(layer, accumulated, are_late=are_late)
+                products = _Products(layer, accumulated, are_late=are_late, left=left)
                 token: torch.Tensor = _Weights.apply(products, layer.weight, layer.bias)  # type: ignore[no-untyped-call]
                 self._tokens[id(layer)] = token, products, [layer.weight, layer.bias]
 
@@ -63,10 +113,11 @@ class LateWeights:
 class _Products:
     """Computes the gradients of one layer in one backward pass: into `.grad` where it may, else into `weight` and `bias`."""
 
-    def __init__(self, layer: nn.Linear, accumulated: Accumulated, *, are_late: bool) -> None:
+    def __init__(self, layer: nn.Linear, accumulated: Accumulated, *, are_late: bool, left: LeftProducts) -> None:
         assert isinstance(layer.weight, nn.Parameter)
         self._parameter, self._accumulated, self._are_late = layer.weight, accumulated, are_late
         self._has_bias = layer.bias is not None and layer.bias.requires_grad
+        self._for_later = left
         self._left: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
@@ -82,7 +133,7 @@ class _Products:
         for rows, grads in self._left:
             if (found := self._accumulated(self._parameter)) is not None:
                 total, factor = found
-                total.addmm_(grads.t(), rows, alpha=factor)
+                self._for_later.add(total, rows, grads, factor=factor)
             else:
                 self.weight = grads.t().mm(rows) if self.weight is None else self.weight.addmm_(grads.t(), rows)
             if self._has_bias:

@@ -29,7 +29,7 @@ from tatami.errors import ModelError
 from tatami.gradients.parameter_hooks import copy_hooks
 from tatami.stages.channel import AbstractChannel, Parcel
 from tatami.stages.handing_over import HandOver, ReceivedParcel, SentParcel, TakeOver
-from tatami.stages.late_weights import Accumulated, LateWeights
+from tatami.stages.late_weights import Accumulated, LateWeights, LeftProducts
 from tatami.stages.program import ForwardCall, ForwardForm, ForwardOperation, Handover, Reach, Staging
 from tatami.stages.recording import call_operation, operation_name, tensors_in
 from tatami.stages.stand_in import StandIn, following, form_of, has_stand_in, stand_in_of, without_values
@@ -78,6 +78,7 @@ class StageRunner:
         on_backward: called with the number of a micro-batch when its backward pass begins here.
         evaluation: the program of evaluation, cut; None where it is that of training; an error where it cannot be cut so.
         accumulated: where gradients of earlier micro-batches are (`tatami.stages.late_weights`).
+        left: takes products of weights for later; to be computed when the last backward pass is done. None: nothing is left.
     """
 
     def __init__(
@@ -91,8 +92,9 @@ class StageRunner:
         on_backward: Callable[[int], None] | None = None,
         accumulated: Accumulated = lambda _: None,
         evaluation: Staging | ModelError | None = None,
+        left: LeftProducts | None = None,
     ) -> None:
-        self.on_backward, self.accumulated = on_backward, accumulated
+        self.on_backward, self.accumulated, self.left = on_backward, accumulated, left or LeftProducts()
         self.module, self.channel, self.generator = module, channel, generator
         self.stage = NO_STAGE if stage is None else stage
         self.training = StagePart(staging, self.stage)
@@ -130,6 +132,8 @@ class StageRunner:
                 f"in evaluation the network does other operations than in training, and has no stages: it {part}. Evaluate a "
                 "plain copy on rank 0: `network = model.whole()`, called on all ranks; or use one stage"
             )
+        if not micro_batch:
+            self.left.clear()  # of an iteration that was broken off
         taken = _Pass(self, part, micro_batch=micro_batch, is_last=micro_batch == num_micro_batches - 1)
         self.current = taken
         try:
@@ -181,7 +185,7 @@ class _Pass(TorchFunctionMode):
         self.anchor = torch.zeros((), device="cpu", requires_grad=True) if torch.is_grad_enabled() else None
         self.late: LateWeights | None = None
         if self.anchor is not None:
-            self.late = LateWeights(runner.linear, accumulated=runner.accumulated, are_late=runner.is_behind)
+            self.late = LateWeights(runner.linear, accumulated=runner.accumulated, are_late=runner.is_behind, left=runner.left)
         self.is_inside = False
         """Whether a module runs, or is left out, as a whole, and its operations are not looked at."""
 
@@ -415,21 +419,31 @@ def _intercepted(runner: StageRunner, name: str, plain: Callable[..., Any]) -> C
 
 
 def _linear_layers(module: nn.Module, staging: Staging, stage: int) -> list[nn.Linear]:
-    """Those within the modules that this stage runs as a whole."""
+    """Those within the modules that this stage runs as a whole.
+
+    What stands in place of the `forward` of one says by `is_plain` whether it computes the same at the moment.
+    """
     paths = tuple(call.module for call, own in staging.blocks.values() if own == stage)
     return [
         each
         for name, each in module.named_modules()
         if type(each) is nn.Linear
-        and "forward" not in each.__dict__
+        and hasattr(each.__dict__.get("forward", _Plain), "is_plain")
         and any(name == path or name.startswith(f"{path}." if path else "") for path in paths)
     ]
+
+
+class _Plain:
+    """What a layer has by itself."""
+
+    is_plain = True
 
 
 def _late(runner: StageRunner, layer: nn.Linear, plain: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         taken = runner.current
-        if taken is None or taken.late is None or not taken.is_inside or len(args) != 1 or kwargs:
+        is_plain = getattr(plain, "is_plain", True)
+        if taken is None or taken.late is None or not (taken.is_inside and is_plain) or len(args) != 1 or kwargs:
             return plain(*args, **kwargs)
         return taken.late.call(layer, args[0])
 

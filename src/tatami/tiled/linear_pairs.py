@@ -247,6 +247,11 @@ class TiledFirst(StandsIn):
     def __init__(self, linear: nn.Linear, *, column: ColumnComm) -> None:
         self._linear, self._column = linear, column
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all units are here, so that it computes what the layer itself would."""
+        return self._column.comm is None
+
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """(samples_here, ..., inputs) to (samples_here, ..., units_here)."""
         return F.linear(copy_to_column(input, self._column), self._linear.weight, self._linear.bias)
@@ -261,6 +266,11 @@ class TiledSecond(StandsIn):
 
     def __init__(self, linear: nn.Linear, *, column: ColumnComm) -> None:
         self._linear, self._column = linear, column
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all units are here, so that it computes what the layer itself would."""
+        return self._column.comm is None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """(samples_here, ..., units_here) to (samples_here, ..., outputs), the whole sum on every rank of the column."""

@@ -436,6 +436,9 @@ class TiledModel(nn.Module):
                 yield here if len(sizes) == 1 else cut_batch(here, Span(here_first, here_first + size), samples=mine.size)
                 start += size
             self._deferred.end()
+            if self.stage is not None:
+                self.phases.enter(IterationPhase.BACKWARD)
+                self.stage.left.compute_all()
         except GeneratorExit:
             self._deferred.clear()
             self._gradients.leave_parts(loop)

@@ -20,7 +20,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import ModelError, PlanError
 from tatami.stages.channel import Parcel
 from tatami.stages.comm_channel import CommChannel
-from tatami.stages.late_weights import Accumulated
+from tatami.stages.late_weights import Accumulated, LeftProducts
 from tatami.stages.program import Staging
 from tatami.stages.running import StageRunner
 from tatami.tiled.blocks import Blocks
@@ -92,6 +92,7 @@ class StagedNetwork:
             phases=phases,
             wire=wire_dtype(self.workload.wire),
             in_flight=priced.in_flight,
+            weights_left=priced.weights_left,
             evaluation=self.network.evaluation(staging),
         )
         found.plan = priced
@@ -113,6 +114,7 @@ class ModelStage:
         phases: the stopwatch.
         wire: to what activations and their gradients are rounded on their way.
         in_flight: for each stage, how many micro-batches have gone forward and not yet backward.
+        weights_left: for each stage, of how many micro-batches gradients of weights may be left for later.
         evaluation: as of `StageRunner`.
 
     Attributes:
@@ -120,6 +122,7 @@ class ModelStage:
         comm: the ranks of this stage, in the order of their ranks in `world`.
         own_layout: of these ranks.
         plan: what the layout was predicted to take, in time and memory; None where that is not known.
+        left: gradients of weights that are still to be computed; all of them before gradients are summed.
     """
 
     def __init__(
@@ -133,6 +136,7 @@ class ModelStage:
         phases: Phases,
         wire: torch.dtype | None = None,
         in_flight: Sequence[int],
+        weights_left: Sequence[int],
         evaluation: Staging | ModelError | None = None,
     ) -> None:
         me = names[world.rank]
@@ -152,10 +156,12 @@ class ModelStage:
         messages = world.subgroup(range(world.size))
         assert messages is not None
         self._messages = messages
+        self.left = LeftProducts(0 if self.index is None else weights_left[self.index])
         self._channel = CommChannel(
             self._messages,
             ranks_of=ranks_of,
             wire=wire,
+            meanwhile=self.left.compute_one,
             waiting=functools.partial(self._waits, IterationPhase.BUBBLE),
             travelling=functools.partial(self._waits, IterationPhase.HANDOVER),
         )
@@ -267,6 +273,7 @@ class ModelStage:
             generator=self._generator,
             on_backward=self._phases.work_on,
             accumulated=accumulated,
+            left=self.left,
         )
 
     def run(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any], *, micro_batch: int, num_micro_batches: int) -> Any:

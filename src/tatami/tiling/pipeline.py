@@ -1,18 +1,11 @@
 """Which machine computes which pieces: cutting a network into stages for machines of unequal speed, memory and links.
 
-A pipeline of p stages that works through m micro-batches takes
-
-    T = sum_i t_i + 2 sum_i c_i + (m - 1) tau,   tau = max_i (t_i, c_i + c_(i-1), r_i / w_i)
-
-where t_i is the forward and backward pass of one micro-batch on stage i (less what of it is late, for all stages but the
-first: gradients of weights for which no other stage waits), and c_i one hand-over behind it. Hand-overs are hidden behind
-computing once the pipeline is full, if the link of each stage has the time (in one direction it carries what comes from the
-stage in front and the gradient from the stage behind), and if there are micro-batches enough in flight: w_i on stage i, where
-the gradient of one comes back after r_i. Memory may allow no more than p - i. The first two terms are the time in which the
-pipeline fills and drains, the last one the time it flows. Plans measured by the Sailor project took 4 to 6 % more where
-hand-overs are short, and 28 to 96 % more where they go over a slow link and block (`benchmarks/sailor.py`).
-Stages are done with their last backward pass one after the other, the first one last; gradient sums that take longer than that
-come on top.
+How long a pipeline takes, T, is in `tatami.tiling.pipeline_flow`: the time tau of the slowest stage, or link, for each
+micro-batch, and the time in which the pipeline fills and drains. Where sends block, or all micro-batches go forward first, it
+is sum_i t_i + 2 sum_i c_i + (m - 1) tau, with m micro-batches, the time t_i of one on stage i and a hand-over c_i behind it.
+Plans measured by the Sailor project took 4 to 6 % more where hand-overs are short, and 28 to 96 % more where they go over a
+slow link and block (`benchmarks/sailor.py`). Stages are done with their last backward pass one after the other, the first one
+last; gradient sums that take longer than that come on top.
 
 For a given order of machines and a given tau, greedy filling is best: each stage takes as many pieces as it can compute within
 tau. For a free order the problem is NP-complete (Pinar, Tabak, Aykanat, JPDC 68, 2008, section 5). Up to `EXACT` machines it is
@@ -36,6 +29,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from tatami.tiling.pipeline_flow import PipelineFlow
+
 EXACT = 10
 """Largest number of machines whose order is found by the table over all sets: 10 take some tenths of a second."""
 _STEPS = 16
@@ -48,8 +43,6 @@ _QUANTILES = (0.0, 0.5, 0.8)
 _MOVED = 24
 """Of a longer pipeline only so many stages are exchanged for others in a step: those that take longest."""
 _ROUNDING = 1e-9
-_BACKWARD = 2 / 3
-"""The part of a stage's time that is its backward pass."""
 
 Floats = NDArray[np.float64]
 
@@ -169,25 +162,31 @@ class PipelineTask:
         late = np.zeros_like(computes)
         if self.late_before_s is not None:
             late[:, 1:] = (self.late_before_s[machines, stop] - self.late_before_s[machines, first])[:, 1:]
-        passes = computes - late  # what the stages in front wait for
-        on_link = behind + np.pad(behind[:, :-1], ((0, 0), (1, 0)))
-        tau = (computes + behind if self.blocking else np.maximum(computes, on_link)).max(axis=1)
+        flow = PipelineFlow(computes, late_s=late, behind_s=behind, micro_batches=self.micro_batches)
         state = self.state_before_bytes[stop] - self.state_before_bytes[first]
         activations = self.activations_before_bytes[stop] - self.activations_before_bytes[first]
-        memory, in_flight = self.memory_bytes[machines], self.in_flight(num_stages)
-        fits = ((state + np.maximum(in_flight * activations, self.update_bytes) <= memory) & (first < stop)).all(axis=1)
-        if not (self.blocking or self.all_in_flight):
-            # From a forward pass until the same micro-batch's backward pass; as many as hide that are in flight, if they fit.
-            returns = np.cumsum((passes + 2 * behind)[:, ::-1], axis=1)[:, ::-1] + late
-            needed = np.ceil(returns / tau[:, None] - _ROUNDING)
-            deep = np.maximum(in_flight, np.minimum(needed, self.micro_batches))
-            exposed = np.where(in_flight < self.micro_batches, returns / in_flight, 0.0).max(axis=1)
-            tau = np.where((state + deep * activations <= memory).all(axis=1), tau, np.maximum(tau, exposed))
-        total = passes.sum(axis=1) + 2 * crosses.sum(axis=1) + (self.micro_batches - 1) * tau
+        memory, plain = self.memory_bytes[machines], self.in_flight(num_stages)
+
+        def holds(micro_batches: NDArray[np.int64]) -> NDArray[np.bool_]:
+            kept = np.minimum(micro_batches, self.micro_batches) * activations
+            held = state + np.maximum(kept, self.update_bytes) <= memory
+            return np.asarray(held.all(axis=1))
+
+        if self.blocking or self.all_in_flight:
+            tau = (computes + behind).max(axis=1) if self.blocking else flow.tau_s
+            total = (computes - late).sum(axis=1) + 2 * crosses.sum(axis=1) + (self.micro_batches - 1) * tau
+            early = flow.backs_s - late
+        else:
+            # As many in flight, and weights left, as is fastest, where memory holds them.
+            left = flow.weights_left()
+            filled, deep = flow.filled_in_flight(left), flow.deep_in_flight()
+            is_filled, is_deep = holds(filled + left), holds(deep)
+            left = np.where(is_filled[:, None], left, 0)
+            in_flight = np.where(is_filled[:, None], filled, np.where(is_deep[:, None], deep, plain))
+            total, early = flow.total_s(in_flight, left), flow.early_s(left)
         if self.sum_s is not None or self.tied or self.late_s is not None:
-            # How long before the end each stage is done with its last backward pass.
-            early = np.cumsum(np.pad(_BACKWARD * computes - late + behind, ((0, 0), (1, 0)))[:, :-1], axis=1) - late
             total = total + np.maximum((self._sums_s(machines, edges) - early).max(axis=1), 0.0)
+        fits = holds(plain) & (first < stop).all(axis=1)
         return np.where(fits, total, np.inf)
 
     def _sums_s(self, machines: NDArray[np.int64], edges: NDArray[np.int64]) -> Floats:

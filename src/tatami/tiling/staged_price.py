@@ -1,17 +1,11 @@
 """What an iteration of a layout with pipeline stages costs, and what each rank does in it.
 
-With the times t_i of one micro-batch on stage i (forward and backward pass, with what messages cost the processor; in the
-first sum, for all stages but the first, less the gradients of weights that come when the gradient of the input has left) and
-c_i of one hand-over behind it, a replica of p stages takes over m micro-batches
-
-    T = sum_i t_i + 2 sum_i c_i + (m - 1) tau,   tau = max_i (t_i, c_i + c_(i-1), r_i / w_i)
-
-where c_i + c_(i-1) is what travels over the link of stage i in one direction (what comes from the stage in front, and the
-gradient from the one behind), r_i is the time from a forward pass of stage i until the gradient for it comes back, and w_i how
-many micro-batches the stage has in flight meanwhile. Plain one-forward-one-backward has p - i; where hand-overs take long that
-is too few to hide them, and stages whose memory allows it take as many as hide them (`StagedPlan.in_flight`). Blocking sends
-are not hidden: tau = max_i (t_i + c_i). Stages sum their gradients over the replicas when their last backward pass is done,
-the first stage last.
+Micro-batches flow through the stages as `tatami.tiling.pipeline_flow` has it: hand-overs and gradients of weights are hidden
+where memory holds the micro-batches that this takes. Blocking sends are not hidden: then, and where all micro-batches go
+forward first, a replica of p stages takes sum_i t_i + 2 sum_i c_i + (m - 1) max_i t_i, with the times t_i of one micro-batch
+on stage i (less the gradients of weights, for which no other stage waits) and c_i of one hand-over behind it, or with
+max_i (t_i + c_i) where sends block.
+Stages sum their gradients over the replicas when their last backward pass is done, the first stage last.
 """
 
 from __future__ import annotations
@@ -19,8 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tatami.cluster import Cluster, Processor, SpeedTable
 from tatami.errors import PlanError
@@ -29,22 +26,17 @@ from tatami.tiling.compute import column_flop_times, scatter
 from tatami.tiling.layout import Layout
 from tatami.tiling.links import SlowestLink
 from tatami.tiling.memory import memory_bytes
+from tatami.tiling.pipeline_flow import PipelineFlow
 from tatami.tiling.staged_layout import StagedLayout
 from tatami.tiling.traffic import sum_algorithm
 from tatami.workload import Piece, Workload
 
 PassOrder = Literal["1f1b", "gpipe"]
 """One forward, one backward as soon as can be; or all micro-batches forward, then all backward, as loops by hand have it."""
-BACKWARD = 2 / 3
-"""The part of a stage's time that is its backward pass."""
 PASS_MESSAGES = 80
 """What a micro-batch costs a rank however little it computes, in messages: Python goes through the forward pass of the whole
 network, in which other stages' modules are looked up, and a thread looks after what travels. A GPT of 8 layers on four hosts:
 7 ms on 0.65 of a core and 14 ms on 0.33, where a message costs 0.09 and 0.17 ms."""
-_LONG = 0.3
-"""Hand-overs of this part of the time between two micro-batches are long. Fitted on 200 simulated pipelines of 2 to 6 machines
-(`tatami.sim.tiling.staged`): 3 take more than 2 % longer than the formula says, and 31 where stages keep only what hides a way
-to and fro; of 200 others, over links that are not alike, none and 20."""
 _ROUNDING = 1e-9
 
 
@@ -108,7 +100,9 @@ class StagedPlan:
         workload: what was planned.
         layout: who computes which pieces, for which samples, in how many micro-batches.
         iteration_s: predicted.
-        in_flight: for each stage, the micro-batches whose activations it keeps at once.
+        in_flight: for each stage, the micro-batches that have gone forward and not yet backward.
+        weights_left: for each stage, the micro-batches that have, but for gradients of weights, which are computed while the
+            stage would wait, and at the end.
         ranks: what each rank does, stage by stage.
         parts_s: where the time of the slowest replica goes, in words; they sum to `iteration_s`.
         is_measured: whether speeds are flop/s, so that seconds are more than a guess.
@@ -118,6 +112,7 @@ class StagedPlan:
     layout: StagedLayout
     iteration_s: float
     in_flight: tuple[int, ...]
+    weights_left: tuple[int, ...]
     ranks: tuple[StagedRank, ...]
     parts_s: tuple[tuple[str, float], ...]
     is_measured: bool
@@ -251,21 +246,33 @@ class _Price:
         computes = [self._computes_s(replica) for replica in replicas]
         crosses = [[*(self._crosses_s(stage, replica) for stage in range(self.last)), 0.0] for replica in replicas]
         lates = [[self._late_s(stage, replica) for stage in range(self.last + 1)] for replica in replicas]
-        plain, deep = self._in_flight(computes, crosses, lates, overlap, schedule)
-        in_flight = deep if hides and self._fits(deep) else plain
-        taus, totals = [], []
-        for replica in replicas:
-            own, behind, parts, late = computes[replica], crosses[replica], self.parts[replica], lates[replica]
-            tau = max(map(sum, zip(own, behind, strict=True))) if not overlap else max(*own, *_on_links_s(behind))
-            if overlap and schedule == "1f1b":
-                pairs = zip(_returns_s(own, behind, late), in_flight, strict=True)
-                tau = max([tau, *(return_s / number for return_s, number in pairs if number < parts)])
-            taus.append(tau)
-            totals.append(sum(own) - sum(late) + 2 * sum(behind) + (parts - 1) * tau)
-        ends, gradients = self._sums(computes, crosses, lates, totals)
+        flows = [
+            PipelineFlow(_row(own), late_s=_row(late), behind_s=_row(behind), micro_batches=parts)
+            for own, late, behind, parts in zip(computes, lates, crosses, self.parts, strict=True)
+        ]
+        if overlap and schedule == "1f1b":
+            in_flight, left = self._kept(flows, hides=hides)
+            counts = np.array([in_flight]), np.array([left])
+            totals = [float(flow.total_s(*counts)[0]) for flow in flows]
+            early = [flow.early_s(counts[1])[0].tolist() for flow in flows]
+            taus = [max(longest, float(flow.tau_s[0])) for flow, longest in zip(flows, map(max, computes), strict=True)]
+        else:
+            most = max(self.parts)
+            in_flight = [most if schedule == "gpipe" else min(self.last + 1 - stage, most) for stage in range(self.last + 1)]
+            left = [0] * len(in_flight)
+            taus = [
+                float(flow.tau_s[0]) if overlap else max(map(sum, zip(own, behind, strict=True)))
+                for flow, own, behind in zip(flows, computes, crosses, strict=True)
+            ]
+            totals = [
+                sum(own) - sum(late) + 2 * sum(behind) + (parts - 1) * tau
+                for own, late, behind, parts, tau in zip(computes, lates, crosses, self.parts, taus, strict=True)
+            ]
+            early = [(flow.backs_s - flow.late_s)[0].tolist() for flow in flows]
+        ends, gradients = self._sums(early, totals)
         steps = [[self.cluster.by_name[name].step_s for name in stage.processors] for stage in self.layout.stages]
         total_s = max(end_s + max(own) for end_s, own in zip(ends, steps, strict=True))
-        kept = self._kept_bytes(in_flight)
+        kept = self._kept_bytes([min(own + more, max(self.parts)) for own, more in zip(in_flight, left, strict=True)])
         ranks = []
         for stage, layout in enumerate(self.layout.stages):
             replica_of = {name: replica for replica, column in enumerate(layout.columns) for name in column.processors}
@@ -301,11 +308,13 @@ class _Price:
                     )
                 )
         slowest = max(replicas, key=totals.__getitem__)
-        longest_s, all_s = max(computes[slowest]), sum(computes[slowest])
+        longest_s = max(computes[slowest])
+        filled_s = max(totals[slowest] - self.parts[slowest] * longest_s, 0.0)
+        hand_over_s = min(2 * sum(crosses[slowest]) + (self.parts[slowest] - 1) * (taus[slowest] - longest_s), filled_s)
         flowing = {
             "computing of the slowest stage": self.parts[slowest] * longest_s,
-            "filling and draining the pipeline": all_s - longest_s - sum(lates[slowest]),
-            "hand-overs": 2 * sum(crosses[slowest]) + (self.parts[slowest] - 1) * (taus[slowest] - longest_s),
+            "filling and draining the pipeline": filled_s - hand_over_s,
+            "hand-overs": hand_over_s,
         }
         flowing["gradient sums and updates"] = total_s - sum(flowing.values())
         return StagedPlan(
@@ -313,6 +322,7 @@ class _Price:
             layout=self.layout,
             iteration_s=total_s,
             in_flight=tuple(in_flight),
+            weights_left=tuple(left),
             ranks=tuple(ranks),
             parts_s=tuple((words, seconds) for words, seconds in flowing.items() if seconds > _ROUNDING * total_s),
             is_measured=self.cost.compares_machines(self.cluster),
@@ -390,30 +400,17 @@ class _Price:
         size_bytes = self.workload.pieces[self.edges[stage + 1]].crossing_bytes_per_sample
         return link.latency_s + size_bytes * self.samples[replica] / self.parts[replica] / rate
 
-    def _in_flight(
-        self,
-        computes: list[list[float]],
-        crosses: list[list[float]],
-        lates: list[list[float]],
-        overlap: bool,
-        schedule: PassOrder,
-    ) -> tuple[list[int], list[int]]:
-        """Micro-batches in flight on each stage: as few as can be, and as many as hide the hand-overs."""
-        most = max(self.parts)
-        if schedule == "gpipe":
-            return [most] * len(self.names), [most] * len(self.names)
-        plain = [min(len(self.names) - stage, most) for stage in range(len(self.names))]
-        deep = list(plain)
-        for own, behind, late, parts in zip(computes, crosses, lates, self.parts, strict=True) if overlap else ():
-            tau = max(*own, *_on_links_s(behind))
-            for stage, return_s in enumerate(_returns_s(own, behind, late)):
-                deep[stage] = max(deep[stage], min(parts, math.ceil(return_s / tau - _ROUNDING)))
-            # Forward and backward passes come in turn. A stage with as many in flight as the next one would stand still in each
-            # turn until that one has come back; where hand-overs take long, one on its way is not enough, either.
-            for stage in reversed(range(self.last)):
-                ahead = 2 if self.last > 1 and 2 * behind[stage] > _LONG * tau else 1
-                deep[stage] = max(deep[stage], min(parts, deep[stage + 1] + ahead))
-        return plain, deep
+    def _kept(self, flows: Sequence[PipelineFlow], *, hides: bool) -> tuple[list[int], list[int]]:
+        """Micro-batches in flight on each stage, and those whose weights are left: of the fastest choice that memory holds."""
+        left = [flow.weights_left() for flow in flows]
+        filled = [flow.filled_in_flight(each) for flow, each in zip(flows, left, strict=True)]
+        deep, plain = ([getattr(flow, name)() for flow in flows] for name in ("deep_in_flight", "plain_in_flight"))
+        none = [np.zeros_like(each) for each in left]
+        for choice in ((filled, left), (deep, none)) if hides else ():
+            in_flight, kept = (np.concatenate(each).max(axis=0).tolist() for each in choice)
+            if self._fits([min(own + more, max(self.parts)) for own, more in zip(in_flight, kept, strict=True)]):
+                return in_flight, kept
+        return np.concatenate(plain).max(axis=0).tolist(), [0] * len(self.names)
 
     def _kept_bytes(self, in_flight: Sequence[int]) -> dict[str, float]:
         kept = {}
@@ -439,27 +436,19 @@ class _Price:
             kept <= (given[name].memory_bytes or math.inf) for name, kept in self._kept_bytes(in_flight).items()
         )
 
-    def _sums(
-        self, computes: list[list[float]], crosses: list[list[float]], lates: list[list[float]], totals: list[float]
-    ) -> tuple[list[float], list[list[float]]]:
-        """When each stage is done with all its gradient sums, and how long they take each of its ranks."""
+    def _sums(self, early: Sequence[Sequence[float]], totals: Sequence[float]) -> tuple[list[float], list[list[float]]]:
+        """When each stage is done with all its gradient sums, and how long they take each of its ranks.
+
+        Args:
+            early: for each replica and stage, how long before the end its gradients are there.
+            totals: when each replica ends.
+        """
         holders: dict[tuple[str, int], set[int]] = {}
         for stage, pieces in enumerate(self.pieces):
             for each in (each for piece in pieces for each in piece.shared):
                 holders.setdefault(each, set()).add(stage)
         tied = {each: sorted(stages) for each, stages in holders.items() if len(stages) > 1}
         without = frozenset(name for name, _ in tied)
-        early = [
-            [
-                before_s - late_s
-                for before_s, late_s in zip(
-                    accumulate((BACKWARD * own - late + over for own, over, late in zip(*times, strict=True)), initial=0.0),
-                    times[2],
-                    strict=False,
-                )
-            ]
-            for times in zip(computes, crosses, lates, strict=True)
-        ]
         gradients, ends = [], []
         for stage, (layout, run, pieces) in enumerate(zip(self.layout.stages, self.runs, self.pieces, strict=True)):
             own = stage_workload(self.workload, pieces, without=without, is_wide=self.wide[stage])
@@ -478,16 +467,5 @@ class _Price:
         return ends, gradients
 
 
-def _on_links_s(crosses: Sequence[float]) -> list[float]:
-    """For each stage, how long its own link is busy with one micro-batch, in each direction: with what comes from the stage in
-    front, and with the gradient from the stage behind it."""
-    return [before + behind for before, behind in zip((0.0, *crosses), crosses, strict=False)]
-
-
-def _returns_s(computes: Sequence[float], crosses: Sequence[float], lates: Sequence[float]) -> list[float]:
-    """For each stage, the time from a forward pass of it until the backward pass of the same micro-batch is done."""
-    found, returns = 0.0, list[float]()
-    for own, behind, late in zip(reversed(computes), reversed(crosses), reversed(lates), strict=True):
-        found += own - late + 2 * behind
-        returns.insert(0, found + late)
-    return returns
+def _row(times_s: Sequence[float]) -> NDArray[np.float64]:
+    return np.array([times_s], dtype=np.float64)

@@ -1,8 +1,9 @@
 """Iterations of a layout with pipeline stages on simulated machines: passes and hand-overs one by one, and other stages.
 
 Each rank that hands over goes through its passes in the order of the runtime: as many forward passes as it keeps micro-batches
-in flight, and then a backward and a forward pass in turn. A pass waits for what the stage before it, or behind it, has sent; a
-hand-over crosses the links of the platform, which it shares with all others, while its sender goes on. How long a pass takes is
+in flight, and then a backward and a forward pass in turn. Gradients of weights that may be left are computed when it would
+wait, and at the end. A pass waits for what the stage before it, or behind it, has sent; a hand-over crosses the links of the
+platform, which it shares with all others, while its sender goes on. How long a pass takes is
 what the price says of it (`StagedRank.pass_s`), at the speed of the machine at that time, and so are the sums of gradients and
 the update: what is simulated is who waits for whom. All ranks begin an iteration together, as after the sum of the loss.
 """
@@ -26,7 +27,8 @@ from tatami.sim.stage import Stage, play
 from tatami.sim.tiling.changes import Change, Speeds
 from tatami.sim.tiling.run import TilingRun
 from tatami.tiling import AlphaBetaCost, StagedLayout, StagedPlan
-from tatami.tiling.staged_price import BACKWARD, StagedRank, price_stages
+from tatami.tiling.pipeline_flow import BACKWARD
+from tatami.tiling.staged_price import StagedRank, price_stages
 from tatami.workload import Workload
 
 
@@ -122,7 +124,10 @@ class _Rank:
         members: all of them, which compute each pass together.
         host: the number of the first on the platform.
         passes: what it does: for which micro-batch, and whether that is its backward pass.
+        most_left: of so many micro-batches gradients of weights may be left.
         came: of which passes what they wait for is there.
+        at: the pass that is next.
+        left: products that are left.
         is_busy: whether it computes.
     """
 
@@ -130,9 +135,15 @@ class _Rank:
     members: tuple[str, ...]
     host: int
     passes: list[tuple[int, bool]]
+    most_left: int
     came: set[tuple[int, bool]] = field(default_factory=set)
     at: int = 0
+    left: int = 0
     is_busy: bool = False
+
+
+_PRODUCTS = 4
+"""Gradients of weights that a stage computes one by one in a micro-batch; it looks for what it waits for in between."""
 
 
 @final
@@ -148,6 +159,7 @@ class _Iteration:
                 members=column.processors,
                 host=cluster.rank_of[column.processors[0]],
                 passes=_passes(by_name[column.processors[0]].micro_batches, plan.in_flight[number]),
+                most_left=plan.weights_left[number],
             )
             for number, layout in enumerate(plan.layout.stages)
             for replica, column in enumerate(layout.columns)
@@ -179,6 +191,8 @@ class _Iteration:
         stage = rank.facts.stage
         waits = stage < self._last if is_backward else stage > 0
         if waits and (number, is_backward) not in rank.came:
+            if rank.left:
+                self._weights(rank, lambda: self._go_on(rank))
             return
         rank.is_busy = True
         forward_s = (1 - BACKWARD) * rank.facts.pass_s
@@ -197,16 +211,38 @@ class _Iteration:
         """The gradient of its input leaves before those of its weights are computed."""
         if rank.facts.stage:
             self._hand_over(rank, rank.facts.stage - 1, number, is_backward=True)
-        self._compute(rank, rank.facts.late_s, lambda: self._pass_done(rank))
+        rank.left += _PRODUCTS
+        is_first = rank.passes[rank.at][0] == 0
+        self._work_off(rank, 0 if is_first else _PRODUCTS * rank.most_left, lambda: self._pass_done(rank))
+
+    def _work_off(self, rank: _Rank, left: int, then: Callable[[], None]) -> None:
+        """Compute gradients of weights until so many products are left."""
+        if rank.left <= left:
+            then()
+        else:
+            self._weights(rank, lambda: self._work_off(rank, left, then))
+
+    def _weights(self, rank: _Rank, then: Callable[[], None]) -> None:
+        rank.is_busy = True
+        rank.left -= 1
+
+        def done() -> None:
+            rank.is_busy = False
+            then()
+
+        self._compute(rank, rank.facts.late_s / _PRODUCTS, done)
 
     def _pass_done(self, rank: _Rank) -> None:
         rank.is_busy = False
         rank.at += 1
         if rank.at == len(rank.passes):
-            self._left[rank.facts.stage] -= 1
-            self._sum(rank.facts.stage)
+            self._work_off(rank, 0, lambda: self._all_done(rank))
         else:
             self._go_on(rank)
+
+    def _all_done(self, rank: _Rank) -> None:
+        self._left[rank.facts.stage] -= 1
+        self._sum(rank.facts.stage)
 
     def _hand_over(self, rank: _Rank, to: int, number: int, *, is_backward: bool) -> None:
         other = self._ranks[to, rank.facts.replica]
