@@ -9,13 +9,6 @@ from pathlib import Path, PurePosixPath
 _GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def cores_here() -> float:
-    """Those that this process may run on; less where a control group gives it less time than that."""
-    cores = float(len(os.sched_getaffinity(0)))
-    quota = quota_here()
-    return cores if quota is None else min(cores, quota)
-
-
 def memory_here(*, groups: Path = _GROUPS, own: Path = _OWN) -> int:
     """Bytes of this machine, or those that control groups of either version leave this process, where they are less.
 

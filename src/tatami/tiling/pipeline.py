@@ -1,8 +1,8 @@
 """Which machine computes which pieces: cutting a network into stages for machines of unequal speed, memory and links.
 
 How long a pipeline takes, T, is in `tatami.tiling.pipeline_flow`: the time tau of the slowest stage, or link, for each
-micro-batch, and the time in which the pipeline fills and drains. Where sends block, or all micro-batches go forward first, it
-is sum_i t_i + 2 sum_i c_i + (m - 1) tau, with m micro-batches, the time t_i of one on stage i and a hand-over c_i behind it.
+micro-batch, and the time in which the pipeline fills and drains. Where sends block, it is
+sum_i t_i + 2 sum_i c_i + (m - 1) tau, with m micro-batches, the time t_i of one on stage i and a hand-over c_i behind it.
 Plans measured by the Sailor project took 4 to 6 % more where hand-overs are short, and 28 to 96 % more where they go over a
 slow link and block (`benchmarks/sailor.py`). Stages are done with their last backward pass one after the other, the first one
 last; gradient sums that take longer than that come on top.
@@ -29,7 +29,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from tatami.tiling.pipeline_flow import PipelineFlow
+from tatami.tiling.pipeline_flow import Floats, PipelineFlow
 
 EXACT = 10
 """Largest number of machines whose order is found by the table over all sets: 10 take some tenths of a second."""
@@ -43,8 +43,6 @@ _QUANTILES = (0.0, 0.5, 0.8)
 _MOVED = 24
 """Of a longer pipeline only so many stages are exchanged for others in a step: those that take longest."""
 _ROUNDING = 1e-9
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +74,6 @@ class PipelineTask:
         update_bytes: what an update needs for a while, when activations are gone.
         memory_bytes: of each machine; infinite where there is no limit.
         micro_batches: how many there are.
-        all_in_flight: whether all micro-batches go forward before the first goes backward.
         blocking: whether a stage waits while it sends: then tau = max_i (t_i + c_i).
         sum_s: for each machine, seconds for each byte of gradients that it sums with others; None: it sums none.
         gradient_bytes: of each piece.
@@ -95,7 +92,6 @@ class PipelineTask:
     activation_bytes: Floats
     memory_bytes: Floats
     micro_batches: int
-    all_in_flight: bool = False
     blocking: bool = False
     sum_s: Floats | None = None
     gradient_bytes: Floats | None = None
@@ -131,8 +127,6 @@ class PipelineTask:
 
     def in_flight(self, num_stages: int) -> NDArray[np.int64]:
         """How many micro-batches each stage keeps the activations of, where it begins backward passes as soon as it can."""
-        if self.all_in_flight:
-            return np.full(num_stages, self.micro_batches)
         return np.minimum(np.arange(num_stages, 0, -1), self.micro_batches)
 
     def time_s(self, stages: Sequence[PipelineStage]) -> float:
@@ -172,8 +166,8 @@ class PipelineTask:
             held = state + np.maximum(kept, self.update_bytes) <= memory
             return np.asarray(held.all(axis=1))
 
-        if self.blocking or self.all_in_flight:
-            tau = (computes + behind).max(axis=1) if self.blocking else flow.tau_s
+        if self.blocking:
+            tau = (computes + behind).max(axis=1)
             total = (computes - late).sum(axis=1) + 2 * crosses.sum(axis=1) + (self.micro_batches - 1) * tau
             early = flow.backs_s - late
         else:
@@ -229,8 +223,7 @@ def best_pipeline(
     candidates += _ordered(task, fewest=fewest, most=most, thorough=thorough)
     if thorough and task.num_machines <= EXACT:
         # How many micro-batches are in flight on a stage depends on how many stages follow, which is not known yet.
-        numbers = {task.micro_batches} if task.all_in_flight else {min(number, task.micro_batches) for number in (1, 2, 4)}
-        for in_flight in sorted(numbers):
+        for in_flight in sorted({min(number, task.micro_batches) for number in (1, 2, 4)}):
             candidates += (each for each in _flowing(task, in_flight) if fewest <= len(each[0]) <= most)
             if not np.isfinite(task.memory_bytes).any():
                 break

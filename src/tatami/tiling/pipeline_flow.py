@@ -38,7 +38,7 @@ longer in 358 simulated pipelines. All stages then go at the pace of the slowest
 _ROUNDING = 1e-9
 
 Floats = NDArray[np.float64]
-Counts = NDArray[np.int64]
+Integers = NDArray[np.int64]
 
 
 class PipelineFlow:
@@ -94,22 +94,22 @@ class PipelineFlow:
         """From the gradient of a stage's input until that of the first stage's weights."""
         return _in_front(self._early_s + self.behind_s)
 
-    def early_s(self, left: Counts) -> Floats:
+    def early_s(self, left: Integers) -> Floats:
         """How long before the end of the first stage each stage has computed all its gradients."""
         return np.maximum(self.backs_s - (left + 1) * self.late_s, 0.0)
 
-    def plain_in_flight(self) -> Counts:
+    def plain_in_flight(self) -> Integers:
         """p - i."""
         fewest = np.arange(self.num_stages, 0, -1)
         return np.broadcast_to(np.minimum(fewest, self.micro_batches), self.passes_s.shape)
 
-    def deep_in_flight(self) -> Counts:
+    def deep_in_flight(self) -> Integers:
         """As many as hide the hand-overs while micro-batches flow."""
         most = self.micro_batches
         needed = np.ceil((self._returns_s + self.passes_s) / self.tau_s[:, None] - _ROUNDING)
         return self._spaced(np.maximum(self.plain_in_flight(), np.minimum(needed, most)).astype(np.int64))
 
-    def _spaced(self, in_flight: Counts) -> Counts:
+    def _spaced(self, in_flight: Integers) -> Integers:
         """Each stage with more in flight than the next one.
 
         Forward and backward passes come in turn. A stage with as many in flight as the next one would stand still in each turn
@@ -121,7 +121,7 @@ class PipelineFlow:
             in_flight[:, stage] = np.maximum(in_flight[:, stage], wanted)
         return in_flight
 
-    def weights_left(self) -> Counts:
+    def weights_left(self) -> Integers:
         """For each stage, the micro-batches whose gradients of weights fill the time in which the last one goes back; those of
         the first micro-batch are never left."""
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -130,7 +130,7 @@ class PipelineFlow:
         wanted = np.where(is_asked, np.clip(needed, 0, max(self.micro_batches - 2, 0)), 0)
         return wanted.astype(np.int64)
 
-    def filled_in_flight(self, left: Counts) -> Counts:
+    def filled_in_flight(self, left: Integers) -> Integers:
         """As many as, beyond `deep_in_flight`, keep those stages busy at the beginning that decide how long all takes."""
         deep, most = self.deep_in_flight(), self.micro_batches
         ends_s = self._ends_s(np.full_like(deep, most), left)
@@ -141,12 +141,12 @@ class PipelineFlow:
         wanted = np.where(self.is_busy[:, None], 1, np.clip(np.minimum(wanted, harmless), 1, most))
         return self._spaced(np.maximum(deep, wanted).astype(np.int64))
 
-    def total_s(self, in_flight: Counts, left: Counts) -> Floats:
+    def total_s(self, in_flight: Integers, left: Integers) -> Floats:
         """T of each pipeline."""
         total_s: Floats = self._ends_s(in_flight, left).max(axis=1)
         return total_s
 
-    def _ends_s(self, in_flight: Counts, left: Counts) -> Floats:
+    def _ends_s(self, in_flight: Integers, left: Integers) -> Floats:
         """When all is done as far as each stage decides it."""
         most = self.micro_batches
         stands_s = np.maximum(self._returns_s - (in_flight - 1) * self._forward_s, 0.0) * (most > 1)

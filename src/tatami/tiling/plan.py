@@ -97,13 +97,6 @@ class Plan:
         """How far the predicted time is above its bound: predicted_s / bound_s - 1. 0 could not be better."""
         return self.predicted_s / self.bound_s - 1
 
-    @property
-    def volume_gap(self) -> float:
-        """How far the volume is above LB3: volume_bytes / lb3 - 1; 0 where nothing is sent."""
-        if self.volume_bounds.lb3 == 0:
-            return 0.0 if self.volume_bytes == 0 else float("inf")
-        return self.volume_bytes / self.volume_bounds.lb3 - 1
-
     def tilings(self) -> tuple[Tiling, ...]:
         """One tiling for each block of the workload, with each block's own units."""
         return self.layout.cut_blocks(self.workload)

@@ -28,12 +28,13 @@ from tatami.tiling.compute import scatter
 from tatami.tiling.cost import AbstractCost
 from tatami.tiling.layout import Column, Layout
 from tatami.tiling.links import SlowestLink
-from tatami.tiling.pipeline import Floats, PipelineStage, PipelineTask, best_pipeline
+from tatami.tiling.pipeline import PipelineStage, PipelineTask, best_pipeline
+from tatami.tiling.pipeline_flow import Floats
 from tatami.tiling.plan import Plan, plan
 from tatami.tiling.span import whole_shares
 from tatami.tiling.staged_hosts import shared_hosts
 from tatami.tiling.staged_layout import StagedLayout
-from tatami.tiling.staged_price import PASS_MESSAGES, PassOrder, StagedPlan, pass_speed, price_stages
+from tatami.tiling.staged_price import PASS_MESSAGES, StagedPlan, pass_speed, price_stages
 from tatami.workload import Workload, as_probed
 
 LEAST_GAIN = 0.03
@@ -115,8 +116,6 @@ def plan_stages(
     stages: int | None = None,
     micro_batches: int | None = None,
     cost: AlphaBetaCost | None = None,
-    overlap: bool = True,
-    schedule: PassOrder = "1f1b",
 ) -> StagedPlan | None:
     """The fastest layout of at least two stages that is found; every rank gets the same answer from the same arguments.
 
@@ -126,7 +125,6 @@ def plan_stages(
         stages: how many there must be; None: as many as is fastest, two at least.
         micro_batches: of every replica; None: as many as is fastest.
         cost: says how fast a processor of speed 1 is; `AlphaBetaCost()` where None.
-        overlap, schedule: as `price_stages` has them.
 
     Returns:
         None where the workload's pieces are not known, where there is a single piece or machine, and where memory allows none.
@@ -144,11 +142,11 @@ def plan_stages(
     if min(pieces, cluster.size) < 2:
         return None
     cost = cost or AlphaBetaCost()
-    search = _Search(cluster, workload, cost, stages, micro_batches, overlap=overlap, schedule=schedule)
+    search = _Search(cluster, workload, cost, stages, micro_batches)
     layouts = search.layouts()
     for shared in shared_hosts(cluster, workload, cost=cost):
         if min(len(shared.workload.pieces), shared.cluster.size) >= (stages or 2):
-            own = _Search(shared.cluster, shared.workload, cost, stages, micro_batches, overlap=overlap, schedule=schedule)
+            own = _Search(shared.cluster, shared.workload, cost, stages, micro_batches)
             layouts = chain(layouts, map(shared.layout, own.layouts()))
     found: StagedPlan | None = None
     for layout in layouts:
@@ -198,13 +196,9 @@ class _Search:
         cost: AlphaBetaCost,
         stages: int | None,
         micro_batches: int | None,
-        *,
-        overlap: bool,
-        schedule: PassOrder,
     ) -> None:
         self.cluster, self.workload, self.cost = cluster, workload, cost
         self.stages, self.micro_batches = stages, micro_batches
-        self.overlap, self.schedule = overlap, schedule
         own = cluster.processors
         self.names = [each.name for each in own]
         self.speeds = np.array([float(each.speed) for each in own]) * cost.scale(cluster)
@@ -232,14 +226,7 @@ class _Search:
         )
 
     def priced(self, layout: StagedLayout) -> StagedPlan:
-        return price_stages(
-            layout,
-            cluster=self.cluster,
-            workload=self.workload,
-            cost=self.cost,
-            overlap=self.overlap,
-            schedule=self.schedule,
-        )
+        return price_stages(layout, cluster=self.cluster, workload=self.workload, cost=self.cost)
 
     def layouts(self) -> Iterator[StagedLayout]:
         """The most promising ones."""
@@ -367,8 +354,6 @@ class _Search:
             update_bytes=workload.update_bytes,
             memory_bytes=self.memory[groups].min(axis=1),
             micro_batches=micro_batches,
-            all_in_flight=self.schedule == "gpipe",
-            blocking=not self.overlap,
             sum_s=sum_s,
             gradient_bytes=self.gradients,
             late_s=flop_s[:, None] * self.late,

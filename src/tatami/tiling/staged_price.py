@@ -1,10 +1,7 @@
 """What an iteration of a layout with pipeline stages costs, and what each rank does in it.
 
 Micro-batches flow through the stages as `tatami.tiling.pipeline_flow` has it: hand-overs and gradients of weights are hidden
-where memory holds the micro-batches that this takes. Blocking sends are not hidden: then, and where all micro-batches go
-forward first, a replica of p stages takes sum_i t_i + 2 sum_i c_i + (m - 1) max_i t_i, with the times t_i of one micro-batch
-on stage i (less the gradients of weights, for which no other stage waits) and c_i of one hand-over behind it, or with
-max_i (t_i + c_i) where sends block.
+where memory holds the micro-batches that this takes.
 Stages sum their gradients over the replicas when their last backward pass is done, the first stage last.
 """
 
@@ -14,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +27,6 @@ from tatami.tiling.staged_layout import StagedLayout
 from tatami.tiling.traffic import sum_algorithm
 from tatami.workload import Piece, Workload
 
-PassOrder = Literal["1f1b", "gpipe"]
-"""One forward, one backward as soon as can be; or all micro-batches forward, then all backward, as loops by hand have it."""
 PASS_MESSAGES = 80
 """What a micro-batch costs a rank however little it computes, in messages: Python goes through the forward pass of the whole
 network, in which other stages' modules are looked up, and a thread looks after what travels. A GPT of 8 layers on four hosts:
@@ -151,8 +145,6 @@ def price_stages(
     cluster: Cluster,
     workload: Workload,
     cost: AlphaBetaCost | None = None,
-    overlap: bool = True,
-    schedule: PassOrder = "1f1b",
     hides: bool = True,
 ) -> StagedPlan:
     """The price of a layout with stages, whether memory holds it (`StagedPlan.fits`) or not.
@@ -164,8 +156,6 @@ def price_stages(
         cluster: has the processors of the layout; those without a place are not in the run.
         workload: what is laid out.
         cost: says how fast a processor of speed 1 is.
-        overlap: whether hand-overs are hidden behind computing; otherwise stages wait while they send.
-        schedule: in which order micro-batches go forward and backward.
         hides: whether stages keep as many micro-batches in flight as hide the hand-overs, where memory holds them; otherwise
             stage i of p keeps p - i.
 
@@ -175,9 +165,7 @@ def price_stages(
     edges = (0, *layout.cuts, len(workload.pieces))
     if edges[-1] <= edges[-2]:
         raise PlanError(f"a network of {edges[-1]} pieces cannot be cut in front of pieces {layout.cuts}")
-    return _Price(layout, edges, cluster=cluster, workload=workload, cost=cost or AlphaBetaCost()).plan(
-        overlap, schedule, hides=hides
-    )
+    return _Price(layout, edges, cluster=cluster, workload=workload, cost=cost or AlphaBetaCost()).plan(hides=hides)
 
 
 def stage_workload(
@@ -241,7 +229,7 @@ class _Price:
         self.scale = cost.scale(cluster)
         self.noise = 1 + scatter([cluster.by_name[name] for name in layout.processors])
 
-    def plan(self, overlap: bool, schedule: PassOrder, *, hides: bool) -> StagedPlan:
+    def plan(self, *, hides: bool) -> StagedPlan:
         replicas = range(self.layout.num_replicas)
         computes = [self._computes_s(replica) for replica in replicas]
         crosses = [[*(self._crosses_s(stage, replica) for stage in range(self.last)), 0.0] for replica in replicas]
@@ -250,25 +238,11 @@ class _Price:
             PipelineFlow(_row(own), late_s=_row(late), behind_s=_row(behind), micro_batches=parts)
             for own, late, behind, parts in zip(computes, lates, crosses, self.parts, strict=True)
         ]
-        if overlap and schedule == "1f1b":
-            in_flight, left = self._kept(flows, hides=hides)
-            counts = np.array([in_flight]), np.array([left])
-            totals = [float(flow.total_s(*counts)[0]) for flow in flows]
-            early = [flow.early_s(counts[1])[0].tolist() for flow in flows]
-            taus = [max(longest, float(flow.tau_s[0])) for flow, longest in zip(flows, map(max, computes), strict=True)]
-        else:
-            most = max(self.parts)
-            in_flight = [most if schedule == "gpipe" else min(self.last + 1 - stage, most) for stage in range(self.last + 1)]
-            left = [0] * len(in_flight)
-            taus = [
-                float(flow.tau_s[0]) if overlap else max(map(sum, zip(own, behind, strict=True)))
-                for flow, own, behind in zip(flows, computes, crosses, strict=True)
-            ]
-            totals = [
-                sum(own) - sum(late) + 2 * sum(behind) + (parts - 1) * tau
-                for own, late, behind, parts, tau in zip(computes, lates, crosses, self.parts, taus, strict=True)
-            ]
-            early = [(flow.backs_s - flow.late_s)[0].tolist() for flow in flows]
+        in_flight, left = self._kept(flows, hides=hides)
+        counts = np.array([in_flight]), np.array([left])
+        totals = [float(flow.total_s(*counts)[0]) for flow in flows]
+        early = [flow.early_s(counts[1])[0].tolist() for flow in flows]
+        taus = [float(flow.tau_s[0]) for flow in flows]
         ends, gradients = self._sums(early, totals)
         steps = [[self.cluster.by_name[name].step_s for name in stage.processors] for stage in self.layout.stages]
         total_s = max(end_s + max(own) for end_s, own in zip(ends, steps, strict=True))
