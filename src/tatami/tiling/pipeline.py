@@ -173,7 +173,7 @@ class PipelineTask:
         else:
             # As many in flight, and weights left, as is fastest, where memory holds them.
             left = flow.weights_left()
-            filled, deep = flow.filled_in_flight(left), flow.deep_in_flight()
+            filled, deep = flow.filled_in_flight(left), flow.deep_in_flight
             is_filled, is_deep = holds(filled + left), holds(deep)
             left = np.where(is_filled[:, None], left, 0)
             in_flight = np.where(is_filled[:, None], filled, np.where(is_deep[:, None], deep, plain))

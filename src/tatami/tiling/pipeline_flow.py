@@ -21,6 +21,7 @@ equal stages (ZB-H1), and n_i = 2 (p - i) - 1 (ZB-H2); here both are as many as 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +65,9 @@ class PipelineFlow:
     def links_s(self) -> Floats:
         """How long the link of each stage is busy with one micro-batch, in one direction: with what comes from the stage in
         front, and with the gradient from the stage behind it."""
-        return self.behind_s + np.pad(self.behind_s[:, :-1], ((0, 0), (1, 0)))
+        links_s = self.behind_s.copy()
+        links_s[:, 1:] += self.behind_s[:, :-1]
+        return links_s
 
     @cached_property
     def tau_s(self) -> Floats:
@@ -98,16 +101,18 @@ class PipelineFlow:
         """How long before the end of the first stage each stage has computed all its gradients."""
         return np.maximum(self.backs_s - (left + 1) * self.late_s, 0.0)
 
+    @cached_property
     def plain_in_flight(self) -> Integers:
         """p - i."""
         fewest = np.arange(self.num_stages, 0, -1)
         return np.broadcast_to(np.minimum(fewest, self.micro_batches), self.passes_s.shape)
 
+    @cached_property
     def deep_in_flight(self) -> Integers:
         """As many as hide the hand-overs while micro-batches flow."""
         most = self.micro_batches
         needed = np.ceil((self._returns_s + self.passes_s) / self.tau_s[:, None] - _ROUNDING)
-        return self._spaced(np.maximum(self.plain_in_flight(), np.minimum(needed, most)).astype(np.int64))
+        return self._spaced(np.maximum(self.plain_in_flight, np.minimum(needed, most)).astype(np.int64))
 
     def _spaced(self, in_flight: Integers) -> Integers:
         """Each stage with more in flight than the next one.
@@ -115,11 +120,10 @@ class PipelineFlow:
         Forward and backward passes come in turn. A stage with as many in flight as the next one would stand still in each turn
         until that one has come back; where hand-overs take long, one on its way is not enough, either.
         """
-        for stage in reversed(range(self.num_stages - 1)):
-            is_long = (self.num_stages > 2) & (2 * self.behind_s[:, stage] > _LONG * self.tau_s)
-            wanted = np.minimum(self.micro_batches, in_flight[:, stage + 1] + 1 + is_long)
-            in_flight[:, stage] = np.maximum(in_flight[:, stage], wanted)
-        return in_flight
+        is_long = (self.num_stages > 2) & (2 * self.behind_s > _LONG * self.tau_s[:, None])
+        steps = _in_front(1 + is_long)
+        reached = np.maximum.accumulate((in_flight + steps)[:, ::-1], axis=1)[:, ::-1] - steps
+        return np.asarray(np.minimum(reached, self.micro_batches), dtype=np.int64)
 
     def weights_left(self) -> Integers:
         """For each stage, the micro-batches whose gradients of weights fill the time in which the last one goes back; those of
@@ -132,7 +136,7 @@ class PipelineFlow:
 
     def filled_in_flight(self, left: Integers) -> Integers:
         """As many as, beyond `deep_in_flight`, keep those stages busy at the beginning that decide how long all takes."""
-        deep, most = self.deep_in_flight(), self.micro_batches
+        deep, most = self.deep_in_flight, self.micro_batches
         ends_s = self._ends_s(np.full_like(deep, most), left)
         spare_s = ends_s.max(axis=1, keepdims=True) - ends_s
         wanted = 1 + np.ceil((self._returns_s - spare_s) / self._forward_s - _ROUNDING)
@@ -159,7 +163,8 @@ class PipelineFlow:
         return ends_s
 
 
-def _in_front(each_s: Floats) -> Floats:
+def _in_front(each: NDArray[Any]) -> NDArray[Any]:
     """Of each stage, the sum over the stages in front of it."""
-    sums_s: Floats = np.cumsum(np.pad(each_s, ((0, 0), (1, 0)))[:, :-1], axis=1)
-    return sums_s
+    sums = np.zeros_like(each)
+    np.cumsum(each[:, :-1], axis=1, out=sums[:, 1:])
+    return sums

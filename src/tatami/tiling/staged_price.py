@@ -378,7 +378,7 @@ class _Price:
         """Micro-batches in flight on each stage, and those whose weights are left: of the fastest choice that memory holds."""
         left = [flow.weights_left() for flow in flows]
         filled = [flow.filled_in_flight(each) for flow, each in zip(flows, left, strict=True)]
-        deep, plain = ([getattr(flow, name)() for flow in flows] for name in ("deep_in_flight", "plain_in_flight"))
+        deep, plain = ([getattr(flow, name) for flow in flows] for name in ("deep_in_flight", "plain_in_flight"))
         none = [np.zeros_like(each) for each in left]
         for choice in ((filled, left), (deep, none)) if hides else ():
             in_flight, kept = (np.concatenate(each).max(axis=0).tolist() for each in choice)
