@@ -139,9 +139,10 @@ class PipelineFlow:
         deep, most = self.deep_in_flight, self.micro_batches
         ends_s = self._ends_s(np.full_like(deep, most), left)
         spare_s = ends_s.max(axis=1, keepdims=True) - ends_s
-        wanted = 1 + np.ceil((self._returns_s - spare_s) / self._forward_s - _ROUNDING)
+        forward_s = np.maximum(self._forward_s, np.finfo(np.float64).tiny)  # pieces without work
+        wanted = 1 + np.ceil((self._returns_s - spare_s) / forward_s - _ROUNDING)
         # No more than that: what comes before the first backward pass delays the stages in front.
-        harmless = 1 + np.floor(self._returns_s / self._forward_s + _ROUNDING)
+        harmless = 1 + np.floor(self._returns_s / forward_s + _ROUNDING)
         wanted = np.where(self.is_busy[:, None], 1, np.clip(np.minimum(wanted, harmless), 1, most))
         return self._spaced(np.maximum(deep, wanted).astype(np.int64))
 
