@@ -269,13 +269,12 @@ class Training:
 def assumed(workload: Workload, case: Case) -> Workload:
     """The workload with what the case keeps of each weight."""
     copies = 2 + MOMENTS[case.optimizer] + (case.loop == "Trainer")
-    update_bytes = workload.update_bytes if case.optimizer == "adam" else 0.0
     sharded = copies - 2 if workload.sharded_bytes_per_parameter else 0
     return replace(
         workload,
         state_bytes_per_parameter=copies * workload.element_bytes,
         sharded_bytes_per_parameter=sharded * workload.element_bytes,
-        update_bytes=update_bytes,
+        update_bytes_per_parameter=2 * workload.element_bytes if case.optimizer == "adam" else 0.0,
     )
 
 

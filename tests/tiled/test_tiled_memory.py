@@ -7,6 +7,7 @@ import gc
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from networks import CASES, GPT, LARGE, Case
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import tatami
 from drawing import one_at_a_time
@@ -73,31 +75,44 @@ class Counted:
                 memory = tensor.untyped_storage()
                 self.sizes[memory.data_ptr()] = memory.nbytes()
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.add([tensor])
-        return tensor
-
 
 def step(model: TiledModel, optimizer: torch.optim.Optimizer, x: torch.Tensor, good: GoodState) -> int:
-    """One step of training on a global batch; the bytes of weights, gradients, the optimizer's state, what forward keeps for
-    backward in the largest micro-batch, the Trainer's copy, and the messages between replicas."""
+    """One step of training on a global batch; the bytes of weights, the optimizer's state, the Trainer's copy, and the messages
+    between replicas; and the most, at any moment of a backward pass, of gradients and of what forward kept for backward."""
     optimizer.zero_grad()
     good.keep(0)
     state, most = Counted(), 0
     state.add(good._kept)
+    there: dict[int, int] = {}
+    saved: dict[int, tuple[Any, int]] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        memory = tensor.untyped_storage()
+        saved[memory.data_ptr()] = StorageWeakRef(memory), memory.nbytes()  # type: ignore[no-untyped-call]
+        return tensor
+
+    def come(gradient: torch.Tensor, parameter: nn.Parameter) -> None:
+        nonlocal most
+        there[id(parameter)] = gradient.numel() * gradient.element_size()
+        most = max(most, sum(there.values()) + sum(size for memory, size in saved.values() if not memory.expired()))
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    handles: list[Any] = [each.register_hook(functools.partial(come, parameter=each)) for each in trained]  # type: ignore[no-untyped-call]
     for part in model.micro_batches(x):
-        saved = Counted()
-        with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             output = model(part)
             flat = output.flatten(0, -2)
             loss = F.cross_entropy(flat, torch.zeros(flat.shape[0], dtype=torch.int64))
         # The weights are counted below, and the whole batch is not the network's.
         for tensor in (*model.parameters(), *model.buffers(), x):
-            saved.sizes.pop(tensor.untyped_storage().data_ptr(), None)
+            saved.pop(tensor.untyped_storage().data_ptr(), None)
+        most = max(most, sum(there.values()) + sum(size for _, size in saved.values()))
         loss.backward()  # type: ignore[no-untyped-call]
-        most = max(most, sum(saved.sizes.values()))
+    for handle in handles:
+        handle.remove()
     optimizer.step()
-    state.add([*model.parameters(), *model.buffers(), *(parameter.grad for parameter in model.parameters())])
+    state.add([*model.parameters(), *model.buffers()])
     for each in optimizer.state.values():
         state.add(value for value in each.values() if value.dim())
     exchange = model._placement.exchange
@@ -106,7 +121,7 @@ def step(model: TiledModel, optimizer: torch.optim.Optimizer, x: torch.Tensor, g
         state.add(stage.values for stage in exchange._stages)
         state.add(sum_._scratch for sum_ in exchange._vectors._sums.values())
         state.add([] if exchange._vector is None else [exchange._vector._values])
-    return most + sum(state.sizes.values())
+    return max(most, sum(there.values())) + sum(state.sizes.values())
 
 
 def capped_plans(workload: Workload, chance: random.Random) -> list[Plan]:
@@ -258,3 +273,14 @@ def test_memory_that_a_pass_drops_again_counts_whatever_takes_its_place() -> Non
             x.exp().sum().item()  # exp keeps its result
         kept = x.exp()
     assert keeping.size_bytes == 6 * kept.numel() * 4
+
+
+def test_the_gradients_of_late_layers_are_there_while_early_layers_wait() -> None:
+    """Layers that keep much and have few weights, and a last one that keeps little and has many."""
+    layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Tanh()) for _ in range(8)]
+    network = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 64, 512))
+    workload = workload_of(network, find_blocks(network, sample=torch.randn(4, 8, 8, 8), random="plain"), samples=4)
+    late = (512 * 512 + 512) / sum(each.numel() for each in network.parameters())
+    assert max(there for kept, there in workload.backward_moments if kept >= 0.95) == pytest.approx(late, rel=0.01)
+    assert max(there for kept, there in workload.backward_moments if kept >= 0.5) < 1
+    assert max(there for _, there in workload.backward_moments) == 1

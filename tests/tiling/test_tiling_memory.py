@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import warnings
@@ -94,6 +95,36 @@ def test_of_several_micro_batches_the_activations_of_one_are_in_memory() -> None
     assert found is not None
     assert found.columns == layout.columns
     assert squeezed(layout, cluster=cluster_of([1.0], [200 + 9_999]), workload=workload) is None
+
+
+def test_gradients_come_as_activations_go() -> None:
+    """In one micro-batch; of several, gradients of those before are there all along. Adam's work space comes after both."""
+    layout = Layout(columns=(Column(width=1.0, processors=("p0",), heights=(1.0,)),))
+    gradient_bytes, kept_bytes = 4 * (500 + 3 * (6 * 1000 + 800 * 20)), 100 * (10 + 3 * (6 * 100 + 50 + 800 * 2))
+    lasting_bytes = 4 * gradient_bytes
+    for kept, there in ((1.0, 0.5), (0.25, 1.0), (1.5, 0.0)):
+        workload = replace(WORKLOAD, backward_moments=((kept, there),))
+        assert memory_bytes(layout, workload=workload)["p0"] == lasting_bytes + kept * kept_bytes + there * gradient_bytes
+        parts = layout.in_micro_batches(2)
+        assert memory_bytes(parts, workload=workload)["p0"] == lasting_bytes + kept * kept_bytes / 2 + gradient_bytes
+    workload = replace(WORKLOAD, backward_moments=((0.0, 1.0),), update_bytes_per_parameter=8.0, largest_parameters=400)
+    assert memory_bytes(layout, workload=workload)["p0"] == lasting_bytes + gradient_bytes + 8 * 400
+    large = replace(HIDDEN, unit_largest_parameters=12)
+    workload = replace(workload, blocks=(HEADS, large) * 3)
+    assert memory_bytes(layout, workload=workload)["p0"] == lasting_bytes + gradient_bytes + 8 * 12 * 800
+
+
+@pytest.mark.parametrize("moments", [((1.0, 0.0), (0.0, 1.0)), ((1.25, 0.25), (0.5, 1.0)), ((1.0, 1.0),)])
+def test_shares_within_memory_know_when_gradients_come(moments: tuple[tuple[float, float], ...]) -> None:
+    workload = replace(WORKLOAD, backward_moments=moments)
+    layout = even_layout(("p0", "p1"), ("p2", "p3"))
+    kept = memory_bytes(layout, workload=workload)
+    fits = cluster_of([1.0] * 4, [math.ceil(kept[f"p{rank}"] * 0.9) if rank == 0 else None for rank in range(4)])
+    found = squeezed(layout, cluster=fits, workload=workload)
+    assert found is not None
+    given = fits.processors[0].memory_bytes
+    assert given is not None
+    assert 0.9 * given < memory_bytes(found, workload=workload, cluster=fits)["p0"] <= given
 
 
 def even_layout(*columns: tuple[str, ...]) -> Layout:

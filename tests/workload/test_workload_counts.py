@@ -20,6 +20,7 @@ from tatami.workload import (
     Workload,
     as_probed,
     backward_counts,
+    corners,
     forward_counts,
     gpt_workload,
     has_blocks_of,
@@ -322,3 +323,15 @@ def test_pieces_are_the_whole_network_in_order(*, tied: bool, vocabulary: int, t
     )
     assert sum(piece.activation_bytes_per_sample for piece in pieces) == pytest.approx(kept, rel=1e-12)
     assert [piece.crossing_bytes_per_sample for piece in pieces] == [0, *[4 * 12 * tokens] * 5]
+
+
+def test_memory_is_fullest_at_the_corners_of_what_is_kept_and_what_is_there() -> None:
+    hull = (1.0, 0.0), (0.9, 0.5), (0.4, 0.9), (0.0, 1.0)
+    assert corners([(0.5, 0.6), *reversed(hull)]) == hull
+    assert corners([(0.0, 1.0), (1.0, 1.0), (1.0, 0.0)]) == ((1.0, 1.0),)
+
+
+@given(st.lists(st.tuples(st.floats(0, 2), st.floats(0, 1)), min_size=1, max_size=12), st.floats(0, 10), st.floats(0, 10))
+def test_no_moment_is_fuller_than_the_corners(moments: list[tuple[float, float]], kept: float, there: float) -> None:
+    fullest = max(a * kept + b * there for a, b in moments)
+    assert max(a * kept + b * there for a, b in corners(moments)) == pytest.approx(fullest)

@@ -2,8 +2,9 @@
 
 glibc keeps freed memory of up to 32 MiB for later use, with holes between what is in use: processes peak at 1.2 to 2.4 times
 what their tensors take (benchmarks/memory.py), by amounts that differ from run to run. Where tensors of at least `_LEAST_BYTES`
-are given back at once, they do not. Their pages are new each time, which costs a GPT of 4.8 M weights a quarter of its CPU
-time, so this is done only where memory is tight.
+are given back at once, and what is left of smaller ones before each forward pass, they do not: an LSTM has thousands of
+smaller ones, between which a third of its memory lay free. Pages are new each time, which costs a GPT of 4.8 M weights a
+quarter of its CPU time, so this is done only where memory is tight.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 """Of glibc's malloc.h: M_MMAP_THRESHOLD, from which size memory is the system's own piece, and M_TRIM_THRESHOLD."""
 
 
+_libraries: list[ctypes.CDLL] = []
+"""The C library, once it gives freed memory back."""
+
+
 def give_freed_memory_back() -> bool:
     """From now on, in this process; returns whether its C library can be told so (glibc)."""
     if not sys.platform.startswith("linux"):
@@ -26,5 +31,12 @@ def give_freed_memory_back() -> bool:
     if not hasattr(library, "mallopt") or not hasattr(library, "gnu_get_libc_version"):
         return False
     told = [library.mallopt(_MMAP_THRESHOLD, _LEAST_BYTES), library.mallopt(_TRIM_THRESHOLD, _LEAST_BYTES)]
-    library.malloc_trim(0)
+    _libraries[:] = [library]
+    trim()
     return all(told)
+
+
+def trim() -> None:
+    """Give back what is free now, if `give_freed_memory_back` was called."""
+    for library in _libraries:
+        library.malloc_trim(0)

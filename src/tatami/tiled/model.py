@@ -32,6 +32,7 @@ from tatami.gradients.passes import ForwardPass
 from tatami.same_steps import optimizers_of, refuse_other_steps, steps_of, watch_steps
 from tatami.same_weights import Numbers, numbers_of, refuse_other_weights
 from tatami.stages.stand_in import StandIn
+from tatami.tiled.allocator import trim
 from tatami.tiled.batch import cut_batch, on_device, samples_of, tensors_of
 from tatami.tiled.blocks import Blocks, workload_of
 from tatami.tiled.carrying import counted_from, units_of
@@ -505,6 +506,8 @@ class TiledModel(nn.Module):
         if not torch.is_grad_enabled():
             with self._drawing():
                 return self._run(inputs, named_inputs)
+        if not self._part:
+            trim()
         for watch in self._watches if not self._part else ():
             if watch.is_due:
                 with self.phases.during(IterationPhase.HORIZONTAL):

@@ -62,14 +62,15 @@ class Column:
 
     def as_wide_as(self, width: float) -> Column:
         """The same processors at the same heights with another `width`, a fraction of the samples."""
-        column = replace(self, width=width)
-        column._sizes.update(self._sizes)  # they depend on the heights alone
-        return column
+        return self._with(width, self.micro_batches)
 
     def in_micro_batches(self, number: int) -> Column:
         """The same column with another number of `micro_batches`."""
-        column = replace(self, micro_batches=number)
-        column._sizes.update(self._sizes)
+        return self._with(self.width, number)
+
+    def _with(self, width: float, micro_batches: int) -> Column:
+        column = Column(width=width, processors=self.processors, heights=self.heights, micro_batches=micro_batches)
+        column._sizes.update(self._sizes)  # they depend on the heights alone
         return column
 
     def micro_batch_sizes(self, samples: int) -> tuple[int, ...]:
@@ -123,6 +124,7 @@ class Layout:
 
     columns: tuple[Column, ...]
     _samples: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _units: dict[int, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         width = sum(column.width for column in self.columns)
@@ -157,7 +159,7 @@ class Layout:
 
     def unit_shares(self, units: int) -> NDArray[np.float64]:
         """`Column.unit_shares` of all `processors`."""
-        if units >= FEW * self.deepest:
+        if units >= FEW * self.deepest or self.deepest == 1:
             return self.heights
         counts = np.diff(self.starts, append=len(self.processors))
         few = units < FEW * counts
@@ -168,9 +170,15 @@ class Layout:
 
     def unit_sizes(self, units: int) -> NDArray[np.int64]:
         """`Column.unit_sizes` of all `processors`."""
-        Column.cut_together(self.columns, units)
-        sizes = chain.from_iterable(column.unit_sizes(units) for column in self.columns)
-        return np.fromiter(sizes, dtype=np.int64, count=len(self.processors))
+        sizes = self._units.get(units)
+        if sizes is None and self.deepest == 1:
+            sizes = np.full(len(self.columns), units)
+        elif sizes is None:
+            Column.cut_together(self.columns, units)
+            own = chain.from_iterable(column.unit_sizes(units) for column in self.columns)
+            sizes = np.fromiter(own, dtype=np.int64, count=len(self.processors))
+        self._units[units] = sizes
+        return sizes
 
     def renamed(self, names: Mapping[str, str]) -> Layout:
         """The same with other processors in the places of those that are in `names`."""

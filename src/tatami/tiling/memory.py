@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -36,10 +36,11 @@ def memory_bytes(
 ) -> dict[str, float]:
     """What every processor keeps, in whole samples and units; nothing where it has no work.
 
-    Weights with their gradients, the optimizer's state and the Trainer's copy, those of its units and those that every rank
-    repeats; what the samples of its largest micro-batch leave behind in the forward pass for the backward pass; and the memory
-    in which gradients travel between columns; of what is sharded, its share (`optimizer_shares`). Where it is more than the
-    samples leave behind, the memory in which the optimizer computes the update of the largest weight.
+    Weights with the optimizer's state and the Trainer's copy, those of its units and those that every rank repeats; the memory
+    in which gradients travel between columns; of what is sharded, its share (`optimizer_shares`). To this comes the most of
+    what passes: at some moment of the backward pass (`Workload.backward_moments`) gradients, and what the samples of its
+    largest micro-batch left behind in the forward pass; or, when all gradients are there, the memory in which the optimizer
+    computes the update of the largest weight.
 
     Args:
         layout: who has how much.
@@ -73,34 +74,60 @@ def optimizer_shares(
 
 def _unsharded(layout: Layout, *, workload: Workload, cluster: Cluster | None, ranks: int | None) -> Vector:
     """What every processor keeps beside its shard of the optimizer's state."""
-    whole_bytes, sample_bytes, works = _amounts(layout, workload=workload, cluster=cluster, ranks=ranks)
+    amounts = _Amounts(layout, workload=workload, cluster=cluster, ranks=ranks)
     counts = np.diff(layout.starts, append=len(layout.processors))
     sizes = np.array(layout.sample_sizes(workload.samples))
     numbers = np.clip([column.micro_batches for column in layout.columns], 1, np.maximum(sizes, 1))
     largest = np.repeat(-(-sizes // numbers), counts)
-    # Activations are gone when the optimizer needs memory.
-    passing_bytes = np.maximum(largest * sample_bytes, workload.update_bytes)
-    return np.where(works & (largest > 0), whole_bytes + passing_bytes, 0.0)
+    passing_bytes = amounts.passing_bytes(largest, is_whole=np.repeat(numbers == 1, counts))
+    return np.where(amounts.works & (largest > 0), amounts.lasting_bytes + passing_bytes, 0.0)
 
 
-def _amounts(
-    layout: Layout, *, workload: Workload, cluster: Cluster | None, ranks: int | None
-) -> tuple[Vector, Vector, NDArray[np.bool_]]:
-    """Of all processors: what they keep however many samples they have, what they keep for each sample of a micro-batch, and
-    whether they have units."""
-    messages = _Messages(layout, workload=workload, cluster=cluster, ranks=ranks)
-    members = len(layout.processors)
-    whole = np.full(members, float(workload.replicated_state_bytes + messages.replicated_bytes))
-    sample = np.full(members, float(workload.replicated_activation_bytes))
-    works = np.full(members, not workload.blocks)
-    for block, count in workload.kinds:
-        sizes = layout.unit_sizes(block.units)
-        sent_bytes = block.unit_parameters * messages.unit_bytes(sizes)
-        whole += count * (sizes * workload.unit_state_bytes(block) + sent_bytes)
-        beside_bytes = np.where(sizes > 0, block.sample_activation_bytes, 0.0)
-        sample += count * (sizes * block.unit_activation_bytes + beside_bytes)
-        works |= sizes > 0
-    return whole, sample, works
+class _Amounts:
+    """What all processors of a layout keep.
+
+    Attributes:
+        lasting_bytes: at all times, however many samples they have.
+        gradient_bytes: when the backward pass is over.
+        sample_bytes: for each sample of a micro-batch, between forward and backward pass.
+        update_bytes: for a while, when activations are gone: for the update of the largest weight.
+        works: whether they have units.
+    """
+
+    def __init__(self, layout: Layout, *, workload: Workload, cluster: Cluster | None, ranks: int | None) -> None:
+        self._workload = workload
+        messages = _Messages(layout, workload=workload, cluster=cluster, ranks=ranks)
+        members = len(layout.processors)
+        self.lasting_bytes = np.full(members, float(workload.replicated_state_bytes + messages.replicated_bytes))
+        self.gradient_bytes = np.full(members, float(workload.replicated_gradient_bytes))
+        self.sample_bytes = np.full(members, float(workload.replicated_activation_bytes))
+        self.update_bytes = np.full(members, float(workload.update_bytes))
+        self.works = np.full(members, not workload.blocks)
+        for block, count in workload.kinds:
+            sizes = layout.unit_sizes(block.units)
+            sent_bytes = block.unit_parameters * messages.unit_bytes(sizes)
+            self.lasting_bytes += count * (sizes * workload.unit_state_bytes(block) + sent_bytes)
+            self.gradient_bytes += count * sizes * workload.unit_gradient_bytes(block)
+            beside_bytes = np.where(sizes > 0, block.sample_activation_bytes, 0.0)
+            self.sample_bytes += count * (sizes * block.unit_activation_bytes + beside_bytes)
+            own_bytes = sizes * block.unit_largest_parameters * workload.update_bytes_per_parameter
+            np.maximum(self.update_bytes, own_bytes, out=self.update_bytes)
+            self.works |= sizes > 0
+        self.lasting_bytes -= self.gradient_bytes
+
+    def passing_bytes(self, samples: NDArray[np.int64], *, is_whole: NDArray[np.bool_]) -> Vector:
+        """What is there beside `lasting_bytes` when memory is fullest, with so many samples in a micro-batch.
+
+        Args:
+            samples: for each processor.
+            is_whole: whether these are all that it has.
+        """
+        kept_bytes = samples * self.sample_bytes
+        moments = [kept * kept_bytes + there * self.gradient_bytes for kept, there in self._workload.backward_moments]
+        most_kept = max(kept for kept, _ in self._workload.backward_moments)
+        fullest = np.where(is_whole, np.max(moments, axis=0), most_kept * kept_bytes + self.gradient_bytes)
+        passing_bytes: Vector = np.maximum(fullest, self.gradient_bytes + self.update_bytes)
+        return passing_bytes
 
 
 def in_fewest_micro_batches(layout: Layout, *, cluster: Cluster, workload: Workload, ranks: int | None = None) -> Layout | None:
@@ -113,15 +140,20 @@ def in_fewest_micro_batches(layout: Layout, *, cluster: Cluster, workload: Workl
         return None if lacking_bytes(layout, cluster=cluster, workload=workload, ranks=ranks) else layout
     if not cluster.memory_known:
         return layout
-    whole_bytes, sample_bytes, works = _amounts(layout, workload=workload, cluster=cluster, ranks=ranks)
+    amounts = _Amounts(layout, workload=workload, cluster=cluster, ranks=ranks)
     samples = np.array(layout.sample_sizes(workload.samples))
-    room_bytes = _limits(layout, cluster=cluster) - whole_bytes
-    own = np.repeat(samples, np.diff(layout.starts, append=len(works)))
-    works &= own > 0
-    if (room_bytes < workload.update_bytes)[works].any():
+    limits = _limits(layout, cluster=cluster) - amounts.lasting_bytes
+    own = np.repeat(samples, np.diff(layout.starts, append=len(limits)))
+    works = amounts.works & (own > 0)
+    room_bytes = limits - amounts.gradient_bytes
+    if (room_bytes < amounts.update_bytes)[works].any():
         return None
     held = own.astype(np.float64)
-    tight = works & (sample_bytes * own > room_bytes)
+    tight = works & (amounts.passing_bytes(own, is_whole=np.full(len(own), True)) > limits)
+    # Some member's lack makes several micro-batches of its column's samples.
+    column_tight = np.repeat(np.logical_or.reduceat(tight, layout.starts), np.diff(layout.starts, append=len(limits)))
+    sample_bytes = amounts.sample_bytes * max(kept for kept, _ in workload.backward_moments)
+    tight = works & column_tight & (sample_bytes * own > room_bytes)
     held[tight] = room_bytes[tight] // sample_bytes[tight]
     most = np.minimum.reduceat(held, layout.starts)
     if (most[samples > 0] < 1).any():
@@ -227,7 +259,8 @@ def squeezed(layout: Layout, *, cluster: Cluster, workload: Workload, ranks: int
 
     A tile of width w and height h in k micro-batches keeps A + P h + w (B + Q h) / k: A for what every rank repeats, P for all
     units' weights and the messages with their gradients, B and Q for what a batch leaves behind, beside the units and with all
-    of them. The number of micro-batches of a replica does not change here. So memory
+    of them; in one micro-batch the most of several such sums, with parts of the gradients and of what is left behind
+    (`Workload.backward_moments`). The number of micro-batches of a replica does not change here. So memory
     limits the height for a width, as a time T does: w (F h + G) / v <= T. Both limits fall with w; the widest that a column can
     be within T is found by bisection, and so is the least T in which the columns together are as wide as the batch.
     """
@@ -268,9 +301,12 @@ class _Squeeze:
         self._starts = np.cumsum([0, *counts[:-1]])
         self._column = np.repeat(np.arange(len(counts)), counts)
         self._speeds = np.array([cluster.by_name[name].speed for name in layout.processors])
-        self._room = limits - workload.replicated_state_bytes - messages.replicated_bytes
+        self._moments = workload.backward_moments
+        self._beside_gradient_bytes = workload.replicated_gradient_bytes
+        self._gradient_bytes = sum(count * block.units * workload.unit_gradient_bytes(block) for block, count in workload.kinds)
+        self._room = limits - workload.replicated_state_bytes - messages.replicated_bytes + self._beside_gradient_bytes
         state_bytes = sum(count * block.units * workload.unit_state_bytes(block) for block, count in workload.kinds)
-        self._unit_bytes = np.full(len(limits), float(state_bytes))
+        self._unit_bytes = np.full(len(limits), float(state_bytes - self._gradient_bytes))
         for block, count in workload.kinds:
             self._unit_bytes += count * block.unit_parameters * messages.unit_bytes(np.full(len(limits), block.units))
         beside_bytes = sum(count * block.sample_activation_bytes for block, count in workload.kinds)
@@ -314,13 +350,22 @@ class _Squeeze:
     def _limit(self, widths: Vector) -> Vector:
         """The greatest height for which each processor has memory, its column having this width."""
         # A micro-batch has one sample at least.
-        parts = np.where(self._parts < 1, np.maximum(widths * self._parts, 1 / self._samples), widths)
-        w = parts[self._column]
-        room = self._room - w * self._beside_bytes
-        with np.errstate(divide="ignore", invalid="ignore"):
-            limit = room / (self._unit_bytes + w * self._area_bytes)
-        # Without blocks there is nothing that a lesser height would save.
-        return np.clip(np.where(room < 0, 0.0, np.where(np.isnan(limit), 1.0, limit)), 0.0, 1.0)
+        in_parts = self._parts < 1
+        w = np.where(in_parts, np.maximum(widths * self._parts, 1 / self._samples), widths)[self._column]
+        if not in_parts.any():
+            return self._limit_of(w, self._moments)
+        limit = self._limit_of(w, [(max(kept for kept, _ in self._moments), 1.0)])
+        return limit if in_parts.all() else np.where(in_parts[self._column], limit, self._limit_of(w, self._moments))
+
+    def _limit_of(self, w: Vector, moments: Sequence[tuple[float, float]]) -> Vector:
+        least = np.ones(len(w))
+        for kept, there in moments:
+            room = self._room - there * self._beside_gradient_bytes - kept * w * self._beside_bytes
+            with np.errstate(divide="ignore", invalid="ignore"):
+                limit = room / (self._unit_bytes + there * self._gradient_bytes + kept * w * self._area_bytes)
+            # Without blocks there is nothing that a lesser height would save.
+            np.minimum(least, np.where(room < 0, 0.0, np.where(np.isnan(limit), 1.0, limit)), out=least)
+        return np.clip(least, 0.0, 1.0)
 
     def _quick(self, widths: Vector, times: Vector) -> Vector:
         """The greatest height that each processor computes in its column's time."""

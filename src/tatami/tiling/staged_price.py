@@ -199,6 +199,7 @@ def stage_workload(
         replicated_flop_per_sample=round(whole["flop_per_sample"]),
         replicated_activation_bytes=whole["activation_bytes_per_sample"],
         replicated_frozen_bytes=whole["frozen_bytes"],
+        backward_moments=((1.0, 1.0),),
         trained_tensors=round(workload.trained_tensors * part),
         batch_statistics=workload.batch_statistics[: math.ceil(len(workload.batch_statistics) * part)],
     )

@@ -282,7 +282,10 @@ def _prefixes(quick: QuickPrices, order: Sequence[int]) -> None:
             quick.of(frozenset(order[:count]))
         return
     doubling = [2**power for power in range(size.bit_length())]
-    fewer = doubling[::2] if size <= _MANY else (1, size // 32, size // 4)
+    fewer = doubling[::2]
+    if size > _MANY:
+        # Where very many have no memory for the network together, neither have nearly as many.
+        fewer = [1, size // 32, size // 4] if quick.of(frozenset(order)) < math.inf else []
     counts = sorted({size, *doubling, *(size - gone for gone in fewer if gone < size)})
     prices = {count: quick.of(frozenset(order[:count])) for count in counts}
     for _ in range(_CLOSING):

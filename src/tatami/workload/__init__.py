@@ -17,7 +17,7 @@ from tatami.workload.network import (
 )
 from tatami.workload.piece import Piece
 from tatami.workload.table1 import Counts, PairSizes, backward_counts, forward_counts, iteration_counts
-from tatami.workload.workload import WIRES, Workload, check_wire
+from tatami.workload.workload import WIRES, Workload, check_wire, corners
 
 __all__ = [
     "VOCABULARY",
@@ -34,6 +34,7 @@ __all__ = [
     "as_probed",
     "backward_counts",
     "check_wire",
+    "corners",
     "forward_counts",
     "gpt_workload",
     "has_blocks_of",

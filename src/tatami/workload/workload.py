@@ -27,7 +27,7 @@ _AMOUNTS = (
     "sharded_bytes_per_parameter",
     "replicated_activation_bytes",
     "replicated_frozen_bytes",
-    "update_bytes",
+    "update_bytes_per_parameter",
 )
 
 
@@ -53,8 +53,13 @@ class Workload:
             where the optimizer is not sharded. Only of weights outside of blocks.
         micro_batches: the number of micro-batches in which every column computes its samples; None: as few as memory allows, or
             more where that is faster.
-        update_bytes: what the optimizer needs for a while to update the largest weight outside of blocks; twice its size for
-            Adam.
+        update_bytes_per_parameter: what the optimizer needs for a while for each element of the weight that it updates: 8 for
+            Adam in float32, 0 for SGD. It updates one weight after the other.
+        largest_parameters: elements of the largest weight outside of blocks.
+        backward_moments: at which moments of a backward pass memory may be fullest: of what the forward pass left behind, the
+            part that is still there with the gradients that pass from layer to layer, which may be more than 1; and of the
+            gradients of weights the part that is there already. Where a replica computes several micro-batches, those of the
+            ones before are there all along.
         trained_tensors: how many trained weights there are, in all layers: ranks tell each other which had part in the loss.
         replicated_activation_bytes: what the layers outside of blocks leave behind for backward, for each sample.
         replicated_frozen_bytes: of weights outside of blocks that are not trained, and of buffers, without a copy.
@@ -76,7 +81,9 @@ class Workload:
     sharded_bytes_per_parameter: float = 0.0
     replicated_activation_bytes: float = 0.0
     replicated_frozen_bytes: float = 0.0
-    update_bytes: float = 0.0
+    update_bytes_per_parameter: float = 0.0
+    largest_parameters: int = 0
+    backward_moments: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     trained_tensors: int = 0
     batch_statistics: tuple[int, ...] = ()
     micro_batches: int | None = None
@@ -173,6 +180,11 @@ class Workload:
         return self.replicated_parameters * kept + 2 * self.replicated_frozen_bytes
 
     @property
+    def update_bytes(self) -> float:
+        """What the update of the largest weight outside of blocks needs for a while."""
+        return self.update_bytes_per_parameter * self.largest_parameters
+
+    @property
     def sharded_state_bytes(self) -> float:
         """What the ranks divide among them."""
         return self.replicated_parameters * self.sharded_bytes_per_parameter
@@ -182,13 +194,22 @@ class Workload:
         return block.unit_parameters * self.state_bytes_per_parameter + 2 * block.unit_frozen_bytes
 
     @property
+    def replicated_gradient_bytes(self) -> int:
+        """What of `replicated_state_bytes` are gradients."""
+        return self.replicated_parameters * self.element_bytes
+
+    @property
     def replicated_moved_bytes(self) -> float:
         """What of `replicated_state_bytes` a rank gets that joins: all but the gradients."""
-        return self.replicated_state_bytes - self.replicated_parameters * self.element_bytes
+        return self.replicated_state_bytes - self.replicated_gradient_bytes
+
+    def unit_gradient_bytes(self, block: Block) -> int:
+        """What of `unit_state_bytes` are gradients."""
+        return block.unit_parameters * self.element_bytes
 
     def unit_moved_bytes(self, block: Block) -> float:
         """What of `unit_state_bytes` moves with a unit in a re-tiling."""
-        return self.unit_state_bytes(block) - block.unit_parameters * self.element_bytes
+        return self.unit_state_bytes(block) - self.unit_gradient_bytes(block)
 
     @cached_property
     def vertical_exchanges(self) -> int:
@@ -245,6 +266,24 @@ class Workload:
     def with_samples(self, samples: int) -> Workload:
         """The same network with another global batch."""
         return replace(self, samples=samples)
+
+
+def corners(moments: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Those of `Workload.backward_moments` at which memory is fullest for some sizes of what is kept and of the gradients.
+
+    They are the corners of the upper right hull of all of them, beginning with the one that has most of what is kept.
+    """
+    found: list[tuple[float, float]] = []
+    for kept, there in sorted(set(moments), reverse=True):
+        if found and there <= max(there for _, there in found):
+            continue
+        while len(found) > 1:
+            (a, b), (c, d) = found[-2:]
+            if (c - a) * (there - b) > (d - b) * (kept - a):
+                break
+            found.pop()
+        found.append((kept, there))
+    return tuple(found)
 
 
 def check_wire(wire: str | None) -> None:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,9 +25,12 @@ from tatami.tiled.following.keeping import Keeping, Kept
 from tatami.tiled.following.mixing import EITHER, LeftBehind, attribute, kept_of_samples, mixture_of
 from tatami.tiled.following.sample import FEWEST, Sample
 from tatami.tiled.following.unchanged import unchanged
+from tatami.workload import corners
 
 USUAL_BATCH = 64
 """Samples of the global batch, where that is not known."""
+_PASSING = 2
+"""So many tensors pass from layer to layer in the backward pass at the same time."""
 _TRIED_FLOP = 1e9
 """Operations of a forward pass over so many samples, to see whether the network looks at how many there are."""
 
@@ -51,6 +55,7 @@ class Captured:
         logits: the linear layers whose result the network returns, or takes the cross-entropy of.
         kept: what the pass kept for backward, in its order.
         kept_bytes: the same of one sample, with the results, and what a loss keeps of them.
+        backward_moments: as `Workload` has them.
         ends: of modules: how much was kept when their first call ended.
         result_axes: of each leaf of the network's result: the axis of the samples; None where it has none.
         runs_without_samples: whether the network runs on a batch of no sample as well, in training and in evaluation.
@@ -74,6 +79,7 @@ class Captured:
     last_axis: Mapping[str, int] = field(default_factory=dict)
     kept: Sequence[Kept] = ()
     kept_bytes: float = 0.0
+    backward_moments: Sequence[tuple[float, float]] = ((1.0, 1.0),)
     ends: Mapping[str, int] = field(default_factory=dict)
     result_axes: Sequence[int | None] | None = None
     runs_without_samples: bool = False
@@ -180,6 +186,7 @@ def capture(model: nn.Module, sample: Sample, *, batch_size: int = USUAL_BATCH) 
         last_axis=watch.last_axis,
         kept=tuple(watch.keeping.found.values()),
         kept_bytes=_kept_per_sample((most.samples, watch.kept_bytes), (less.samples, other_watch.kept_bytes)),
+        backward_moments=_backward_moments(model, watch),
         ends=watch.ends,
         result_axes=_result_axes(watch.results, other_watch.results),
         runs_without_samples=_runs_without_samples(model, most),
@@ -196,6 +203,34 @@ def _kept_per_sample(one: tuple[int, int], other: tuple[int, int]) -> float:
     (samples, size_bytes), (other_samples, other_bytes) = one, other
     slope = (size_bytes - other_bytes) / (samples - other_samples)
     return max(size_bytes / samples, slope, size_bytes - slope * (samples - 1))
+
+
+def _backward_moments(model: nn.Module, watch: _Watch) -> tuple[tuple[float, float], ...]:
+    """When memory may be fullest: of what is kept and of all gradients the parts that are there, as `Workload` has them.
+
+    The gradient of a weight is there when the backward pass comes to where the weight was first read; of weights whose reading
+    was not seen (those of recurrent layers), from the beginning.
+    """
+    pieces = list(watch.keeping.found.values())
+    kept = [each.size_bytes for each in pieces]
+    always_bytes = watch.kept_bytes - sum(kept)
+    gradients: dict[int, int] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            position = watch.first_read.get(id(parameter), len(kept))
+            gradients[position] = gradients.get(position, 0) + parameter.numel() * parameter.element_size()
+    held_bytes = list(accumulate(kept, initial=always_bytes))
+    there_bytes = 0
+    moments = [(1.0, 0.0)]
+    for position in sorted(gradients, reverse=True):
+        there_bytes += gradients[position]
+        # The gradients of what a layer was given and of what it gave are there for a while; both are about as large as what is
+        # kept of them.
+        near = pieces[max(0, position - _PASSING) : position + 1]
+        passing_bytes = _PASSING * max((each.size_bytes for each in near if each.has_gradient), default=0)
+        held = (held_bytes[position] + passing_bytes) / max(1, watch.kept_bytes)
+        moments.append((held, there_bytes / sum(gradients.values())))
+    return corners([*moments, (0.0, 1.0)])
 
 
 def _result_axes(one: Sequence[Any], other: Sequence[Any]) -> tuple[int | None, ...] | None:
@@ -228,6 +263,8 @@ class _Watch(TorchFunctionMode):
         self.flop: dict[str, float] = {}
         self._begun: list[float] = []
         self.readers: dict[int, set[str]] = {}
+        self.first_read: dict[int, int] = {}
+        """Of each weight, by its identity, how many pieces of memory were kept when it had been read for the first time."""
         self.logits: set[str] = set()
         self.drawing: set[Any] = set()
         self.orders: dict[str, set[tuple[int, ...]]] = {
@@ -264,6 +301,7 @@ class _Watch(TorchFunctionMode):
         if isinstance(result, torch.Tensor):
             for each in (*args, *(kwargs or {}).values()):
                 if id(each) in self._parameters:
+                    self.first_read.setdefault(id(each), len(self.keeping.found))
                     self.readers.setdefault(id(each), set()).add(self._running[-1] if self._running else "")
         return result
 

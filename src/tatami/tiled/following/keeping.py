@@ -18,10 +18,12 @@ class Kept:
     Attributes:
         size_bytes: of all of it, whatever part of it is looked at.
         last_axis: the length of the last axis of what was kept there first.
+        has_gradient: whether its gradient may pass in the backward pass: not of integers, such as a library's work space.
     """
 
     size_bytes: int
     last_axis: int
+    has_gradient: bool = True
 
 
 class Keeping:
@@ -61,7 +63,9 @@ class Keeping:
                 # What the pass drops again, such as a norm for its log, would leave its place to another tensor or not, as the
                 # allocator likes, and ranks would count differently.
                 self._held.append(tensor.untyped_storage())
-                self.found[place] = Kept(size_bytes=size_bytes, last_axis=tensor.shape[-1] if tensor.dim() else 1)
+                last_axis = tensor.shape[-1] if tensor.dim() else 1
+                has_gradient = tensor.is_floating_point() or tensor.is_complex()
+                self.found[place] = Kept(size_bytes=size_bytes, last_axis=last_axis, has_gradient=has_gradient)
             return tensor.detach()  # the tensor itself would hold its own graph forever
 
 
