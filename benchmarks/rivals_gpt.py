@@ -3,6 +3,7 @@
     --width 384 --tokens 16 --samples 16 --bandwidth 12.5e6     another network, batch or links
     --contestants tatami,ddp-weighted                           only some of them
     --speeds 1,1,0.5,0.5                                        other hosts
+    --paced 45e9 --dilate 3                                     a paced lab: hosts of speed 1 compute so many flop/s
     --contestants tatami,pipelining-3.3.1.1-8                   torch's pipeline, layers of each rank and micro-batches by hand
 
 Eight hosts of the paper's condition A, one rank on each. Tatami (the layout of least predicted time, from speeds and links that
@@ -75,6 +76,8 @@ class GptRace:
         settle: iterations that a contestant that re-tiles has before it is measured.
         rounds, repeats: blocks of each contestant, in turn, and iterations of a block.
         speeds: of the hosts, relative.
+        flop_per_s: of a host of speed 1 in a paced lab; None: hosts have parts of a core.
+        dilation: how many times as long all takes there.
     """
 
     layers: int
@@ -88,11 +91,14 @@ class GptRace:
     rounds: int
     repeats: int
     speeds: tuple[float, ...]
+    flop_per_s: float | None = None
+    dilation: float = 1.0
 
     @property
     def cluster(self) -> Cluster:
         """As the lab is asked for it."""
-        processors = tuple(Processor(name=f"p{i}", speed=speed, host=f"h{i}") for i, speed in enumerate(self.speeds))
+        unit = self.flop_per_s or 1.0
+        processors = tuple(Processor(name=f"p{i}", speed=speed * unit, host=f"h{i}") for i, speed in enumerate(self.speeds))
         return Cluster(processors=processors, network=Link(bandwidth_bytes_per_s=self.bandwidth_bytes_per_s, latency_s=50e-6))
 
 
@@ -343,7 +349,7 @@ def measured(race: GptRace, *, timeout_s: float) -> dict[str, Any]:
         warnings.filterwarnings("ignore", message="latency is not emulated")  # it is probed
         description, found = Path(folder) / "race.json", Path(folder) / "found.json"
         description.write_text(json.dumps(asdict(race)), encoding="utf-8")
-        with Lab(race.cluster) as lab:
+        with Lab(race.cluster, paced=race.flop_per_s is not None, dilation=race.dilation) as lab:
             code = lab.run(
                 ["-m", "rivals_gpt", "--rank", str(description), str(found)],
                 environment={**of_ranks(preload=("rivals_gpt", "torch.export")), "GLOO_SOCKET_IFNAME": "eth0"},
@@ -385,6 +391,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rounds=options.rounds,
         repeats=options.repeats,
         speeds=tuple(map(float, options.speeds.split(","))) if options.speeds else CONDITIONS["A"],
+        flop_per_s=options.paced,
+        dilation=options.dilate,
     )
     try:
         found = measured(race, timeout_s=options.timeout)
@@ -411,6 +419,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--bandwidth", type=float, default=125e6, help="bytes per second of every link")
     parser.add_argument("--speeds", help="of the hosts, relative; condition A without")
+    parser.add_argument("--paced", type=float, help="flop/s of a host of speed 1, in a paced lab")
+    parser.add_argument("--dilate", type=float, default=1.0, help="so many times as long all takes in a paced lab")
     parser.add_argument("--contestants", default=",".join(CONTESTANTS))
     parser.add_argument("--settle", type=int, default=12, help="iterations before one that re-tiles is measured")
     parser.add_argument("--rounds", type=int, default=5)

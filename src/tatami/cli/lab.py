@@ -51,6 +51,13 @@ _BASE_MEMORY = optional(
 )
 
 
+_PACED = typer.Option(
+    "--paced",
+    help="Hosts compute at this machine's full speed, then wait as long as theirs (in flop/s) would take: steadier times.",
+)
+_DILATE = optional(callback=finite, help="How many times as long all takes in a paced lab, computing and links.")
+
+
 class _WithEvents(TyperCommand):
     """`--at 20s kill h3` needs no quotes: the words after `--at`, as many as its verb has, become one."""
 
@@ -78,6 +85,8 @@ def run(
     ] = None,
     cores: Annotated[float | None, _CORES] = None,
     base_memory: Annotated[str | None, _BASE_MEMORY] = None,
+    paced: Annotated[bool, _PACED] = False,
+    dilate: Annotated[float, _DILATE] = 1.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="After the command's own output, one line of JSON: exit code, scale, quotas.")
     ] = False,
@@ -86,7 +95,7 @@ def run(
     from tatami.lab import Lab, parse_event
 
     events = [parse_event(text) for text in at or []]
-    with Lab(read_cluster(cluster), cores=cores, base_memory=base_memory) as machine:
+    with Lab(read_cluster(cluster), cores=cores, base_memory=base_memory, paced=paced, dilation=dilate) as machine:
         tell(machine.plan.describe())
         code = machine.run(
             command,
@@ -98,7 +107,10 @@ def run(
             tell(f"lab: {told}", style="yellow")
         if as_json:
             plan = machine.plan
-            show_json({"command": command, "exit_code": code, "scale_cores": plan.scale, "quotas_cores": plan.quotas})
+            hosts: dict[str, object] = {"scale_cores": plan.scale, "quotas_cores": plan.quotas}
+            if plan.paced:
+                hosts = {"flop_per_s": list(plan.cluster.speeds.values()), "dilation": plan.dilation}
+            show_json({"command": command, "exit_code": code, **hosts})
     raise typer.Exit(code)
 
 

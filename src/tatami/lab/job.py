@@ -29,6 +29,8 @@ FIRST = "first"
 """The control group of a host's first processor, for a process that does not care."""
 _STOP_PATIENCE_S = 5.0
 _RUNNER = "tatami.comm.runner"
+RANK_MODULE = "tatami.lab.rank"
+"""Starts a Python script as a rank."""
 
 REAL_NETWORK = {
     # UCX would find the shared memory that all hosts of a lab have in common: 2 us instead of 20, and no rate.
@@ -154,7 +156,7 @@ def mpi_command(command: Sequence[str], *, hosts: Sequence[str], folder: Path) -
     words = rank_command(_without_python(command))
     if _RUNNER in words:  # a Python script: it loads torch first, and then joins its processor's groups by itself
         place = words.index(_RUNNER)
-        return [str(launcher.program), *flags, *words[:place], "tatami.lab.rank", str(folder), *words[place + 1 :]]
+        return [str(launcher.program), *flags, *words[:place], RANK_MODULE, str(folder), *words[place + 1 :]]
     return [str(launcher.program), *flags, sys.executable, "-I", "-S", str(ENTER), "--rank", str(folder), *words]
 
 

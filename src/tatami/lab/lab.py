@@ -20,11 +20,11 @@ from tatami.comm.signals import ending_as_exception, undisturbed
 from tatami.errors import InputError, LabError, warn
 from tatami.lab.events import LabEvent
 from tatami.lab.groups import FREE, AbstractGroups, find_groups
-from tatami.lab.job import FIRST, JOB_VARIABLE, LabJob, environment_of, mpi_command, spawn_on, write_launch_script
+from tatami.lab.job import FIRST, JOB_VARIABLE, RANK_MODULE, LabJob, environment_of, mpi_command, spawn_on, write_launch_script
 from tatami.lab.needs import require_lab
 from tatami.lab.network import Network, kernel_delays
 from tatami.lab.plan import LARGEST_SHARE, NATIVE_LATENCY_S, SWITCH, Host, LabPlan, plan_lab, switch_address
-from tatami.lab.state import LabState, new_state, take_away
+from tatami.lab.state import LabState, new_state, take_away, write_pace
 from tatami.units import format_duration, format_size, parse_bandwidth, parse_size
 
 
@@ -41,14 +41,27 @@ class Lab:
         base_memory: limit each host's memory to that of its processors (`Processor.memory`), which is for networks, and so many
             bytes more for each, or a text as "400 MiB", for Python, torch and MPI. The kernel ends a process that wants more.
             None: no host has a limit.
+        paced: hosts compute at this machine's full speed and then wait until they would be done, by a model
+            (`tatami.lab.pacing`), in place of computing with a part of a core. Speeds must be in flop/s. Iterations last the
+            same to a few percent, as long as this machine is faster than all hosts together. Ranks are Python scripts that use torch.
+        dilation: so many times as long everything takes in a paced lab, computing and messages between hosts: for hosts and
+            links that are faster than this machine.
 
     Raises:
-        ClusterError: invalid host names; with `base_memory`, processors without memory.
+        ClusterError: invalid host names; with `base_memory`, processors without memory; paced, relative speeds.
         InputError: `cores` is not a number > 0, or more than there are; `base_memory` is no size.
         LabError: (on entering) this machine cannot be a lab; says what is missing and what works instead.
     """
 
-    def __init__(self, cluster: Cluster, *, cores: float | None = None, base_memory: int | str | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        cores: float | None = None,
+        base_memory: int | str | None = None,
+        paced: bool = False,
+        dilation: float = 1.0,
+    ) -> None:
         available = len(os.sched_getaffinity(0))
         if cores is not None and cores > available:
             raise InputError(f"a lab may use at most the {available} cores that this process has, not {cores:g}")
@@ -56,8 +69,10 @@ class Lab:
             cluster,
             cores=float(available) if cores is None else cores,
             base_bytes=None if base_memory is None else parse_size(base_memory),
+            paced=paced,
+            dilation=dilation,
         )
-        self._speeds = [processor.speed for processor in cluster.processors]
+        self._speeds = [processor.speed for processor in self.plan.cluster.processors]
         self._dead: set[str] = set()
         self._cut: set[str] = set()
         self._num_jobs = 0
@@ -92,11 +107,13 @@ class Lab:
 
         Raises:
             InputError: no command, or no such program.
-            LabError: this mpiexec is not MPICH's.
+            LabError: this mpiexec is not MPICH's; or hosts are paced, and the command is no Python script.
             MissingExtraError: there is no mpiexec.
         """
         hosts = [processor.host for processor in self.plan.cluster.processors]
         words = mpi_command(command, hosts=hosts, folder=Path(self._state.folder))
+        if self.plan.paced and RANK_MODULE not in words:
+            raise LabError(f"a paced lab waits between torch's operations, and {command[0]} is no Python script")
         # A session of its own: Ctrl-C comes to us alone, and we end the job.
         self._num_jobs += 1
         mark = {JOB_VARIABLE: f"{self.name}/{self._num_jobs}"}
@@ -180,8 +197,11 @@ class Lab:
         self._check(LabEvent(at_s=0.0, verb="speed", host=name, value=speed))
         for rank in self._ranks(name):
             self._speeds[rank] = speed
-            host = self.plan.cluster.processors[rank].host
-            self._groups.set_quota(host, str(rank), cores=speed * self.plan.scale)
+            if self.plan.paced:
+                write_pace(Path(self._state.folder), rank, flop_per_s=speed / self.plan.dilation)
+            else:
+                host = self.plan.cluster.processors[rank].host
+                self._groups.set_quota(host, str(rank), cores=speed * self.plan.scale)
 
     def set_rate(self, name: str, rate: float | str) -> None:
         """Give all links of a host another `rate`, in bytes/s or as "100 Mbit/s".
@@ -191,7 +211,7 @@ class Lab:
         """
         value = parse_bandwidth(rate)
         self._check(LabEvent(at_s=0.0, verb="rate", host=name, value=value))
-        network, exceptions = self._links(self._host(name), rate=value)
+        network, exceptions = self._links(self._host(name), rate=value / self.plan.dilation)
         for wire in self._network.wires(self._host(name), network=network, exceptions=exceptions):
             self._network.change_rate(wire)
 
@@ -285,7 +305,10 @@ class Lab:
         if host.memory_bytes is not None:
             self._groups.limit_memory(host.name, limit_bytes=host.memory_bytes)
         for rank in host.processors:
-            self._groups.set_quota(host.name, str(rank), cores=self.plan.quotas[rank])
+            if self.plan.paced:
+                write_pace(Path(self._state.folder), rank, flop_per_s=self._speeds[rank])
+            else:
+                self._groups.set_quota(host.name, str(rank), cores=self.plan.quotas[rank])
         self._network.build_host(host)
         network, exceptions = self._links(host, rate=None)
         for wire in self._network.wires(host, network=network, exceptions=exceptions):
@@ -364,6 +387,8 @@ class Lab:
             return
         ranks = self._ranks(event.host)
         check_speeds([event.value])
+        if self.plan.paced:
+            return
         if event.value * self.plan.scale > LARGEST_SHARE * (1 + 1e-9):
             raise InputError(
                 f"speed {event.value:g} for {event.host} would be {event.value * self.plan.scale:.3g} of a core, and a "

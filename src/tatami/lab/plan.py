@@ -6,11 +6,12 @@ import ipaddress
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tatami.cluster import Cluster, Link
+from tatami.cluster import Cluster, Link, OwnLink
 from tatami.errors import ClusterError, InputError, shortened
+from tatami.tiling.alphabeta import MEASURED_FROM
 
 LARGEST_SHARE = 0.95
 """Of a core for one rank: what is left is for the kernel's own work, which comes to every core."""
@@ -58,13 +59,17 @@ class LabPlan:
         cluster: what was asked for.
         hosts: in the order in which the cluster names them.
         cores: of this machine, that all processors together may use.
-        scale: cores for one unit of speed.
+        scale: cores for one unit of speed; 1 where hosts are paced.
+        paced: whether hosts last as long as their speeds say, in place of computing with a part of a core.
+        dilation: so many times as long as the cluster's speeds and links say everything takes.
     """
 
     cluster: Cluster
     hosts: tuple[Host, ...]
     cores: float
     scale: float
+    paced: bool = False
+    dilation: float = 1.0
 
     @cached_property
     def by_name(self) -> dict[str, Host]:
@@ -97,15 +102,21 @@ class LabPlan:
 
     def describe(self) -> str:
         """One line: how large the lab is, and what a speed means in it."""
+        size = f"lab: {_count(len(self.hosts), 'host')}, {_count(self.cluster.size, 'processor')}"
+        if self.paced:
+            times = "" if self.dilation == 1 else f"; all takes {self.dilation:g} times as long as the cluster file says"
+            return f"{size}; paced: the fastest processor computes {max(self.cluster.speeds.values()) / 1e9:.3g} Gflop/s{times}"
         used = math.fsum(self.quotas)
         fastest = max(self.cluster.speeds.values())
         return (
-            f"lab: {_count(len(self.hosts), 'host')}, {_count(self.cluster.size, 'processor')}; scale: the fastest processor "
+            f"{size}; scale: the fastest processor "
             f"(speed {fastest:g}) is {fastest * self.scale:.3g} of a core, all together are {used:.3g} of {self.cores:g} cores"
         )
 
 
-def plan_lab(cluster: Cluster, *, cores: float, base_bytes: int | None = None) -> LabPlan:
+def plan_lab(
+    cluster: Cluster, *, cores: float, base_bytes: int | None = None, paced: bool = False, dilation: float = 1.0
+) -> LabPlan:
     """Scale the speeds of `cluster` to `cores` cores, as large as they can be.
 
     Args:
@@ -113,12 +124,18 @@ def plan_lab(cluster: Cluster, *, cores: float, base_bytes: int | None = None) -
         cores: of this machine, that the lab may use; may be a fraction.
         base_bytes: limit each host to the memory of its processors, and so much more for each, which is what a process has of
             its own; None: no limit.
+        paced, dilation: as `Lab` has them.
 
     Raises:
         ClusterError: host names that no machine can have, all of them at once; speeds that depend on the size of the tile;
-            own links with a latency; with `base_bytes`, processors without memory.
-        InputError: `cores` is not a finite number > 0, or there are more hosts than addresses.
+            own links with a latency; with `base_bytes`, processors without memory; paced, speeds that are not in flop/s.
+        InputError: `cores` is not a finite number > 0, there are more hosts than addresses, or all is to take longer, or less
+            long, where hosts are not paced.
     """
+    if not (math.isfinite(dilation) and dilation > 0):
+        raise InputError(f"dilate must be a finite number > 0, not {dilation}: how many times as long all takes")
+    if dilation != 1 and not paced:
+        raise InputError("only a paced lab can dilate time: quotas are parts of a core already. Give --paced, too (paced=True)")
     if not (math.isfinite(cores) and cores > 0):
         raise InputError(f"cores must be a finite number > 0, not {cores}: it is how much of this machine the lab may use")
     places: dict[str, list[int]] = {}
@@ -135,13 +152,41 @@ def plan_lab(cluster: Cluster, *, cores: float, base_bytes: int | None = None) -
             "own: leave them out, or give [[links]]"
         )
     speeds = cluster.plain_speeds("a lab, which gives each processor its share of a core,")
-    scale = min(LARGEST_SHARE / max(speeds), FULLEST * cores / math.fsum(speeds))
+    if paced and max(speeds) < MEASURED_FROM:
+        raise ClusterError(
+            f"a paced lab must know how long an operation takes: give speeds in flop/s, as 20e9, not {max(speeds):g}"
+        )
+    cluster = _dilated(cluster, dilation)
+    scale = 1.0 if paced else min(LARGEST_SHARE / max(speeds), FULLEST * cores / math.fsum(speeds))
     memory = {name: _memory_bytes(cluster, ranks, base_bytes) for name, ranks in places.items()}
     hosts = tuple(
         Host(name=name, index=i, processors=tuple(ranks), memory_bytes=memory[name])
         for i, (name, ranks) in enumerate(places.items())
     )
-    return LabPlan(cluster=cluster, hosts=hosts, cores=cores, scale=scale)
+    return LabPlan(cluster=cluster, hosts=hosts, cores=cores, scale=scale, paced=paced, dilation=dilation)
+
+
+def _dilated(cluster: Cluster, times: float) -> Cluster:
+    """The same cluster, whose computing and whose messages between hosts take so many times as long."""
+
+    def slow(link: Link) -> Link:
+        return Link(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / times, latency_s=link.latency_s * times)
+
+    def slow_own(own: OwnLink) -> OwnLink:
+        rate, latency_s = own.bandwidth_bytes_per_s, own.latency_s
+        return OwnLink(
+            bandwidth_bytes_per_s=None if rate is None else rate / times,
+            latency_s=None if latency_s is None else latency_s * times,
+        )
+
+    if times == 1:
+        return cluster
+    processors = (
+        replace(each, speed=each.speed / times, link=None if each.link is None else slow_own(each.link))
+        for each in cluster.processors
+    )
+    links = {pair: slow(link) for pair, link in cluster.links.items()}
+    return replace(cluster, processors=tuple(processors), network=slow(cluster.network), links=links)
 
 
 def _memory_bytes(cluster: Cluster, ranks: list[int], base_bytes: int | None) -> int | None:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import torch  # noqa: F401
 
 from tatami.comm import runner
 from tatami.lab.enter import join, read
+from tatami.lab.pacing import Pacing
+from tatami.lab.state import pace_file
 
 PRELOAD_VARIABLE = "TATAMI_LAB_PRELOAD"
 
@@ -24,9 +27,19 @@ def main() -> None:
     folder, *words = sys.argv[1:]
     for name in filter(None, os.environ.get(PRELOAD_VARIABLE, "").split(",")):
         import_module(name)
-    join(read(folder, "ranks.json")[int(os.environ["PMI_RANK"])])
+    rank = int(os.environ["PMI_RANK"])
+    join(read(folder, "ranks.json")[rank])
     sys.argv[1:] = words
-    runner.main()
+    file = pace_file(Path(folder), rank)
+    if not file.exists():
+        runner.main()
+        return
+    pacing = Pacing(file)
+    try:
+        with pacing:
+            runner.main()
+    finally:
+        pacing.tell(rank)
 
 
 if __name__ == "__main__":

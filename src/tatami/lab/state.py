@@ -49,6 +49,19 @@ class LabState:
         return os.path.join(self.folder, f"host-{host}.json")
 
 
+def pace_file(folder: Path, rank: int) -> Path:
+    """Where a paced rank reads how many flop/s its host computes; there is none where hosts are not paced."""
+    return folder / f"pace-{rank}"
+
+
+def write_pace(folder: Path, rank: int, *, flop_per_s: float) -> None:
+    """Tell a rank so, also while it runs."""
+    file = pace_file(folder, rank)
+    new = file.with_suffix(".new")
+    new.write_text(repr(flop_per_s), encoding="ascii")
+    new.replace(file)
+
+
 def new_state(hosts: Sequence[str]) -> LabState:
     """Choose a name that no other lab has, and write the lab down.
 

@@ -24,6 +24,8 @@ from tatami.workload import Workload
 BUDGET_S = 6.0
 """Time for all sizes, in which a third of a core gets to the second size of a GPT of 14 M parameters; the repeats on a machine
 that something else uses as well are not counted."""
+_ITERATIONS, _LONGEST_S = 3, 30.0
+"""So many iterations are added to it, as the first size lets them be expected, but no longer than that."""
 _FEW = 16
 """Samples to begin with where no sample of the network says how many."""
 _GROWTH = 4
@@ -117,7 +119,7 @@ def measure_curves(
         first: the fewest samples.
         share: how many samples a rank would have if all had as many.
         sample_bytes: what is kept for each sample.
-        budget_s: about how long it may take.
+        budget_s: about how long it may take, beside the time of `_ITERATIONS` iterations.
         device: on which it is computed.
         clock, pace: see `tatami.clock`.
     """
@@ -137,6 +139,9 @@ def measure_curves(
                 raise
             failed = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         more, time_s = min(_GROWTH * count, share), statistics.median(times_s or [0.0])
+        if not found:
+            # Machines on which an iteration takes seconds would else be judged by a single sample.
+            end_s += min(_ITERATIONS * time_s * share / count, _LONGEST_S)
         left_s = end_s - timer.clock.now_s()
         grows = not found or time_s * found[-1][0] * _SATURATED < found[-1][1] * count
         fits = more <= most and time_s * more / count * _FEWEST_REPEATS <= left_s

@@ -1,0 +1,110 @@
+"""A rank that lasts as long as its host would: it computes at full speed, then waits until its host would be done.
+
+A model says how long an operation takes its host: its flop, and `BALANCE` flop for each byte that it reads and writes, at the
+host's speed. So a product of large matrices is nearly as fast as the host can be, a small one takes longer for each flop, and
+what is not a product takes its bytes. As long as this machine does the real work in less time than all hosts together would
+take, times do not depend on how busy it is.
+
+What it cannot show: caches, memory that ranks of a host share, and whatever does not pass through torch's operations: Python
+between them counts only where it is slower than the model, and messages take the time that they take on this machine.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+BALANCE = 8.0
+"""Flop that a host could do while it moves a byte: a core of 50 Gflop/s and 6 GB/s has 8, a graphics card 10 to 60."""
+_SLACK_S = 1e-3
+"""Operations that follow each other within this time follow at once: a wait is longer, Python is shorter."""
+_LEAST_WAIT_S = 2e-4
+_LOOKS_S = 0.1
+"""Between two looks at the file that says how fast the host is."""
+_LATE = 0.02
+"""Of a run: more lateness than this is told."""
+
+
+class Pacing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, each operation of this thread lasts as long as it would on the host.
+
+    Args:
+        file: holds the host's speed in flop/s; may be written anew at any time.
+        clock, wait: seconds, and how to let some pass.
+
+    Attributes:
+        modelled_s: that the host has computed.
+        late_s: by which this machine was slower than the host, in all.
+    """
+
+    def __init__(
+        self, file: Path, *, clock: Callable[[], float] = time.monotonic, wait: Callable[[float], None] = time.sleep
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._file, self._clock, self._wait = file, clock, wait
+        self._flop_s = 1 / float(file.read_text(encoding="ascii"))
+        self._due_s = self._looked_s = clock()
+        self.modelled_s = self.late_s = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        began_s = self._clock()
+        result = func(*args, **(kwargs or {}))
+        flop = operation_flop(func, args, kwargs or {}, result)
+        if not flop:
+            return result
+        done_s = self._clock()
+        if done_s > self._looked_s + _LOOKS_S:
+            self._looked_s = done_s
+            self._flop_s = 1 / float(self._file.read_text(encoding="ascii"))
+        last_s = flop * self._flop_s
+        # The host begins when it has done what was before; after a wait, now.
+        self._due_s = last_s + (self._due_s if began_s < self._due_s + _SLACK_S else began_s)
+        self.modelled_s += last_s
+        if done_s > self._due_s:
+            self.late_s += min(done_s - self._due_s, done_s - began_s)
+        elif self._due_s > done_s + _LEAST_WAIT_S:
+            self._wait(self._due_s - done_s)
+        return result
+
+    def tell(self, rank: int) -> None:
+        """Say so where this machine was slower than the host that it plays."""
+        if self.late_s > _LATE * max(self.modelled_s, 1e-9):
+            print(
+                f"rank {rank}: this machine was {self.late_s:.2g} s later than the host that it plays would be, which computed "
+                f"for {self.modelled_s:.2g} s: times are too long. Play slower hosts (--dilate), or fewer",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def operation_flop(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """What an operation costs its host: its flop, and those that take as long as its bytes; 0 where it computes nothing."""
+    if getattr(func, "namespace", None) != "aten":
+        return 0.0
+    inputs = list(_tensors((args, kwargs)))
+    outputs = list(_tensors(result))
+    if not outputs or any(type(each) not in (torch.Tensor, torch.nn.Parameter) or each.is_meta for each in (*inputs, *outputs)):
+        return 0.0  # what is traced is not computed
+    places = {_place(each) for each in inputs}
+    if not func._schema.is_mutable and all(_place(each) in places for each in outputs):
+        return 0.0  # a view
+    size_bytes = sum(each.numel() * each.element_size() for each in (*inputs, *outputs))
+    count = flop_registry.get(func._overloadpacket)
+    flop = 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
+    return flop + BALANCE * size_bytes
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
