@@ -53,7 +53,7 @@ class Machine:
         pytest.param(1e-3, 1e-5, {"share": 1000}, [2, 8, 32, 128, 512, 1000], id="up to the share"),
         pytest.param(1e-3, 1e-3, {"share": 1000}, [2, 8, 32], id="until the speed grows no more"),
         pytest.param(0.0, 0.3, {"share": 10}, [2, 8], id="as long as a few iterations"),
-        pytest.param(0.0, 1.5, {"share": 1000}, [2], id="as long as there is time"),
+        pytest.param(0.0, 3.0, {"share": 1000}, [2], id="as long as there is time"),
         pytest.param(1e-3, 1e-5, {"share": 1000, "sample_bytes": 2**26}, [2, 8], id="as long as there is memory"),
         pytest.param(1e-3, 1e-5, {"share": 2}, [2], id="no more than the share"),
     ],
@@ -66,7 +66,7 @@ def test_speeds_are_measured_up_to_where_they_grow_no_more(
     def body(comm: AbstractCommunicator) -> list[SpeedCurve]:
         machine = Machine(call_s=call_s, sample_s=sample_s * (1 + comm.rank))
         curves = measure_curves(machine.passes, comm, first=2, device=CPU, clock=machine, **options)
-        assert machine.seconds < 40.0
+        assert machine.seconds < (60.0 if sample_s > 0.1 else 4.0)
         return curves
 
     curves = world(body)[0]
