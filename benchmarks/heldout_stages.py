@@ -19,6 +19,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate, product
 from pathlib import Path
@@ -125,11 +126,14 @@ def rank(bandwidth: float, layouts: int, found: Path) -> None:
         found.write_text(json.dumps(records), encoding="utf-8")
 
 
-def measure(bandwidth: float, *, layouts: int) -> list[dict[str, Any]]:
-    """What the ranks of one lab find."""
-    processors = tuple(Processor(name=f"p{i}", speed=speed, host=f"h{i}") for i, speed in enumerate(SPEEDS))
+def measure(bandwidth: float, *, layouts: int, flop_per_s: float | None, dilation: float) -> list[dict[str, Any]]:
+    """What the ranks of one lab find; a paced one, where it is known how many flop/s a host of speed 1 computes."""
+    unit = flop_per_s or 1.0
+    processors = tuple(Processor(name=f"p{i}", speed=speed * unit, host=f"h{i}") for i, speed in enumerate(SPEEDS))
+    paced = flop_per_s is not None
     cluster = Cluster(processors=processors, network=Link(bandwidth_bytes_per_s=bandwidth, latency_s=50e-6))
-    with tempfile.TemporaryDirectory(prefix="tatami-heldout-") as folder, warnings.catch_warnings(), Lab(cluster) as lab:
+    with tempfile.TemporaryDirectory(prefix="tatami-heldout-") as folder, warnings.catch_warnings(), ExitStack() as stack:
+        lab = stack.enter_context(Lab(cluster, paced=paced, dilation=dilation))
         warnings.filterwarnings("ignore", message="latency is not emulated")
         found = Path(folder) / "found.json"
         words = ["-m", "heldout_stages", "rank", str(bandwidth), str(layouts), str(found)]
@@ -144,13 +148,17 @@ def main(arguments: Sequence[str]) -> None:
     """Measure, and judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", type=int, default=16, help="how many in each lab")
+    parser.add_argument("--paced", type=float, help="flop/s of a host of speed 1, in a paced lab")
+    parser.add_argument("--dilate", type=float, default=1.0, help="so many times as long all takes in a paced lab")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the records go")
     options = parser.parse_args(arguments)
-    take = partial(measure, layouts=options.layouts)
+    take = partial(measure, layouts=options.layouts, flop_per_s=options.paced, dilation=options.dilate)
     records = [record for bandwidth in LINKS for record in take(bandwidth)]
     errors = [abs(record["error"]) for record in records]
     summary = {"layouts": len(errors), "median": median(errors), "largest": max(errors), "asked": ASKED}
     command = f"python benchmarks/heldout_stages.py --layouts {options.layouts}"
+    if options.paced:
+        command += f" --paced {options.paced:g} --dilate {options.dilate:g}"
     lines = [{"command": command, "machine": machine()}, *records, {**summary, "holds": summary["median"] <= ASKED}]
     options.out.write_text("".join(json.dumps(each) + "\n" for each in lines), encoding="utf-8")
     for each in lines:

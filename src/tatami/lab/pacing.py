@@ -37,7 +37,7 @@ class Pacing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, each operation of this thread lasts as long as it would on the host.
 
     Args:
-        file: holds the host's speed in flop/s; may be written anew at any time.
+        file: holds the host's speed in flop/s; may be written again at any time.
         clock, wait: seconds, and how to let some pass.
 
     Attributes:

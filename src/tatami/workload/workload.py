@@ -269,7 +269,7 @@ class Workload:
 
 
 def corners(moments: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Those of `Workload.backward_moments` at which memory is fullest for some sizes of what is kept and of the gradients.
+    """Those of `moments` (see `Workload.backward_moments`) at which memory may be fullest.
 
     They are the corners of the upper right hull of all of them, beginning with the one that has most of what is kept.
     """
