@@ -37,6 +37,31 @@ def test_every_rank_gets_the_same_links(world: World) -> None:
     world(body)
 
 
+class Slow:
+    """A clock on which every look is a second later: that of a rank on a thin link."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def now_s(self) -> float:
+        self.looks += 1
+        return float(self.looks)
+
+    def sleep(self, duration_s: float) -> None:
+        raise AssertionError(f"nothing sleeps {duration_s} s")
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_slow_link_is_measured_by_few_messages(world: World) -> None:
+    def body(comm: AbstractCommunicator) -> None:
+        clock = Slow()
+        links = measure_links(comm, large_bytes=1 << 10, clock=clock)
+        assert {link.latency_s for link in links.values()} == {0.5}
+        assert clock.looks <= 2 * (1 + 2 * 3), "three round trips of each size, of which the last says that it is the last"
+
+    world(body)
+
+
 class Half:
     """A clock of which the CPU time runs at half the pace: a rank that has half of a core, and works all the time."""
 

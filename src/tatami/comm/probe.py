@@ -18,6 +18,8 @@ from tatami.progress import reported
 SMALL_BYTES = 8
 LARGE_BYTES = 4 * 1024 * 1024
 _WARM_UPS = 3
+_LONG_S, _FEWEST = 2.0, 2
+"""A link of 20 Mbit/s takes 3 s for a large message there and back: after so long only the fewest round trips are made."""
 _LEAST_LATENCY = 0.05
 """Of a round trip's half, that is left for the wire."""
 
@@ -37,7 +39,7 @@ def measure_links(
     the median of small ones, the bandwidth what the median of large ones takes longer.
 
     Args:
-        small_repeats, large_repeats: round trips to take the median of.
+        small_repeats, large_repeats: round trips to take the median of, fewer where they take seconds.
         large_bytes: size of a large message.
         pairs: of hosts, in sorted order; all where None.
         clock: for tests.
@@ -89,20 +91,23 @@ def link_ranks(hosts: tuple[str, ...]) -> Mapping[tuple[str, str], tuple[int, in
 
 
 def _round_trip_s(comm: AbstractCommunicator, one: int, other: int, *, size_bytes: int, repeats: int, clock: Clock) -> float:
-    """The median over `repeats` of there and back, the same on every rank. Collective."""
+    """The median over `repeats` of there and back, the same on every rank; of fewer after `_LONG_S`. Collective."""
     message = torch.zeros(size_bytes, dtype=torch.uint8, device="cpu")
-    seconds = []
+    seconds: list[float] = []
     comm.barrier()
-    for _ in range(repeats + _WARM_UPS):
+    began_s = clock.now_s()
+    while comm.rank in (one, other) and not message[0]:
         start_s = clock.now_s()
         if comm.rank == one:
+            is_long = start_s - began_s > _LONG_S and len(seconds) >= _FEWEST
+            message[0] = is_long or len(seconds) == repeats + _WARM_UPS - 1  # the last one, as the other end learns by it
             comm.send(message, other)
             comm.recv(message, other)
-        elif comm.rank == other:
+        else:
             comm.recv(message, one)
             comm.send(message, one)
         seconds.append(clock.now_s() - start_s)
-    median_s = statistics.median(seconds[_WARM_UPS:])
+    median_s = statistics.median(seconds[min(_WARM_UPS, len(seconds) // 2) :]) if seconds else 0.0
     return float(comm.bcast_object(median_s, root=one))
 
 

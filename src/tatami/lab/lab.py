@@ -42,7 +42,7 @@ class Lab:
             bytes more for each, or a text as "400 MiB", for Python, torch and MPI. The kernel ends a process that wants more.
             None: no host has a limit.
         paced: hosts compute at this machine's full speed and then wait until they would be done, by a model
-            (`tatami.lab.pacing`), in place of computing with a part of a core. Speeds must be in flop/s, and this machine faster
+            (`tatami.lab.pacing`), in place of computing with a part of a core. Speeds must be in flop/s, this machine faster
             than all hosts together. Ranks are Python scripts that use torch.
         dilation: so many times as long everything takes in a paced lab, computing and messages between hosts: for hosts and
             links that are faster than this machine.
