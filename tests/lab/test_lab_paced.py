@@ -102,6 +102,28 @@ def test_a_backward_pass_is_paced_as_well(pacing: Pacing, clock: FakeClock) -> N
     assert clock.time_s - forward_s > 2.0, "a product for the input's gradient, one for the weight's, and what adds them up"
 
 
+def test_every_form_of_a_product_is_counted(pacing: Pacing, clock: FakeClock) -> None:
+    a, b, total = torch.ones(32, 16), torch.ones(16, 8), torch.zeros(32, 8)
+    x, weight = torch.ones(2, 4, 8, 8), torch.ones(4, 4, 3, 3)
+    forms = [
+        lambda: torch.mm(a, b, out=total),
+        lambda: total.addmm_(a, b),
+        lambda: torch.addmm(total, a, b, out=total),
+        lambda: total.unsqueeze(0).baddbmm_(a.unsqueeze(0), b.unsqueeze(0)),
+    ]
+    with pacing:
+        for form in forms:
+            began_s = clock.time_s
+            form()
+            assert clock.time_s - began_s > 2 * 32 * 16 * 8 / PRODUCT_FLOP
+        began_s = clock.time_s
+        torch.nn.functional.conv2d(x, weight, padding=1)
+        assert clock.time_s - began_s > 2 * 2 * 4 * 64 * 36 / PRODUCT_FLOP
+        began_s = clock.time_s
+        torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    assert clock.time_s - began_s > 2 * 2 * (2 * 4 * 8 * 8 * 8) / PRODUCT_FLOP
+
+
 def test_lateness_is_told(pacing: Pacing, capsys: pytest.CaptureFixture[str]) -> None:
     pacing.tell(0)
     assert capsys.readouterr().err == ""

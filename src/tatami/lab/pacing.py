@@ -97,7 +97,9 @@ def operation_flop(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     if not func._schema.is_mutable and all(_place(each) in places for each in outputs):
         return 0.0  # a view
     size_bytes = sum(each.numel() * each.element_size() for each in (*inputs, *outputs))
-    count = flop_registry.get(func._overloadpacket)
+    # A product that is added to what is there (`addmm_`), and attention for CPUs, count as the forms that torch lists.
+    name = func._overloadpacket.__name__.rstrip("_").replace("_for_cpu", "")
+    count = flop_registry.get(getattr(torch.ops.aten, name, None))
     flop = 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
     return flop + BALANCE * size_bytes
 
