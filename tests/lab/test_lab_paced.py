@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,7 +106,7 @@ def test_a_backward_pass_is_paced_as_well(pacing: Pacing, clock: FakeClock) -> N
 def test_every_form_of_a_product_is_counted(pacing: Pacing, clock: FakeClock) -> None:
     a, b, total = torch.ones(32, 16), torch.ones(16, 8), torch.zeros(32, 8)
     x, weight = torch.ones(2, 4, 8, 8), torch.ones(4, 4, 3, 3)
-    forms = [
+    forms: list[Callable[[], object]] = [
         lambda: torch.mm(a, b, out=total),
         lambda: total.addmm_(a, b),
         lambda: torch.addmm(total, a, b, out=total),

@@ -360,8 +360,7 @@ def workload_of(
         element_bytes=element_bytes,
         state_bytes_per_parameter=_COPIES * element_bytes,
         sharded_bytes_per_parameter=_SHARDED_COPIES * element_bytes if sharded_optimizer else 0.0,
-        update_bytes_per_parameter=2 * element_bytes,
-        largest_parameters=max((parameter.numel() for parameter in replicated), default=0),
+        update_bytes=2 * element_bytes * max((parameter.numel() for parameter in replicated), default=0),
         backward_moments=((1.0, 1.0),) if found.captured is None else tuple(found.captured.backward_moments),
         # Whatever the pass kept, and no unit owns.
         replicated_activation_bytes=max(0.0, kept_bytes - sum(each.units * each.unit_activation_bytes for each in blocks)),
@@ -396,26 +395,17 @@ def _facts(found: Blocks, trained: Mapping[str, nn.Parameter], frozen: Mapping[s
     """What planners know of each block. What is frozen has no gradient to send."""
     facts: list[Block] = []
     elements: list[int] = []
-    largest: list[int] = []
     sizes_bytes: list[int] = []
     for block in found.blocks:
         if block.begins:
             facts.append(block.facts)
             elements.append(0)
-            largest.append(0)
             sizes_bytes.append(0)
-        own = [trained[name].numel() for name in block.cuts if name in trained]
-        elements[-1] += sum(own)
-        largest[-1] = max([largest[-1], *own])
+        elements[-1] += sum(trained[name].numel() for name in block.cuts if name in trained)
         sizes_bytes[-1] += sum(frozen.get(name, 0) for name in block.cuts)
     return tuple(
-        replace(
-            each,
-            unit_parameters=owned // each.units,
-            unit_largest_parameters=most // each.units,
-            unit_frozen_bytes=size_bytes / each.units,
-        )
-        for each, owned, most, size_bytes in zip(facts, elements, largest, sizes_bytes, strict=True)
+        replace(each, unit_parameters=owned // each.units, unit_frozen_bytes=size_bytes / each.units)
+        for each, owned, size_bytes in zip(facts, elements, sizes_bytes, strict=True)
     )
 
 

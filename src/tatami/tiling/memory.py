@@ -90,7 +90,6 @@ class _Amounts:
         lasting_bytes: at all times, however many samples they have.
         gradient_bytes: when the backward pass is over.
         sample_bytes: for each sample of a micro-batch, between forward and backward pass.
-        update_bytes: for a while, when activations are gone: for the update of the largest weight.
         works: whether they have units.
     """
 
@@ -101,7 +100,6 @@ class _Amounts:
         self.lasting_bytes = np.full(members, float(workload.replicated_state_bytes + messages.replicated_bytes))
         self.gradient_bytes = np.full(members, float(workload.replicated_gradient_bytes))
         self.sample_bytes = np.full(members, float(workload.replicated_activation_bytes))
-        self.update_bytes = np.full(members, float(workload.update_bytes))
         self.works = np.full(members, not workload.blocks)
         for block, count in workload.kinds:
             sizes = layout.unit_sizes(block.units)
@@ -110,8 +108,6 @@ class _Amounts:
             self.gradient_bytes += count * sizes * workload.unit_gradient_bytes(block)
             beside_bytes = np.where(sizes > 0, block.sample_activation_bytes, 0.0)
             self.sample_bytes += count * (sizes * block.unit_activation_bytes + beside_bytes)
-            own_bytes = sizes * block.unit_largest_parameters * workload.update_bytes_per_parameter
-            np.maximum(self.update_bytes, own_bytes, out=self.update_bytes)
             self.works |= sizes > 0
         self.lasting_bytes -= self.gradient_bytes
 
@@ -126,7 +122,8 @@ class _Amounts:
         moments = [kept * kept_bytes + there * self.gradient_bytes for kept, there in self._workload.backward_moments]
         most_kept = max(kept for kept, _ in self._workload.backward_moments)
         fullest = np.where(is_whole, np.max(moments, axis=0), most_kept * kept_bytes + self.gradient_bytes)
-        passing_bytes: Vector = np.maximum(fullest, self.gradient_bytes + self.update_bytes)
+        # Activations are gone when the optimizer needs memory.
+        passing_bytes: Vector = np.maximum(fullest, self.gradient_bytes + self._workload.update_bytes)
         return passing_bytes
 
 
@@ -146,7 +143,7 @@ def in_fewest_micro_batches(layout: Layout, *, cluster: Cluster, workload: Workl
     own = np.repeat(samples, np.diff(layout.starts, append=len(limits)))
     works = amounts.works & (own > 0)
     room_bytes = limits - amounts.gradient_bytes
-    if (room_bytes < amounts.update_bytes)[works].any():
+    if (room_bytes < workload.update_bytes)[works].any():
         return None
     held = own.astype(np.float64)
     tight = works & (amounts.passing_bytes(own, is_whole=np.full(len(own), True)) > limits)

@@ -87,8 +87,7 @@ def gpt_workload(
         # Of each layer two norms, attention and MLP of two linear layers each, all with biases; a last norm; two embeddings.
         trained_tensors=12 * layers + 2 + 2 + (0 if tied else 2),
         replicated_flop_per_sample=round(_BACKWARD * (elements + head_flop)),
-        update_bytes_per_parameter=2 * _FLOAT_BYTES,
-        largest_parameters=width * max(tokens, 0 if split else vocabulary),
+        update_bytes=2 * _FLOAT_BYTES * width * max(tokens, 0 if split else vocabulary),
         # What every norm reads and gives, with means and deviations; the tokens, as they come and their places; and the logits
         # with what a loss keeps of them.
         replicated_activation_bytes=_FLOAT_BYTES * norms * (2 * normed + 2 * tokens)

@@ -27,7 +27,7 @@ _AMOUNTS = (
     "sharded_bytes_per_parameter",
     "replicated_activation_bytes",
     "replicated_frozen_bytes",
-    "update_bytes_per_parameter",
+    "update_bytes",
 )
 
 
@@ -53,9 +53,8 @@ class Workload:
             where the optimizer is not sharded. Only of weights outside of blocks.
         micro_batches: the number of micro-batches in which every column computes its samples; None: as few as memory allows, or
             more where that is faster.
-        update_bytes_per_parameter: what the optimizer needs for a while for each element of the weight that it updates: 8 for
-            Adam in float32, 0 for SGD. It updates one weight after the other.
-        largest_parameters: elements of the largest weight outside of blocks.
+        update_bytes: what the optimizer needs for a while to update the largest weight outside of blocks; twice its size for
+            Adam.
         backward_moments: at which moments of a backward pass memory may be fullest: of what the forward pass left behind, the
             part that is still there with the gradients that pass from layer to layer, which may be more than 1; and of the
             gradients of weights the part that is there already. Where a replica computes several micro-batches, those of the
@@ -81,8 +80,7 @@ class Workload:
     sharded_bytes_per_parameter: float = 0.0
     replicated_activation_bytes: float = 0.0
     replicated_frozen_bytes: float = 0.0
-    update_bytes_per_parameter: float = 0.0
-    largest_parameters: int = 0
+    update_bytes: float = 0.0
     backward_moments: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     trained_tensors: int = 0
     batch_statistics: tuple[int, ...] = ()
@@ -178,11 +176,6 @@ class Workload:
         """What every rank keeps of the weights outside of blocks, with gradients, the optimizer's state and a copy."""
         kept = self.state_bytes_per_parameter - self.sharded_bytes_per_parameter
         return self.replicated_parameters * kept + 2 * self.replicated_frozen_bytes
-
-    @property
-    def update_bytes(self) -> float:
-        """What the update of the largest weight outside of blocks needs for a while."""
-        return self.update_bytes_per_parameter * self.largest_parameters
 
     @property
     def sharded_state_bytes(self) -> float:
