@@ -284,3 +284,10 @@ def test_the_gradients_of_late_layers_are_there_while_early_layers_wait() -> Non
     assert max(there for kept, there in workload.backward_moments if kept >= 0.95) == pytest.approx(late, rel=0.01)
     assert max(there for kept, there in workload.backward_moments if kept >= 0.5) < 1
     assert max(there for _, there in workload.backward_moments) == 1
+
+
+def test_the_gradient_of_a_tied_weight_is_there_from_the_head_on() -> None:
+    network = nn.Sequential(nn.Embedding(512, 16), *[nn.Tanh() for _ in range(6)], nn.Linear(16, 512, bias=False))
+    network[-1].weight = network[0].weight
+    workload = workload_of(network, find_blocks(network, sample=torch.randint(512, (4, 8)), random="plain"), samples=4)
+    assert max(kept for kept, there in workload.backward_moments if there == 1) >= 0.95

@@ -181,8 +181,13 @@ class Lab:
 
         Raises:
             InputError: there is no such processor or host.
+            LabError: it is to be limited, and hosts are paced: only ranks are (`start`, `run`).
         """
         rank = self._ranks(name)[0]
+        if self.plan.paced and limited:
+            raise LabError(
+                f"a paced lab has no quotas, and {command[0]} would run at full speed: start it as ranks, or limited=False"
+            )
         file = self._state.host_file(self.plan.cluster.processors[rank].host)
         return spawn_on(file, str(rank) if limited else FREE, command, environment=environment, stdout=stdout)
 
@@ -196,9 +201,9 @@ class Lab:
         """
         self._check(LabEvent(at_s=0.0, verb="speed", host=name, value=speed))
         for rank in self._ranks(name):
-            self._speeds[rank] = speed
+            self._speeds[rank] = speed / self.plan.dilation
             if self.plan.paced:
-                write_pace(Path(self._state.folder), rank, flop_per_s=speed / self.plan.dilation)
+                write_pace(Path(self._state.folder), rank, flop_per_s=self._speeds[rank])
             else:
                 host = self.plan.cluster.processors[rank].host
                 self._groups.set_quota(host, str(rank), cores=speed * self.plan.scale)

@@ -2,8 +2,8 @@
 
 A model says how long an operation takes its host: its flop, and `BALANCE` flop for each byte that it reads and writes, at the
 host's speed. So a product of large matrices is nearly as fast as the host can be, a small one takes longer for each flop, and
-what is not a product takes its bytes. As long as this machine does the real work in less time than all hosts together would
-take, times do not depend on how busy it is.
+any other operation takes the time of its bytes. As long as this machine does the real work in less time than all hosts
+together would take, times do not depend on how busy it is.
 
 What it cannot show: caches, memory that ranks of a host share, and whatever does not pass through torch's operations: Python
 between them counts only where it is slower than the model, and messages take the time that they take on this machine.
@@ -30,7 +30,7 @@ _LEAST_WAIT_S = 2e-4
 _LOOKS_S = 0.1
 """Between two looks at the file that says how fast the host is."""
 _LATE = 0.02
-"""Of a run: more lateness than this is told."""
+"""Share of the modelled time above which lateness is reported."""
 
 
 class Pacing(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -55,7 +55,7 @@ def pace_file(folder: Path, rank: int) -> Path:
 
 
 def write_pace(folder: Path, rank: int, *, flop_per_s: float) -> None:
-    """Tell a rank so, also while it runs."""
+    """Set the flop/s of a rank's host, also while the rank runs."""
     file = pace_file(folder, rank)
     new = file.with_suffix(".new")
     new.write_text(repr(flop_per_s), encoding="ascii")

@@ -40,7 +40,8 @@ def memory_bytes(
     in which gradients travel between columns; of what is sharded, its share (`optimizer_shares`). To this comes the most of
     what passes: at some moment of the backward pass (`Workload.backward_moments`) gradients, and what the samples of its
     largest micro-batch left behind in the forward pass; or, when all gradients are there, the memory in which the optimizer
-    computes the update of the largest weight.
+    computes the update of the largest weight. A loop that keeps gradients from one iteration to the next, as
+    `zero_grad(set_to_none=False)` does, has all of them there all along, and may need as much more.
 
     Args:
         layout: who has how much.

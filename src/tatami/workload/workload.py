@@ -103,6 +103,8 @@ class Workload:
         for name in _AMOUNTS:
             if not 0 <= getattr(self, name) < math.inf:
                 raise PlanError(f"{name} of a workload must be a finite number >= 0, not {getattr(self, name)}")
+        if not self.backward_moments or any(not 0 <= part < math.inf for moment in self.backward_moments for part in moment):
+            raise PlanError(f"backward_moments of a workload must be pairs of numbers >= 0, not {self.backward_moments}")
         if any(elements < 1 for elements in self.batch_statistics):
             raise PlanError(
                 f"batch_statistics of a workload must be numbers of at least 1 element, not {self.batch_statistics}"

@@ -208,8 +208,8 @@ def _kept_per_sample(one: tuple[int, int], other: tuple[int, int]) -> float:
 def _backward_moments(model: nn.Module, watch: _Watch) -> tuple[tuple[float, float], ...]:
     """When memory may be fullest: of what is kept and of all gradients the parts that are there, as `Workload` has them.
 
-    The gradient of a weight is there when the backward pass comes to where the weight was first read; of weights whose reading
-    was not seen (those of recurrent layers), from the beginning.
+    The gradient of a weight is there from where the backward pass comes to it first: where the forward pass read it last, for a
+    tied weight is read twice. Of weights whose reading was not seen (recurrent layers) it is there from the beginning.
     """
     pieces = list(watch.keeping.found.values())
     kept = [each.size_bytes for each in pieces]
@@ -217,7 +217,7 @@ def _backward_moments(model: nn.Module, watch: _Watch) -> tuple[tuple[float, flo
     gradients: dict[int, int] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            position = watch.first_read.get(id(parameter), len(kept))
+            position = watch.last_read.get(id(parameter), len(kept))
             gradients[position] = gradients.get(position, 0) + parameter.numel() * parameter.element_size()
     held_bytes = list(accumulate(kept, initial=always_bytes))
     there_bytes = 0
@@ -263,8 +263,8 @@ class _Watch(TorchFunctionMode):
         self.flop: dict[str, float] = {}
         self._begun: list[float] = []
         self.readers: dict[int, set[str]] = {}
-        self.first_read: dict[int, int] = {}
-        """Of each weight, by its identity, how many pieces of memory were kept when it had been read for the first time."""
+        self.last_read: dict[int, int] = {}
+        """For each weight, by its identity, the number of pieces of memory that were kept once it had been read last."""
         self.logits: set[str] = set()
         self.drawing: set[Any] = set()
         self.orders: dict[str, set[tuple[int, ...]]] = {
@@ -301,7 +301,7 @@ class _Watch(TorchFunctionMode):
         if isinstance(result, torch.Tensor):
             for each in (*args, *(kwargs or {}).values()):
                 if id(each) in self._parameters:
-                    self.first_read.setdefault(id(each), len(self.keeping.found))
+                    self.last_read[id(each)] = len(self.keeping.found)
                     self.readers.setdefault(id(each), set()).add(self._running[-1] if self._running else "")
         return result
 
