@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -130,7 +131,16 @@ class Storm:
         pids = run.pids()
         self._struck_servers |= {pids[f"server {server}"] for server in servers}
         kill_node = self._kill_node
-        self._deal(blow, node, lambda: kill_node(node))
+        processes = [pids[name] for name, where in nodes.items() if where == node]
+
+        def strike() -> None:
+            kill_node(node)
+            # They would end as soon as they miss Ray's own processes, which may take longer than the rounds that are left.
+            for pid in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+        self._deal(blow, node, strike)
 
     def _has_copies(self, run: RunControl) -> bool:
         """Whether all servers are whole, and none of them is hit already without anybody having noticed."""
