@@ -1,6 +1,7 @@
 """The paper's evaluation, measured in labs on this machine:  python benchmarks/evaluation.py [OPTIONS]
 
     --part efficiency --n 4,8 --condition A     only so much of it; what was measured before is kept for the rest
+    --paced 0.3e9 --net original                on hosts that last as long as those of the paper did: `evaluation-paced.*`
     --report                                    measure nothing, write tables and pictures from the records
 
 Needs Linux and root (see docs/lab.md), and a machine with nothing else to do: more than an hour on 2 cores. Writes
@@ -41,7 +42,6 @@ from tatami.errors import LabError
 from tatami.report import Table, blank, save
 
 RESULTS = Path(__file__).parent / "results"
-RECORDS = "evaluation.jsonl"
 PARTS = ("efficiency", "courses", "rivals")
 NETS = {"large": LARGE, "original": ORIGINAL}
 KEY = ("part", "condition", "num", "net", "bandwidth_bytes_per_s")
@@ -59,10 +59,13 @@ def jobs(options: argparse.Namespace) -> Iterator[EvaluationJob]:
             condition="A",
             num=8,
             net=net,
+            paced=options.paced,
+            balance=options.balance,
+            bandwidth_bytes_per_s=options.bandwidth,
             samples=BATCHES[net],
             contestants=(),
             rounds=5,
-            repeats=20 if small else 2,
+            repeats=options.repeats or (20 if small else 2),
             serial_s=3.0 if small else 6.0,
         )
         for condition in options.condition if "efficiency" in options.part else ():
@@ -92,7 +95,8 @@ def measure(options: argparse.Namespace, path: Path) -> None:
         print(
             f"{time.monotonic() - begun_s:5.0f} s  {job.part}: {job.net}, condition {job.condition}, N = {job.num}", flush=True
         )
-        found = [{**record, "machine": machine()} for record in run_job(job, cores=options.cores)]
+        described = {"machine": machine(), "paced": options.paced, "balance": options.balance}
+        found = [{**record, **described} for record in run_job(job, cores=options.cores)]
         for record in found:
             if record["record"] == "iteration":
                 gamma = "-" if record["efficiency"] is None else f"{record['efficiency']:.2f}"
@@ -118,24 +122,24 @@ def write_tables(records: Sequence[dict[str, Any]], path: Path) -> None:
     tables += [course_table(records), rivals_table(records), model_table(records)]
     described = records[-1]["machine"]
     head = (
-        "# The evaluation\n\nMade by `python benchmarks/evaluation.py` from `evaluation.jsonl`. Measured in labs (docs/lab.md) "
+        f"# The evaluation\n\nMade by `python benchmarks/evaluation.py` from `{path.stem}.jsonl`. Measured in labs (docs/lab.md) "
         f"on: {described['cpu']}, {described['cores']} cores, {described['system']}, torch {described['torch']}.\n"
     )
     texts = [f"## {table.title[0].upper()}{table.title[1:]}\n\n{table.to_markdown()}\n" for table in tables if table.rows]
     path.write_text("\n".join([head, *texts]), encoding="utf-8")
 
 
-def draw(records: Sequence[dict[str, Any]], folder: Path) -> None:
-    """All pictures for which there are records."""
+def draw(records: Sequence[dict[str, Any]], stem: Path) -> None:
+    """All pictures for which there are records, in files whose names begin with `stem`."""
     for (net, condition), num in _cases(records).items():
         name = f"{next(short for short, long in NETS.items() if long == net)}-{condition}"
         figure, ax = blank(width_in=8.5, height_in=4.8)
         draw_efficiency(ax, records, condition=condition, net=net)
         ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9)
-        save(figure, folder / f"evaluation-efficiency-{name}.png", force=True)
+        save(figure, stem.with_name(f"{stem.name}-efficiency-{name}.png"), force=True)
         figure, ax = blank(height_in=4.5)
         draw_breakdown(ax, records, condition=condition, net=net, num=num)
-        save(figure, folder / f"evaluation-breakdown-{name}.png", force=True)
+        save(figure, stem.with_name(f"{stem.name}-breakdown-{name}.png"), force=True)
     if any(each["record"] == "course" for each in records):
         for name, shown in {
             "course": {
@@ -149,22 +153,23 @@ def draw(records: Sequence[dict[str, Any]], folder: Path) -> None:
         }.items():
             figure, ax = blank()
             draw_courses(ax, records, contestants=tuple(shown), labels=tuple(shown.values()))
-            save(figure, folder / f"evaluation-{name}.png", force=True)
+            save(figure, stem.with_name(f"{stem.name}-{name}.png"), force=True)
     if any(each["part"] == "rivals" for each in records):
         figure, ax = blank()
         draw_rivals(ax, records)
-        save(figure, folder / "evaluation-rivals.png", force=True)
+        save(figure, stem.with_name(f"{stem.name}-rivals.png"), force=True)
     if any("predicted_s" in each for each in records if each["record"] == "iteration"):
         figure, ax = blank(height_in=5.5)
         draw_model(ax, records)
-        save(figure, folder / "evaluation-model.png", force=True)
+        save(figure, stem.with_name(f"{stem.name}-model.png"), force=True)
 
 
 def main() -> None:
     """Measure, then report."""
     options = _options()
     options.results.mkdir(parents=True, exist_ok=True)
-    path = options.results / RECORDS
+    paced = "" if options.paced is None else "-paced"
+    path = options.results / f"evaluation{paced}.jsonl"
     if not options.report:
         try:
             measure(options, path)
@@ -173,8 +178,8 @@ def main() -> None:
     records = read(path)
     if not records:
         sys.exit(f"evaluation: there are no records in {path}")
-    write_tables(records, options.results / "evaluation.md")
-    draw(records, options.results)
+    write_tables(records, path.with_suffix(".md"))
+    draw(records, path.with_suffix(""))
 
 
 def _options() -> argparse.Namespace:
@@ -184,6 +189,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--condition", type=_words(get_args(Condition)), default=get_args(Condition), metavar="A,B")
     parser.add_argument("--net", type=_words(tuple(NETS)), default=tuple(NETS), metavar="large,original")
     parser.add_argument("--course", type=int, default=100, help="iterations of each course")
+    parser.add_argument("--paced", type=float, metavar="FLOP/S", help="of a host of speed 1; quotas where it is left out")
+    parser.add_argument("--balance", type=float, default=1.0, help="flop that a paced host does while it moves a byte")
+    parser.add_argument("--bandwidth", type=float, default=GIGABIT, help="of the links, in bytes/s")
+    parser.add_argument("--repeats", type=int, help="iterations of each block")
     parser.add_argument("--cores", type=float, help="of this machine, for the labs; all where it is left out")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder for records, tables and pictures")
     parser.add_argument("--report", action="store_true", help="measure nothing")

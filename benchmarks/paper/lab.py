@@ -45,7 +45,7 @@ def run_job(
         description.write_text(json.dumps(job.to_dict()), encoding="utf-8")
         added = _AddedLines(records)
         found: list[dict[str, Any]] = []
-        with Lab(job.cluster, cores=cores) as lab:
+        with Lab(job.cluster, cores=cores, paced=job.paced is not None, balance=job.balance) as lab:
             facts = {"quotas_cores": list(lab.plan.quotas), "scale_cores": lab.plan.scale}
 
             def hear() -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 STYLES: dict[str, tuple[str, str]] = {
     "even": ("#8c8c8c", "o"),
+    "h": ("#d9b98a", "s"),
     "h-rev": ("#b07d3c", "s"),
     "weighted": ("#7f5fa8", "^"),
     "srpm": ("#2f6db3", "D"),

@@ -20,6 +20,7 @@ from tatami.tiling import (
     AbstractPlanner,
     Cost,
     EvenPlanner,
+    GridPlanner,
     GridRevPlanner,
     Layout,
     find_planner,
@@ -51,7 +52,7 @@ RIVALS = (DDP, DDP_WEIGHTED, DDP_FLOAT16)
 """The last with float16 on the wire: torch has its bfloat16 hook for NCCL only."""
 TIMED_BFLOAT16 = "timed-bfloat16"
 """As `timed`, planned for bfloat16 on the wire and with it."""
-_GRIDS: Mapping[str, AbstractPlanner] = MappingProxyType({"even": EvenPlanner(), "h-rev": GridRevPlanner()})
+_GRIDS: Mapping[str, AbstractPlanner] = MappingProxyType({"even": EvenPlanner(), "h": GridPlanner(), "h-rev": GridRevPlanner()})
 _STATIC = ("weighted", "srpm", "srpm-merged", "timed", ORACLE)
 
 
@@ -126,6 +127,8 @@ class EvaluationJob:
         course: iterations of each contestant's course, where courses are measured and not blocks.
         step: what happens in the middle of each course.
         traces: where courses are measured that machines become slow in, one trace after the other.
+        paced: flop/s of a host of speed 1, where hosts last as long as these say; None where they have parts of a core.
+        balance: flop that such a host does while it moves a byte.
     """
 
     part: str
@@ -143,6 +146,8 @@ class EvaluationJob:
     step: SpeedChange | None = None
     traces: tuple[SlowTrace, ...] = ()
     seed: int = field(default=0)
+    paced: float | None = None
+    balance: float = 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; `job_from_dict` reads it back."""
@@ -151,9 +156,10 @@ class EvaluationJob:
     @property
     def cluster(self) -> Cluster:
         """The test bed: each processor a host of its own."""
+        unit = 1.0 if self.paced is None else self.paced
         return Cluster(
             processors=tuple(
-                Processor(name=f"p{i}", speed=speed, host=f"h{i}")
+                Processor(name=f"p{i}", speed=unit * speed, host=f"h{i}")
                 for i, speed in enumerate(CONDITIONS[self.condition][: self.num])
             ),
             network=Link(bandwidth_bytes_per_s=self.bandwidth_bytes_per_s, latency_s=_LATENCY_S),
@@ -179,7 +185,7 @@ def job_from_dict(values: Mapping[str, Any]) -> EvaluationJob:
 
 
 def grids(num: int) -> tuple[str, ...]:
-    """Methods even and H_rev with every number of columns N_DP that divides `num`: `even-2`, ..., of which the best counts."""
+    """Methods even, H and H_rev with every number of columns N_DP that divides `num`: `even-2`, ..., of which the best counts."""
     return tuple(f"{name}-{columns}" for name in _GRIDS for columns in range(1, num + 1) if num % columns == 0)
 
 

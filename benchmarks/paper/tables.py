@@ -15,6 +15,7 @@ Record = Mapping[str, Any]
 
 METHODS: Mapping[str, str] = {
     "even": "even",
+    "h": "H",
     "h-rev": "H_rev",
     "weighted": "weighted data-parallel",
     "srpm": "SRPM",

@@ -15,7 +15,8 @@ from torch import nn
 from tatami.cluster import Cluster, OwnLink, Processor
 from tatami.errors import ClusterError, InputError, LabError
 from tatami.lab import Lab, missing, plan_lab
-from tatami.lab.pacing import BALANCE, Pacing
+from tatami.lab.pacing import Pacing
+from tatami.lab.plan import BALANCE
 from tatami.lab.state import pace_file, write_pace
 
 FAST = replace(CLUSTER, processors=tuple(replace(each, speed=2e9 * each.speed) for each in CLUSTER.processors))
@@ -54,7 +55,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def pacing(clock: FakeClock, tmp_path: Path) -> Pacing:
-    write_pace(tmp_path, 0, flop_per_s=PRODUCT_FLOP)  # a second for each product
+    write_pace(tmp_path, 0, flop_per_s=PRODUCT_FLOP, balance=BALANCE)  # a second for each product
     return Pacing(pace_file(tmp_path, 0), clock=clock.now, wait=clock.wait)
 
 
@@ -69,7 +70,7 @@ def test_a_product_lasts_as_its_flop_and_bytes_say(pacing: Pacing, clock: FakeCl
         clock.time_s += 5  # a wait for others is not
         torch.mm(a, b)
         assert clock.time_s == pytest.approx(8.0)
-        write_pace(tmp_path, 0, flop_per_s=2 * PRODUCT_FLOP)
+        write_pace(tmp_path, 0, flop_per_s=2 * PRODUCT_FLOP, balance=BALANCE)
         torch.mm(a, b)
         assert clock.time_s == pytest.approx(8.5)
     torch.mm(a, b)
@@ -158,7 +159,7 @@ def test_no_paced_host_is_faster_than_its_speed(tmp_path: Path) -> None:
     with Lab(FAST, paced=True, dilation=2.0) as lab:
         assert lab.run(["python", str(script), str(found)], timeout_s=300) == 0
         lab.set_speed("h1", 4e9)
-        assert pace_file(Path(lab._state.folder), 0).read_text() == "2000000000.0"
+        assert pace_file(Path(lab._state.folder), 0).read_text() == "2000000000.0 8.0"
         with pytest.raises(LabError, match="a paced lab waits between torch's operations, and true is no Python script"):
             lab.run(["true"])
         with pytest.raises(LabError, match="a paced lab has no quotas, and true would run at full speed"):

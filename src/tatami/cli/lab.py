@@ -55,6 +55,7 @@ _PACED = typer.Option(
     "--paced",
     help="Hosts compute at this machine's full speed, then wait as long as theirs (in flop/s) would take: steadier times.",
 )
+_BALANCE = optional(callback=finite, help="Flop that a paced host does while it moves a byte (default 8).")
 _DILATE = optional(callback=finite, help="How many times as long all takes in a paced lab, computing and links.")
 
 
@@ -87,6 +88,7 @@ def run(
     base_memory: Annotated[str | None, _BASE_MEMORY] = None,
     paced: Annotated[bool, _PACED] = False,
     dilate: Annotated[float, _DILATE] = 1.0,
+    balance: Annotated[float, _BALANCE] = 8.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="After the command's own output, one line of JSON: exit code, scale, quotas.")
     ] = False,
@@ -95,7 +97,8 @@ def run(
     from tatami.lab import Lab, parse_event
 
     events = [parse_event(text) for text in at or []]
-    with Lab(read_cluster(cluster), cores=cores, base_memory=base_memory, paced=paced, dilation=dilate) as machine:
+    paces = {"paced": paced, "dilation": dilate, "balance": balance}
+    with Lab(read_cluster(cluster), cores=cores, base_memory=base_memory, **paces) as machine:
         tell(machine.plan.describe())
         code = machine.run(
             command,

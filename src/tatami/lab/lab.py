@@ -23,7 +23,7 @@ from tatami.lab.groups import FREE, AbstractGroups, find_groups
 from tatami.lab.job import FIRST, JOB_VARIABLE, RANK_MODULE, LabJob, environment_of, mpi_command, spawn_on, write_launch_script
 from tatami.lab.needs import require_lab
 from tatami.lab.network import Network, kernel_delays
-from tatami.lab.plan import LARGEST_SHARE, NATIVE_LATENCY_S, SWITCH, Host, LabPlan, plan_lab, switch_address
+from tatami.lab.plan import BALANCE, LARGEST_SHARE, NATIVE_LATENCY_S, SWITCH, Host, LabPlan, plan_lab, switch_address
 from tatami.lab.state import LabState, new_state, take_away, write_pace
 from tatami.units import format_duration, format_size, parse_bandwidth, parse_size
 
@@ -46,6 +46,7 @@ class Lab:
             than all hosts together. Ranks are Python scripts that use torch.
         dilation: so many times as long everything takes in a paced lab, computing and messages between hosts: for hosts and
             links that are faster than this machine.
+        balance: flop that a paced host could do while it moves a byte.
 
     Raises:
         ClusterError: invalid host names; with `base_memory`, processors without memory; paced, relative speeds.
@@ -61,6 +62,7 @@ class Lab:
         base_memory: int | str | None = None,
         paced: bool = False,
         dilation: float = 1.0,
+        balance: float = BALANCE,
     ) -> None:
         available = len(os.sched_getaffinity(0))
         if cores is not None and cores > available:
@@ -71,6 +73,7 @@ class Lab:
             base_bytes=None if base_memory is None else parse_size(base_memory),
             paced=paced,
             dilation=dilation,
+            balance=balance,
         )
         self._speeds = [processor.speed for processor in self.plan.cluster.processors]
         self._dead: set[str] = set()
@@ -203,7 +206,7 @@ class Lab:
         for rank in self._ranks(name):
             self._speeds[rank] = speed / self.plan.dilation
             if self.plan.paced:
-                write_pace(Path(self._state.folder), rank, flop_per_s=self._speeds[rank])
+                write_pace(Path(self._state.folder), rank, flop_per_s=self._speeds[rank], balance=self.plan.balance)
             else:
                 host = self.plan.cluster.processors[rank].host
                 self._groups.set_quota(host, str(rank), cores=speed * self.plan.scale)
@@ -311,7 +314,7 @@ class Lab:
             self._groups.limit_memory(host.name, limit_bytes=host.memory_bytes)
         for rank in host.processors:
             if self.plan.paced:
-                write_pace(Path(self._state.folder), rank, flop_per_s=self._speeds[rank])
+                write_pace(Path(self._state.folder), rank, flop_per_s=self._speeds[rank], balance=self.plan.balance)
             else:
                 self._groups.set_quota(host.name, str(rank), cores=self.plan.quotas[rank])
         self._network.build_host(host)

@@ -1,6 +1,6 @@
 """A rank that lasts as long as its host would: it computes at full speed, then waits until its host would be done.
 
-A model says how long an operation takes its host: its flop, and `BALANCE` flop for each byte that it reads and writes, at the
+A model says how long an operation takes its host: its flop, and so many flop for each byte that it reads and writes, at the
 host's speed. So a product of large matrices is nearly as fast as the host can be, a small one takes longer for each flop, and
 any other operation takes the time of its bytes. As long as this machine does the real work in less time than all hosts
 together would take, times do not depend on how busy it is.
@@ -22,8 +22,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-BALANCE = 8.0
-"""Flop that a host could do while it moves a byte: a core of 50 Gflop/s and 6 GB/s has 8, a graphics card 10 to 60."""
 _SLACK_S = 1e-3
 """Operations that follow each other within this time follow at once: a wait is longer, Python is shorter."""
 _LEAST_WAIT_S = 2e-4
@@ -37,7 +35,7 @@ class Pacing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, each operation of this thread lasts as long as it would on the host.
 
     Args:
-        file: holds the host's speed in flop/s; may be written again at any time.
+        file: holds the host's speed in flop/s, and how many flop it could do while it moves a byte; may be written again.
         clock, wait: seconds, and how to let some pass.
 
     Attributes:
@@ -50,20 +48,20 @@ class Pacing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._file, self._clock, self._wait = file, clock, wait
-        self._flop_s = 1 / float(file.read_text(encoding="ascii"))
+        self._read()
         self._due_s = self._looked_s = clock()
         self.modelled_s = self.late_s = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         began_s = self._clock()
         result = func(*args, **(kwargs or {}))
-        flop = operation_flop(func, args, kwargs or {}, result)
+        flop = operation_flop(func, args, kwargs or {}, result, balance=self._balance)
         if not flop:
             return result
         done_s = self._clock()
         if done_s > self._looked_s + _LOOKS_S:
             self._looked_s = done_s
-            self._flop_s = 1 / float(self._file.read_text(encoding="ascii"))
+            self._read()
         last_s = flop * self._flop_s
         # The host begins when it has done what was before; after a wait, now.
         self._due_s = last_s + (self._due_s if began_s < self._due_s + _SLACK_S else began_s)
@@ -73,6 +71,10 @@ class Pacing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif self._due_s > done_s + _LEAST_WAIT_S:
             self._wait(self._due_s - done_s)
         return result
+
+    def _read(self) -> None:
+        speed, balance = self._file.read_text(encoding="ascii").split()
+        self._flop_s, self._balance = 1 / float(speed), float(balance)
 
     def tell(self, rank: int) -> None:
         """Say so where this machine was slower than the host that it plays."""
@@ -85,7 +87,7 @@ class Pacing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
 
-def operation_flop(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+def operation_flop(func: Any, args: Any, kwargs: Any, result: Any, *, balance: float) -> float:
     """What an operation costs its host: its flop, and those that take as long as its bytes; 0 where it computes nothing."""
     if getattr(func, "namespace", None) != "aten":
         return 0.0
@@ -101,7 +103,7 @@ def operation_flop(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     name = func._overloadpacket.__name__.rstrip("_").replace("_for_cpu", "")
     count = flop_registry.get(getattr(torch.ops.aten, name, None))
     flop = 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
-    return flop + BALANCE * size_bytes
+    return flop + balance * size_bytes
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

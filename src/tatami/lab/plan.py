@@ -24,6 +24,9 @@ SWITCH = "switch"
 NATIVE_LATENCY_S = 100e-6
 """About what a small message takes between two namespaces with nothing added."""
 
+BALANCE = 8.0
+"""Flop that a paced host does while it moves a byte: a core of 50 Gflop/s and 6 GB/s has 8, a graphics card 10 to 60."""
+
 _HOST_NAME = re.compile(
     r"[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?(\.[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?)*", re.ASCII
 )
@@ -62,6 +65,7 @@ class LabPlan:
         scale: cores for one unit of speed; 1 where hosts are paced.
         paced: whether hosts last as long as their speeds say, in place of computing with a part of a core.
         dilation: so many times as long as the cluster's speeds and links say everything takes.
+        balance: flop that a paced host could do while it moves a byte.
     """
 
     cluster: Cluster
@@ -70,6 +74,7 @@ class LabPlan:
     scale: float
     paced: bool = False
     dilation: float = 1.0
+    balance: float = BALANCE
 
     @cached_property
     def by_name(self) -> dict[str, Host]:
@@ -115,7 +120,13 @@ class LabPlan:
 
 
 def plan_lab(
-    cluster: Cluster, *, cores: float, base_bytes: int | None = None, paced: bool = False, dilation: float = 1.0
+    cluster: Cluster,
+    *,
+    cores: float,
+    base_bytes: int | None = None,
+    paced: bool = False,
+    dilation: float = 1.0,
+    balance: float = BALANCE,
 ) -> LabPlan:
     """Scale the speeds of `cluster` to `cores` cores, as large as they can be.
 
@@ -124,7 +135,7 @@ def plan_lab(
         cores: of this machine, that the lab may use; may be a fraction.
         base_bytes: limit each host to the memory of its processors, and so much more for each, which is what a process has of
             its own; None: no limit.
-        paced, dilation: as `Lab` has them.
+        paced, dilation, balance: as `Lab` has them.
 
     Raises:
         ClusterError: host names that no machine can have, all of them at once; speeds that depend on the size of the tile;
@@ -134,6 +145,8 @@ def plan_lab(
     """
     if not (math.isfinite(dilation) and dilation > 0):
         raise InputError(f"dilate must be a finite number > 0, not {dilation}: how many times as long all takes")
+    if not (math.isfinite(balance) and balance > 0):
+        raise InputError(f"balance must be a finite number > 0, not {balance}: flop that a host could do while it moves a byte")
     if dilation != 1 and not paced:
         raise InputError("only a paced lab can dilate time: quotas are parts of a core already. Give --paced, too (paced=True)")
     if not (math.isfinite(cores) and cores > 0):
@@ -163,7 +176,7 @@ def plan_lab(
         Host(name=name, index=i, processors=tuple(ranks), memory_bytes=memory[name])
         for i, (name, ranks) in enumerate(places.items())
     )
-    return LabPlan(cluster=cluster, hosts=hosts, cores=cores, scale=scale, paced=paced, dilation=dilation)
+    return LabPlan(cluster=cluster, hosts=hosts, cores=cores, scale=scale, paced=paced, dilation=dilation, balance=balance)
 
 
 def _dilated(cluster: Cluster, times: float) -> Cluster:

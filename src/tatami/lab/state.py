@@ -50,15 +50,15 @@ class LabState:
 
 
 def pace_file(folder: Path, rank: int) -> Path:
-    """Where a paced rank reads how many flop/s its host computes; there is none where hosts are not paced."""
+    """Where a paced rank reads its host's flop/s, and flop for a byte moved; there is none where hosts are not paced."""
     return folder / f"pace-{rank}"
 
 
-def write_pace(folder: Path, rank: int, *, flop_per_s: float) -> None:
+def write_pace(folder: Path, rank: int, *, flop_per_s: float, balance: float) -> None:
     """Set the flop/s of a rank's host, also while the rank runs."""
     file = pace_file(folder, rank)
     new = file.with_suffix(".new")
-    new.write_text(repr(flop_per_s), encoding="ascii")
+    new.write_text(f"{flop_per_s!r} {balance!r}", encoding="ascii")
     new.replace(file)
 
 
