@@ -66,7 +66,7 @@ def train(comm: AbstractCommunicator, clock: Clock) -> float:
     # Ranks are threads here, which share torch's own generator.
     x = torch.randn(BATCH, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
     layout = tatami.tiling.Layout(
-        columns=(tatami.tiling.layout.Column(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),)
+        replicas=(tatami.tiling.layout.Replica(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),)
     )
     model = tatami.tile(
         network(), comm, batch_size=BATCH, sample=x[:2], layout=layout, speeds="equal", reduction="mean", quiet=True

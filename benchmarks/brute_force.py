@@ -1,7 +1,7 @@
 """Plans of the default planner against all others that there are:  python benchmarks/brute_force.py [--cases 500]
 
-Random clusters of two to five processors and small networks. Every subset of the processors is divided into columns in every
-way, each column in two orders, its tiles balanced, in as few micro-batches as memory allows or squeezed into it, and priced.
+Random clusters of two to five processors and small networks. Every subset of the processors is divided into replicas in every
+way, each replica in two orders, its tiles balanced, in as few micro-batches as memory allows or squeezed into it, and priced.
 The regret of a plan is by how much its predicted time is above the least of these. The second part has the named planners side
 by side, of which none may be predicted faster than the default. Writes benchmarks/results/brute-force.jsonl: the command and
 the machine, a line for each part, and one for each case of the first. `--cases 0` or `--named 0` leaves out a part.
@@ -83,7 +83,7 @@ def _whole_bytes(workload: Workload) -> float:
 
 
 def set_partitions(members: Sequence[Processor]) -> Iterator[list[list[Processor]]]:
-    """All ways to divide `members` into columns."""
+    """All ways to divide `members` into replicas."""
     if not members:
         yield []
         return
@@ -95,14 +95,14 @@ def set_partitions(members: Sequence[Processor]) -> Iterator[list[list[Processor
 
 
 def layouts(members: Sequence[Processor], workload: Workload) -> Iterator[Layout]:
-    """All columns, each in ascending and in descending order of speed."""
+    """All replicas, each in ascending and in descending order of speed."""
     for parts in set_partitions(members):
         if not workload.blocks and len(parts) < len(members):
             continue
         ordered = [sorted(part, key=lambda each: each.speed) for part in parts]
         flipped = [part[::-1] for part in ordered]
-        for columns in [ordered, flipped] if len(parts) < len(members) else [ordered]:
-            layout = balanced(columns, workload=workload) if workload.blocks else data_parallel(members)
+        for replicas in [ordered, flipped] if len(parts) < len(members) else [ordered]:
+            layout = balanced(replicas, workload=workload) if workload.blocks else data_parallel(members)
             if layout is not None:
                 yield layout
 
@@ -139,8 +139,8 @@ def regret_of(seed: int) -> dict[str, object]:
     line |= {"planned_s": found.predicted_s, "cpu_s": time.process_time() - began_s, "left_out": list(found.left_out)}
     line["regret"] = found.predicted_s / brute_s - 1 if layout else None
     line["memory"] = cluster.memory_known
-    line["brute"] = [[*column.processors, column.micro_batches] for column in layout.columns] if layout else None
-    line["columns"] = [[*column.processors, column.micro_batches] for column in found.layout.columns]
+    line["brute"] = [[*replica.processors, replica.micro_batches] for replica in layout.replicas] if layout else None
+    line["replicas"] = [[*replica.processors, replica.micro_batches] for replica in found.layout.replicas]
     return line
 
 

@@ -38,7 +38,7 @@ from tatami.errors import LabError, MemoryLackError
 from tatami.lab import Lab
 from tatami.lab.rank import PRELOAD_VARIABLE
 from tatami.tiled import find_blocks, tile, workload_of
-from tatami.tiling import Column, Layout, Plan, plan
+from tatami.tiling import Layout, Plan, Replica, plan
 from tatami.tiling.memory import memory_bytes
 from tatami.workload import Workload
 
@@ -107,7 +107,7 @@ class CappedRun:
 
 def whole(processor: str) -> Layout:
     """All of it on one processor."""
-    return Layout(columns=(Column(width=1.0, processors=(processor,), heights=(1.0,)),))
+    return Layout(replicas=(Replica(width=1.0, processors=(processor,), heights=(1.0,)),))
 
 
 def as_rank(description: Path, folder: Path) -> None:
@@ -226,7 +226,7 @@ def measured(run: CappedRun, *, cap: float, timeout_s: float) -> dict[str, Any]:
         "slack_bytes": _SLACK_BYTES,
         "refused": refused,
         "alone": killed,
-        "columns": [len(column.processors) for column in laid.layout.columns] if run.stages == 1 else [],
+        "replicas": [len(replica.processors) for replica in laid.layout.replicas] if run.stages == 1 else [],
         "planned_bytes": next((each["planned_bytes"] for each in found.values()), None) or laid.memory_bytes,
         "step_s": max((each["step_s"] for each in found.values()), default=None),
         "starved": starved,
@@ -243,7 +243,7 @@ def told(record: dict[str, Any]) -> str:
     def mib(size_bytes: float) -> str:
         return f"{size_bytes / _MIB:.0f} MiB"
 
-    way = f"{record['stages']} stages" if record["stages"] > 1 else f"columns of {record['columns']}"
+    way = f"{record['stages']} stages" if record["stages"] > 1 else f"replicas of {record['replicas']}"
     took = "" if record["step_s"] is None else f", {record['step_s']:.3g} s a step"
     lines = [
         f"weights {mib(record['weights_bytes'])}; to train on one host {mib(record['alone_bytes'])}, and each host has "

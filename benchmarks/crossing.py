@@ -91,9 +91,9 @@ def measured_spots() -> Iterator[Spot]:
     for (_, condition, num, net, bandwidth), records in beds.items():
         (bed,) = [record for record in records if record["record"] == "test bed"]
         times_s = {
-            record["contestant"]: (record["iteration_s"], max(record["columns"]))
+            record["contestant"]: (record["iteration_s"], max(record["replicas"]))
             for record in records
-            if record["record"] == "iteration" and record.get("columns") and record["method"] != "even"
+            if record["record"] == "iteration" and record.get("replicas") and record["method"] != "even"
         }
         tiled_s = [seconds for seconds, deepest in times_s.values() if deepest > 1]
         if "weighted" not in times_s or not tiled_s:

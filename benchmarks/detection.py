@@ -143,10 +143,10 @@ def _slow(rule: str, times: Array) -> NDArray[np.bool_]:
         return slow
     recent = times[-WINDOW:]
     if rule == "published":
-        # t1 of two columns of four: forward, the wait for the slowest of the column, backward.
-        columns = recent.reshape(*recent.shape[:-1], 2, RANKS // 2)
-        waits = 0.4 * columns.max(axis=-1, keepdims=True)
-        mean = (waits + 0.5 * columns).reshape(recent.shape).mean(axis=0)
+        # t1 of two replicas of four: forward, the wait for the slowest of the replica, backward.
+        replicas = recent.reshape(*recent.shape[:-1], 2, RANKS // 2)
+        waits = 0.4 * replicas.max(axis=-1, keepdims=True)
+        mean = (waits + 0.5 * replicas).reshape(recent.shape).mean(axis=0)
         low: NDArray[np.bool_] = np.less(mean.min(axis=-1), T_LINE * mean.max(axis=-1))
     else:
         mean = recent.mean(axis=0)

@@ -122,8 +122,9 @@ def write_tables(records: Sequence[dict[str, Any]], path: Path) -> None:
     tables += [course_table(records), rivals_table(records), model_table(records)]
     described = records[-1]["machine"]
     head = (
-        f"# The evaluation\n\nMade by `python benchmarks/evaluation.py` from `{path.stem}.jsonl`. Measured in labs (docs/lab.md) "
-        f"on: {described['cpu']}, {described['cores']} cores, {described['system']}, torch {described['torch']}.\n"
+        f"# The evaluation\n\nMade by `python benchmarks/evaluation.py` from `{path.stem}.jsonl`. Measured in labs "
+        f"(docs/lab.md) on: {described['cpu']}, {described['cores']} cores, {described['system']}, "
+        f"torch {described['torch']}.\n"
     )
     texts = [f"## {table.title[0].upper()}{table.title[1:]}\n\n{table.to_markdown()}\n" for table in tables if table.rows]
     path.write_text("\n".join([head, *texts]), encoding="utf-8")

@@ -5,7 +5,7 @@
     --report                     measure nothing; predict again what was measured before
 
 In each of eight labs (other networks, speeds, numbers of hosts and links) the ranks probe what there is, as `tatami probe`
-does, and then measure eight tilings drawn with a seed: any columns in any order, heights and widths near what the speeds ask
+does, and then measure eight tilings drawn with a seed: any replicas in any order, heights and widths near what the speeds ask
 for. The probe is all that predictions know. Needs Linux and root (docs/lab.md), SimGrid (docs/rehearsal.md), and a machine
 with nothing else to do. Writes `benchmarks/results/heldout.jsonl`: a line for each tiling with `measured_s`, its spread,
 `planned_s`, `simulated_s` and their errors, and lines that say whether the goals hold.
@@ -78,7 +78,7 @@ def judged(lab: Mapping[str, Any], runs: Runs) -> Iterator[dict[str, Any]]:
             "bed": bed["name"],
             "net": bed["net"],
             "samples": bed["samples"],
-            "columns": [len(column.processors) for column in layout.columns],
+            "replicas": [len(replica.processors) for replica in layout.replicas],
             "measured_s": measured_s,
             "spread": (max(each["rounds_s"]) - min(each["rounds_s"])) / measured_s,
             "planned_s": planned_s,
@@ -122,9 +122,9 @@ def _told(record: Mapping[str, Any]) -> str:
     if "got" in record:
         got = ", ".join(f"{name} {100 * value:.1f} %" for name, value in record["got"].items())
         return f"{record['what']}: {got} of {record['tilings']} tilings; {'holds' if record['holds'] else 'does not hold'}"
-    columns = "+".join(map(str, record["columns"]))
+    replicas = "+".join(map(str, record["replicas"]))
     return (
-        f"{record['bed']:12} {columns:14} {1e3 * record['measured_s']:8.1f} ms ±{100 * record['spread']:.0f} %, "
+        f"{record['bed']:12} {replicas:14} {1e3 * record['measured_s']:8.1f} ms ±{100 * record['spread']:.0f} %, "
         f"planned {100 * record['planned_error']:+.1f} %, simulated {100 * record['simulated_error']:+.1f} %"
     )
 

@@ -33,7 +33,7 @@ from tatami.bench.interleaved import machine
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster, Link, Processor
 from tatami.lab import Lab
-from tatami.tiling import Column, Layout, StagedLayout
+from tatami.tiling import Layout, Replica, StagedLayout
 from tatami.workload import Workload
 
 RESULTS = Path(__file__).parent / "results" / "heldout_stages.jsonl"
@@ -63,8 +63,8 @@ def drawn(cluster: Cluster, workload: Workload, *, seed: int) -> StagedLayout:
     return StagedLayout(
         stages=tuple(
             Layout(
-                columns=tuple(
-                    Column(width=width / sum(widths), processors=(row[stage],), heights=(1.0,), micro_batches=micro_batches)
+                replicas=tuple(
+                    Replica(width=width / sum(widths), processors=(row[stage],), heights=(1.0,), micro_batches=micro_batches)
                     for width, row in zip(widths, rows, strict=True)
                 )
             )

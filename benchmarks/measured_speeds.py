@@ -123,9 +123,9 @@ def found_by(case: Case, comm: AbstractCommunicator) -> dict[str, Any]:
     return {
         "case": case.name,
         "samples": network.samples,
-        "columns": [list(column.processors) for column in model.layout.columns],
-        "widths": [column.width for column in model.layout.columns],
-        "micro_batches": [column.micro_batches for column in model.layout.columns],
+        "replicas": [list(replica.processors) for replica in model.layout.replicas],
+        "widths": [replica.width for replica in model.layout.replicas],
+        "micro_batches": [replica.micro_batches for replica in model.layout.replicas],
         "measured_s": measured_s,
         "spread": (high_s - low_s) / measured_s,
         "iterations": len(rounds_s),

@@ -33,7 +33,7 @@ import tatami
 from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
 from tatami.tiled.allocator import give_freed_memory_back
-from tatami.tiling import Column, Layout
+from tatami.tiling import Layout, Replica
 from tatami.tiling.memory import memory_bytes
 from tatami.workload import Workload
 
@@ -208,8 +208,8 @@ CASES += [
 def layout_of(replicas: str) -> Layout:
     ranks = iter(range(sum(map(len, REPLICAS[replicas]))))
     return Layout(
-        columns=tuple(
-            Column(width=1 / len(REPLICAS[replicas]), processors=tuple(f"p{next(ranks)}" for _ in heights), heights=heights)
+        replicas=tuple(
+            Replica(width=1 / len(REPLICAS[replicas]), processors=tuple(f"p{next(ranks)}" for _ in heights), heights=heights)
             for heights in REPLICAS[replicas]
         )
     )

@@ -80,15 +80,15 @@ class Answer:
     def record(self) -> dict[str, object]:
         """As a line of JSON."""
         stages = self.plan.layout.stages if isinstance(self.plan, StagedPlan) else ()
-        columns = stages[0].columns if stages else self.plan.layout.columns if isinstance(self.plan, Plan) else ()
+        replicas = stages[0].replicas if stages else self.plan.layout.replicas if isinstance(self.plan, Plan) else ()
         return {
             "cluster": self.cluster,
             "model": self.model,
             "planned_s": self.plan.predicted_s if self.plan is not None else None,
             "unstaged_s": self.unstaged_s,
-            "columns": [] if stages else [[*column.processors] for column in columns],
+            "replicas": [] if stages else [[*replica.processors] for replica in replicas],
             "stages": [[*stage.processors] for stage in stages],
-            "micro_batches": [column.micro_batches for column in columns],
+            "micro_batches": [replica.micro_batches for replica in replicas],
             "rivals_s": self.rivals_s,
             "ratio": self.ratio,
             "holds": self.holds,
@@ -106,7 +106,7 @@ class Answer:
 
 
 def _shape(found: Plan | StagedPlan | None) -> str:
-    """How many processors take part, in how many columns of how many, or stages, and in how many micro-batches."""
+    """How many processors take part, in how many replicas of how many, or stages, and in how many micro-batches."""
     if found is None:
         return ""
     if isinstance(found, StagedPlan):
@@ -114,12 +114,14 @@ def _shape(found: Plan | StagedPlan | None) -> str:
         return (
             f"{found.layout.num_replicas} x {len(found.layout.stages)} stages; {share} micro-batch{'es' if share > 1 else ''}"
         )
-    columns = found.layout.columns
-    depths = sorted({len(column.processors) for column in columns})
-    parts = sorted({column.micro_batches for column in columns})
+    replicas = found.layout.replicas
+    depths = sorted({len(replica.processors) for replica in replicas})
+    parts = sorted({replica.micro_batches for replica in replicas})
     each = "" if depths == [1] else f" of {depths[0]}" if len(depths) == 1 else f" of {depths[0]} to {depths[-1]}"
     number = str(parts[0]) if len(parts) == 1 else f"{parts[0]} to {parts[-1]}"
-    return f"{len(columns)} column{'s' if len(columns) > 1 else ''}{each}; {number} micro-batch{'es' if number != '1' else ''}"
+    return (
+        f"{len(replicas)} replica{'s' if len(replicas) > 1 else ''}{each}; {number} micro-batch{'es' if number != '1' else ''}"
+    )
 
 
 def workloads() -> dict[str, Workload]:

@@ -157,8 +157,8 @@ class Racing:
             "alone_s": alone_s,
             "cpu_s": {name: comm.allgather_object(fmean(each)) for name, each in cpu_s.items()},
             "phases_s": {name: comm.allgather_object(_mean(spent)) for name, spent in self._spent.items()},
-            "columns_of": {
-                name: [len(each.processors) for each in model.layout.columns] for name, model in self._models.items()
+            "replicas_of": {
+                name: [len(each.processors) for each in model.layout.replicas] for name, model in self._models.items()
             },
             "stages_of": {name: _stages(model) for name, model in self._models.items()},
             **self._foretold(cluster),
@@ -176,9 +176,13 @@ class Racing:
         weighted = plan("weighted", cluster=cluster, workload=self._workload)
         price = AlphaBetaCost().price(found.layout, cluster=cluster, workload=self._workload)
         return {
-            "columns": [len(column.processors) for column in found.layout.columns],
+            "replicas": [len(replica.processors) for replica in found.layout.replicas],
             "planned_s": price.total,
-            "planned_parts_s": {"compute": price.compute, "vertical": price.vertical, "horizontal": price.horizontal},
+            "planned_parts_s": {
+                "compute": price.compute,
+                "tensor_parallel": price.tensor_parallel,
+                "gradients": price.gradients,
+            },
             "planned_weighted_s": weighted.predicted_s,
         }
 
@@ -304,7 +308,7 @@ class _PipelinePart(nn.Module):
 
 
 def _mean(spent: Sequence[PhaseTimes]) -> dict[str, float]:
-    return {key: fmean(getattr(each, key) for each in spent) for key in ("compute_s", "vertical_s", "horizontal_s")}
+    return {key: fmean(getattr(each, key) for each in spent) for key in ("compute_s", "tensor_parallel_s", "gradients_s")}
 
 
 def _stages(model: TiledModel) -> dict[str, Any] | None:
@@ -403,7 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines = records(race, found, command=command)
     with options.out.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
-    print(f"planned: {found['columns']}, {found['planned_s']:.3g} s; weighted columns {found['planned_weighted_s']:.3g} s")
+    print(f"planned: {found['replicas']}, {found['planned_s']:.3g} s; weighted replicas {found['planned_weighted_s']:.3g} s")
     for line in lines:
         others = ", ".join(f"{times:.2f} x {other}" for other, times in line["times_as_fast_as"].items())
         gamma = "-" if line["gamma"] is None else f"{line['gamma']:.2f}"

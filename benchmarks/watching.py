@@ -1,7 +1,7 @@
 """What watching costs, and how often it moves something for nothing:  python benchmarks/watching.py [--out FILE.jsonl]
 
 Cost: CPU time (`time.process_time`) of `Watcher.take`, which every rank runs in every iteration, of what a rank tells and
-hears, and what travels; 8 ranks in two columns, on one host, and on 8 hosts, so that links are watched too. Beside it the
+hears, and what travels; 8 ranks in two replicas, on one host, and on 8 hosts, so that links are watched too. Beside it the
 share of an iteration of 50 ms.
 
 Quiet: runs of 10,000 iterations of 8 equal ranks in which nothing happens but noise and stalls, through `Watcher` with its
@@ -25,7 +25,7 @@ from tatami.bench.interleaved import machine
 from tatami.cluster import NETWORK_LINK, Cluster, Processor
 from tatami.retiling import Retiler, Watcher
 from tatami.retiling.thresholds import FALSE_ALARMS
-from tatami.tiling import Column, Layout
+from tatami.tiling import Layout, Replica
 from tatami.workload import Workload
 
 RANKS, ITERATION_S, GOAL = 8, 0.05, 0.005
@@ -36,14 +36,14 @@ Array = NDArray[np.float64]
 
 
 def watcher(*, hosts: bool) -> Watcher:
-    """Of 8 equal ranks in two columns, on hosts of their own or on one."""
+    """Of 8 equal ranks in two replicas, on hosts of their own or on one."""
     names = tuple(f"p{rank}" for rank in range(RANKS))
     cluster = Cluster(
         processors=tuple(Processor(name=name, speed=1e9, host=f"h{rank}" if hosts else "h") for rank, name in enumerate(names))
     )
     half = RANKS // 2
-    columns = tuple(Column(width=0.5, processors=own, heights=(1 / half,) * half) for own in (names[:half], names[half:]))
-    return Watcher(Retiler(), cluster=cluster, workload=WORK, layout=Layout(columns=columns), known_speeds=True)
+    replicas = tuple(Replica(width=0.5, processors=own, heights=(1 / half,) * half) for own in (names[:half], names[half:]))
+    return Watcher(Retiler(), cluster=cluster, workload=WORK, layout=Layout(replicas=replicas), known_speeds=True)
 
 
 def quiet_times(noise: float, *, iterations: int, seed: int) -> Array:

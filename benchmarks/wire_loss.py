@@ -1,7 +1,7 @@
 """What half the bytes on the wire do to the loss:  python benchmarks/wire_loss.py [--seeds 5] [--iterations 200]
 
-Scikit-learn's digits, 64-80-10, all 1,797 samples a batch, Adam at 0.01, over four ranks in two columns of two: the sums of
-both columns and the gradients between them are rounded. Ranks are threads; nothing is timed, so the figures do not depend on
+Scikit-learn's digits, 64-80-10, all 1,797 samples a batch, Adam at 0.01, over four ranks in two replicas of two: the sums of
+both replicas and the gradients between them are rounded. Ranks are threads; nothing is timed, so the figures do not depend on
 the machine beyond rounding. Writes benchmarks/results/wire_loss.jsonl: the command, and a line for each wire and seed.
 """
 
@@ -23,14 +23,14 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import run_threads
 from tatami.datasets.digits import load_digits
 from tatami.tiling import Layout
-from tatami.tiling.layout import Column
+from tatami.tiling.layout import Replica
 
 RESULTS = Path(__file__).parent / "results" / "wire_loss.jsonl"
 WIRES = (None, "bfloat16", "float16")
 LAYOUT = Layout(
-    columns=(
-        Column(width=0.5, processors=("p0", "p1"), heights=(0.5, 0.5)),
-        Column(width=0.5, processors=("p2", "p3"), heights=(0.5, 0.5)),
+    replicas=(
+        Replica(width=0.5, processors=("p0", "p1"), heights=(0.5, 0.5)),
+        Replica(width=0.5, processors=("p2", "p3"), heights=(0.5, 0.5)),
     )
 )
 

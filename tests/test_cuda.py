@@ -176,7 +176,7 @@ def test_phases_of_the_card_add_up_to_what_passed() -> None:
         x, y = model.local(*data(8))
         nn.functional.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
         times = model.phases.finish_iteration()
-        assert min(times.forward_s, times.backward_s, times.vertical_s) > 0
+        assert min(times.forward_s, times.backward_s, times.tensor_parallel_s) > 0
         assert model.phases.computed_s == pytest.approx(times.compute_s)
 
     run_threads(body, size=2)

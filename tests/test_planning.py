@@ -64,7 +64,7 @@ def test_a_workload_needs_no_torch_and_has_its_own_batch() -> None:
     assert tatami.plan(work, cluster=cluster) == compared(None, cluster=cluster, workload=work)
     assert tatami.plan(work, cluster=cluster, batch_size=64).workload.samples == 64
     faster = tatami.plan(work, cluster=cluster, speeds=[1, 1, 1], planners=["weighted"])
-    assert faster.plans[0].tiling.columns[2][0].samples.size == 341
+    assert faster.plans[0].tiling.replicas[2][0].samples.size == 341
 
 
 def test_a_planner_in_the_place_of_a_network_gives_its_plan() -> None:

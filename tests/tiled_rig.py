@@ -20,7 +20,7 @@ from tatami.comm import Recording
 from tatami.comm.base import AbstractCommunicator
 from tatami.tiled import TiledModel, tile, whole_state_dict
 from tatami.tiling import Layout, StagedLayout
-from tatami.tiling.layout import Column
+from tatami.tiling.layout import Replica
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.1}
 """Relative. For bfloat16, whose unit in the last place is 0.008, a check of sanity only."""
@@ -158,30 +158,30 @@ def networks(draw: st.DrawFn) -> Network:
 
 @st.composite
 def layouts(draw: st.DrawFn, size: int) -> Layout:
-    """Any columns of any of the ranks, in any order; shares of 0 (a tile without samples, or without units) among them."""
+    """Any replicas of any of the ranks, in any order; shares of 0 (a tile without samples, or without units) among them."""
     ranks = draw(st.permutations(range(size)))
-    kind = draw(st.sampled_from(["any", "any", "one column", "one row"]))
+    kind = draw(st.sampled_from(["any", "any", "one replica", "one row"]))
     if kind == "any":
         left_out = draw(st.integers(0, size - 1)) if draw(st.booleans()) else 0
         ranks = ranks[left_out:]
         breaks = [draw(st.booleans()) for _ in ranks[1:]]
     else:
         breaks = [kind == "one row"] * (size - 1)
-    columns: list[list[int]] = [[ranks[0]]]
+    replicas: list[list[int]] = [[ranks[0]]]
     for rank, fresh in zip(ranks[1:], breaks, strict=True):
         if fresh:
-            columns.append([rank])
+            replicas.append([rank])
         else:
-            columns[-1].append(rank)
-    widths = shares(draw, len(columns))
+            replicas[-1].append(rank)
+    widths = shares(draw, len(replicas))
     return Layout(
-        columns=tuple(
-            Column(
+        replicas=tuple(
+            Replica(
                 width=width,
                 processors=tuple(f"p{rank}" for rank in members),
                 heights=shares(draw, len(members)),
             )
-            for width, members in zip(widths, columns, strict=True)
+            for width, members in zip(widths, replicas, strict=True)
         )
     )
 
@@ -192,16 +192,16 @@ def shares(draw: st.DrawFn, count: int) -> tuple[float, ...]:
     return tuple(weight / sum(weights) for weight in weights)
 
 
-def simple_layout(*columns: Sequence[int], widths: Sequence[float] | None = None) -> Layout:
-    """Columns of ranks, each of equal heights."""
+def simple_layout(*replicas: Sequence[int], widths: Sequence[float] | None = None) -> Layout:
+    """Replicas of ranks, each of equal heights."""
     return Layout(
-        columns=tuple(
-            Column(
-                width=1 / len(columns) if widths is None else widths[index],
+        replicas=tuple(
+            Replica(
+                width=1 / len(replicas) if widths is None else widths[index],
                 processors=tuple(f"p{rank}" for rank in members),
                 heights=(1 / len(members),) * len(members),
             )
-            for index, members in enumerate(columns)
+            for index, members in enumerate(replicas)
         )
     )
 
@@ -337,16 +337,16 @@ def staged(size: int, *, stages: int, cuts: tuple[int, ...], micro_batches: int 
     """Replicas of `stages` ranks each, with shares of the samples that differ; what is left over of the ranks is left out."""
     widths = [float(2 + replica) for replica in range(size // stages)]
 
-    def column(replica: int, stage: int) -> Column:
+    def one(replica: int, stage: int) -> Replica:
         width, processors = widths[replica] / sum(widths), (f"p{replica * stages + stage}",)
-        return Column(width=width, processors=processors, heights=(1.0,), micro_batches=micro_batches)
+        return Replica(width=width, processors=processors, heights=(1.0,), micro_batches=micro_batches)
 
-    laid = (Layout(columns=tuple(column(replica, stage) for replica in range(len(widths)))) for stage in range(stages))
+    laid = (Layout(replicas=tuple(one(replica, stage) for replica in range(len(widths)))) for stage in range(stages))
     return StagedLayout(stages=tuple(laid), cuts=cuts)
 
 
 def some_layouts(size: int) -> list[Layout]:
-    """One column; one row of unequal widths; two uneven columns; and one in which the first rank is left out."""
+    """One replica; one row of unequal widths; two uneven replicas; and one in which the first rank is left out."""
     ranks = list(range(size))
     result = [simple_layout(ranks)]
     if size > 1:

@@ -1,4 +1,4 @@
-"""Where the time of a tiled iteration goes, by the stopwatches of all ranks: compute, waiting, vertical, horizontal, overhead.
+"""Where the time of a tiled iteration goes, by the stopwatches of all ranks: compute, waiting, sums, overhead.
 
 A rank's stopwatch cannot tell a transfer from the wait for a rank that comes late to it. All together can: the rank that comes
 last waits for no other, so the shortest of a group is what the transfer takes, and what others have beyond it they waited.
@@ -28,43 +28,43 @@ class Breakdown:
     Attributes:
         compute_s: forward, backward and update.
         waiting_s: for ranks that came later to an exchange.
-        vertical_s: exchanges inside the column.
-        horizontal_s: exchanges across columns.
+        tensor_parallel_s: exchanges inside the replica.
+        gradients_s: exchanges across replicas.
         overhead_s: outside of all phases: the loop, picking samples, checks of the balance.
     """
 
     compute_s: float
     waiting_s: float
-    vertical_s: float
-    horizontal_s: float
+    tensor_parallel_s: float
+    gradients_s: float
     overhead_s: float
 
     def to_dict(self) -> dict[str, float]:
         return asdict(self)
 
 
-def breakdown(iterations: Sequence[Sequence[RankIteration]], *, columns: Mapping[int, int]) -> list[Breakdown]:
+def breakdown(iterations: Sequence[Sequence[RankIteration]], *, replicas: Mapping[int, int]) -> list[Breakdown]:
     """The mean breakdown of every rank.
 
     Args:
         iterations: by rank, all ranks the same iterations.
-        columns: the column of every rank that has a tile.
+        replicas: the replica of every rank that has a tile.
     """
     parts: list[list[Breakdown]] = [[] for _ in iterations]
     for one in zip(*iterations, strict=True):
-        least = min(each.times.horizontal_s for each in one)
+        least = min(each.times.gradients_s for each in one)
         least_of: dict[int | None, float] = {}
         for rank, each in enumerate(one):
-            column = columns.get(rank)
-            least_of[column] = min(least_of.get(column, each.times.vertical_s), each.times.vertical_s)
+            replica = replicas.get(rank)
+            least_of[replica] = min(least_of.get(replica, each.times.tensor_parallel_s), each.times.tensor_parallel_s)
         for rank, each in enumerate(one):
-            vertical_s = least_of[columns.get(rank)]
+            tensor_parallel_s = least_of[replicas.get(rank)]
             parts[rank].append(
                 Breakdown(
                     compute_s=each.times.compute_s,
-                    waiting_s=each.times.vertical_s - vertical_s + each.times.horizontal_s - least,
-                    vertical_s=vertical_s,
-                    horizontal_s=least,
+                    waiting_s=each.times.tensor_parallel_s - tensor_parallel_s + each.times.gradients_s - least,
+                    tensor_parallel_s=tensor_parallel_s,
+                    gradients_s=least,
                     overhead_s=each.wall_s - each.times.total_s,
                 )
             )
@@ -76,7 +76,7 @@ def mean_breakdown(parts: Sequence[Breakdown]) -> Breakdown:
     return Breakdown(
         compute_s=fmean(each.compute_s for each in parts),
         waiting_s=fmean(each.waiting_s for each in parts),
-        vertical_s=fmean(each.vertical_s for each in parts),
-        horizontal_s=fmean(each.horizontal_s for each in parts),
+        tensor_parallel_s=fmean(each.tensor_parallel_s for each in parts),
+        gradients_s=fmean(each.gradients_s for each in parts),
         overhead_s=fmean(each.overhead_s for each in parts),
     )

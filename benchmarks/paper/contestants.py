@@ -128,10 +128,10 @@ class Tiled(AbstractContestant):
         return [] if self._retiling is None else self._retiling.checks
 
     @property
-    def columns(self) -> dict[int, int]:
-        """The column of every rank that has a tile."""
+    def replicas(self) -> dict[int, int]:
+        """The replica of every rank that has a tile."""
         tiles = self.model.tiling.by_processor
-        return {rank: tiles[name].column for rank, name in enumerate(self.model.names) if name in tiles}
+        return {rank: tiles[name].replica for rank, name in enumerate(self.model.names) if name in tiles}
 
     def lay(self, cluster: Cluster) -> None:
         """Lie as is best for these machines, at once. Collective."""
@@ -161,7 +161,7 @@ class Tiled(AbstractContestant):
         loss.backward()  # type: ignore[no-untyped-call]
         if self.sums_loss:
             sums, request = begun or self._sum(loss)
-            with self.model.phases.during(IterationPhase.HORIZONTAL):
+            with self.model.phases.during(IterationPhase.GRADIENTS):
                 request.wait()
             if retiling is not None:
                 retiling.heard(sums.tolist()[1:])

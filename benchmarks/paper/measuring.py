@@ -190,7 +190,7 @@ class Measuring:
 
     def _of_tiled(self, contestant: Tiled, *, settled: int) -> dict[str, Any]:
         iterations = self._comm.allgather_object(contestant.iterations)
-        parts = breakdown(iterations, columns=contestant.columns)
+        parts = breakdown(iterations, replicas=contestant.replicas)
         return {
             **self._laid(contestant.model.layout),
             "breakdown": mean_breakdown(parts).to_dict(),
@@ -202,10 +202,10 @@ class Measuring:
     def _laid(self, layout: Layout) -> dict[str, Any]:
         cost = AlphaBetaCost().price(layout, cluster=self.cluster, workload=self._task.workload)
         return {
-            "columns": [len(column.processors) for column in layout.columns],
+            "replicas": [len(replica.processors) for replica in layout.replicas],
             "layout": layout.to_dict(),
             "predicted_s": cost.total,
-            "predicted": {"compute_s": cost.compute, "vertical_s": cost.vertical, "horizontal_s": cost.horizontal},
+            "predicted": {"compute_s": cost.compute, "tensor_parallel_s": cost.tensor_parallel, "gradients_s": cost.gradients},
         }
 
     def _course(self, name: str) -> None:

@@ -34,8 +34,8 @@ STYLES: dict[str, tuple[str, str]] = {
 PART_COLOURS = {
     "compute": "#2f6db3",
     "waiting": "#d9d9d9",
-    "vertical": "#d98b1f",
-    "horizontal": "#b5392f",
+    "tensor_parallel": "#d98b1f",
+    "gradients": "#b5392f",
     "overhead": "#4d4d4d",
 }
 _EVERY = 5
@@ -169,8 +169,8 @@ def draw_model(ax: Axes, records: Sequence[Record]) -> Axes:
 def _points(course: Record) -> list[CoursePoint]:
     """Means over a few iterations, each with what was re-mapped among them."""
     seconds = course["iteration_s"]
-    moves: dict[int, Literal["whole", "column"]] = {
-        check["iteration"]: "whole" if check["kind"].endswith("whole") else "column"
+    moves: dict[int, Literal["whole", "replica"]] = {
+        check["iteration"]: "whole" if check["kind"].endswith("whole") else "replica"
         for check in course["checks"]
         if check["kind"] != "keep"
     }

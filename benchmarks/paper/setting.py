@@ -185,14 +185,14 @@ def job_from_dict(values: Mapping[str, Any]) -> EvaluationJob:
 
 
 def grids(num: int) -> tuple[str, ...]:
-    """Methods even, H and H_rev with every number of columns N_DP that divides `num`: `even-2`, ..., of which the best counts."""
-    return tuple(f"{name}-{columns}" for name in _GRIDS for columns in range(1, num + 1) if num % columns == 0)
+    """Methods even, H and H_rev with each number of replicas N_DP that divides `num`, as `even-2`; the best counts."""
+    return tuple(f"{name}-{replicas}" for name in _GRIDS for replicas in range(1, num + 1) if num % replicas == 0)
 
 
 def method(contestant: str) -> str:
     """The method of a contestant: `even` for `even-2`, itself otherwise."""
-    name, _, columns = contestant.rpartition("-")
-    return name if name in _GRIDS and columns.isdigit() else contestant
+    name, _, replicas = contestant.rpartition("-")
+    return name if name in _GRIDS and replicas.isdigit() else contestant
 
 
 def layout_of(contestant: str, *, cluster: Cluster, workload: Workload) -> Layout:
@@ -209,12 +209,12 @@ def layout_of(contestant: str, *, cluster: Cluster, workload: Workload) -> Layou
         return plan(
             DEFAULT_PLANNER if contestant == ORACLE else find_planner(contestant), cluster=cluster, workload=workload
         ).layout
-    name, _, columns = contestant.rpartition("-")
-    if name not in _GRIDS or not columns.isdigit():
+    name, _, replicas = contestant.rpartition("-")
+    if name not in _GRIDS or not replicas.isdigit():
         raise InputError(f"there is no contestant {contestant!r} of the evaluation that lays out tiles")
-    chosen = _GRIDS[name].layout(cluster=cluster, workload=workload, cost=_Columns(wanted=int(columns)))
-    if len(chosen.columns) != int(columns):
-        raise InputError(f"{contestant}: {columns} columns do not divide {cluster.size} processors")
+    chosen = _GRIDS[name].layout(cluster=cluster, workload=workload, cost=_Replicas(wanted=int(replicas)))
+    if len(chosen.replicas) != int(replicas):
+        raise InputError(f"{contestant}: {replicas} replicas do not divide {cluster.size} processors")
     return chosen
 
 
@@ -234,10 +234,10 @@ def paper_efficiency(iteration_s: float, *, serial_s: Sequence[float]) -> float:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class _Columns(AbstractCost):
-    """Makes a planner that tries several numbers of columns take this one."""
+class _Replicas(AbstractCost):
+    """Makes a planner that tries several numbers of replicas take this one."""
 
     wanted: int
 
     def price(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> Cost:  # noqa: ARG002
-        return Cost(compute=float(abs(len(layout.columns) - self.wanted)), vertical=0.0, horizontal=0.0, unit="elements")
+        return Cost(compute=float(abs(len(layout.replicas) - self.wanted)), tensor_parallel=0.0, gradients=0.0, unit="elements")

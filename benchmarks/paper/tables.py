@@ -31,12 +31,12 @@ METHODS: Mapping[str, str] = {
     "ddp-weighted-float16": "DDP, weighted batches, float16 sent",
 }
 """What methods are called, in the order in which they are shown."""
-PARTS = ("compute", "waiting", "vertical", "horizontal", "overhead")
+PARTS = ("compute", "waiting", "tensor_parallel", "gradients", "overhead")
 """Of an iteration."""
 
 
 def measured(records: Iterable[Record], **wanted: Any) -> list[Record]:
-    """The measured iterations whose fields are as `wanted`; of a method with a choice of columns, only the fastest."""
+    """The measured iterations whose fields are as `wanted`; of a method with a choice of replicas, only the fastest."""
     chosen = [
         each for each in records if each["record"] == "iteration" and all(each[name] == value for name, value in wanted.items())
     ]
@@ -79,7 +79,7 @@ def breakdown_table(records: Sequence[Record], *, condition: str, net: str, num:
     rows = [
         (
             METHODS[each["method"]],
-            "+".join(map(str, each["columns"])),
+            "+".join(map(str, each["replicas"])),
             format_duration(each["iteration_s"], digits=3),
             *(format_duration(each["breakdown"][f"{part}_s"], digits=3) for part in PARTS),
         )

@@ -23,7 +23,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.comm.detect import init
 from tatami.tiled import measure_speeds, tile
 from tatami.tiled.probe import probe
-from tatami.tiling import Column, Layout
+from tatami.tiling import Layout, Replica
 from tatami.workload import as_probed, net_workload, parse_net
 
 _TIMEOUT_S = 180.0
@@ -93,7 +93,7 @@ def bed_from_dict(values: Mapping[str, Any]) -> HeldOutBed:
 
 
 def drawn_layouts(bed: HeldOutBed) -> list[Layout]:
-    """Any columns of the processors in any order, the first one row and the second one column."""
+    """Any replicas of the processors in any order, the first one row and the second one replica."""
     draw = random.Random(bed.seed)
     names = [f"p{i}" for i in range(len(bed.speeds))]
     speed = dict(zip(names, bed.speeds, strict=True))
@@ -101,23 +101,23 @@ def drawn_layouts(bed: HeldOutBed) -> list[Layout]:
     for number in range(bed.tilings):
         order = draw.sample(names, len(names))
         ends = [{0: True, 1: False}.get(number, draw.random() < 0.5) for _ in order[1:]]
-        columns = [[order[0]]]
+        replicas = [[order[0]]]
         for name, fresh in zip(order[1:], ends, strict=True):
             if fresh:
-                columns.append([name])
+                replicas.append([name])
             else:
-                columns[-1].append(name)
+                replicas[-1].append(name)
         weight = {name: speed[name] * (1 + draw.uniform(-_OFF, _OFF)) for name in names}
         total = fsum(weight.values())
         layouts.append(
             Layout(
-                columns=tuple(
-                    Column(
-                        width=fsum(weight[name] for name in column) / total,
-                        processors=tuple(column),
-                        heights=tuple(weight[name] / fsum(weight[each] for each in column) for name in column),
+                replicas=tuple(
+                    Replica(
+                        width=fsum(weight[name] for name in replica) / total,
+                        processors=tuple(replica),
+                        heights=tuple(weight[name] / fsum(weight[each] for each in replica) for name in replica),
                     )
-                    for column in columns
+                    for replica in replicas
                 )
             )
         )

@@ -8,7 +8,7 @@ from math import fsum
 from typing import Any
 
 from tatami.cluster import Cluster, Link, Processor
-from tatami.tiling import Column, Layout
+from tatami.tiling import Layout, Replica
 
 SPEEDS = (1.0, 0.8, 0.6, 0.5)
 NET, SAMPLES = "203-800-26", 32768
@@ -59,19 +59,19 @@ def job_from_dict(values: Mapping[str, Any]) -> RankJob:
 
 
 def tilings(cluster: Cluster) -> dict[str, Layout]:
-    """By name: every way to cut the processors, slowest first, into columns, in proportion to speeds; and equal grids.
+    """By name: every way to cut the processors, slowest first, into replicas, in proportion to speeds; and equal grids.
 
-    "3+1" has three processors in its first column and one in its second; "even 2x2" equal tiles.
+    "3+1" has three processors in its first replica and one in its second; "even 2x2" equal tiles.
     """
     slowest_first = sorted(cluster.processors, key=lambda processor: processor.speed)
     names = [processor.name for processor in slowest_first]
     speeds = {processor.name: processor.speed for processor in slowest_first}
-    found = {"+".join(map(str, sizes)): _columns(names, sizes, weights=speeds) for sizes in _compositions(len(names))}
+    found = {"+".join(map(str, sizes)): _replicas(names, sizes, weights=speeds) for sizes in _compositions(len(names))}
     equal = dict.fromkeys(names, 1.0)
-    for columns in range(1, len(names) + 1):
-        if len(names) % columns == 0:
-            rows = len(names) // columns
-            found[f"even {columns}x{rows}"] = _columns(names, (rows,) * columns, weights=equal)
+    for replicas in range(1, len(names) + 1):
+        if len(names) % replicas == 0:
+            rows = len(names) // replicas
+            found[f"even {replicas}x{rows}"] = _replicas(names, (rows,) * replicas, weights=equal)
     return found
 
 
@@ -83,14 +83,14 @@ def _compositions(total: int) -> Iterator[tuple[int, ...]]:
         yield from ((first, *rest) for rest in _compositions(total - first))
 
 
-def _columns(names: Sequence[str], sizes: Sequence[int], *, weights: Mapping[str, float]) -> Layout:
-    """Columns of so many processors each, in their order; areas in proportion to `weights`."""
+def _replicas(names: Sequence[str], sizes: Sequence[int], *, weights: Mapping[str, float]) -> Layout:
+    """Replicas of so many processors each, in their order; areas in proportion to `weights`."""
     total = fsum(weights[name] for name in names)
-    columns, begin = [], 0
+    replicas, begin = [], 0
     for size in sizes:
         members = tuple(names[begin : begin + size])
         width = fsum(weights[name] for name in members)
         heights = tuple(weights[name] / width for name in members)
-        columns.append(Column(width=width / total, processors=members, heights=heights))
+        replicas.append(Replica(width=width / total, processors=members, heights=heights))
         begin += size
-    return Layout(columns=tuple(columns))
+    return Layout(replicas=tuple(replicas))

@@ -103,9 +103,9 @@ class PlanComparison:
     def advice(self) -> str:
         """Whether two-dimensional tiles are worth it by the rule of thumb, in a sentence."""
         if self.weighted is None:
-            return "Data parallelism does not fit into the memory that there is; columns of several processors do."
-        has_columns = any(len(column.processors) > 1 for column in self.best.layout.columns)
-        return advise(self.weighted).sentence(self.weighted.predicted_s / self.best.predicted_s, has_columns=has_columns)
+            return "Data parallelism does not fit into the memory that there is; replicas of several processors do."
+        has_replicas = any(len(replica.processors) > 1 for replica in self.best.layout.replicas)
+        return advise(self.weighted).sentence(self.weighted.predicted_s / self.best.predicted_s, has_replicas=has_replicas)
 
     @property
     def is_measured(self) -> bool:

@@ -163,7 +163,7 @@ def test_no_question_is_refused_that_has_a_way_and_no_rival_is_much_faster() -> 
     assert staged.plan.iteration_s < staged.unstaged_s, "one machine alone"
     plain = answers["cpu-and-gpu", "GPT-2"].plan
     assert isinstance(plain, Plan)
-    assert {column.processors: column.micro_batches for column in plain.layout.columns} == {("cpu",): 1, ("gpu",): 7}
+    assert {replica.processors: replica.micro_batches for replica in plain.layout.replicas} == {("cpu",): 1, ("gpu",): 7}
 
 
 MONTH_S = 30 * 86400.0

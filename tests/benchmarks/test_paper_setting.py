@@ -54,14 +54,14 @@ def test_a_job_is_read_as_it_was_written() -> None:
     assert len({processor.host for processor in job.cluster.processors}) == 5
 
 
-@pytest.mark.parametrize(("num", "columns"), [(4, (1, 2, 4)), (5, (1, 5)), (6, (1, 2, 3, 6)), (7, (1, 7)), (8, (1, 2, 4, 8))])
-def test_grids_have_every_number_of_columns_that_divides_n(num: int, columns: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("num", "replicas"), [(4, (1, 2, 4)), (5, (1, 5)), (6, (1, 2, 3, 6)), (7, (1, 7)), (8, (1, 2, 4, 8))])
+def test_grids_have_every_number_of_replicas_that_divides_n(num: int, replicas: tuple[int, ...]) -> None:
     cluster = Cluster.from_speeds(CONDITIONS["A"][:num])
     names = grids(num)
-    assert names == tuple(f"{name}-{count}" for name in ("even", "h-rev") for count in columns)
+    assert names == tuple(f"{name}-{count}" for name in ("even", "h-rev") for count in replicas)
     for name in names:
         layout = layout_of(name, cluster=cluster, workload=WORKLOAD)
-        assert f"{method(name)}-{len(layout.columns)}" == name
+        assert f"{method(name)}-{len(layout.replicas)}" == name
 
 
 def test_dynamic_contestants_begin_with_what_they_know() -> None:
@@ -84,20 +84,20 @@ def test_contestants_that_are_none_are_refused() -> None:
 def test_waiting_is_what_a_rank_has_beyond_the_last_of_its_group() -> None:
     parts = breakdown(
         [
-            [_iteration(forward=3.0, vertical=4.0, horizontal=2.0, wall=10.0)],
-            [_iteration(forward=6.0, vertical=1.0, horizontal=2.5, wall=10.0)],
-            [_iteration(forward=8.5, vertical=0.0, horizontal=0.5, wall=10.0)],
+            [_iteration(forward=3.0, inside=4.0, across=2.0, wall=10.0)],
+            [_iteration(forward=6.0, inside=1.0, across=2.5, wall=10.0)],
+            [_iteration(forward=8.5, inside=0.0, across=0.5, wall=10.0)],
         ],
-        columns={0: 0, 1: 0, 2: 1},
+        replicas={0: 0, 1: 0, 2: 1},
     )
     first, second, third = (part.to_dict() for part in parts)
-    assert first == {"compute_s": 3.0, "waiting_s": 4.5, "vertical_s": 1.0, "horizontal_s": 0.5, "overhead_s": 1.0}
-    assert second == {"compute_s": 6.0, "waiting_s": 2.0, "vertical_s": 1.0, "horizontal_s": 0.5, "overhead_s": 0.5}
-    assert third == {"compute_s": 8.5, "waiting_s": 0.0, "vertical_s": 0.0, "horizontal_s": 0.5, "overhead_s": 1.0}
+    assert first == {"compute_s": 3.0, "waiting_s": 4.5, "tensor_parallel_s": 1.0, "gradients_s": 0.5, "overhead_s": 1.0}
+    assert second == {"compute_s": 6.0, "waiting_s": 2.0, "tensor_parallel_s": 1.0, "gradients_s": 0.5, "overhead_s": 0.5}
+    assert third == {"compute_s": 8.5, "waiting_s": 0.0, "tensor_parallel_s": 0.0, "gradients_s": 0.5, "overhead_s": 1.0}
 
 
-def _iteration(*, forward: float, vertical: float, horizontal: float, wall: float) -> RankIteration:
-    times = PhaseTimes(forward_s=forward, vertical_s=vertical, backward_s=0.0, horizontal_s=horizontal, update_s=0.0)
+def _iteration(*, forward: float, inside: float, across: float, wall: float) -> RankIteration:
+    times = PhaseTimes(forward_s=forward, tensor_parallel_s=inside, backward_s=0.0, gradients_s=across, update_s=0.0)
     return RankIteration(wall_s=wall, times=times)
 
 
@@ -120,14 +120,14 @@ def _record(contestant: str, **values: Any) -> dict[str, Any]:
 
 
 def _tiled(contestant: str, iteration_s: float, **values: Any) -> dict[str, Any]:
-    parts = {f"{part}_s": iteration_s / 5 for part in ("compute", "waiting", "vertical", "horizontal", "overhead")}
+    parts = {f"{part}_s": iteration_s / 5 for part in ("compute", "waiting", "tensor_parallel", "gradients", "overhead")}
     return _record(
         contestant,
         **{
             "iteration_s": iteration_s,
             "efficiency": 0.09 / iteration_s,
             "predicted_s": 0.09,
-            "columns": [2, 2],
+            "replicas": [2, 2],
             "remapped_while_measured": 0,
             "breakdown": parts,
             **values,
@@ -204,5 +204,5 @@ def test_pictures_hold_what_the_records_hold() -> None:
 
 
 def test_the_committed_document_is_what_the_committed_records_give(tmp_path: Path) -> None:
-    evaluation.write_tables(evaluation.read(evaluation.RESULTS / evaluation.RECORDS), tmp_path / "evaluation.md")
+    evaluation.write_tables(evaluation.read(evaluation.RESULTS / "evaluation.jsonl"), tmp_path / "evaluation.md")
     assert (tmp_path / "evaluation.md").read_text() == (evaluation.RESULTS / "evaluation.md").read_text()

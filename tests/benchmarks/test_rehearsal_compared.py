@@ -65,9 +65,9 @@ def test_there_are_eleven_tilings_and_all_areas_are_as_asked() -> None:
     speeds = JOB.cluster.speeds
     for name, layout in layouts.items():
         areas = {
-            processor: column.width * height
-            for column in layout.columns
-            for processor, height in zip(column.processors, column.heights, strict=True)
+            processor: replica.width * height
+            for replica in layout.replicas
+            for processor, height in zip(replica.processors, replica.heights, strict=True)
         }
         wanted = dict.fromkeys(speeds, 1.0) if name.startswith("even") else speeds
         assert areas == pytest.approx({processor: each / fsum(wanted.values()) for processor, each in wanted.items()})

@@ -17,7 +17,7 @@ from tatami.tiled import History
 from tatami.tiled.retiling import Check
 from tatami.tiling import Layout, Span, Tile, Tiling
 
-TILING = Tiling(samples=4, units=4, tiles=(Tile(processor="p0", column=0, samples=Span(0, 4), units=Span(0, 4)),))
+TILING = Tiling(samples=4, units=4, tiles=(Tile(processor="p0", replica=0, samples=Span(0, 4), units=Span(0, 4)),))
 
 
 def test_three_ways_to_one_loss(tmp_path: Path) -> None:

@@ -45,16 +45,16 @@ def test_json_is_exactly_a_list_with_a_record_for_each_planner() -> None:
     answer = records("--speeds", SPEEDS, "--net", "203-80-26", "--samples", "1024")
     assert [record["planner"] for record in answer] == [*PLANNERS, "alone"]
     *answer, alone = answer
-    assert alone["columns"] == [["p3"]]
+    assert alone["replicas"] == [["p3"]]
     assert alone["predicted_s"] >= min(record["predicted_s"] for record in answer)
     assert [record["planner"] for record in answer if record["recommended"]] == ["timed"]
     srpm = next(record for record in answer if record["planner"] == "srpm")
-    assert srpm["columns"] == [["p0", "p1", "p2"], ["p3", "p4"]]
+    assert srpm["replicas"] == [["p0", "p1", "p2"], ["p3", "p4"]]
     assert srpm["samples"] == [382, 642]
     assert srpm["units"] == [[17, 21, 42], [40, 40]]
     assert srpm["t_comm"] == pytest.approx(2 * 26 * 1024 * 2 * 1.19 / 3.19 + 2 * (26 + 203) * 80)
     for record in answer:
-        assert record["micro_batches"] == [1] * len(record["columns"])
+        assert record["micro_batches"] == [1] * len(record["replicas"])
         assert record["against_alone"] == pytest.approx(alone["predicted_s"] / record["predicted_s"])
         for machine in record["machines"]:
             parts = ("compute_s", "sums_s", "gradients_s", "wait_s")
@@ -66,7 +66,7 @@ def test_json_is_exactly_a_list_with_a_record_for_each_planner() -> None:
         assert record["gap"] >= -1e-9
 
 
-def test_more_processors_than_units_are_laid_in_data_parallel_columns() -> None:
+def test_more_processors_than_units_are_laid_in_data_parallel_replicas() -> None:
     for record in records("--speeds", ",".join(["1"] * 100), "--samples", "1000")[:-1]:
         assert record["left_out"] == []
         assert sum(record["samples"]) == 1000
@@ -76,7 +76,7 @@ def test_more_processors_than_samples_share_them_or_are_left_out() -> None:
     answer = [record for record in records("--speeds", "1,1,1", "--samples", "2") if "left_out" in record]
     for record in answer:
         assert sum(record["samples"]) == 2
-        placed = [name for column in record["columns"] for name in column]
+        placed = [name for replica in record["replicas"] for name in replica]
         assert sorted([*placed, *record["left_out"]]) == ["p0", "p1", "p2"]
     assert any(record["left_out"] for record in answer)
     assert any(not record["left_out"] for record in answer)
@@ -86,14 +86,14 @@ def test_planner_restricts_and_may_be_given_again() -> None:
     answer = records("--speeds", SPEEDS, "--planner", "weighted", "--planner", "even")
     assert [record["planner"] for record in answer] == ["weighted", "even"]
     assert records("--speeds", SPEEDS, "--planner", "weighted, even") == answer
-    assert answer[0]["columns"] == [["p0"], ["p1"], ["p2"], ["p3"], ["p4"]]
+    assert answer[0]["replicas"] == [["p0"], ["p1"], ["p2"], ["p3"], ["p4"]]
 
 
 def test_a_cluster_file_gives_names_and_speeds_and_speeds_replace_its_own(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text(CLUSTER)
     (own,) = records(str(file), "--planner", "weighted", "--samples", "100")
-    assert (own["columns"], own["samples"]) == ([["old"], ["new"]], [25, 75])
+    assert (own["replicas"], own["samples"]) == ([["old"], ["new"]], [25, 75])
     (given,) = records(str(file), "--planner", "weighted", "--samples", "100", "--speeds", "1,1")
     assert given["samples"] == [50, 50]
 
@@ -162,7 +162,7 @@ def test_a_gpt_is_planned_by_its_sizes() -> None:
     assert timed["against_weighted"] >= 1.0
     for record in answer:
         assert sum(record["samples"]) == 32
-        assert {sum(column) for column in record["units"]} == {192}
+        assert {sum(replica) for replica in record["units"]} == {192}
         assert record["against_weighted"] == pytest.approx(weighted["predicted_s"] / record["predicted_s"])
         assert set(record["memory_bytes"]) == {"p0", "p1", "p2", "p3"}
     few, many = (records("--speeds", "1", *GPT, "--planner", "timed", "--kv-heads", heads)[0] for heads in ("2", "6"))

@@ -30,7 +30,7 @@ def test_it_writes_a_cluster_that_plan_reads(tmp_path: Path) -> None:
     assert list(cluster.sample_flop) == ["20-16-5"]
     assert "a sample of 20-16-5 costs " in result.stdout
     planned = CliRunner().invoke(app, ["plan", str(file), "--planner", "weighted", "--json"])
-    assert json.loads(planned.stdout)[0]["columns"] == [["p0"], ["p1"], ["p2"]]
+    assert json.loads(planned.stdout)[0]["replicas"] == [["p0"], ["p1"], ["p2"]]
 
 
 def test_the_record_has_speeds_and_links() -> None:

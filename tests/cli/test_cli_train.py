@@ -47,7 +47,7 @@ def test_every_method_ends_with_the_loss_of_one_rank() -> None:
         record = trained("--iterations", "30", "-n", "3", "--speeds", "1,2,3", "--method", method, *THREADS)
         assert record["loss"] == pytest.approx(alone["loss"], rel=1e-4)
         assert record["accuracy"] == pytest.approx(alone["accuracy"], abs=0.01)
-        assert {name for column in record["columns"] for name in column} == {"p0", "p1", "p2"}
+        assert {name for replica in record["replicas"] for name in replica} == {"p0", "p1", "p2"}
 
 
 @pytest.mark.parametrize("model", [[], ["--model", "cnn"]])
@@ -70,10 +70,10 @@ def test_a_gpt_on_a_text_has_the_losses_of_one_rank(tmp_path: Path) -> None:
     job = TrainJob(model="gpt", text=text, **sizes)
     (alone,) = run_threads(partial(train, prepare(job)), size=1)
     assert alone.loss == pytest.approx(told["loss"], rel=1e-6)
-    for method, columns in (("even", [["p0"], ["p1"]]), ("srpm", [["p0", "p1"]])):
+    for method, replicas in (("even", [["p0"], ["p1"]]), ("srpm", [["p0", "p1"]])):
         prepared = prepare(replace(job, speeds="1,1", method=method))
         for outcome in run_threads(partial(train, prepared), size=2):
-            assert [[tile.processor for tile in column] for column in outcome.tiling.columns] == columns
+            assert [[tile.processor for tile in replica] for replica in outcome.tiling.replicas] == replicas
             assert outcome.history.losses == pytest.approx(alone.history.losses, rel=1e-5)
             assert outcome.loss == pytest.approx(alone.loss, rel=1e-5)
             assert outcome.accuracy == pytest.approx(alone.accuracy)
@@ -117,7 +117,7 @@ def test_the_model_mlp_is_the_network_without_a_model() -> None:
 def test_given_speeds_are_what_the_planner_believes() -> None:
     record = trained("--iterations", "2", "--speeds", "1,3", "--method", "weighted", *THREADS)
     assert record["ranks"] == 2
-    assert record["columns"] == [["p0"], ["p1"]]
+    assert record["replicas"] == [["p0"], ["p1"]]
     assert record["samples"] == [360, 1078]
     assert record["speeds"] == {"p0": 1.0, "p1": 3.0}
 

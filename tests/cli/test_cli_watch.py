@@ -18,8 +18,8 @@ from tatami.report.page import GrowingLog
 from tatami.report.page.record_shapes import PHASES
 
 TILES = [
-    {"processor": "p0", "column": 0, "samples": [0, 60], "units": [0, 90]},
-    {"processor": "p1", "column": 0, "samples": [0, 60], "units": [90, 120]},
+    {"processor": "p0", "replica": 0, "samples": [0, 60], "units": [0, 90]},
+    {"processor": "p1", "replica": 0, "samples": [0, 60], "units": [90, 120]},
 ]
 RANKS = {name: {f"{phase}_s": 0.02 for phase in PHASES[:5]} for name in ("p0", "p1")}
 TILING = {"samples": 60, "units": 120, "tiles": TILES}

@@ -19,19 +19,19 @@ from tatami.elastic.session import current_session
 from tatami.elastic.settings import Moment
 from tatami.elastic.steps import steps
 from tatami.tiled import Callback, LRSchedulerConfig, TiledModel, whole_state_dict
-from tatami.tiling import Column, Layout, StagedLayout
+from tatami.tiling import Layout, Replica, StagedLayout
 
 STEPS = 6
 SAMPLES = 12
 LAYOUTS = {
-    1: Layout(columns=(Column(width=1.0, processors=("p0", "p1", "p2"), heights=(0.4, 0.35, 0.25)),)),
+    1: Layout(replicas=(Replica(width=1.0, processors=("p0", "p1", "p2"), heights=(0.4, 0.35, 0.25)),)),
     2: Layout(
-        columns=(
-            Column(width=0.6, processors=("p0", "p1"), heights=(0.55, 0.45)),
-            Column(width=0.4, processors=("p2",), heights=(1.0,)),
+        replicas=(
+            Replica(width=0.6, processors=("p0", "p1"), heights=(0.55, 0.45)),
+            Replica(width=0.4, processors=("p2",), heights=(1.0,)),
         )
     ),
-    3: Layout(columns=tuple(Column(width=1 / 3, processors=(f"p{i}",), heights=(1.0,)) for i in range(3))),
+    3: Layout(replicas=tuple(Replica(width=1 / 3, processors=(f"p{i}",), heights=(1.0,)) for i in range(3))),
 }
 
 
@@ -65,11 +65,11 @@ def optimizer_of_parameters(parameters: Iterable[nn.Parameter], *, kind: str) ->
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def train(columns: int, kind: str, count: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(replicas: int, kind: str, count: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Run by every rank of an elastic run, and by a single process that has none."""
     comm = tatami.init()
     torch.manual_seed(11)
-    layout = LAYOUTS[columns] if comm.size == 3 else None
+    layout = LAYOUTS[replicas] if comm.size == 3 else None
     made, sample = (normalizing_network(), batch(0)[0][:2]) if kind == "normalizing" else (network(), None)
     model: TiledModel = tatami.tile(
         made, comm, batch_size=SAMPLES, sample=sample, layout=layout, speeds="equal", reduction="mean", quiet=True
@@ -89,20 +89,20 @@ def train(columns: int, kind: str, count: int) -> tuple[list[float], dict[str, t
     return list(losses.values()), loop.whole(lambda: whole_state_dict(model))
 
 
-def train_in_disorder(columns: int, kind: str, leaver: tuple[str, int]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train_in_disorder(replicas: int, kind: str, leaver: tuple[str, int]) -> tuple[list[float], dict[str, torch.Tensor]]:
     """As `train`, for more steps; one rank asks to leave in a step, and the first rank tells of every step.
 
     Args:
-        columns: how many; 0: two pipeline stages, wherever there are two ranks.
+        replicas: how many; 0: two pipeline stages, wherever there are two ranks.
     """
     comm = tatami.init()
     torch.manual_seed(11)
     layout = None
-    if 0 < columns <= comm.size:
-        parts = [[f"p{rank}" for rank in range(index, comm.size, columns)] for index in range(columns)]
-        each = [Column(width=1 / columns, processors=tuple(part), heights=(1 / len(part),) * len(part)) for part in parts]
-        layout = Layout(columns=tuple(each))
-    options: Any = {"layout": layout} if columns else {"stages": 2, "sample": batch(0)[0][:2]}
+    if 0 < replicas <= comm.size:
+        parts = [[f"p{rank}" for rank in range(index, comm.size, replicas)] for index in range(replicas)]
+        each = [Replica(width=1 / replicas, processors=tuple(part), heights=(1 / len(part),) * len(part)) for part in parts]
+        layout = Layout(replicas=tuple(each))
+    options: Any = {"layout": layout} if replicas else {"stages": 2, "sample": batch(0)[0][:2]}
     model = tatami.tile(network(), comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True, **options)
     optimizer = optimizer_of(model, kind)
     losses: dict[int, float] = {}
@@ -126,9 +126,9 @@ def train_in_disorder(columns: int, kind: str, leaver: tuple[str, int]) -> tuple
 STAGED = StagedLayout(
     stages=tuple(
         Layout(
-            columns=(
-                Column(width=0.6, processors=(f"p{stage}",), heights=(1.0,), micro_batches=2),
-                Column(width=0.4, processors=(f"p{2 + stage}",), heights=(1.0,), micro_batches=2),
+            replicas=(
+                Replica(width=0.6, processors=(f"p{stage}",), heights=(1.0,), micro_batches=2),
+                Replica(width=0.4, processors=(f"p{2 + stage}",), heights=(1.0,), micro_batches=2),
             )
         )
         for stage in range(2)
@@ -231,7 +231,7 @@ def wait_until_called_off() -> None:
 
 
 def train_and_count(where: str) -> list[tuple[int, int]]:
-    """Passes of the first and last layer, in columns of one rank: no message until a rank has all its gradients."""
+    """Passes of the first and last layer, in replicas of one rank: no message until a rank has all its gradients."""
     comm = tatami.init()
     first, last = (Passes((3, where) if index == (where == "backward") else None) for index in range(2))
     layers = [first, nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 2), last]
@@ -375,15 +375,15 @@ print("the end", flush=True)
 """A script for `tatami run --elastic -n 2`: ranks that join fail, and the others go on until a file is there."""
 
 
-def fit(columns: int, data: str = "tensors", folder: str | None = None, count: int = STEPS) -> tuple[Any, ...]:
+def fit(replicas: int, data: str = "tensors", folder: str | None = None, count: int = STEPS) -> tuple[Any, ...]:
     """All that a Trainer does besides: accumulating, clipping, a schedule, epochs with a validation, shuffled data.
 
-    In so many columns, or, of 0, in two pipeline stages.
+    In so many replicas, or, of 0, in two pipeline stages.
     """
     comm = tatami.init()
     torch.manual_seed(11)
-    options: Any = {"layout": LAYOUTS.get(columns) if comm.size == 3 else None}
-    if not columns:
+    options: Any = {"layout": LAYOUTS.get(replicas) if comm.size == 3 else None}
+    if not replicas:
         options = {"stages": 2, "sample": batch(0)[0][:2]}
     model = tatami.tile(network(), comm, batch_size=SAMPLES, speeds="equal", reduction="mean", quiet=True, **options)
     trainer = trainer_of(model, folder=folder)
@@ -396,11 +396,11 @@ def fit(columns: int, data: str = "tensors", folder: str | None = None, count: i
     )
 
 
-def fit_leaving_out(columns: int) -> tuple[list[float], torch.Tensor]:
+def fit_leaving_out(replicas: int) -> tuple[list[float], torch.Tensor]:
     """Classes, of which a third does not count."""
     comm = tatami.init()
     torch.manual_seed(11)
-    layout = LAYOUTS[columns] if comm.size == 3 else None
+    layout = LAYOUTS[replicas] if comm.size == 3 else None
     model = tatami.tile(network(), comm, batch_size=SAMPLES, layout=layout, speeds="equal", reduction="mean", quiet=True)
     trainer = tatami.Trainer(
         model, optimizer=functools.partial(optimizer_of_parameters, kind="sgd"), loss=nn.CrossEntropyLoss(), seed=5

@@ -15,7 +15,7 @@ from tatami.elastic.sections import OpenSection, Sections
 from tatami.errors import TrainingError
 from tatami.membership import Dismiss, Regroup, Restart
 from tatami.membership.copies import Take
-from tatami.tiling import Column, Layout, Span
+from tatami.tiling import Layout, Replica, Span
 
 CHANGE = Regroup(
     ticket=7,
@@ -26,7 +26,7 @@ CHANGE = Regroup(
     outcome=None,
     newcomers=(),
     source="p0",
-    layout=Layout(columns=(Column(width=1.0, processors=("p0", "p2"), heights=(0.5, 0.5)),)),
+    layout=Layout(replicas=(Replica(width=1.0, processors=("p0", "p2"), heights=(0.5, 0.5)),)),
     mirrors=(),
     takes=(
         Take(dest="p2", source="p0", block=0, units=Span(0, 3)),

@@ -20,13 +20,13 @@ from tatami.retiling import Retiler
 from tatami.tiled import ModelCheckpoint, Retiling, Trainer, tile, whole_state_dict
 from tatami.tiled.mirroring import MirrorTensors
 from tatami.tiled.relaying import relay
-from tatami.tiling import Column, Layout, StagedLayout
+from tatami.tiling import Layout, Replica, StagedLayout
 
 
-def layout(*columns: tuple[str, ...]) -> Layout:
+def layout(*replicas: tuple[str, ...]) -> Layout:
     return Layout(
-        columns=tuple(
-            Column(width=1 / len(columns), processors=names, heights=(1 / len(names),) * len(names)) for names in columns
+        replicas=tuple(
+            Replica(width=1 / len(replicas), processors=names, heights=(1 / len(names),) * len(names)) for names in replicas
         )
     )
 
@@ -43,8 +43,8 @@ def staged(*replicas: str, cuts: tuple[int, ...], micro_batches: int = 1) -> Sta
     return StagedLayout(
         stages=tuple(
             Layout(
-                columns=tuple(
-                    Column(width=width, processors=(names[stage],), heights=(1.0,), micro_batches=micro_batches)
+                replicas=tuple(
+                    Replica(width=width, processors=(names[stage],), heights=(1.0,), micro_batches=micro_batches)
                     for width, names in zip(widths, replicas, strict=True)
                 )
             )
@@ -56,8 +56,8 @@ def staged(*replicas: str, cuts: tuple[int, ...], micro_batches: int = 1) -> Sta
 
 Journey = tuple[tuple[str, Layout | StagedLayout], ...]
 JOURNEYS: dict[str, Journey] = {
-    "from another column": (("abc", layout(("a", "b"), ("c",))), ("bc", layout(("b", "c"))), ("c", layout(("c",)))),
-    "to columns of one": (("abc", layout(("a", "b"), ("c",))), ("ab", layout(("a",), ("b",)))),
+    "from another replica": (("abc", layout(("a", "b"), ("c",))), ("bc", layout(("b", "c"))), ("c", layout(("c",)))),
+    "to replicas of one": (("abc", layout(("a", "b"), ("c",))), ("ab", layout(("a",), ("b",)))),
     "to shared units": (("abc", layout(("a",), ("b",), ("c",))), ("ac", layout(("a", "c")))),
     "a member without a tile gets one again": (
         ("abc", layout(("a", "b"), ("c",))),

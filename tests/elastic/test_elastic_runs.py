@@ -55,9 +55,9 @@ def undisturbed(kind: str, count: int = scripts.STEPS) -> tuple[list[float], dic
     return scripts.plain(kind, count)
 
 
-def run(pool: Pool, columns: int, *faults: tuple[str, Moment, int], kind: str = "sgd", copies: int = 2) -> ElasticResult:
+def run(pool: Pool, replicas: int, *faults: tuple[str, Moment, int], kind: str = "sgd", copies: int = 2) -> ElasticResult:
     return run_elastic(
-        functools.partial(scripts.train, columns, kind, scripts.STEPS),
+        functools.partial(scripts.train, replicas, kind, scripts.STEPS),
         settings=patient(ranks=3, copies=copies),
         context=ElasticContext(hook=Killer(*faults), pool=pool, on_line=lambda name, text: print(f"{name}: {text}")),
     )
@@ -79,17 +79,17 @@ IN_REPAIR = [Moment.FORMING, Moment.TAKING, Moment.LAYING, Moment.LAID]
 ALL = os.environ.get("TATAMI_ELASTIC_CHAOS") == "1"
 CHAOS_RUNS = int(os.environ.get("TATAMI_ELASTIC_CHAOS_RUNS", "2"))
 CHAOS_SEED = int(os.environ.get("TATAMI_CHAOS_SEED", "0"))
-FEW = [(1, Moment.VERTICAL), (2, Moment.BACKWARD), (3, Moment.BEFORE_UPDATE)]
+FEW = [(1, Moment.TENSOR_PARALLEL), (2, Moment.BACKWARD), (3, Moment.BEFORE_UPDATE)]
 
 
-@pytest.mark.parametrize(("columns", "moment"), [(c, m) for c in (1, 2, 3) for m in MOMENTS] if ALL else FEW)
-def test_a_killed_rank_costs_nothing_but_time(pool: Pool, columns: int, moment: Moment) -> None:
-    kind = "adam" if columns == 1 else "sgd"
-    if columns == 3 and moment is Moment.VERTICAL:
-        pytest.skip("columns of one rank have no vertical communication")
-    if columns == 1 and moment is Moment.HORIZONTAL:
-        pytest.skip("one column has no horizontal communication")
-    result = run(pool, columns, ("p1", moment, 3 if moment is Moment.AFTER_UPDATE else 2), kind=kind)
+@pytest.mark.parametrize(("replicas", "moment"), [(c, m) for c in (1, 2, 3) for m in MOMENTS] if ALL else FEW)
+def test_a_killed_rank_costs_nothing_but_time(pool: Pool, replicas: int, moment: Moment) -> None:
+    kind = "adam" if replicas == 1 else "sgd"
+    if replicas == 3 and moment is Moment.TENSOR_PARALLEL:
+        pytest.skip("replicas of one rank have no tensor-parallel sums")
+    if replicas == 1 and moment is Moment.GRADIENTS:
+        pytest.skip("one replica has no gradient sums")
+    result = run(pool, replicas, ("p1", moment, 3 if moment is Moment.AFTER_UPDATE else 2), kind=kind)
     assert set(result.values) == {"p0", "p2"}
     check(result, undisturbed(kind))
     (change,) = result.report.changes
@@ -104,7 +104,7 @@ def test_a_mirror_puts_back_the_statistics_that_a_step_in_vain_has_changed(pool:
     assert result.report.changes[0].settled == "redone"
 
 
-STAGED_MOMENTS = [moment for moment in MOMENTS if moment is not Moment.VERTICAL]
+STAGED_MOMENTS = [moment for moment in MOMENTS if moment is not Moment.TENSOR_PARALLEL]
 FEW_STAGED = [(None, Moment.BACKWARD), (2, Moment.HANDOVER), (3, Moment.BEFORE_UPDATE)]
 
 
@@ -116,7 +116,7 @@ def undisturbed_stages() -> tuple[list[float], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(("stages", "moment"), [(s, m) for s in (None, 2, 3) for m in STAGED_MOMENTS] if ALL else FEW_STAGED)
 def test_a_killed_stage_costs_nothing_but_time(pool: Pool, stages: int | None, moment: Moment) -> None:
     """Its weights come from another replica (two of two stages), or from a mirror (one replica of two or three)."""
-    if stages is not None and moment is Moment.HORIZONTAL:
+    if stages is not None and moment is Moment.GRADIENTS:
         pytest.skip("one replica sums no gradients")
     ranks = 4 if stages is None else 3
     said: list[str] = []
@@ -187,13 +187,13 @@ def test_a_rank_joins_a_run_in_stages(pool: Pool) -> None:
 def test_whatever_happens_a_run_ends_with_the_same_numbers_or_a_named_stop(pool: Pool, number: int) -> None:
     """Deaths at any moments, of repairs too; ranks that join and leave meanwhile. `make chaos` has 200 of them."""
     drawn = random.Random(f"{CHAOS_SEED}/{number}")
-    ranks, columns, kind = drawn.randint(2, 4), drawn.randint(0, 3), drawn.choice(["sgd", "adam"])
+    ranks, replicas, kind = drawn.randint(2, 4), drawn.randint(0, 3), drawn.choice(["sgd", "adam"])
     names = [f"p{rank}" for rank in range(ranks)]
     deaths = drawn.sample(names, drawn.randint(1, min(2, ranks - 1)))
     faults = [(name, drawn.choice(list(Moment)), drawn.randrange(2 * scripts.STEPS)) for name in deaths]
     leaver = (drawn.choice(names), drawn.randrange(4 * scripts.STEPS))
     joins = {f"step {drawn.randrange(2 * scripts.STEPS)}" for _ in range(drawn.randint(0, 2))}
-    told = f"{ranks} ranks, {columns} columns, {kind}, {faults}, leaving {leaver}, joining at {joins}"
+    told = f"{ranks} ranks, {replicas} replicas, {kind}, {faults}, leaving {leaver}, joining at {joins}"
     print(told)
     controls: list[ElasticControl] = []
 
@@ -203,7 +203,7 @@ def test_whatever_happens_a_run_ends_with_the_same_numbers_or_a_named_stop(pool:
             controls[0].add()
 
     context = ElasticContext(hook=Killer(*faults), pool=pool, on_line=listen, on_start=controls.append)
-    script = functools.partial(scripts.train_in_disorder, columns, kind, leaver)
+    script = functools.partial(scripts.train_in_disorder, replicas, kind, leaver)
     stopped: TrainingError | None = None
     try:
         result = run_elastic(script, settings=patient(ranks=ranks), context=context)
@@ -222,13 +222,13 @@ def undisturbed_fit(data: str, count: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    ("columns", "data", "moment"),
+    ("replicas", "data", "moment"),
     [(1, "loader", Moment.BACKWARD), (2, "tensors", Moment.BEFORE_UPDATE), (0, "tensors", Moment.HANDOVER)],
 )
-def test_the_trainer_goes_on_where_a_rank_is_killed(pool: Pool, columns: int, data: str, moment: Moment) -> None:
+def test_the_trainer_goes_on_where_a_rank_is_killed(pool: Pool, replicas: int, data: str, moment: Moment) -> None:
     """Also from a mirror; past the point the update is finished where any that is left has passed it, too."""
     context = ElasticContext(hook=Killer(("p1", moment, 3)), pool=pool)
-    result = run_elastic(functools.partial(scripts.fit, columns, data), settings=THREE, context=context)
+    result = run_elastic(functools.partial(scripts.fit, replicas, data), settings=THREE, context=context)
     assert set(result.values) == {"p0", "p2"}
     (change,) = result.report.changes
     assert change.settled in ({"redone"} if moment is Moment.BACKWARD else {"redone", "finished"})
@@ -275,10 +275,10 @@ def test_a_rank_that_joins_a_trainer_goes_on_with_the_same_numbers(pool: Pool) -
         check_fit(told[1:-1], (losses, validated, *rest))
 
 
-@pytest.mark.parametrize("columns", [1, 0], ids=["one column", "two stages"])
-def test_deaths_of_all_copies_cost_the_steps_since_the_last_checkpoint(pool: Pool, tmp_path: Path, columns: int) -> None:
+@pytest.mark.parametrize("replicas", [1, 0], ids=["one replica", "two stages"])
+def test_deaths_of_all_copies_cost_the_steps_since_the_last_checkpoint(pool: Pool, tmp_path: Path, replicas: int) -> None:
     faults = KillerOfAll(("p0", "p1"), Moment.BEFORE_FORWARD, 5, folder=str(tmp_path))
-    script = functools.partial(scripts.fit, columns, "tensors", str(tmp_path / "checkpoints"))
+    script = functools.partial(scripts.fit, replicas, "tensors", str(tmp_path / "checkpoints"))
     result = run_elastic(script, settings=THREE, context=ElasticContext(hook=faults, pool=pool))
     assert set(result.values) == {"p2"}
     check_fit(result.values["p2"], undisturbed_fit("tensors", scripts.STEPS))

@@ -17,7 +17,7 @@ from torch import nn
 import tatami
 from tatami.comm import AbstractCommunicator
 from tatami.errors import CommTimeoutError
-from tatami.tiling import Column, Layout
+from tatami.tiling import Layout, Replica
 
 # An iteration of some 0.1 s on each host: what is much shorter than a quota's period does not feel it.
 BATCH, INPUTS, HIDDEN, OUTPUTS = 8192, 100, 500, 20
@@ -102,7 +102,7 @@ def share_of_rank_0(model: tatami.TiledModel) -> float:
 def hold(comm: AbstractCommunicator, folder: Path) -> None:
     """Three steps of a network that may be too large; a rank that is alone does not ask a plan."""
     inputs, hidden, outputs = HELD
-    alone = Layout(columns=(Column(width=1.0, processors=("p0",), heights=(1.0,)),))
+    alone = Layout(replicas=(Replica(width=1.0, processors=("p0",), heights=(1.0,)),))
 
     def network() -> nn.Module:
         torch.manual_seed(0)

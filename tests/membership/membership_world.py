@@ -31,7 +31,7 @@ from tatami.membership import (
     Unbalanced,
     takes,
 )
-from tatami.tiling import Column, Layout, StagedLayout
+from tatami.tiling import Layout, Replica, StagedLayout
 from tatami.workload import Piece, Workload
 
 UNITS = 7
@@ -86,7 +86,7 @@ class World:
         self.groups: dict[int, tuple[str, ...]] = {0: first}
         self.mail: list[Callable[[], None]] = []
         self.chaos = self.random.randint(0, 6)
-        self.columns = self.random.choice([1, 2, 3, None])
+        self.replicas = self.random.choice([1, 2, 3, None])
         self.staged = self.random.choice([0.0, 0.5, 1.0])
         self.stop: EndRun | None = None
         self.saves = self.random.choice([True, False])
@@ -102,10 +102,10 @@ class World:
             raise PlanError("more ranks than units")
         if len(names) > 1 and self.random.random() < self.staged:
             return self.stages(names)
-        num = min(len(names), self.columns or self.random.randint(1, len(names)))
-        columns = [names[index::num] for index in range(num)]
+        num = min(len(names), self.replicas or self.random.randint(1, len(names)))
+        replicas = [names[index::num] for index in range(num)]
         return Layout(
-            columns=tuple(Column(width=1 / num, processors=each, heights=(1 / len(each),) * len(each)) for each in columns)
+            replicas=tuple(Replica(width=1 / num, processors=each, heights=(1 / len(each),) * len(each)) for each in replicas)
         )
 
     def stages(self, names: tuple[str, ...]) -> StagedLayout:
@@ -120,13 +120,15 @@ class World:
             groups = [
                 (name, *(left if (stage, number) == (stages - 1, replicas - 1) else ())) for number, name in enumerate(own)
             ]
-            columns = (Column(width=1 / replicas, processors=group, heights=(1 / len(group),) * len(group)) for group in groups)
-            laid.append(Layout(columns=tuple(columns)))
+            own_replicas = (
+                Replica(width=1 / replicas, processors=group, heights=(1 / len(group),) * len(group)) for group in groups
+            )
+            laid.append(Layout(replicas=tuple(own_replicas)))
         return StagedLayout(stages=tuple(laid), cuts=cuts)
 
     def own(self, rank: Rank, layout: Layout | StagedLayout) -> None:
         """What a rank has to begin with: by what it takes where all is held by one."""
-        alone = Held(layout=Layout(columns=(Column(width=1.0, processors=("all",), heights=(1.0,)),)))
+        alone = Held(layout=Layout(replicas=(Replica(width=1.0, processors=("all",), heights=(1.0,)),)))
         found, _ = takes(alone, Held(layout=layout), workload=WORKLOAD, sources=("all",))
         rank.rows = {
             (take.block, unit, False): rank.steps
@@ -237,7 +239,7 @@ class World:
 
     def plan_of_group(self, group: int) -> Layout:
         names = self.groups[group]
-        return Layout(columns=(Column(width=1.0, processors=names, heights=(1 / len(names),) * len(names)),))
+        return Layout(replicas=(Replica(width=1.0, processors=names, heights=(1 / len(names),) * len(names)),))
 
     def dismissed(self, rank: Rank, action: Dismiss) -> None:
         if rank.name in action.finish:

@@ -8,30 +8,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tatami.membership import Held, Lost, Mirror, Take, mirrors_of, takes
-from tatami.tiling import Column, Layout, Span, StagedLayout
+from tatami.tiling import Layout, Replica, Span, StagedLayout
 from tatami.workload import Piece, Workload
 
 WORKLOAD = Workload.mlp(4, 12, 3, samples=10)
 
 
-def column(*names: str, width: float = 1.0) -> Column:
-    return Column(width=width, processors=names, heights=(1 / len(names),) * len(names))
+def replica(*names: str, width: float = 1.0) -> Replica:
+    return Replica(width=width, processors=names, heights=(1 / len(names),) * len(names))
 
 
-ONE = Layout(columns=(column("a", "b", "c"),))
-TWO = Layout(columns=(column("a", "b", width=0.5), column("c", width=0.5)))
+ONE = Layout(replicas=(replica("a", "b", "c"),))
+TWO = Layout(replicas=(replica("a", "b", width=0.5), replica("c", width=0.5)))
 
 
-def test_one_column_has_mirrors_and_two_need_none() -> None:
+def test_one_replica_has_mirrors_and_two_need_none() -> None:
     ring = (Mirror(owner="a", keeper="b"), Mirror(owner="b", keeper="c"), Mirror(owner="c", keeper="a"))
     assert mirrors_of(ONE, copies=2) == ring
     assert mirrors_of(ONE, copies=1) == ()
     assert mirrors_of(TWO, copies=2) == ()
-    assert mirrors_of(Layout(columns=(column("a"),)), copies=2) == ()
+    assert mirrors_of(Layout(replicas=(replica("a"),)), copies=2) == ()
 
 
-def test_rows_of_the_dead_come_from_the_other_column() -> None:
-    after = Held(layout=Layout(columns=(column("b", "c"),)))
+def test_rows_of_the_dead_come_from_the_other_replica() -> None:
+    after = Held(layout=Layout(replicas=(replica("b", "c"),)))
     found, lost = takes(Held(layout=TWO), after, workload=WORKLOAD, sources={"b", "c"})
     assert lost == ()
     assert set(found) == {
@@ -42,7 +42,7 @@ def test_rows_of_the_dead_come_from_the_other_column() -> None:
 
 def test_rows_of_the_dead_come_from_its_mirror() -> None:
     before = Held(layout=ONE, mirrors=mirrors_of(ONE, copies=2))
-    after = Held(layout=Layout(columns=(column("b", "c"),)))
+    after = Held(layout=Layout(replicas=(replica("b", "c"),)))
     found, lost = takes(before, after, workload=WORKLOAD, sources={"b", "c"})
     assert lost == ()
     assert Take(dest="b", source="b", block=0, units=Span(0, 4), from_mirror=True) in found
@@ -50,7 +50,7 @@ def test_rows_of_the_dead_come_from_its_mirror() -> None:
 
 def test_rows_without_a_holder_are_told_with_those_who_held_them() -> None:
     before = Held(layout=ONE, mirrors=mirrors_of(ONE, copies=2))
-    after = Held(layout=Layout(columns=(column("c"),)))
+    after = Held(layout=Layout(replicas=(replica("c"),)))
     _, lost = takes(before, after, workload=WORKLOAD, sources={"c"})
     assert lost == (Lost(block=0, units=Span(0, 4), held_by=("a", "b")),)
 
@@ -65,9 +65,9 @@ PIECES = replace(
 
 
 def staged(*stages: tuple[tuple[str, ...], ...], cuts: tuple[int, ...]) -> StagedLayout:
-    """Each stage is its columns, one for each replica."""
+    """Each stage is its replicas, one for each replica."""
     return StagedLayout(
-        stages=tuple(Layout(columns=tuple(column(*each, width=1 / len(stage)) for each in stage)) for stage in stages),
+        stages=tuple(Layout(replicas=tuple(replica(*each, width=1 / len(stage)) for each in stage)) for stage in stages),
         cuts=cuts,
     )
 
@@ -86,7 +86,7 @@ def test_one_replica_of_stages_has_mirrors_and_two_need_none() -> None:
 
 def test_a_stage_that_all_replicas_have_lost_is_told_by_its_pieces() -> None:
     two = staged((("a",), ("b",)), (("c",), ("d",)), cuts=(1,))
-    after = Held(layout=Layout(columns=(column("a", "b"),)))
+    after = Held(layout=Layout(replicas=(replica("a", "b"),)))
     _, lost = takes(Held(layout=two), after, workload=PIECES, sources={"a", "b"})
     assert lost == (
         Lost(block=0, units=Span(0, 12), held_by=("c", "d")),
@@ -97,9 +97,9 @@ def test_a_stage_that_all_replicas_have_lost_is_told_by_its_pieces() -> None:
 
 @st.composite
 def layouts(draw: st.DrawFn, names: tuple[str, ...]) -> Layout:
-    num_columns = draw(st.integers(1, len(names)))
-    columns = [names[index::num_columns] for index in range(num_columns)]
-    return Layout(columns=tuple(column(*each, width=1 / num_columns) for each in columns))
+    num_replicas = draw(st.integers(1, len(names)))
+    replicas = [names[index::num_replicas] for index in range(num_replicas)]
+    return Layout(replicas=tuple(replica(*each, width=1 / num_replicas) for each in replicas))
 
 
 @given(st.data())

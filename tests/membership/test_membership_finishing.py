@@ -8,20 +8,20 @@ from collections import Counter
 from membership_world import World
 
 from tatami.membership import Abort, Ask, Died, Entered, Halted, Laid, Membership, Regroup, RunStage, Stalled, Unbalanced
-from tatami.tiling import Column, Layout
+from tatami.tiling import Layout, Replica
 from tatami.workload import Workload
 
 WORKLOAD = Workload.mlp(3, 8, 2, samples=8)
 
 
-def column(names: tuple[str, ...], *heights: float) -> Layout:
-    return Layout(columns=(Column(width=1.0, processors=names, heights=heights or (1 / len(names),) * len(names)),))
+def replica(names: tuple[str, ...], *heights: float) -> Layout:
+    return Layout(replicas=(Replica(width=1.0, processors=names, heights=heights or (1 / len(names),) * len(names)),))
 
 
 def begun() -> Membership:
-    machine = Membership(("p0", "p1"), plan=column)
+    machine = Membership(("p0", "p1"), plan=replica)
     for name in ("p0", "p1"):
-        machine.handle(Entered(member=name, group=0, layout=column(("p0", "p1")), workload=WORKLOAD))
+        machine.handle(Entered(member=name, group=0, layout=replica(("p0", "p1")), workload=WORKLOAD))
     return machine
 
 
@@ -57,11 +57,11 @@ def test_a_member_without_a_tile_stays_through_repairs_and_gets_one_again() -> N
         assert machine.stage is RunStage.RUNNING
         return change
 
-    out = carried_out(Unbalanced(member="p0", layout=column(("p0",)), because="leave one out"))
-    assert (out.members, out.layout) == (("p0", "p1"), column(("p0",)))
+    out = carried_out(Unbalanced(member="p0", layout=replica(("p0",)), because="leave one out"))
+    assert (out.members, out.layout) == (("p0", "p1"), replica(("p0",)))
     again = carried_out(Stalled(member="p1", group=machine.group, reason="the link broke"))
-    assert (again.members, again.layout) == (("p0", "p1"), column(("p0",)))
-    back = carried_out(Unbalanced(member="p0", layout=column(("p0", "p1")), because="re-map whole"))
+    assert (again.members, again.layout) == (("p0", "p1"), replica(("p0",)))
+    back = carried_out(Unbalanced(member="p0", layout=replica(("p0", "p1")), because="re-map whole"))
     assert {take.source for take in back.takes} == {"p0"}
     assert {take.dest for take in back.takes} == {"p0", "p1"}
 
@@ -70,12 +70,12 @@ def test_tiles_for_one_that_is_no_member_are_not_laid() -> None:
     machine = begun()
     for name in ("p0", "p1"):
         machine.handle(Laid(member=name, ticket=1))
-    assert machine.handle(Unbalanced(member="p0", layout=column(("p0", "p7")), because="re-map whole")) == ()
+    assert machine.handle(Unbalanced(member="p0", layout=replica(("p0", "p7")), because="re-map whole")) == ()
 
 
 def test_other_tiles_are_not_laid_while_the_members_change() -> None:
     machine = begun()
-    assert machine.handle(Unbalanced(member="p0", layout=column(("p0", "p1"), 0.75, 0.25), because="re-map whole")) == ()
+    assert machine.handle(Unbalanced(member="p0", layout=replica(("p0", "p1"), 0.75, 0.25), because="re-map whole")) == ()
 
 
 RUNS = int(os.environ.get("TATAMI_MEMBERSHIP_CHAOS_RUNS", "400"))

@@ -599,7 +599,7 @@ def test_buckets_follow_backward_and_the_first_is_small() -> None:
 
 @pytest.mark.ranks(4)
 def test_replicas_of_a_tiled_network(world: World) -> None:
-    """Two replicas, each tiled over two ranks: horizontal sums inside a replica, DataParallel between replicas."""
+    """Two replicas, each tiled over two ranks: tensor-parallel sums inside a replica, DataParallel between replicas."""
 
     # Once, before there are ranks: threads share the generator that layers are drawn from.
     torch.manual_seed(3)

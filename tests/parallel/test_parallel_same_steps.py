@@ -64,8 +64,8 @@ def multi_node_optimizer(comm: AbstractCommunicator) -> tuple[Step, torch.optim.
 
 
 def tiles(comm: AbstractCommunicator) -> tuple[Step, torch.optim.Optimizer]:
-    columns = [[0, 1], *([rank] for rank in range(2, comm.size))] if comm.size > 2 else [[rank] for rank in range(comm.size)]
-    model = tiled(network(), comm, layout=simple_layout(*columns), batch_size=SAMPLES)
+    replicas = [[0, 1], *([rank] for rank in range(2, comm.size))] if comm.size > 2 else [[rank] for rank in range(comm.size)]
+    model = tiled(network(), comm, layout=simple_layout(*replicas), batch_size=SAMPLES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return stepping(model, optimizer, *model.local(*samples())), optimizer
 
@@ -136,8 +136,8 @@ def test_the_global_loss_is_that_of_the_plain_run(world: World, reduction: Any) 
     expected = float(mse(network()(x), y, reduction="none").mean(1).sum() / (SAMPLES if reduction == "mean" else 1))
 
     def body(comm: AbstractCommunicator) -> float:
-        columns = [[0, 1], *([rank] for rank in range(2, comm.size))] if comm.size > 1 else [[0]]
-        model = tiled(network(), comm, layout=simple_layout(*columns), batch_size=SAMPLES, reduction=reduction)
+        replicas = [[0, 1], *([rank] for rank in range(2, comm.size))] if comm.size > 1 else [[0]]
+        model = tiled(network(), comm, layout=simple_layout(*replicas), batch_size=SAMPLES, reduction=reduction)
         here_x, here_y = model.local(x, y)
         each = mse(model(here_x), here_y, reduction="none").mean(1)
         loss = each.mean() if reduction == "mean" else each.sum()

@@ -24,9 +24,9 @@ TILING = Tiling(
     samples=100,
     units=20,
     tiles=(
-        Tile(processor="slow", column=0, samples=Span(0, 50), units=Span(0, 5)),
-        Tile(processor="mid", column=0, samples=Span(0, 50), units=Span(5, 20)),
-        Tile(processor="fast", column=1, samples=Span(50, 100), units=Span(0, 20)),
+        Tile(processor="slow", replica=0, samples=Span(0, 50), units=Span(0, 5)),
+        Tile(processor="mid", replica=0, samples=Span(0, 50), units=Span(5, 20)),
+        Tile(processor="fast", replica=1, samples=Span(50, 100), units=Span(0, 20)),
     ),
 )
 
@@ -133,11 +133,11 @@ def test_lettering_takes_the_largest_form_that_fits_then_turns_then_counts() -> 
     assert [one.key for one in letters] == [None, None, None, 1, None, 2]
 
 
-def test_course_marks_whole_and_column_remappings_at_their_checks() -> None:
+def test_course_marks_whole_and_replica_remappings_at_their_checks() -> None:
     _, ax = blank()
     checks = [
         CoursePoint(iteration=20, iteration_s=0.05, remapping="whole"),
-        CoursePoint(iteration=40, iteration_s=0.03, remapping="column"),
+        CoursePoint(iteration=40, iteration_s=0.03, remapping="replica"),
         CoursePoint(iteration=60, iteration_s=0.02),
     ]
     assert draw_course(ax, checks, label="DRPM") is ax
@@ -145,7 +145,7 @@ def test_course_marks_whole_and_column_remappings_at_their_checks() -> None:
     assert lines == {
         "DRPM": ([0, 20, 40, 60], [0.05, 0.05, 0.03, 0.02]),
         "re-mapping of the whole": ([20], [0.05]),
-        "re-mapping within columns": ([40], [0.03]),
+        "re-mapping within replicas": ([40], [0.03]),
     }
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("iteration", "time per iteration")
     assert ax.yaxis.get_major_formatter()(0.05, 0) == "50 ms"

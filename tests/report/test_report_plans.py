@@ -60,8 +60,8 @@ def test_each_machine_has_a_line_with_what_it_does() -> None:
 
 def test_micro_batches_are_how_many_of_how_many_samples() -> None:
     (found,) = compare(["weighted"], cluster=HOME, workload=GPT)
-    columns = tuple(column.in_micro_batches(4) for column in found.layout.columns)
-    found = replace(found, layout=replace(found.layout, columns=columns))
+    replicas = tuple(replica.in_micro_batches(4) for replica in found.layout.replicas)
+    found = replace(found, layout=replace(found.layout, replicas=replicas))
     assert [row["samples"] for row in table_of(found, HOME)] == ["4 x 7", "4 x 5", "4 x 2"]
     words = recommendation(found, cluster=HOME, width=200)
     assert words.startswith(
@@ -158,7 +158,7 @@ def test_what_a_link_or_a_machine_would_bring() -> None:
     assert same.plan is not None
     assert isinstance(faster.plan, Plan)
     assert isinstance(same.plan, Plan)
-    assert same.plan.predicted.horizontal / faster.plan.predicted.horizontal == pytest.approx(10, rel=0.05)
+    assert same.plan.predicted.gradients / faster.plan.predicted.gradients == pytest.approx(10, rel=0.05)
     assert old.speed_up == pytest.approx(160 / 115, rel=0.1)
     assert slow.speed_up is not None
     assert slow.speed_up < 1

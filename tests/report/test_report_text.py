@@ -19,9 +19,9 @@ TILING = Tiling(
     samples=100,
     units=20,
     tiles=(
-        Tile(processor="slow", column=0, samples=Span(0, 50), units=Span(0, 5)),
-        Tile(processor="mid", column=0, samples=Span(0, 50), units=Span(5, 20)),
-        Tile(processor="fast", column=1, samples=Span(50, 100), units=Span(0, 20)),
+        Tile(processor="slow", replica=0, samples=Span(0, 50), units=Span(0, 5)),
+        Tile(processor="mid", replica=0, samples=Span(0, 50), units=Span(5, 20)),
+        Tile(processor="fast", replica=1, samples=Span(50, 100), units=Span(0, 20)),
     ),
 )
 DRAWN = """\
@@ -85,8 +85,8 @@ def test_a_name_too_long_for_its_mat_gets_a_number_explained_below() -> None:
         samples=110,
         units=20,
         tiles=(
-            Tile(processor=long, column=0, samples=Span(0, 10), units=Span(0, 20)),
-            Tile(processor="fast", column=1, samples=Span(10, 110), units=Span(0, 20)),
+            Tile(processor=long, replica=0, samples=Span(0, 10), units=Span(0, 20)),
+            Tile(processor="fast", replica=1, samples=Span(10, 110), units=Span(0, 20)),
         ),
     )
     lines = draw_text(tiling, speeds=cluster_speeds).splitlines()
@@ -94,7 +94,7 @@ def test_a_name_too_long_for_its_mat_gets_a_number_explained_below() -> None:
     assert any(" 1 " in line for line in lines[:-2])
 
 
-def test_more_columns_than_fit_become_bars() -> None:
+def test_more_replicas_than_fit_become_bars() -> None:
     cluster = Cluster.from_speeds([1.0] * 40)
     tiling = plan("weighted", cluster=cluster, workload=Workload.mlp(203, 80, 26, samples=4000)).tiling
     lines = draw_text(tiling, speeds=cluster.speeds, width=60).splitlines()

@@ -1,7 +1,7 @@
 """A run in the small: what every processor of a tiled run would measure, from its true speed alone.
 
-One iteration, as in the paper: compute 1 (forward) - comm 1 (vertical, waits for the slowest of the column) - compute 2
-(backward) - comm 2 (horizontal, waits for everybody) - compute 3 (modify).
+One iteration, as in the paper: compute 1 (forward) - comm 1 (tensor-parallel sums, waits for the slowest of the replica) -
+compute 2 (backward) - comm 2 (gradient sums, waits for everybody) - compute 3 (modify).
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class Run:
     def _measure(self) -> list[Timing]:
         works = self._works()
         result = []
-        for column in self.controller.tiling.columns:
+        for replica in self.controller.tiling.replicas:
             compute_s = {}
-            for tile in column:
+            for tile in replica:
                 jitter = max(0.1, self.random.gauss(1.0, self.noise))
                 compute_s[tile.processor] = self._compute_s(tile.processor, works[tile.processor]) * jitter
-            ready_s = FORWARD * max(compute_s.values()) + (self.comm_s if len(column) > 1 else 0.0)
-            for tile in column:
+            ready_s = FORWARD * max(compute_s.values()) + (self.comm_s if len(replica) > 1 else 0.0)
+            for tile in replica:
                 own_s = compute_s[tile.processor]
                 result.append(
                     Timing(

@@ -1,4 +1,4 @@
-"""Links between columns are watched as ranks are; planners and prices see them as they became."""
+"""Links between replicas are watched as ranks are; planners and prices see them as they became."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tatami.cluster import Cluster, Link, Processor
 from tatami.retiling import Decision, Retiler, Watcher
 from tatami.retiling.estimates import Estimates
 from tatami.retiling.link_watch import watched_messages
-from tatami.tiling import Column, Layout
+from tatami.tiling import Layout, Replica
 from tatami.workload import Workload
 
 WORK = Workload.mlp(64, 512, 64, samples=512)
@@ -23,14 +23,14 @@ def hosts(number: int) -> Cluster:
 
 
 TWO_BY_TWO = Layout(
-    columns=(
-        Column(width=0.5, processors=("p0", "p1"), heights=(0.5, 0.5)),
-        Column(width=0.5, processors=("p2", "p3"), heights=(0.5, 0.5)),
+    replicas=(
+        Replica(width=0.5, processors=("p0", "p1"), heights=(0.5, 0.5)),
+        Replica(width=0.5, processors=("p2", "p3"), heights=(0.5, 0.5)),
     )
 )
 
 
-def test_the_largest_message_each_way_between_hosts_of_different_columns_is_watched() -> None:
+def test_the_largest_message_each_way_between_hosts_of_different_replicas_is_watched() -> None:
     found = watched_messages(TWO_BY_TWO, cluster=hosts(4), workload=WORK)
     assert [(each.source, each.dest, each.hosts) for each in found] == [
         (0, 2, ("h0", "h2")),

@@ -20,9 +20,9 @@ def markov_time_between(k: float, h: float, *, cells: int = 400) -> float:
 
     moves = np.zeros((cells, cells))
     for row in range(cells):
-        for column in range(cells):
-            high = below((column - row + 0.5) * width + k)
-            moves[row, column] = high - (below((column - row - 0.5) * width + k) if column else 0.0)
+        for replica in range(cells):
+            high = below((replica - row + 0.5) * width + k)
+            moves[row, replica] = high - (below((replica - row - 0.5) * width + k) if replica else 0.0)
     return float(np.linalg.solve(np.eye(cells) - moves, np.ones(cells))[0])
 
 

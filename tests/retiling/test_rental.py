@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tatami.cluster import Cluster, Link, Processor, SpeedTable, speed_at
 from tatami.retiling import Retiler, Watcher
-from tatami.retiling.columns import works_of
 from tatami.retiling.rental import Rental, expected_rest
+from tatami.retiling.replicas import works_of
 from tatami.retiling.sizes import SizedTimes
 from tatami.retiling.watching import Found
 from tatami.tiling import AlphaBetaCost, Layout, plan
@@ -180,7 +180,7 @@ def iteration_s(layout: Layout, slower: np.ndarray) -> float:
     price = AlphaBetaCost(flop_per_s=1.0).price(layout, cluster=CLUSTER, workload=NETWORK)
     flop = NETWORK.work_flop * np.array([works.get(f"p{rank}", 0.0) for rank in range(8)])
     compute_s = float((flop * slower / SPEEDS).max())
-    return compute_s + price.vertical + price.horizontal
+    return compute_s + price.tensor_parallel + price.gradients
 
 
 def told(trace: tuple[tuple[int, int, float], ...]) -> float:

@@ -15,11 +15,11 @@ from tatami.cluster import Cluster
 from tatami.errors import PlanError
 from tatami.retiling import Controller, DecisionKind, Retiler, Timing
 from tatami.retiling.ability import ability, balance, estimate
-from tatami.retiling.columns import forecast, recut
-from tatami.tiling import Column, Layout, plan
+from tatami.retiling.replicas import forecast, recut
+from tatami.tiling import Layout, Replica, plan
 from tatami.workload import Block, Workload
 
-TWO = Layout(columns=(Column(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),))
+TWO = Layout(replicas=(Replica(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),))
 
 
 def controller(retiler: Retiler, *, known: bool = True, layout: Layout = TWO, speeds: tuple[float, ...] = (1, 1)) -> Controller:
@@ -39,8 +39,8 @@ def measured(iterations: range, *, t1: tuple[float, ...], t2: tuple[float, ...],
     ("t1", "kind", "told"),
     [
         (0.39, DecisionKind.WHOLE, "t1 min/max 0.39 < 0.40: re-map whole"),
-        (0.41, DecisionKind.COLUMNS, "t1 min/max 0.41 < 0.80: re-map columns"),
-        (0.79, DecisionKind.COLUMNS, "t1 min/max 0.79 < 0.80: re-map columns"),
+        (0.41, DecisionKind.REPLICAS, "t1 min/max 0.41 < 0.80: re-map replicas"),
+        (0.79, DecisionKind.REPLICAS, "t1 min/max 0.79 < 0.80: re-map replicas"),
         (0.81, DecisionKind.KEEP, "t1 min/max 0.81 >= 0.80: keep"),
     ],
 )
@@ -51,13 +51,13 @@ def test_the_published_thresholds(t1: float, kind: DecisionKind, told: str) -> N
     assert str(found).startswith(f"check 1 (iteration 20): {told}")
 
 
-def test_the_published_rule_takes_t2_for_the_whole_and_t1_for_the_columns() -> None:
+def test_the_published_rule_takes_t2_for_the_whole_and_t1_for_the_replicas() -> None:
     whole = controller(Retiler.published()).observe(20, measured(range(1, 21), t1=(1, 3), t2=(1, 2), compute=(1, 9)))
     assert whole.speeds["p0"] / whole.speeds["p1"] == pytest.approx(2)
     lines = controller(Retiler.published()).observe(20, measured(range(1, 21), t1=(2, 3), t2=(1, 2), compute=(1, 9)))
     assert lines.speeds["p0"] / lines.speeds["p1"] == pytest.approx(1.5)
-    assert lines.layout.columns[0].heights == pytest.approx((0.6, 0.4))
-    assert lines.layout.columns[0].width == 1.0
+    assert lines.layout.replicas[0].heights == pytest.approx((0.6, 0.4))
+    assert lines.layout.replicas[0].width == 1.0
     assert lines.layout.processors == ("p0", "p1")
 
 
@@ -78,13 +78,13 @@ def test_known_speeds_of_the_retiler_override_how_the_model_was_tiled() -> None:
 def test_the_log_line_of_a_remapping() -> None:
     found = controller(Retiler(rule="settling")).observe(20, measured(range(1, 21), t1=(1, 1), t2=(1, 1), compute=(1, 3)))
     assert str(found) == (
-        "check 1 (iteration 20): compute min/max 0.33 < 0.40: re-map whole; speeds p0 1.00 p1 0.33; 1 -> 2 columns; "
+        "check 1 (iteration 20): compute min/max 0.33 < 0.40: re-map whole; speeds p0 1.00 p1 0.33; 1 -> 2 replicas; "
         "80 of 160 unit rows move; compute min/max 1.00 expected"
     )
     assert found.predicted == pytest.approx(1.0)
     found = controller(Retiler(rule="settling")).observe(20, measured(range(1, 21), t1=(1, 1), t2=(1, 1), compute=(3, 5)))
     assert str(found) == (
-        "check 1 (iteration 20): compute min/max 0.60 < 0.80: re-map columns; speeds p0 1.00 p1 0.60; 1 column; "
+        "check 1 (iteration 20): compute min/max 0.60 < 0.80: re-map replicas; speeds p0 1.00 p1 0.60; 1 replica; "
         "10 of 80 unit rows move; compute min/max 1.00 expected"
     )
 
@@ -92,7 +92,7 @@ def test_the_log_line_of_a_remapping() -> None:
 def test_only_points_since_the_last_remapping_count() -> None:
     one = controller(Retiler(every=4))
     slow = measured(range(1, 5), t1=(1, 1), t2=(1, 1), compute=(3, 5))
-    assert one.observe(4, slow).kind is DecisionKind.COLUMNS
+    assert one.observe(4, slow).kind is DecisionKind.REPLICAS
     told = one.observe(5, [*slow, *measured(range(5, 6), t1=(1, 1), t2=(1, 1), compute=(4, 4))])
     assert str(told) == "check 2 (iteration 5): p0 has 1 of the 2 timings needed since the last re-mapping: keep"
     told = one.observe(6, [*slow, *measured(range(5, 7), t1=(1, 1), t2=(1, 1), compute=(4, 4))])
@@ -115,7 +115,7 @@ def test_a_clear_change_is_acted_on_and_a_doubtful_one_is_waited_for() -> None:
     found = controller(Retiler(rule="settling")).observe(20, timings)
     assert found.kind is DecisionKind.KEEP
     assert "< 0.80, but the noise is 3 x 0." in found.reason
-    assert controller(Retiler(certainty=0.0)).observe(20, timings).kind is DecisionKind.COLUMNS
+    assert controller(Retiler(certainty=0.0)).observe(20, timings).kind is DecisionKind.REPLICAS
 
 
 def test_two_windows_together_see_what_one_cannot() -> None:
@@ -129,7 +129,7 @@ def test_two_windows_together_see_what_one_cannot() -> None:
             for name, mean in (("p0", 0.66), ("p1", 1.0))
         ]
         decisions.append(one.observe(20 * check, timings))
-    assert [decision.kind for decision in decisions] == [DecisionKind.KEEP, DecisionKind.COLUMNS]
+    assert [decision.kind for decision in decisions] == [DecisionKind.KEEP, DecisionKind.REPLICAS]
     assert decisions[0].reason.endswith("compute min/max 0.66 < 0.80, but the noise is 3 x 0.08: keep")
 
 
@@ -226,18 +226,18 @@ def test_no_times_no_balance() -> None:
 
 
 LAYOUT = Layout(
-    columns=(
-        Column(width=0.25, processors=("a", "b", "c"), heights=(0.2, 0.3, 0.5)),
-        Column(width=0.75, processors=("d", "e"), heights=(0.5, 0.5)),
+    replicas=(
+        Replica(width=0.25, processors=("a", "b", "c"), heights=(0.2, 0.3, 0.5)),
+        Replica(width=0.75, processors=("d", "e"), heights=(0.5, 0.5)),
     )
 )
 
 
-def test_heights_follow_the_speeds_of_the_column() -> None:
+def test_heights_follow_the_speeds_of_the_replica() -> None:
     new = recut(LAYOUT, speeds={"a": 1, "b": 1, "c": 2, "d": 30, "e": 10}, units=80)
-    assert [column.width for column in new.columns] == [0.25, 0.75]
-    assert [column.processors for column in new.columns] == [("a", "b", "c"), ("d", "e")]
-    assert [column.heights for column in new.columns] == [(0.25, 0.25, 0.5), (0.75, 0.25)]
+    assert [replica.width for replica in new.replicas] == [0.25, 0.75]
+    assert [replica.processors for replica in new.replicas] == [("a", "b", "c"), ("d", "e")]
+    assert [replica.heights for replica in new.replicas] == [(0.25, 0.25, 0.5), (0.75, 0.25)]
 
 
 @given(speeds=st.lists(st.floats(1e-6, 1e6), min_size=5, max_size=5), units=st.integers(3, 100))
@@ -249,7 +249,7 @@ def test_nobody_is_left_without_a_unit(speeds: list[float], units: int) -> None:
 def test_forecast_knows_that_the_slowest_of_every_block_counts() -> None:
     heads = Block(units=2, unit_parameters=1, forward_elements=1, flop_per_unit=30.0)
     hidden = Block(units=60, unit_parameters=1, forward_elements=1, flop_per_unit=1.0)
-    layout = Layout(columns=(Column(width=1.0, processors=("a", "b"), heights=(0.75, 0.25)),))
+    layout = Layout(replicas=(Replica(width=1.0, processors=("a", "b"), heights=(0.75, 0.25)),))
     speeds = {"a": 3.0, "b": 1.0}
     fine = forecast(layout, workload=Workload(samples=10, blocks=(hidden, hidden)), speeds=speeds)
     coarse = forecast(layout, workload=Workload(samples=10, blocks=(heads, hidden)), speeds=speeds)
@@ -259,8 +259,8 @@ def test_forecast_knows_that_the_slowest_of_every_block_counts() -> None:
     assert coarse.ratio == pytest.approx(15 / (20 + 15))
 
 
-def test_a_network_without_blocks_keeps_its_columns() -> None:
-    layout = Layout(columns=tuple(Column(width=0.5, processors=(name,), heights=(1.0,)) for name in "ab"))
+def test_a_network_without_blocks_keeps_its_replicas() -> None:
+    layout = Layout(replicas=tuple(Replica(width=0.5, processors=(name,), heights=(1.0,)) for name in "ab"))
     workload = Workload(samples=10, replicated_flop_per_sample=3)
     assert recut(layout, speeds={"a": 1.0, "b": 5.0}, units=workload.units) == layout
     seen = forecast(layout, workload=workload, speeds={"a": 1.0, "b": 5.0})

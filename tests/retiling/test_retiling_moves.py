@@ -11,33 +11,33 @@ from hypothesis import strategies as st
 from counting import calls_of
 from tatami.errors import PlanError
 from tatami.retiling import Move, moves
-from tatami.tiling import Column, Layout, Span, Tiling
+from tatami.tiling import Layout, Replica, Span, Tiling
 
 SAMPLES = 64
 
 
-def layout_of(columns: list[list[str]], weights: dict[str, float]) -> Layout:
-    """Columns of equal width, heights by weight."""
+def layout_of(replicas: list[list[str]], weights: dict[str, float]) -> Layout:
+    """Replicas of equal width, heights by weight."""
     return Layout(
-        columns=tuple(
-            Column(
-                width=1 / len(columns),
+        replicas=tuple(
+            Replica(
+                width=1 / len(replicas),
                 processors=tuple(names),
                 heights=tuple(weights[name] / sum(weights[other] for other in names) for name in names),
             )
-            for names in columns
+            for names in replicas
         )
     )
 
 
 @st.composite
 def tilings(draw: st.DrawFn, *, units: int) -> Tiling:
-    """Some of eight processors in some columns, at any heights (empty tiles among them)."""
+    """Some of eight processors in some replicas, at any heights (empty tiles among them)."""
     names = draw(st.lists(st.sampled_from([f"p{i}" for i in range(8)]), min_size=1, max_size=8, unique=True))
     cuts = sorted(draw(st.sets(st.integers(1, len(names) - 1), max_size=3))) if len(names) > 1 else []
-    columns = [names[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(names)], strict=True)]
+    replicas = [names[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(names)], strict=True)]
     weights = {name: draw(st.floats(0.01, 1.0)) for name in names}
-    return layout_of(columns, weights).cut(samples=SAMPLES, units=units)
+    return layout_of(replicas, weights).cut(samples=SAMPLES, units=units)
 
 
 def held(tiling: Tiling) -> dict[str, set[int]]:
@@ -68,18 +68,18 @@ def test_moves_between_the_same_two_are_merged(data: st.DataObject, units: int) 
 
 
 @given(data=st.data(), units=st.integers(8, 40))
-def test_a_column_remapping_moves_units_inside_the_columns_only(data: st.DataObject, units: int) -> None:
-    columns = [["a", "b", "c"], ["d", "e"], ["f"]]
+def test_a_replica_remapping_moves_units_inside_the_replicas_only(data: st.DataObject, units: int) -> None:
+    replicas = [["a", "b", "c"], ["d", "e"], ["f"]]
     weights = [{name: data.draw(st.floats(0.05, 1.0)) for name in "abcdef"} for _ in range(2)]
-    old, new = (layout_of(columns, by).cut(samples=SAMPLES, units=units) for by in weights)
+    old, new = (layout_of(replicas, by).cut(samples=SAMPLES, units=units) for by in weights)
     for move in moves(old, new):
-        assert old.by_processor[move.source].column == new.by_processor[move.dest].column
+        assert old.by_processor[move.source].replica == new.by_processor[move.dest].replica
 
 
-def test_a_small_cut_moves_between_vertical_neighbours_by_hand() -> None:
-    columns = [["a", "b", "c"]]
-    old = layout_of(columns, {"a": 4, "b": 4, "c": 4}).cut(samples=SAMPLES, units=12)
-    new = layout_of(columns, {"a": 6, "b": 4, "c": 2}).cut(samples=SAMPLES, units=12)
+def test_a_small_cut_moves_between_tensor_parallel_neighbours_by_hand() -> None:
+    replicas = [["a", "b", "c"]]
+    old = layout_of(replicas, {"a": 4, "b": 4, "c": 4}).cut(samples=SAMPLES, units=12)
+    new = layout_of(replicas, {"a": 6, "b": 4, "c": 2}).cut(samples=SAMPLES, units=12)
     assert moves(old, new) == (Move(source="b", dest="a", units=Span(4, 6)), Move(source="c", dest="b", units=Span(8, 10)))
 
 
@@ -116,9 +116,9 @@ def test_the_work_for_a_thousand_processors_is_a_few_hundred_calls_each(newcomer
     names = [f"p{i}" for i in range(1000)]
     early = names[newcomers:]
 
-    def cut(columns: list[list[str]], *, lean: int) -> Tiling:
+    def cut(replicas: list[list[str]], *, lean: int) -> Tiling:
         weights = {name: 1.0 + (index * lean) % 7 for index, name in enumerate(names)}
-        return layout_of(columns, weights).cut(samples=4096, units=4096)
+        return layout_of(replicas, weights).cut(samples=4096, units=4096)
 
     old = cut([early[i : i + 25] for i in range(0, len(early), 25)], lean=3)
     new = cut([names[i : i + 40] for i in range(0, 1000, 40)], lean=5)

@@ -9,7 +9,7 @@ from retiling_rig import run, start
 
 from tatami.cluster import Cluster, Processor
 from tatami.retiling import DecisionKind, Retiler
-from tatami.tiling import Column, Layout, plan
+from tatami.tiling import Layout, Replica, plan
 from tatami.tiling.memory import memory_bytes
 from tatami.workload import Block, Workload
 
@@ -146,28 +146,28 @@ def test_equal_processors_start_even_and_stay_so() -> None:
     assert str(decision) == "check 1 (iteration 20): compute min/max 1.00 >= 0.95: keep"
 
 
-def between_columns(rule: Retiler, *, slow: float) -> list[DecisionKind]:
-    """Two columns of two equal processors each; the second column has become slower by the same factor throughout."""
-    half = Column(width=0.5, processors=("p0", "p1"), heights=(0.5, 0.5))
-    other = Column(width=0.5, processors=("p2", "p3"), heights=(0.5, 0.5))
-    trial = start(Layout(columns=(half, other)), cluster=Cluster.from_speeds([1] * 4), speeds=[1, 1, slow, slow], retiler=rule)
+def between_replicas(rule: Retiler, *, slow: float) -> list[DecisionKind]:
+    """Two replicas of two equal processors each; the second replica has become slower by the same factor throughout."""
+    half = Replica(width=0.5, processors=("p0", "p1"), heights=(0.5, 0.5))
+    other = Replica(width=0.5, processors=("p2", "p3"), heights=(0.5, 0.5))
+    trial = start(Layout(replicas=(half, other)), cluster=Cluster.from_speeds([1] * 4), speeds=[1, 1, slow, slow], retiler=rule)
     return [decision.kind for decision in trial.checks(10)]
 
 
 @pytest.mark.parametrize("slow", [0.45, 0.5, 0.6, 0.7])
-def test_an_imbalance_between_columns_is_mended_at_once_and_by_the_published_rule_never(slow: float) -> None:
-    assert between_columns(Retiler(rule="settling"), slow=slow) == [DecisionKind.WHOLE] + [DecisionKind.KEEP] * 9
-    assert between_columns(Retiler.published(), slow=slow) == [DecisionKind.COLUMNS] * 10
+def test_an_imbalance_between_replicas_is_mended_at_once_and_by_the_published_rule_never(slow: float) -> None:
+    assert between_replicas(Retiler(rule="settling"), slow=slow) == [DecisionKind.WHOLE] + [DecisionKind.KEEP] * 9
+    assert between_replicas(Retiler.published(), slow=slow) == [DecisionKind.REPLICAS] * 10
 
 
 def test_a_slow_member_is_seen_through_the_wait_that_hides_it_from_the_published_rule() -> None:
-    pair = Layout(columns=(Column(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),))
+    pair = Layout(replicas=(Replica(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),))
     found = {}
     for rule in (Retiler(rule="settling"), Retiler.published()):
         trial = start(pair, cluster=Cluster.from_speeds([1, 1]), speeds=[1, 0.68], retiler=rule)
         found[rule.rule] = ([decision.kind for decision in trial.checks(5)], trial.imbalance)
     kinds, imbalance = found["settling"]
-    assert kinds == [DecisionKind.COLUMNS] + [DecisionKind.KEEP] * 4
+    assert kinds == [DecisionKind.REPLICAS] + [DecisionKind.KEEP] * 4
     assert imbalance < 1.05
     kinds, imbalance = found["published"]
     assert kinds == [DecisionKind.KEEP] * 5
@@ -194,7 +194,7 @@ def test_forecasts_that_are_always_wrong_do_not_move_rows_for_ever() -> None:
 
     def perverse(rule: Retiler) -> int:
         trial = start(
-            Layout(columns=(Column(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),)),
+            Layout(replicas=(Replica(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),)),
             cluster=Cluster.from_speeds([1, 1]),
             speeds=[1, 0.6],
             retiler=rule,

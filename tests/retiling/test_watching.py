@@ -18,7 +18,7 @@ from tatami.retiling import Decision, DecisionKind, Retiler, Timing, Watcher
 from tatami.retiling.levels import levels
 from tatami.retiling.situation import Situation
 from tatami.retiling.watching import Found, _tell_places
-from tatami.tiling import Column, Layout, plan
+from tatami.tiling import Layout, Replica, plan
 from tatami.workload import Workload
 
 CONDITION_A = (0.25, 0.31, 0.63, 1.0, 1.0, 0.42, 0.67, 0.63)
@@ -182,15 +182,15 @@ def test_forecasts_that_are_wrong_do_not_move_rows_for_ever(seed: int) -> None:
 
 def test_a_layout_that_needs_more_messages_must_pay_even_if_they_take_longer_than_predicted() -> None:
     processors = tuple(Processor(name=f"p{i}", speed=speed, host=f"h{i}") for i, speed in enumerate(CONDITION_A))
-    columns = tuple(Column(width=0.125, processors=(each.name,), heights=(1.0,)) for each in processors)
+    replicas = tuple(Replica(width=0.125, processors=(each.name,), heights=(1.0,)) for each in processors)
     situation = Situation(
-        retiler=Retiler(), cluster=Cluster(processors=processors), workload=NETWORK, layout=Layout(columns=columns), cost=None
+        retiler=Retiler(), cluster=Cluster(processors=processors), workload=NETWORK, layout=Layout(replicas=replicas), cost=None
     )
     speeds = {each.name: each.speed * FLOP_PER_S / NETWORK.work_flop for each in processors}
     stay_s, (shifted, *others) = levels(situation, speeds, fixed_s=0.005)
     assert shifted.kind == DecisionKind.SAMPLES
     assert shifted.iteration_s < 0.5 * stay_s
-    # Layouts with several ranks in a column are predicted to be a little faster, and are not believed.
+    # Layouts with several ranks in a replica are predicted to be a little faster, and are not believed.
     assert not others
 
 
@@ -201,14 +201,14 @@ def test_a_machine_whose_messages_slowed_down_with_it_is_left_out_as_soon_as_tha
         for i, speed in enumerate(CONDITION_A)
     )
     unknown = tuple(Processor(name=each.name, speed=each.speed, host=each.host) for each in known)
-    columns = tuple(Column(width=each.speed / FLOP_PER_S / 4.91, processors=(each.name,), heights=(1.0,)) for each in known)
+    replicas = tuple(Replica(width=each.speed / FLOP_PER_S / 4.91, processors=(each.name,), heights=(1.0,)) for each in known)
     kinds = []
     for processors in (known, unknown):
         situation = Situation(
             retiler=Retiler(),
             cluster=Cluster(processors=processors),
             workload=NETWORK,
-            layout=Layout(columns=columns),
+            layout=Layout(replicas=replicas),
             cost=None,
         )
         speeds = {each.name: each.speed / NETWORK.work_flop * (0.3 if each.name == "p1" else 1.0) for each in processors}
@@ -272,7 +272,7 @@ def test_who_is_far_out_of_balance_moves_even_if_the_last_move_did_not_bring_wha
 
 def test_it_says_who_is_left_out_and_who_is_taken_in_again() -> None:
     def of(*names: str) -> Layout:
-        return Layout(columns=tuple(Column(width=1 / len(names), processors=(name,), heights=(1.0,)) for name in names))
+        return Layout(replicas=tuple(Replica(width=1 / len(names), processors=(name,), heights=(1.0,)) for name in names))
 
     assert _tell_places(of("p0", "p1"), of("p1", "p0")) == ""
     assert _tell_places(of("p0", "p1", "p2"), of("p1", "p3")) == "; left out: p0, p2; taken in again: p3"
@@ -384,8 +384,8 @@ def test_a_quiet_iteration_takes_as_many_instructions_for_48_ranks_and_links_as_
         names = tuple(f"p{i}" for i in range(ranks))
         cluster = Cluster(processors=tuple(Processor(name=name, speed=1.0, host=f"h{name}") for name in names))
         half = ranks // 2
-        columns = tuple(Column(width=0.5, processors=own, heights=(1 / half,) * half) for own in (names[:half], names[half:]))
-        watcher = Watcher(Retiler(), cluster=cluster, workload=NETWORK, layout=Layout(columns=columns), known_speeds=True)
+        replicas = tuple(Replica(width=0.5, processors=own, heights=(1 / half,) * half) for own in (names[:half], names[half:]))
+        watcher = Watcher(Retiler(), cluster=cluster, workload=NETWORK, layout=Layout(replicas=replicas), known_speeds=True)
         assert len(watcher.links.messages) == ranks
         found.append(bytecodes(watcher, ranks=ranks))
     assert found[0] == found[1] < 1000

@@ -124,7 +124,7 @@ def test_a_death_while_a_repair_goes_on_begins_it_again() -> None:
 def test_units_without_a_second_holder_end_the_run_by_name() -> None:
     cluster = Cluster.from_speeds([1.0] * 2)
     setup = replace(SETUP, cluster=cluster, workload=Workload.mlp(2000, 400, 2, samples=16), iterations=5000)
-    assert len(setup.lay(cluster.processors).columns) == 1
+    assert len(setup.lay(cluster.processors).replicas) == 1
     setup = replace(setup, deaths=((0.01, 1),))
     assert rehearse_repair(setup, seed=0).ended is None  # its neighbour keeps a copy
     run = rehearse_repair(replace(setup, copies=1), seed=0)

@@ -16,7 +16,7 @@ from tatami.cluster import Cluster, Link, Processor
 from tatami.errors import PlanError
 from tatami.sim.platforms import ClusterPlatform
 from tatami.sim.tiling import Change, StagedJob, rehearse_stages, simulate_iteration
-from tatami.tiling import Column, Layout, StagedLayout, StagedPlan
+from tatami.tiling import Layout, Replica, StagedLayout, StagedPlan
 from tatami.tiling.staged import plan_stages
 from tatami.tiling.staged_price import price_stages
 from tatami.workload import Workload, gpt_workload
@@ -65,8 +65,8 @@ def test_compute_alone_is_the_arithmetic_of_a_pipeline() -> None:
     """Equal stages, and hand-overs that take no time: (micro-batches + stages - 1) passes."""
     machines = cluster(1e10, 1e10, 1e10, bandwidth=1e12)
     work = gpt(layers=6, samples=24)
-    columns = [Column(width=1.0, processors=(f"p{rank}",), heights=(1.0,), micro_batches=8) for rank in range(3)]
-    layout = StagedLayout(stages=tuple(Layout(columns=(column,)) for column in columns), cuts=(4, 8))
+    replicas = [Replica(width=1.0, processors=(f"p{rank}",), heights=(1.0,), micro_batches=8) for rank in range(3)]
+    layout = StagedLayout(stages=tuple(Layout(replicas=(replica,)) for replica in replicas), cuts=(4, 8))
     plan = price_stages(layout, cluster=machines, workload=work)
     even = replace(plan, ranks=tuple(replace(rank, pass_s=0.3, late_s=0.0, gradients_s=0.0) for rank in plan.ranks))
     assert took_s(even, machines) == pytest.approx((8 + 3 - 1) * 0.3, rel=1e-2)
@@ -75,14 +75,14 @@ def test_compute_alone_is_the_arithmetic_of_a_pipeline() -> None:
 def test_replicas_wait_for_each_other_and_stages_may_be_shared() -> None:
     machines = cluster(1e11, 1e11, 5e10, 5e10, per_host=2, bandwidth=125e6)
     shared = [
-        Layout(columns=(Column(width=1.0, processors=names, heights=(0.5, 0.5), micro_batches=4),))
+        Layout(replicas=(Replica(width=1.0, processors=names, heights=(0.5, 0.5), micro_batches=4),))
         for names in (("p0", "p1"), ("p2", "p3"))
     ]
     pairs = [(("p0",), ("p2",)), (("p1",), ("p3",))]
     replicas = [
         Layout(
-            columns=tuple(
-                Column(width=width, processors=names, heights=(1.0,), micro_batches=4)
+            replicas=tuple(
+                Replica(width=width, processors=names, heights=(1.0,), micro_batches=4)
                 for width, names in zip((0.5, 0.5), each, strict=True)
             )
         )

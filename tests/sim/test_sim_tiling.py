@@ -21,7 +21,7 @@ from tatami.sim.tiling import Change, Startup, TilingJob, TilingRun, TimedTile, 
 from tatami.sim.tiling.changes import Speeds
 from tatami.testing.worlds import World
 from tatami.tiled import IterationPhase, TiledModel, Trainer, tile
-from tatami.tiling import AlphaBetaCost, Column, Layout, plan
+from tatami.tiling import AlphaBetaCost, Layout, Replica, plan
 from tatami.workload import Block, Workload, linear_pair, net_workload
 
 NETTALK = Workload.mlp(203, 80, 26, samples=1024)
@@ -35,16 +35,16 @@ def cluster_of(speeds: list[float]) -> Cluster:
     return Cluster(processors=processors, local=Link(bandwidth_bytes_per_s=1e12, latency_s=0.0), network=LINK)
 
 
-def grid(columns: int, rows: int) -> Layout:
-    """Equal tiles, p0, p1, ... down the columns."""
+def grid(replicas: int, rows: int) -> Layout:
+    """Equal tiles, p0, p1, ... down the replicas."""
     return Layout(
-        columns=tuple(
-            Column(
-                width=1 / columns,
-                processors=tuple(f"p{column * rows + row}" for row in range(rows)),
+        replicas=tuple(
+            Replica(
+                width=1 / replicas,
+                processors=tuple(f"p{replica * rows + row}" for row in range(rows)),
                 heights=(1 / rows,) * rows,
             )
-            for column in range(columns)
+            for replica in range(replicas)
         )
     )
 
@@ -85,13 +85,13 @@ def test_the_work_of_a_tile_is_that_of_table_1(workload: Workload) -> None:
         assert min(work.forward_flop, work.backward_flop, work.update_flop) > 0
 
 
-def test_one_column_takes_its_closed_form() -> None:
+def test_one_replica_takes_its_closed_form() -> None:
     """Two equal tiles above each other swap the output layer."""
     workload = Workload.mlp(203, 80, 26, samples=1024)
     found = rehearsed(job([1.0, 1.0], layout=grid(1, 2)))
     cost = AlphaBetaCost(flop_per_s=100 * MFLOP).price(grid(1, 2), cluster=cluster_of([1.0, 1.0]), workload=workload)
     assert found.total_s == pytest.approx(cost.total, rel=1e-6)
-    assert cost.vertical == pytest.approx(1e-4 + 1024 * 26 * 4 / 1e8)
+    assert cost.tensor_parallel == pytest.approx(1e-4 + 1024 * 26 * 4 / 1e8)
     assert found.bytes_moved == 2 * 1024 * 26 * 4
 
 
@@ -112,13 +112,13 @@ def test_what_messages_cost_processors_is_priced_as_it_is_simulated(layout: Layo
 @pytest.mark.parametrize("idle", [0, 1])
 @pytest.mark.parametrize("layout", [grid(1, 2), grid(2, 1), grid(2, 2)])
 def test_sums_of_batch_statistics_are_priced_as_they_are_simulated(layout: Layout, idle: int) -> None:
-    """Each of five layers costs a sum of all ranks in both directions; in a single column of all ranks there are none."""
+    """Each of five layers costs a sum of all ranks in both directions; in a single replica of all ranks there are none."""
     speeds = [1.0] * (len(layout.processors) + idle)
     cluster = cluster_of(speeds)
     normalized = replace(NETTALK, batch_statistics=(33,) * 5)
     cost = AlphaBetaCost(flop_per_s=100 * MFLOP)
     free, priced = (cost.price(layout, cluster=cluster, workload=each) for each in (NETTALK, normalized))
-    is_summed = len(layout.columns) > 1 or idle
+    is_summed = len(layout.replicas) > 1 or idle
     assert priced.total - free.total == pytest.approx(10 * (1e-4 + (len(speeds) - 1) * 33 * 8 / 1e8) * is_summed, rel=1e-9)
     found = rehearsed(job(speeds, layout=layout, workload=normalized))
     assert found.total_s == pytest.approx(priced.total, rel=0.02 if len(speeds) > 2 else 1e-6)
@@ -137,7 +137,7 @@ def test_half_the_bytes_are_priced_as_they_are_simulated(layout: Layout) -> None
 
 @pytest.mark.parametrize("layout", [grid(1, 2), grid(2, 1), grid(2, 2)])
 def test_what_calls_cost_processors_is_priced_as_it_is_simulated(layout: Layout) -> None:
-    """3 ms for each block, and 5 ms for the iteration, on the slowest processor of a column, which takes longest anyway."""
+    """3 ms for each block, and 5 ms for the iteration, on the slowest processor of a replica, which takes longest anyway."""
     speeds = [1.0] * len(layout.processors)
     cheap = cluster_of(speeds)
     dear = replace(cheap, processors=tuple(replace(each, call_s=3e-3, step_s=5e-3) for each in cheap.processors))
@@ -156,7 +156,7 @@ def test_one_without_a_tile_goes_through_the_iteration_as_well(layout: Layout) -
     for step_s in (1e-6, 2.0):
         slow = replace(quick, processors=(*quick.processors[:placed], replace(quick.processors[placed], step_s=step_s)))
         cost = AlphaBetaCost(flop_per_s=100 * MFLOP).price(layout, cluster=slow, workload=NETTALK)
-        assert cost.total == pytest.approx(max(free.compute + free.vertical, step_s) + free.horizontal, rel=1e-9)
+        assert cost.total == pytest.approx(max(free.compute + free.tensor_parallel, step_s) + free.gradients, rel=1e-9)
         found = rehearsed(job(speeds, layout=layout, cluster=slow, platform=ClusterPlatform(cluster=slow)))
         assert found.total_s == pytest.approx(cost.total, rel=0.02)
 
@@ -177,7 +177,7 @@ def test_waiting_for_noisy_ranks_is_priced_as_it_is_simulated(layout: Layout) ->
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_columns_over_several_hosts_sum_directly(ranks: int) -> None:
+def test_replicas_over_several_hosts_sum_directly(ranks: int) -> None:
     """Two give each other all they have; more complete a part each, in two phases of 1/k from everyone to everyone."""
     found = rehearsed(job([1.0] * ranks, layout=grid(1, ranks)))
     vector_bytes = 1024 * 26 * 4
@@ -188,14 +188,14 @@ def test_columns_over_several_hosts_sum_directly(ranks: int) -> None:
     assert found.bytes_moved == pytest.approx(ranks * share * vector_bytes, rel=1e-3)
 
 
-def test_a_short_column_sum_is_sent_whole() -> None:
+def test_a_short_replica_sum_is_sent_whole() -> None:
     workload = Workload.mlp(203, 80, 2, samples=64)
     found = rehearsed(job([1.0] * 4, layout=grid(1, 4), workload=workload))
     assert found.bytes_moved == 4 * 3 * 64 * 2 * 4
 
 
 def test_startups_and_messages_have_their_price() -> None:
-    """Each tile 1 Mflop, and 1,000 flop for each of 1,024 samples; each rank sends one message in its column."""
+    """Each tile 1 Mflop, and 1,000 flop for each of 1,024 samples; each rank sends one message in its replica."""
     plain = rehearsed(job([1.0, 1.0], layout=grid(1, 2)))
     startup = Startup(tile_flop=MFLOP, sample_flop=1000.0)
     dear = rehearsed(job([1.0, 1.0], layout=grid(1, 2), startup=startup, software=Software(message_s=2e-3)))
@@ -207,7 +207,7 @@ def test_calibration_finds_speeds_and_startups() -> None:
     shapes = [(10, 1024), (20, 256), (40, 512), (80, 128), (80, 1024)]
 
     def seconds(units: int, samples: int, flop_per_s: float, startup: Startup) -> float:
-        layout = Layout(columns=(Column(width=1.0, processors=("p",), heights=(1.0,)),))
+        layout = Layout(replicas=(Replica(width=1.0, processors=("p",), heights=(1.0,)),))
         workload = Workload.mlp(203, units, 26, samples=samples)
         (tiling,) = layout.cut_blocks(workload)
         return work_of(tiling.tiles, samples=samples, workload=workload, startup=startup).total_flop / flop_per_s
@@ -226,7 +226,7 @@ def test_calibration_finds_speeds_and_startups() -> None:
 
 
 def test_a_grid_of_two_by_three_takes_its_closed_form() -> None:
-    """Two rounds down the columns, one message each way across them; 3 rows of 78 units, two columns."""
+    """Two rounds down the replicas, one message each way across them; 3 rows of 78 units, two replicas."""
     workload = Workload.mlp(203, 78, 26, samples=1200)
     speeds = [1.0] * 6
     found = rehearsed(job(speeds, workload=workload, layout=grid(2, 3)))
@@ -235,19 +235,19 @@ def test_a_grid_of_two_by_three_takes_its_closed_form() -> None:
     assert found.compute_s[0] == pytest.approx((cost.compute, cost.compute))
 
 
-def test_every_sum_over_a_column_is_a_meeting() -> None:
+def test_every_sum_over_a_replica_is_a_meeting() -> None:
     """The one head is p0's, and p1 waits for it; both then take as long for the hidden units."""
     head = Block(units=1, unit_parameters=10, forward_elements=4, backward_elements=4, flop_per_unit=3e6)
     hidden = Block(units=800, unit_parameters=10, forward_elements=4, backward_elements=4, flop_per_unit=3e3)
     workload = Workload(samples=80, blocks=(head, hidden) * 2)
-    layout = Layout(columns=(Column(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),))
+    layout = Layout(replicas=(Replica(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),))
     found = rehearsed(job([1.0, 1.0], workload=workload, layout=layout))
     cost = AlphaBetaCost(flop_per_s=100 * MFLOP).price(layout, cluster=cluster_of([1.0, 1.0]), workload=workload)
     assert cost.compute == pytest.approx(2 * 80 * (3e6 + 400 * 3e3) / 1e8)
     # The updates, of two operations for each weight, wait for no sum: p0's are all that count of them.
     assert found.total_s == pytest.approx(cost.total, rel=1e-3)
     assert found.compute_s[0] == pytest.approx((cost.compute, 2 * 80 * 400 * 3e3 / 1e8))
-    assert found.bytes_moved == 8 * 2 * 80 * 4 * 4, "eight sums over columns of two"
+    assert found.bytes_moved == 8 * 2 * 80 * 4 * 4, "eight sums over replicas of two"
 
 
 def test_a_network_without_blocks_sums_all_its_gradients() -> None:
@@ -257,10 +257,10 @@ def test_a_network_without_blocks_sums_all_its_gradients() -> None:
     cost = AlphaBetaCost(flop_per_s=100 * MFLOP).price(layout, cluster=cluster_of([1.0, 1.0]), workload=workload)
     assert cost.compute == pytest.approx(0.32)
     assert found.total_s == pytest.approx(cost.total, rel=1e-6)
-    assert found.bytes_moved == 2 * (10**6 + 2 * 4), "and two columns' numbers of samples"
+    assert found.bytes_moved == 2 * (10**6 + 2 * 4), "and two replicas' numbers of samples"
 
 
-def test_a_column_waits_for_its_slowest() -> None:
+def test_a_replica_waits_for_its_slowest() -> None:
     found = rehearsed(job([1.0, 0.25], layout=grid(1, 2)))
     slow, fast = found.compute_s[0]
     assert slow == pytest.approx(4 * fast)
@@ -298,7 +298,7 @@ def test_work_goes_on_at_the_speed_of_the_time() -> None:
 
 
 def test_moving_is_paid_for() -> None:
-    """To two columns, where both need all units: 40 go each way, (203 + 26) x 4 bytes each, threefold with Adam."""
+    """To two replicas, where both need all units: 40 go each way, (203 + 26) x 4 bytes each, threefold with Adam."""
     for copies in (0, 2):
         found = rehearsed(
             job(
@@ -460,15 +460,15 @@ def test_a_rank_that_all_but_stops_is_left_out_in_the_simulation_and_taken_in_ag
 
 
 def test_a_thousand_processors() -> None:
-    """2 columns of 512; every fourth processor is half as fast, which is known, and has half as much."""
+    """2 replicas of 512; every fourth processor is half as fast, which is known, and has half as much."""
     rows = [0.5 if row % 4 == 0 else 1.0 for row in range(512)]
     heights = tuple(each / sum(rows) for each in rows)
-    columns = tuple(
-        Column(width=1 / 2, processors=tuple(f"p{column * 512 + row}" for row in range(512)), heights=heights)
-        for column in range(2)
+    replicas = tuple(
+        Replica(width=1 / 2, processors=tuple(f"p{replica * 512 + row}" for row in range(512)), heights=heights)
+        for replica in range(2)
     )
     workload = Workload.mlp(64, 8960, 4, samples=4096)
-    found = rehearsed(job(rows * 2, workload=workload, layout=Layout(columns=columns), iterations=2, flop_per_s=10 * MFLOP))
+    found = rehearsed(job(rows * 2, workload=workload, layout=Layout(replicas=replicas), iterations=2, flop_per_s=10 * MFLOP))
     slowest, fastest = found.compute_s[0]
     assert slowest == pytest.approx(fastest, rel=0.02)
     assert slowest == pytest.approx(workload.flop(width=1 / 2, height=20 / 8960) / (10 * MFLOP), rel=0.02)
@@ -491,9 +491,9 @@ def test_two_hundred_processors() -> None:
         )
     )
     assert [decision.kind for decision in found.decisions] == [
-        DecisionKind.COLUMNS,
+        DecisionKind.REPLICAS,
         DecisionKind.KEEP,
-        DecisionKind.COLUMNS,
+        DecisionKind.REPLICAS,
         DecisionKind.KEEP,
     ]
     assert found.iteration_s[19] < 0.65 * found.iteration_s[0]

@@ -291,18 +291,18 @@ def test_legs_are_all_of_the_work_and_only_sums_part_them(speeds: list[float], l
     workload = net_workload("8-16-8-16-4", samples=32)
     cluster = Cluster.from_speeds(speeds)
     tilings = plan(layout, cluster=cluster, workload=workload).layout.cut_blocks(workload)
-    numbers = [micro_batches] * len(tilings[0].columns)
+    numbers = [micro_batches] * len(tilings[0].replicas)
     floor = Floor(tilings[0], tilings=tilings, workload=workload, cluster=cluster, micro_batches=numbers)
     once = traffic_of(tilings, workload=workload, names=list(floor.names.values()), hosts=cluster.host_of)
-    for own, planned in zip(floor.traffic.columns, once.columns, strict=True):
+    for own, planned in zip(floor.traffic.replicas, once.replicas, strict=True):
         assert len(own) == micro_batches * len(planned)
         assert sum(each.schedule.size for each in own) == sum(each.schedule.size for each in planned)
     for rank, legs in floor.legs.items():
         for one, after in pairwise(legs):
             assert one.sums or one.leaves or one.backward != after.backward
         name = floor.names[rank]
-        column = next(each for each in tilings[0].columns if name in [tile.processor for tile in each])
-        work = work_of([each.by_processor[name] for each in tilings], samples=column[0].samples.size, workload=workload)
+        replica = next(each for each in tilings[0].replicas if name in [tile.processor for tile in each])
+        work = work_of([each.by_processor[name] for each in tilings], samples=replica[0].samples.size, workload=workload)
         assert sum(leg.flop for leg in legs if not leg.backward) == pytest.approx(work.forward_flop)
         assert sum(leg.flop for leg in legs if leg.backward) == pytest.approx(work.backward_flop)
     if len(speeds) == 1:

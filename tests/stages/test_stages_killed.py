@@ -15,7 +15,7 @@ import os, signal, sys
 import torch
 from torch import nn
 import tatami
-from tatami.tiling import Column, Layout, StagedLayout
+from tatami.tiling import Replica, Layout, StagedLayout
 
 moment, dying = sys.argv[1], 1
 comm = tatami.init(timeout_s=1000)
@@ -24,8 +24,8 @@ network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), 
 x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
 
 def stage(*names):
-    columns = [Column(width=1 / len(names), processors=(name,), heights=(1.0,), micro_batches=2) for name in names]
-    return Layout(columns=tuple(columns))
+    replicas = [Replica(width=1 / len(names), processors=(name,), heights=(1.0,), micro_batches=2) for name in names]
+    return Layout(replicas=tuple(replicas))
 
 stages = (stage("p0"), stage("p1"), stage("p2")) if comm.size == 3 else (stage("p0", "p2"), stage("p1", "p3"))
 layout = StagedLayout(stages=stages, cuts=(2, 4)[: len(stages) - 1])

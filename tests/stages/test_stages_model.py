@@ -28,7 +28,7 @@ from tatami.report.page import facts_of, read_run
 from tatami.testing.worlds import World
 from tatami.tiled import ModelCheckpoint, Trainer, whole_state_dict
 from tatami.tiled.model_stage import ModelStage
-from tatami.tiling import Column, Layout, StagedLayout
+from tatami.tiling import Layout, Replica, StagedLayout
 from tiled_rig import staged
 
 STEPS = 5
@@ -41,7 +41,7 @@ def shared(*sizes: int, cut: int, micro_batches: int = 1) -> StagedLayout:
     for size in sizes:
         names = tuple(f"p{rank}" for rank in range(taken, taken + size))
         heights = tuple((2 + place) / sum(range(2, 2 + size)) for place in range(size))
-        stages.append(Layout(columns=(Column(width=1.0, processors=names, heights=heights, micro_batches=micro_batches),)))
+        stages.append(Layout(replicas=(Replica(width=1.0, processors=names, heights=heights, micro_batches=micro_batches),)))
         taken += size
     return StagedLayout(stages=tuple(stages), cuts=(cut,))
 
@@ -101,8 +101,8 @@ def test_a_loop_by_hand_trains_as_one_machine(world: World, name: str) -> None:
     expected = plain_run(case, steps=STEPS)
     for number, (_, layout, weights) in enumerate(results[0]):
         assert_same(weights, expected)
-        for column in (column for stage in layout.stages for column in stage.columns if len(column.processors) > 1):
-            held = [results[int(processor[1:])][number][0] for processor in column.processors]
+        for replica in (replica for stage in layout.stages for replica in stage.replicas if len(replica.processors) > 1):
+            held = [results[int(processor[1:])][number][0] for processor in replica.processors]
             assert sorted(set(held)) == held, "each rank has as many units as its height says"
 
 
@@ -222,7 +222,7 @@ def test_stages_are_planned(world: World, asked: dict[str, Any]) -> None:
             with pytest.raises(ModelError, match="the loss and the network's results are on the last stage"):
                 loss.item()
         plain = model.whole()
-        number = len(model.stage.layout.stages), model.stage.layout.stages[0].columns[0].micro_batches
+        number = len(model.stage.layout.stages), model.stage.layout.stages[0].replicas[0].micro_batches
         return number, value, None if plain is None else plain(**case.x).detach()
 
     results = world(body)
@@ -544,7 +544,7 @@ def test_a_run_is_described_recorded_and_shown(world: World, tmp_path_factory: p
         spans = [row for row in facts.timeline if row["rank"] == rank]
         assert all(one["ended"] <= other["began"] + 1e-9 for one, other in pairwise(spans))
         assert {row["number"] for row in spans if row["phase"] == "backward"} == {1, 2}
-    assert {row["phase"] for row in facts.phases} >= {"forward", "backward", "horizontal", "bubble"}
+    assert {row["phase"] for row in facts.phases} >= {"forward", "backward", "gradients", "bubble"}
     assert "<h2>Pipeline stages</h2>" in (where / "run.html").read_text(encoding="utf-8")
     shown = CliRunner().invoke(app, ["watch", str(where / "run.jsonl")]).stdout
     for words in ("8 samples x 2 stages in", "hand-over" if "handover" in str(facts.phases) else "bubble", "memory"):

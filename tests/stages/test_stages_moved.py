@@ -26,7 +26,7 @@ from tatami.testing.worlds import World
 from tatami.tiled import TiledModel, Trainer, move, whole_state_dict
 from tatami.tiled.following.sample import Sample
 from tatami.tiled.pieces import record_network
-from tatami.tiling import Column, Layout, StagedLayout
+from tatami.tiling import Layout, Replica, StagedLayout
 from tiled_rig import EXAMPLES, layouts, property_test, shares, staged
 
 
@@ -52,12 +52,12 @@ def placements(draw: st.DrawFn, size: int, *, pieces: int) -> Layout | StagedLay
     widths = shares(draw, replicas) if replicas > 1 else (1.0,)
     micro_batches = [draw(st.integers(1, 4)) for _ in range(replicas)]
 
-    def column(stage: int, replica: int) -> Column:
+    def one(stage: int, replica: int) -> Replica:
         names = tuple(f"p{rank}" for rank in members[stage, replica])
         heights = shares(draw, len(names)) if len(names) > 1 else (1.0,)
-        return Column(width=widths[replica], processors=names, heights=heights, micro_batches=micro_batches[replica])
+        return Replica(width=widths[replica], processors=names, heights=heights, micro_batches=micro_batches[replica])
 
-    laid = [Layout(columns=tuple(column(stage, replica) for replica in range(replicas))) for stage in range(stages)]
+    laid = [Layout(replicas=tuple(one(stage, replica) for replica in range(replicas))) for stage in range(stages)]
     cuts = draw(st.lists(st.integers(1, pieces - 1), min_size=stages - 1, max_size=stages - 1, unique=True))
     return StagedLayout(stages=tuple(laid), cuts=tuple(sorted(cuts)))
 

@@ -105,14 +105,14 @@ def test_polling_between_two_stretches_is_no_compute() -> None:
     phases = Phases(clock=machine, pace=slowdown_on(machine, 2.0))
     phases.enter(IterationPhase.FORWARD)
     machine.compute(1.0)
-    phases.enter(IterationPhase.VERTICAL)
+    phases.enter(IterationPhase.TENSOR_PARALLEL)
     machine.compute(5.0)  # a wait that spins
     phases.enter(IterationPhase.BACKWARD)
     machine.compute(2.0)
     phases.enter(IterationPhase.UPDATE)
     times = phases.finish_iteration()
     assert machine.slept == [1.0, 2.0]
-    assert (times.forward_s, times.vertical_s, times.backward_s, times.update_s) == (2.0, 5.0, 4.0, 0.0)
+    assert (times.forward_s, times.tensor_parallel_s, times.backward_s, times.update_s) == (2.0, 5.0, 4.0, 0.0)
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.0, -1.0, math.nan, math.inf])

@@ -17,7 +17,7 @@ from tatami.testing.worlds import World
 from tatami.tiled import History, TiledModel, move, tile, whole_state_dict
 from tatami.tiled.batch import on_device, samples_of
 from tatami.tiled.losses import LossReduction
-from tatami.tiling import Column, Layout
+from tatami.tiling import Layout, Replica
 from tiled_rig import assert_close, gradients, some_layouts, whole_gradients
 
 STEPS = 5
@@ -41,25 +41,25 @@ def random_layout(size: int, seed: int, *, halving: bool = False) -> Layout:
     """Any replicas of all ranks, of any heights, and of any width or each half as wide as the one before."""
     draw = random.Random(seed)
     ranks = draw.sample(range(size), size)
-    columns: list[list[int]] = [[ranks[0]]]
+    replicas: list[list[int]] = [[ranks[0]]]
     for rank in ranks[1:]:
         if draw.random() < 0.4:
-            columns.append([rank])
+            replicas.append([rank])
         else:
-            columns[-1].append(rank)
-    widths: list[float] = [draw.randint(1, 6) for _ in columns]
+            replicas[-1].append(rank)
+    widths: list[float] = [draw.randint(1, 6) for _ in replicas]
     if halving:
-        widths = [0.5**number for number in range(1, len(columns))]
+        widths = [0.5**number for number in range(1, len(replicas))]
         widths.append(1 - sum(widths))
-    heights = [[draw.randint(1, 6) for _ in column] for column in columns]
+    heights = [[draw.randint(1, 6) for _ in replica] for replica in replicas]
     return Layout(
-        columns=tuple(
-            Column(
+        replicas=tuple(
+            Replica(
                 width=width / sum(widths),
-                processors=tuple(f"p{rank}" for rank in column),
+                processors=tuple(f"p{rank}" for rank in replica),
                 heights=tuple(height / sum(each) for height in each),
             )
-            for column, width, each in zip(columns, widths, heights, strict=True)
+            for replica, width, each in zip(replicas, widths, heights, strict=True)
         )
     )
 
@@ -120,7 +120,7 @@ def with_shards(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, dict[str, A
     for layout in layouts:
         yield layout, {}
         size = len(layout.processors)
-        if size > 1 and all(len(column.processors) == 1 for column in layout.columns):
+        if size > 1 and all(len(replica.processors) == 1 for replica in layout.replicas):
             yield layout, {"sharded_optimizer": True, "speeds": [1.0 + rank for rank in range(size)]}
 
 

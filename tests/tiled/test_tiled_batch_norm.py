@@ -182,7 +182,7 @@ def test_gradients_of_each_ranks_own_mean_loss(world: World) -> None:
 @pytest.mark.threads_only
 @pytest.mark.ranks(2, 3)
 def test_one_sum_for_each_layer_and_direction(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as the traffic describes; in a single column of all ranks none."""
+    """As many as the traffic describes; in a single replica of all ranks none."""
     ran: Counter[int] = Counter()
     run = ShortSum.run
 
@@ -201,18 +201,18 @@ def test_one_sum_for_each_layer_and_direction(world: World, monkeypatch: pytest.
             )  # fmt: skip
             loss_of(model(model.local(draw_images(0).float()))).backward()  # type: ignore[no-untyped-call]
             assert ran[id(model._rank.sums)] == len(model.traffic.statistics)
-            assert len(model.traffic.statistics) == (4 if len(layout.columns) > 1 or len(layout.processors) < comm.size else 0)
+            assert len(model.traffic.statistics) == (4 if len(layout.replicas) > 1 or len(layout.processors) < comm.size else 0)
 
     world(body)
 
 
 @pytest.mark.ranks(2, 3)
-def test_local_statistics_are_those_of_each_column_and_running_ones_are_equal_everywhere(world: World) -> None:
-    """Outputs are those of the plain network on each column's samples; running statistics the weighed mean of theirs."""
+def test_local_statistics_are_those_of_each_replica_and_running_ones_are_equal_everywhere(world: World) -> None:
+    """Outputs are those of the plain network on each replica's samples; running statistics the weighed mean of theirs."""
     torch.manual_seed(0)
     network = Convolutions().double()
     x = draw_images(0)
-    columns = [[0], [1]] if world.size == 2 else [[0], [1, 2]]
+    replicas = [[0], [1]] if world.size == 2 else [[0], [1, 2]]
     parts = (x[:3], x[3:])
     copies = [copy.deepcopy(network) for _ in parts]
     expected = [each(part).detach() for each, part in zip(copies, parts, strict=True)]
@@ -223,13 +223,13 @@ def test_local_statistics_are_those_of_each_column_and_running_ones_are_equal_ev
     }
 
     def body(comm: AbstractCommunicator) -> dict[str, torch.Tensor] | None:
-        layout = simple_layout(*columns, widths=[3 / 11, 8 / 11])
+        layout = simple_layout(*replicas, widths=[3 / 11, 8 / 11])
         model: TiledModel = tile(
             network, comm, batch_size=len(x), sample=x, speeds="equal", layout=layout, reduction="mean", batch_norm="local"
         )
         assert model.workload.batch_statistics == ()
         output = model(model.local(x))
-        index = next(number for number, members in enumerate(columns) if comm.rank in members)
+        index = next(number for number, members in enumerate(replicas) if comm.rank in members)
         torch.testing.assert_close(output.detach(), expected[index], rtol=1e-10, atol=1e-12)
         loss_of(output).backward()  # type: ignore[no-untyped-call]
         assert all(torch.isfinite(grad).all() for grad in whole_gradients(model).values() if grad is not None)
@@ -250,7 +250,7 @@ def test_local_statistics_are_named_as_inexact(world: World, capfd: pytest.Captu
     def body(comm: AbstractCommunicator) -> None:
         tile(Convolutions(), comm, batch_size=4, speeds="equal", batch_norm="local")
         if comm.rank == 0:
-            assert "batch normalization takes each column's own statistics (not exact)" in capfd.readouterr().out
+            assert "batch normalization takes each replica's own statistics (not exact)" in capfd.readouterr().out
         with pytest.raises(InputError, match="batch_norm must be 'global' or 'local', not 'ghost'"):
             tile(Convolutions(), comm, batch_size=4, batch_norm="ghost")  # type: ignore[arg-type]
 

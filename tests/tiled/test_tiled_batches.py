@@ -227,15 +227,15 @@ def test_what_cannot_be_told_is_refused_by_name(world: World) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("columns", [False, True])
-def test_loaders_that_differ_are_found(world: World, columns: bool) -> None:
-    """Also where each rank is a column of its own, because every rank has loaded the whole batch."""
+@pytest.mark.parametrize("replicas", [False, True])
+def test_loaders_that_differ_are_found(world: World, replicas: bool) -> None:
+    """Also where each rank is a replica of its own, because every rank has loaded the whole batch."""
     built = network()
 
     def body(comm: AbstractCommunicator) -> None:
         last = comm.size - 1
         other = comm.rank == last
-        layout = some_layouts(comm.size)[1 if columns else 0]
+        layout = some_layouts(comm.size)[1 if replicas else 0]
 
         def loader(seed: int) -> Any:
             return DataLoader(Rows(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(seed))

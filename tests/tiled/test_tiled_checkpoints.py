@@ -233,7 +233,7 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.ranks(1, 2)
-def test_what_columns_draw_for_themselves_goes_on(world: World, folder: Path) -> None:
+def test_what_replicas_draw_for_themselves_goes_on(world: World, folder: Path) -> None:
     built = Noisy().double()
 
     def body(comm: AbstractCommunicator) -> None:

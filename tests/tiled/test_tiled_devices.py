@@ -158,15 +158,15 @@ class Marks(AbstractStopwatch):
 def test_phases_of_a_device_are_read_when_the_iteration_ends() -> None:
     marks = Marks()
     phases = DevicePhases(marks)
-    for phase in (IterationPhase.FORWARD, IterationPhase.VERTICAL, IterationPhase.BACKWARD, IterationPhase.HORIZONTAL):
+    for phase in (IterationPhase.FORWARD, IterationPhase.TENSOR_PARALLEL, IterationPhase.BACKWARD, IterationPhase.GRADIENTS):
         phases.enter(phase)
     assert marks.read == 0
     assert phases.computed_s == 3 + 7  # from mark 1 to 4, and from 9 to 16
     with phases.during(IterationPhase.UPDATE):
         assert marks.read == 3
     times = phases.finish_iteration()
-    assert (times.forward_s, times.vertical_s, times.backward_s) == (3, 5, 7)
-    assert (times.horizontal_s, times.update_s) == (9 + 13, 11)
+    assert (times.forward_s, times.tensor_parallel_s, times.backward_s) == (3, 5, 7)
+    assert (times.gradients_s, times.update_s) == (9 + 13, 11)
     assert phases.computed_s == 3 + 7 + 11
     phases.enter(IterationPhase.FORWARD)
     assert phases.finish_iteration().forward_s == 17

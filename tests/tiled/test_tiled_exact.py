@@ -66,7 +66,7 @@ def draw_dtype(data: st.DataObject, network: Network) -> tuple[torch.dtype, Netw
 
 
 def batches_of(data: st.DataObject, network: Network, dtype: torch.dtype) -> list[Batch]:
-    """Five global batches, 2-d or (batch, time, features); the last may be smaller, even than the number of columns."""
+    """Five global batches, 2-d or (batch, time, features); the last may be smaller, even than the number of replicas."""
     size = data.draw(st.integers(1, 11), label="batch size")
     shape = (*data.draw(st.sampled_from([(), (3,)]), label="time"), network.sizes[0])
     batches = draw_batches(STEPS, size=size, shape=shape, outputs=network.sizes[-1], dtype=dtype)
@@ -112,13 +112,13 @@ def test_whole_retilings_in_mid_run_change_nothing(world: World, network: Networ
 @pytest.mark.ranks(2, 3, 4, 5, 6)
 @property_test
 @given(network=networks(), data=st.data())
-def test_column_retilings_in_mid_run_change_nothing(world: World, network: Network, data: st.DataObject) -> None:
+def test_replica_retilings_in_mid_run_change_nothing(world: World, network: Network, data: st.DataObject) -> None:
     first = data.draw(layouts(world.size), label="layout")
-    columns = []
-    for column in first.columns:
-        weights = data.draw(st.lists(st.integers(1, 6), min_size=len(column.heights), max_size=len(column.heights)))
-        columns.append(replace(column, heights=tuple(weight / sum(weights) for weight in weights)))
-    second = Layout(columns=tuple(columns))
+    replicas = []
+    for replica in first.replicas:
+        weights = data.draw(st.lists(st.integers(1, 6), min_size=len(replica.heights), max_size=len(replica.heights)))
+        replicas.append(replace(replica, heights=tuple(weight / sum(weights) for weight in weights)))
+    second = Layout(replicas=tuple(replicas))
     check_tiled_run(
         world,
         network,

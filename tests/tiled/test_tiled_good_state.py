@@ -120,7 +120,7 @@ def test_a_run_begins_with_a_state_of_its_own(world: World, tmp_path_factory: py
 
 @pytest.mark.ranks(2)
 def test_split_buffers_move_along_in_a_re_tiling(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Of a batch normalization between two convolutions, each rank of a column has the statistics of its channels."""
+    """Of a batch normalization between two convolutions, each rank of a replica has the statistics of its channels."""
     case = CASES["mobile"]
     built, folder = build(case), tmp_path_factory.mktemp("rescued")
     sample = case.draw(4, torch.Generator().manual_seed(0))

@@ -354,7 +354,7 @@ def expected_of(case: Case, *, apart: bool = False, sizes: Sequence[int] = SIZES
 
 
 def shares_units(layout: Layout) -> bool:
-    return any(len(column.processors) > 1 for column in layout.columns)
+    return any(len(replica.processors) > 1 for replica in layout.replicas)
 
 
 @pytest.mark.threads_only

@@ -101,13 +101,13 @@ def test_a_loop_written_by_hand_is_told_that_its_mean_would_be_wrong(world: Worl
     x, y = torch.rand(6, 4), torch.tensor([0, -100, 2, 1, 0, 2])
 
     def body(comm: AbstractCommunicator) -> None:
-        columns, column = simple_layout(*([rank] for rank in range(comm.size))), simple_layout(range(comm.size))
-        model = tile(built, comm, batch_size=6, speeds="equal", layout=columns, reduction="mean")
+        replicas, replica = simple_layout(*([rank] for rank in range(comm.size))), simple_layout(range(comm.size))
+        model = tile(built, comm, batch_size=6, speeds="equal", layout=replicas, reduction="mean")
         with pytest.raises(InputError, match=r"holds -100, which losses leave out.*reduction='sum'"):
             model.local(x, y)
         model.local(x, y.clamp(min=0))
-        tile(built, comm, batch_size=6, speeds="equal", layout=column, reduction="mean").local(x, y)
-        tile(built, comm, batch_size=6, speeds="equal", layout=columns, reduction="sum").local(x, y)
+        tile(built, comm, batch_size=6, speeds="equal", layout=replica, reduction="mean").local(x, y)
+        tile(built, comm, batch_size=6, speeds="equal", layout=replicas, reduction="sum").local(x, y)
 
     world(body)
 

@@ -14,7 +14,7 @@ from tatami.comm.wrapper import WrappedCommunicator
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
 from tatami.tiled import Retiling, tile
-from tatami.tiling import Column, Layout
+from tatami.tiling import Layout, Replica
 
 
 class _Slow(AbstractRequest):
@@ -52,7 +52,7 @@ class Links(WrappedCommunicator):
 def test_a_slow_link_is_named_on_all_ranks(world: World) -> None:
     built = network()
     cluster = Cluster(processors=tuple(Processor(name=f"p{i}", speed=1.0, host=f"h{i}") for i in range(4)))
-    layout = Layout(columns=tuple(Column(width=0.5, processors=(f"p{i}", f"p{i + 1}"), heights=(0.5, 0.5)) for i in (0, 2)))
+    layout = Layout(replicas=tuple(Replica(width=0.5, processors=(f"p{i}", f"p{i + 1}"), heights=(0.5, 0.5)) for i in (0, 2)))
 
     def body(comm: AbstractCommunicator) -> list[tuple[tuple[str, str] | None, int, float]]:
         slow = Links(comm)

@@ -1,4 +1,4 @@
-"""`random="local"`: layers that cannot draw as the plain model does draw for each column by itself, its ranks alike."""
+"""`random="local"`: layers that cannot draw as the plain model does draw for each replica by itself, its ranks alike."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def passes(model: TiledModel, x: torch.Tensor, count: int) -> list[tuple[torch.T
 
 
 @pytest.mark.ranks(4)
-def test_every_column_draws_its_own_and_its_ranks_alike(world: World) -> None:
+def test_every_replica_draws_its_own_and_its_ranks_alike(world: World) -> None:
     plain = network()
     x = torch.rand(8, 5, 3, generator=torch.Generator().manual_seed(3))
 
@@ -73,14 +73,14 @@ def test_every_column_draws_its_own_and_its_ranks_alike(world: World) -> None:
         for mine, theirs in zip(told[one], told[other], strict=True):
             torch.testing.assert_close(mine[0], theirs[0])
             assert torch.equal(mine[1], theirs[1])
-    drawn = [mask for rank in (0, 2) for _, mask in told[rank]]  # three passes of two columns: six masks
+    drawn = [mask for rank in (0, 2) for _, mask in told[rank]]  # three passes of two replicas: six masks
     assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
     share = float(torch.cat(drawn).eq(0).double().mean())
     assert abs(share - P) < 0.15  # 360 draws: six standard deviations
 
 
 def test_without_it_the_error_says_so() -> None:
-    with pytest.raises(ModelError, match=r"random='local', with which every column draws its own"):
+    with pytest.raises(ModelError, match=r"random='local', with which every replica draws its own"):
         find_blocks(network(), sample=torch.rand(4, 5, 3))
     assert find_blocks(network(), sample=torch.rand(4, 5, 3), random="local").blocks
 

@@ -171,7 +171,7 @@ def test_evaluation_in_the_middle_of_training_changes_nothing(world: World) -> N
     check_loop(world, build, loop, seed=11)
 
 
-def test_without_gradients_a_column_computes_whatever_it_shares(world: World) -> None:
+def test_without_gradients_a_replica_computes_whatever_it_shares(world: World) -> None:
     expected = mlp()(x_of(5, 4)).detach()
     built = mlp()
 

@@ -27,7 +27,7 @@ from tatami.errors import InputError, MemoryLackError
 from tatami.tiled import TiledModel, find_blocks, move, tile, workload_of
 from tatami.tiled.following.keeping import Keeping
 from tatami.tiled.good_state import GoodState
-from tatami.tiling import Column, Layout, Plan, plan
+from tatami.tiling import Layout, Plan, Replica, plan
 from tatami.tiling.memory import memory_bytes
 from tatami.workload import Workload
 
@@ -126,7 +126,7 @@ def step(model: TiledModel, optimizer: torch.optim.Optimizer, x: torch.Tensor, g
 
 def capped_plans(workload: Workload, chance: random.Random) -> list[Plan]:
     """Plans for machines of random speed and memory that hold the network."""
-    alone = Layout(columns=(Column(width=1.0, processors=("p0",), heights=(1.0,)),))
+    alone = Layout(replicas=(Replica(width=1.0, processors=("p0",), heights=(1.0,)),))
     whole = memory_bytes(alone, workload=workload)["p0"]
     found: list[Plan] = []
     while len(found) < PLANS:
@@ -206,7 +206,7 @@ def test_a_rank_holds_its_tile_and_nothing_of_the_whole(is_made_by_tile: bool) -
     """What the network was called with while it was followed led to all weights, and held them as long as the model lived."""
     network, x = drawn(NETWORKS["gpt"])
     given = gpt if is_made_by_tile else network
-    layout = Layout(columns=(Column(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),))
+    layout = Layout(replicas=(Replica(width=1.0, processors=("p0", "p1"), heights=(0.5, 0.5)),))
 
     def body(comm: AbstractCommunicator) -> TiledModel:
         return tile(given, comm, batch_size=SAMPLES, sample=x[:2], speeds="equal", layout=layout, reduction="mean", quiet=True)

@@ -1,7 +1,7 @@
 """How often ranks talk.
 
-One vertical exchange for each pair forward, one backward where the input needs a gradient, and at most one horizontal message
-from one neighbour to another in each of its phases.
+One tensor-parallel exchange for each pair forward, one backward where the input needs a gradient, and at most one message of
+the gradient sums from one neighbour to another in each of its phases.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import ClosedError
 from tatami.testing.worlds import World
 from tatami.tiled import move, whole_state_dict
-from tatami.tiled.horizontal import HorizontalExchange
+from tatami.tiled.gradient_exchange import GradientExchange
 from tatami.tiled.rows import ONE_EACH, Rows, UnitRuns
 from tatami.tiling import Layout, Tiling
 from tiled_rig import assert_close, gradients, simple_layout, some_layouts, tiled, whole_gradients
@@ -45,16 +45,16 @@ def two_pairs() -> nn.Module:
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("input_gradient", [False, True])
-def test_one_vertical_exchange_a_pair_and_direction(world: World, input_gradient: bool) -> None:
+def test_one_tensor_parallel_exchange_a_pair_and_direction(world: World, input_gradient: bool) -> None:
     built = two_pairs()
 
     def body(comm: AbstractCommunicator) -> tuple[int, int, int, int]:
         model = tiled(built, comm, layout=simple_layout(list(range(comm.size))), batch_size=6)
-        column = model._column.comm
-        assert column is not None
+        replica = model._replica.comm
+        assert replica is not None
         sums: list[Any] = []
         sends: list[Any] = []
-        count(column, "allreduce" if comm.size > 2 else "isend", sums)
+        count(replica, "allreduce" if comm.size > 2 else "isend", sums)
         count(model.comm, "isend", sends)
         with torch.no_grad():
             model(model.local(torch.rand(6, 4)))
@@ -69,11 +69,11 @@ def test_one_vertical_exchange_a_pair_and_direction(world: World, input_gradient
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("kind", ["row", "two columns", "one left out"])
-def test_at_most_one_horizontal_message_to_each_neighbour_and_phase(world: World, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["row", "two replicas", "one left out"])
+def test_at_most_one_message_of_gradients_to_each_neighbour_and_phase(world: World, kind: str) -> None:
     layout = {
         "row": simple_layout(*([rank] for rank in range(world.size))),
-        "two columns": simple_layout([0], list(range(1, world.size))),
+        "two replicas": simple_layout([0], list(range(1, world.size))),
         "one left out": simple_layout(*([rank] for rank in range(1, world.size))),
     }[kind]
     built = two_pairs()
@@ -90,8 +90,8 @@ def test_at_most_one_horizontal_message_to_each_neighbour_and_phase(world: World
         return sends
 
     sent = world(body)
-    if kind == "two columns" or (kind == "row" and world.size == 2):
-        # Both columns sum everything, in one phase: each owner hears once from each owner of its units in the other column.
+    if kind == "two replicas" or (kind == "row" and world.size == 2):
+        # Both replicas sum everything, in one phase: each owner hears once from each owner of its units in the other replica.
         assert all(len({tag for _, tag in sends}) == 1 for sends in sent)
         assert [len(sends) for sends in sent] == [world.size - 1] + [1] * (world.size - 1)
     elif kind == "row":
@@ -107,16 +107,16 @@ def test_sums_of_whole_numbers_are_exact_however_large_the_replicated_part(world
     tilings: list[Tiling] = [layout.cut(samples=5, units=units) for units in (7, 4)]
 
     def body(comm: AbstractCommunicator) -> None:
-        exchange = HorizontalExchange(comm, tilings=tilings, names=names)
+        exchange = GradientExchange(comm, tilings=tilings, names=names)
         pairs = []
         for tiling in tilings:
             tile = tiling.by_processor[names[comm.rank]]
             units = torch.arange(tile.units.start, tile.units.stop, dtype=torch.float32)
-            # The gradient of unit u is u + 1 in column 0 and 10 u in column 1.
-            own = units + 1 if tile.column == 0 else 10 * units
+            # The gradient of unit u is u + 1 in replica 0 and 10 u in replica 1.
+            own = units + 1 if tile.replica == 0 else 10 * units
             pairs.append([Rows(own[:, None].repeat(1, 3), ONE_EACH), Rows(own[None, :].repeat(2, 1), SECOND)])
-        column = tilings[0].by_processor[names[comm.rank]].column
-        given = [torch.full((elements,), 2.0 + column, dtype=torch.float64), torch.full((1, 2), 1.0 + column)]
+        replica = tilings[0].by_processor[names[comm.rank]].replica
+        given = [torch.full((elements,), 2.0 + replica, dtype=torch.float64), torch.full((1, 2), 1.0 + replica)]
         before = [tensor.clone() for tensor in given]
         sums = exchange.sum(pairs, given)
         for pair, tiling in zip(pairs, tilings, strict=True):
@@ -140,7 +140,7 @@ def test_half_precision_is_summed_in_single(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         value = 1.0 if comm.rank == 0 else 2**-8
         rows = Rows(torch.full((2, 3), value, dtype=torch.bfloat16), ONE_EACH)
-        exchange = HorizontalExchange(comm, tilings=tilings, names=names)
+        exchange = GradientExchange(comm, tilings=tilings, names=names)
         (replicated,) = exchange.sum([[rows]], [torch.full((4,), value, dtype=torch.bfloat16)])
         expected = torch.tensor(1.0 + (comm.size - 1) * 2**-8).to(torch.bfloat16)
         assert rows.tensor.dtype is replicated.dtype is torch.bfloat16

@@ -18,7 +18,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, PlanError, TrainingError
 from tatami.testing.worlds import World
 from tatami.tiled import History, TiledModel, Trainer, move, tile, whole_state_dict
-from tatami.tiling import Column, Layout
+from tatami.tiling import Layout, Replica
 from tiled_rig import simple_layout, some_layouts, tiled
 
 SIZES = (9, 9, 2)
@@ -34,7 +34,7 @@ def network() -> nn.Module:
 
 def in_micro_batches(layout: Layout) -> Layout:
     """The first replica in 3 micro-batches, the second in 1, the third in 2, and so on."""
-    return Layout(columns=tuple(replace(each, micro_batches=(3, 1, 2)[i % 3]) for i, each in enumerate(layout.columns)))
+    return Layout(replicas=tuple(replace(each, micro_batches=(3, 1, 2)[i % 3]) for i, each in enumerate(layout.replicas)))
 
 
 def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -96,9 +96,9 @@ def test_a_loop_over_micro_batches_is_that_over_batches(world: World, reduction:
                     with torch.no_grad():
                         seen.append(F.cross_entropy(model.eval()(here_x), here_y, reduction=reduction))
                     model.train()
-                column = None if model.tile is None else model.layout.columns[model.tile.column]
-                assert parts == (1 if column is None else len(column.micro_batch_sizes(model.local_span_size[0])))
-                if not any(len(each.processors) > 1 for each in layout.columns) or reduction == "sum":
+                replica = None if model.tile is None else model.layout.replicas[model.tile.replica]
+                assert parts == (1 if replica is None else len(replica.micro_batch_sizes(model.local_span_size[0])))
+                if not any(len(each.processors) > 1 for each in layout.replicas) or reduction == "sum":
                     assert model.global_loss(seen) == pytest.approx(expected, rel=1e-12)
                 optimizer.step()
             assert_equal(comm.bcast_object(whole_state_dict(model)), plain.state_dict(), f"{layout}")
@@ -139,13 +139,13 @@ def test_single_samples_of_a_transposed_tensor_draw_as_in_the_batch(world: World
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
 
     def body(comm: AbstractCommunicator) -> None:
-        columns = tuple(
-            Column(width=1 / comm.size, processors=(f"p{r}",), heights=(1.0,), micro_batches=7) for r in range(comm.size)
+        replicas = tuple(
+            Replica(width=1 / comm.size, processors=(f"p{r}",), heights=(1.0,), micro_batches=7) for r in range(comm.size)
         )
         model = tile(
             made(),
             comm,
-            layout=Layout(columns=columns),
+            layout=Layout(replicas=replicas),
             batch_size=7,
             sample=x[:3],
             reduction="mean",

@@ -26,7 +26,7 @@ from tatami.errors import InputError, ModelError
 from tatami.testing.worlds import World
 from tatami.tiled import find_blocks, tile, workload_of
 from tatami.tiled.describing import describe
-from tatami.tiling import Column, Layout
+from tatami.tiling import Layout, Replica
 from tiled_rig import assert_close, simple_layout
 
 Forward = Callable[..., Any]
@@ -352,11 +352,11 @@ def test_odd_networks_are_split_and_exact(world: World, name: str) -> None:
 @pytest.mark.threads_only
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", sorted(ODD))
-def test_a_rank_that_has_all_units_sums_with_those_of_its_column_that_have_none(world: World, name: str) -> None:
+def test_a_rank_that_has_all_units_sums_with_those_of_its_replica_that_have_none(world: World, name: str) -> None:
     def layouts(size: int) -> list[Layout]:
-        uneven = Column(width=0.5, processors=("p0", "p1"), heights=(0.98, 0.02))
-        others = tuple(Column(width=0.5, processors=(f"p{rank}",), heights=(1.0,)) for rank in range(2, size))
-        return [Layout(columns=(uneven, *others) if others else (replace(uneven, width=1.0),))]
+        uneven = Replica(width=0.5, processors=("p0", "p1"), heights=(0.98, 0.02))
+        others = tuple(Replica(width=0.5, processors=(f"p{rank}",), heights=(1.0,)) for rank in range(2, size))
+        return [Layout(replicas=(uneven, *others) if others else (replace(uneven, width=1.0),))]
 
     check_once(world, partial(build, ODD[name]), drawn(ODD[name]), layouts=layouts)
 
@@ -385,7 +385,7 @@ def check_once(
 
 
 def trained_alike(world: World, make: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Any], torch.Tensor]) -> None:
-    """The gradients of a pass over 6 samples, on columns of uneven widths, are those of the plain network."""
+    """The gradients of a pass over 6 samples, on replicas of uneven widths, are those of the plain network."""
     x = torch.rand(6, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     layout = simple_layout([0], list(range(1, world.size)), widths=[0.34, 0.66])
     check_once(world, make, x, loss=loss_of, layouts=lambda _: [layout])

@@ -37,11 +37,11 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return x, y
 
 
-def one_column(size: int) -> Layout:
+def one_replica(size: int) -> Layout:
     return simple_layout(range(size))
 
 
-def columns(size: int) -> Layout:
+def replicas(size: int) -> Layout:
     return simple_layout(*([rank] for rank in range(size)))
 
 
@@ -71,7 +71,7 @@ def trainer(comm: AbstractCommunicator, layout: Layout, term: Callable[[Any], to
 )
 def test_the_trainer_refuses_a_term_of_weights_that_ranks_share(world: World, term: Any, told: str) -> None:
     def body(comm: AbstractCommunicator) -> None:
-        run = trainer(comm, one_column(comm.size), term, "mean")
+        run = trainer(comm, one_replica(comm.size), term, "mean")
         with pytest.raises(InputError, match=told):
             run.fit(data(), batch_size=SAMPLES, iterations=3)
         comm.barrier()  # the ranks are still in step
@@ -87,10 +87,10 @@ def test_where_each_rank_has_all_weights_a_term_of_them_is_exact(world: World) -
     expected, _ = plain_fit(network(), [data()] * 3, loss=loss, optimizer=SGD)
 
     def body(comm: AbstractCommunicator) -> None:
-        run = trainer(comm, columns(comm.size), squares, "mean")
+        run = trainer(comm, replicas(comm.size), squares, "mean")
         assert run.fit(data(), batch_size=SAMPLES, iterations=3, shuffle=False).losses == pytest.approx(expected, rel=1e-12)
         if comm.size > 1:
-            move(run.model, one_column(comm.size), optimizer=run.optimizer)
+            move(run.model, one_replica(comm.size), optimizer=run.optimizer)
             with pytest.raises(InputError, match="the loss of the Trainer would be wrong"):
                 run.fit(data(), batch_size=SAMPLES, iterations=1)
 
@@ -98,12 +98,12 @@ def test_where_each_rank_has_all_weights_a_term_of_them_is_exact(world: World) -
 
 
 @pytest.mark.ranks(2)
-def test_a_sum_over_samples_would_count_the_term_once_for_each_column(world: World) -> None:
+def test_a_sum_over_samples_would_count_the_term_once_for_each_replica(world: World) -> None:
     def body(comm: AbstractCommunicator) -> None:
         with pytest.raises(
             InputError, match=r"\(training_step\) is said to be the sum over the samples of a batch, and is not"
         ):
-            trainer(comm, columns(2), squares, "sum").fit(data(), batch_size=SAMPLES, iterations=1)
+            trainer(comm, replicas(2), squares, "sum").fit(data(), batch_size=SAMPLES, iterations=1)
 
     world(body)
 
@@ -118,7 +118,7 @@ def test_a_term_that_begins_late_is_found_too(world: World) -> None:
             passes += 1
             return squares(model) if passes > 20 else torch.zeros((), dtype=torch.float64)
 
-        run = trainer(comm, one_column(2), late, "mean")
+        run = trainer(comm, one_replica(2), late, "mean")
         with pytest.raises(InputError, match="the loss of the Trainer would be wrong"):
             run.fit(data(), batch_size=SAMPLES, iterations=70)
         assert 20 < run.iteration <= 51
@@ -133,7 +133,7 @@ def test_a_term_that_begins_late_is_found_too(world: World) -> None:
 def test_a_loop_of_ones_own_is_warned_once_and_only_of_such_terms(world: World, terms: bool) -> None:
     def body(comm: AbstractCommunicator) -> None:
         x, y = data()
-        model = tiled(network(), comm, layout=one_column(2), batch_size=SAMPLES, reduction="mean")
+        model = tiled(network(), comm, layout=one_replica(2), batch_size=SAMPLES, reduction="mean")
         for number in range(12):
             here_x, here_y = model.local(x, y)
             loss = nn.functional.mse_loss(model(here_x), here_y)
@@ -155,7 +155,7 @@ def test_a_loss_is_judged_by_the_model_that_made_its_outputs(world: World) -> No
 
     def body(comm: AbstractCommunicator) -> None:
         x, _ = data()
-        other = tiled(network(), comm, layout=columns(comm.size), batch_size=SAMPLES, reduction="mean")
+        other = tiled(network(), comm, layout=replicas(comm.size), batch_size=SAMPLES, reduction="mean")
         other(other.local(x)).square().mean().backward()
         with pytest.raises(InputError, match="the loss takes"):
             other(other.local(x)).square().mean().sqrt().backward()
@@ -175,7 +175,7 @@ def test_a_rank_with_a_single_sample_refuses_no_mean(world: World, samples: int)
 
     def body(comm: AbstractCommunicator) -> None:
         x, _ = data()
-        model, plain = tiled(network(1), comm, layout=columns(2), batch_size=samples, reduction="mean"), network(1)
+        model, plain = tiled(network(1), comm, layout=replicas(2), batch_size=samples, reduction="mean"), network(1)
         torch.autograd.backward(nn.functional.softplus(-plain(x[:samples])).mean())
         torch.autograd.backward(nn.functional.softplus(-model(model.local(x[:samples]))).mean())
         for mine, own in zip(model.parameters(), plain.parameters(), strict=True):

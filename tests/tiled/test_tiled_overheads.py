@@ -60,7 +60,7 @@ def test_an_iteration_has_the_messages_that_it_is_divided_by(world: World, is_ro
         x, y = model.local(torch.zeros(2 * size, 2 * size), torch.zeros(2 * size, 2 * size))
         mse(model(x), y).backward()
         x, y = model.local(torch.zeros(2 * size, 2 * size), torch.zeros(2 * size, 2 * size))
-        parts = [each for each in (model.comm, model._column.comm) if isinstance(each, Placed)]
+        parts = [each for each in (model.comm, model._replica.comm) if isinstance(each, Placed)]
 
         def num_messages() -> int:
             return sum(each.num_messages(name) for each in parts for name in ("isend", "irecv"))

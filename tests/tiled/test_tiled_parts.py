@@ -19,7 +19,7 @@ from tatami.tiled import find_blocks, register, tile
 from tatami.tiled.context import ModuleContext, RankContext
 from tatami.tiled.parts.split_logits import SplitLogits, split_logits
 from tatami.tiled.phases import Phases
-from tatami.tiled.vertical import ColumnComm
+from tatami.tiled.tensor_parallel import ReplicaComm
 from tatami.tiling import Span
 from tiled_rig import simple_layout
 
@@ -58,9 +58,9 @@ def test_losses_of_split_logits_are_those_of_whole_ones(world: World, name: str)
 
     def body(comm: AbstractCommunicator) -> None:
         span = Span(cuts[comm.rank], cuts[comm.rank + 1])
-        column = ColumnComm(Phases())
-        column.meet(comm)
-        rank = RankContext(column=column, comm=comm, generator=torch.Generator())
+        replica = ReplicaComm(Phases())
+        replica.meet(comm)
+        rank = RankContext(replica=replica, comm=comm, generator=torch.Generator())
         part, given = weight[span.slice()].clone().requires_grad_(), x.clone().requires_grad_()
         logits = split_logits(F.linear(given, part), CLASSES, ModuleContext(rank=rank, units=[lambda: span]))
         assert isinstance(logits, SplitLogits)
@@ -70,7 +70,7 @@ def test_losses_of_split_logits_are_those_of_whole_ones(world: World, name: str)
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
         torch.testing.assert_close(part.grad, wanted_weight[span.slice()], rtol=1e-11, atol=1e-14)
         assert given.grad is not None
-        column.sum_(given.grad)
+        replica.sum_(given.grad)
         torch.testing.assert_close(given.grad, wanted_x, rtol=1e-11, atol=1e-14)
         for changed in (lambda: logits.add_(1.0), lambda: logits.__setitem__((..., 0), 1.0)):
             with pytest.raises(ModelError, match="is changed in place"):

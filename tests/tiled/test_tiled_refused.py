@@ -101,7 +101,7 @@ def test_more_ranks_than_samples_share_them_or_are_left_out(world: World) -> Non
 
 
 @pytest.mark.ranks(3)
-def test_more_ranks_than_units_have_columns_of_their_own(world: World) -> None:
+def test_more_ranks_than_units_have_replicas_of_their_own(world: World) -> None:
     narrow = nn.Sequential(nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 2))
 
     def body(comm: AbstractCommunicator) -> int:
@@ -111,7 +111,7 @@ def test_more_ranks_than_units_have_columns_of_their_own(world: World) -> None:
         loss.backward()
         whole = narrow(x).square().mean()
         wanted = torch.autograd.grad(whole, list(narrow.parameters()))
-        if len(model.tiling.columns[model.tile.column]) == 1:  # type: ignore[union-attr]
+        if len(model.tiling.replicas[model.tile.replica]) == 1:  # type: ignore[union-attr]
             for got, want in zip(model.parameters(), wanted, strict=True):
                 torch.testing.assert_close(got.grad, want)
         return len(model.tiling.tiles)

@@ -138,7 +138,7 @@ def test_a_balanced_run_is_left_alone(world: World) -> None:
 
 @pytest.mark.ranks(2, 3, 4)
 def test_what_moves_is_weights_and_optimizer_state_and_no_more(world: World) -> None:
-    """From one column to another of the same ranks: rows of 3 inputs + 1 bias + 2 outputs, in three tensors each for Adam."""
+    """From one replica to another of the same ranks: rows of 3 inputs + 1 bias + 2 outputs, in three tensors each for Adam."""
     built = network()
 
     def body(comm: AbstractCommunicator) -> tuple[int, int]:

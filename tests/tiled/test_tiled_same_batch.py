@@ -32,7 +32,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
-def one_column(size: int) -> Layout:
+def one_replica(size: int) -> Layout:
     return simple_layout(list(range(size)))
 
 
@@ -57,7 +57,7 @@ def test_a_loader_with_a_seed_of_its_own_is_found_in_the_first_pass(world: World
 
     def body(comm: AbstractCommunicator) -> None:
         last = comm.size - 1
-        model = tiled(built, comm, layout=one_column(comm.size), batch_size=SAMPLES)
+        model = tiled(built, comm, layout=one_replica(comm.size), batch_size=SAMPLES)
         order = torch.Generator().manual_seed(7 if comm.rank == last else 3)
         x, y = next(iter(DataLoader(TensorDataset(*batch()), batch_size=20, shuffle=True, generator=order)))
         with pytest.raises(InputError, match=rf"different batches: rank {last} has other samples than rank 0\. .*same seed"):
@@ -89,7 +89,7 @@ def test_batches_of_other_sizes_are_found_in_every_pass(world: World, passes_bef
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("debug", ["0", "1"])
-def test_noise_that_columns_draw_for_themselves_is_refused_in_debug_mode_only(
+def test_noise_that_replicas_draw_for_themselves_is_refused_in_debug_mode_only(
     world: World, monkeypatch: pytest.MonkeyPatch, debug: str
 ) -> None:
     monkeypatch.setenv(DEBUG_VARIABLE, debug)
@@ -114,7 +114,7 @@ def test_debug_mode_looks_at_every_number_in_every_pass(world: World, monkeypatc
     built = network()
 
     def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=one_column(comm.size), batch_size=SAMPLES)
+        model = tiled(built, comm, layout=one_replica(comm.size), batch_size=SAMPLES)
         for number in range(7):
             x, y = batch(seed=number)
             if number == 6 and comm.rank == 1:
@@ -160,7 +160,7 @@ def test_a_batch_that_is_used_again_is_the_same_one(world: World) -> None:
     built = network()
 
     def body(comm: AbstractCommunicator) -> None:
-        model = tiled(built, comm, layout=one_column(comm.size), batch_size=SAMPLES)
+        model = tiled(built, comm, layout=one_replica(comm.size), batch_size=SAMPLES)
         x, y = model.local(*batch())
         for _ in range(5):
             torch.autograd.backward(F.cross_entropy(model(x), y))
@@ -229,9 +229,9 @@ def test_rounding_is_no_difference_and_nan_is_equal_to_nan(whole: bool) -> None:
 def test_all_numbers_are_looked_at_in_debug_mode() -> None:
     x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
     (first,) = numbers_of(50, [x], whole=True).tensors
-    for row, column in ((0, 1), (17, 3), (49, 5)):
+    for row, replica in ((0, 1), (17, 3), (49, 5)):
         other = x.clone()
-        other[row, column] += 0.5
+        other[row, replica] += 0.5
         assert first.differs(numbers_of(50, [other], whole=True).tensors[0])
     swapped = x[torch.tensor([1, 0, *range(2, 50)])]
     assert first.differs(numbers_of(50, [swapped], whole=True).tensors[0])

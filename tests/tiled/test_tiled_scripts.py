@@ -24,7 +24,7 @@ from tatami.errors import TatamiError
 from tatami.testing.worlds import World
 from tatami.tiled import TiledModel, WeightAverage, load_whole_state_dict, move, tile, whole_state_dict
 from tatami.tiling import Layout
-from tatami.tiling.layout import Column
+from tatami.tiling.layout import Replica
 from tiled_rig import assert_close
 
 SCRIPTS = int(os.environ.get("TATAMI_SCRIPTS", "16"))
@@ -229,12 +229,12 @@ def layout_of(chance: random.Random, size: int) -> Layout:
     groups = [list(range(size))[start:stop] for start, stop in zip([0, *cuts], [*cuts, size], strict=True)]
     widths = [chance.choice((1, 2, 3)) for _ in groups]
 
-    def column(ranks: list[int], width: int) -> Column:
+    def replica(ranks: list[int], width: int) -> Replica:
         parts = [chance.choice((1, 2)) for _ in ranks]
         heights = tuple(part / sum(parts) for part in parts)
-        return Column(width=width / sum(widths), processors=tuple(f"p{rank}" for rank in ranks), heights=heights)
+        return Replica(width=width / sum(widths), processors=tuple(f"p{rank}" for rank in ranks), heights=heights)
 
-    return Layout(columns=tuple(column(ranks, width) for ranks, width in zip(groups, widths, strict=True)))
+    return Layout(replicas=tuple(replica(ranks, width) for ranks, width in zip(groups, widths, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,10 +42,10 @@ def test_phases_add_up_and_start_anew() -> None:
     clock.sleep(50)
     for phase, seconds in (
         (IterationPhase.FORWARD, 1),
-        (IterationPhase.VERTICAL, 2),
+        (IterationPhase.TENSOR_PARALLEL, 2),
         (IterationPhase.FORWARD, 4),
         (IterationPhase.BACKWARD, 8),
-        (IterationPhase.HORIZONTAL, 16),
+        (IterationPhase.GRADIENTS, 16),
         (IterationPhase.UPDATE, 32),
         (IterationPhase.HANDOVER, 64),
         (IterationPhase.BUBBLE, 128),
@@ -54,7 +54,7 @@ def test_phases_add_up_and_start_anew() -> None:
         clock.sleep(seconds)
     times = phases.finish_iteration()
     stages = {"handover_s": 64, "bubble_s": 128}
-    assert times == PhaseTimes(forward_s=5, vertical_s=2, backward_s=8, horizontal_s=16, update_s=32, **stages)
+    assert times == PhaseTimes(forward_s=5, tensor_parallel_s=2, backward_s=8, gradients_s=16, update_s=32, **stages)
     assert (times.t1_s, times.t2_s, times.compute_s, times.total_s) == (15, 8, 45, 255)
     phases.trace()
     clock.sleep(7)
@@ -74,15 +74,15 @@ def test_phases_add_up_and_start_anew() -> None:
 def test_a_phase_inside_of_another_resumes_it_and_outside_counts_nothing() -> None:
     clock = HandClock()
     phases = Phases(clock=clock)
-    with phases.during(IterationPhase.VERTICAL):  # an evaluation between two iterations
+    with phases.during(IterationPhase.TENSOR_PARALLEL):  # an evaluation between two iterations
         clock.sleep(3)
     phases.enter(IterationPhase.BACKWARD)
     clock.sleep(1)
-    with phases.during(IterationPhase.VERTICAL):
+    with phases.during(IterationPhase.TENSOR_PARALLEL):
         clock.sleep(2)
     clock.sleep(4)
     times = phases.finish_iteration()
-    assert (times.backward_s, times.vertical_s) == (5, 2)
+    assert (times.backward_s, times.tensor_parallel_s) == (5, 2)
 
 
 def test_what_follows_an_iteration_that_ended_inside_of_a_phase_counts_for_nothing() -> None:
@@ -90,7 +90,7 @@ def test_what_follows_an_iteration_that_ended_inside_of_a_phase_counts_for_nothi
     clock = HandClock()
     phases = Phases(clock=clock)
     phases.enter(IterationPhase.UPDATE)
-    with phases.during(IterationPhase.HORIZONTAL):
+    with phases.during(IterationPhase.GRADIENTS):
         clock.sleep(1)
         phases.finish_iteration()
     clock.sleep(50)  # callbacks, a validation
@@ -105,16 +105,16 @@ def test_pace_is_told_of_every_stretch_of_compute_and_of_nothing_else() -> None:
     phases = Phases(clock=clock, pace=Paced(clock, 10))
     for phase in (
         IterationPhase.FORWARD,
-        IterationPhase.VERTICAL,
+        IterationPhase.TENSOR_PARALLEL,
         IterationPhase.FORWARD,
         IterationPhase.BACKWARD,
-        IterationPhase.HORIZONTAL,
+        IterationPhase.GRADIENTS,
         IterationPhase.UPDATE,
     ):
         phases.enter(phase)
         clock.sleep(1)
     times = phases.finish_iteration()
-    assert times == PhaseTimes(forward_s=22, vertical_s=1, backward_s=11, horizontal_s=1, update_s=11)
+    assert times == PhaseTimes(forward_s=22, tensor_parallel_s=1, backward_s=11, gradients_s=1, update_s=11)
 
 
 @pytest.mark.ranks(2, 3)
@@ -140,10 +140,10 @@ def test_a_step_passes_through_the_phases(world: World) -> None:
             seen.append(times)
         return seen
 
-    # Forward: three stretches where two vertical sums cut it; backward: two. Clipping cuts the update in two.
-    column = PhaseTimes(forward_s=3, vertical_s=0, backward_s=2, horizontal_s=0, update_s=2)
-    row = PhaseTimes(forward_s=1, vertical_s=0, backward_s=1, horizontal_s=0, update_s=2)
-    assert world(body) == [[column, row]] * world.size
+    # Forward: three stretches where two tensor-parallel sums cut it; backward: two. Clipping cuts the update in two.
+    replica = PhaseTimes(forward_s=3, tensor_parallel_s=0, backward_s=2, gradients_s=0, update_s=2)
+    row = PhaseTimes(forward_s=1, tensor_parallel_s=0, backward_s=1, gradients_s=0, update_s=2)
+    assert world(body) == [[replica, row]] * world.size
 
 
 def test_speed_is_flop_over_time_and_the_first_repeat_is_not_counted() -> None:
@@ -231,5 +231,5 @@ def test_rows_are_packed_and_found_again(sizes: list[tuple[int, int, int, list[i
 
 
 def test_layouts_of_the_rig_cover_all_kinds() -> None:
-    assert [len(layout.columns) for layout in some_layouts(3)] == [1, 3, 1, 2]
-    assert simple_layout([0], [1]).columns[0].width == 0.5
+    assert [len(layout.replicas) for layout in some_layouts(3)] == [1, 3, 1, 2]
+    assert simple_layout([0], [1]).replicas[0].width == 0.5

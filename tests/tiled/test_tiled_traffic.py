@@ -54,18 +54,18 @@ def check_step(model: TiledModel, x: torch.Tensor, *, cluster: Cluster) -> None:
     floor = Floor(model.tiling, tilings=tilings, workload=workload, cluster=cluster)
     assert floor.traffic == model.traffic
     assert isinstance(model.comm, Recording)
-    column = model._column.comm
+    replica = model._replica.comm
     model.comm.calls.clear()
-    if isinstance(column, Recording):
-        column.calls.clear()
+    if isinstance(replica, Recording):
+        replica.calls.clear()
     torch.autograd.backward(model(model.local(x)).square().sum())
 
-    in_column = [each for sums in model.traffic.columns for each in sums if model.name in each.processors]
+    in_replica = [each for sums in model.traffic.replicas for each in sums if model.name in each.processors]
     expected: list[Sent] = []
-    for each in in_column:
+    for each in in_replica:
         expected += described(each.schedule, rank=each.processors.index(model.name), element_bytes=each.element_bytes)
-    assert (noted(column.calls) if isinstance(column, Recording) else []) == expected
-    assert [each.planned for leg in floor.legs.get(rank, ()) for each in leg.sums] == in_column
+    assert (noted(replica.calls) if isinstance(replica, Recording) else []) == expected
+    assert [each.planned for leg in floor.legs.get(rank, ()) for each in leg.sums] == in_replica
 
     expected = []
     for each in model.traffic.gradients:
@@ -115,7 +115,7 @@ def test_a_step_sends_what_is_described(
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize(("kind", "wire"), [("one", None), ("one", "bfloat16"), ("apart", None), ("apart", "bfloat16")])
 def test_long_sums_and_large_replicated_gradients_are_described(world: World, kind: str, wire: str | None) -> None:
-    """A column sum of more than 16 KiB, and replicated gradients too large to ride along."""
+    """A replica sum of more than 16 KiB, and replicated gradients too large to ride along."""
     torch.manual_seed(0)
     built = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 130), nn.Tanh(), nn.Linear(130, 130))
     hosts = hosts_of(world.size, kind)

@@ -133,7 +133,7 @@ def test_map_style_data_of_which_each_rank_fetches_its_own(world: World, shuffle
         data = Samples()
         trainer = Trainer(model, optimizer=SGD, loss=nn.MSELoss(), seed=5)
         history = trainer.fit(data, batch_size=10, epochs=2, shuffle=shuffle)
-        if model.tile is not None and len(model.tiling.columns) > 1:
+        if model.tile is not None and len(model.tiling.replicas) > 1:
             assert len(data.asked) < 2 * SAMPLES
         return trainer, history
 
@@ -231,7 +231,7 @@ def test_evaluation_weighs_by_samples(world: World, reduction: str) -> None:
 
 
 def test_an_evaluation_between_iterations_is_in_no_iteration(world: World) -> None:
-    """Its vertical sums would lengthen the t1 of the next one."""
+    """Its tensor-parallel sums would lengthen the t1 of the next one."""
     built = network()
 
     def body(comm: AbstractCommunicator) -> None:

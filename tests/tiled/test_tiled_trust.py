@@ -218,7 +218,7 @@ CASES = {
 
 def run(case: Case, built: nn.Module, comm: AbstractCommunicator, layout: Layout, expected: dict[str, torch.Tensor]) -> None:
     model = tiled(built, comm, layout)
-    shares = any(len(column.processors) > 1 for column in layout.columns)
+    shares = any(len(replica.processors) > 1 for replica in layout.replicas)
     if case.refused is not None and comm.size > 1 and (shares or case.anywhere):
         with pytest.raises((ModelError, InputError), match=case.refused):
             train(model, case)

@@ -1,4 +1,4 @@
-"""The sum over a column of several hosts: what an all-reduce gives, the same bits everywhere."""
+"""The sum over a replica of several hosts: what an all-reduce gives, the same bits everywhere."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.mpi
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sums_are_those_of_all_ranks_and_the_same_bits_on_each(world: World, size: int, dtype: torch.dtype) -> None:
     def body(comm: AbstractCommunicator) -> None:
-        column = VectorSum(comm)
+        replica = VectorSum(comm)
         for turn in range(3):  # rooms are used again
             vectors = [
                 torch.rand(size, generator=torch.Generator().manual_seed(10 * turn + rank), dtype=dtype)
                 for rank in range(comm.size)
             ]
             mine = vectors[comm.rank].clone()
-            column.sum_(mine)
+            replica.sum_(mine)
             expected = vectors[0].clone()
             for vector in vectors[1:]:
                 expected += vector

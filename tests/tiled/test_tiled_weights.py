@@ -292,10 +292,10 @@ def test_the_last_good_state_is_saved_before_the_error(
             trainer.fit(poisoned(), batch_size=4, epochs=2, shuffle=False)
         tiling = model.layout.cut(samples=4, units=7)
         holder = next(tile for tile in tiling.tiles if tile.samples.start <= 1 < tile.samples.stop)
-        column = [int(tile.processor[1:]) for tile in tiling.columns[holder.column]]
-        assert (caught.value.rank, caught.value.iteration) == (min(column), 3)
+        replica = [int(tile.processor[1:]) for tile in tiling.replicas[holder.replica]]
+        assert (caught.value.rank, caught.value.iteration) == (min(replica), 3)
         path = place / "last-good-000001.safetensors"
-        assert f"the loss is nan on rank {min(column)} of {comm.size}" in str(caught.value)
+        assert f"the loss is nan on rank {min(replica)} of {comm.size}" in str(caught.value)
         assert f"after iteration 1, is in {path} and in the model" in str(caught.value)
         assert_close(load_file(path), expected, what="saved")
         assert_close(comm.bcast_object(whole_state_dict(model)), expected, what="in the model")

@@ -16,7 +16,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, PlanError
 from tatami.testing.worlds import World
 from tatami.tiled import Trainer, tile
-from tatami.tiled.horizontal import HorizontalExchange
+from tatami.tiled.gradient_exchange import GradientExchange
 from tatami.tiled.rows import ONE_EACH, Rows
 from tatami.tiled.vector_sum import VectorSum
 from tatami.tiling import AlphaBetaCost, Tiling, traffic_of
@@ -38,16 +38,16 @@ def drawn(rank: int, *shape: int) -> torch.Tensor:
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("size", [7, 20_000])
-def test_a_column_sums_what_was_rounded(world: World, wire: str, size: int) -> None:
+def test_a_replica_sums_what_was_rounded(world: World, wire: str, size: int) -> None:
     """Rounded, added up in float32, rounded: to the bit, and so on every rank. What is exact, or a library sums, is not."""
 
     def body(comm: AbstractCommunicator) -> None:
         own = drawn(comm.rank, size)
-        column = VectorSum(Placed(comm, hosts=hosts_of(comm.size, "apart")), wire=wire)
+        replica = VectorSum(Placed(comm, hosts=hosts_of(comm.size, "apart")), wire=wire)
         half = {"bfloat16": torch.bfloat16, "float16": torch.float16}[wire]
         for exact in (False, True):
             summed = own.clone()
-            column.sum_(summed, exact=exact)
+            replica.sum_(summed, exact=exact)
             expected = torch.zeros(size)
             for rank in range(comm.size):
                 expected += drawn(rank, size) if exact else drawn(rank, size).to(half).float()
@@ -65,13 +65,13 @@ def test_a_column_sums_what_was_rounded(world: World, wire: str, size: int) -> N
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("elements", [3, 20_000])
 def test_owners_end_with_the_same_bits(world: World, wire: str, elements: int) -> None:
-    """Columns of one rank (C = 2: swapped; more: reduced and given back); replicated gradients that ride, or are too large."""
+    """Replicas of one rank (C = 2: swapped; more: reduced and given back); replicated gradients that ride, or are too large."""
     names = [f"p{rank}" for rank in range(world.size)]
     tilings: list[Tiling] = [simple_layout(*([rank] for rank in range(world.size))).cut(samples=8, units=9)]
 
     def body(comm: AbstractCommunicator) -> None:
         placed = Placed(comm, hosts=hosts_of(comm.size, "apart"))
-        exchange = HorizontalExchange(placed, tilings=tilings, names=names, wire=wire)
+        exchange = GradientExchange(placed, tilings=tilings, names=names, wire=wire)
         rows = drawn(comm.rank, 9, 5)
         told = torch.zeros(comm.size)
         told[comm.rank] = 200.0 + comm.rank
@@ -185,7 +185,7 @@ def test_plans_know_of_the_wire() -> None:
         units = sum(each.element_bytes * (each.schedule.size - each.riders) for each in traffic.sums)
         cost = AlphaBetaCost().price(layout, cluster=cluster, workload=workload)
         bound_s = time_bound_s(cluster, workload=workload, cost=AlphaBetaCost())
-        return units, volume_bytes(layout, workload=workload, cluster=cluster), cost.vertical + cost.horizontal, bound_s
+        return units, volume_bytes(layout, workload=workload, cluster=cluster), cost.tensor_parallel + cost.gradients, bound_s
 
     one, other = facts(exact), facts(halved)
     assert other[:2] == (one[0] / 2, one[1] / 2)

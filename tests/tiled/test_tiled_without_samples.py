@@ -23,7 +23,7 @@ from tiled_rig import assert_close, gradients, simple_layout, some_layouts, whol
 
 TOKENS, FEATURES, WIDTH, HEADS = 5, 3, 8, 4
 SIZES = (7, 2)
-"""The second batch is smaller than there are columns."""
+"""The second batch is smaller than there are replicas."""
 
 
 class NeedsSamples(nn.Module):
@@ -69,7 +69,7 @@ def output_of(output: Any) -> torch.Tensor:
 
 
 def _layouts(size: int) -> list[Layout]:
-    """As `some_layouts`, and a first column that is too narrow for a sample of the small batch."""
+    """As `some_layouts`, and a first replica that is too narrow for a sample of the small batch."""
     rest = [0.9 / (size - 1)] * (size - 1) if size > 1 else []
     narrow = [simple_layout(*([rank] for rank in range(size)), widths=[0.1, *rest])] if size > 1 else []
     uneven = [simple_layout([0, 1], [2], widths=[0.05, 0.95])] if size == 3 else []
@@ -77,7 +77,7 @@ def _layouts(size: int) -> list[Layout]:
 
 
 def _few_layouts(size: int) -> list[Layout]:
-    """One in which a rank is left out, and one in which a column has no sample of the small batch."""
+    """One in which a rank is left out, and one in which a replica has no sample of the small batch."""
     every = _layouts(size)
     return [every[2], every[-1]] if size > 1 else every
 
@@ -99,9 +99,9 @@ def test_a_rank_without_samples_needs_no_code_that_works_without(world: World, c
             mine = output_of(run(model, local(model, batches[-1])))
             expected = output_of(run(plain, batches[-1]))
         assert len(mine) == model.local_span_size[0]
-        told = model.comm.allgather_object((model.tile.column, mine) if model.tile and model.speaks_for_column else None)
-        columns = dict(each for each in told if each is not None)
-        whole = torch.cat([columns[index] for index in sorted(columns)])
+        told = model.comm.allgather_object((model.tile.replica, mine) if model.tile and model.speaks_for_replica else None)
+        replicas = dict(each for each in told if each is not None)
+        whole = torch.cat([replicas[index] for index in sorted(replicas)])
         assert_close({"output": whole}, {"output": expected}, what=f"evaluation on {model.layout}")
 
     check_equal(
@@ -119,7 +119,7 @@ def test_a_rank_without_samples_needs_no_code_that_works_without(world: World, c
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", ["llama", "vit", "mixer"])
 def test_a_pass_without_samples_takes_nothing_from_one_that_is_under_way(world: World, name: str) -> None:
-    """Between a forward pass and its backward pass, a column has no sample of another batch: its sums are still to be made."""
+    """Between a forward pass and its backward pass, a replica has no sample of another batch: its sums are still to be made."""
     case = CASES[name]
     generator = torch.Generator().manual_seed(5)
     batches = [case.draw(size, generator) for size in (8, 1)]

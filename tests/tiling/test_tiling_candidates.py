@@ -123,7 +123,7 @@ def test_bounds_leave_out_most_candidates_and_change_nothing(size: int) -> None:
     assert len(quick.priced) < len(thorough.priced) / 3
 
 
-def test_a_host_of_any_number_of_ranks_can_be_a_column() -> None:
+def test_a_host_of_any_number_of_ranks_can_be_a_replica() -> None:
     """Hosts of 2, 5 and 3 ranks on a thin network, with sums that are many times the weights."""
     hosts = ["a"] * 2 + ["b"] * 5 + ["c"] * 3
     cluster = Cluster(
@@ -135,6 +135,6 @@ def test_a_host_of_any_number_of_ranks_can_be_a_column() -> None:
     TimedPlanner().layout(cluster=cluster, workload=workload, cost=cost)
     by_name = cluster.by_name
     tried = [
-        sorted(sorted(by_name[name].host for name in column.processors) for column in each.columns) for each in cost.priced
+        sorted(sorted(by_name[name].host for name in replica.processors) for replica in each.replicas) for each in cost.priced
     ]
     assert [["a"] * 2, ["b"] * 5, ["c"] * 3] in tried

@@ -15,13 +15,13 @@ from tatami.cluster import Cluster, Link, OwnLink, Processor
 from tatami.errors import PlanError
 from tatami.tiling import (
     AlphaBetaCost,
-    Column,
     Layout,
     PaperCost,
     PlannedSum,
+    Replica,
     SumKind,
     compare,
-    horizontal_messages,
+    gradient_messages,
     time_bound_s,
     traffic_of,
     volume_bounds,
@@ -35,9 +35,9 @@ LOCAL = Link(bandwidth_bytes_per_s=1e9, latency_s=1e-6)
 SLOW = Link(bandwidth_bytes_per_s=1e6, latency_s=1e-3)
 WORKLOAD = Workload.mlp(30, 40, 10, samples=100)
 GRID = Layout(
-    columns=(
-        Column(width=0.25, processors=("p0", "p1"), heights=(0.5, 0.5)),
-        Column(width=0.75, processors=("p2", "p3"), heights=(0.5, 0.5)),
+    replicas=(
+        Replica(width=0.25, processors=("p0", "p1"), heights=(0.5, 0.5)),
+        Replica(width=0.75, processors=("p2", "p3"), heights=(0.5, 0.5)),
     )
 )
 
@@ -52,37 +52,37 @@ def test_eq_8_sums_over_pairs() -> None:
     cost = PaperCost().price(
         GRID, cluster=four(*"aabb"), workload=Workload(samples=100, blocks=blocks, replicated_parameters=7)
     )
-    assert cost.vertical == pytest.approx(2 * 14 * 100 * 0.75)
-    assert cost.horizontal == 2 * (40 * 40 + 14 * 8 + 7)
+    assert cost.tensor_parallel == pytest.approx(2 * 14 * 100 * 0.75)
+    assert cost.gradients == 2 * (40 * 40 + 14 * 8 + 7)
     assert (cost.compute, cost.unit) == (0.0, "elements")
 
 
 def test_alpha_beta_by_hand_on_two_hosts() -> None:
     cost = AlphaBetaCost(flop_per_s=1e6).price(GRID, cluster=four(*"aabb"), workload=WORKLOAD)
     assert cost.compute == pytest.approx(WORKLOAD.flop(width=0.75, height=0.5) / 1e6)
-    # Columns are inside a host: two ranks swap their 0.75 * 100 * 10 * 4 bytes.
-    assert cost.vertical == pytest.approx(1e-6 + 3000 / 1e9)
+    # Replicas are inside a host: two ranks swap their 0.75 * 100 * 10 * 4 bytes.
+    assert cost.tensor_parallel == pytest.approx(1e-6 + 3000 / 1e9)
     # Groups span the hosts: one message of half the 40 units, each of 40 elements, to one neighbour. Two tensors and two
-    # columns' sizes ride on it.
-    assert cost.horizontal == pytest.approx(1e-3 + (20 * 40 + 2 + 2) * 4 / 1e6)
-    assert cost.total == cost.compute + cost.vertical + cost.horizontal
+    # replicas' sizes ride on it.
+    assert cost.gradients == pytest.approx(1e-3 + (20 * 40 + 2 + 2) * 4 / 1e6)
+    assert cost.total == cost.compute + cost.tensor_parallel + cost.gradients
 
 
-def test_alpha_beta_by_hand_with_columns_across_hosts() -> None:
+def test_alpha_beta_by_hand_with_replicas_across_hosts() -> None:
     cost = AlphaBetaCost(flop_per_s=1e6).price(GRID, cluster=four(*"abab"), workload=WORKLOAD)
-    assert cost.vertical == pytest.approx(1e-3 + 3000 / 1e6)
-    # What rides is told by one of a column to all of the other, wherever they are.
-    assert cost.horizontal == pytest.approx(1e-6 + 20 * 40 * 4 / 1e9 + 4 * 4 / 1e6)
+    assert cost.tensor_parallel == pytest.approx(1e-3 + 3000 / 1e6)
+    # What rides is told by one of a replica to all of the other, wherever they are.
+    assert cost.gradients == pytest.approx(1e-6 + 20 * 40 * 4 / 1e9 + 4 * 4 / 1e6)
 
 
-def test_replicated_layers_are_summed_across_columns_too() -> None:
+def test_replicated_layers_are_summed_across_replicas_too() -> None:
     workload = replace(WORKLOAD, replicated_parameters=500)
     plain = AlphaBetaCost().price(GRID, cluster=four(*"aabb"), workload=WORKLOAD)
     more = AlphaBetaCost().price(GRID, cluster=four(*"aabb"), workload=workload)
-    assert more.horizontal - plain.horizontal == pytest.approx(500 * 4 / 1e6), "riding along"
+    assert more.gradients - plain.gradients == pytest.approx(500 * 4 / 1e6), "riding along"
     many = AlphaBetaCost().price(GRID, cluster=four(*"aabb"), workload=replace(WORKLOAD, replicated_parameters=20_000))
     # Four ranks on two hosts, directly: two rounds, in each three quarters of 20,004 elements.
-    assert many.horizontal - plain.horizontal == pytest.approx(2e-3 + (1.5 * 20_004 - 4) * 4 / 1e6)
+    assert many.gradients - plain.gradients == pytest.approx(2e-3 + (1.5 * 20_004 - 4) * 4 / 1e6)
 
 
 def test_the_slowest_of_every_block_counts() -> None:
@@ -90,7 +90,7 @@ def test_the_slowest_of_every_block_counts() -> None:
     heads = Block(units=6, unit_parameters=1, forward_elements=1, flop_per_unit=10.0)
     hidden = Block(units=700, unit_parameters=1, forward_elements=1, flop_per_unit=1.0, flop_per_sample=3.0)
     workload = Workload(samples=100, blocks=(heads, hidden, heads), replicated_flop_per_sample=41, sample_flop=0.0)
-    layout = Layout(columns=(Column(width=1.0, processors=("p0", "p1", "p2"), heights=(4 / 7, 2 / 7, 1 / 7)),))
+    layout = Layout(replicas=(Replica(width=1.0, processors=("p0", "p1", "p2"), heights=(4 / 7, 2 / 7, 1 / 7)),))
     cluster = Cluster.from_speeds([4.0, 2.0, 1.0])
     shared = 41 / (2 * 60 + 700)  # of what is repeated, for each flop of a block
     attention = max(2 * 30 / 4, 2 * 20 / 2, 2 * 10 / 1) + 120 * shared / 1
@@ -102,20 +102,20 @@ def test_the_slowest_of_every_block_counts() -> None:
 def test_a_rank_without_units_of_a_block_does_not_pay_for_it() -> None:
     heads = Block(units=1, unit_parameters=1, forward_elements=1, flop_per_unit=10.0, flop_per_sample=5.0)
     hidden = Block(units=80, unit_parameters=1, forward_elements=1, flop_per_unit=1.0)
-    layout = Layout(columns=(Column(width=1.0, processors=("p0", "p1"), heights=(0.9, 0.1)),))
+    layout = Layout(replicas=(Replica(width=1.0, processors=("p0", "p1"), heights=(0.9, 0.1)),))
     workload = Workload(samples=1, blocks=(heads, hidden))
     cost = AlphaBetaCost(flop_per_s=1.0).price(layout, cluster=Cluster.from_speeds([9.0, 1.0]), workload=workload)
     assert cost.compute == pytest.approx(15 / 9 + 8)
 
 
 def test_gradients_of_coarse_blocks_are_priced_where_they_lie() -> None:
-    """Two columns; of the two heads the first column gives one each to p0 and p1, though p0 is three quarters of it."""
+    """Two replicas; of the two heads the first replica gives one each to p0 and p1, though p0 is three quarters of it."""
     heads = Block(units=2, unit_parameters=1000, forward_elements=1, flop_per_unit=1.0)
     hidden = Block(units=800, unit_parameters=1, forward_elements=1, flop_per_unit=1.0)
     layout = Layout(
-        columns=(
-            Column(width=0.5, processors=("p0", "p1"), heights=(0.6, 0.4)),
-            Column(width=0.5, processors=("p2", "p3"), heights=(0.6, 0.4)),
+        replicas=(
+            Replica(width=0.5, processors=("p0", "p1"), heights=(0.6, 0.4)),
+            Replica(width=0.5, processors=("p2", "p3"), heights=(0.6, 0.4)),
         )
     )
     cluster = Cluster(
@@ -123,7 +123,7 @@ def test_gradients_of_coarse_blocks_are_priced_where_they_lie() -> None:
         local=Link(bandwidth_bytes_per_s=1.0, latency_s=0.0),
     )
     cost = AlphaBetaCost().price(layout, cluster=cluster, workload=Workload(samples=100, blocks=(heads, hidden)))
-    assert cost.horizontal == pytest.approx(4 * (1000 + 480 + 2)), "and two columns' numbers of samples"
+    assert cost.gradients == pytest.approx(4 * (1000 + 480 + 2)), "and two replicas' numbers of samples"
 
 
 def test_identical_blocks_are_priced_once_and_as_many() -> None:
@@ -133,7 +133,7 @@ def test_identical_blocks_are_priced_once_and_as_many() -> None:
     assert [count for _, count in workload.kinds] == [5]
     one, five = (AlphaBetaCost().price(GRID, cluster=four(*"aabb"), workload=each) for each in (WORKLOAD, workload))
     assert five.compute == pytest.approx(5 * one.compute)
-    assert five.vertical == pytest.approx(5 * one.vertical)
+    assert five.tensor_parallel == pytest.approx(5 * one.tensor_parallel)
 
 
 def test_all_wait_for_the_slowest_of_noisy_ranks() -> None:
@@ -142,8 +142,8 @@ def test_all_wait_for_the_slowest_of_noisy_ranks() -> None:
     noisy = replace(plain, processors=tuple(replace(each, spread=0.27) for each in plain.processors))
     one, other = (AlphaBetaCost().price(GRID, cluster=each, workload=WORKLOAD) for each in (plain, noisy))
     assert other.compute == pytest.approx(one.compute * 1.103, rel=2e-3)
-    assert (other.vertical, other.horizontal) == (one.vertical, one.horizontal)
-    alone = Layout(columns=(Column(width=1.0, processors=("p0",), heights=(1.0,)),))
+    assert (other.tensor_parallel, other.gradients) == (one.tensor_parallel, one.gradients)
+    alone = Layout(replicas=(Replica(width=1.0, processors=("p0",), heights=(1.0,)),))
     assert AlphaBetaCost().price(alone, cluster=noisy, workload=WORKLOAD) == AlphaBetaCost().price(
         alone, cluster=plain, workload=WORKLOAD
     )
@@ -158,7 +158,7 @@ def test_plans_say_in_which_time_nine_of_ten_iterations_are_expected() -> None:
     assert found.range_s is not None
     low_s, high_s = found.range_s
     assert low_s < found.predicted_s < high_s
-    beside_s = found.predicted.vertical + found.predicted.horizontal
+    beside_s = found.predicted.tensor_parallel + found.predicted.gradients
     draws = np.random.default_rng(0).normal(0.0, 0.1, (20_000, 4)).max(axis=1)
     times_s = beside_s + known.predicted.compute * (1 + draws)
     assert float(((low_s <= times_s) & (times_s <= high_s)).mean()) == pytest.approx(0.9, abs=0.01)
@@ -211,13 +211,13 @@ def test_the_price_is_that_of_the_messages_that_are_sent(
     Bytes are copied both ways at the rate of the wire: where there are many, it is the copying that takes longer.
     """
     layout = Layout(
-        columns=tuple(
-            Column(
+        replicas=tuple(
+            Replica(
                 width=1 / len(heights),
-                processors=tuple(f"{c}.{r}" for r in range(len(column))),
-                heights=tuple(each / sum(column) for each in column),
+                processors=tuple(f"{c}.{r}" for r in range(len(replica))),
+                heights=tuple(each / sum(replica) for each in replica),
             )
-            for c, column in enumerate(heights)
+            for c, replica in enumerate(heights)
         )
     )
     link = Link(bandwidth_bytes_per_s=1e6, latency_s=1.0)
@@ -234,18 +234,18 @@ def test_the_price_is_that_of_the_messages_that_are_sent(
     traffic = traffic_of(layout.cut_blocks(workload), workload=workload, names=layout.processors, hosts=hosts)
     if not any(phase.num_rounds == 0 for each in traffic.sums for phase in each.schedule.phases):
         cost = AlphaBetaCost().price(layout, cluster=cluster, workload=workload)
-        vertical = [sum(map(seconds, column)) for column in traffic.columns]
-        assert cost.vertical == pytest.approx(max(vertical) + sum(map(seconds, traffic.statistics)), rel=1e-3)
+        inside = [sum(map(seconds, replica)) for replica in traffic.replicas]
+        assert cost.tensor_parallel == pytest.approx(max(inside) + sum(map(seconds, traffic.statistics)), rel=1e-3)
         assert len(traffic.statistics) == (2 * len(statistics) if len(heights) > 1 else 0)
-        assert cost.horizontal == pytest.approx(sum(map(seconds, traffic.gradients)), rel=2e-3)
+        assert cost.gradients == pytest.approx(sum(map(seconds, traffic.gradients)), rel=2e-3)
     for_blocks = traffic.size_bytes
     for each in traffic.gradients:
         riding = each.riders * sum(message.carries_riders for message in each.messages) * each.element_bytes
         for_blocks -= sent_bytes(each) if each.kind is SumKind.REPLICATED else riding
     for_blocks -= sum(map(sent_bytes, traffic.statistics))
-    columns, ranks = len(heights), len(layout.processors)
-    if is_one_vector(columns=columns, tiles=ranks, ranks=ranks, blocks=2):
-        for_blocks -= 2 * (columns - 1) * riding_elements(workload, columns=columns) * workload.element_bytes
+    replicas, ranks = len(heights), len(layout.processors)
+    if is_one_vector(replicas=replicas, tiles=ranks, ranks=ranks, blocks=2):
+        for_blocks -= 2 * (replicas - 1) * riding_elements(workload, replicas=replicas) * workload.element_bytes
     assert volume_bytes(layout, workload=workload, cluster=cluster) == pytest.approx(for_blocks, rel=1e-3)
 
 
@@ -253,8 +253,8 @@ def test_the_price_is_that_of_the_messages_that_are_sent(
 def test_very_many_ranks_without_blocks_sum_in_fewer_messages(ranks: int, kind: SumKind) -> None:
     """Up to sixteen, each sums a part of the one vector of all gradients; more do it by halving and doubling."""
     names = tuple(f"p{rank}" for rank in range(ranks))
-    columns = tuple(Column(width=1 / ranks, processors=(name,), heights=(1.0,)) for name in names)
-    layout, link = Layout(columns=columns), Link(bandwidth_bytes_per_s=1e6, latency_s=1.0)
+    replicas = tuple(Replica(width=1 / ranks, processors=(name,), heights=(1.0,)) for name in names)
+    layout, link = Layout(replicas=replicas), Link(bandwidth_bytes_per_s=1e6, latency_s=1.0)
     own = tuple(Processor(name=n, speed=1.0, host=n, message_s=MESSAGE_S, copy_bytes_per_s=1e6) for n in names)
     workload = Workload(samples=64 * ranks, blocks=(), replicated_parameters=240_000, trained_tensors=4)
     tilings = [layout.cut(samples=workload.samples, units=1)]
@@ -262,7 +262,7 @@ def test_very_many_ranks_without_blocks_sum_in_fewer_messages(ranks: int, kind: 
     assert [each.kind for each in traffic.gradients] == [kind]
     cluster = Cluster(processors=own, local=link, network=link)
     cost = AlphaBetaCost().price(layout, cluster=cluster, workload=workload)
-    assert cost.horizontal == pytest.approx(sum(map(seconds, traffic.gradients)), rel=2e-2)
+    assert cost.gradients == pytest.approx(sum(map(seconds, traffic.gradients)), rel=2e-2)
 
 
 def seconds(planned: PlannedSum) -> float:
@@ -356,7 +356,7 @@ def test_volume_bounds_by_hand() -> None:
 
 def test_volume_is_what_the_messages_carry() -> None:
     workload = Workload.mlp(30, 40, 10, samples=100)
-    messages = horizontal_messages([GRID.cut(samples=100, units=40)], method="direct")
+    messages = gradient_messages([GRID.cut(samples=100, units=40)], method="direct")
     across = sum(span.size for message in messages for _, span in message.spans) * 40 * 4
     down = 2 * (2 - 1) * 10 * 100 * 4
     assert volume_bytes(GRID, workload=workload, cluster=four(*"aabb")) == pytest.approx(across + down)

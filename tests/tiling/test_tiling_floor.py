@@ -11,13 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tatami.errors import PlanError
-from tatami.tiling import FEW, GRAIN, Column, Group, Layout, Span, Tile, Tiling, largest_remainder, span, spans, whole_shares
+from tatami.tiling import (
+    FEW,
+    GRAIN,
+    Layout,
+    OwnedUnits,
+    Replica,
+    Span,
+    Tile,
+    Tiling,
+    largest_remainder,
+    span,
+    spans,
+    whole_shares,
+)
 from tatami.workload import Block, Workload
 
 LAYOUT = Layout(
-    columns=(
-        Column(width=0.35, processors=("a", "b", "c"), heights=(0.2, 0.3, 0.5)),
-        Column(width=0.65, processors=("d", "e"), heights=(0.4, 0.6)),
+    replicas=(
+        Replica(width=0.35, processors=("a", "b", "c"), heights=(0.2, 0.3, 0.5)),
+        Replica(width=0.65, processors=("d", "e"), heights=(0.4, 0.6)),
     )
 )
 
@@ -25,12 +38,12 @@ LAYOUT = Layout(
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     shapes = draw(st.lists(st.lists(st.floats(0.01, 9.0), min_size=1, max_size=5), min_size=1, max_size=5))
-    columns = []
+    replicas = []
     for index, shares in enumerate(shapes):
         names = tuple(f"p{index}.{row}" for row in range(len(shares)))
         width = sum(shares) / sum(map(sum, shapes))
-        columns.append(Column(width=width, processors=names, heights=tuple(share / sum(shares) for share in shares)))
-    return Layout(columns=tuple(columns))
+        replicas.append(Replica(width=width, processors=names, heights=tuple(share / sum(shares) for share in shares)))
+    return Layout(replicas=tuple(replicas))
 
 
 def test_spans_meet() -> None:
@@ -80,16 +93,16 @@ def test_no_other_sharing_of_few_units_is_faster(shares: list[float], total: int
 
 
 @given(
-    columns=st.lists(
+    replicas=st.lists(
         st.lists(st.floats(0.01, 9.0) | st.sampled_from([0.0, 0.25, 0.5]), max_size=30).map(lambda shares: [*shares, 1.0]),
         min_size=1,
         max_size=8,
     ),
     total=st.integers(0, 60) | st.integers(0, 5000),
 )
-def test_columns_are_cut_together_as_one_by_one(columns: list[list[float]], total: int) -> None:
+def test_replicas_are_cut_together_as_one_by_one(replicas: list[list[float]], total: int) -> None:
     with mock.patch.object(span, "_MANY", 0):
-        assert span.whole_shares_of(columns, total=total) == [whole_shares(shares, total=total) for shares in columns]
+        assert span.whole_shares_of(replicas, total=total) == [whole_shares(shares, total=total) for shares in replicas]
 
 
 @pytest.mark.parametrize("shares", [[], [0.0, 0.0], [1.0, -1.0], [float("nan")], [float("inf"), 1.0]])
@@ -100,18 +113,18 @@ def test_shares_that_cannot_be_are_refused(shares: list[float]) -> None:
 
 def test_a_layout_is_cut_to_whole_samples_and_units() -> None:
     tiling = LAYOUT.cut(samples=20, units=10)
-    assert tiling.by_processor["c"] == Tile(processor="c", column=0, samples=Span(0, 7), units=Span(5, 10))
-    assert tiling.by_processor["d"] == Tile(processor="d", column=1, samples=Span(7, 20), units=Span(0, 4))
+    assert tiling.by_processor["c"] == Tile(processor="c", replica=0, samples=Span(0, 7), units=Span(5, 10))
+    assert tiling.by_processor["d"] == Tile(processor="d", replica=1, samples=Span(7, 20), units=Span(0, 4))
     assert tiling.by_processor["d"].area == 52
-    assert [[tile.processor for tile in column] for column in tiling.columns] == [["a", "b", "c"], ["d", "e"]]
+    assert [[tile.processor for tile in replica] for replica in tiling.replicas] == [["a", "b", "c"], ["d", "e"]]
 
 
-def test_every_unit_has_one_owner_in_every_column() -> None:
-    assert LAYOUT.cut(samples=20, units=10).groups == (
-        Group(units=Span(0, 2), owners=("a", "d")),
-        Group(units=Span(2, 4), owners=("b", "d")),
-        Group(units=Span(4, 5), owners=("b", "e")),
-        Group(units=Span(5, 10), owners=("c", "e")),
+def test_every_unit_has_one_owner_in_every_replica() -> None:
+    assert LAYOUT.cut(samples=20, units=10).owned_units == (
+        OwnedUnits(units=Span(0, 2), owners=("a", "d")),
+        OwnedUnits(units=Span(2, 4), owners=("b", "d")),
+        OwnedUnits(units=Span(4, 5), owners=("b", "e")),
+        OwnedUnits(units=Span(5, 10), owners=("c", "e")),
     )
 
 
@@ -121,24 +134,24 @@ def test_tilings_cover_the_floor_once_and_survive_json(layout: Layout, samples: 
     assert sum(tile.area for tile in tiling.tiles) == samples * units
     assert Tiling.from_json(tiling.to_json()) == tiling
     position = 0
-    for group in tiling.groups:
+    for group in tiling.owned_units:
         assert group.units.start == position
         position = group.units.stop
-        for column, owner in enumerate(group.owners):
+        for replica, owner in enumerate(group.owners):
             tile = tiling.by_processor[owner]
-            assert tile.column == column
+            assert tile.replica == replica
             assert tile.units & group.units == group.units
     assert position == units
 
 
 @given(layout=layouts(), micro_batches=st.integers(1, 9))
 def test_layouts_survive_json(layout: Layout, micro_batches: int) -> None:
-    layout = Layout(columns=(layout.columns[0].in_micro_batches(micro_batches), *layout.columns[1:]))
+    layout = Layout(replicas=(layout.replicas[0].in_micro_batches(micro_batches), *layout.replicas[1:]))
     assert Layout.from_json(layout.to_json()) == layout
     raw = layout.to_dict()
-    for column in raw["columns"]:
-        del column["micro_batches"]  # as before there were any
-    assert [column.micro_batches for column in Layout.from_dict(raw).columns] == [1] * len(layout.columns)
+    for replica in raw["replicas"]:
+        del replica["micro_batches"]  # as before there were any
+    assert [replica.micro_batches for replica in Layout.from_dict(raw).replicas] == [1] * len(layout.replicas)
 
 
 @pytest.mark.parametrize(
@@ -146,10 +159,10 @@ def test_layouts_survive_json(layout: Layout, micro_batches: int) -> None:
     [(1, 7, (7,)), (3, 7, (3, 2, 2)), (3, 6, (2, 2, 2)), (9, 4, (1, 1, 1, 1)), (2, 0, (0,))],
 )
 def test_micro_batches_are_as_equal_as_possible(micro_batches: int, samples: int, sizes: tuple[int, ...]) -> None:
-    column = Column(width=1.0, processors=("a",), heights=(1.0,), micro_batches=micro_batches)
-    assert column.micro_batch_sizes(samples) == sizes
-    with pytest.raises(PlanError, match=r"micro_batches of column .* must be at least 1, not 0"):
-        column.in_micro_batches(0)
+    replica = Replica(width=1.0, processors=("a",), heights=(1.0,), micro_batches=micro_batches)
+    assert replica.micro_batch_sizes(samples) == sizes
+    with pytest.raises(PlanError, match=r"micro_batches of replica .* must be at least 1, not 0"):
+        replica.in_micro_batches(0)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +172,8 @@ def test_micro_batches_are_as_equal_as_possible(micro_batches: int, samples: int
         "[]",
         "{}",
         '{"samples": 1, "units": 1, "tiles": [{}]}',
-        '{"columns": [{"width": 1}]}',
-        '{"columns": [{"width": "x"}], "samples": "x", "tiles": []}',
+        '{"replicas": [{"width": 1}]}',
+        '{"replicas": [{"width": "x"}], "samples": "x", "tiles": []}',
     ],
 )
 def test_what_is_not_the_json_is_refused(text: str) -> None:
@@ -173,12 +186,12 @@ def test_what_is_not_the_json_is_refused(text: str) -> None:
 def test_json_of_a_tiling_with_a_hole_is_refused() -> None:
     raw = LAYOUT.cut(samples=20, units=10).to_dict()
     raw["tiles"][1]["units"] = [3, 5]
-    with pytest.raises(PlanError, match=r"units of column 0 must cover 0\.\.10 exactly once"):
+    with pytest.raises(PlanError, match=r"units of replica 0 must cover 0\.\.10 exactly once"):
         Tiling.from_json(json.dumps(raw))
 
 
-def tile(name: str, column: int, samples: tuple[int, int], units: tuple[int, int]) -> Tile:
-    return Tile(processor=name, column=column, samples=Span(*samples), units=Span(*units))
+def tile(name: str, replica: int, samples: tuple[int, int], units: tuple[int, int]) -> Tile:
+    return Tile(processor=name, replica=replica, samples=Span(*samples), units=Span(*units))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +204,7 @@ def tile(name: str, column: int, samples: tuple[int, int], units: tuple[int, int
         ((tile("a", -1, (0, 8), (0, 6)),), "without a gap"),
         ((tile("a", 0, (0, 8), (0, 3)), tile("b", 0, (0, 7), (3, 6))), "different samples"),
         ((tile("a", 0, (0, 8), (0, 4)), tile("b", 0, (0, 8), (3, 6))), "exactly once"),
-        ((tile("a", 0, (0, 4), (0, 6)), tile("b", 1, (5, 8), (0, 6))), "samples of the columns"),
+        ((tile("a", 0, (0, 4), (0, 6)), tile("b", 1, (5, 8), (0, 6))), "samples of the replicas"),
     ],
 )
 def test_tiles_that_do_not_cover_the_floor_are_refused(tiles: tuple[Tile, ...], match: str) -> None:
@@ -201,22 +214,22 @@ def test_tiles_that_do_not_cover_the_floor_are_refused(tiles: tuple[Tile, ...], 
 
 def test_layouts_that_cannot_be_are_refused() -> None:
     with pytest.raises(PlanError, match="one height for each processor"):
-        Column(width=1.0, processors=("a", "b"), heights=(1.0,))
+        Replica(width=1.0, processors=("a", "b"), heights=(1.0,))
     with pytest.raises(PlanError, match=r"sum to 0\.9"):
-        Column(width=1.0, processors=("a", "b"), heights=(0.5, 0.4))
+        Replica(width=1.0, processors=("a", "b"), heights=(0.5, 0.4))
     with pytest.raises(PlanError, match="share of a must be a finite number >= 0"):
-        Column(width=1.0, processors=("a", "b"), heights=(-0.5, 1.5))
-    with pytest.raises(PlanError, match=r"widths of the columns sum to 0\.5"):
-        Layout(columns=(Column(width=0.5, processors=("a",), heights=(1.0,)),))
+        Replica(width=1.0, processors=("a", "b"), heights=(-0.5, 1.5))
+    with pytest.raises(PlanError, match=r"widths of the replicas sum to 0\.5"):
+        Layout(replicas=(Replica(width=0.5, processors=("a",), heights=(1.0,)),))
     with pytest.raises(PlanError, match="a lies twice"):
-        Layout(columns=(Column(width=0.5, processors=("a",), heights=(1.0,)),) * 2)
+        Layout(replicas=(Replica(width=0.5, processors=("a",), heights=(1.0,)),) * 2)
 
 
 def test_who_comes_out_empty() -> None:
     layout = Layout(
-        columns=(
-            Column(width=0.001, processors=("a",), heights=(1.0,)),
-            Column(width=0.999, processors=("b", "c"), heights=(0.01, 0.99)),
+        replicas=(
+            Replica(width=0.001, processors=("a",), heights=(1.0,)),
+            Replica(width=0.999, processors=("b", "c"), heights=(0.01, 0.99)),
         )
     )
     assert layout.empty(Workload.mlp(3, 10, 2, samples=10)) == {"a", "b"}
@@ -224,20 +237,20 @@ def test_who_comes_out_empty() -> None:
 
 
 def test_only_who_has_no_unit_of_any_block_is_empty() -> None:
-    column = Column(width=1.0, processors=("a", "b", "c"), heights=(0.6, 0.39, 0.01))
-    layout = Layout(columns=(column,))
+    replica = Replica(width=1.0, processors=("a", "b", "c"), heights=(0.6, 0.39, 0.01))
+    layout = Layout(replicas=(replica,))
     heads = Block(units=4, unit_parameters=8, forward_elements=4, flop_per_unit=100.0)
     units = Block(units=300, unit_parameters=2, forward_elements=4, flop_per_unit=1.0)
     assert layout.empty(Workload(samples=9, blocks=(heads,))) == {"c"}
     assert layout.empty(Workload(samples=9, blocks=(heads, units, heads))) == frozenset()
-    assert layout.empty(Workload(samples=9)) == {"b", "c"}, "without blocks a column has work for one"
+    assert layout.empty(Workload(samples=9)) == {"b", "c"}, "without blocks a replica has work for one"
     first, second, third = layout.cut_blocks(Workload(samples=9, blocks=(heads, units, heads)))
     assert (first.by_processor["c"].units.size, second.by_processor["c"].units.size) == (0, 3)
     assert first is third, "cut once for all blocks of as many units"
 
 
 def test_without_blocks_there_is_one_unit() -> None:
-    layout = Layout(columns=tuple(Column(width=0.5, processors=(name,), heights=(1.0,)) for name in "ab"))
+    layout = Layout(replicas=tuple(Replica(width=0.5, processors=(name,), heights=(1.0,)) for name in "ab"))
     workload = Workload(samples=10, replicated_parameters=7)
     assert layout.cut_blocks(workload) == ()
     tiling = layout.cut(samples=workload.samples, units=workload.units)
@@ -246,22 +259,24 @@ def test_without_blocks_there_is_one_unit() -> None:
 
 
 def test_units_of_large_tiles_are_cut_at_multiples_of_eight() -> None:
-    column = Column(width=1.0, processors=("a", "b"), heights=(0.4436, 0.5564))
-    assert column.unit_spans(800) == (Span(0, 352), Span(352, 800))
-    assert column.unit_spans(803) == (Span(0, 360), Span(360, 803)), "what is not a multiple is the last one's"
-    assert column.unit_spans(80) == (Span(0, 35), Span(35, 80)), "small tiles are cut to the unit"
-    assert Column(width=1.0, processors=("a",), heights=(1.0,)).unit_spans(803) == (Span(0, 803),)
+    replica = Replica(width=1.0, processors=("a", "b"), heights=(0.4436, 0.5564))
+    assert replica.unit_spans(800) == (Span(0, 352), Span(352, 800))
+    assert replica.unit_spans(803) == (Span(0, 360), Span(360, 803)), "what is not a multiple is the last one's"
+    assert replica.unit_spans(80) == (Span(0, 35), Span(35, 80)), "small tiles are cut to the unit"
+    assert Replica(width=1.0, processors=("a",), heights=(1.0,)).unit_spans(803) == (Span(0, 803),)
 
 
 @given(st.lists(st.floats(min_value=0.01, max_value=1.0), min_size=1, max_size=6), st.integers(1, 5000))
 def test_unit_spans_cover_all_units_and_are_less_than_a_grain_off(shares: list[float], units: int) -> None:
     scale = sum(shares)
-    column = Column(width=1.0, processors=tuple(f"p{i}" for i in range(len(shares))), heights=tuple(s / scale for s in shares))
-    cut = column.unit_spans(units)
+    replica = Replica(
+        width=1.0, processors=tuple(f"p{i}" for i in range(len(shares))), heights=tuple(s / scale for s in shares)
+    )
+    cut = replica.unit_spans(units)
     assert cut[0].start == 0
     assert cut[-1].stop == units
     assert all(before.stop == after.start for before, after in pairwise(cut))
-    off = [abs(span.size - units * height) for span, height in zip(cut, column.heights, strict=True)]
+    off = [abs(span.size - units * height) for span, height in zip(cut, replica.heights, strict=True)]
     if min(span.size for span in cut) >= 72:
         assert all(span.start % GRAIN == 0 for span in cut)
         assert max(off) <= GRAIN
@@ -271,11 +286,11 @@ def test_unit_spans_cover_all_units_and_are_less_than_a_grain_off(shares: list[f
 
 @given(st.lists(st.integers(9, 40), min_size=2, max_size=5), st.integers(1, 40))
 def test_cuts_that_are_level_stay_level(grains: list[int], more: int) -> None:
-    """Two columns cut at the same height, one of them more often, exchange whole tiles and no slivers."""
+    """Two replicas cut at the same height, one of them more often, exchange whole tiles and no slivers."""
     total = sum(grains) + 8 + more
     heights = [each / total for each in grains]
-    coarse = Column(width=0.5, processors=("a", "b"), heights=(sum(heights), 1 - sum(heights)))
+    coarse = Replica(width=0.5, processors=("a", "b"), heights=(sum(heights), 1 - sum(heights)))
     names = tuple(f"p{i}" for i in range(len(heights) + 1))
-    fine = Column(width=0.5, processors=names, heights=(*heights, 1 - sum(heights)))
+    fine = Replica(width=0.5, processors=names, heights=(*heights, 1 - sum(heights)))
     for units in (8 * total, 8 * total + 3):
         assert coarse.unit_spans(units)[1].start in {span.start for span in fine.unit_spans(units)}

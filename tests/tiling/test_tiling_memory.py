@@ -13,7 +13,7 @@ import pytest
 
 from tatami.cluster import Cluster, Processor
 from tatami.errors import ClusterError, InputError, MemoryLackError, PlanError
-from tatami.tiling import PLANNERS, Column, Layout, compare, plan
+from tatami.tiling import PLANNERS, Layout, Replica, compare, plan
 from tatami.tiling.memory import lacking_bytes, memory_bytes, squeezed
 from tatami.tiling.summing import transfer_rates
 from tatami.tiling.traffic import gradient_sums
@@ -69,7 +69,7 @@ def test_memory_is_a_text_with_its_unit() -> None:
 
 def test_what_is_kept_by_hand() -> None:
     """p1 has none of the six heads, p2 no work at all."""
-    layout = Layout(columns=(Column(width=1.0, processors=("p0", "p1", "p2"), heights=(0.95, 0.05, 0.0)),))
+    layout = Layout(replicas=(Replica(width=1.0, processors=("p0", "p1", "p2"), heights=(0.95, 0.05, 0.0)),))
     kept = memory_bytes(layout, workload=WORKLOAD)
     repeated = 500 * 20 + 100 * 10
     assert kept == {
@@ -84,22 +84,22 @@ def test_what_is_kept_by_hand() -> None:
 
 
 def test_of_several_micro_batches_the_activations_of_one_are_in_memory() -> None:
-    column = Column(width=1.0, processors=("p0",), heights=(1.0,))
+    replica = Replica(width=1.0, processors=("p0",), heights=(1.0,))
     for micro_batches, samples in ((1, 100), (3, 34), (100, 1), (101, 1)):
-        kept = memory_bytes(Layout(columns=(column.in_micro_batches(micro_batches),)), workload=WORKLOAD)["p0"]
+        kept = memory_bytes(Layout(replicas=(replica.in_micro_batches(micro_batches),)), workload=WORKLOAD)["p0"]
         state_bytes = 20 * (500 + 3 * (6 * 1000 + 800 * 20))
         assert kept == state_bytes + samples * (10 + 3 * (6 * 100 + 50 + 800 * 2))
     workload = replace(REPLICATED, samples=40)
-    layout = Layout(columns=(column.in_micro_batches(4),))
+    layout = Layout(replicas=(replica.in_micro_batches(4),))
     found = squeezed(layout, cluster=cluster_of([1.0], [200 + 10_000]), workload=workload)
     assert found is not None
-    assert found.columns == layout.columns
+    assert found.replicas == layout.replicas
     assert squeezed(layout, cluster=cluster_of([1.0], [200 + 9_999]), workload=workload) is None
 
 
 def test_gradients_come_as_activations_go() -> None:
     """In one micro-batch; of several, gradients of those before are there all along. Adam's work space comes after both."""
-    layout = Layout(columns=(Column(width=1.0, processors=("p0",), heights=(1.0,)),))
+    layout = Layout(replicas=(Replica(width=1.0, processors=("p0",), heights=(1.0,)),))
     gradient_bytes, kept_bytes = 4 * (500 + 3 * (6 * 1000 + 800 * 20)), 100 * (10 + 3 * (6 * 100 + 50 + 800 * 2))
     lasting_bytes = 4 * gradient_bytes
     for kept, there in ((1.0, 0.5), (0.25, 1.0), (1.5, 0.0)):
@@ -124,21 +124,21 @@ def test_shares_within_memory_know_when_gradients_come(moments: tuple[tuple[floa
     assert 0.9 * given < memory_bytes(found, workload=workload, cluster=fits)["p0"] <= given
 
 
-def even_layout(*columns: tuple[str, ...]) -> Layout:
-    width = 1 / len(columns)
+def even_layout(*replicas: tuple[str, ...]) -> Layout:
+    width = 1 / len(replicas)
     return Layout(
-        columns=tuple(Column(width=width, processors=names, heights=(1 / len(names),) * len(names)) for names in columns)
+        replicas=tuple(Replica(width=width, processors=names, heights=(1 / len(names),) * len(names)) for names in replicas)
     )
 
 
-def test_messages_between_columns_take_memory() -> None:
+def test_messages_between_replicas_take_memory() -> None:
     """Of gradients in a vector and what comes; or of units: where they lie, what goes out, and what comes in two phases."""
     own_bytes = 4 * 20 * 800
     workload = replace(WORKLOAD, blocks=(HIDDEN,), replicated_parameters=0)
 
-    def more(*columns: tuple[str, ...], **facts: Any) -> float:
-        samples, units = 100 // len(columns), 800 // len(columns[0])
-        kept = memory_bytes(even_layout(*columns), workload=replace(workload, **facts))["p0"]
+    def more(*replicas: tuple[str, ...], **facts: Any) -> float:
+        samples, units = 100 // len(replicas), 800 // len(replicas[0])
+        kept = memory_bytes(even_layout(*replicas), workload=replace(workload, **facts))["p0"]
         return kept - units * 400 - samples * (units * 2 + 10)
 
     assert more(("p0", "p1")) == 0
@@ -174,30 +174,32 @@ def carried_bytes(layout: Layout, *, workload: Workload, cluster: Cluster) -> di
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_what_is_counted_for_messages_is_what_they_take_or_a_little_more(alike: bool) -> None:
-    """Random layouts in up to five columns, of hosts that are alike or of which some copy at a tenth of the pace of others."""
+    """Random layouts in up to five replicas, of hosts that are alike or of which some copy at a tenth of the pace of others."""
     chance = random.Random(2)
     counted = taken = 0.0
     for _ in range(150):
         names = iter([f"p{number}" for number in range(40)])
-        columns = []
+        replicas = []
         for _ in range(chance.randint(2, 5)):
             count = chance.randint(2, 5)
             parts = [chance.uniform(0.1, 1.0) for _ in range(count)]
             own = tuple(next(names) for _ in range(count))
-            columns.append(Column(width=chance.uniform(0.3, 1.0), processors=own, heights=tuple(p / sum(parts) for p in parts)))
-        whole = sum(column.width for column in columns)
-        layout = Layout(columns=tuple(replace(column, width=column.width / whole) for column in columns))
+            replicas.append(
+                Replica(width=chance.uniform(0.3, 1.0), processors=own, heights=tuple(p / sum(parts) for p in parts))
+            )
+        whole = sum(replica.width for replica in replicas)
+        layout = Layout(replicas=tuple(replace(replica, width=replica.width / whole) for replica in replicas))
         paces = {name: 1e9 if alike else chance.choice([1e7, 3e7, 1e8]) for name in layout.processors}
         cluster = Cluster(processors=tuple(Processor(name=n, speed=1.0, copy_bytes_per_s=p) for n, p in paces.items()))
         heads, hidden = replace(HEADS, units=chance.randint(3, 30)), replace(HIDDEN, units=chance.randint(40, 800))
         workload = Workload(samples=100, blocks=(heads, hidden) * chance.randint(1, 3))
         carried = carried_bytes(layout, workload=workload, cluster=cluster)
         kept = memory_bytes(layout, workload=workload, cluster=cluster)
-        for column, samples in zip(layout.columns, layout.sample_sizes(100), strict=True):
-            for index, name in enumerate(column.processors):
+        for replica, samples in zip(layout.replicas, layout.sample_sizes(100), strict=True):
+            for index, name in enumerate(replica.processors):
                 told = kept[name]
                 for block in workload.blocks:
-                    size = column.unit_sizes(block.units)[index]
+                    size = replica.unit_sizes(block.units)[index]
                     bytes_ = size * (workload.unit_state_bytes(block) + samples * block.unit_activation_bytes)
                     told -= bytes_ + samples * block.sample_activation_bytes * (size > 0)
                 assert carried[name] <= told + 1e-6
@@ -216,7 +218,7 @@ def test_memory_that_suffices_changes_nothing(name: str) -> None:
 
 def a_capped_cluster(chance: random.Random, workload: Workload) -> Cluster:
     """Of up to eight processors; some of them hold the whole network and a sample, most do not."""
-    alone = Layout(columns=(Column(width=1.0, processors=("p",), heights=(1.0,)),))
+    alone = Layout(replicas=(Replica(width=1.0, processors=("p",), heights=(1.0,)),))
     whole = memory_bytes(alone, workload=workload.with_samples(1))["p"]
     size = chance.randint(1, 8)
     memories = [round(whole * chance.uniform(0.05, 1.2)) if chance.random() < 0.8 else None for _ in range(size)]
@@ -252,17 +254,17 @@ def test_of_a_hundred_random_clusters_no_plan_exceeds_a_cap() -> None:
 
 
 def test_who_has_little_memory_gets_less_and_the_others_share_the_rest_by_speed() -> None:
-    layout = Layout(columns=(Column(width=1.0, processors=("p0", "p1", "p2"), heights=(1 / 3, 1 / 3, 1 / 3)),))
+    layout = Layout(replicas=(Replica(width=1.0, processors=("p0", "p1", "p2"), heights=(1 / 3, 1 / 3, 1 / 3)),))
     workload = Workload(samples=10, blocks=(replace(HIDDEN, unit_activation_bytes=0.0),))
     cluster = cluster_of([1.0, 1.0, 2.0], [100 * 400, None, None])
     found = squeezed(layout, cluster=cluster, workload=workload)
     assert found is not None
-    assert found.columns[0].unit_sizes(800) == pytest.approx((100, 233, 467), abs=8)
-    assert found.columns[0].unit_sizes(800)[0] <= 100
+    assert found.replicas[0].unit_sizes(800) == pytest.approx((100, 233, 467), abs=8)
+    assert found.replicas[0].unit_sizes(800)[0] <= 100
 
 
-def test_a_column_that_holds_fewer_samples_is_narrower() -> None:
-    layout = Layout(columns=tuple(Column(width=0.5, processors=(name,), heights=(1.0,)) for name in ("p0", "p1")))
+def test_a_replica_that_holds_fewer_samples_is_narrower() -> None:
+    layout = Layout(replicas=tuple(Replica(width=0.5, processors=(name,), heights=(1.0,)) for name in ("p0", "p1")))
     workload = Workload(
         samples=100, replicated_parameters=10, replicated_activation_bytes=1000.0, replicated_flop_per_sample=10
     )
@@ -275,7 +277,7 @@ def test_a_column_that_holds_fewer_samples_is_narrower() -> None:
 
 def test_a_gpt_that_no_processor_holds_is_laid_over_four() -> None:
     workload = GPT.with_samples(8)
-    alone = Layout(columns=(Column(width=1.0, processors=("p",), heights=(1.0,)),))
+    alone = Layout(replicas=(Replica(width=1.0, processors=("p",), heights=(1.0,)),))
     one_sample = memory_bytes(alone, workload=GPT.with_samples(1))["p"]
     cluster = cluster_of([1.0, 1.0, 0.5, 0.5], [round(0.9 * one_sample)] * 4)
     with pytest.raises(MemoryLackError, match="weighted finds no room for this network, with one sample at a time: p0 lacks"):
@@ -285,7 +287,7 @@ def test_a_gpt_that_no_processor_holds_is_laid_over_four() -> None:
     assert "timed" in plans
     assert "weighted" not in plans
     assert max(plans["timed"].memory_bytes.values()) <= 0.9 * one_sample
-    assert max(len(column.processors) for column in plans["timed"].layout.columns) > 1
+    assert max(len(replica.processors) for replica in plans["timed"].layout.replicas) > 1
 
 
 def test_the_error_says_who_lacks_how_much_and_what_would_do() -> None:
@@ -315,12 +317,12 @@ def test_what_does_not_fit_at_a_time_is_computed_in_micro_batches_and_no_machine
     cluster = cluster_of([1.0, 2.0, 1.0], [280 + 10_000] * 3)
     for name in ("timed", "weighted", "even"):
         layout = plan(name, cluster=cluster, workload=workload).layout
-        columns = zip(layout.columns, layout.sample_sizes(40), strict=True)
-        laid = {column.processors: (samples, column.micro_batches) for column, samples in columns}
+        replicas = zip(layout.replicas, layout.sample_sizes(40), strict=True)
+        laid = {replica.processors: (samples, replica.micro_batches) for replica, samples in replicas}
         expected = ((14, 2), (13, 2), (13, 2)) if name == "even" else ((10, 1), (20, 2), (10, 1))
         assert laid == dict(zip((("p0",), ("p1",), ("p2",)), expected, strict=True))
     forced = plan(cluster=cluster, workload=workload, micro_batches=5)
-    assert [column.micro_batches for column in forced.layout.columns] == [5, 5, 5]
+    assert [replica.micro_batches for replica in forced.layout.replicas] == [5, 5, 5]
     with pytest.raises(MemoryLackError, match=r"for 40 samples of this network: p1 .*\. It fits in more micro-batches: leave"):
         plan(cluster=cluster, workload=workload, micro_batches=1)
     with pytest.raises(PlanError, match=r"cannot be computed in 2 micro-batches: it has 1 layers \(batch normalization\)"):

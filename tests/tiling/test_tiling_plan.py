@@ -20,12 +20,12 @@ from tatami.tiling import (
     AbstractCost,
     AbstractPlanner,
     AlphaBetaCost,
-    Column,
     Cost,
     GridPlanner,
     GridRevPlanner,
     Layout,
     PaperCost,
+    Replica,
     compare,
     plan,
 )
@@ -38,34 +38,34 @@ PAPER = Workload.mlp(203, 80, 26, samples=1024)
 EXAMPLE = Cluster.from_speeds([3.0, 1.0, 2.5, 1.5, 3.5, 2.0])
 
 
-class ColumnsCost(AbstractCost):
-    """Nothing is cheaper than `columns` columns."""
+class ReplicasCost(AbstractCost):
+    """Nothing is cheaper than `replicas` replicas."""
 
-    def __init__(self, columns: int) -> None:
-        self.columns = columns
+    def __init__(self, replicas: int) -> None:
+        self.replicas = replicas
 
     def price(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> Cost:  # noqa: ARG002
-        return Cost(compute=abs(len(layout.columns) - self.columns), vertical=0.0, horizontal=0.0, unit="s")
+        return Cost(compute=abs(len(layout.replicas) - self.replicas), tensor_parallel=0.0, gradients=0.0, unit="s")
 
 
 def test_method_h_as_in_the_papers_example() -> None:
-    result = plan(GridPlanner(), cluster=EXAMPLE, workload=PAPER, cost=ColumnsCost(2))
-    slow, fast = result.layout.columns
+    result = plan(GridPlanner(), cluster=EXAMPLE, workload=PAPER, cost=ReplicasCost(2))
+    slow, fast = result.layout.replicas
     assert (slow.processors, fast.processors) == (("p1", "p3", "p5"), ("p2", "p0", "p4"))
     assert (slow.width, fast.width) == pytest.approx((1.0 / 3.5, 2.5 / 3.5))
     assert slow.heights == fast.heights == pytest.approx((1 / 3, 1 / 3, 1 / 3))
 
 
 def test_method_h_rev_as_in_the_papers_example() -> None:
-    result = plan(GridRevPlanner(), cluster=EXAMPLE, workload=PAPER, cost=ColumnsCost(2))
-    slow, fast = result.layout.columns
+    result = plan(GridRevPlanner(), cluster=EXAMPLE, workload=PAPER, cost=ReplicasCost(2))
+    slow, fast = result.layout.replicas
     assert (slow.width, fast.width) == pytest.approx((1.0 / 3.5, 2.5 / 3.5))
     assert slow.heights == fast.heights == pytest.approx((1 / 4.5, 1.5 / 4.5, 2 / 4.5))
 
 
 def test_even_gives_everybody_the_same_and_keeps_the_order_of_the_ranks() -> None:
-    result = plan("even", cluster=EXAMPLE, workload=PAPER, cost=ColumnsCost(3))
-    assert [column.processors for column in result.layout.columns] == [("p0", "p1"), ("p2", "p3"), ("p4", "p5")]
+    result = plan("even", cluster=EXAMPLE, workload=PAPER, cost=ReplicasCost(3))
+    assert [replica.processors for replica in result.layout.replicas] == [("p0", "p1"), ("p2", "p3"), ("p4", "p5")]
     assert {tile.area for tile in result.tiling.tiles} == {341 * 40, 342 * 40}
 
 
@@ -76,21 +76,21 @@ def test_weighted_gives_samples_by_speed_and_all_units() -> None:
 
 
 @pytest.mark.parametrize("size", [5, 7])
-def test_a_prime_number_of_processors_leaves_a_grid_one_column_or_n(size: int) -> None:
+def test_a_prime_number_of_processors_leaves_a_grid_one_replica_or_n(size: int) -> None:
     for name in ("even", "grid", "grid-rev"):
-        assert len(plan(name, cluster=Cluster.from_speeds([1.0] * size), workload=PAPER).layout.columns) in (1, size)
+        assert len(plan(name, cluster=Cluster.from_speeds([1.0] * size), workload=PAPER).layout.replicas) in (1, size)
 
 
-def test_the_best_number_of_columns_is_that_of_the_given_cost() -> None:
+def test_the_best_number_of_replicas_is_that_of_the_given_cost() -> None:
     by_paper = plan("even", cluster=Cluster.from_speeds([1.0] * 6), workload=PAPER, cost=PaperCost())
-    assert len(by_paper.layout.columns) == 2
+    assert len(by_paper.layout.replicas) == 2
     assert by_paper.predicted.unit == "s"
 
 
 REPEATING = Workload(
     samples=1000, blocks=(linear_pair(64, 64, 64),), replicated_parameters=10**6, replicated_flop_per_sample=10**6
 )
-"""Like a network of which most is repeated by every rank of a column."""
+"""Like a network of which most is repeated by every rank of a replica."""
 
 
 def test_the_default_is_the_planner_of_least_predicted_time() -> None:
@@ -103,7 +103,7 @@ def test_the_default_is_the_planner_of_least_predicted_time() -> None:
 def test_it_is_told_where_equal_shares_are_predicted_to_be_faster() -> None:
     cluster = Cluster.from_speeds([1.0, 1.0, 0.9, 0.8])
     srpm, even, timed = compare(["srpm", "even", "timed"], cluster=cluster, workload=REPEATING)
-    assert len(srpm.layout.columns) == 1
+    assert len(srpm.layout.replicas) == 1
     assert srpm.predicted_s > 2 * even.predicted_s
     with pytest.warns(UserWarning, match=r"srpm is predicted to take 1\.\d+ s an iteration, and even \d+ ms; planner='timed'"):
         assert plan("srpm", cluster=cluster, workload=REPEATING) == srpm
@@ -229,11 +229,11 @@ def test_a_slower_machine_is_slower_at_messages() -> None:
     assert at_paces(unknown, {"p0": 0.25, "p1": 1.0}) is unknown
 
 
-def test_a_column_may_be_deeper_than_a_block_has_units() -> None:
+def test_a_replica_may_be_deeper_than_a_block_has_units() -> None:
     blocks = (linear_pair(9, 100, 2), linear_pair(2, 2, 9, input_gradient=True))
     workload = Workload(samples=4, blocks=blocks)
     result = plan("srpm", cluster=Cluster.from_speeds([1.0] * 4), workload=workload)
-    assert [len(column.processors) for column in result.layout.columns] == [4]
+    assert [len(replica.processors) for replica in result.layout.replicas] == [4]
     assert result.left_out == ()
     wide, narrow = result.tilings()
     assert [tile.units.size for tile in wide.tiles] == [25] * 4
@@ -241,7 +241,7 @@ def test_a_column_may_be_deeper_than_a_block_has_units() -> None:
 
 
 @pytest.mark.parametrize("name", list(PLANNERS))
-def test_more_processors_than_units_are_laid_in_columns(name: str) -> None:
+def test_more_processors_than_units_are_laid_in_replicas(name: str) -> None:
     result = plan(name, cluster=Cluster.from_speeds([1.0, 0.5] * 50), workload=PAPER)
     assert result.left_out == ()
     assert sum(tile.area for tile in result.tiling.tiles) == 1024 * 80
@@ -298,17 +298,17 @@ def test_the_bound_counts_repeated_work_of_frozen_networks(ranks: int, repeated_
 
 
 @pytest.mark.parametrize("name", list(PLANNERS))
-def test_a_network_without_blocks_is_laid_in_columns_of_one(name: str) -> None:
+def test_a_network_without_blocks_is_laid_in_replicas_of_one(name: str) -> None:
     workload = Workload(samples=90, replicated_parameters=1000, replicated_flop_per_sample=5000)
     result = plan(name, cluster=Cluster.from_speeds([1.0, 2.0, 3.0]), workload=workload)
-    assert sorted(column.processors for column in result.layout.columns) == [("p0",), ("p1",), ("p2",)]
+    assert sorted(replica.processors for replica in result.layout.replicas) == [("p0",), ("p1",), ("p2",)]
     assert result.tilings() == ()
     if name in ("srpm", "weighted", "timed"):
         sizes = {tile.processor: tile.samples.size for tile in result.tiling.tiles}
         assert sizes == {"p0": 15, "p1": 30, "p2": 45}
         assert result.predicted.compute == pytest.approx(15 * 5000 / 1e9)
     assert result.t_comm == 2 * 1000 * 2
-    assert (result.volume_bytes, result.predicted.vertical) == (0, 0)
+    assert (result.volume_bytes, result.predicted.tensor_parallel) == (0, 0)
     assert 0 <= result.gap < 2
 
 
@@ -376,7 +376,7 @@ class ForgetfulPlanner(AbstractPlanner):
     name: ClassVar[str] = "forgetful"
 
     def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:  # noqa: ARG002
-        return Layout(columns=(Column(width=1.0, processors=(cluster.processors[0].name,), heights=(1.0,)),))
+        return Layout(replicas=(Replica(width=1.0, processors=(cluster.processors[0].name,), heights=(1.0,)),))
 
 
 def test_a_planner_of_ones_own_must_lay_out_everybody() -> None:
@@ -405,8 +405,9 @@ def test_plans_are_as_they_were(name: str) -> None:
     golden = GOLDEN[name]
     assert result.t_comm == golden["t_comm"]
     assert result.predicted_s == pytest.approx(golden["predicted_s"], rel=1e-14)
-    if "columns" in golden:
-        columns = [
-            [column[0].samples.size, {tile.processor: tile.units.size for tile in column}] for column in result.tiling.columns
+    if "replicas" in golden:
+        replicas = [
+            [replica[0].samples.size, {tile.processor: tile.units.size for tile in replica}]
+            for replica in result.tiling.replicas
         ]
-        assert columns == golden["columns"]
+        assert replicas == golden["replicas"]

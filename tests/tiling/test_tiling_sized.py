@@ -28,7 +28,7 @@ def test_areas_are_such_that_all_take_the_same_time() -> None:
 def test_data_parallel_shares_and_their_price_follow_the_table() -> None:
     cluster = Cluster.from_speeds([1.0, OUTGROWN])
     found = plan("weighted", cluster=cluster, workload=WORK)
-    assert [column.width for column in found.layout.columns] == pytest.approx([6 / 13, 7 / 13], rel=1e-6)
+    assert [replica.width for replica in found.layout.replicas] == pytest.approx([6 / 13, 7 / 13], rel=1e-6)
     assert found.predicted.compute == pytest.approx(6 / 13 * FLOP / 1e9, rel=1e-3)
     assert list(at_tiles(cluster, found.layout, workload=WORK).speeds.values()) == pytest.approx([1.0, 7 / 6], rel=1e-3)
     assert sum(tile_flop(found.layout, workload=WORK).values()) == pytest.approx(FLOP)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from counting import calls_of
 from tatami.cluster import Cluster
 from tatami.errors import PlanError
-from tatami.tiling import Column, Layout, plan, remove_small_groups, srpm_table
+from tatami.tiling import Layout, Replica, plan, remove_small_groups, srpm_table
 from tatami.workload import Workload, linear_pair
 
 PAPER = Workload.mlp(203, 80, 26, samples=1024)
@@ -40,9 +40,9 @@ def test_the_table_of_the_paper_digit_for_digit() -> None:
 def test_the_plan_of_the_paper_through_plan() -> None:
     result = plan("srpm", cluster=Cluster.from_speeds(ABILITIES), workload=PAPER)
     assert result.t_comm == pytest.approx(73913.6, abs=1e-6)
-    assert [column.processors for column in result.layout.columns] == [("p0", "p1", "p2"), ("p3", "p4")]
-    assert [column.width for column in result.layout.columns] == pytest.approx([0.35, 0.65])
-    assert result.layout.columns[0].heights == pytest.approx((1 / 7, 2 / 7, 4 / 7))
+    assert [replica.processors for replica in result.layout.replicas] == [("p0", "p1", "p2"), ("p3", "p4")]
+    assert [replica.width for replica in result.layout.replicas] == pytest.approx([0.35, 0.65])
+    assert result.layout.replicas[0].heights == pytest.approx((1 / 7, 2 / 7, 4 / 7))
     assert result.left_out == ()
 
 
@@ -69,13 +69,13 @@ def test_the_search_stops_where_the_second_term_alone_is_worse() -> None:
 def test_brute_force_over_contiguous_partitions_finds_nothing_better(speeds: list[float], workload: Workload) -> None:
     table = srpm_table(Cluster.from_speeds(speeds), workload=workload, least_rows=9)
     best = inf
-    for columns in range(1, len(speeds) + 1):
+    for replicas in range(1, len(speeds) + 1):
         deepest = min(
             max(sum(table.abilities[a:b]) * (b - a - 1) for a, b in pairwise((0, *cuts, len(speeds))))
-            for cuts in combinations(range(1, len(speeds)), columns - 1)
+            for cuts in combinations(range(1, len(speeds)), replicas - 1)
         )
-        assert table.t(columns, len(speeds)) == pytest.approx(deepest, rel=1e-9, abs=1e-12)
-        best = min(best, 2 * workload.vertical_elements * deepest + 2 * workload.horizontal_elements * (columns - 1))
+        assert table.t(replicas, len(speeds)) == pytest.approx(deepest, rel=1e-9, abs=1e-12)
+        best = min(best, 2 * workload.tensor_parallel_elements * deepest + 2 * workload.gradient_elements * (replicas - 1))
     assert min(table.t_comm) == pytest.approx(best, rel=1e-9, abs=1e-6)
     assert plan_t_comm(speeds, workload) == pytest.approx(best, rel=1e-9, abs=1e-6)
 
@@ -86,7 +86,7 @@ def plan_t_comm(speeds: list[float], workload: Workload) -> float:
     starts = [sum(table.sizes[:index]) for index in range(len(table.sizes) + 1)]
     assert starts[-1] == len(speeds)
     deepest = max(sum(table.abilities[a:b]) * (b - a - 1) for a, b in pairwise(starts))
-    return 2 * workload.vertical_elements * deepest + 2 * workload.horizontal_elements * (len(table.sizes) - 1)
+    return 2 * workload.tensor_parallel_elements * deepest + 2 * workload.gradient_elements * (len(table.sizes) - 1)
 
 
 def test_of_many_processors_every_row_is_that_of_the_recurrence() -> None:
@@ -95,15 +95,15 @@ def test_of_many_processors_every_row_is_that_of_the_recurrence() -> None:
     table = srpm_table(Cluster.from_speeds(speeds), workload=Workload.mlp(203, 800, 26, samples=1024), least_rows=60)
     reach = [0.0, *accumulate(table.abilities)]
     row = [inf, *(reach[q] * (q - 1) for q in range(1, 151))]
-    for columns in range(2, 61):
+    for replicas in range(2, 61):
         row = [
-            min((max((reach[q] - reach[at]) * (q - at - 1), row[at]) for at in range(columns - 1, q)), default=inf)
+            min((max((reach[q] - reach[at]) * (q - at - 1), row[at]) for at in range(replicas - 1, q)), default=inf)
             for q in range(151)
         ]
-        assert table.rows[columns - 1][columns:] == pytest.approx(row[columns:], rel=1e-9, abs=1e-12)
+        assert table.rows[replicas - 1][replicas:] == pytest.approx(row[replicas:], rel=1e-9, abs=1e-12)
 
 
-def test_no_column_is_deeper_than_the_units_of_the_finest_block() -> None:
+def test_no_replica_is_deeper_than_the_units_of_the_finest_block() -> None:
     blocks = (linear_pair(50, 3, 3), linear_pair(3, 2, 50))
     table = srpm_table(Cluster.from_speeds([1.0] * 8), workload=Workload(samples=64, blocks=blocks))
     assert max(table.sizes) <= 3
@@ -119,13 +119,13 @@ def test_no_column_is_deeper_than_the_units_of_the_finest_block() -> None:
 def test_every_row_gives_a_partition_that_reaches_it(speeds: list[float], workload: Workload) -> None:
     table = srpm_table(Cluster.from_speeds(speeds), workload=workload, least_rows=9)
     assert len(table.rows) == len(speeds)
-    for columns in range(1, len(speeds) + 1):
-        sizes = table.partition(columns)
+    for replicas in range(1, len(speeds) + 1):
+        sizes = table.partition(replicas)
         assert sizes is not None
-        starts = [sum(sizes[:index]) for index in range(columns + 1)]
+        starts = [sum(sizes[:index]) for index in range(replicas + 1)]
         assert starts[-1] == len(speeds)
         deepest = max(sum(table.abilities[a:b]) * (b - a - 1) for a, b in pairwise(starts))
-        assert deepest == pytest.approx(table.t(columns, len(speeds)), rel=1e-9, abs=1e-12)
+        assert deepest == pytest.approx(table.t(replicas, len(speeds)), rel=1e-9, abs=1e-12)
 
 
 def planning(size: int) -> Callable[[], object]:
@@ -154,10 +154,10 @@ def test_planning_takes_no_longer_than_promised(size: int, promised_s: float) ->
     assert min(took_s) < 5 * promised_s
 
 
-def two_columns(left: tuple[float, ...], right: tuple[float, ...]) -> Layout:
+def two_replicas(left: tuple[float, ...], right: tuple[float, ...]) -> Layout:
     return Layout(
-        columns=tuple(
-            Column(width=0.5, processors=tuple(f"{side}{row}" for row in range(len(heights))), heights=heights)
+        replicas=tuple(
+            Replica(width=0.5, processors=tuple(f"{side}{row}" for row in range(len(heights))), heights=heights)
             for side, heights in (("l", left), ("r", right))
         )
     )
@@ -165,45 +165,45 @@ def two_columns(left: tuple[float, ...], right: tuple[float, ...]) -> Layout:
 
 def cuts(layout: Layout) -> list[tuple[float, int]]:
     return sorted(
-        (sum(column.heights[:row]), index)
-        for index, column in enumerate(layout.columns)
-        for row in range(1, len(column.heights))
+        (sum(replica.heights[:row]), index)
+        for index, replica in enumerate(layout.replicas)
+        for row in range(1, len(replica.heights))
     )
 
 
 def test_two_close_cuts_meet_in_the_middle() -> None:
-    merged = remove_small_groups(two_columns((0.5, 0.5), (0.45, 0.55)))
-    assert merged.columns[0].heights == merged.columns[1].heights == pytest.approx((0.475, 0.525))
-    assert len(merged.cut(samples=10, units=100).groups) == 2
+    merged = remove_small_groups(two_replicas((0.5, 0.5), (0.45, 0.55)))
+    assert merged.replicas[0].heights == merged.replicas[1].heights == pytest.approx((0.475, 0.525))
+    assert len(merged.cut(samples=10, units=100).owned_units) == 2
 
 
 def test_cuts_at_the_threshold_or_further_stay() -> None:
-    layout = two_columns((0.5, 0.5), (0.4375, 0.5625))
+    layout = two_replicas((0.5, 0.5), (0.4375, 0.5625))
     assert remove_small_groups(layout, threshold=0.0625) == layout
     assert remove_small_groups(layout, threshold=0.063) != layout
 
 
 def test_a_thin_tile_does_not_disappear() -> None:
-    merged = remove_small_groups(two_columns((0.48, 0.04, 0.48), (0.5, 0.5)))
-    assert merged.columns[0].heights == pytest.approx((0.49, 0.03, 0.48))
-    assert merged.columns[1].heights == pytest.approx((0.49, 0.51))
+    merged = remove_small_groups(two_replicas((0.48, 0.04, 0.48), (0.5, 0.5)))
+    assert merged.replicas[0].heights == pytest.approx((0.49, 0.03, 0.48))
+    assert merged.replicas[1].heights == pytest.approx((0.49, 0.51))
 
 
 def test_a_tile_without_units_stays_one_where_the_mean_of_equal_cuts_is_rounded_down() -> None:
-    """Three cuts at 0.7 have a mean of 0.6999999999999998, below the cut of the same column that has not moved."""
-    columns = [(0.7, 0.0, 0.3), (0.7, 0.3), (0.7, 0.3)]
+    """Three cuts at 0.7 have a mean of 0.6999999999999998, below the cut of the same replica that has not moved."""
+    replicas = [(0.7, 0.0, 0.3), (0.7, 0.3), (0.7, 0.3)]
     layout = Layout(
-        columns=tuple(
-            Column(width=1 / 3, processors=tuple(f"{place}{row}" for row in range(len(own))), heights=own)
-            for place, own in enumerate(columns)
+        replicas=tuple(
+            Replica(width=1 / 3, processors=tuple(f"{place}{row}" for row in range(len(own))), heights=own)
+            for place, own in enumerate(replicas)
         )
     )
-    assert [column.heights for column in remove_small_groups(layout).columns] == [pytest.approx(own) for own in columns]
+    assert [replica.heights for replica in remove_small_groups(layout).replicas] == [pytest.approx(own) for own in replicas]
 
 
 def test_a_threshold_that_is_no_fraction_is_refused() -> None:
     with pytest.raises(PlanError, match="not 6"):
-        remove_small_groups(two_columns((0.5, 0.5), (0.5, 0.5)), threshold=6)
+        remove_small_groups(two_replicas((0.5, 0.5), (0.5, 0.5)), threshold=6)
 
 
 def test_srpm_merged_has_fewer_groups_than_srpm_and_nearly_its_areas() -> None:
@@ -211,7 +211,7 @@ def test_srpm_merged_has_fewer_groups_than_srpm_and_nearly_its_areas() -> None:
     workload = Workload.mlp(203, 80, 26, samples=1024)
     before = plan("srpm", cluster=cluster, workload=workload)
     after = plan("srpm-merged", cluster=cluster, workload=workload)
-    assert len(before.tiling.groups) > len(after.tiling.groups) == 4
+    assert len(before.tiling.owned_units) > len(after.tiling.owned_units) == 4
     for name, tile in after.tiling.by_processor.items():
         assert tile.area == pytest.approx(before.tiling.by_processor[name].area, rel=0.25)
 
@@ -222,18 +222,18 @@ heights = st.lists(st.integers(1, 20), min_size=1, max_size=6).map(
 
 
 @given(left=heights, right=heights, threshold=st.floats(0.0, 0.3))
-def test_what_is_left_thin_has_one_column_on_both_sides(
+def test_what_is_left_thin_has_one_replica_on_both_sides(
     left: tuple[float, ...], right: tuple[float, ...], threshold: float
 ) -> None:
-    layout = two_columns(left, right)
+    layout = two_replicas(left, right)
     merged = remove_small_groups(layout, threshold=threshold)
     assert merged.processors == layout.processors
-    assert all(height > 1e-9 for column in merged.columns for height in column.heights)
+    assert all(height > 1e-9 for replica in merged.replicas for height in replica.heights)
     levels: list[tuple[float, set[int]]] = []
-    for height, column in cuts(merged):
+    for height, replica in cuts(merged):
         if levels and height - levels[-1][0] < 1e-9:
-            levels[-1][1].add(column)
+            levels[-1][1].add(replica)
         else:
-            levels.append((height, {column}))
+            levels.append((height, {replica}))
     for (lower, below), (upper, above) in pairwise(levels):
         assert upper - lower >= threshold - 1e-9 or below & above

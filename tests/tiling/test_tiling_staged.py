@@ -12,7 +12,7 @@ import pytest
 
 from tatami.cluster import Cluster, Link, Processor, SpeedTable
 from tatami.errors import PlanError
-from tatami.tiling import AlphaBetaCost, Column, Layout, StagedLayout, plan
+from tatami.tiling import AlphaBetaCost, Layout, Replica, StagedLayout, plan
 from tatami.tiling.staged import _Search, choose, plan_stages
 from tatami.tiling.staged_price import StagedPlan, price_stages
 from tatami.workload import Piece, Workload, gpt_workload
@@ -64,8 +64,8 @@ def _layout(*stages: tuple[str, ...], cuts: tuple[int, ...], widths: tuple[float
     return StagedLayout(
         stages=tuple(
             Layout(
-                columns=tuple(
-                    Column(width=width, processors=(name,), heights=(1.0,), micro_batches=micro_batches)
+                replicas=tuple(
+                    Replica(width=width, processors=(name,), heights=(1.0,), micro_batches=micro_batches)
                     for name, width in zip(names, widths, strict=True)
                 )
             )
@@ -159,7 +159,7 @@ def test_replicas_share_samples_by_speed_and_sum_the_gradients_of_their_stage() 
     slower = [replace(each, speed=0.5e9) if each.name.endswith("1") else each for each in processors]
     found = plan_stages(replace(machines, processors=tuple(slower)), workload, stages=2, micro_batches=16)
     assert found is not None
-    assert [column.width for column in found.layout.stages[0].columns] == pytest.approx([43 / 64, 21 / 64])
+    assert [replica.width for replica in found.layout.stages[0].replicas] == pytest.approx([43 / 64, 21 / 64])
 
 
 def test_speeds_by_size_and_batch_statistics() -> None:
@@ -227,7 +227,7 @@ def test_a_stage_of_several_ranks_by_hand() -> None:
     """Two ranks of a host share a stage: each has half of its two blocks. Four micro-batches of two samples."""
     workload, cluster = _gpt(samples=8, width=256, tokens=64), _hosts(1e9, 1e9, each=2)
     alone = _layout(("p0",), ("p2",), cuts=(3,), widths=(1.0,), micro_batches=4)
-    pair = Layout(columns=(replace(alone.stages[0].columns[0], processors=("p0", "p1"), heights=(0.5, 0.5)),))
+    pair = Layout(replicas=(replace(alone.stages[0].replicas[0], processors=("p0", "p1"), heights=(0.5, 0.5)),))
     shared = StagedLayout(stages=(pair, alone.stages[1]), cuts=(3,))
     found, other = (price_stages(layout, cluster=cluster, workload=workload) for layout in (shared, alone))
     split = 8 * sum(block.flop(units=block.units, samples=1) for block in workload.blocks[:2])
@@ -253,7 +253,7 @@ def test_ranks_of_a_host_share_a_stage_where_memory_asks_for_it() -> None:
         assert found is not None
         assert alone is not None
         assert found.fits
-        columns = [column.processors for stage in found.layout.stages for column in stage.columns]
-        assert any(len(names) > 1 for names in columns) == is_shared
-        assert all(len({cluster.host_of[name] for name in names}) == 1 for names in columns)
+        replicas = [replica.processors for stage in found.layout.stages for replica in stage.replicas]
+        assert any(len(names) > 1 for names in replicas) == is_shared
+        assert all(len({cluster.host_of[name] for name in names}) == 1 for names in replicas)
         assert (found.iteration_s < alone.iteration_s) == is_shared

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import brute_force
 from tatami.cluster import Cluster, Link, Processor, SpeedTable
-from tatami.tiling import AlphaBetaCost, Column, Layout, plan
+from tatami.tiling import AlphaBetaCost, Layout, Replica, plan
 from tatami.tiling.left_out import Reason
 from tatami.tiling.memory import memory_bytes
 from tatami.tiling.taking_part import QuickPrices, subsets
@@ -41,7 +41,7 @@ def planned(
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_no_other_set_of_processors_and_no_other_columns_are_much_faster(seed: int) -> None:
+def test_no_other_set_of_processors_and_no_other_replicas_are_much_faster(seed: int) -> None:
     """benchmarks/brute_force.py has what 500 cases of up to five processors come to."""
     cluster, workload, cost = brute_force.a_case(seed, most=3)
     best_s, layout = brute_force.least_s(cluster, workload, cost)
@@ -89,11 +89,11 @@ def test_the_reason_is_what_would_have_to_be_better(
 def test_a_slow_network_leaves_the_fastest_machine_alone_in_as_many_micro_batches_as_it_needs() -> None:
     pcs = [machine("small", 9e12, memory="8 GiB"), machine("big", 1.4e13, memory="12 GiB")]
     found, told = planned(*pcs)
-    (column,) = found.layout.columns
-    assert column.processors == ("big",)
-    assert 1 < column.micro_batches < 64
+    (replica,) = found.layout.replicas
+    assert replica.processors == ("big",)
+    assert 1 < replica.micro_batches < 64
     assert found.memory_bytes["big"] <= 12 * 2**30
-    fewer = Layout(columns=(column.in_micro_batches(column.micro_batches - 1),))
+    fewer = Layout(replicas=(replica.in_micro_batches(replica.micro_batches - 1),))
     kept = memory_bytes(fewer, workload=GPT)["big"]
     assert kept > 12 * 2**30, "no fewer would do"
     assert "leaves out small" in told
@@ -164,21 +164,21 @@ def test_of_many_processors_few_sets_are_priced() -> None:
         assert quick.of(best) <= quick.of(frozenset(fastest[:size]))
 
 
-def test_calls_and_sums_inside_a_column_come_once_for_each_micro_batch_and_gradients_once() -> None:
+def test_calls_and_sums_inside_a_replica_come_once_for_each_micro_batch_and_gradients_once() -> None:
     processors = tuple(Processor(name=name, speed=1e9, call_s=1e-3, step_s=5e-3) for name in "abcd")
     cluster = Cluster(processors=processors, network=Link(bandwidth_bytes_per_s=1e6, latency_s=1e-2))
     workload = Workload(samples=64, blocks=(BLOCK,) * 3)
-    columns = tuple(Column(width=0.5, processors=tuple(own), heights=(0.5, 0.5)) for own in ("ab", "cd"))
+    replicas = tuple(Replica(width=0.5, processors=tuple(own), heights=(0.5, 0.5)) for own in ("ab", "cd"))
     one, four = (
-        AlphaBetaCost().price(Layout(columns=columns).in_micro_batches(number), cluster=cluster, workload=workload)
+        AlphaBetaCost().price(Layout(replicas=replicas).in_micro_batches(number), cluster=cluster, workload=workload)
         for number in (1, 4)
     )
     assert one.compute == pytest.approx(32 * 3 * 4e6 / 1e9 + 3 * 1e-3 + 5e-3)
     assert four.compute == pytest.approx(one.compute + 3 * 3 * 1e-3)
     # Two ranks swap what they have: six sums of 32 samples x 8 elements.
-    assert one.vertical == pytest.approx(6 * (1e-2 + 32 * 8 * 4 / 1e6))
-    assert four.vertical == pytest.approx(one.vertical + 3 * 6 * 1e-2)
-    assert four.horizontal == one.horizontal
+    assert one.tensor_parallel == pytest.approx(6 * (1e-2 + 32 * 8 * 4 / 1e6))
+    assert four.tensor_parallel == pytest.approx(one.tensor_parallel + 3 * 6 * 1e-2)
+    assert four.gradients == one.gradients
 
 
 def test_smaller_micro_batches_are_taken_where_the_speeds_by_size_say_so() -> None:
@@ -187,7 +187,7 @@ def test_smaller_micro_batches_are_taken_where_the_speeds_by_size_say_so() -> No
     cluster = Cluster(processors=(machine("a", 1.0),))
     cluster = replace(cluster, processors=(replace(cluster.processors[0], speed=outgrown),))
     found = plan(cluster=cluster, workload=Workload(samples=64, blocks=(BLOCK,)))
-    assert found.layout.columns[0].micro_batches == 8
+    assert found.layout.replicas[0].micro_batches == 8
     assert found.predicted_s == pytest.approx(flop / 2e9)
     assert plan(cluster=cluster, workload=Workload(samples=64, blocks=(BLOCK,)), micro_batches=1).predicted_s == pytest.approx(
         flop / 1e9

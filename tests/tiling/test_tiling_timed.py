@@ -33,14 +33,14 @@ def test_no_planner_is_faster(drawn: list[tuple[float, str]], net: tuple[int, in
         assert plans[0].predicted_s <= min(one.predicted_s for one in plans)
 
 
-def test_columns_stay_on_a_host_where_the_network_is_slow_and_vertical_sums_are_large() -> None:
+def test_replicas_stay_on_a_host_where_the_network_is_slow_and_tensor_parallel_sums_are_large() -> None:
     # Ascending order would pair p0 with p2 and p1 with p3, across the network.
     processors = tuple(Processor(name=f"p{i}", speed=speed, host="ab"[i % 2]) for i, speed in enumerate([1.0, 2.0, 1.1, 2.1]))
     cluster = Cluster(processors=processors, network=SLOW_NETWORK)
     workload = Workload.mlp(10, 400, 100, samples=20_000)
     cost = AlphaBetaCost(flop_per_s=1e12)
     timed, srpm = (PLANNERS[name].layout(cluster=cluster, workload=workload, cost=cost) for name in ("timed", "srpm"))
-    hosts = [{cluster.by_name[name].host for name in column.processors} for column in timed.columns]
+    hosts = [{cluster.by_name[name].host for name in replica.processors} for replica in timed.replicas]
     assert hosts == [{"a"}, {"b"}]
     prices = [cost.price(layout, cluster=cluster, workload=workload).total for layout in (timed, srpm)]
     assert prices[0] < prices[1]
@@ -52,14 +52,14 @@ def test_balanced_tiles_compute_for_the_same_time() -> None:
     layout = balanced([processors[:3], processors[3:]], workload=workload)
     assert layout is not None
     elapsed = [
-        workload.flop(width=column.width, height=height) / processors[int(name[1])].speed
-        for column in layout.columns
-        for name, height in zip(column.processors, column.heights, strict=True)
+        workload.flop(width=replica.width, height=height) / processors[int(name[1])].speed
+        for replica in layout.replicas
+        for name, height in zip(replica.processors, replica.heights, strict=True)
     ]
     assert elapsed == pytest.approx([elapsed[0]] * 4)
 
 
-def test_a_processor_slower_than_what_a_column_repeats_has_no_balance() -> None:
+def test_a_processor_slower_than_what_a_replica_repeats_has_no_balance() -> None:
     processors = Cluster.from_speeds([1e-9, 1.0]).processors
     assert balanced([processors], workload=Workload.mlp(203, 80, 26, samples=1024)) is None
 
@@ -110,7 +110,7 @@ def test_rho_and_q_of_the_papers_perceptron() -> None:
     (weighted,) = compare(["weighted"], cluster=Cluster.from_speeds([1.0] * 8), workload=workload)
     advice = advise(weighted)
     assert advice.rho == pytest.approx(8 * 229 * 800 / (26 * 1024))
-    assert advice.q == weighted.predicted.horizontal / weighted.predicted.compute
+    assert advice.q == weighted.predicted.gradients / weighted.predicted.compute
 
 
 def test_the_gain_of_the_rule() -> None:
@@ -128,7 +128,7 @@ def test_each_case_has_its_sentence() -> None:
         "Weighted data parallelism does about as well; by the rule of thumb tiles pay from 32 and 0.5 on: rho = 64"
     )
     assert predicted.startswith("Tiles are predicted to be 1.20 x weighted data parallelism, although by the rule")
-    rows = Advice(rho=2.0, q=0.1).sentence(1.2, has_columns=False)
+    rows = Advice(rho=2.0, q=0.1).sentence(1.2, has_replicas=False)
     assert rows.startswith(
         "Fewer machines, or other shares of the samples, are predicted to be 1.20 x weighted data parallelism; "
     )

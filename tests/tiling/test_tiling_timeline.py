@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tatami.cluster import Cluster, OwnLink, Processor, SpeedTable
-from tatami.tiling import AlphaBetaCost, Column, Layout, plan, timeline
+from tatami.tiling import AlphaBetaCost, Layout, Replica, plan, timeline
 from tatami.workload import Workload, gpt_workload
 
 GPT = gpt_workload(layers=2, width=48, heads=6, tokens=16, vocabulary=100, samples=40)
@@ -38,14 +38,14 @@ def test_the_parts_of_every_processor_sum_to_the_price(drawn: list[dict[str, obj
         assert min(parts_s) >= 0
         assert sum(parts_s) == pytest.approx(found.predicted_s, rel=1e-9)
         assert each.send_s == each.sums_s + each.gradients_s
-    assert max(each.gradients_s for each in times) == pytest.approx(found.predicted.horizontal)
-    assert max(each.sums_s for each in times) == pytest.approx(found.predicted.vertical)
+    assert max(each.gradients_s for each in times) == pytest.approx(found.predicted.gradients)
+    assert max(each.sums_s for each in times) == pytest.approx(found.predicted.tensor_parallel)
     assert max(each.compute_s for each in times) <= found.predicted.compute * (1 + 1e-9)
 
 
 def test_who_has_less_to_do_waits() -> None:
     """Equal shares for speeds 1 and 3: the fast one waits as long as it would compute twice more."""
-    layout = Layout(columns=tuple(Column(width=0.5, processors=(name,), heights=(1.0,)) for name in ("slow", "fast")))
+    layout = Layout(replicas=tuple(Replica(width=0.5, processors=(name,), heights=(1.0,)) for name in ("slow", "fast")))
     cluster = Cluster(
         processors=(
             Processor(name="slow", speed=1.0, link=OwnLink(bandwidth_bytes_per_s=1e6, latency_s=0.0)),

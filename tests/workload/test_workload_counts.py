@@ -64,11 +64,11 @@ def test_a_bias_and_an_input_gradient_add_their_operations() -> None:
 
 def test_elements_and_bytes_of_the_paper() -> None:
     workload = Workload.mlp(203, 80, 26, samples=1024)
-    assert workload.vertical_elements == 26 * 1024
-    assert workload.horizontal_elements == 229 * 80
-    assert workload.vertical_bytes == 4 * 26 * 1024
-    assert workload.horizontal_bytes == 4 * 229 * 80
-    assert workload.vertical_exchanges == 1
+    assert workload.tensor_parallel_elements == 26 * 1024
+    assert workload.gradient_elements == 229 * 80
+    assert workload.tensor_parallel_bytes == 4 * 26 * 1024
+    assert workload.gradient_bytes == 4 * 229 * 80
+    assert workload.tensor_parallel_exchanges == 1
     assert workload.flop(width=1.0, height=1.0) == iteration_counts(NETTALK, units=80, samples=1024).flop
 
 
@@ -91,10 +91,10 @@ def test_blocks_add_up() -> None:
     first = linear_pair(10, 8, 6, unit_bias=True)
     second = linear_pair(6, 4, 3, input_gradient=True)
     workload = Workload(samples=100, blocks=(first, second), replicated_parameters=50, element_bytes=8)
-    assert workload.vertical_elements == 100 * (6 + 3 + 6)
-    assert workload.vertical_exchanges == 3
-    assert workload.horizontal_elements == 17 * 8 + 9 * 4
-    assert workload.horizontal_bytes == 8 * (17 * 8 + 9 * 4)
+    assert workload.tensor_parallel_elements == 100 * (6 + 3 + 6)
+    assert workload.tensor_parallel_exchanges == 3
+    assert workload.gradient_elements == 17 * 8 + 9 * 4
+    assert workload.gradient_bytes == 8 * (17 * 8 + 9 * 4)
     assert workload.replicated_bytes == 400
     assert workload.units == 8
     assert workload.with_samples(7).samples == 7
@@ -237,7 +237,7 @@ def gpt(**changed: Any) -> Workload:
 def test_the_weights_are_those_of_gpt_2() -> None:
     """124,439,808 parameters, as everybody counts them: tied embeddings, biases everywhere but at the head."""
     workload = gpt_workload(layers=12, width=768, heads=12, tokens=1024, samples=1)
-    assert workload.horizontal_elements + workload.replicated_parameters == 124_439_808
+    assert workload.gradient_elements + workload.replicated_parameters == 124_439_808
     assert len(workload.blocks) == 25
     assert [count for _, count in workload.kinds] == [12, 12, 1]
 
@@ -315,7 +315,7 @@ def test_pieces_are_the_whole_network_in_order(*, tied: bool, vocabulary: int, t
     flop = workload.flop(width=1.0, height=1.0) / workload.samples
     assert sum(piece.flop_per_sample for piece in pieces) == pytest.approx(flop, rel=1e-12)
     twice = 12 * vocabulary if tied else 0
-    parameters = workload.horizontal_elements + workload.replicated_parameters
+    parameters = workload.gradient_elements + workload.replicated_parameters
     assert sum(piece.parameters for piece in pieces) == parameters + twice
     assert {piece.shared for piece in (pieces[0], pieces[-1])} == {(("wte", twice),) if tied else ()}
     kept = workload.replicated_activation_bytes + sum(

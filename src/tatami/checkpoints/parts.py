@@ -17,7 +17,7 @@ from tatami.errors import CheckpointError, warn
 
 KEY = "_extra_state"
 """Where torch keeps what `get_extra_state` returns."""
-_DTYPE, _COLUMNS = torch.float64, 3
+_DTYPE, _NUMBERS = torch.float64, 3
 
 Units = Sequence[tuple[int, int, int]]
 """For each block: the first unit that is here, the one after the last, and how many there are."""
@@ -51,7 +51,7 @@ class PartOfWeights(OrderedDict[str, Any]):
 
 def units_tensor(units: Units) -> torch.Tensor:
     """(blocks, 3), as the state dict carries it."""
-    return torch.tensor(units, dtype=_DTYPE).reshape(-1, _COLUMNS)
+    return torch.tensor(units, dtype=_DTYPE).reshape(-1, _NUMBERS)
 
 
 def check_units(given: Any, own: Units) -> None:
@@ -64,7 +64,7 @@ def check_units(given: Any, own: Units) -> None:
     Raises:
         CheckpointError: it holds others; says which.
     """
-    if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.shape[1] != _COLUMNS or given.shape[0] != len(own):
+    if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.shape[1] != _NUMBERS or given.shape[0] != len(own):
         raise CheckpointError(f"this state dict is of a network with other blocks than this one, which has {len(own)}")
     for number, (here, there) in enumerate(zip(own, given.round().to(torch.int64).tolist(), strict=True)):
         if list(here) != there:
@@ -103,7 +103,7 @@ def units_in(state: State) -> list[Any]:
 
 
 def _is_spans(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype == _DTYPE and value.dim() == 2 and value.shape[1] == _COLUMNS
+    return isinstance(value, torch.Tensor) and value.dtype == _DTYPE and value.dim() == 2 and value.shape[1] == _NUMBERS
 
 
 def _told(span: Sequence[int]) -> str:

@@ -97,8 +97,8 @@ def run(
     from tatami.lab import Lab, parse_event
 
     events = [parse_event(text) for text in at or []]
-    paces = {"paced": paced, "dilation": dilate, "balance": balance}
-    with Lab(read_cluster(cluster), cores=cores, base_memory=base_memory, **paces) as machine:
+    described = read_cluster(cluster)
+    with Lab(described, cores=cores, base_memory=base_memory, paced=paced, dilation=dilate, balance=balance) as machine:
         tell(machine.plan.describe())
         code = machine.run(
             command,

@@ -111,12 +111,12 @@ def plan(job: PlanJob) -> None:
 
 
 def plan_record(plan: Plan, *, found: PlanComparison, machines: Cluster) -> dict[str, Any]:
-    """What `--json` says of a plan: `columns` are processor names, `samples` and `micro_batches` a column's, `units` tiles'.
+    """What `--json` says of a plan: `replicas` are processor names, `samples` and `micro_batches` a replica's, `units` tiles'.
 
     `machines` has seconds of an iteration and bytes for each processor that has a tile; `speeds` are those of the tiles, where
     they depend on the size; `same_as` is the first planner whose plan is the same.
     """
-    columns = plan.tiling.columns
+    replicas = plan.tiling.replicas
     weighted, alone = found.weighted, found.alone
     run = machines.only(plan.layout.processors)
     times = timeline(plan.layout, cluster=run, workload=plan.workload, cost=found.cost)
@@ -124,10 +124,10 @@ def plan_record(plan: Plan, *, found: PlanComparison, machines: Cluster) -> dict
         "planner": plan.planner,
         "recommended": plan is found.recommended,
         "same_as": next(other.planner for other in found.plans if is_same(plan, other)),
-        "columns": [[tile.processor for tile in column] for column in columns],
-        "samples": [column[0].samples.size for column in columns],
-        "micro_batches": [column.micro_batches for column in plan.layout.columns],
-        "units": [[tile.units.size for tile in column] for column in columns],
+        "replicas": [[tile.processor for tile in replica] for replica in replicas],
+        "samples": [replica[0].samples.size for replica in replicas],
+        "micro_batches": [replica.micro_batches for replica in plan.layout.replicas],
+        "units": [[tile.units.size for tile in replica] for replica in replicas],
         "t_comm": plan.t_comm,
         "predicted_s": plan.predicted_s,
         "predicted": asdict(plan.predicted),
@@ -179,12 +179,12 @@ def staged_record(plan: StagedPlan, *, found: PlanComparison, machines: Cluster)
 
 def alone_record(alone: Plan) -> dict[str, Any]:
     """What `--json` says of the machine that is fastest by itself."""
-    (column,) = alone.layout.columns
+    (replica,) = alone.layout.replicas
     return {
         "planner": "alone",
-        "columns": [list(column.processors)],
+        "replicas": [list(replica.processors)],
         "samples": [alone.workload.samples],
-        "micro_batches": [column.micro_batches],
+        "micro_batches": [replica.micro_batches],
         "predicted_s": alone.predicted_s,
         "predicted": asdict(alone.predicted),
         "range_s": list(alone.range_s) if alone.range_s is not None else None,

@@ -261,7 +261,7 @@ class CharacterGpt(nn.Module):
 class NextTokenLoss(nn.CrossEntropyLoss):
     """The cross-entropy of logits `(samples, tokens, characters)` and targets `(samples, tokens)`, over all tokens.
 
-    The characters stay the last axis, so that the ranks of a column need not gather logits that are split over them.
+    The characters stay the last axis, so that the ranks of a replica need not gather logits that are split over them.
     """
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

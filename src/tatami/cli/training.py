@@ -62,9 +62,9 @@ class TrainingOutcome:
         if self.stages is not None:
             return {"stages": self.stages.to_dict()}
         return {
-            "columns": [[tile.processor for tile in column] for column in self.tiling.columns],
-            "samples": [column[0].samples.size for column in self.tiling.columns],
-            "units": [[tile.units.size for tile in column] for column in self.tiling.columns],
+            "replicas": [[tile.processor for tile in replica] for replica in self.tiling.replicas],
+            "samples": [replica[0].samples.size for replica in self.tiling.replicas],
+            "units": [[tile.units.size for tile in replica] for replica in self.tiling.replicas],
         }
 
     @property
@@ -169,10 +169,10 @@ def train(
 
 def course(history: History, *, every: int) -> list[CoursePoint]:
     """The median time of an iteration in each stretch: stretches end at every check, and after every `every` iterations."""
-    kinds: dict[DecisionKind, Literal["whole", "column"]] = {
+    kinds: dict[DecisionKind, Literal["whole", "replica"]] = {
         DecisionKind.WHOLE: "whole",
-        DecisionKind.COLUMNS: "column",
-        DecisionKind.SAMPLES: "column",
+        DecisionKind.REPLICAS: "replica",
+        DecisionKind.SAMPLES: "replica",
     }
     decisions = {check.decision.iteration: check.decision.kind for check in history.checks}
     total = len(history.iteration_s)

@@ -125,11 +125,11 @@ def _curve(name: str, values: Sequence[float | None], *, columns: int) -> Text:
 
 def _floor(facts: RunFacts) -> Text:
     step = facts.steps[-1]
-    columns = f"{step['columns']} replica{'s' if step['columns'] != 1 else ''}"
+    replicas = f"{step['replicas']} replica{'s' if step['replicas'] != 1 else ''}"
     units = f"{step['stages']} stages" if step["stages"] else f"{step['units']:,} units"
     changed = f", tiling {len(facts.steps)}" if len(facts.steps) > 1 else ""
     return Text.assemble(
-        (f"{step['samples']:,} samples x {units} in {columns}{changed}", "bold"),
+        (f"{step['samples']:,} samples x {units} in {replicas}{changed}", "bold"),
         ("   (phases in milliseconds of an iteration)", "dim"),
     )
 

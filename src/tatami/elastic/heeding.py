@@ -13,17 +13,17 @@ from tatami.tiled.phases import IterationPhase
 
 _MOMENTS = {
     IterationPhase.FORWARD: Moment.FORWARD,
-    IterationPhase.VERTICAL: Moment.VERTICAL,
+    IterationPhase.TENSOR_PARALLEL: Moment.TENSOR_PARALLEL,
     IterationPhase.BUBBLE: Moment.HANDOVER,
     IterationPhase.BACKWARD: Moment.BACKWARD,
-    IterationPhase.HORIZONTAL: Moment.HORIZONTAL,
+    IterationPhase.GRADIENTS: Moment.GRADIENTS,
 }
 
 
 def heed(model: TiledModel, session: Session) -> None:
     """Stop computing before and behind every layer when the step is called off.
 
-    A rank that is alone in its column hears of nothing before it has all its gradients: by then a whole iteration would be
+    A rank that is alone in its replica hears of nothing before it has all its gradients: by then a whole iteration would be
     computed in vain.
     """
 

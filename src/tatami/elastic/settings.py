@@ -112,10 +112,10 @@ class Moment(Enum):
 
     BEFORE_FORWARD = "before forward"
     FORWARD = "forward"
-    VERTICAL = "vertical"
+    TENSOR_PARALLEL = "tensor_parallel"
     HANDOVER = "waiting for another stage"
     BACKWARD = "backward"
-    HORIZONTAL = "horizontal"
+    GRADIENTS = "gradients"
     BEFORE_POINT = "before the point"
     BEFORE_UPDATE = "before the update"
     IN_UPDATE = "in the update"

@@ -345,7 +345,7 @@ class RepairedStep:
         model, session = self._steps.model, self._steps.session
         self._steps.mirror_gradients()
         self._num_sums = len(sums)
-        with model.phases.during(IterationPhase.HORIZONTAL):
+        with model.phases.during(IterationPhase.GRADIENTS):
             if session is not None:
                 told = torch.tensor([*self._steps.settings_told(), *self._steps.told()], dtype=torch.float64)
                 session.pass_point(torch.cat([sums.to(torch.float64), told]))

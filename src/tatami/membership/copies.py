@@ -1,7 +1,7 @@
 """Who holds which units, counting copies, and from whom each rank takes what it lacks.
 
-Columns hold every unit once each, so with two columns every unit has two holders at no cost. In a layout of one column, or one
-replica of pipeline stages, each rank keeps a mirror: a copy of its neighbour's units, which applies the same updates.
+Replicas hold every unit once each, so with two replicas every unit has two holders at no cost. In a layout of one replica, or
+one replica of pipeline stages, each rank keeps a mirror: a copy of its neighbour's units, which applies the same updates.
 
 What is not divided into units has a number, too, where there are pipeline stages: the pieces of the network come after the
 blocks, as blocks of one unit that every rank of their stage holds.
@@ -66,7 +66,7 @@ class Lost:
 
 def mirrors_of(layout: Layout | StagedLayout, *, copies: int) -> tuple[Mirror, ...]:
     """Who has to keep a mirror so that every unit has `copies` (1 or 2) holders: of one replica, each for its neighbour."""
-    replicas = layout.num_replicas if isinstance(layout, StagedLayout) else len(layout.columns)
+    replicas = layout.num_replicas if isinstance(layout, StagedLayout) else len(layout.replicas)
     names = tuple(layout.processors)
     if copies < 2 or replicas > 1 or len(names) < 2:
         return ()
@@ -120,12 +120,12 @@ _NOTHING = Span(0, 0)
 def _units_of(held: Held, workload: Workload) -> Mapping[tuple[str, bool], dict[int, Span]]:
     """By rank, and whether it is its mirror: its units of each block, and the pieces that it has."""
     layout = held.layout
-    units = _of_stages(layout, workload) if isinstance(layout, StagedLayout) else _of_columns(layout, workload)
+    units = _of_stages(layout, workload) if isinstance(layout, StagedLayout) else _of_replicas(layout, workload)
     found = {(name, False): own for name, own in units.items()}
     return found | {(mirror.keeper, True): units[mirror.owner] for mirror in held.mirrors}
 
 
-def _of_columns(layout: Layout, workload: Workload) -> dict[str, dict[int, Span]]:
+def _of_replicas(layout: Layout, workload: Workload) -> dict[str, dict[int, Span]]:
     pieces = {len(workload.blocks) + number: Span(0, 1) for number in range(len(workload.pieces))}
     units = {name: dict(pieces) for name in layout.processors}
     for number, tiling in enumerate(layout.cut_blocks(workload)):

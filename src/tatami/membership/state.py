@@ -59,7 +59,7 @@ class Membership:
         self, members: Sequence[str], *, plan: Callable[[tuple[str, ...]], Layout | StagedLayout], copies: int = 2
     ) -> None:
         if copies not in (1, 2):
-            raise InputError(f"copies must be 1 or 2, not {copies}: a unit has one holder in each column, or one and a mirror")
+            raise InputError(f"copies must be 1 or 2, not {copies}: a unit has one holder in each replica, or one and a mirror")
         self.stage = RunStage.STARTING
         self.members = tuple(members)
         self.held: Held | None = None
@@ -400,7 +400,7 @@ class Membership:
             return f"{self._why}, with which {what} are lost"
         advice = "copies=2 survives the death of one rank at a time"
         if self._copies > 1:
-            advice = "A layout of more columns survives more: tatami.tile(layout=...)"
+            advice = "A layout of more replicas survives more: tatami.tile(layout=...)"
         return f"{self._why}, with which {what} are lost. {advice}; a checkpoint (Trainer(checkpoint=...)) survives all of them"
 
     def _named(self, lost: Lost) -> str:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 MARKS: dict[str, tuple[str, str, str]] = {
     "whole": ("s", RUST, "re-mapping of the whole"),
-    "column": ("^", OCHRE, "re-mapping within columns"),
+    "replica": ("^", OCHRE, "re-mapping within replicas"),
 }
 
 
@@ -32,7 +32,7 @@ class CoursePoint:
 
     iteration: int
     iteration_s: float
-    remapping: Literal["whole", "column"] | None = None
+    remapping: Literal["whole", "replica"] | None = None
 
 
 def draw_course(ax: Axes, checks: Sequence[CoursePoint], *, label: str = "time per iteration") -> Axes:

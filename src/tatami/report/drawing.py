@@ -11,11 +11,11 @@ from tatami.tiling import Tile, Tiling, largest_remainder
 
 MIN_WIDTH = 24
 MIN_INSIDE = 4
-"""Characters between the borders of the narrowest column that is still drawn."""
+"""Characters between the borders of the narrowest replica that is still drawn."""
 LINES = 13
-"""Of a drawing in which no column needs more."""
+"""Of a drawing in which no replica needs more."""
 MAX_MATS = 16
-"""Of one column; with more the drawing would be longer than a screen, and a list of bars says more."""
+"""Of one replica; with more the drawing would be longer than a screen, and a list of bars says more."""
 # By which of up, down, left, right a border goes on from here.
 BORDERS = dict(zip(("", "ud", "lr", "dr", "dl", "ur", "ul", "udr", "udl", "dlr", "ulr", "udlr"), " │─┌┐└┘├┤┬┴┼", strict=True))
 SHADES = " ░▒▓"
@@ -25,8 +25,8 @@ SHADES = " ░▒▓"
 def draw_text(tiling: Tiling, *, speeds: Mapping[str, float], width: int = 72) -> str:
     """The tiles of `tiling` in characters: samples across, units down, darker where faster; not wider than `width`.
 
-    Columns are as wide, and tiles as high, as their shares, down to what a label needs. Where a name does not fit, a number
-    stands for it, explained below. Where there is no room for all columns, or a column has more than 16 tiles, a list of bars
+    Replicas are as wide, and tiles as high, as their shares, down to what a label needs. Where a name does not fit, a number
+    stands for it, explained below. Where there is no room for all replicas, or a replica has more than 16 tiles, a list of bars
     is drawn instead.
 
     Raises:
@@ -36,33 +36,33 @@ def draw_text(tiling: Tiling, *, speeds: Mapping[str, float], width: int = 72) -
     if width < MIN_WIDTH:
         raise InputError(f"a drawing needs a width of at least {MIN_WIDTH} characters, not {width}")
     check_speeds(tiling, speeds=speeds)
-    columns = [tuple(tile for tile in column if tile.area) for column in tiling.columns]
-    columns = [column for column in columns if column]
-    inside = width - len(columns) - 1
-    if inside < MIN_INSIDE * len(columns) or max(map(len, columns)) > MAX_MATS:
+    replicas = [tuple(tile for tile in replica if tile.area) for replica in tiling.replicas]
+    replicas = [replica for replica in replicas if replica]
+    inside = width - len(replicas) - 1
+    if inside < MIN_INSIDE * len(replicas) or max(map(len, replicas)) > MAX_MATS:
         lines = _bars(tiling, width=width)
     else:
-        lines = _floor(tiling, columns=columns, speeds=speeds, inside=inside)
+        lines = _floor(tiling, replicas=replicas, speeds=speeds, inside=inside)
     unused = idle(tiling, speeds=speeds)
     if unused:
         lines += textwrap.wrap(f"without work: {', '.join(unused)}", width, subsequent_indent="  ")
     return "\n".join(lines)
 
 
-def _floor(tiling: Tiling, *, columns: Sequence[tuple[Tile, ...]], speeds: Mapping[str, float], inside: int) -> list[str]:
-    widths = _stretched([column[0].samples.size for column in columns], total=inside, least=MIN_INSIDE)
-    rows = max(LINES, *(2 * len(column) + 1 for column in columns))
-    width = inside + len(columns) + 1
-    names = _names(tiling, columns=columns, widths=widths)
+def _floor(tiling: Tiling, *, replicas: Sequence[tuple[Tile, ...]], speeds: Mapping[str, float], inside: int) -> list[str]:
+    widths = _stretched([replica[0].samples.size for replica in replicas], total=inside, least=MIN_INSIDE)
+    rows = max(LINES, *(2 * len(replica) + 1 for replica in replicas))
+    width = inside + len(replicas) + 1
+    names = _names(tiling, replicas=replicas, widths=widths)
     canvas = [[" "] * width for _ in range(rows)]
     edges: set[tuple[int, int]] = set()
     left = 0
-    for column, across in zip(columns, widths, strict=True):
+    for replica, across in zip(replicas, widths, strict=True):
         right = left + across + 1
         # Between the top and the bottom line lie the tiles and one border below each but the last.
-        heights = _stretched([tile.units.size for tile in column], total=rows - len(column) - 1, least=1)
+        heights = _stretched([tile.units.size for tile in replica], total=rows - len(replica) - 1, least=1)
         top = 0
-        for tile, down in zip(column, heights, strict=True):
+        for tile, down in zip(replica, heights, strict=True):
             bottom = top + down + 1
             edges |= {(row, col) for row in (top, bottom) for col in range(left, right + 1)}
             edges |= {(row, col) for row in range(top, bottom + 1) for col in (left, right)}
@@ -110,9 +110,9 @@ def _stretched(sizes: Sequence[int], *, total: int, least: int) -> tuple[int, ..
         small |= short
 
 
-def _names(tiling: Tiling, *, columns: Sequence[tuple[Tile, ...]], widths: Sequence[int]) -> dict[str, str]:
+def _names(tiling: Tiling, *, replicas: Sequence[tuple[Tile, ...]], widths: Sequence[int]) -> dict[str, str]:
     """What is written for each processor: its name, or a number where one name does not fit with a blank at either side."""
-    room = {tile.processor: across for column, across in zip(columns, widths, strict=True) for tile in column}
+    room = {tile.processor: across for replica, across in zip(replicas, widths, strict=True) for tile in replica}
     names = {}
     key = 0
     for tile in working(tiling):

@@ -56,11 +56,11 @@ def machine_lines(plan: Plan, *, cluster: Cluster, times: Sequence[ProcessorTime
 
     In the order of the plan where processors share a replica, otherwise in that of the cluster.
     """
-    is_tiled = len(plan.layout.columns) < len(plan.layout.processors)
+    is_tiled = len(plan.layout.replicas) < len(plan.layout.processors)
     places = [
         (replica, len(own.micro_batch_sizes(tile.samples.size)), tile)
-        for replica, (own, column) in enumerate(zip(plan.layout.columns, plan.tiling.columns, strict=True), start=1)
-        for tile in column
+        for replica, (own, tiles) in enumerate(zip(plan.layout.replicas, plan.tiling.replicas, strict=True), start=1)
+        for tile in tiles
     ]
     lines = tuple(
         MachineLine(

@@ -16,9 +16,9 @@ LINES = (MOSS, "#2f6ca3", "#7b61a8", GREY)
 RANKS = ("#2f6ca3", "#c8506b", "#7b61a8", "#3aa0b5", "#e28fb8", "#4a5f9e", "#8f949c", "#f0a690", "#b8a4d6", "#8fc1e8")
 PHASES = {
     "forward": ("forward", "#a3c88f"),
-    "vertical": ("tensor-parallel sums", "#ecc35c"),
+    "tensor_parallel": ("tensor-parallel sums", "#ecc35c"),
     "backward": ("backward", "#5d9a68"),
-    "horizontal": ("gradient sums", "#c07a2c"),
+    "gradients": ("gradient sums", "#c07a2c"),
     "update": ("update", "#2f6b4c"),
     "handover": ("hand-over", "#7a4a21"),
     "bubble": ("bubble", "#cbc6b4"),

@@ -50,7 +50,7 @@ def time_words(plan: Plan, *, cluster: Cluster, found: PlanLimits, is_measured: 
         width: characters.
     """
     cost = plan.predicted
-    parts = {"computing": cost.compute, "sums inside of replicas": cost.vertical, "gradient sums": cost.horizontal}
+    parts = {"computing": cost.compute, "sums inside of replicas": cost.tensor_parallel, "gradient sums": cost.gradients}
     shown = [f"{what} {_seconds(own)} ({_part(own / cost.total)})" for what, own in parts.items() if own]
     text = f"An iteration takes {_seconds(cost.total)}: {', '.join(shown)}."
     if plan.range_s is not None:
@@ -126,7 +126,7 @@ def plan_table(
 
 def _replicas(plan: Plan | StagedPlan) -> str:
     if isinstance(plan, Plan):
-        return f"{len(plan.layout.columns):,}"
+        return f"{len(plan.layout.replicas):,}"
     return f"{plan.layout.num_replicas:,} of {len(plan.layout.stages):,} stages"
 
 
@@ -148,12 +148,12 @@ def is_same(one: Plan, other: Plan) -> bool:
     shares = [
         {
             tile.processor: (tile.samples.size, tile.units.size, own.micro_batches)
-            for own, column in zip(plan.layout.columns, plan.tiling.columns, strict=True)
-            for tile in column
+            for own, replica in zip(plan.layout.replicas, plan.tiling.replicas, strict=True)
+            for tile in replica
         }
         for plan in (one, other)
     ]
-    replicas = [sorted(sorted(column.processors) for column in plan.layout.columns) for plan in (one, other)]
+    replicas = [sorted(sorted(replica.processors) for replica in plan.layout.replicas) for plan in (one, other)]
     return shares[0] == shares[1] and replicas[0] == replicas[1]
 
 
@@ -163,23 +163,23 @@ def _listed(names: Sequence[str]) -> str:
 
 def plan_words(plan: Plan, *, cluster: Cluster) -> str:
     """What a plan is, in a sentence."""
-    columns = plan.layout.columns
+    replicas = plan.layout.replicas
     who = listed_machines(plan.layout.processors, cluster=cluster)
     samples = f"the {plan.workload.samples:,} samples" if plan.workload.samples > 1 else "the sample"
-    depths = sorted({len(column.processors) for column in columns})
+    depths = sorted({len(replica.processors) for replica in replicas})
     if len(plan.layout.processors) == 1:
         words = f"{who} alone" if cluster.size > 1 else f"{who} computes {samples}"
     elif depths == [1]:
         words = f"data parallelism over {who}: each computes a share of {samples}"
-    elif len(columns) == 1:
+    elif len(replicas) == 1:
         words = f"tensor parallelism over {who}: each computes a share of the units, of all {plan.workload.samples:,} samples"
     else:
         each = f"{depths[0]}" if len(depths) == 1 else f"{depths[0]} to {depths[-1]}"
         words = (
-            f"{len(columns):,} replicas of {each} machines, {who}: replicas share {samples}, machines of a replica the units"
+            f"{len(replicas):,} replicas of {each} machines, {who}: replicas share {samples}, machines of a replica the units"
         )
-    pairs = zip(columns, plan.tiling.columns, strict=True)
-    parts = sorted({len(own.micro_batch_sizes(column[0].samples.size)) for own, column in pairs})
+    pairs = zip(replicas, plan.tiling.replicas, strict=True)
+    parts = sorted({len(own.micro_batch_sizes(replica[0].samples.size)) for own, replica in pairs})
     if parts[-1] > 1:
         words += f", in {parts[0] if len(parts) == 1 else f'{parts[0]} to {parts[-1]}'} micro-batches"
     return words

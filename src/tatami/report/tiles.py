@@ -62,8 +62,8 @@ def _axes(ax: Axes, tiling: Tiling) -> None:
 
     ax.set_xlim(0, tiling.samples)
     ax.set_ylim(tiling.units, 0)
-    cuts = [0, *(column[0].samples.stop for column in tiling.columns)]
-    # Ticks at the cuts between columns tell more than round numbers, where there is room for them.
+    cuts = [0, *(replica[0].samples.stop for replica in tiling.replicas)]
+    # Ticks at the cuts between replicas tell more than round numbers, where there is room for them.
     if len(cuts) <= 9 and all(after - before >= 0.08 * tiling.samples for before, after in pairwise(cuts)):
         ax.set_xticks(cuts)
     else:
@@ -166,13 +166,13 @@ def _note(lettering: list[Lettering], tiling: Tiling, *, tiles: tuple[Tile, ...]
         lines = ["".join(entry.ljust(width) for entry in row).rstrip() for row in rows[:MAX_NOTE_ROWS]]
         if len(rows) > MAX_NOTE_ROWS:
             lines.append(f"... and {sum(map(len, rows[MAX_NOTE_ROWS:]))} more")
-    for column in tiling.columns:
-        thin = [tile for tile, letters in zip(tiles, lettering, strict=True) if not letters.text and tile in column]
+    for replica in tiling.replicas:
+        thin = [tile for tile, letters in zip(tiles, lettering, strict=True) if not letters.text and tile in replica]
         if thin:
             names = [tile.processor for tile in thin]
             named = ", ".join(names) if len(names) <= 3 else f"{names[0]} ... {names[-1]} ({len(names)})"
             total = percent(sum(share(tile, tiling=tiling) for tile in thin))
-            lines.append(f"too thin to label, in column {thin[0].column + 1}: {named}, {total}")
+            lines.append(f"too thin to label, in replica {thin[0].replica + 1}: {named}, {total}")
     if unused:
         lines += textwrap.wrap(f"without work: {', '.join(unused)}", NOTE_CHARS)
     return "\n".join(lines)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 COLOURS: Mapping[DecisionKind, str] = {
     DecisionKind.SAMPLES: LINES[1],
-    DecisionKind.COLUMNS: OCHRE,
+    DecisionKind.REPLICAS: OCHRE,
     DecisionKind.WHOLE: RUST,
     DecisionKind.LEAVE: LINES[2],
 }

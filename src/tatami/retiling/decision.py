@@ -17,7 +17,7 @@ class DecisionKind(Enum):
 
     KEEP = "keep"
     SAMPLES = "shift samples"
-    COLUMNS = "re-map columns"
+    REPLICAS = "re-map replicas"
     WHOLE = "re-map whole"
     LEAVE = "leave one out"
     STAGES = "other stages"
@@ -94,11 +94,11 @@ def tell(verdict: Verdict, *, check: int, iteration: int, old: Tiling, new: Tili
     head = f"check {check} (iteration {iteration}): {verdict.why}: {verdict.kind.value}"
     if verdict.kind is DecisionKind.KEEP:
         return head
-    before, after = len(old.columns), len(new.columns)
-    columns = f"{before} -> {after} columns" if before != after else f"{after} column{'s' if after > 1 else ''}"
+    before, after = len(old.replicas), len(new.replicas)
+    replicas = f"{before} -> {after} replicas" if before != after else f"{after} replica{'s' if after > 1 else ''}"
     held = sum(tile.units.size for tile in new.tiles)
     return (
-        f"{head}; speeds {tell_speeds(verdict.speeds)}; {columns}; {moved} of {held} unit rows move; "
+        f"{head}; speeds {tell_speeds(verdict.speeds)}; {replicas}; {moved} of {held} unit rows move; "
         f"compute min/max {predicted:.2f} expected"
     )
 

@@ -1,6 +1,6 @@
 """What the times of a run have shown: which processors and links changed, and how fast each processor is.
 
-The compute time per work of every processor, and the slowness of every link between columns, are watched by one `Detector`: an
+The compute time per work of every processor, and the slowness of every link between replicas, are watched by one `Detector`: an
 iteration is one step of its arrays. `tatami.retiling.sizes` learns from each re-tiling how a processor's speed goes with the
 size of its tile.
 """
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from tatami.cluster import Cluster, SpeedTable, speed_at
 from tatami.retiling.alarms import Alarm
-from tatami.retiling.columns import works_of
 from tatami.retiling.link_watch import LinkWatch, WatchedMessage
 from tatami.retiling.noticing import WINDOW, Detector, Vector
+from tatami.retiling.replicas import works_of
 from tatami.retiling.sizes import LEAST_DIFFERENCE, SizedTimes
 from tatami.tiling import Layout
 from tatami.workload import Workload
@@ -52,7 +52,7 @@ class Estimates:
     """What is known of the processors and links of one run.
 
     Attributes:
-        links: between columns.
+        links: between replicas.
         works: `Workload.tile_work` of every processor, in the order of the cluster; 0 without a tile.
         since: the iteration after which the tiles lie as they do; 0 from the start.
     """

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tatami.cluster import Cluster, at_sizes
-from tatami.retiling.columns import forecast, works_of
 from tatami.retiling.decision import DecisionKind
 from tatami.retiling.moves import moves
+from tatami.retiling.replicas import forecast, works_of
 from tatami.retiling.situation import Situation
 from tatami.tiling import AlphaBetaCost, Layout, with_speeds
 from tatami.tiling.memory import lacking_bytes
@@ -21,7 +21,7 @@ LEAVE_BELOW = 0.25
 """A processor that has lost more than three quarters of its speed may be more trouble than help, and is tried without."""
 
 UNSURE = 5.0
-"""So many times what exchanges inside of columns are predicted to take more must still pay: ranks of a column, which wait for
+"""So many times what exchanges inside of replicas are predicted to take more must still pay: ranks of a replica, which wait for
 each other often in an iteration, are slower than any measure of messages says, the more so the less of a core they have."""
 
 _MOST_BEHIND = 4
@@ -58,8 +58,8 @@ def levels(situation: Situation, speeds: Mapping[str, float], *, fixed_s: float)
     works = works_of(now, workload=situation.workload)
     here = at_sizes(speeds, works)
     found: dict[Layout, DecisionKind] = {}
-    recut = situation.columns(here)
-    found.setdefault(recut, DecisionKind.COLUMNS)
+    recut = situation.replicas(here)
+    found.setdefault(recut, DecisionKind.REPLICAS)
     for layout, kind in ((now, DecisionKind.SAMPLES), (recut, DecisionKind.WHOLE)):
         shifted = shift_samples(layout, speeds=here, workload=situation.workload)
         if not lacking_bytes(shifted, cluster=situation.cluster, workload=situation.workload):
@@ -90,7 +90,7 @@ def levels(situation: Situation, speeds: Mapping[str, float], *, fixed_s: float)
             price_s = fixed_s + rows_s(now, layout, cluster=situation.cluster, workload=situation.workload)
             listed.append((takes, Level(kind=kind, layout=layout, iteration_s=takes.iteration_s, price_s=price_s)))
     # What costs more to get to, and is not faster, is no choice.
-    listed.sort(key=lambda each: (each[1].price_s, each[0].vertical_s, each[0].iteration_s))
+    listed.sort(key=lambda each: (each[1].price_s, each[0].tensor_parallel_s, each[0].iteration_s))
     kept: list[tuple[_Predicted, Level]] = []
     for takes, level in listed:
         if not kept or takes.is_faster_than(kept[-1][0]):
@@ -105,14 +105,14 @@ def iteration_s(layout: Layout, *, situation: Situation, speeds: Mapping[str, fl
 
 @dataclass(frozen=True, kw_only=True)
 class _Predicted:
-    """Of one layout: seconds of an iteration, and those of them in which the ranks of a column exchange sums."""
+    """Of one layout: seconds of an iteration, and those of them in which the ranks of a replica exchange sums."""
 
     iteration_s: float
-    vertical_s: float
+    tensor_parallel_s: float
 
     def is_faster_than(self, other: _Predicted) -> bool:
         """Even if the messages whose cost is known least take longer than predicted."""
-        return self.iteration_s + UNSURE * max(0.0, self.vertical_s - other.vertical_s) < other.iteration_s
+        return self.iteration_s + UNSURE * max(0.0, self.tensor_parallel_s - other.tensor_parallel_s) < other.iteration_s
 
 
 def _predicted(layout: Layout, *, situation: Situation, speeds: Mapping[str, float]) -> _Predicted:
@@ -121,8 +121,8 @@ def _predicted(layout: Layout, *, situation: Situation, speeds: Mapping[str, flo
     cost = AlphaBetaCost() if situation.cost is None else situation.cost
     cluster = at_paces(situation.cluster, situation.paces(speeds))
     price = cost.price(layout, cluster=cluster, workload=workload)
-    vertical_s, horizontal_s = (price.vertical, price.horizontal) if price.unit == "s" else (0.0, 0.0)
-    return _Predicted(iteration_s=compute_s + vertical_s + horizontal_s, vertical_s=vertical_s)
+    tensor_parallel_s, gradients_s = (price.tensor_parallel, price.gradients) if price.unit == "s" else (0.0, 0.0)
+    return _Predicted(iteration_s=compute_s + tensor_parallel_s + gradients_s, tensor_parallel_s=tensor_parallel_s)
 
 
 def _behind(situation: Situation) -> list[str]:
@@ -135,7 +135,8 @@ def _behind(situation: Situation) -> list[str]:
 
 
 def _swapped(situation: Situation, speeds: Mapping[str, float]) -> Layout:
-    """The columns as they are, but for one processor behind a slow link, which changes places with that which makes it fastest.
+    """The replicas as they are, but for one processor behind a slow link, which changes places with that which makes it
+    fastest.
 
     Planners order processors by speed and host; that two of them should not meet is known only here.
     """
@@ -149,8 +150,8 @@ def _swapped(situation: Situation, speeds: Mapping[str, float]) -> Layout:
     for one in behind:
         for other in names:
             places = {one: other, other: one}
-            columns = [[plain[places.get(name, name)] for name in column.processors] for column in now.columns]
-            layout = balanced(columns, workload=workload)
+            replicas = [[plain[places.get(name, name)] for name in replica.processors] for replica in now.replicas]
+            layout = balanced(replicas, workload=workload)
             if other == one or layout is None or layout.empty(workload):
                 continue
             takes_s = iteration_s(layout, situation=situation, speeds=speeds)
@@ -160,13 +161,15 @@ def _swapped(situation: Situation, speeds: Mapping[str, float]) -> Layout:
 
 
 def shift_samples(layout: Layout, *, speeds: Mapping[str, float], workload: Workload) -> Layout:
-    """Other widths, so that all columns are done at once; no units move, and so no weights."""
+    """Other widths, so that all replicas are done at once; no units move, and so no weights."""
     rates = []
-    for column in layout.columns:
-        alone = Layout(columns=(column.as_wide_as(1.0),))
+    for replica in layout.replicas:
+        alone = Layout(replicas=(replica.as_wide_as(1.0),))
         rates.append(1.0 / forecast(alone, workload=workload, speeds=speeds).slowest)
     total = sum(rates)
-    return Layout(columns=tuple(column.as_wide_as(rate / total) for rate, column in zip(rates, layout.columns, strict=True)))
+    return Layout(
+        replicas=tuple(replica.as_wide_as(rate / total) for rate, replica in zip(rates, layout.replicas, strict=True))
+    )
 
 
 def rows_s(old: Layout, new: Layout, *, cluster: Cluster, workload: Workload) -> float:

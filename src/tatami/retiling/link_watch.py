@@ -1,4 +1,4 @@
-"""Which link became slower or faster: the messages between columns, watched by the same rule as the ranks.
+"""Which link became slower or faster: the messages between replicas, watched by the same rule as the ranks.
 
 Of each two hosts that exchange gradients, the largest message in each direction is watched. Its time runs from when it was sent
 until it arrived, by clocks that all start when the ranks leave the sum of the iteration before together; only messages that
@@ -111,7 +111,7 @@ def watched_messages(layout: Layout, *, cluster: Cluster, workload: Workload) ->
     """The largest message of the first round of gradients from each host to each other one."""
     hosts = cluster.host_of
     one_host = len({hosts[name] for name in layout.processors}) < 2
-    if one_host or len(layout.columns) < 2:
+    if one_host or len(layout.replicas) < 2:
         return ()
     tilings = layout.cut_blocks(workload) or (layout.cut(samples=workload.samples, units=workload.units),)
     traffic = traffic_of(tilings, workload=workload, names=tuple(cluster.by_name), hosts=hosts, rates=transfer_rates(cluster))

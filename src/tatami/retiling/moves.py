@@ -24,8 +24,8 @@ class Move:
 def moves(old: Tiling, new: Tiling) -> tuple[Move, ...]:
     """What each processor must receive from whom, so that it holds its units of `new` in full.
 
-    Units that it holds already stay where they are. What it lacks comes from its own column of `old` where it had one: that
-    column holds every unit once, and a column re-mapping moves units inside the columns only.
+    Units that it holds already stay where they are. What it lacks comes from its own replica of `old` where it had one: that
+    replica holds every unit once, and a replica re-mapping moves units inside the replicas only.
 
     Raises:
         PlanError: the tilings have different numbers of units.
@@ -40,7 +40,7 @@ def moves(old: Tiling, new: Tiling) -> tuple[Move, ...]:
         [{0: before[name].units} if name in before else {} for name in names],
         [{0: after[name].units} if name in after else {} for name in names],
         unit_sizes={0: 1.0},
-        groups=[before[name].column if name in before else -1 for name in names],
+        groups=[before[name].replica if name in before else -1 for name in names],
     )
     return tuple(
         Move(source=names[take.source], dest=names[take.dest], units=take.units) for take in found if take.source != take.dest

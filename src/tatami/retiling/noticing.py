@@ -165,14 +165,14 @@ class Detector:
     def _restart(self, changed: Mask, keep: NDArray[np.int64]) -> None:
         """Forget all but the last `keep` samples of the series that changed."""
         for index in zip(*np.nonzero(changed), strict=True):
-            newest, column = divmod(int(self._places[index]), self._size)
+            newest, replica = divmod(int(self._places[index]), self._size)
             ring = self._rings[(slice(WINDOW), *index)]
             kept = ring[np.arange(newest - int(keep[index]), newest) % WINDOW]
             kept = kept[self._began(kept, index) :]
             keep[index] = len(kept)
             ring[:] = np.nan
             ring[: len(kept)] = kept
-            self._places[index] = len(kept) % WINDOW * self._size + column
+            self._places[index] = len(kept) % WINDOW * self._size + replica
         self.count = np.where(changed, keep, self.count)
         self._sums[:, changed] = 0.0
         self._ages[:, changed] = 0

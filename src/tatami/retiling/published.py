@@ -2,14 +2,15 @@
 
 * A run that started with no abilities: its first check re-maps the whole.
 * t1_min / t1_max < T_whole: the whole is re-mapped (SRPM again), by abilities from t2.
-* t1_min / t1_max < T_line: the columns are, by abilities from t1, so that they reflect communication too.
+* t1_min / t1_max < T_line: the replicas are, by abilities from t1, so that they reflect communication too.
 * Otherwise nothing is done.
 
 Times are means over the last L iterations; an ability is the slope of the line through the last L points (time, work done).
 
-t1 contains the wait for the slowest of the column, which makes the members of a column look alike, and no cut inside a column
-removes an imbalance between columns. So this rule may do too little (a rank 1.5 times too slow in its column may give a ratio
-of 0.8) or too much (re-map columns at every check, forever, with nothing gained). `tatami.retiling.settling` does neither.
+t1 contains the wait for the slowest of the replica, which makes the members of a replica look alike, and no cut inside a
+replica removes an imbalance between replicas. So this rule may do too little (a rank 1.5 times too slow in its replica may
+give a ratio of 0.8) or too much (re-map replicas at every check, forever, with nothing gained). `tatami.retiling.settling`
+does neither.
 """
 
 from __future__ import annotations
@@ -35,6 +36,6 @@ def published(situation: Situation) -> Verdict:
     if ratio < retiler.t_line:
         from_t1 = situation.speeds("t1_s", window=situation.recent)
         why = f"t1 min/max {ratio:.2f} < {retiler.t_line:.2f}"
-        return Verdict(kind=DecisionKind.COLUMNS, why=why, layout=situation.columns(from_t1), speeds=from_t1, ratio=ratio)
+        return Verdict(kind=DecisionKind.REPLICAS, why=why, layout=situation.replicas(from_t1), speeds=from_t1, ratio=ratio)
     why = f"t1 min/max {ratio:.2f} >= {retiler.t_line:.2f}"
     return Verdict(kind=DecisionKind.KEEP, why=why, layout=situation.layout, speeds=from_t2, ratio=ratio)

@@ -27,7 +27,7 @@ class Retiler:
         every: R of DRPM; the balance is checked after every so many iterations.
         window: L; abilities are estimated from a processor's last so many iterations.
         t_whole: below this ratio of shortest to longest time the whole is re-mapped.
-        t_line: below this one, and not below `t_whole`, the columns are.
+        t_line: below this one, and not below `t_whole`, the replicas are.
         planner: what lays out the whole again; a name in `tatami.tiling.PLANNERS`, or a planner of your own. The paper's is
             "srpm"; the default is the one of least predicted time.
         known_speeds: whether the run starts with speeds. Where it does not, DRPM's first check re-maps the whole. None: as the

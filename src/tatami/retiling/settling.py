@@ -1,13 +1,13 @@
 """DRPM so that it settles: the published rule (Ozawa, Sugaya and Aso, section 5) with four changes.
 
 1. *Pure compute time* takes the place of t1 and t2, in the ratio and in the abilities. t1 contains the wait for the slowest of
-   the column, which hides an imbalance inside it.
+   the replica, which hides an imbalance inside it.
 2. *Beyond the noise.* The ratio plus `certainty` times its standard error must be below the threshold too. The error comes from
    the scatter of the same L points. Where they do not suffice, those of up to the last `MEMORY` windows since the last
    re-mapping are taken together. A rank that changed its speed in the middle of a window scatters widely, so the rule waits
    for a clean one.
-3. *Only what helps.* Columns are re-mapped only where that is expected to lift the ratio to `t_line`, and the whole otherwise:
-   an imbalance between columns cannot be removed inside them. Neither is done unless it is expected to shorten the longest
+3. *Only what helps.* Replicas are re-mapped only where that is expected to lift the ratio to `t_line`, and the whole otherwise:
+   an imbalance between replicas cannot be removed inside them. Neither is done unless it is expected to shorten the longest
    compute time by `min_gain`; that also ends a search which whole units and samples cannot take further. So one slow rank
    of many is always relieved, while one that became faster is not given more where all together would hardly notice.
 4. *Patience.* Two re-mappings in a row settle a run. If they did not, the forecast was wrong (times that do not grow with the
@@ -74,7 +74,7 @@ def settling(situation: Situation) -> Verdict:
     elif seen.ratio < retiler.t_whole:
         below = f"compute min/max {seen.ratio:.2f} < {retiler.t_whole:.2f}"
     elif kind is DecisionKind.WHOLE:
-        below = f"{below}, which cuts inside the columns cannot remove"
+        below = f"{below}, which cuts inside the replicas cannot remove"
     return Verdict(kind=kind, why=below, layout=layout, speeds=speeds, ratio=seen.ratio)
 
 
@@ -85,15 +85,15 @@ def _sure(seen: Balance, line: float, certainty: float) -> bool:
 def _choose(
     situation: Situation, speeds: Mapping[str, float], *, whole_only: bool, bar: float
 ) -> tuple[DecisionKind, Layout, float]:
-    """The columns where they suffice, otherwise what is expected to be faster; with its gain."""
+    """The replicas where they suffice, otherwise what is expected to be faster; with its gain."""
     now = situation.forecast(situation.layout, speeds).slowest
-    columns = situation.columns(speeds)
-    lines = situation.forecast(columns, speeds)
+    replicas = situation.replicas(speeds)
+    lines = situation.forecast(replicas, speeds)
     lines_gain = 1 - lines.slowest / now
     if not whole_only and lines.ratio >= situation.retiler.t_line and lines_gain >= bar:
-        return DecisionKind.COLUMNS, columns, lines_gain
+        return DecisionKind.REPLICAS, replicas, lines_gain
     whole = situation.whole(speeds)
     whole_gain = 1 - situation.forecast(whole, speeds).slowest / now
     if whole_gain >= lines_gain:
         return DecisionKind.WHOLE, whole, whole_gain
-    return DecisionKind.COLUMNS, columns, lines_gain
+    return DecisionKind.REPLICAS, replicas, lines_gain

@@ -9,7 +9,7 @@ from typing import Literal
 from tatami.cluster import Cluster, SpeedTable, at_sizes
 from tatami.errors import MemoryLackError
 from tatami.retiling.ability import Balance, Point, balance, estimate
-from tatami.retiling.columns import Forecast, forecast, recut, works_of
+from tatami.retiling.replicas import Forecast, forecast, recut, works_of
 from tatami.retiling.retiler import Retiler
 from tatami.retiling.timing import Timing
 from tatami.tiling import AbstractCost, AbstractPlanner, AlphaBetaCost, Layout, at_tiles, find_planner, with_speeds
@@ -112,7 +112,7 @@ class Situation:
         usual = sorted(ratios.values())[len(ratios) // 2]
         return {name: ratio / usual for name, ratio in ratios.items()}
 
-    def columns(self, speeds: Mapping[str, float]) -> Layout:
+    def replicas(self, speeds: Mapping[str, float]) -> Layout:
         """The layout in force with its cuts moved to `speeds`, as far as there is memory."""
         layout = recut(self.layout, speeds=speeds, units=self.workload.units)
         if lacking_bytes(layout, cluster=self.cluster, workload=self.workload):

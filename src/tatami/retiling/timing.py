@@ -18,7 +18,8 @@ class Timing:
     Attributes:
         processor: its name in the cluster.
         iteration: counted like the iterations that the controller is asked about.
-        t1_s: compute 1 (forward) + comm 1 (vertical) + compute 2 (backward). Contains the wait for the slowest of the column.
+        t1_s: compute 1 (forward) + comm 1 (tensor-parallel sums) + compute 2 (backward). Contains the wait for the slowest of
+            the replica.
         t2_s: compute 2 (backward).
         compute_s: all local compute of the iteration, every wait excluded.
         work: what was computed, in a unit that all processors share: `Workload.tile_work`, samples x units for one block.

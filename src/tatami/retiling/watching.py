@@ -28,7 +28,6 @@ from typing import Protocol, TypeVar, final
 import numpy as np
 
 from tatami.retiling.alarms import Alarm, Glance, tell_alarm
-from tatami.retiling.columns import works_of
 from tatami.retiling.deciding import AbstractDecider
 from tatami.retiling.decision import Decision, DecisionKind, tell_speeds
 from tatami.retiling.estimates import Estimates
@@ -37,6 +36,7 @@ from tatami.retiling.link_watch import LinkWatch, WatchedMessage
 from tatami.retiling.moves import moves
 from tatami.retiling.noticing import Vector
 from tatami.retiling.rental import Rental, expected_rest
+from tatami.retiling.replicas import works_of
 from tatami.retiling.situation import Situation
 from tatami.retiling.timing import Timing
 from tatami.tiling import Layout
@@ -121,7 +121,7 @@ class Watcher(AbstractDecider):
 
     @property
     def links(self) -> LinkWatch:
-        """Between columns, which are watched as well."""
+        """Between replicas, which are watched as well."""
         return self._known.links
 
     @property

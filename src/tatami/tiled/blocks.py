@@ -32,7 +32,7 @@ _COPIES = 5
 _SHARDED_COPIES = 3
 """Of these, what a rank keeps of its shard alone: all but the weight and its gradient."""
 _STATISTICS_BYTES = 128
-"""Of one channel: means and variances of up to eight columns, and what is made of them."""
+"""Of one channel: means and variances of up to eight replicas, and what is made of them."""
 FOLLOWING = threading.Lock()
 """torch.fx and torch.export patch torch for the whole process while they follow a module: one at a time."""
 
@@ -334,7 +334,7 @@ def workload_of(
         found: its blocks.
         samples: the global batch.
         wire: to what sums are rounded on their way; None: they travel as they are.
-        local_statistics: whether batch normalization takes the statistics of each column's samples, and sums nothing.
+        local_statistics: whether batch normalization takes the statistics of each replica's samples, and sums nothing.
         sharded_optimizer: whether each rank keeps the optimizer's state, and the copy, of its shard of the weights alone.
     """
     tiled = {name for block in found.blocks for name in block.cuts}
@@ -386,7 +386,7 @@ def _batch_statistics(model: nn.Module, captured: Captured | None) -> tuple[int,
 
 
 def _statistics_bytes(model: nn.Module) -> int:
-    """What batch normalization keeps of each channel of some columns, whatever the samples are."""
+    """What batch normalization keeps of each channel of some replicas, whatever the samples are."""
     layers = (layer for layer in model.modules() if isinstance(layer, BATCH_NORMS))
     return sum(_STATISTICS_BYTES * layer.num_features for layer in layers)
 
@@ -410,7 +410,7 @@ def _facts(found: Blocks, trained: Mapping[str, nn.Parameter], frozen: Mapping[s
 
 
 def _replicated_flop(found: Blocks, replicated: Sequence[nn.Parameter]) -> int:
-    """Of what every rank of a column repeats, for each of its samples."""
+    """Of what every rank of a replica repeats, for each of its samples."""
     captured = found.captured
     if captured is None:
         # 2 flop per weight forward, 4 backward: exact for linear layers, too few where weights are used more than once.

@@ -1,4 +1,4 @@
-"""What a part of the network asks when a rank runs it: which column, which samples, which units are here."""
+"""What a part of the network asks when a rank runs it: which replica, which samples, which units are here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tatami.comm.short_sum import ShortSum
 from tatami.errors import ModelError
 from tatami.tiled.phases import IterationPhase
 from tatami.tiled.rows import UnitRuns, cut_units
-from tatami.tiled.vertical import ColumnComm, copy_to_column, sum_over_column
+from tatami.tiled.tensor_parallel import ReplicaComm, copy_to_replica, sum_over_replica
 from tatami.tiling import Span
 
 
@@ -43,23 +43,23 @@ class RankContext:
     over 40 samples, of which this rank has 8 to 19, a layer finds `samples == 40` and `mine == Span(8, 20)` here.
 
     Attributes:
-        column: the ranks that share this rank's samples.
+        replica: the ranks that share this rank's samples.
         comm: all ranks of the model; None where the rank is alone.
         generator: of random layers, in the same state on every rank.
         samples: of the global batch.
         mine: those of this rank.
-        widths: samples of the global batch, column by column.
-        index: the number of this rank's column; None where it has no tile.
-        speaks: whether this rank is the one that counts what all ranks of its column have.
+        widths: samples of the global batch, replica by replica.
+        index: the number of this rank's replica; None where it has no tile.
+        speaks: whether this rank is the one that counts what all ranks of its replica have.
         stands_in: whether the forward pass is over a sample that stands in, because none is this rank's (see `standing_in`).
         sums: of short vectors over all ranks; None where the rank is alone.
-        columns: how many there are.
+        replicas: how many there are.
         sums_statistics: whether statistics of the batch are summed over the ranks: not where all of them see the whole batch.
-        local_statistics: whether every column takes the statistics of its own samples instead.
+        local_statistics: whether every replica takes the statistics of its own samples instead.
         weight: of this rank's gradients in the sum over the replicas, for the forward pass that runs (see `gradient_sums`).
     """
 
-    column: ColumnComm
+    replica: ReplicaComm
     comm: AbstractCommunicator | None
     generator: torch.Generator
     samples: int = 0
@@ -70,18 +70,18 @@ class RankContext:
     stands_in: bool = False
     weight: float = 1.0
     sums: ShortSum | None = None
-    columns: int = 1
+    replicas: int = 1
     sums_statistics: bool = False
     local_statistics: bool = False
     _resumes: IterationPhase = IterationPhase.OUTSIDE
 
     def waits(self, begins: bool) -> None:
         """Told before and after this rank waits for all others in the midst of a pass: that is no time of its own."""
-        phases = self.column.phases
+        phases = self.replica.phases
         if begins:
             self._resumes = phases.current
         if self._resumes is not IterationPhase.OUTSIDE:
-            phases.enter(IterationPhase.VERTICAL if begins else self._resumes)
+            phases.enter(IterationPhase.TENSOR_PARALLEL if begins else self._resumes)
 
     @property
     def is_whole(self) -> bool:
@@ -112,8 +112,8 @@ class ModuleContext:
 
 
 def enter(context: ModuleContext, x: torch.Tensor) -> torch.Tensor:
-    """`x`, whole on all ranks of the column, for a block that is split among them: its gradient is summed over the column."""
-    return copy_to_column(x, context.rank.column)
+    """`x`, whole on all ranks of the replica, for a block that is split among them: its gradient is summed over the replica."""
+    return copy_to_replica(x, context.rank.replica)
 
 
 def units_here(context: ModuleContext, whole: torch.Tensor, units: UnitRuns, block: int) -> torch.Tensor:
@@ -122,12 +122,12 @@ def units_here(context: ModuleContext, whole: torch.Tensor, units: UnitRuns, blo
 
 
 def leave(context: ModuleContext, partial: torch.Tensor) -> torch.Tensor:
-    """The sum over the column of what the units here give; summed where it lies."""
-    return sum_over_column(partial, context.rank.column)
+    """The sum over the replica of what the units here give; summed where it lies."""
+    return sum_over_replica(partial, context.rank.replica)
 
 
 def add_bias(whole: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """A bias, added once to the sum over the column; under autocast their dtypes differ."""
+    """A bias, added once to the sum over the replica; under autocast their dtypes differ."""
     return whole + bias.to(whole.dtype)
 
 
@@ -142,7 +142,7 @@ def view(operation: Any, axes: tuple[int, ...], x: torch.Tensor, sizes: list[int
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """As torch's; on a rank without heads torch leaves the mask out of the graph.
 
-    A mask may have a gradient (T5's position bias), and that is summed over the column: all ranks must come to that sum.
+    A mask may have a gradient (T5's position bias), and that is summed over the replica: all ranks must come to that sum.
     """
     result = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
     mask: torch.Tensor | None = args[0] if args else kwargs.get("attn_mask")

@@ -77,7 +77,7 @@ class SplitPart:
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatedPart:
-    """Layers of one class that every rank of a column computes, since their weights are in no block, for one reason.
+    """Layers of one class that every rank of a replica computes, since their weights are in no block, for one reason.
 
     Attributes:
         layer: the class, or what the weights are where they are only a part of a layer.
@@ -124,7 +124,8 @@ class Description:
         unfollowed: what could not be looked into.
         parameters: elements of all trained weights.
         frozen: elements of all frozen weights.
-        repeated_fraction: of the network's flop, the share that every rank of a column computes for all samples of the column.
+        repeated_fraction: of the network's flop, the share that every rank of a replica computes for all samples of the
+            replica.
         sampled: whether a sample batch was given, without which only pairs of linear layers are found.
         stages: of a network that is divided into pipeline stages; None: it is not.
     """
@@ -145,10 +146,10 @@ class Description:
         if self.split:
             told = [
                 f"split over units: {', '.join(part.words for part in self.split)}",
-                f"repeated on every rank of a column: {percent(self.repeated_fraction)} of the flop",
+                f"repeated on every rank of a replica: {percent(self.repeated_fraction)} of the flop",
             ]
         else:
-            told = ["nothing splits over units, so columns have one rank each (data parallelism)"]
+            told = ["nothing splits over units, so replicas have one rank each (data parallelism)"]
         unfollowed = sum(len(part.names) for part in self.unfollowed)
         if unfollowed:
             told.append(f"not followed: {unfollowed} module{'s' * (unfollowed > 1)} (describe() says why)")
@@ -171,7 +172,7 @@ class Description:
         if self.split:
             yield from _wrapped(
                 f"{self.network}: {percent(1 - self.repeated_fraction)} of the flop is split over units, "
-                f"{percent(self.repeated_fraction)} is repeated on every rank of a column.",
+                f"{percent(self.repeated_fraction)} is repeated on every rank of a replica.",
                 width,
             )
             yield "split"
@@ -181,7 +182,7 @@ class Description:
                 yield from _wrapped(ranges(part.names), width, lead=lead)
         else:
             yield from _wrapped(
-                f"{self.network}: nothing in it splits over units, so columns have one rank each: data parallelism, weighted "
+                f"{self.network}: nothing in it splits over units, so replicas have one rank each: data parallelism, weighted "
                 "by speed.",
                 width,
             )

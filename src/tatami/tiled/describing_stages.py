@@ -34,7 +34,7 @@ class StagesDescription:
     @property
     def shares_units(self) -> bool:
         """Whether several ranks of a replica share the units of a stage."""
-        return any(len(column.processors) > 1 for stage in self.plan.layout.stages for column in stage.columns)
+        return any(len(replica.processors) > 1 for stage in self.plan.layout.stages for replica in stage.replicas)
 
     def to_dict(self) -> dict[str, Any]:
         """For the records; stages and replicas are counted from 1 there."""

@@ -41,7 +41,7 @@ def evaluate(
         for portion in batches.epoch(0, model, agree=True):
             batch, here = portion.here, samples_of(portion.here)
             samples += portion.size
-            counts = model.speaks_for_column and here > 0
+            counts = model.speaks_for_replica and here > 0
             output: Any = None
             loss: torch.Tensor | None = None
             counting = CountedMeans() if model.reduction == "mean" else None
@@ -78,9 +78,9 @@ def predict(model: TiledModel, batches: AbstractBatches, objective: Objective, *
             args, kwargs = objective.predicting(portion.here)
             leaves, structure = pytree.tree_flatten(model(*args, **kwargs))
             mine = [leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            told = model.comm.allgather_object((model.tile.column, mine) if model.tile and model.speaks_for_column else None)
-            columns = dict(each for each in told if each is not None)
-            outputs.append([_joined([columns[index][place] for index in sorted(columns)]) for place in range(len(leaves))])
+            told = model.comm.allgather_object((model.tile.replica, mine) if model.tile and model.speaks_for_replica else None)
+            replicas = dict(each for each in told if each is not None)
+            outputs.append([_joined([replicas[index][place] for index in sorted(replicas)]) for place in range(len(leaves))])
     whole = [_joined([parts[place] for parts in outputs]) for place in range(len(outputs[0]))]
     return pytree.tree_unflatten(whole, structure)
 
@@ -104,7 +104,7 @@ def _looking(model: TiledModel, precision: Precision | None) -> Iterator[None]:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Outputs of several columns or batches, joined; anything other than a tensor of samples is that of the first."""
+    """Outputs of several replicas or batches, joined; anything other than a tensor of samples is that of the first."""
     return torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0]
 
 

@@ -83,7 +83,7 @@ def refuse_inexact(
         if draws and random == "plain":
             raise ModelError(
                 f"{what} draws random numbers in training, which a tiled run could not draw as one machine does. "
-                "Use torch.nn.Dropout, set its probability to 0, or give tatami.tile random='local', with which every column "
+                "Use torch.nn.Dropout, set its probability to 0, or give tatami.tile random='local', with which every replica "
                 "draws its own"
             )
     _refuse_written(written, traced(model).written if captured is None else captured.leaves_behind.of_samples)
@@ -122,7 +122,7 @@ def _refuse_random_functions(model: nn.Module) -> None:
             target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
             raise ModelError(
                 f"the forward pass calls {target} (node {node.name}), whose random numbers a tiled run could not draw as one "
-                "machine does. Use a torch.nn.Dropout layer, or give tatami.tile random='local', with which every column "
+                "machine does. Use a torch.nn.Dropout layer, or give tatami.tile random='local', with which every replica "
                 "draws its own"
             )
 
@@ -159,7 +159,7 @@ class RefusingDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             line = line_of_caller()
             raise ModelError(
                 f"the forward pass draws random numbers{line and f' at {line}'} ({func}), which a tiled run could not draw as "
-                "one machine does. Use a torch.nn.Dropout layer, or give tatami.tile random='local', with which every column "
+                "one machine does. Use a torch.nn.Dropout layer, or give tatami.tile random='local', with which every replica "
                 "draws its own"
             )
         return func(*args, **kwargs)

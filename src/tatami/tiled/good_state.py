@@ -126,7 +126,7 @@ def _apart(model: TiledModel) -> int:
     if model.comm.changes or model.stage is not None:
         return 1
     work = model.workload
-    size_bytes = (work.horizontal_elements + work.replicated_parameters) * work.element_bytes + work.replicated_frozen_bytes
+    size_bytes = (work.gradient_elements + work.replicated_parameters) * work.element_bytes + work.replicated_frozen_bytes
     size_bytes += sum(block.units * block.unit_frozen_bytes for block in work.blocks)
-    flop = work.flop(width=1 / len(model.layout.columns), height=1.0)
+    flop = work.flop(width=1 / len(model.layout.replicas), height=1.0)
     return max(1, min(MOST_APART, math.ceil(_COPY_FLOP * size_bytes / max(_COPY_FRACTION * flop, 1.0))))

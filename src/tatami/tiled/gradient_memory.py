@@ -1,4 +1,4 @@
-"""The memory in which gradients are summed across columns, so that a message is one piece of it, or few."""
+"""The memory in which gradients are summed across replicas, so that a message is one piece of it, or few."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tatami.tiled.context import StandsIn
 from tatami.tiled.following.settings import has_hooks
 from tatami.tiled.following.unchanged import kept
 from tatami.tiled.rows import ONE_EACH, UnitRuns
-from tatami.tiled.vertical import ColumnComm, copy_to_column, sum_over_column
+from tatami.tiled.tensor_parallel import ReplicaComm, copy_to_replica, sum_over_replica
 from tatami.workload import Block, linear_pair
 
 _ELEMENTWISE_MODULES = (
@@ -244,38 +244,38 @@ class TiledFirst(StandsIn):
     The weight is (units_here, inputs) of (units, inputs), the bias (units_here,) of (units,), or None.
     """
 
-    def __init__(self, linear: nn.Linear, *, column: ColumnComm) -> None:
-        self._linear, self._column = linear, column
+    def __init__(self, linear: nn.Linear, *, replica: ReplicaComm) -> None:
+        self._linear, self._replica = linear, replica
 
     @property
     def is_plain(self) -> bool:
         """Whether all units are here, so that it computes what the layer itself would."""
-        return self._column.comm is None
+        return self._replica.comm is None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """(samples_here, ..., inputs) to (samples_here, ..., units_here)."""
-        return F.linear(copy_to_column(input, self._column), self._linear.weight, self._linear.bias)
+        return F.linear(copy_to_replica(input, self._replica), self._linear.weight, self._linear.bias)
 
 
 class TiledSecond(StandsIn):
-    """Stands in place of the `forward` of the second Linear of a pair, whose weight was cut: uneven columns of it.
+    """Stands in place of the `forward` of the second Linear of a pair, whose weight was cut: uneven replicas of it.
 
-    Its output is summed over the column of ranks. The weight is (outputs, units_here) of (outputs, units), the bias (outputs,),
-    the same on every rank, or None.
+    Its output is summed over the replica of ranks. The weight is (outputs, units_here) of (outputs, units), the bias
+    (outputs,), the same on every rank, or None.
     """
 
-    def __init__(self, linear: nn.Linear, *, column: ColumnComm) -> None:
-        self._linear, self._column = linear, column
+    def __init__(self, linear: nn.Linear, *, replica: ReplicaComm) -> None:
+        self._linear, self._replica = linear, replica
 
     @property
     def is_plain(self) -> bool:
         """Whether all units are here, so that it computes what the layer itself would."""
-        return self._column.comm is None
+        return self._replica.comm is None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """(samples_here, ..., units_here) to (samples_here, ..., outputs), the whole sum on every rank of the column."""
+        """(samples_here, ..., units_here) to (samples_here, ..., outputs), the whole sum on every rank of the replica."""
         bias: torch.Tensor | None = self._linear.bias
-        if self._column.comm is None:
+        if self._replica.comm is None:
             return F.linear(input, self._linear.weight, bias)
-        output = sum_over_column(F.linear(input, self._linear.weight), self._column)
+        output = sum_over_replica(F.linear(input, self._linear.weight), self._replica)
         return output if bias is None else output + bias.to(output.dtype)  # under autocast they differ

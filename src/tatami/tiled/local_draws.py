@@ -1,7 +1,7 @@
-"""Random numbers that every column draws for itself, where they cannot be those of the plain model: `random="local"`.
+"""Random numbers that every replica draws for itself, where they cannot be those of the plain model: `random="local"`.
 
-The ranks of a column see the same samples, so they must draw alike; columns see different ones, and draw differently. Each
-training pass has a state of its own, from the seed of the model, the number of the pass and that of the column. Functions that
+The ranks of a replica see the same samples, so they must draw alike; replicas see different ones, and draw differently. Each
+training pass has a state of its own, from the seed of the model, the number of the pass and that of the replica. Functions that
 draw are run with it; everything else, and torch's global state, is left alone.
 """
 
@@ -47,23 +47,23 @@ class LocalDraws:
         """Training passes until now, the same on all ranks: with the seed, all that the next draws depend on."""
 
     def state_dict(self) -> dict[str, int]:
-        """All that the next draws depend on beside the column."""
+        """All that the next draws depend on beside the replica."""
         return {"seed": self._seed, "num_passes": self.num_passes}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._seed, self.num_passes = state["seed"], state["num_passes"]
 
-    def next_pass(self, *, column: int, part: int = 0) -> TorchFunctionMode:
-        """A context for the next training pass of a rank in this column; for a later micro-batch, for the same pass."""
+    def next_pass(self, *, replica: int, part: int = 0) -> TorchFunctionMode:
+        """A context for the next training pass of a rank in this replica; for a later micro-batch, for the same pass."""
         if part:
-            return self._drawing(self.num_passes - 1, column, 1 + part)
-        context = self._drawing(self.num_passes, column)
+            return self._drawing(self.num_passes - 1, replica, 1 + part)
+        context = self._drawing(self.num_passes, replica)
         self.num_passes += 1
         return context
 
-    def evaluation(self, *, column: int) -> TorchFunctionMode:
+    def evaluation(self, *, replica: int) -> TorchFunctionMode:
         """A context for a pass without training; until the next one with it, all draw the same."""
-        return self._drawing(self.num_passes, column, 1)
+        return self._drawing(self.num_passes, replica, 1)
 
     def _drawing(self, *place: int) -> TorchFunctionMode:
         mixed = np.random.SeedSequence([self._seed, *place]).generate_state(1, np.uint64)

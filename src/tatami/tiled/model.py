@@ -65,10 +65,10 @@ from tatami.tiled.sharded_steps import watch_sharded_steps
 from tatami.tiled.sharded_sums import ShardedSums
 from tatami.tiled.standing_in import with_stand_in, without_stand_in
 from tatami.tiled.stopwatch import LinkTimes
+from tatami.tiled.tensor_parallel import ReplicaComm
 from tatami.tiled.tied_sums import TiedSums
 from tatami.tiled.torch_norms import watch_norms
 from tatami.tiled.vector_sum import VectorSum
-from tatami.tiled.vertical import ColumnComm
 from tatami.tiled.whole_batch import UnitFactor
 from tatami.tiled.whole_layers import WholeBatchNorm, WholeDropout
 from tatami.tiling import Layout, Span, StagedLayout, Tile, Tiling, Traffic, spans, traffic_of
@@ -99,7 +99,7 @@ class Seat:
 _ANY_STATE = nullcontext()
 _PHASES = {
     PassMoment.BACKWARD: IterationPhase.BACKWARD,
-    PassMoment.SUMS: IterationPhase.HORIZONTAL,
+    PassMoment.SUMS: IterationPhase.GRADIENTS,
     PassMoment.END: IterationPhase.UPDATE,
 }
 _WHOLE_LOOKS, _LOOKED_AT = 4, 16
@@ -148,7 +148,7 @@ class TiledModel(nn.Module):
         layout: who lies where, in fractions.
         tilings: the layout, cut for each block; one in all where the network has none.
         phases: where the time goes.
-        link_times: when messages between columns left and came.
+        link_times: when messages between replicas left and came.
         reduction: what the loss does with the samples: "mean" or "sum"; None: not known, and then there is no backward pass.
         draws: what random layers draw that cannot draw as the plain model does; None where there are none.
         outside: what the loss reads of the weights outside of the forward pass.
@@ -262,11 +262,11 @@ class TiledModel(nn.Module):
         comm, stage = self.comm, seat.stage
         self.stage, self.found, self.workload, self._description = stage, seat.found, seat.workload, seat.description
         self.stage_comm = comm if stage is None else stage.comm
-        self._column = ColumnComm(self.phases, wire=self._wire)
+        self._replica = ReplicaComm(self.phases, wire=self._wire)
         self._is_alone = self.stage_comm.size == 1 and not comm.changes
         self._is_unseen = self.found.captured is None and not self._is_alone  # what its forward pass draws
         self._rank: RankContext = RankContext(
-            column=self._column,
+            replica=self._replica,
             comm=None if self._is_alone else self.stage_comm,
             generator=self.generator,
             sums=None
@@ -279,7 +279,7 @@ class TiledModel(nn.Module):
             local_statistics=self._has_local_statistics,
         )
         self._shares: dict[int, tuple[Span, tuple[int, ...]]] = {}
-        self._batch = BatchFacts(columns=self._columns if stage is None else lambda: stage.replicas)
+        self._batch = BatchFacts(replicas=self._replicas if stage is None else lambda: stage.replicas)
         self._num_looks = 0  # the ranks of a stage look at the same elements
         self._watches = self._make_watches()
         self._adopt(seat.placement)
@@ -295,7 +295,7 @@ class TiledModel(nn.Module):
         self.outside = OutsideReads(
             {parameter: name for name, parameter in module.named_parameters()},
             cut={name for block in self.found.blocks for name in block.cuts},
-            replicas=self._columns,
+            replicas=self._replicas,
             warns=comm.rank == 0 and not self._is_alone,
             comm=comm,
         )
@@ -315,7 +315,7 @@ class TiledModel(nn.Module):
         self._own_forwards = {each: vars(each).get("forward") for each in module.modules()}
         self.norms = WholeNorms(
             self.stage_comm,
-            holders=lambda: self._columns()[0] if self.sharding is None else range(comm.size),
+            holders=lambda: self._replicas()[0] if self.sharding is None else range(comm.size),
             phases=self.phases,
         )
 
@@ -331,7 +331,7 @@ class TiledModel(nn.Module):
                 wire=self._wire,
                 phases=self.phases,
                 layout=lambda: self._placement,
-                replicas=self._columns,
+                replicas=self._replicas,
                 replica=lambda: self._rank.index,
             )
         elif not self._is_alone:
@@ -340,11 +340,11 @@ class TiledModel(nn.Module):
                 wire=self._wire,
                 link_times=self.link_times,
                 placement=lambda: self._placement,
-                replicas=self._columns,
+                replicas=self._replicas,
                 replica=lambda: self._rank.index,
             )
             if self.stage is None and may_overlap(self.comm):
-                sums = self._overlapped = OverlappedSums(owners, self.comm, link_times=self.link_times, replicas=self._columns)
+                sums = self._overlapped = OverlappedSums(owners, self.comm, link_times=self.link_times, replicas=self._replicas)
         if self.stage is not None and self.stage.tied:
             sums = TiedSums(sums, stage=self.stage, names={each: name for name, each in module.named_parameters()})
         return sums
@@ -368,10 +368,10 @@ class TiledModel(nn.Module):
 
         Raises:
             InputError: tensors of different numbers of samples, or what cannot be cut into samples; targets of -100 under a
-                mean where there are several columns.
+                mean where there are several replicas.
         """
         whole = batch[0] if len(batch) == 1 else batch
-        if self._reduction == "mean" and len(self.layout.columns) > 1:
+        if self._reduction == "mean" and len(self.layout.replicas) > 1:
             check_targets_count(tensors_of(whole))
         return self.take(whole)
 
@@ -380,7 +380,7 @@ class TiledModel(nn.Module):
 
         Args:
             batch: a tensor (samples, ...), or a tuple, list or dict of them.
-            everywhere: when the ranks compare their batches, compare those of all ranks, not only those of one column: what
+            everywhere: when the ranks compare their batches, compare those of all ranks, not only those of one replica: what
                 every rank has loaded whole must be the same.
         """
         samples = samples_of(batch)
@@ -400,7 +400,7 @@ class TiledModel(nn.Module):
 
         Only the activations of one micro-batch are in memory. Gradients are those of the global batch, and are summed over the
         ranks when the loop ends; so let it end, and call `backward` inside of it. A layout says how many there are
-        (`Column.micro_batches`); where every replica has one, this is `local`.
+        (`Replica.micro_batches`); where every replica has one, this is `local`.
 
         Args:
             batch: as of `local`.
@@ -417,8 +417,8 @@ class TiledModel(nn.Module):
         """As `micro_batches`, of what `local` or `take` returned."""
         rank = self._rank
         samples, mine, widths = rank.samples, rank.mine, rank.widths
-        column = None if rank.index is None else self.layout.columns[rank.index]
-        sizes = (mine.size,) if column is None else column.micro_batch_sizes(mine.size)
+        replica = None if rank.index is None else self.layout.replicas[rank.index]
+        sizes = (mine.size,) if replica is None else replica.micro_batch_sizes(mine.size)
         self._part_sizes = sizes
         if not self.has_parts:
             yield here
@@ -476,7 +476,7 @@ class TiledModel(nn.Module):
                 self._average_statistics()
             return output
         except CommTimeoutError as error:
-            replicas = self._columns() if self.stage is None else self.stage.replicas
+            replicas = self._replicas() if self.stage is None else self.stage.replicas
             together = next((ranks for ranks in replicas if self.comm.rank in ranks), [])
             error.add_note(
                 f"in the forward pass of a tiled model, of which {format_ranks(together)} hold one replica together: all of "
@@ -497,7 +497,7 @@ class TiledModel(nn.Module):
                 self._settings.refuse()
             self._check_batch(given)
             captured = self.found.captured
-            self._column.is_silent = given == 0
+            self._replica.is_silent = given == 0
             runs_without = captured is not None and captured.runs_without_samples
             # Operations of other stages are done on shapes, which some cannot be without a sample.
             self._rank.stands_in = given == 0 and not (runs_without and self.stage is None)
@@ -510,7 +510,7 @@ class TiledModel(nn.Module):
             trim()
         for watch in self._watches if not self._part else ():
             if watch.is_due:
-                with self.phases.during(IterationPhase.HORIZONTAL):
+                with self.phases.during(IterationPhase.GRADIENTS):
                     watch.compare()
             watch.end_pass()
         self.thread = threading.get_ident()
@@ -558,7 +558,7 @@ class TiledModel(nn.Module):
     @property
     def has_parts(self) -> bool:
         """Whether any replica computes its samples in several micro-batches."""
-        return any(column.micro_batches > 1 for column in self.layout.columns)
+        return any(replica.micro_batches > 1 for replica in self.layout.replicas)
 
     @property
     def reduction(self) -> LossReduction | None:
@@ -642,7 +642,7 @@ class TiledModel(nn.Module):
         self.outside.refuse("global_loss")
         total = torch.tensor([self.own_share(loss)], dtype=torch.float64, device="cpu")
         if self.comm.size > 1:
-            with self.phases.during(IterationPhase.HORIZONTAL):
+            with self.phases.during(IterationPhase.GRADIENTS):
                 self.comm.allreduce(total)
         return total.item()
 
@@ -671,7 +671,7 @@ class TiledModel(nn.Module):
             else torch.zeros(mean.shape, dtype=torch.float64, device="cpu")
         )
         if self.comm.size > 1:
-            with self.phases.during(IterationPhase.HORIZONTAL):
+            with self.phases.during(IterationPhase.GRADIENTS):
                 self.comm.allreduce(total)
         whole: torch.Tensor = OverBatch.apply(mean, total.to(mean))  # type: ignore[no-untyped-call]
         return whole
@@ -691,7 +691,7 @@ class TiledModel(nn.Module):
         Raises:
             InputError: on all ranks: it is not, or the network couples samples of this batch.
         """
-        if self._reduction is None or (len(self.layout.columns) == 1 and not self.has_parts):
+        if self._reduction is None or (len(self.layout.replicas) == 1 and not self.has_parts):
             return
         refuse_stages(self.stage is not None, "model.check_loss")
         if any(isinstance(each, BATCH_NORMS) and each.running_mean is None for each in self.module.modules()):
@@ -729,7 +729,7 @@ class TiledModel(nn.Module):
         samples, here = self._rank.samples, self._rank.mine.size
         if not isinstance(loss, torch.Tensor) and len(loss) != len(self._part_sizes):
             raise InputError(f"there are {len(loss)} losses, but the last batch had {len(self._part_sizes)} micro-batches here")
-        if not here or not self.speaks_for_column:
+        if not here or not self.speaks_for_replica:
             return 0.0
         if isinstance(loss, torch.Tensor):
             return loss.item() * (here / samples if self._reduction == "mean" else 1.0)
@@ -807,7 +807,7 @@ class TiledModel(nn.Module):
         return [(span.start, span.stop, total) for span, total in every]
 
     def describe(self) -> Description:
-        """What is tiled by what, what is repeated on every rank of a column, and what could not be followed: print it.
+        """What is tiled by what, what is repeated on every rank of a replica, and what could not be followed: print it.
 
         With pipeline stages also who computes which pieces, what crosses between stages, and how much memory is planned.
         """
@@ -823,8 +823,8 @@ class TiledModel(nn.Module):
 
     def _leave(self) -> None:
         """Close what the present seat holds open, but for the communicator of all ranks. Collective."""
-        if self._column.comm is not None:
-            self._column.comm.close()
+        if self._replica.comm is not None:
+            self._replica.comm.close()
         if self._rank.sums is not None:
             self._rank.sums.close()
         if self._overlapped is not None:
@@ -875,7 +875,7 @@ class TiledModel(nn.Module):
         hosts = dict(zip(names, self.stage_comm.hosts, strict=True))
         rates = transfer_rates(self.cluster)
         planned = self.layout.cut_blocks(self.workload) or self.tilings
-        numbers = [column.micro_batches for column in self.layout.columns]
+        numbers = [replica.micro_batches for replica in self.layout.replicas]
         found = traffic_of(planned, workload=self.workload, names=names, hosts=hosts, rates=rates, micro_batches=numbers)
         if len(self.tilings) == len(planned):
             return found
@@ -883,7 +883,7 @@ class TiledModel(nn.Module):
         gradients = gradient_sums(
             self.tilings,
             unit_elements=[sum(rows.per_unit for rows in block if rows.tensor.requires_grad) for block in self.block_rows()],
-            riders=riding_elements(self.workload, columns=len(self.tiling.columns)),
+            riders=riding_elements(self.workload, replicas=len(self.tiling.replicas)),
             element_bytes=self.workload.element_bytes,
             wire=self.workload.wire,
             names=names,
@@ -898,7 +898,7 @@ class TiledModel(nn.Module):
         return self.tiling.by_processor.get(self.name)
 
     @property
-    def speaks_for_column(self) -> bool:
+    def speaks_for_replica(self) -> bool:
         """Whether this rank is the first that has the results of its replica: sums over samples count each replica once."""
         return self._rank.speaks and self.has_results
 
@@ -952,15 +952,15 @@ class TiledModel(nn.Module):
         self._announce(0, Span(0, 0), ())
         self._rank.stands_in = False
         tile = self.tile
-        self._rank.index = tile.column if tile is not None else None
-        self._rank.speaks = tile is not None and self.tiling.columns[tile.column][0].processor == self.name
-        self._rank.columns = len(self.tiling.columns)
+        self._rank.index = tile.replica if tile is not None else None
+        self._rank.speaks = tile is not None and self.tiling.replicas[tile.replica][0].processor == self.name
+        self._rank.replicas = len(self.tiling.replicas)
         self._rank.sums_statistics = sums_statistics(
-            columns=self._rank.columns, tiles=len(self.tiling.tiles), ranks=self.stage_comm.size
+            replicas=self._rank.replicas, tiles=len(self.tiling.tiles), ranks=self.stage_comm.size
         )
-        self._column.meet(placement.column)
+        self._replica.meet(placement.replica)
         self._placement = placement
-        self._shares_units = any(len(column) > 1 for column in self.tiling.columns)
+        self._shares_units = any(len(replica) > 1 for replica in self.tiling.replicas)
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
@@ -985,12 +985,12 @@ class TiledModel(nn.Module):
             PlanError: as `place`; micro-batches of a network with batch normalization; replicas of several ranks with a sharded
                 optimizer.
         """
-        if self._shard_fractions is not None and any(len(column.processors) > 1 for column in layout.columns):
+        if self._shard_fractions is not None and any(len(replica.processors) > 1 for replica in layout.replicas):
             raise PlanError(
                 "the layout has replicas of several ranks, with which sharded_optimizer=True does not work yet. Use a layout "
-                "of columns of one processor, or leave sharded_optimizer out"
+                "of replicas of one processor, or leave sharded_optimizer out"
             )
-        if (self._normalizes or workload.batch_statistics) and any(column.micro_batches > 1 for column in layout.columns):
+        if (self._normalizes or workload.batch_statistics) and any(replica.micro_batches > 1 for replica in layout.replicas):
             raise PlanError(
                 "the layout has micro-batches, and batch normalization takes the statistics of the whole batch. Use a layout "
                 "with one micro-batch for each replica"
@@ -999,10 +999,10 @@ class TiledModel(nn.Module):
         comm = self.comm if stage is None else stage.comm
         return place(layout, comm, cluster=cluster, workload=workload, blocks=found.blocks)
 
-    def _columns(self) -> list[list[int]]:
-        """The ranks of each column."""
+    def _replicas(self) -> list[list[int]]:
+        """The ranks of each replica."""
         names = self.stage_names
-        return [[names.index(tile.processor) for tile in column] for column in self.tiling.columns]
+        return [[names.index(tile.processor) for tile in replica] for replica in self.tiling.replicas]
 
     def _announce(self, samples: int, mine: Span, widths: tuple[int, ...]) -> None:
         self._rank.samples, self._rank.mine, self._rank.widths = samples, mine, widths
@@ -1013,8 +1013,8 @@ class TiledModel(nn.Module):
             first, second = whole.get_submodule(names.first), whole.get_submodule(names.second)
             assert isinstance(first, nn.Linear)
             assert isinstance(second, nn.Linear)
-            first.__dict__["forward"] = TiledFirst(first, column=self._column)
-            second.__dict__["forward"] = TiledSecond(second, column=self._column)
+            first.__dict__["forward"] = TiledFirst(first, replica=self._replica)
+            second.__dict__["forward"] = TiledSecond(second, replica=self._replica)
             units = UnitFactor(block=0, total=self.tilings[index].units, runs=ONE_EACH.runs)
             context = self._context([index])
             for name in names.dropouts:
@@ -1132,13 +1132,13 @@ class TiledModel(nn.Module):
         return units_of(tiling, self.name), tiling.units
 
     def _widths_of(self, samples: int) -> tuple[int, ...]:
-        """The samples of every column."""
+        """The samples of every replica."""
         if samples == self.tiling.samples:
-            return tuple(column[0].samples.size for column in self.tiling.columns)
+            return tuple(replica[0].samples.size for replica in self.tiling.replicas)
         return self.layout.sample_sizes(samples)
 
     def _check_batch(self, given: int | None) -> None:
-        """Whether input of so many samples is what `local` gave. Without gradients, any that the column shares will do."""
+        """Whether input of so many samples is what `local` gave. Without gradients, any that the replica shares will do."""
         samples, mine = self._rank.samples, self._rank.mine
         if not torch.is_grad_enabled():
             if given and self.tile is None:
@@ -1172,7 +1172,7 @@ class TiledModel(nn.Module):
         assert self.stage is not None
         rank = self._rank
         samples, mine, widths = rank.samples, rank.mine, rank.widths
-        sizes = self.layout.columns[rank.index or 0].micro_batch_sizes(mine.size)
+        sizes = self.layout.replicas[rank.index or 0].micro_batch_sizes(mine.size)
         if len(sizes) == 1 or rank.stands_in or self._gradients.in_parts or not torch.is_grad_enabled():
             parts = len(self._part_sizes) if self._gradients.in_parts else 1
             return self.stage.run(inputs, named_inputs, micro_batch=self._part, num_micro_batches=parts)
@@ -1190,36 +1190,36 @@ class TiledModel(nn.Module):
 
     def _keep(self, draws: Any) -> Restore:
         """See `recomputing`: what layers ask for now, in a pass that draws from `draws`."""
-        rank, column, generator = self._rank, self._column, self.generator
-        facts, is_silent, state = vars(rank).copy(), column.is_silent, generator.get_state()
+        rank, replica, generator = self._rank, self._replica, self.generator
+        facts, is_silent, state = vars(rank).copy(), replica.is_silent, generator.get_state()
         again = draws.copy() if isinstance(draws, LocalDrawing) else None
 
         @contextmanager
         def restore() -> Iterator[None]:
-            before = vars(rank).copy(), column.is_silent, generator.get_state()
+            before = vars(rank).copy(), replica.is_silent, generator.get_state()
             vars(rank).update(facts)
-            column.is_silent = is_silent
+            replica.is_silent = is_silent
             generator.set_state(state)
             try:
                 with again.copy() if again is not None else _ANY_STATE:
                     yield
             finally:
                 vars(rank).update(before[0])
-                column.is_silent = before[1]
+                replica.is_silent = before[1]
                 generator.set_state(before[2])
 
         return restore
 
     def _drawing(self) -> AbstractContextManager[Any]:
-        """The ranks of a column draw alike."""
+        """The ranks of a replica draw alike."""
         is_training = self.training and torch.is_grad_enabled()
         if self.draws is None and is_training and self._is_unseen:
             self._is_unseen = False
             return RefusingDraws()  # type: ignore[no-untyped-call]
         if self.draws is None or self._is_alone:
             return _ANY_STATE
-        column = self._rank.index or 0
-        return self.draws.next_pass(column=column, part=self._part) if is_training else self.draws.evaluation(column=column)
+        replica = self._rank.index or 0
+        return self.draws.next_pass(replica=replica, part=self._part) if is_training else self.draws.evaluation(replica=replica)
 
 
 def _names_of(stage: ModelStage, names: Sequence[str]) -> tuple[str, ...]:

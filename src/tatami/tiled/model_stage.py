@@ -27,7 +27,7 @@ from tatami.tiled.blocks import Blocks
 from tatami.tiled.phases import IterationPhase, Phases
 from tatami.tiled.pieces import RecordedNetwork
 from tatami.tiled.vector_sum import wire_dtype
-from tatami.tiling import AlphaBetaCost, Column, Layout, StagedLayout, StagedPlan
+from tatami.tiling import AlphaBetaCost, Layout, Replica, StagedLayout, StagedPlan
 from tatami.tiling.staged_price import price_stages
 from tatami.workload import Workload
 
@@ -143,15 +143,15 @@ class ModelStage:
         self.world, self.layout, self.staging, self._generator = world, layout, staging, generator
         self.index = layout.stage_of(me)
         if self.index is None:
-            self.own_layout = Layout(columns=(Column(width=1.0, processors=(me,), heights=(1.0,)),))
+            self.own_layout = Layout(replicas=(Replica(width=1.0, processors=(me,), heights=(1.0,)),))
         else:
             self.own_layout = layout.stages[self.index]
         rank_of = {name: rank for rank, name in enumerate(names)}
         comm = world.subgroup(sorted(rank_of[name] for name in self.own_layout.processors))
         assert comm is not None
         self.comm, self._trained = comm, world
-        replica = next(number for number, each in enumerate(self.own_layout.columns) if me in each.processors)
-        ranks_of = [[rank_of[name] for name in stage.columns[replica].processors] for stage in layout.stages]
+        replica = next(number for number, each in enumerate(self.own_layout.replicas) if me in each.processors)
+        ranks_of = [[rank_of[name] for name in stage.replicas[replica].processors] for stage in layout.stages]
         # Not a duplicate: that of an elastic run has other ranks after each change, while a stage ends with its group.
         messages = world.subgroup(range(world.size))
         assert messages is not None
@@ -177,8 +177,8 @@ class ModelStage:
     def replicas(self) -> list[list[int]]:
         """The ranks of each replica, of all stages."""
         number_of = {name: number for number, name in enumerate(self._names)}
-        columns = zip(*(stage.columns for stage in self.layout.stages), strict=True)
-        return [[number_of[name] for column in replica for name in column.processors] for replica in columns]
+        replicas = zip(*(stage.replicas for stage in self.layout.stages), strict=True)
+        return [[number_of[name] for replica in replica for name in replica.processors] for replica in replicas]
 
     @property
     def is_last(self) -> bool:
@@ -245,7 +245,7 @@ class ModelStage:
         """
         of_stage = [found.within(functools.partial(self._holds, stage)) for stage in range(len(self.layout.stages))]
         for number, (stage, own) in enumerate(zip(self.layout.stages, of_stage, strict=True)):
-            wide = next((column.processors for column in stage.columns if len(column.processors) > 1), ())
+            wide = next((replica.processors for replica in stage.replicas if len(replica.processors) > 1), ())
             if wide and not own.blocks:
                 raise PlanError(
                     f"{' and '.join(wide)} are to share the units of stage {number}, and no layer that is wholly inside of it "
@@ -342,7 +342,7 @@ class ModelStage:
 
     def _waits(self, phase: IterationPhase) -> AbstractContextManager[None]:
         """The sums of tied weights are gradient sums, also while they wait."""
-        return nullcontext() if self._phases.current is IterationPhase.HORIZONTAL else self._phases.during(phase)
+        return nullcontext() if self._phases.current is IterationPhase.GRADIENTS else self._phases.during(phase)
 
     @cached_property
     def _all_tied(self) -> list[str]:

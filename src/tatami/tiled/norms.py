@@ -31,7 +31,7 @@ class WholeNorms:
         Args:
             tensors: the same ones on all ranks, of which each passes what it holds.
             norm_type: as of `torch.linalg.vector_norm`.
-            tiled: for each tensor, whether the ranks of a column hold different units of it; otherwise each has the whole.
+            tiled: for each tensor, whether the ranks of a replica hold different units of it; otherwise each has the whole.
         """
         here = [self._here(tensor, norm_type) for tensor in tensors]
         if self._comm.size == 1:
@@ -45,7 +45,7 @@ class WholeNorms:
                 rows[holders.index(self._comm.rank), index] = norm
             elif not split and self._comm.rank == 0:
                 rows[-1, index] = norm
-        with self._phases.during(IterationPhase.HORIZONTAL):
+        with self._phases.during(IterationPhase.GRADIENTS):
             self._comm.allreduce(rows)
         # Of norms of parts, the norm is the norm of the whole; but numbers of elements that are not zero are added up.
         parts = rows[:-1].sum(0) if norm_type == 0 else torch.linalg.vector_norm(rows[:-1], norm_type, dim=0)

@@ -24,7 +24,7 @@ from tatami.tiled.blocks import find_blocks
 from tatami.tiled.measure import at_hosts
 from tatami.tiled.model import TiledModel
 from tatami.tiled.phases import phases_of
-from tatami.tiling import AlphaBetaCost, Column, Layout
+from tatami.tiling import AlphaBetaCost, Layout, Replica
 
 _TOGETHER = 8
 """Of many ranks, so many measure together: each has a message for every other one."""
@@ -64,7 +64,7 @@ def measure_overheads(
     """Of every rank, the same list on all of them. Collective.
 
     Three small networks: of one block and of four, whose gradients are summed over all ranks, and the one of four in one
-    column, which sums outputs. Blocks make the difference of the first two, messages that of the last two, and the rest is the
+    replica, which sums outputs. Blocks make the difference of the first two, messages that of the last two, and the rest is the
     iteration's.
 
     Args:
@@ -84,10 +84,10 @@ def measure_overheads(
     assert group is not None
     group.wait_rarely()
     names = [f"p{rank}" for rank in range(group.size)]
-    row = Layout(columns=tuple(Column(width=1 / len(names), processors=(name,), heights=(1.0,)) for name in names))
-    column = Layout(columns=(Column(width=1.0, processors=tuple(names), heights=(1 / len(names),) * len(names)),))
+    row = Layout(replicas=tuple(Replica(width=1 / len(names), processors=(name,), heights=(1.0,)) for name in names))
+    replica = Layout(replicas=(Replica(width=1.0, processors=tuple(names), heights=(1 / len(names),) * len(names)),))
     spent_s, messages = [], []
-    for layout, blocks in ((row, _FEW_BLOCKS), (row, _MANY_BLOCKS), (column, _MANY_BLOCKS)):
+    for layout, blocks in ((row, _FEW_BLOCKS), (row, _MANY_BLOCKS), (replica, _MANY_BLOCKS)):
         model = small_model(group, layout, blocks=blocks)
         spent_s.append(_iteration_s(model, repeats=repeats, pace=pace, cpu_s=cpu_s))
         messages.append(messages_of(model))
@@ -105,10 +105,10 @@ def overheads_of(spent_s: Sequence[float], *, messages: Sequence[float], least_m
         messages: how many each has.
         least_message_s: CPU seconds that a message takes at least.
     """
-    few_s, many_s, column_s = spent_s
+    few_s, many_s, replica_s = spent_s
     call_s = max(0.0, (many_s - few_s) / (_MANY_BLOCKS - _FEW_BLOCKS))
     more = messages[2] - messages[1]
-    message_s = max(least_message_s, (column_s - many_s) / more if more else 0.0)
+    message_s = max(least_message_s, (replica_s - many_s) / more if more else 0.0)
     step_s = max(0.0, few_s - _FEW_BLOCKS * call_s - messages[0] * message_s)
     return Overheads(call_s=call_s, step_s=step_s, message_s=message_s)
 

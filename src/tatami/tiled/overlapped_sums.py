@@ -85,7 +85,7 @@ class OverlappedSums(AbstractGradientSums):
         replicas = self._replicas()
         sizes = [int(given[rank]) for (rank,) in replicas]
         if len(set(sizes)) > 1:
-            raise different_sizes(sizes, columns=replicas)
+            raise different_sizes(sizes, replicas=replicas)
         return sums
 
     def close(self) -> None:

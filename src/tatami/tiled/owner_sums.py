@@ -79,7 +79,7 @@ class OwnerSums(AbstractGradientSums):
             torch._foreach_mul_(has, weight)
         own = [torch.zeros_like(each) if grad is None else grad for each, grad in zip(parameters, gradients, strict=True)]
         mine = size_digits(samples, wire=self._wire)
-        digits = [[0] * len(mine) for _ in placement.tilings[0].columns]
+        digits = [[0] * len(mine) for _ in placement.tilings[0].replicas]
         if (replica := self._replica()) is not None:
             digits[replica] = mine
         facts = [*(float(grad is not None) for grad in gradients), *(float(digit) for each in digits for digit in each)]
@@ -98,5 +98,5 @@ class OwnerSums(AbstractGradientSums):
         used, rest = found[: len(own)], found[len(own) :]
         sizes = [sum(d * 256**i for i, d in enumerate(rest[at : at + len(mine)])) for at in range(0, len(rest), len(mine))]
         if len(set(sizes)) > 1:
-            raise different_sizes(sizes, columns=self._replicas())
+            raise different_sizes(sizes, replicas=self._replicas())
         return [total if part else None for total, part in zip(own, used, strict=True)]

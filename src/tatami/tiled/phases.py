@@ -1,4 +1,4 @@
-"""Where the time of an iteration goes: compute 1, vertical, compute 2, horizontal, compute 3, and between stages hand-overs.
+"""Where the time of an iteration goes: forward, tensor-parallel sums, backward, gradient sums, update, hand-overs.
 
 The tiled layers say when a phase begins; no other code has to. So a hand-written loop is measured like the Trainer's.
 """
@@ -22,9 +22,9 @@ class IterationPhase(Enum):
 
     OUTSIDE = "outside"
     FORWARD = "forward"  # compute 1, and the loss
-    VERTICAL = "vertical"  # comm 1: waiting for the column included
+    TENSOR_PARALLEL = "tensor_parallel"  # comm 1: waiting for the replica included
     BACKWARD = "backward"  # compute 2
-    HORIZONTAL = "horizontal"  # comm 2: waiting for the other columns included
+    GRADIENTS = "gradients"  # comm 2: waiting for the other replicas included
     UPDATE = "update"  # compute 3: clipping and the optimizer's step
     HANDOVER = "handover"  # waiting for a tensor of another pipeline stage that is on its way
     BUBBLE = "bubble"  # waiting for another pipeline stage, which has not sent its tensor yet
@@ -40,17 +40,17 @@ class PhaseTimes:
     """Seconds that one iteration spent in each phase."""
 
     forward_s: float
-    vertical_s: float
+    tensor_parallel_s: float
     backward_s: float
-    horizontal_s: float
+    gradients_s: float
     update_s: float
     handover_s: float = 0.0
     bubble_s: float = 0.0
 
     @property
     def t1_s(self) -> float:
-        """The paper's t1: compute 1 + comm 1 + compute 2. Contains the wait for the slowest of the column."""
-        return self.forward_s + self.vertical_s + self.backward_s
+        """The paper's t1: compute 1 + comm 1 + compute 2. Contains the wait for the slowest of the replica."""
+        return self.forward_s + self.tensor_parallel_s + self.backward_s
 
     @property
     def t2_s(self) -> float:
@@ -64,7 +64,7 @@ class PhaseTimes:
 
     @property
     def total_s(self) -> float:
-        return self.compute_s + self.vertical_s + self.horizontal_s + self.handover_s + self.bubble_s
+        return self.compute_s + self.tensor_parallel_s + self.gradients_s + self.handover_s + self.bubble_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import PlanError
-from tatami.tiled.horizontal import HorizontalExchange
+from tatami.tiled.gradient_exchange import GradientExchange
 from tatami.tiled.tiled_block import TiledBlock
 from tatami.tiling import Layout, Span, Tiling
 from tatami.tiling.summing import transfer_rates
@@ -22,14 +22,14 @@ class Placement:
     Attributes:
         layout: in fractions.
         tilings: the layout, cut for each block; one in all where there is no block.
-        column: the ranks of this rank's column; None where it is alone in it, or has no tile.
-        exchange: sums over the columns; None where all ranks are in one column.
+        replica: the ranks of this rank's replica; None where it is alone in it, or has no tile.
+        exchange: sums over the replicas; None where all ranks are in one replica.
     """
 
     layout: Layout
     tilings: tuple[Tiling, ...]
-    column: AbstractCommunicator | None
-    exchange: HorizontalExchange | None
+    replica: AbstractCommunicator | None
+    exchange: GradientExchange | None
 
 
 def place(
@@ -51,7 +51,7 @@ def place(
     unknown = [name for name in layout.processors if name not in names]
     if unknown:
         raise PlanError(f"the layout names processors that no rank runs on: {unknown}; the ranks run on {names}")
-    # A network without blocks is a floor of one unit, which owns nothing: columns of samples are left.
+    # A network without blocks is a floor of one unit, which owns nothing: replicas of samples are left.
     cut = iter(layout.cut_blocks(workload))
     wholes: list[Tiling] = []
     tilings: list[Tiling] = []
@@ -61,21 +61,21 @@ def place(
     tilings = tilings or [layout.cut(samples=workload.samples, units=1)]
     tiling, me = largest(tilings), names[comm.rank]
     tile = tiling.by_processor.get(me)
-    together = [] if tile is None else [names.index(other.processor) for other in tiling.columns[tile.column]]
-    column = comm.subgroup(together) if comm.size > 1 else None
-    everyone = len(tiling.columns) == 1 and len(layout.processors) == comm.size
+    together = [] if tile is None else [names.index(other.processor) for other in tiling.replicas[tile.replica]]
+    replica = comm.subgroup(together) if comm.size > 1 else None
+    everyone = len(tiling.replicas) == 1 and len(layout.processors) == comm.size
     return Placement(
         layout=layout,
         tilings=tuple(tilings),
-        column=column if column is not None and column.size > 1 else None,
+        replica=replica if replica is not None and replica.size > 1 else None,
         exchange=None
         if everyone
-        else HorizontalExchange(comm, tilings=tilings, names=names, wire=workload.wire, rates=transfer_rates(cluster)),
+        else GradientExchange(comm, tilings=tilings, names=names, wire=workload.wire, rates=transfer_rates(cluster)),
     )
 
 
 def _one_unit(tiling: Tiling, unit: int) -> Tiling:
-    """The same columns, over one of the units."""
+    """The same replicas, over one of the units."""
     tiles = (replace(tile, units=Span(int(tile.units.start > unit), int(tile.units.stop > unit))) for tile in tiling.tiles)
     return Tiling(samples=tiling.samples, units=1, tiles=tuple(tiles))
 

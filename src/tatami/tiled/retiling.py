@@ -124,7 +124,7 @@ class Retiling:
         if self.watcher is None:
             return []
         if self._model.phases.current is IterationPhase.UPDATE:
-            self._model.phases.enter(IterationPhase.HORIZONTAL)
+            self._model.phases.enter(IterationPhase.GRADIENTS)
         own = self._times.told(self.watcher, iteration=self.iteration)
         messages = self.watcher.links.messages if isinstance(self.watcher, Watcher) else ()
         return own + [self._late_s(message) for message in messages]
@@ -140,7 +140,7 @@ class Retiling:
         if self.watcher is not None:
             self._heard = list(summed)
             self._model.link_times.begin()
-            if self._model.phases.current is IterationPhase.HORIZONTAL:
+            if self._model.phases.current is IterationPhase.GRADIENTS:
                 self._model.phases.enter(IterationPhase.UPDATE)
 
     def step(self, *, companions: Mapping[torch.Tensor, torch.Tensor] | None = None) -> Check | None:

@@ -2,14 +2,14 @@
 
 Three looks, by what they cost:
 
-- the number of samples in every step: it rides on the messages between columns, which travel anyway;
+- the number of samples in every step: it rides on the messages between replicas, which travel anyway;
 - some numbers of the batch now and then (`Watch`): a `DataLoader` with a seed of its own differs from the first pass on, and
   one small message in 64 passes is not felt;
 - with `TATAMI_DEBUG=1`, all numbers of the batch, in every pass.
 
-Ranks of one column compute the same samples, and must hold the same numbers. Ranks of different columns may hold different
-noise: a `DataLoader` that draws augmentations on every rank gives each its own, and no sample is computed in two columns. So
-between columns it is the order that is compared: where no tensor of the batch is about the same, or class numbers differ, the
+Ranks of one replica compute the same samples, and must hold the same numbers. Ranks of different replicas may hold different
+noise: a `DataLoader` that draws augmentations on every rank gives each its own, and no sample is computed in two replicas. So
+between replicas it is the order that is compared: where no tensor of the batch is about the same, or class numbers differ, the
 samples are others. Debug mode refuses noise, too.
 """
 
@@ -85,18 +85,18 @@ def numbers_of(samples: int, tensors: Sequence[torch.Tensor], *, whole: bool) ->
 
 
 def refuse_other_batches(
-    told: Sequence[BatchNumbers], *, columns: Sequence[Sequence[int]] = (), everywhere: bool, what: str
+    told: Sequence[BatchNumbers], *, replicas: Sequence[Sequence[int]] = (), everywhere: bool, what: str
 ) -> None:
     """
     Args:
         told: by each rank; the same on all ranks, which then all raise or none.
-        columns: the ranks of each column.
-        everywhere: all ranks must hold the same numbers, not only those of one column.
+        replicas: the ranks of each replica.
+        everywhere: all ranks must hold the same numbers, not only those of one replica.
         what: was given: "batches", or "data".
 
     Raises:
         InputError: names the ranks that have another number of samples than rank 0, or other samples than the first rank of
-            their column or of all; or one that computes in another dtype.
+            their replica or of all; or one that computes in another dtype.
     """
     sizes = {rank: each.samples for rank, each in enumerate(told)}
     if len(set(sizes.values())) > 1:
@@ -107,7 +107,7 @@ def refuse_other_batches(
         raise InputError(
             f"rank 0 computes in {dtypes[0]}, rank {other} in {dtypes[other]}. All ranks must enter torch.autocast alike"
         )
-    groups = [range(len(told))] if everywhere else columns
+    groups = [range(len(told))] if everywhere else replicas
     firsts = [members[0] for members in groups if members]
     pairs = [(rank, members[0], _differ) for members in groups for rank in members]
     pairs += [(rank, firsts[0], _are_others) for rank in firsts]
@@ -121,20 +121,22 @@ def refuse_other_batches(
         raise InputError(f"the ranks were given different {what}: {'; '.join(lines)}. {_REMEDY}")
 
 
-def different_sizes(sizes: Sequence[float], *, columns: Sequence[Sequence[int]]) -> InputError:
-    """What to raise where the batches of the columns have different `sizes`, which are the same on all ranks."""
-    return _other_sizes({rank: int(size) for size, ranks in zip(sizes, columns, strict=True) for rank in ranks}, what="batches")
+def different_sizes(sizes: Sequence[float], *, replicas: Sequence[Sequence[int]]) -> InputError:
+    """What to raise where the batches of the replicas have different `sizes`, which are the same on all ranks."""
+    return _other_sizes(
+        {rank: int(size) for size, ranks in zip(sizes, replicas, strict=True) for rank in ranks}, what="batches"
+    )
 
 
 class BatchFacts:
     """What a `Watch` compares of the batches that the ranks pass to `TiledModel.local`.
 
     Args:
-        columns: gives the ranks of each column.
+        replicas: gives the ranks of each replica.
     """
 
-    def __init__(self, *, columns: Callable[[], Sequence[Sequence[int]]]) -> None:
-        self._columns = columns
+    def __init__(self, *, replicas: Callable[[], Sequence[Sequence[int]]]) -> None:
+        self._replicas = replicas
         self._whole = debugging()
         self._everywhere = False
         self._last = BatchNumbers(samples=0)
@@ -150,7 +152,7 @@ class BatchFacts:
     def refuse(self, told: Sequence[BatchNumbers]) -> None:
         """See `refuse_other_batches`."""
         everywhere = self._whole or self._everywhere
-        refuse_other_batches(told, columns=self._columns(), everywhere=everywhere, what="batches")
+        refuse_other_batches(told, replicas=self._replicas(), everywhere=everywhere, what="batches")
 
 
 def _autocast() -> str | None:

@@ -124,7 +124,7 @@ class ShardedSums(AbstractGradientSums):
         found = facts.tolist()
         sizes = [round(each) for each in found[len(has) :]]
         if len(set(sizes)) > 1:
-            raise different_sizes(sizes, columns=self._replicas())
+            raise different_sizes(sizes, replicas=self._replicas())
         return [each > 0 for each in found[: len(has)]]
 
     @torch.no_grad()
@@ -186,7 +186,7 @@ class ShardedSums(AbstractGradientSums):
 
             return end
 
-        with self._phases.during(IterationPhase.HORIZONTAL):
+        with self._phases.during(IterationPhase.GRADIENTS):
             try:
                 self._in_rounds(parameters, begin)
             except CommTimeoutError as error:

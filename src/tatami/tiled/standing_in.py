@@ -1,9 +1,9 @@
-"""A pass of a rank without samples: of a batch smaller than the columns, or of a rank that was left out of the tiling.
+"""A pass of a rank without samples: of a batch smaller than the replicas, or of a rank that was left out of the tiling.
 
 What all ranks do together (batch normalization, random numbers, the sums of gradients) needs that rank, but the network's own
 Python may not work for no sample: `x.view(b, t, -1, n)` does not. So one sample stands in, and counts nowhere: its result is
-cut to no sample, which sends gradients of 0 back; its statistics are left out (`whole_batch.batch_norm`); its column sums
-nothing in that pass (`ColumnComm.now`); and no gradient, not even a NaN, leaves the rank (`TiledModel._sum_gradients`).
+cut to no sample, which sends gradients of 0 back; its statistics are left out (`whole_batch.batch_norm`); its replica sums
+nothing in that pass (`ReplicaComm.now`); and no gradient, not even a NaN, leaves the rank (`TiledModel._sum_gradients`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _TAG = 9
 def whole_state_dict(model: TiledModel, *, root: int = 0) -> dict[str, torch.Tensor]:
     """The state dict of the plain model, on `root`, in host memory; an empty one on the other ranks. Collective.
 
-    Units come from the first column, whose ranks hold each unit once.
+    Units come from the first replica, whose ranks hold each unit once.
     """
     whole = {}
     sliced, shapes = sliced_tensors(model), whole_tensors(model)
@@ -99,9 +99,9 @@ def sliced_tensors(model: TiledModel) -> dict[str, tuple[int, UnitRuns]]:
 
 
 def _gather(model: TiledModel, mine: Rows, *, block: int, root: int) -> torch.Tensor | None:
-    """All units of one tensor on `root`, from the ranks of the first column."""
+    """All units of one tensor on `root`, from the ranks of the first replica."""
     comm, tiling = model.stage_comm, model.tilings[block]
-    holders = {model.stage_names.index(tile.processor): tile.units for tile in tiling.columns[0]}
+    holders = {model.stage_names.index(tile.processor): tile.units for tile in tiling.replicas[0]}
     if comm.rank != root:
         if comm.rank in holders and holders[comm.rank].size:
             comm.send(mine.tensor.contiguous(), root, tag=_TAG)

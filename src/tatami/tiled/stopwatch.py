@@ -72,7 +72,7 @@ _WAITED_S = 20e-6
 
 
 class LinkTimes:
-    """When this rank's messages to other columns left, and when those that it waited for came; nothing before `begin`.
+    """When this rank's messages to other replicas left, and when those that it waited for came; nothing before `begin`.
 
     Clocks of different machines differ, by hours or by nothing. What is compared are times since the ranks last left a sum
     over all of them together, which every iteration has: they differ by as much as that sum's last message takes.

@@ -107,10 +107,10 @@ def tile(
             those that cannot (dropout inside of `nn.LSTM`, functional dropout) draw for each replica by itself, its ranks
             the same, reproducible from the seed and the number of the training pass.
         batch_norm: whose statistics batch normalization takes: "global", those of the global batch, as one machine does; or
-            "local": those of each column's own samples, as DDP does. That is not exact: results depend on the layout. It saves
-            two sums over all ranks for each layer and iteration. Running statistics are averaged over the columns after every
+            "local": those of each replica's own samples, as DDP does. That is not exact: results depend on the layout. It saves
+            two sums over all ranks for each layer and iteration. Running statistics are averaged over the replicas after every
             forward pass in training, weighed by their samples, so that all ranks hold the same.
-        wire: "bfloat16" or "float16": gradients, and sums inside a column, travel so between hosts: half the bytes, rounded
+        wire: "bfloat16" or "float16": gradients, and sums inside a replica, travel so between hosts: half the bytes, rounded
             before and after they are added up (in float32). Every rank has the same bits; they are no longer those of the plain
             run. None: as exact as the weights' dtype. float16 overflows above 65504; bfloat16 does not.
         device: where this rank computes: "auto" (a card of its host to itself, or else the CPU), "cpu", "cuda" (a card of its
@@ -226,7 +226,7 @@ def tile(
         layout = planned.layout
         if comm.rank == 0 and not quiet:
             is_local = batch_norm == "local" and any(isinstance(each, BATCH_NORMS) for each in whole.modules())
-            local = "; batch normalization takes each column's own statistics (not exact)" if is_local else ""
+            local = "; batch normalization takes each replica's own statistics (not exact)" if is_local else ""
             print(f"tatami: {describe(whole, found, workload=workload).summary}\n{_told(planned)}{local}", flush=True)
             if isinstance(planned, Plan) and (told := alone_warning(planned, cluster=cluster, cost=cost)):
                 warn(told)
@@ -305,8 +305,8 @@ def _refuse_asked_shards(comm: AbstractCommunicator, layout: Layout | StagedLayo
         (comm.changes, "does not follow ranks that die or join yet: start the script without --elastic"),
         (asks_stages, "does not work with pipeline stages yet: give stages=1"),
         (
-            isinstance(layout, Layout) and any(len(column.processors) > 1 for column in layout.columns),
-            "needs replicas of one rank each, and this layout has larger ones: give columns of one processor, or no layout",
+            isinstance(layout, Layout) and any(len(replica.processors) > 1 for replica in layout.replicas),
+            "needs replicas of one rank each, and this layout has larger ones: give replicas of one processor, or no layout",
         ),
     ):
         if is_so:
@@ -421,12 +421,12 @@ def _told(planned: Plan | StagedPlan) -> str:
     """The layout in one line, with the share of the processors' speed, or the time, that it is predicted to take."""
     if isinstance(planned, StagedPlan):
         return _told_stages(planned)
-    columns = " | ".join(_few([" ".join(_few(column.processors)) for column in planned.layout.columns]))
-    widths = " + ".join(_few([str(column[0].samples.size) for column in planned.tiling.columns]))
+    replicas = " | ".join(_few([" ".join(_few(replica.processors)) for replica in planned.layout.replicas]))
+    widths = " + ".join(_few([str(replica[0].samples.size) for replica in planned.tiling.replicas]))
     left_out = f"; left out: {', '.join(planned.left_out)}" if planned.left_out else ""
     rounded = f"; sums travel as {planned.workload.wire}" if planned.workload.wire is not None else ""
     return (
-        f"tatami: {planned.planner} lays {planned.tiling.samples} samples x {planned.tiling.units} units as [{columns}], "
+        f"tatami: {planned.planner} lays {planned.tiling.samples} samples x {planned.tiling.units} units as [{replicas}], "
         f"samples {widths}; predicted efficiency {1 / (1 + planned.gap):.0%}{left_out}{rounded}"
     )
 
@@ -436,9 +436,9 @@ def _told_stages(planned: StagedPlan) -> str:
     ends = (*layout.cuts, len(planned.workload.pieces))
     sizes = [stop - first for first, stop in zip((0, *layout.cuts), ends, strict=True)]
     pieces = " + ".join(_few([*map(str, sizes)]))
-    ranks = [["+".join(_few(column.processors)) for column in stage.columns] for stage in layout.stages]
+    ranks = [["+".join(_few(replica.processors)) for replica in stage.replicas] for stage in layout.stages]
     stages = " > ".join(_few([" ".join(_few(each)) for each in ranks]))
-    batches = sorted({column.micro_batches for column in layout.stages[0].columns})
+    batches = sorted({replica.micro_batches for replica in layout.stages[0].replicas})
     predicted = f"; predicted {planned.predicted_s:.3g} s an iteration" if planned.is_measured else ""  # of relative speeds
     rounded = f"; sums and hand-overs travel as {planned.workload.wire}" if planned.workload.wire is not None else ""
     return (

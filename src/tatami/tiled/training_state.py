@@ -1,7 +1,7 @@
 """The state of a training run in shards: each rank writes a part of what it holds, and any tiling puts them together again.
 
-A piece is one tensor (or some units of it) with what an optimizer keeps for it. Every column has every unit, so that the pieces
-of a unit can be written by the rank of any column; they are shared out so that all ranks write about as much. Where the
+A piece is one tensor (or some units of it) with what an optimizer keeps for it. Every replica has every unit, so that the
+pieces of a unit can be written by the rank of any replica; they are shared out so that all ranks write about as much. Where the
 optimizer is sharded, each rank writes its shard: a range of the elements of every weight, and the state of it.
 """
 
@@ -127,7 +127,7 @@ def restore_layout(model: TiledModel, optimizer: torch.optim.Optimizer, common: 
     if isinstance(layout, StagedLayout):
         can_be = model.staged is not None and model.sharding is None
     else:
-        can_be = model.sharding is None or all(len(column.processors) == 1 for column in layout.columns)
+        can_be = model.sharding is None or all(len(replica.processors) == 1 for replica in layout.replicas)
     if can_be and tuple(common["names"]) == model.names and layout != model.whole_layout:
         move(model, layout, optimizer=optimizer)
 
@@ -139,7 +139,7 @@ def _layout(saved: Mapping[str, Any] | Sequence[Any]) -> Layout | StagedLayout:
     if isinstance(saved, Mapping):
         return Layout.from_dict(saved)
     return Layout.from_dict(
-        {"columns": [dict(zip(("width", "processors", "heights"), column, strict=True)) for column in saved]}
+        {"replicas": [dict(zip(("width", "processors", "heights"), replica, strict=True)) for replica in saved]}
     )
 
 
@@ -324,7 +324,7 @@ def _pieces(model: TiledModel) -> list[_Piece]:
             sizes.append((whole.numel(), list(everyone)))
             continue
         tiling = model.tilings[sliced[name][0]]
-        for group in tiling.groups:
+        for group in tiling.owned_units:
             names.append((name, group.units))
             owners = [rank_of[owner] for owner in group.owners]
             sizes.append((whole.numel() * group.units.size // max(tiling.units, 1), owners))

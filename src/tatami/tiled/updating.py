@@ -264,7 +264,7 @@ class Updates:
         model = self._model
         finite = math.isfinite(share)
         value = share / max(1, model.local_span_size[0]) if model.reduction == "mean" else share
-        share, missing = (share if finite else 0.0, left_out) if model.speaks_for_column else (0.0, 0.0)
+        share, missing = (share if finite else 0.0, left_out) if model.speaks_for_replica else (0.0, 0.0)
         told = [share, float(not finite), float(batch.is_last), missing, *map(float, signals.values())]
         if self.retiling is not None:
             told += self.retiling.told()
@@ -280,7 +280,7 @@ class Updates:
         """Add its loss; returns how many ranks gave each signal."""
         comm = self._model.comm
         if report.request is not None and report.sums is not None:
-            with self._model.phases.during(IterationPhase.HORIZONTAL):
+            with self._model.phases.during(IterationPhase.GRADIENTS):
                 report.request.wait()
             report.numbers = report.sums.tolist()
         loss, num_bad, _, _, *rest = report.numbers

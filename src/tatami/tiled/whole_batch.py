@@ -101,7 +101,7 @@ class NormFacts:
     """A batch normalization in a followed program.
 
     Attributes:
-        channels: what its channels are: units of a block, or the same on all ranks of the column.
+        channels: what its channels are: units of a block, or the same on all ranks of the replica.
         layer: its name in the module; empty where it is not known.
     """
 
@@ -167,7 +167,7 @@ def shared_batch(context: ModuleContext, channels: tuple[Factor, ...], x: torch.
         counts=rank.mine.size > 0 or (not rank.samples and rank.index is not None and not rank.stands_in),
         gives=rank.speaks,
         replica=rank.index,
-        replicas=rank.columns,
+        replicas=rank.replicas,
         positions=_positions(context, channels).to(x.device) if has_units and is_summed else None,
         channels=_length(rank, channels, x.shape[1]) if has_units else x.shape[1],
         loss_weight=rank.weight,

@@ -6,10 +6,10 @@ from tatami.tiling.alphabeta import AlphaBetaCost
 from tatami.tiling.bounds import VolumeBounds, time_bound_s, volume_bounds, volume_bytes
 from tatami.tiling.cost import AbstractCost, Cost
 from tatami.tiling.even import EvenPlanner
+from tatami.tiling.gradient_messages import Message, gradient_messages
 from tatami.tiling.grid import GridPlanner
 from tatami.tiling.gridrev import GridRevPlanner
-from tatami.tiling.horizontal import Message, horizontal_messages
-from tatami.tiling.layout import GRAIN, Column, Layout
+from tatami.tiling.layout import GRAIN, Layout, Replica
 from tatami.tiling.limits import Obstacle, PlanLimits, limits
 from tatami.tiling.links import SlowestLink
 from tatami.tiling.merge import SMALL_GROUP, SrpmMergedPlanner, remove_small_groups
@@ -23,7 +23,7 @@ from tatami.tiling.staged import choose, plan_stages
 from tatami.tiling.staged_layout import StagedLayout
 from tatami.tiling.staged_price import StagedPlan, StagedRank, price_stages
 from tatami.tiling.tile import Tile
-from tatami.tiling.tiling import Group, Tiling
+from tatami.tiling.tiling import OwnedUnits, Tiling
 from tatami.tiling.timed import TimedPlanner
 from tatami.tiling.timeline import ProcessorTime, timeline
 from tatami.tiling.traffic import PlannedSum, SumKind, Traffic, link_bytes, traffic_of
@@ -39,20 +39,20 @@ __all__ = [
     "AbstractPlanner",
     "Advice",
     "AlphaBetaCost",
-    "Column",
     "Cost",
     "EvenPlanner",
     "GridPlanner",
     "GridRevPlanner",
-    "Group",
     "Layout",
     "Message",
     "Obstacle",
+    "OwnedUnits",
     "PaperCost",
     "Plan",
     "PlanLimits",
     "PlannedSum",
     "ProcessorTime",
+    "Replica",
     "SlowestLink",
     "Span",
     "SrpmMergedPlanner",
@@ -76,7 +76,7 @@ __all__ = [
     "compare",
     "fastest_alone",
     "find_planner",
-    "horizontal_messages",
+    "gradient_messages",
     "largest_remainder",
     "limits",
     "link_bytes",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tatami.cluster import Cluster, fastest
 from tatami.tiling.alphabeta import AlphaBetaCost
 from tatami.tiling.cost import AbstractCost
-from tatami.tiling.layout import Column, Layout
+from tatami.tiling.layout import Layout, Replica
 from tatami.tiling.memory import in_fewest_micro_batches
 from tatami.tiling.plan import DEFAULT_PLANNER, Plan, compare
 from tatami.units import format_duration
@@ -27,7 +27,7 @@ def fastest_alone(cluster: Cluster, *, workload: Workload, cost: AbstractCost | 
             continue
         tried.add(kind)
         only = cluster.only([processor.name])
-        whole = Layout(columns=(Column(width=1.0, processors=(processor.name,), heights=(1.0,)),))
+        whole = Layout(replicas=(Replica(width=1.0, processors=(processor.name,), heights=(1.0,)),))
         if in_fewest_micro_batches(whole, cluster=only, workload=workload) is not None:
             found += compare([DEFAULT_PLANNER], cluster=only, workload=workload, cost=cost)
         if len(found) == _MOST_HELD or len(tried) == _MOST_TRIED:

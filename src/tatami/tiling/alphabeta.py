@@ -18,7 +18,7 @@ from tatami.cluster import Cluster
 from tatami.errors import PlanError
 from tatami.tiling.compute import compute_s, idle_s, scatter
 from tatami.tiling.cost import AbstractCost, Cost
-from tatami.tiling.layout import Column, Layout
+from tatami.tiling.layout import Layout, Replica
 from tatami.tiling.links import LinkGroup, SlowestLink
 from tatami.tiling.span import FEW
 from tatami.tiling.sum_price import sum_size
@@ -40,7 +40,7 @@ MEASURED_FROM = 1e6
 _NOTHING = 1e-9
 """Of shares that were added and taken away."""
 _LOOKED_AT = 8
-"""Of many columns, the widest and the deepest whose sums a lower bound looks at."""
+"""Of many replicas, the widest and the deepest whose sums a lower bound looks at."""
 
 
 @final
@@ -49,16 +49,16 @@ class AlphaBetaCost(AbstractCost):
     """Seconds of one iteration: a round of messages costs its link's latency (alpha), and its bytes (beta).
 
     * compute: the flop of a tile over the speed of its processor, of few samples or units in whole ones. Every sum over
-      a column is a meeting: the slowest rank of each block counts. Of ranks whose speeds scatter (`Processor.spread`) one is
+      a replica is a meeting: the slowest rank of each block counts. Of ranks whose speeds scatter (`Processor.spread`) one is
       always slow, and all wait for it.
-    * vertical: the sums of a column as they are carried out (`sum_algorithm`); the column that takes longest counts.
+    * tensor_parallel: the sums of a replica as they are carried out (`sum_algorithm`); the replica that takes longest counts.
       So are the sums of batch statistics over all ranks, those without a tile included (`Workload.batch_statistics`).
-    * horizontal: every group of units is summed by its C owners: 2 (C - 1) / C of its bytes at its owners' slowest link, in
+    * gradients: every group of units is summed by its C owners: 2 (C - 1) / C of its bytes at its owners' slowest link, in
       one round where C = 2, otherwise two; the processor that takes longest counts. Where bytes cost some processors more
       than others, those sum less (`summing_shares`). Gradients of layers outside of blocks ride along, or are summed by all.
 
-    A column of several micro-batches has the calls and the sums inside of it once for each, over fewer samples; gradients are
-    summed across columns once.
+    A replica of several micro-batches has the calls and the sums inside of it once for each, over fewer samples; gradients are
+    summed across replicas once.
 
     Beside the wire, messages cost the processors that send and receive them (`Processor.message_s`), and bytes their copying;
     beside the flop, blocks and iterations cost their calls (`Processor.call_s`, `Processor.step_s`). A processor without a tile
@@ -81,25 +81,25 @@ class AlphaBetaCost(AbstractCost):
         links = SlowestLink(cluster)
         exact_s = compute_s(layout, cluster=cluster, workload=workload, flop_per_s=self.scale(cluster))
         noisy_s = exact_s * (1 + scatter([cluster.by_name[name] for name in layout.processors]))
-        vertical_s = max(column_sums_s(layout, workload, links))
+        tensor_parallel_s = max(replica_sums_s(layout, workload, links))
         return Cost(
-            compute=max(noisy_s, idle_s(layout, cluster=cluster) - vertical_s),
-            vertical=vertical_s + statistics_s(layout, workload, links),
-            horizontal=_horizontal_s(layout, workload, links),
+            compute=max(noisy_s, idle_s(layout, cluster=cluster) - tensor_parallel_s),
+            tensor_parallel=tensor_parallel_s + statistics_s(layout, workload, links),
+            gradients=_gradients_s(layout, workload, links),
             unit="s",
         )
 
     def at_least(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> float:
         links = SlowestLink(cluster)
         exact_s = compute_s(layout, cluster=cluster, workload=workload, flop_per_s=self.scale(cluster))
-        columns = list(zip(layout.columns, layout.sample_shares(workload.samples), strict=True))
-        if len(columns) > 2 * _LOOKED_AT:
-            # The longest of some is not above the longest of all, and with thousands of columns much quicker to find.
-            deepest = heapq.nlargest(_LOOKED_AT, columns, key=lambda pair: len(pair[0].processors))
-            columns = [*heapq.nlargest(_LOOKED_AT, columns, key=itemgetter(1)), *deepest]
-        vertical_s = max(_vertical_s(column, width, workload, links) for column, width in columns)
-        before_s = max(exact_s + vertical_s, idle_s(layout, cluster=cluster)) + statistics_s(layout, workload, links)
-        return before_s + _horizontal_at_least_s(layout, workload, links)
+        replicas = list(zip(layout.replicas, layout.sample_shares(workload.samples), strict=True))
+        if len(replicas) > 2 * _LOOKED_AT:
+            # The longest of some is not above the longest of all, and with thousands of replicas much quicker to find.
+            deepest = heapq.nlargest(_LOOKED_AT, replicas, key=lambda pair: len(pair[0].processors))
+            replicas = [*heapq.nlargest(_LOOKED_AT, replicas, key=itemgetter(1)), *deepest]
+        tensor_parallel_s = max(_tensor_parallel_s(replica, width, workload, links) for replica, width in replicas)
+        before_s = max(exact_s + tensor_parallel_s, idle_s(layout, cluster=cluster)) + statistics_s(layout, workload, links)
+        return before_s + _gradients_at_least_s(layout, workload, links)
 
     def compares_machines(self, cluster: Cluster) -> bool:
         """Whether speeds are flop/s, or it was said how many flop/s they stand for: of relative speeds the seconds of computing
@@ -117,15 +117,15 @@ def _are_flop_per_s(cluster: Cluster) -> bool:
     return max(cluster.speeds.values()) >= MEASURED_FROM
 
 
-def _vertical_s(column: Column, width: float, workload: Workload, links: SlowestLink) -> float:
-    names, micro_batches = column.processors, column.micro_batches
+def _tensor_parallel_s(replica: Replica, width: float, workload: Workload, links: SlowestLink) -> float:
+    names, micro_batches = replica.processors, replica.micro_batches
     if len(names) == 1 or not workload.blocks:
         return 0.0
     algorithm = sum_algorithm(list(map(links.host.__getitem__, names)))
     sizes = [
         (micro_batches * count * sums, width * workload.samples * elements / sums / micro_batches)
         for block, count in workload.kinds
-        for elements, sums in block.column_sums
+        for elements, sums in block.replica_sums
     ]
     return sums_s(algorithm, names, sizes, workload, links)
 
@@ -134,7 +134,7 @@ def statistics_s(layout: Layout, workload: Workload, links: SlowestLink) -> floa
     """The sums of batch statistics, forward and backward."""
     names = tuple(links.cluster.by_name)
     if not workload.batch_statistics or not sums_statistics(
-        columns=len(layout.columns), tiles=len(layout.processors), ranks=len(names)
+        replicas=len(layout.replicas), tiles=len(layout.processors), ranks=len(names)
     ):
         return 0.0
     algorithm = sum_algorithm([links.host[name] for name in names])
@@ -166,47 +166,47 @@ def sums_s(
     return total_s
 
 
-def column_sums_s(layout: Layout, workload: Workload, links: SlowestLink) -> list[float]:
-    """The sums inside of each column, in an iteration."""
+def replica_sums_s(layout: Layout, workload: Workload, links: SlowestLink) -> list[float]:
+    """The sums inside of each replica, in an iteration."""
     return [
-        _vertical_s(column, width, workload, links)
-        for column, width in zip(layout.columns, layout.sample_shares(workload.samples), strict=True)
+        _tensor_parallel_s(replica, width, workload, links)
+        for replica, width in zip(layout.replicas, layout.sample_shares(workload.samples), strict=True)
     ]
 
 
-def _horizontal_s(layout: Layout, workload: Workload, links: SlowestLink) -> float:
+def _gradients_s(layout: Layout, workload: Workload, links: SlowestLink) -> float:
     """The longest of all processors."""
     return max(gradient_sums_s(layout, workload, links))
 
 
 def gradient_sums_s(layout: Layout, workload: Workload, links: SlowestLink) -> list[float]:
-    """The sums across columns of each processor: bytes of its units, a latency for each round, and replicated layers."""
-    num_columns = len(layout.columns)
-    if num_columns == 1:
+    """The sums across replicas of each processor: bytes of its units, a latency for each round, and replicated layers."""
+    num_replicas = len(layout.replicas)
+    if num_replicas == 1:
         return [0.0] * len(layout.processors)
     own = [links.cluster.by_name[name] for name in layout.processors]
-    riders = riding_elements(workload, columns=num_columns)
+    riders = riding_elements(workload, replicas=num_replicas)
     ranks, num_blocks = len(links.cluster.processors), len(workload.blocks)
-    whole = is_one_vector(columns=num_columns, tiles=len(own), ranks=ranks, blocks=num_blocks)
-    rounds = 1 if num_columns == 2 or not (workload.blocks or whole) else 2
+    whole = is_one_vector(replicas=num_replicas, tiles=len(own), ranks=ranks, blocks=num_blocks)
+    rounds = 1 if num_replicas == 2 or not (workload.blocks or whole) else 2
     heights = layout.heights.tolist()
-    shares = summing_shares(heights, layout.processors, columns=num_columns, rates=transfer_rates(links.cluster))
+    shares = summing_shares(heights, layout.processors, replicas=num_replicas, rates=transfer_rates(links.cluster))
     # Where nothing is cut, everyone tells everyone.
     wire_s, copied_s = [0.0] * len(own), [0.0] * len(own)
-    latencies_s, neighbours = [links.among(layout.processors).latency_s] * len(own), [num_columns - 1] * len(own)
+    latencies_s, neighbours = [links.among(layout.processors).latency_s] * len(own), [num_replicas - 1] * len(own)
     if workload.blocks or whole:
         # Blocks of many units are cut at the same heights, those of few each in its own way; the finest of all come last.
         elements: Counter[tuple[bool, int]] = Counter()
         if whole:
-            elements[True, 0] = workload.horizontal_elements + riders
+            elements[True, 0] = workload.gradient_elements + riders
             riders = 0
         for block, count in workload.kinds if not whole else ():
             fine = block.units >= FEW * layout.deepest
             elements[fine, 0 if fine else block.units] += count * block.parameters
         for (fine, units), each in sorted(elements.items()):
             if not fine:
-                Column.cut_together(layout.columns, units)
-            cuts = [column.cuts if fine else _cuts(column.unit_sizes(units)) for column in layout.columns]
+                Replica.cut_together(layout.replicas, units)
+            cuts = [replica.cuts if fine else _cuts(replica.unit_sizes(units)) for replica in layout.replicas]
             # One message carries all blocks, so the messages of the finest count.
             owned, traveled, latencies_s, neighbours = _owned(layout, cuts, links, shares)
             size_bytes = each * workload.wire_bytes
@@ -217,7 +217,7 @@ def gradient_sums_s(layout: Layout, workload: Workload, links: SlowestLink) -> l
             ]
     apart_s, riding_bytes = 0.0, 0.0
     if riders <= RIDE_ALONG_ELEMENTS:
-        riding_bytes = (num_columns - 1) * riders * workload.wire_bytes
+        riding_bytes = (num_replicas - 1) * riders * workload.wire_bytes
     else:
         names = tuple(links.cluster.by_name)  # those without a tile take part
         apart_s = sums_s(sum_algorithm([links.host[name] for name in names]), names, [(1, riders)], workload, links)
@@ -232,23 +232,23 @@ def gradient_sums_s(layout: Layout, workload: Workload, links: SlowestLink) -> l
     ]
 
 
-def _horizontal_at_least_s(layout: Layout, workload: Workload, links: SlowestLink) -> float:
-    """What the highest tile sends of blocks of many units, over the best links that owners in so many columns can have."""
-    num_columns = len(layout.columns)
-    if num_columns == 1 or not workload.blocks:
-        return _horizontal_s(layout, workload, links)
+def _gradients_at_least_s(layout: Layout, workload: Workload, links: SlowestLink) -> float:
+    """What the highest tile sends of blocks of many units, over the best links that owners in so many replicas can have."""
+    num_replicas = len(layout.replicas)
+    if num_replicas == 1 or not workload.blocks:
+        return _gradients_s(layout, workload, links)
     elements = sum(count * block.parameters for block, count in workload.kinds if block.units >= FEW * layout.deepest)
     highest = int(layout.heights.argmax())
     height, name = float(layout.heights[highest]), layout.processors[highest]
     cluster = links.cluster
-    crosses = num_columns > cluster.most_on_a_host and not cluster.links
+    crosses = num_replicas > cluster.most_on_a_host and not cluster.links
     link = cluster.link_of(cluster.host_of[name]) if crosses else cluster.fastest_link
-    rounds = 1 if num_columns == 2 else 2
+    rounds = 1 if num_replicas == 2 else 2
     # Where processors sum what suits them, one may sum nothing, and only send what it has once.
-    parts = 2 * (num_columns - 1) / num_columns if transfer_rates(cluster) is None else 1.0
+    parts = 2 * (num_replicas - 1) / num_replicas if transfer_rates(cluster) is None else 1.0
     size_bytes = parts * elements * workload.wire_bytes * height
     message_s = cluster.message_s[name]
-    return size_bytes / link.bandwidth_bytes_per_s + rounds * link.latency_s + 2 * rounds * (num_columns - 1) * message_s
+    return size_bytes / link.bandwidth_bytes_per_s + rounds * link.latency_s + 2 * rounds * (num_replicas - 1) * message_s
 
 
 def _cuts(sizes: Sequence[int]) -> tuple[float, ...]:
@@ -263,27 +263,29 @@ def _owned(
 
     Of each of its units it sends what it does not sum to who does, and what it sums to C - 1 others: 1 + (C - 2) f of it.
     """
-    num_columns = len(cuts)
+    num_replicas = len(cuts)
     part = [1.0 if shares is None else shares[name] for name in layout.processors]
     index_of = {name: index for index, name in enumerate(layout.processors)}
-    inner = sorted((cut, index, below) for index, column in enumerate(cuts) for below, cut in enumerate(column[1:-1], start=1))
+    inner = sorted(
+        (cut, index, below) for index, replica in enumerate(cuts) for below, cut in enumerate(replica[1:-1], start=1)
+    )
     crossings = [cut for cut, _, _ in inner]
     edges = [*sorted({0.0, *(cut for cut in crossings if cut < 1.0)}), 1.0]
     group_s, summed_s, summed = [0.0], [0.0], [0.0]
     latencies = []
-    together = fsum(part[index_of[column.processors[0]]] for column in layout.columns)
-    owners = LinkGroup(links, [column.processors[0] for column in layout.columns])
+    together = fsum(part[index_of[replica.processors[0]]] for replica in layout.replicas)
+    owners = LinkGroup(links, [replica.processors[0] for replica in layout.replicas])
     passed = 0
     for start, stop in pairwise(edges):
         while passed < len(inner) and inner[passed][0] <= start:
             _, index, below = inner[passed]
-            one, other = layout.columns[index].processors[below - 1], layout.columns[index].processors[below]
+            one, other = layout.replicas[index].processors[below - 1], layout.replicas[index].processors[below]
             owners.replace(one, other)
             together += part[index_of[other]] - part[index_of[one]]
             passed += 1
         link = owners.link()
         group_s.append((stop - start) / link.bandwidth_bytes_per_s)
-        of_each = (num_columns - 2) / together if together > _NOTHING else 0.0
+        of_each = (num_replicas - 2) / together if together > _NOTHING else 0.0
         summed_s.append(of_each * group_s[-1])
         summed.append(of_each * (stop - start))
         latencies.append(link.latency_s)
@@ -291,16 +293,16 @@ def _owned(
     position = {edge: index for index, edge in enumerate(edges)}
     owned, traveled, ranges, neighbours = [], [], [], []
     own_part = iter(part)
-    for column in cuts:
-        for top, bottom in pairwise(column):
+    for replica in cuts:
+        for top, bottom in pairwise(replica):
             first, last, mine = position[top], position[bottom], next(own_part)
             owned.append(elapsed[last] - elapsed[first] + mine * (elapsed_summed[last] - elapsed_summed[first]))
             traveled.append(bottom - top + mine * (passed_summed[last] - passed_summed[first]))
             ranges += [first, last]
-            # One neighbour in every other column, and one more for each of their cuts inside this tile.
+            # One neighbour in every other replica, and one more for each of their cuts inside this tile.
             inside = bisect_left(crossings, bottom) - bisect_right(crossings, top)
             neighbours.append(len(cuts) - 1 + inside if first < last else 0)
-    # The greatest latency of each tile's groups, at once: of all columns together the groups are very many.
+    # The greatest latency of each tile's groups, at once: of all replicas together the groups are very many.
     longest_s = np.maximum.reduceat([*latencies, 0.0], ranges)[::2].tolist()
     waits_s = [wait_s if own else 0.0 for wait_s, own in zip(longest_s, neighbours, strict=True)]
     return owned, traveled, waits_s, neighbours

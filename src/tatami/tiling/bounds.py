@@ -39,11 +39,11 @@ def volume_bounds(areas: Sequence[float], *, alpha_bytes: float, beta_bytes: flo
 
     Args:
         areas: a_i, each tile's fraction of the floor.
-        alpha_bytes: (n + l) m, bytes for each unit of height (`Workload.horizontal_bytes`).
-        beta_bytes: l s, bytes for each unit of width (`Workload.vertical_bytes`).
+        alpha_bytes: (n + l) m, bytes for each unit of height (`Workload.gradient_bytes`).
+        beta_bytes: l s, bytes for each unit of width (`Workload.tensor_parallel_bytes`).
     """
     a = np.asarray(areas, dtype=np.float64)
-    # Where nothing is summed over columns or across them, the widest or the narrowest tile there is sends least.
+    # Where nothing is summed over replicas or across them, the widest or the narrowest tile there is sends least.
     width = np.clip(np.sqrt(alpha_bytes * a / beta_bytes), a, 1.0) if beta_bytes else np.ones_like(a)
     lb1 = 2 * sqrt(alpha_bytes * beta_bytes) * fsum(np.sqrt(a))
     lb2 = fsum(alpha_bytes * a / width + beta_bytes * width)
@@ -53,19 +53,19 @@ def volume_bounds(areas: Sequence[float], *, alpha_bytes: float, beta_bytes: flo
 def volume_bytes(layout: Layout, *, workload: Workload, cluster: Cluster) -> float:
     """What all processors together send for the blocks, of shares that are not cut to whole units.
 
-    Where sums are bandwidth-optimal that is 2 [alpha (sum heights - 1) + beta (sum widths - 1)], section 6: a column reduces by
-    2 (k - 1) / k of its bytes for each member, a group by 2 (C - 1) / C for each owner.
+    Where sums are bandwidth-optimal that is 2 [alpha (sum heights - 1) + beta (sum widths - 1)], section 6: a replica reduces
+    by 2 (k - 1) / k of its bytes for each member, a group by 2 (C - 1) / C for each owner.
     """
     sent = 0.0
-    for column, width in zip(layout.columns, layout.sample_shares(workload.samples), strict=True):
-        members = len(column.processors)
-        algorithm = sum_algorithm([cluster.host_of[name] for name in column.processors])
+    for replica, width in zip(layout.replicas, layout.sample_shares(workload.samples), strict=True):
+        members = len(replica.processors)
+        algorithm = sum_algorithm([cluster.host_of[name] for name in replica.processors])
         for block, count in workload.kinds:
-            for elements, sums in block.column_sums:
-                size = width * workload.samples * elements / sums / column.micro_batches
+            for elements, sums in block.replica_sums:
+                size = width * workload.samples * elements / sums / replica.micro_batches
                 one = sum_size(algorithm, members=members, size=size, element_bytes=workload.wire_bytes)
-                sent += column.micro_batches * count * sums * members * one.share * size
-    sent += 2 * (len(layout.columns) - 1) * workload.horizontal_elements
+                sent += replica.micro_batches * count * sums * members * one.share * size
+    sent += 2 * (len(layout.replicas) - 1) * workload.gradient_elements
     return sent * workload.wire_bytes
 
 
@@ -83,7 +83,7 @@ def time_bound_s(cluster: Cluster, *, workload: Workload, cost: AlphaBetaCost) -
         return alone_s
     link = cluster.fastest_link
     if not floor.area_flop:
-        # Every sample has its column: all that is done is done side by side, and its gradients are summed.
+        # Every sample has its replica: all that is done is done side by side, and its gradients are summed.
         return min(alone_s, floor.width_flop / fsum(speeds) + _across_s(link, workload=workload))
     low, high = floor.area_flop / fsum(speeds), alone_s
     low = min(low, high)
@@ -98,15 +98,15 @@ def time_bound_s(cluster: Cluster, *, workload: Workload, cost: AlphaBetaCost) -
 
 @dataclass(frozen=True, kw_only=True)
 class _Floor:
-    """What a tile of width w, with the share h of all flop of its column, costs at least: area_flop w h + width_flop w.
+    """What a tile of width w, with the share h of all flop of its replica, costs at least: area_flop w h + width_flop w.
 
     Attributes:
-        horizontal_bytes: for h = 1, of the gradients that a tile of several blocks at least has to exchange for its h.
+        gradient_bytes: for h = 1, of the gradients that a tile of several blocks at least has to exchange for its h.
     """
 
     area_flop: float
     width_flop: float
-    horizontal_bytes: float
+    gradient_bytes: float
 
     @classmethod
     def of(cls, workload: Workload) -> _Floor:
@@ -114,7 +114,7 @@ class _Floor:
             return cls(
                 area_flop=workload.flop_per_area,
                 width_flop=workload.flop_per_width,
-                horizontal_bytes=workload.wire_bytes * workload.horizontal_elements,
+                gradient_bytes=workload.wire_bytes * workload.gradient_elements,
             )
         # A rank without units of a block does not pay what the block costs beside them, so this counts in proportion; and its
         # share may be of the block that has fewest weights for its flop.
@@ -124,14 +124,14 @@ class _Floor:
         return cls(
             area_flop=fsum(flop),
             width_flop=repeated,
-            horizontal_bytes=workload.wire_bytes
+            gradient_bytes=workload.wire_bytes
             * fsum(flop)
             * min(own / each for own, each in zip(elements, flop, strict=True) if each),
         )
 
 
 def _across_s(link: Link, *, workload: Workload) -> float:
-    """What a tile of one of several columns pays at least beside the gradients of its units."""
+    """What a tile of one of several replicas pays at least beside the gradients of its units."""
     return link.transfer_s(workload.replicated_bytes)
 
 
@@ -139,20 +139,20 @@ def _largest_area(
     time_s: float, speeds: NDArray[np.float64], *, floor: _Floor, link: Link, workload: Workload
 ) -> NDArray[np.float64]:
     area_s, width_s = floor.area_flop / speeds, floor.width_flop / speeds
-    vertical_s = workload.vertical_bytes / link.bandwidth_bytes_per_s
-    horizontal_s = floor.horizontal_bytes / link.bandwidth_bytes_per_s
-    vertical_latency_s = workload.vertical_exchanges * link.latency_s
+    tensor_parallel_s = workload.tensor_parallel_bytes / link.bandwidth_bytes_per_s
+    gradients_s = floor.gradient_bytes / link.bandwidth_bytes_per_s
+    tensor_parallel_latency_s = workload.tensor_parallel_exchanges * link.latency_s
     across_s = _across_s(link, workload=workload)
     whole = np.where(time_s >= area_s + width_s, 1.0, 0.0)
-    full_width = (time_s - width_s - vertical_s - vertical_latency_s) / area_s
-    full_height = (time_s - horizontal_s - across_s) / (area_s + width_s)
-    # Inside: area_s w h + for_width_s w + horizontal_s h <= rest. The largest area has the last two terms equal, unless that
+    full_width = (time_s - width_s - tensor_parallel_s - tensor_parallel_latency_s) / area_s
+    full_height = (time_s - gradients_s - across_s) / (area_s + width_s)
+    # Inside: area_s w h + for_width_s w + gradients_s h <= rest. The largest area has the last two terms equal, unless that
     # tile would be higher or wider than the floor: frozen weights send nothing, so only the floor's height limits theirs.
-    rest = np.maximum(time_s - vertical_latency_s - across_s, 0.0)
-    for_width_s = width_s + vertical_s
-    half = np.sqrt(for_width_s * horizontal_s)
+    rest = np.maximum(time_s - tensor_parallel_latency_s - across_s, 0.0)
+    for_width_s = width_s + tensor_parallel_s
+    half = np.sqrt(for_width_s * gradients_s)
     inside = ((np.sqrt(half**2 + area_s * rest) - half) / area_s) ** 2
-    inside = np.where(inside * horizontal_s > for_width_s, (rest - for_width_s) / (area_s + horizontal_s), inside)
-    inside = np.where(inside * for_width_s > horizontal_s, (rest - horizontal_s) / (area_s + for_width_s), inside)
+    inside = np.where(inside * gradients_s > for_width_s, (rest - for_width_s) / (area_s + gradients_s), inside)
+    inside = np.where(inside * for_width_s > gradients_s, (rest - gradients_s) / (area_s + for_width_s), inside)
     area: NDArray[np.float64] = np.clip(np.maximum.reduce([whole, full_width, full_height, inside]), 0.0, 1.0)
     return area

@@ -1,4 +1,4 @@
-"""How long a column computes: every sum over it is a meeting, so the slowest rank of each block counts."""
+"""How long a replica computes: every sum over it is a meeting, so the slowest rank of each block counts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _RANGE = 2.7
 """Standard deviations between the largest and the smallest of the seven timings of a probe, which `Processor.spread` is."""
 
 
-def column_flop_times(layout: Layout, *, speeds: Mapping[str, float], workload: Workload) -> NDArray[np.float64]:
-    """Of each column: flop of one sample over the speed, of the slowest of each block, summed over the blocks.
+def replica_flop_times(layout: Layout, *, speeds: Mapping[str, float], workload: Workload) -> NDArray[np.float64]:
+    """Of each replica: flop of one sample over the speed, of the slowest of each block, summed over the blocks.
 
     An imbalance in one block cannot be made up for in another. Six heads over speeds 1, 0.5 and 0.25 are 3, 2 and 1 of them:
     4 units of time where 3.43 would be balanced, however well the hidden units of the next block divide.
     """
-    totals = np.zeros(len(layout.columns))
+    totals = np.zeros(len(layout.replicas))
     for times in section_flop_times(layout, speeds=speeds, workload=workload):
         totals += np.maximum.reduceat(times, layout.starts)
     return totals
@@ -80,7 +80,7 @@ def idle_s(layout: Layout, *, cluster: Cluster) -> float:
 
 
 def compute_s(layout: Layout, *, cluster: Cluster, workload: Workload, flop_per_s: float) -> float:
-    """Of the column that takes longest: flop over speed, that of the micro-batch's size where it depends on it, and the calls.
+    """Of the replica that takes longest: flop over speed, that of the micro-batch's size where it depends on it, and the calls.
 
     Args:
         flop_per_s: of a processor of speed 1.
@@ -89,11 +89,11 @@ def compute_s(layout: Layout, *, cluster: Cluster, workload: Workload, flop_per_
     if cluster.sized:
         speeds = at_sizes(speeds, tile_flop(layout, workload=workload))
     widths = np.array(layout.sample_shares(workload.samples))
-    times_s = workload.samples * widths * column_flop_times(layout, speeds=speeds, workload=workload) / flop_per_s
+    times_s = workload.samples * widths * replica_flop_times(layout, speeds=speeds, workload=workload) / flop_per_s
     if cluster.calls_known:
         blocks, by_name = len(workload.blocks), cluster.by_name
         times_s += [
-            max(calls_s(by_name[name], blocks=blocks, micro_batches=column.micro_batches) for name in column.processors)
-            for column in layout.columns
+            max(calls_s(by_name[name], blocks=blocks, micro_batches=replica.micro_batches) for name in replica.processors)
+            for replica in layout.replicas
         ]
     return float(times_s.max())

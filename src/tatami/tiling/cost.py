@@ -17,19 +17,19 @@ class Cost:
 
     Attributes:
         compute: local computation of the rank that takes longest.
-        vertical: sums inside the column that takes longest, and of batch statistics over all ranks.
-        horizontal: sums across columns.
+        tensor_parallel: sums inside the replica that takes longest, and of batch statistics over all ranks.
+        gradients: sums of gradients across replicas.
         unit: "s" for seconds, "elements" for the elements of Eq. 8; costs of different units do not compare.
     """
 
     compute: float
-    vertical: float
-    horizontal: float
+    tensor_parallel: float
+    gradients: float
     unit: Literal["s", "elements"]
 
     @property
     def total(self) -> float:
-        return self.compute + self.vertical + self.horizontal
+        return self.compute + self.tensor_parallel + self.gradients
 
 
 class AbstractCost(ABC):

@@ -6,14 +6,14 @@ from typing import ClassVar, final
 
 from tatami.cluster import Cluster
 from tatami.tiling.cost import AbstractCost
-from tatami.tiling.layout import Column, Layout
+from tatami.tiling.layout import Layout, Replica
 from tatami.tiling.planner import AbstractPlanner, best_grid
 from tatami.workload import Workload
 
 
 @final
 class EvenPlanner(AbstractPlanner):
-    """N_DP equal columns of equal tiles, filled in the order of the ranks; the cheapest N_DP."""
+    """N_DP equal replicas of equal tiles, filled in the order of the ranks; the cheapest N_DP."""
 
     name: ClassVar[str] = "even"
     sized: ClassVar[bool] = True
@@ -21,12 +21,12 @@ class EvenPlanner(AbstractPlanner):
     def layout(self, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
         names = [processor.name for processor in cluster.processors]
 
-        def build(num_columns: int) -> Layout:
-            depth = len(names) // num_columns
+        def build(num_replicas: int) -> Layout:
+            depth = len(names) // num_replicas
             heights = (1 / depth,) * depth
             return Layout(
-                columns=tuple(
-                    Column(width=1 / num_columns, processors=tuple(names[start : start + depth]), heights=heights)
+                replicas=tuple(
+                    Replica(width=1 / num_replicas, processors=tuple(names[start : start + depth]), heights=heights)
                     for start in range(0, len(names), depth)
                 )
             )

@@ -1,4 +1,4 @@
-"""Method H of the paper: a grid whose columns are as wide as their slowest is fast."""
+"""Method H of the paper: a grid whose replicas are as wide as their slowest is fast."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import ClassVar, final
 
 from tatami.cluster import Cluster, Processor
 from tatami.tiling.cost import AbstractCost
-from tatami.tiling.layout import Column, Layout
+from tatami.tiling.layout import Layout, Replica
 from tatami.tiling.planner import AbstractPlanner, ascending, best_grid
 from tatami.workload import Workload
 
 
 @final
 class GridPlanner(AbstractPlanner):
-    """Method H: columns of the same number of processors in ascending order, each as wide as its slowest is fast.
+    """Method H: replicas of the same number of processors in ascending order, each as wide as its slowest is fast.
 
     The units are split evenly; the cheapest N_DP.
     """
@@ -30,19 +30,19 @@ class GridPlanner(AbstractPlanner):
 def grid_builder(
     order: Sequence[Processor], *, heights: Callable[[Sequence[Processor]], Sequence[float]]
 ) -> Callable[[int], Layout]:
-    """Builds the grid of `order` for a number of columns; `heights` gives all columns' heights from the slowest column."""
+    """Builds the grid of `order` for a number of replicas; `heights` gives all replicas' heights from the slowest replica."""
     names = tuple(processor.name for processor in order)
 
-    def build(num_columns: int) -> Layout:
-        depth = len(order) // num_columns
+    def build(num_replicas: int) -> Layout:
+        depth = len(order) // num_replicas
         slowest = order[::depth]
         across = fsum(processor.speed for processor in slowest)
         shares = heights(order[:depth])
         down = fsum(shares)
         own = tuple(share / down for share in shares)
         return Layout(
-            columns=tuple(
-                Column(width=processor.speed / across, processors=names[place * depth : (place + 1) * depth], heights=own)
+            replicas=tuple(
+                Replica(width=processor.speed / across, processors=names[place * depth : (place + 1) * depth], heights=own)
                 for place, processor in enumerate(slowest)
             )
         )

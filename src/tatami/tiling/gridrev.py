@@ -1,4 +1,4 @@
-"""Method H_rev of the paper: method H, its units split by the speeds of the slowest column."""
+"""Method H_rev of the paper: method H, its units split by the speeds of the slowest replica."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tatami.workload import Workload
 
 @final
 class GridRevPlanner(AbstractPlanner):
-    """Method H_rev: as method H, and the units are split by the speeds inside the slowest column, alike in every column."""
+    """Method H_rev: as method H, and the units are split by the speeds inside the slowest replica, alike in every replica."""
 
     name: ClassVar[str] = "grid-rev"
 

@@ -30,15 +30,15 @@ _SURELY_ONE = 1.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column:
+class Replica:
     """A replica: processors that share the same samples, from top to bottom.
 
     Attributes:
-        width: the column's fraction of the samples.
+        width: the replica's fraction of the samples.
         processors: names, from top to bottom.
         heights: each processor's fraction of the units; they sum to 1.
-        micro_batches: the number of parts, as equal as possible, in which the column computes its samples one after another, so
-            that only the activations of one part are in memory. Gradients are summed across columns once for all parts.
+        micro_batches: the number of parts, as equal as possible, in which the replica computes its samples one after another,
+            so that only the activations of one part are in memory. Gradients are summed across replicas once for all parts.
     """
 
     width: float
@@ -49,38 +49,38 @@ class Column:
 
     def __post_init__(self) -> None:
         if len(self.processors) != len(self.heights) or not self.processors:
-            raise PlanError(f"a column needs one height for each processor: {self.processors} have {self.heights}")
+            raise PlanError(f"a replica needs one height for each processor: {self.processors} have {self.heights}")
         if self.micro_batches < 1:
-            raise PlanError(f"micro_batches of column {self.processors} must be at least 1, not {self.micro_batches}")
+            raise PlanError(f"micro_batches of replica {self.processors} must be at least 1, not {self.micro_batches}")
         height = sum(self.heights)
         if 0 <= self.width < math.inf and min(self.heights) >= 0 and math.isclose(height, 1.0, rel_tol=1e-6):
             return
         for name, share in (("width", self.width), *zip(self.processors, self.heights, strict=True)):
             if not (math.isfinite(share) and share >= 0):
                 raise PlanError(f"share of {name} must be a finite number >= 0, not {share}")
-        raise PlanError(f"the heights of column {self.processors} sum to {height}, not 1")
+        raise PlanError(f"the heights of replica {self.processors} sum to {height}, not 1")
 
-    def as_wide_as(self, width: float) -> Column:
+    def as_wide_as(self, width: float) -> Replica:
         """The same processors at the same heights with another `width`, a fraction of the samples."""
         return self._with(width, self.micro_batches)
 
-    def in_micro_batches(self, number: int) -> Column:
-        """The same column with another number of `micro_batches`."""
+    def in_micro_batches(self, number: int) -> Replica:
+        """The same replica with another number of `micro_batches`."""
         return self._with(self.width, number)
 
-    def _with(self, width: float, micro_batches: int) -> Column:
-        column = Column(width=width, processors=self.processors, heights=self.heights, micro_batches=micro_batches)
-        column._sizes.update(self._sizes)  # they depend on the heights alone
-        return column
+    def _with(self, width: float, micro_batches: int) -> Replica:
+        replica = Replica(width=width, processors=self.processors, heights=self.heights, micro_batches=micro_batches)
+        replica._sizes.update(self._sizes)  # they depend on the heights alone
+        return replica
 
     def micro_batch_sizes(self, samples: int) -> tuple[int, ...]:
-        """The samples of each micro-batch where the column has `samples`: one micro-batch at least, and none without samples
+        """The samples of each micro-batch where the replica has `samples`: one micro-batch at least, and none without samples
         beyond the first."""
         return micro_batch_sizes(samples, number=self.micro_batches)
 
     @cached_property
     def cuts(self) -> tuple[float, ...]:
-        """Where the column is cut, from 0 to 1; rounded, so that cuts meant to be level are, whatever was added up first."""
+        """Where the replica is cut, from 0 to 1; rounded, so that cuts meant to be level are, whatever was added up first."""
         return (0.0, *(round(cut, 12) for cut in accumulate(self.heights[:-1])), 1.0)
 
     def unit_sizes(self, units: int) -> tuple[int, ...]:
@@ -107,116 +107,118 @@ class Column:
         return spans(self.unit_sizes(units))
 
     @staticmethod
-    def cut_together(columns: Iterable[Column], units: int) -> None:
-        """Find `unit_sizes` of all these columns at once: thousands one by one would take longer than all else of a plan."""
-        unknown = [column for column in columns if units not in column._sizes]
-        kinds = {column.heights: column for column in unknown}
+    def cut_together(replicas: Iterable[Replica], units: int) -> None:
+        """Find `unit_sizes` of all these replicas at once: thousands one by one would take longer than all else of a plan."""
+        unknown = [replica for replica in replicas if units not in replica._sizes]
+        kinds = {replica.heights: replica for replica in unknown}
         if kinds:
             cut = whole_shares_of(list(kinds), total=units)
             found = {own: kinds[own]._at_grains(sizes, units) for own, sizes in zip(kinds, cut, strict=True)}
-            for column in unknown:
-                column._sizes[units] = found[column.heights]
+            for replica in unknown:
+                replica._sizes[units] = found[replica.heights]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Columns side by side; their widths sum to 1. The same layout is cut for any batch and any number of units."""
+    """Replicas side by side; their widths sum to 1. The same layout is cut for any batch and any number of units."""
 
-    columns: tuple[Column, ...]
+    replicas: tuple[Replica, ...]
     _samples: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _units: dict[int, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        width = sum(column.width for column in self.columns)
+        width = sum(replica.width for replica in self.replicas)
         if not math.isclose(width, 1.0, rel_tol=1e-6):
-            raise PlanError(f"the widths of the columns sum to {width}, not 1")
+            raise PlanError(f"the widths of the replicas sum to {width}, not 1")
         if len(set(self.processors)) < len(self.processors):
             name = next(name for name, count in Counter(self.processors).items() if count > 1)
             raise PlanError(f"{name} lies twice in the layout; each processor has one place")
 
     @cached_property
     def processors(self) -> tuple[str, ...]:
-        """All names, column by column, from top to bottom."""
-        return tuple(chain.from_iterable(column.processors for column in self.columns))
+        """All names, replica by replica, from top to bottom."""
+        return tuple(chain.from_iterable(replica.processors for replica in self.replicas))
 
     @cached_property
     def heights(self) -> NDArray[np.float64]:
         """Of all `processors`."""
-        return self._of_all(column.heights for column in self.columns)
+        return self._of_all(replica.heights for replica in self.replicas)
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """Where each column begins among all `processors`."""
-        return np.cumsum([0, *(len(column.processors) for column in self.columns[:-1])])
+        """Where each replica begins among all `processors`."""
+        return np.cumsum([0, *(len(replica.processors) for replica in self.replicas[:-1])])
 
     @cached_property
     def deepest(self) -> int:
-        """The processors of the column that has most."""
-        return max(len(column.processors) for column in self.columns)
+        """The processors of the replica that has most."""
+        return max(len(replica.processors) for replica in self.replicas)
 
     def _of_all(self, shares: Iterable[Sequence[float]]) -> NDArray[np.float64]:
         return np.fromiter(chain.from_iterable(shares), dtype=np.float64, count=len(self.processors))
 
     def unit_shares(self, units: int) -> NDArray[np.float64]:
-        """`Column.unit_shares` of all `processors`."""
+        """`Replica.unit_shares` of all `processors`."""
         if units >= FEW * self.deepest or self.deepest == 1:
             return self.heights
         counts = np.diff(self.starts, append=len(self.processors))
         few = units < FEW * counts
-        Column.cut_together(compress(self.columns, few), units)
-        whole = (column.unit_sizes(units) if own else column.heights for column, own in zip(self.columns, few, strict=True))
+        Replica.cut_together(compress(self.replicas, few), units)
+        whole = (replica.unit_sizes(units) if own else replica.heights for replica, own in zip(self.replicas, few, strict=True))
         shares = self._of_all(whole)
         return np.where(np.repeat(few, counts), shares / units, shares)
 
     def unit_sizes(self, units: int) -> NDArray[np.int64]:
-        """`Column.unit_sizes` of all `processors`."""
+        """`Replica.unit_sizes` of all `processors`."""
         sizes = self._units.get(units)
         if sizes is None and self.deepest == 1:
-            sizes = np.full(len(self.columns), units)
+            sizes = np.full(len(self.replicas), units)
         elif sizes is None:
-            Column.cut_together(self.columns, units)
-            own = chain.from_iterable(column.unit_sizes(units) for column in self.columns)
+            Replica.cut_together(self.replicas, units)
+            own = chain.from_iterable(replica.unit_sizes(units) for replica in self.replicas)
             sizes = np.fromiter(own, dtype=np.int64, count=len(self.processors))
         self._units[units] = sizes
         return sizes
 
     def renamed(self, names: Mapping[str, str]) -> Layout:
         """The same with other processors in the places of those that are in `names`."""
-        columns = (replace(each, processors=tuple(names.get(name, name) for name in each.processors)) for each in self.columns)
-        return Layout(columns=tuple(columns))
+        replicas = (
+            replace(each, processors=tuple(names.get(name, name) for name in each.processors)) for each in self.replicas
+        )
+        return Layout(replicas=tuple(replicas))
 
     def in_micro_batches(self, number: int) -> Layout:
-        """The same shares, every column in this number of micro-batches."""
-        if all(column.micro_batches == number for column in self.columns):
+        """The same shares, every replica in this number of micro-batches."""
+        if all(replica.micro_batches == number for replica in self.replicas):
             return self
-        return Layout(columns=tuple(column.in_micro_batches(number) for column in self.columns))
+        return Layout(replicas=tuple(replica.in_micro_batches(number) for replica in self.replicas))
 
     def sample_sizes(self, samples: int) -> tuple[int, ...]:
-        """How many of a batch's `samples` each column has: `whole_shares`."""
+        """How many of a batch's `samples` each replica has: `whole_shares`."""
         sizes = self._samples.get(samples)
         if sizes is None:
-            (sizes,) = whole_shares_of([[column.width for column in self.columns]], total=samples)
+            (sizes,) = whole_shares_of([[replica.width for replica in self.replicas]], total=samples)
             self._samples[samples] = sizes
         return sizes
 
     def sample_shares(self, samples: int) -> tuple[float, ...]:
-        """Each column's fraction of a batch's `samples` as planners price it: in whole ones where they are `FEW`."""
-        if samples >= FEW * len(self.columns):
-            return tuple(column.width for column in self.columns)
+        """Each replica's fraction of a batch's `samples` as planners price it: in whole ones where they are `FEW`."""
+        if samples >= FEW * len(self.replicas):
+            return tuple(replica.width for replica in self.replicas)
         return tuple(size / samples for size in self.sample_sizes(samples))
 
     def cut(self, *, samples: int, units: int) -> Tiling:
         """Whole samples and units. A tile may come out without any; planners see to it that every processor has work."""
         tiles = []
-        Column.cut_together(self.columns, units)
+        Replica.cut_together(self.replicas, units)
         widths = spans(self.sample_sizes(samples))
-        for index, (column, width) in enumerate(zip(self.columns, widths, strict=True)):
-            for name, height in zip(column.processors, column.unit_spans(units), strict=True):
-                tiles.append(Tile(processor=name, column=index, samples=width, units=height))
+        for index, (replica, width) in enumerate(zip(self.replicas, widths, strict=True)):
+            for name, height in zip(replica.processors, replica.unit_spans(units), strict=True):
+                tiles.append(Tile(processor=name, replica=index, samples=width, units=height))
         return Tiling(samples=samples, units=units, tiles=tuple(tiles))
 
     def cut_blocks(self, workload: Workload) -> tuple[Tiling, ...]:
-        """One tiling for each block of the workload: the same columns and samples, each block's own units."""
+        """One tiling for each block of the workload: the same replicas and samples, each block's own units."""
         units = {block.units for block in workload.blocks}
         tilings = {each: self.cut(samples=workload.samples, units=each) for each in units}
         return tuple(tilings[block.units] for block in workload.blocks)
@@ -224,20 +226,20 @@ class Layout:
     def empty(self, workload: Workload) -> frozenset[str]:
         """The processors that would get no sample, or no unit of any block."""
         widths = self.sample_sizes(workload.samples)
-        names = {name for column, width in zip(self.columns, widths, strict=True) if not width for name in column.processors}
+        names = {name for replica, width in zip(self.replicas, widths, strict=True) if not width for name in replica.processors}
         most = max(section.units for section in workload.sections)
         doubtful = [
-            column
-            for column, width in zip(self.columns, widths, strict=True)
-            if width and (most < FEW * len(column.processors) or min(column.heights) * most < _SURELY_ONE)
+            replica
+            for replica, width in zip(self.replicas, widths, strict=True)
+            if width and (most < FEW * len(replica.processors) or min(replica.heights) * most < _SURELY_ONE)
         ]
         for section in workload.sections:
-            Column.cut_together(doubtful, section.units)
-        for column in doubtful:
-            idle = set(column.processors)
+            Replica.cut_together(doubtful, section.units)
+        for replica in doubtful:
+            idle = set(replica.processors)
             for section in workload.sections:
                 idle.difference_update(
-                    name for name, size in zip(column.processors, column.unit_sizes(section.units), strict=True) if size
+                    name for name, size in zip(replica.processors, replica.unit_sizes(section.units), strict=True) if size
                 )
             names |= idle
         return frozenset(names)
@@ -247,20 +249,20 @@ class Layout:
         return json.dumps(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        columns = [
+        replicas = [
             {
-                "width": column.width,
-                "processors": list(column.processors),
-                "heights": list(column.heights),
-                "micro_batches": column.micro_batches,
+                "width": replica.width,
+                "processors": list(replica.processors),
+                "heights": list(replica.heights),
+                "micro_batches": replica.micro_batches,
             }
-            for column in self.columns
+            for replica in self.replicas
         ]
-        return {"columns": columns}
+        return {"replicas": replicas}
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
-        """Read what `to_json` wrote; columns without a number of micro-batches have one.
+        """Read what `to_json` wrote; replicas without a number of micro-batches have one, and may be called columns.
 
         Raises:
             PlanError: not JSON, a key is missing, or invalid shares.
@@ -275,14 +277,14 @@ class Layout:
         """`from_json` without the text. Raises as that."""
         try:
             return cls(
-                columns=tuple(
-                    Column(
-                        width=float(column["width"]),
-                        processors=tuple(map(str, column["processors"])),
-                        heights=tuple(map(float, column["heights"])),
-                        micro_batches=int(column.get("micro_batches", 1)),
+                replicas=tuple(
+                    Replica(
+                        width=float(replica["width"]),
+                        processors=tuple(map(str, replica["processors"])),
+                        heights=tuple(map(float, replica["heights"])),
+                        micro_batches=int(replica.get("micro_batches", 1)),
                     )
-                    for column in raw["columns"]
+                    for replica in raw["replicas" if "replicas" in raw else "columns"]
                 )
             )
         except PlanError:

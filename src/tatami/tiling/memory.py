@@ -37,7 +37,7 @@ def memory_bytes(
     """What every processor keeps, in whole samples and units; nothing where it has no work.
 
     Weights with the optimizer's state and the Trainer's copy, those of its units and those that every rank repeats; the memory
-    in which gradients travel between columns; of what is sharded, its share (`optimizer_shares`). To this comes the most of
+    in which gradients travel between replicas; of what is sharded, its share (`optimizer_shares`). To this comes the most of
     what passes: at some moment of the backward pass (`Workload.backward_moments`) gradients, and what the samples of its
     largest micro-batch left behind in the forward pass; or, when all gradients are there, the memory in which the optimizer
     computes the update of the largest weight. A loop that keeps gradients from one iteration to the next, as
@@ -78,7 +78,7 @@ def _unsharded(layout: Layout, *, workload: Workload, cluster: Cluster | None, r
     amounts = _Amounts(layout, workload=workload, cluster=cluster, ranks=ranks)
     counts = np.diff(layout.starts, append=len(layout.processors))
     sizes = np.array(layout.sample_sizes(workload.samples))
-    numbers = np.clip([column.micro_batches for column in layout.columns], 1, np.maximum(sizes, 1))
+    numbers = np.clip([replica.micro_batches for replica in layout.replicas], 1, np.maximum(sizes, 1))
     largest = np.repeat(-(-sizes // numbers), counts)
     passing_bytes = amounts.passing_bytes(largest, is_whole=np.repeat(numbers == 1, counts))
     return np.where(amounts.works & (largest > 0), amounts.lasting_bytes + passing_bytes, 0.0)
@@ -129,7 +129,7 @@ class _Amounts:
 
 
 def in_fewest_micro_batches(layout: Layout, *, cluster: Cluster, workload: Workload, ranks: int | None = None) -> Layout | None:
-    """The same shares in as few micro-batches as every column's memory allows; None where one sample at a time is too much.
+    """The same shares in as few micro-batches as every replica's memory allows; None where one sample at a time is too much.
 
     `Workload.micro_batches` and networks that allow only one (`Workload.most_micro_batches`) are kept to.
     """
@@ -148,10 +148,10 @@ def in_fewest_micro_batches(layout: Layout, *, cluster: Cluster, workload: Workl
         return None
     held = own.astype(np.float64)
     tight = works & (amounts.passing_bytes(own, is_whole=np.full(len(own), True)) > limits)
-    # Some member's lack makes several micro-batches of its column's samples.
-    column_tight = np.repeat(np.logical_or.reduceat(tight, layout.starts), np.diff(layout.starts, append=len(limits)))
+    # Some member's lack makes several micro-batches of its replica's samples.
+    replica_tight = np.repeat(np.logical_or.reduceat(tight, layout.starts), np.diff(layout.starts, append=len(limits)))
     sample_bytes = amounts.sample_bytes * max(kept for kept, _ in workload.backward_moments)
-    tight = works & column_tight & (sample_bytes * own > room_bytes)
+    tight = works & replica_tight & (sample_bytes * own > room_bytes)
     held[tight] = room_bytes[tight] // sample_bytes[tight]
     most = np.minimum.reduceat(held, layout.starts)
     if (most[samples > 0] < 1).any():
@@ -159,71 +159,71 @@ def in_fewest_micro_batches(layout: Layout, *, cluster: Cluster, workload: Workl
     numbers = np.ceil(samples / np.maximum(most, 1)).clip(1).astype(int).tolist()
     if max(numbers) > workload.most_micro_batches:
         return None
-    if numbers == [column.micro_batches for column in layout.columns]:
+    if numbers == [replica.micro_batches for replica in layout.replicas]:
         return layout
-    pairs = zip(layout.columns, numbers, strict=True)
-    return Layout(columns=tuple(column.in_micro_batches(number) for column, number in pairs))
+    pairs = zip(layout.replicas, numbers, strict=True)
+    return Layout(replicas=tuple(replica.in_micro_batches(number) for replica, number in pairs))
 
 
 class _Messages:
-    """What ranks keep of gradients so that they can travel between columns, as `HorizontalExchange` lays them out.
+    """What ranks keep of gradients so that they can travel between replicas, as `GradientExchange` lays them out.
 
-    Where each rank is a column, gradients are one vector, and what comes of others lies beside it. Otherwise all units lie
+    Where each rank is a replica, gradients are one vector, and what comes of others lies beside it. Otherwise all units lie
     together once more, what goes out and what comes has memory of its own, and so have replicated gradients: few ride with the
     messages, many are summed apart, as a vector. What is rounded on its way is there in both precisions.
     """
 
     def __init__(self, layout: Layout, *, workload: Workload, cluster: Cluster | None, ranks: int | None) -> None:
-        self._columns = columns = len(layout.columns)
+        self._replicas = replicas = len(layout.replicas)
         names = layout.processors
         ranks = ranks or (len(names) if cluster is None else cluster.size)
-        self._is_vector = is_one_vector(columns=columns, tiles=len(names), ranks=ranks, blocks=len(workload.blocks))
+        self._is_vector = is_one_vector(replicas=replicas, tiles=len(names), ranks=ranks, blocks=len(workload.blocks))
         # Half precision is summed as float32.
         self._element_bytes = max(workload.element_bytes, _SUMMED_BYTES)
         self._wire = 1.0 if workload.wire is None else workload.wire_bytes / self._element_bytes
         self._rounds = workload.wire is not None
         rates = None if cluster is None else transfer_rates(cluster)
-        shares = summing_shares(layout.heights.tolist(), names, columns=columns, rates=rates)
+        shares = summing_shares(layout.heights.tolist(), names, replicas=replicas, rates=rates)
         self._parts = _most_summed(layout, shares)
         size_bytes = workload.replicated_parameters * self._element_bytes
         self.replicated_bytes = 0.0
-        """Of the gradients that all ranks of a column have."""
-        if columns > 1 and workload.sharded_state_bytes:
+        """Of the gradients that all ranks of a replica have."""
+        if replicas > 1 and workload.sharded_state_bytes:
             # Of two rounds what goes out and what comes, in which the largest share counts as an equal one.
             self.replicated_bytes = 4 * size_bytes / num_rounds(size_bytes)
-        elif columns > 1 and self._is_vector:
+        elif replicas > 1 and self._is_vector:
             self.replicated_bytes = float(self._vector(self._parts).max()) * size_bytes
-        elif columns > 1 and workload.replicated_parameters <= RIDE_ALONG_ELEMENTS:
-            self.replicated_bytes = (2 + self._wire * (columns + ranks - 2)) * size_bytes
-        elif columns > 1:
+        elif replicas > 1 and workload.replicated_parameters <= RIDE_ALONG_ELEMENTS:
+            self.replicated_bytes = (2 + self._wire * (replicas + ranks - 2)) * size_bytes
+        elif replicas > 1:
             self.replicated_bytes = 3 * size_bytes
 
     def unit_bytes(self, units: NDArray[np.int64]) -> Vector:
         """For each element that a unit of a block has, where the processors have so many `units` of it.
 
-        Of what it sums, C - 1 others send theirs and get the sums; the rest goes out, and comes back summed. With two columns
+        Of what it sums, C - 1 others send theirs and get the sums; the rest goes out, and comes back summed. With two replicas
         all goes out and comes once.
         """
-        if self._columns == 1:
+        if self._replicas == 1:
             return np.zeros(len(units))
         if self._is_vector:
             return units * self._vector(self._parts) * self._element_bytes
-        summed = 0.0 if self._columns == 2 else np.minimum(units, units * self._parts + _UNITS_OVER)
-        return (units + self._wire * 2 * (units + (self._columns - 2) * summed)) * self._element_bytes
+        summed = 0.0 if self._replicas == 2 else np.minimum(units, units * self._parts + _UNITS_OVER)
+        return (units + self._wire * 2 * (units + (self._replicas - 2) * summed)) * self._element_bytes
 
     def _vector(self, parts: Vector) -> Vector:
         """The same for each element of a vector, of which `parts` are summed; what goes out is packed where it is rounded."""
-        if self._columns == 2:
+        if self._replicas == 2:
             return np.full(len(parts), 1 + (2 * self._wire if self._rounds else 1))
-        return 1 + (self._wire * (2 + (self._columns - 2) * parts) if self._rounds else (self._columns - 1) * parts)
+        return 1 + (self._wire * (2 + (self._replicas - 2) * parts) if self._rounds else (self._replicas - 1) * parts)
 
 
 def _most_summed(layout: Layout, shares: Mapping[str, float] | None) -> Vector:
     """Of every processor, the most of its units that it may have to sum: in proportion to `shares` with the owners of a group,
-    of whom there is one in each column."""
+    of whom there is one in each replica."""
     members = len(layout.processors)
     if shares is None:
-        return np.full(members, 1 / len(layout.columns))
+        return np.full(members, 1 / len(layout.replicas))
     own = np.array([shares[name] for name in layout.processors])
     least = np.minimum.reduceat(own, layout.starts)
     others = np.repeat(least.sum() - least, np.diff(layout.starts, append=members))
@@ -245,22 +245,22 @@ def lacking_bytes(layout: Layout, *, cluster: Cluster, workload: Workload, ranks
 
 
 def can_hold(layout: Layout, *, cluster: Cluster, workload: Workload, ranks: int | None = None) -> bool:
-    """Whether the memory of every column holds the network with one sample, at some heights: quickly found."""
+    """Whether the memory of every replica holds the network with one sample, at some heights: quickly found."""
     messages = _Messages(layout, workload=workload, cluster=cluster, ranks=ranks)
     limits = _limits(layout, cluster=cluster)
     squeeze = _Squeeze(layout, limits=limits, cluster=cluster, workload=workload, messages=messages)
-    return bool(squeeze.holds(np.full(len(layout.columns), 1 / workload.samples)).all())
+    return bool(squeeze.holds(np.full(len(layout.replicas), 1 / workload.samples)).all())
 
 
 def squeezed(layout: Layout, *, cluster: Cluster, workload: Workload, ranks: int | None = None) -> Layout | None:
-    """The same processors in the same columns, as fast as their memory allows; None where it does not hold the network at all.
+    """The same processors in the same replicas, as fast as their memory allows; None where it does not hold the network at all.
 
     A tile of width w and height h in k micro-batches keeps A + P h + w (B + Q h) / k: A for what every rank repeats, P for all
     units' weights and the messages with their gradients, B and Q for what a batch leaves behind, beside the units and with all
     of them; in one micro-batch the most of several such sums, with parts of the gradients and of what is left behind
     (`Workload.backward_moments`). The number of micro-batches of a replica does not change here. So memory
-    limits the height for a width, as a time T does: w (F h + G) / v <= T. Both limits fall with w; the widest that a column can
-    be within T is found by bisection, and so is the least T in which the columns together are as wide as the batch.
+    limits the height for a width, as a time T does: w (F h + G) / v <= T. Both limits fall with w; the widest that a replica
+    can be within T is found by bisection, and so is the least T in which the replicas together are as wide as the batch.
     """
     cluster = at_equal_times(cluster, workload=workload)
     messages = _Messages(layout, workload=workload, cluster=cluster, ranks=ranks)
@@ -288,16 +288,16 @@ def _limits(layout: Layout, *, cluster: Cluster) -> Vector:
 
 
 class _Squeeze:
-    """One layout's processors as vectors, one after the other as they lie; `starts` are the first of each column."""
+    """One layout's processors as vectors, one after the other as they lie; `starts` are the first of each replica."""
 
     def __init__(self, layout: Layout, *, limits: Vector, cluster: Cluster, workload: Workload, messages: _Messages) -> None:
         self._layout = layout
-        counts = [len(column.processors) for column in layout.columns]
+        counts = [len(replica.processors) for replica in layout.replicas]
         self._bisections, self._steps = _FINE if len(limits) <= _FEW else _COARSE
-        self._parts = 1 / np.array([column.micro_batches for column in layout.columns])
+        self._parts = 1 / np.array([replica.micro_batches for replica in layout.replicas])
         self._samples = workload.samples
         self._starts = np.cumsum([0, *counts[:-1]])
-        self._column = np.repeat(np.arange(len(counts)), counts)
+        self._replica = np.repeat(np.arange(len(counts)), counts)
         self._speeds = np.array([cluster.by_name[name].speed for name in layout.processors])
         self._moments = workload.backward_moments
         self._beside_gradient_bytes = workload.replicated_gradient_bytes
@@ -335,25 +335,25 @@ class _Squeeze:
         widths = wide / wide.sum()
         heights, starts = self._heights(widths).tolist(), self._starts.tolist()
         return Layout(
-            columns=tuple(
-                replace(column, width=width, heights=tuple(heights[start : start + len(column.processors)]))
-                for column, width, start in zip(self._layout.columns, widths.tolist(), starts, strict=True)
+            replicas=tuple(
+                replace(replica, width=width, heights=tuple(heights[start : start + len(replica.processors)]))
+                for replica, width, start in zip(self._layout.replicas, widths.tolist(), starts, strict=True)
             )
         )
 
     def _time(self, widths: Vector) -> float:
-        """In which each column of these widths is done, however its heights are shared out within memory."""
+        """In which each replica of these widths is done, however its heights are shared out within memory."""
         return float((widths * (self._area_flop + self._width_flop) / np.minimum.reduceat(self._speeds, self._starts)).max())
 
     def _limit(self, widths: Vector) -> Vector:
-        """The greatest height for which each processor has memory, its column having this width."""
+        """The greatest height for which each processor has memory, its replica having this width."""
         # A micro-batch has one sample at least.
         in_parts = self._parts < 1
-        w = np.where(in_parts, np.maximum(widths * self._parts, 1 / self._samples), widths)[self._column]
+        w = np.where(in_parts, np.maximum(widths * self._parts, 1 / self._samples), widths)[self._replica]
         if not in_parts.any():
             return self._limit_of(w, self._moments)
         limit = self._limit_of(w, [(max(kept for kept, _ in self._moments), 1.0)])
-        return limit if in_parts.all() else np.where(in_parts[self._column], limit, self._limit_of(w, self._moments))
+        return limit if in_parts.all() else np.where(in_parts[self._replica], limit, self._limit_of(w, self._moments))
 
     def _limit_of(self, w: Vector, moments: Sequence[tuple[float, float]]) -> Vector:
         least = np.ones(len(w))
@@ -366,8 +366,8 @@ class _Squeeze:
         return np.clip(least, 0.0, 1.0)
 
     def _quick(self, widths: Vector, times: Vector) -> Vector:
-        """The greatest height that each processor computes in its column's time."""
-        w, time = widths[self._column], times[self._column]
+        """The greatest height that each processor computes in its replica's time."""
+        w, time = widths[self._replica], times[self._replica]
         with np.errstate(divide="ignore", invalid="ignore"):
             height = (time * self._speeds / w - self._width_flop) / self._area_flop
         return np.clip(np.where(np.isnan(height), 1.0, height), 0.0, 1.0)
@@ -377,7 +377,7 @@ class _Squeeze:
         return sums
 
     def _widest(self, time: float | None, *, low: Vector, high: Vector, steps: int) -> Vector:
-        """How wide each column can be within its memory and this time; between `low`, which can be, and `high`."""
+        """How wide each replica can be within its memory and this time; between `low`, which can be, and `high`."""
         for _ in range(steps):
             middle = (low + high) / 2
             fits = self.holds(middle, time)
@@ -385,14 +385,14 @@ class _Squeeze:
         return np.where(self.holds(high, time), high, low)
 
     def holds(self, widths: Vector, time: float | None = None) -> NDArray[np.bool_]:
-        """Whether columns of these widths have memory for the network, and time."""
+        """Whether replicas of these widths have memory for the network, and time."""
         heights = self._limit(widths)
         if time is not None:
             heights = np.minimum(heights, self._quick(widths, np.full(len(widths), time)))
         return self._sums(heights) >= 1
 
     def _heights(self, widths: Vector) -> Vector:
-        """Those of equal time in every column, as far as memory allows; they sum to 1."""
+        """Those of equal time in every replica, as far as memory allows; they sum to 1."""
         limit = self._limit(widths)
         low = np.zeros(len(widths))
         high = widths * (self._area_flop + self._width_flop) / np.minimum.reduceat(self._speeds, self._starts)
@@ -402,6 +402,6 @@ class _Squeeze:
             low, high = np.where(fits, low, middle), np.where(fits, middle, high)
         heights = np.minimum(limit, self._quick(widths, high))
         sums = self._sums(heights)
-        # Nothing fits into a column of no width; its processors are left out, whatever their heights.
-        counts = np.bincount(self._column)[self._column]
-        return np.where(sums[self._column] > 0, heights / np.maximum(sums, 1e-300)[self._column], 1 / counts)
+        # Nothing fits into a replica of no width; its processors are left out, whatever their heights.
+        counts = np.bincount(self._replica)[self._replica]
+        return np.where(sums[self._replica] > 0, heights / np.maximum(sums, 1e-300)[self._replica], 1 / counts)

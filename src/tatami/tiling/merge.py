@@ -1,4 +1,4 @@
-"""Removal of small groups: cuts of different columns that nearly meet are moved onto one height."""
+"""Removal of small groups: cuts of different replicas that nearly meet are moved onto one height."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _LARGEST_MOVE = 0.25
 class SrpmMergedPlanner(AbstractPlanner):
     """SRPM, and then the removal of groups thinner than `threshold`: fewer messages for slightly unequal areas.
 
-    The threshold is at most a quarter of the mean height of a tile in the deepest column. The paper's columns, of up to four,
-    do not notice; in a column of fifty, 0.06 of the whole would be the height of three tiles.
+    The threshold is at most a quarter of the mean height of a tile in the deepest replica. The paper's replicas, of up to four,
+    do not notice; in a replica of fifty, 0.06 of the whole would be the height of three tiles.
     """
 
     name: ClassVar[str] = "srpm-merged"
@@ -46,7 +46,7 @@ class SrpmMergedPlanner(AbstractPlanner):
 def remove_small_groups(layout: Layout, *, threshold: float = SMALL_GROUP) -> Layout:
     """Move cuts closer than `threshold` onto their mean height, the closest first, so that the groups between them disappear.
 
-    Two cuts of one column never meet: no tile disappears. A thin group therefore stays where one column has cuts on both of
+    Two cuts of one replica never meet: no tile disappears. A thin group therefore stays where one replica has cuts on both of
     its sides.
 
     Args:
@@ -58,18 +58,20 @@ def remove_small_groups(layout: Layout, *, threshold: float = SMALL_GROUP) -> La
     """
     if not 0 <= threshold <= 1:
         raise PlanError(f"threshold must be a fraction of the height, 0 to 1, not {threshold}")
-    cuts = [list(column.cuts) for column in layout.columns]
-    inner = sorted((height, column, at) for column, edges in enumerate(cuts) for at, height in enumerate(edges[1:-1], start=1))
+    cuts = [list(replica.cuts) for replica in layout.replicas]
+    inner = sorted(
+        (height, replica, at) for replica, edges in enumerate(cuts) for at, height in enumerate(edges[1:-1], start=1)
+    )
     for level in _levels(inner, threshold=threshold):
         height = fsum(inner[index][0] for index in level) / len(level)
         for index in level:
-            _, column, at = inner[index]
-            cuts[column][at] = height
+            _, replica, at = inner[index]
+            cuts[replica][at] = height
     return Layout(
-        columns=tuple(
+        replicas=tuple(
             # Cuts with nothing between them may have changed places by a rounding error.
-            replace(column, heights=tuple(max(0.0, stop - start) for start, stop in pairwise(edges)))
-            for column, edges in zip(layout.columns, cuts, strict=True)
+            replace(replica, heights=tuple(max(0.0, stop - start) for start, stop in pairwise(edges)))
+            for replica, edges in zip(layout.replicas, cuts, strict=True)
         )
     )
 
@@ -78,13 +80,13 @@ def _levels(inner: list[tuple[float, int, int]], *, threshold: float) -> list[li
     """Which cuts come to lie level: indices of `inner`, which is sorted by height.
 
     Begins with every cut on its own level and joins the two neighbouring levels that are closest, until all neighbours are
-    `threshold` apart or share a column.
+    `threshold` apart or share a replica.
     """
     levels: dict[int, list[int]] = {index: [index] for index in range(len(inner))}
     above = {index: index + 1 for index in range(len(inner) - 1)}
     below = {index + 1: index for index in range(len(inner) - 1)}
     mean = [cut[0] for cut in inner]
-    columns = [{cut[1]} for cut in inner]
+    replicas = [{cut[1]} for cut in inner]
     near = [(mean[upper] - mean[lower], lower, upper, 1, 1) for lower, upper in above.items()]
     heapq.heapify(near)
     while near:
@@ -93,10 +95,10 @@ def _levels(inner: list[tuple[float, int, int]], *, threshold: float) -> list[li
             break
         # An entry from before one of the two levels grew is out of date; a newer one is in the heap.
         current = lower in levels and upper in levels and (len(levels[lower]), len(levels[upper])) == (lower_size, upper_size)
-        if not current or not columns[lower].isdisjoint(columns[upper]):
+        if not current or not replicas[lower].isdisjoint(replicas[upper]):
             continue
         levels[lower] += levels.pop(upper)
-        columns[lower] |= columns[upper]
+        replicas[lower] |= replicas[upper]
         mean[lower] = fsum(inner[index][0] for index in levels[lower]) / len(levels[lower])
         if upper in above:
             above[lower] = above[upper]

@@ -19,13 +19,13 @@ class PaperCost(AbstractCost):
     """
 
     def price(self, layout: Layout, *, cluster: Cluster, workload: Workload) -> Cost:  # noqa: ARG002 - elements need no links
-        vertical, horizontal = eq8_factors(workload)
-        deepest = max(column.width * (len(column.processors) - 1) for column in layout.columns)
+        inside, across = eq8_factors(workload)
+        deepest = max(replica.width * (len(replica.processors) - 1) for replica in layout.replicas)
         return Cost(
-            compute=0.0, vertical=vertical * deepest, horizontal=horizontal * (len(layout.columns) - 1), unit="elements"
+            compute=0.0, tensor_parallel=inside * deepest, gradients=across * (len(layout.replicas) - 1), unit="elements"
         )
 
 
 def eq8_factors(workload: Workload) -> tuple[int, int]:
     """The factors of Eq. 8: 2 l s of max_c(s_c (k(c) - 1)), and 2 (l + n) m of (C - 1)."""
-    return 2 * workload.vertical_elements, 2 * (workload.horizontal_elements + workload.replicated_parameters)
+    return 2 * workload.tensor_parallel_elements, 2 * (workload.gradient_elements + workload.replicated_parameters)

@@ -115,20 +115,20 @@ def plan(
     """Lay out `workload` on `cluster`. Every rank gets the same answer from the same arguments, bit for bit.
 
     A processor that would get no sample, or no unit of any block, is left out: the slowest of them first, and the rest is
-    planned again. So is one whose memory does not hold what all of a column repeat. The planner of least predicted time also
+    planned again. So is one whose memory does not hold what all of a replica repeat. The planner of least predicted time also
     leaves out those without which an iteration is predicted to be shorter, because they are slow or their link or messages
     are, but only where speeds are flop/s (or `AlphaBetaCost.flop_per_s` is given): relative speeds do not say whether computing
     or communication takes longer. A warning names them; another one says where equal shares are predicted to be faster than
     this planner.
 
-    Every column computes in as few micro-batches as its memory allows, or more where speeds by size say that they are faster.
+    Every replica computes in as few micro-batches as its memory allows, or more where speeds by size say that they are faster.
 
     Args:
         planner: a name in `PLANNERS`, or a planner of your own.
         speeds: other speeds than the cluster's, by name or in the order of the ranks.
-        cost: what planners choose by where their method leaves a choice (the number of columns of a grid), and, if it is an
+        cost: what planners choose by where their method leaves a choice (the number of replicas of a grid), and, if it is an
             `AlphaBetaCost`, what predicts the time. `AlphaBetaCost()` where None.
-        micro_batches: in how many every column computes; None: as the planner finds best.
+        micro_batches: in how many every replica computes; None: as the planner finds best.
         idle: whether processors that are left out are in the run all the same, as ranks without a tile, so that what they cost
             counts; otherwise the run is one of the others.
 
@@ -175,9 +175,9 @@ def _planned(planner: AbstractPlanner, *, cluster: Cluster, workload: Workload, 
         bound_s=time_bound_s(cluster, workload=workload, cost=time_cost),
         volume_bytes=volume_bytes(layout, workload=workload, cluster=run),
         volume_bounds=volume_bounds(
-            [column.width * height for column in layout.columns for height in column.heights],
-            alpha_bytes=workload.horizontal_bytes,
-            beta_bytes=workload.vertical_bytes,
+            [replica.width * height for replica in layout.replicas for height in replica.heights],
+            alpha_bytes=workload.gradient_bytes,
+            beta_bytes=workload.tensor_parallel_bytes,
         ),
         reasons=fitted.reasons,
         memory_bytes=memory_bytes(layout, workload=workload, cluster=run),

@@ -63,12 +63,12 @@ def ascending(cluster: Cluster) -> list[Processor]:
 
 
 def best_grid(build: Callable[[int], Layout], *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
-    """The cheapest of `build(N_DP)` over the numbers of columns N_DP that divide the number of processors.
+    """The cheapest of `build(N_DP)` over the numbers of replicas N_DP that divide the number of processors.
 
     A grid in which a processor would have no work is taken only where every grid has one; of equals, the fewest
-    columns.
+    replicas.
     """
-    layouts = [build(columns) for columns in range(1, cluster.size + 1) if cluster.size % columns == 0]
+    layouts = [build(replicas) for replicas in range(1, cluster.size + 1) if cluster.size % replicas == 0]
     found = cheapest_whole(layouts, cluster=cluster, workload=workload, cost=cost)
     return cheapest(layouts, cluster=cluster, workload=workload, cost=cost) if found is None else found
 
@@ -126,7 +126,7 @@ def _cheapest(
             tight.append((bound, index))
     squeezes, seen = 0, set()
     for bound, index in tight:
-        places = tuple(column.processors for column in layouts[index].columns)
+        places = tuple(replica.processors for replica in layouts[index].replicas)
         if bound > least * (1 + _SURE) or places in seen or squeezes == _MOST_SQUEEZED:
             continue
         seen.add(places)

@@ -13,8 +13,8 @@ from tatami.workload import Workload
 _NO_LOSS = 1.01
 """Micro-batches that lengthen an iteration by less are taken without looking for other shares, which takes 10 ms and more."""
 _MOST_DOUBLINGS = 10
-_MOST_COLUMNS = 16
-"""Of more columns all have the same number of micro-batches more."""
+_MOST_REPLICAS = 16
+"""Of more replicas all have the same number of micro-batches more."""
 _WORTH = 0.05
 """Of an iteration: micro-batches that memory does not ask for are taken if they save more."""
 
@@ -22,7 +22,7 @@ _WORTH = 0.05
 def with_room(
     layout: Layout, *, cluster: Cluster, workload: Workload, cost: AbstractCost, ranks: int | None = None
 ) -> Layout | None:
-    """The cheapest layout of the same processors in the same columns that memory holds; None where it holds none.
+    """The cheapest layout of the same processors in the same replicas that memory holds; None where it holds none.
 
     The shares stay where micro-batches alone make room, unless their calls and sums take long. Other shares give less to those
     with little memory: fewer samples, and where one sample is too much, fewer units.
@@ -62,19 +62,19 @@ def with_room(
 def at_best_sizes(layout: Layout, *, cluster: Cluster, workload: Workload, cost: AbstractCost) -> Layout:
     """The same layout in more micro-batches, where speeds depend on the size of a tile and smaller ones are faster.
 
-    The number doubles for all columns, then, of few columns, for each by itself, as long as that is cheaper.
+    The number doubles for all replicas, then, of few replicas, for each by itself, as long as that is cheaper.
     """
     if not cluster.sized or workload.micro_batches is not None:
         return layout
     best, least = layout, cost.price(layout, cluster=cluster, workload=workload).total
     most = min(workload.most_micro_batches, workload.samples)
-    columns = range(len(layout.columns))
-    for chosen in [columns, *([index] for index in columns if 1 < len(columns) <= _MOST_COLUMNS)]:
+    replicas = range(len(layout.replicas))
+    for chosen in [replicas, *([index] for index in replicas if 1 < len(replicas) <= _MOST_REPLICAS)]:
         for _ in range(_MOST_DOUBLINGS):
             more = Layout(
-                columns=tuple(
-                    column.in_micro_batches(min(most, 2 * column.micro_batches)) if index in chosen else column
-                    for index, column in enumerate(best.columns)
+                replicas=tuple(
+                    replica.in_micro_batches(min(most, 2 * replica.micro_batches)) if index in chosen else replica
+                    for index, replica in enumerate(best.replicas)
                 )
             )
             price = cost.price(more, cluster=cluster, workload=workload).total

@@ -19,7 +19,7 @@ _ROUNDING = 1e-9
 _MANY = 200
 """Shares for which arrays are quicker than lists."""
 _MOVES = 8
-"""So many of each column are made in all columns at once; few columns need more."""
+"""So many of each replica are made in all replicas at once; few replicas need more."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -97,37 +97,37 @@ def _evened(found: Sequence[int], shares: Sequence[float]) -> tuple[int, ...]:
             heapq.heapreplace(givers, (-sizes[giver] / shares[giver], giver))
 
 
-def whole_shares_of(columns: Sequence[Sequence[float]], *, total: int) -> list[tuple[int, ...]]:
-    """`whole_shares` of each of `columns`, the same integers: all at once, because there may be thousands."""
-    counts = np.array([len(shares) for shares in columns])
-    scales = np.array([sum(shares) for shares in columns])
-    if counts.sum() < _MANY or not (np.all((scales > 0) & np.isfinite(scales)) and min(map(min, columns)) >= 0):
-        return [whole_shares(shares, total=total) for shares in columns]
-    shares = np.fromiter(chain.from_iterable(columns), dtype=np.float64, count=counts.sum())
+def whole_shares_of(replicas: Sequence[Sequence[float]], *, total: int) -> list[tuple[int, ...]]:
+    """`whole_shares` of each of `replicas`, the same integers: all at once, because there may be thousands."""
+    counts = np.array([len(shares) for shares in replicas])
+    scales = np.array([sum(shares) for shares in replicas])
+    if counts.sum() < _MANY or not (np.all((scales > 0) & np.isfinite(scales)) and min(map(min, replicas)) >= 0):
+        return [whole_shares(shares, total=total) for shares in replicas]
+    shares = np.fromiter(chain.from_iterable(replicas), dtype=np.float64, count=counts.sum())
     starts = np.cumsum(counts) - counts
-    column = np.repeat(np.arange(len(counts)), counts)
-    ideal = total * shares / scales[column]
+    replica = np.repeat(np.arange(len(counts)), counts)
+    ideal = total * shares / scales[replica]
     sizes = (ideal + 1e-9).astype(np.int64)
     left = total - np.add.reduceat(sizes, starts)
-    order = np.lexsort((sizes - ideal, column))  # column by column, of equals the earlier share first
-    sizes[order[np.arange(len(shares)) - starts[column] < left[column]]] += 1
-    few = (total < FEW * counts)[column] & (shares > 0) if total else np.zeros(len(shares), dtype=bool)
-    uneven = _evened_together(sizes, shares, column, np.flatnonzero(few))
+    order = np.lexsort((sizes - ideal, replica))  # replica by replica, of equals the earlier share first
+    sizes[order[np.arange(len(shares)) - starts[replica] < left[replica]]] += 1
+    few = (total < FEW * counts)[replica] & (shares > 0) if total else np.zeros(len(shares), dtype=bool)
+    uneven = _evened_together(sizes, shares, replica, np.flatnonzero(few))
     listed = sizes.tolist()
     found = [tuple(listed[start : start + count]) for start, count in zip(starts.tolist(), counts.tolist(), strict=True)]
     for index in uneven:
-        found[index] = _evened(found[index], columns[index])
+        found[index] = _evened(found[index], replicas[index])
     return found
 
 
 def _evened_together(
-    sizes: NDArray[np.int64], shares: NDArray[np.float64], column: NDArray[np.int64], going: NDArray[np.int64]
+    sizes: NDArray[np.int64], shares: NDArray[np.float64], replica: NDArray[np.int64], going: NDArray[np.int64]
 ) -> list[int]:
-    """Make the first `_MOVES` moves of `_evened` in `sizes`, of the shares at `going`; the columns that may need more."""
+    """Make the first `_MOVES` moves of `_evened` in `sizes`, of the shares at `going`; the replicas that may need more."""
     for _ in range(_MOVES):
         if not len(going):
             break
-        starts = np.flatnonzero(np.diff(column[going], prepend=-1))
+        starts = np.flatnonzero(np.diff(replica[going], prepend=-1))
         own = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(going)))
         # Of equals the earlier share, as a heap of (load, index) has it.
         load, then = sizes[going] / shares[going], (sizes[going] + 1) / shares[going]
@@ -139,7 +139,7 @@ def _evened_together(
         sizes[going[givers]] -= 1
         sizes[going[takers]] += 1
         going = going[moves[own]]
-    return sorted(set(column[going].tolist()))
+    return sorted(set(replica[going].tolist()))
 
 
 def micro_batch_sizes(samples: int, *, number: int) -> tuple[int, ...]:

@@ -109,9 +109,9 @@ def at_tiles(cluster: Cluster, layout: Layout, *, workload: Workload) -> Cluster
 def tile_flop(layout: Layout, *, workload: Workload) -> dict[str, float]:
     """What every tile computes at a time, in one micro-batch, as planners price it."""
     found = {}
-    for column, width in zip(layout.columns, layout.sample_shares(workload.samples), strict=True):
-        shares = [(section, column.unit_shares(section.units)) for section in workload.sections]
-        for place, name in enumerate(column.processors):
+    for replica, width in zip(layout.replicas, layout.sample_shares(workload.samples), strict=True):
+        shares = [(section, replica.unit_shares(section.units)) for section in workload.sections]
+        for place, name in enumerate(replica.processors):
             flop = fsum(section.flop(own[place] * section.units) for section, own in shares)
-            found[name] = width * workload.samples * flop / column.micro_batches
+            found[name] = width * workload.samples * flop / replica.micro_batches
     return found

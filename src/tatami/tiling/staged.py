@@ -26,7 +26,7 @@ from tatami.progress import reported
 from tatami.tiling.alphabeta import AlphaBetaCost
 from tatami.tiling.compute import scatter
 from tatami.tiling.cost import AbstractCost
-from tatami.tiling.layout import Column, Layout
+from tatami.tiling.layout import Layout, Replica
 from tatami.tiling.links import SlowestLink
 from tatami.tiling.pipeline import PipelineStage, PipelineTask, best_pipeline
 from tatami.tiling.pipeline_flow import Floats
@@ -410,8 +410,8 @@ class _Search:
         widths = [size / self.workload.samples for size in found.sizes]
         layouts = [
             Layout(
-                columns=tuple(
-                    Column(width=width, processors=(self.names[index],), heights=(1.0,), micro_batches=found.micro_batches)
+                replicas=tuple(
+                    Replica(width=width, processors=(self.names[index],), heights=(1.0,), micro_batches=found.micro_batches)
                     for width, index in zip(widths, found.groups[stage.machine].tolist(), strict=True)
                 )
             )

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from tatami.cluster import Cluster, Processor, SpeedTable
-from tatami.tiling.alphabeta import AlphaBetaCost, column_sums_s
-from tatami.tiling.compute import column_flop_times
-from tatami.tiling.layout import Column, Layout
+from tatami.tiling.alphabeta import AlphaBetaCost, replica_sums_s
+from tatami.tiling.compute import replica_flop_times
+from tatami.tiling.layout import Layout, Replica
 from tatami.tiling.links import SlowestLink
 from tatami.tiling.staged_layout import StagedLayout
 from tatami.tiling.staged_price import stage_workload
@@ -48,11 +48,11 @@ class SharedHosts:
         stages = []
         for stage, (first, stop) in zip(found.stages, pairwise((0, *cuts, len(self.pieces))), strict=True):
             is_divided = any(place + span <= stop for place in range(first, stop) for _, span in self.pieces[place].blocks)
-            columns = []
-            for column in stage.columns:
-                ranks = self.members[column.processors[0]]
-                columns.append(_column(ranks if is_divided else ranks[:1], like=column))
-            stages.append(Layout(columns=tuple(columns)))
+            replicas = []
+            for replica in stage.replicas:
+                ranks = self.members[replica.processors[0]]
+                replicas.append(_replica(ranks if is_divided else ranks[:1], like=replica))
+            stages.append(Layout(replicas=tuple(replicas)))
         return StagedLayout(stages=tuple(stages), cuts=cuts)
 
 
@@ -89,7 +89,7 @@ def shared_hosts(cluster: Cluster, workload: Workload, *, cost: AlphaBetaCost) -
         )
 
 
-def _column(ranks: Sequence[Processor], *, like: Column) -> Column:
+def _replica(ranks: Sequence[Processor], *, like: Replica) -> Replica:
     total = sum(float(each.speed) for each in ranks)
     heights = tuple(float(each.speed) / total for each in ranks)
     return replace(like, processors=tuple(each.name for each in ranks), heights=heights)
@@ -120,12 +120,12 @@ def _fused(ranks: tuple[Processor, ...], cluster: Cluster, workload: Workload, c
         return first
     whole = stage_workload(workload, workload.pieces, is_wide=True)
     samples = max(1, workload.samples // _MICRO_BATCHES)
-    layout = Layout(columns=(_column(ranks, like=Column(width=1.0, processors=(first.name,), heights=(1.0,))),))
+    layout = Layout(replicas=(_replica(ranks, like=Replica(width=1.0, processors=(first.name,), heights=(1.0,))),))
     scale = cost.scale(cluster)
     speeds = {each.name: float(each.speed) * scale for each in ranks}
-    flop_s = samples * float(column_flop_times(layout, speeds=speeds, workload=whole)[0])
+    flop_s = samples * float(replica_flop_times(layout, speeds=speeds, workload=whole)[0])
     links = SlowestLink(cluster.only(tuple(speeds)))
-    (sums_s,) = column_sums_s(layout, replace(whole, samples=samples), links)
+    (sums_s,) = replica_sums_s(layout, replace(whole, samples=samples), links)
     flop = samples * (sum(piece.flop_per_sample for piece in workload.pieces) + workload.sample_flop)
     speed = flop / (flop_s + sums_s) / scale
     table = first.speed

@@ -21,7 +21,7 @@ class StagedLayout:
     they hold the same weights, and sum their gradients among themselves. Stages exchange activations and their gradients.
 
     Attributes:
-        stages: for each stage, who computes it: one column for each replica, in the same order, with the same share of the
+        stages: for each stage, who computes it: one replica for each replica, in the same order, with the same share of the
             samples and the same number of micro-batches in all stages.
         cuts: the number of the first piece of each stage but the first, ascending.
     """
@@ -34,7 +34,7 @@ class StagedLayout:
             raise PlanError(f"{len(self.stages)} stages need {len(self.stages) - 1} cuts, not {self.cuts}")
         if any(not one < other for one, other in pairwise((0, *self.cuts))):
             raise PlanError(f"cuts must ascend from 1 on, not {self.cuts}")
-        shares = {tuple((column.width, column.micro_batches) for column in stage.columns) for stage in self.stages}
+        shares = {tuple((replica.width, replica.micro_batches) for replica in stage.replicas) for stage in self.stages}
         if len(shares) > 1:
             raise PlanError("each replica has the same share of the samples, in as many micro-batches, in all stages")
         if len(set(self.processors)) < len(self.processors):
@@ -47,7 +47,7 @@ class StagedLayout:
 
     @property
     def num_replicas(self) -> int:
-        return len(self.stages[0].columns)
+        return len(self.stages[0].replicas)
 
     def stage_of(self, processor: str) -> int | None:
         """The stage that `processor` computes; None where it has no place."""

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from tatami.cluster import Cluster, Processor, SpeedTable
 from tatami.errors import PlanError
-from tatami.tiling.alphabeta import AlphaBetaCost, column_sums_s, gradient_sums_s, statistics_s, sums_s
-from tatami.tiling.compute import column_flop_times, scatter
+from tatami.tiling.alphabeta import AlphaBetaCost, gradient_sums_s, replica_sums_s, statistics_s, sums_s
+from tatami.tiling.compute import replica_flop_times, scatter
 from tatami.tiling.layout import Layout
 from tatami.tiling.links import SlowestLink
 from tatami.tiling.memory import memory_bytes
@@ -212,15 +212,15 @@ class _Price:
         self.layout, self.edges, self.cluster, self.workload, self.cost = layout, edges, cluster, workload, cost
         self.pieces = [workload.pieces[first:stop] for first, stop in pairwise(edges)]
         self.samples = layout.stages[0].sample_sizes(workload.samples)
-        columns = zip(layout.stages[0].columns, self.samples, strict=True)
-        self.parts = [len(column.micro_batch_sizes(samples)) for column, samples in columns]
-        self.names = [[column.processors[0] for column in stage.columns] for stage in layout.stages]
+        replicas = zip(layout.stages[0].replicas, self.samples, strict=True)
+        self.parts = [len(replica.micro_batch_sizes(samples)) for replica, samples in replicas]
+        self.names = [[replica.processors[0] for replica in stage.replicas] for stage in layout.stages]
         """The ranks that hand over, of each stage and replica."""
         self.wide = [stage.deepest > 1 for stage in layout.stages]
         self.workloads = [stage_workload(workload, own, is_wide=wide) for own, wide in zip(self.pieces, self.wide, strict=True)]
         self.runs = [cluster.only(stage.processors) for stage in layout.stages]
         for number, (stage, own) in enumerate(zip(layout.stages, self.workloads, strict=True)):
-            wide = next((column.processors for column in stage.columns if len(column.processors) > 1), ())
+            wide = next((replica.processors for replica in stage.replicas if len(replica.processors) > 1), ())
             if wide and not own.blocks:
                 raise PlanError(
                     f"{' and '.join(wide)} are to share the units of stage {number}, and no layer that is wholly inside of it "
@@ -250,7 +250,7 @@ class _Price:
         kept = self._kept_bytes([min(own + more, max(self.parts)) for own, more in zip(in_flight, left, strict=True)])
         ranks = []
         for stage, layout in enumerate(self.layout.stages):
-            replica_of = {name: replica for replica, column in enumerate(layout.columns) for name in column.processors}
+            replica_of = {name: number for number, each in enumerate(layout.replicas) for name in each.processors}
             each = zip(layout.processors, layout.heights.tolist(), steps[stage], gradients[stage], strict=True)
             for name, height, step_s, gradient_s in each:
                 replica = replica_of[name]
@@ -308,7 +308,7 @@ class _Price:
         call_part = len(self.workload.blocks) / len(self.workload.pieces)
         found = []
         for stage, (names, pieces) in enumerate(zip(self.names, self.pieces, strict=True)):
-            if self.wide[stage] and len(self.layout.stages[stage].columns[replica].processors) > 1:
+            if self.wide[stage] and len(self.layout.stages[stage].replicas[replica].processors) > 1:
                 found.append(self._shared_s(stage, replica))
                 continue
             processor = self.cluster.by_name[names[replica]]
@@ -326,11 +326,11 @@ class _Price:
     def _shared_s(self, stage: int, replica: int) -> float:
         """One micro-batch on a stage of several ranks, with the sums inside of it."""
         layout, own, samples = self.layout.stages[stage], self.workloads[stage], self.samples[replica] / self.parts[replica]
-        column = layout.columns[replica]
-        members = [self.cluster.by_name[name] for name in column.processors]
+        here = layout.replicas[replica]
+        members = [self.cluster.by_name[name] for name in here.processors]
         speeds = {each.name: pass_speed(each.speed, samples, workload=self.workload) * self.scale for each in members}
-        alone = Layout(columns=(column.as_wide_as(1.0),))
-        flop_s = samples * float(column_flop_times(alone, speeds=speeds, workload=own)[0])
+        alone = Layout(replicas=(here.as_wide_as(1.0),))
+        flop_s = samples * float(replica_flop_times(alone, speeds=speeds, workload=own)[0])
         call_part = len(self.workload.blocks) / len(self.workload.pieces) * len(self.pieces[stage])
         calls_s = max(each.call_s * call_part for each in members)
         neighbours = (stage > 0) + (stage < self.last)
@@ -341,19 +341,17 @@ class _Price:
 
     def _inside_s(self, stage: int, replica: int) -> float:
         """The sums inside of a stage of several ranks, for one micro-batch, and what is passed on to the others of them."""
-        column = self.layout.stages[stage].columns[replica]
-        if len(column.processors) == 1:
+        here = self.layout.stages[stage].replicas[replica]
+        if len(here.processors) == 1:
             return 0.0
         links = SlowestLink(self.runs[stage])
         parts, samples = self.parts[replica], self.samples[replica]
-        alone = Layout(columns=(replace(column, width=1.0, micro_batches=parts),))
-        (sums,) = column_sums_s(alone, replace(self.workloads[stage], samples=samples), links)
-        link = links.among(column.processors)
+        alone = Layout(replicas=(replace(here, width=1.0, micro_batches=parts),))
+        (sums,) = replica_sums_s(alone, replace(self.workloads[stage], samples=samples), links)
+        link = links.among(here.processors)
         ways = [self.workload.pieces[self.edges[at]] for at in (stage, stage + 1) if 0 < at <= self.last]
         size_bytes = sum(piece.crossing_bytes_per_sample for piece in ways) * samples / parts
-        return (
-            sums / parts + (len(column.processors) - 1) * size_bytes / link.bandwidth_bytes_per_s + len(ways) * link.latency_s
-        )
+        return sums / parts + (len(here.processors) - 1) * size_bytes / link.bandwidth_bytes_per_s + len(ways) * link.latency_s
 
     def _flop_s(self, processor: Processor, flop: float, replica: int) -> float:
         """So many flop of each sample of one micro-batch."""
@@ -362,7 +360,7 @@ class _Price:
 
     def _late_s(self, stage: int, replica: int) -> float:
         """What of a micro-batch's work on a stage no other stage waits for."""
-        if not stage or len(self.layout.stages[stage].columns[replica].processors) > 1:
+        if not stage or len(self.layout.stages[stage].replicas[replica].processors) > 1:
             return 0.0
         flop = sum(piece.late_flop_per_sample for piece in self.pieces[stage])
         return self._flop_s(self.cluster.by_name[self.names[stage][replica]], flop, replica)

@@ -24,7 +24,7 @@ def transfer_rates(cluster: Cluster) -> dict[str, float] | None:
 
 
 def summing_shares(
-    heights: Sequence[float], names: Sequence[str], *, columns: int, rates: Mapping[str, float] | None
+    heights: Sequence[float], names: Sequence[str], *, replicas: int, rates: Mapping[str, float] | None
 ) -> dict[str, float] | None:
     """Of every processor, the share of its units that it sums, so that the one that takes longest is done soonest.
 
@@ -34,24 +34,24 @@ def summing_shares(
     Args:
         heights: of each processor, its part of all units.
         names: of the same.
-        columns: C.
+        replicas: C.
         rates: as `transfer_rates` has them.
 
     Returns:
         None where all sum the same share.
     """
-    if rates is None or columns <= 2:
+    if rates is None or replicas <= 2:
         return None
     height = np.array(heights)
     rate = np.array([rates[name] for name in names])
     # What is summed within T grows by `rate` from where a processor has sent what it does not sum until it sums all of its own.
-    begin, end = height / rate, (columns - 1) * height / rate
+    begin, end = height / rate, (replicas - 1) * height / rate
     times = np.concatenate([begin, end])
     order = np.argsort(times, kind="stable")
-    times, growth = times[order], np.cumsum(np.concatenate([rate, -rate])[order]) / (columns - 2)
+    times, growth = times[order], np.cumsum(np.concatenate([rate, -rate])[order]) / (replicas - 2)
     summed = np.concatenate([[0.0], np.cumsum(growth[:-1] * np.diff(times))])
     last = min(int(np.searchsorted(summed, 1.0, side="left")), len(times) - 1)
     time = times[last - 1] + (1.0 - summed[last - 1]) / growth[last - 1]
     with np.errstate(divide="ignore"):
-        wanted = (time / begin - 1) / (columns - 2)
+        wanted = (time / begin - 1) / (replicas - 2)
     return dict(zip(names, np.where(height > 0, np.clip(wanted, 0.0, 1.0), 0.0).tolist(), strict=True))

@@ -36,7 +36,7 @@ _FEW = 24
 _MANY = 2048
 """Of more processors single ones are not moved, and fewer prefixes of an order are priced."""
 _DEEPEST = 32
-"""Processors in a column of a quick layout of so many."""
+"""Processors in a replica of a quick layout of so many."""
 _WORK = 50_000
 """Tiles in all layouts that a local search may price; some microseconds each."""
 _MOST_GROUPS = 64
@@ -52,12 +52,13 @@ Chosen = frozenset[int]
 
 
 class QuickPrices:
-    """The price of an iteration over any of a cluster's processors, by rank: that of the cheapest of some layouts in columns of
-    as many processors each.
+    """The price of an iteration over any of a cluster's processors, by rank: that of the cheapest of some layouts.
+
+    Its replicas have as many processors each.
 
     Args:
         idle: whether processors that do not take part are in the run all the same, so that what they cost counts.
-        depths: of columns that are known to be good, if any.
+        depths: of replicas that are known to be good, if any.
     """
 
     def __init__(
@@ -133,16 +134,16 @@ class QuickPrices:
             layout = balanced(list(hosts.values()), workload=self._workload)
             if layout is not None:
                 yield layout
-        for columns in self._numbers(len(members)):
-            stops = [round(len(members) * place / columns) for place in range(columns + 1)]
-            for listed in orders if columns > 1 else orders[:1]:
+        for replicas in self._numbers(len(members)):
+            stops = [round(len(members) * place / replicas) for place in range(replicas + 1)]
+            for listed in orders if replicas > 1 else orders[:1]:
                 parts = [listed[start:stop] for start, stop in pairwise(stops)]
                 layout = balanced(parts, workload=self._workload)
                 if layout is not None:
                     yield layout
 
     def _numbers(self, members: int) -> list[int]:
-        """Numbers of columns: those of depths that double; of many processors only of depths near those best for others."""
+        """Numbers of replicas: those of depths that double; of many processors only of depths near those best for others."""
         depths = [*(2**power for power in range(1, (members - 1).bit_length())), members]
         if members > _MANY:
             depths = [each for each in depths if each <= _DEEPEST]
@@ -338,7 +339,7 @@ def reason_for(
     """Why processors are left out of those that take part: the first of what would have to be ideal for them to save time.
 
     Args:
-        depth: of the columns of the others.
+        depth: of the replicas of the others.
     """
     depths = (depth,) if cluster.size > _MANY else ()
 

@@ -9,10 +9,10 @@ from tatami.tiling.span import Span
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """`samples` x `units` of one processor, in column `column` (counted from the left, from 0)."""
+    """`samples` x `units` of one processor, in replica `replica` (counted from the left, from 0)."""
 
     processor: str
-    column: int
+    replica: int
     samples: Span
     units: Span
 

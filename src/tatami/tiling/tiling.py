@@ -1,4 +1,4 @@
-"""The floor: tiles that cover samples x units exactly once, in straight columns."""
+"""The floor: tiles that cover samples x units exactly once, in straight replicas."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tatami.tiling.tile import Tile
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
-    """A horizontal strip of units that no cut crosses, with its one owner in every column (left to right)."""
+class OwnedUnits:
+    """Units that no cut separates, with their one owner in every replica (left to right)."""
 
     units: Span
     owners: tuple[str, ...]
@@ -25,9 +25,9 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """Tiles in straight columns that cover `samples` x `units` exactly once; checked when it is made.
+    """Tiles in straight replicas that cover `samples` x `units` exactly once; checked when it is made.
 
-    Tiles are kept column by column from the left, and from the top inside a column.
+    Tiles are kept replica by replica from the left, and from the top inside a replica.
     """
 
     samples: int
@@ -35,30 +35,30 @@ class Tiling:
     tiles: tuple[Tile, ...]
 
     def __post_init__(self) -> None:
-        ordered = tuple(sorted(self.tiles, key=lambda tile: (tile.column, tile.units.start, tile.units.stop)))
+        ordered = tuple(sorted(self.tiles, key=lambda tile: (tile.replica, tile.units.start, tile.units.stop)))
         object.__setattr__(self, "tiles", ordered)
         _check(self)
 
     @cached_property
-    def columns(self) -> tuple[tuple[Tile, ...], ...]:
-        """The tiles of each column, top to bottom."""
-        columns: list[list[Tile]] = [[] for _ in range(1 + max(tile.column for tile in self.tiles))]
+    def replicas(self) -> tuple[tuple[Tile, ...], ...]:
+        """The tiles of each replica, top to bottom."""
+        replicas: list[list[Tile]] = [[] for _ in range(1 + max(tile.replica for tile in self.tiles))]
         for tile in self.tiles:
-            columns[tile.column].append(tile)
-        return tuple(map(tuple, columns))
+            replicas[tile.replica].append(tile)
+        return tuple(map(tuple, replicas))
 
     @cached_property
-    def groups(self) -> tuple[Group, ...]:
-        """The unit axis cut at the union of all columns' cuts: every unit has one owner per column, and no funnel."""
+    def owned_units(self) -> tuple[OwnedUnits, ...]:
+        """The unit axis cut at the union of all replicas' cuts: every unit has one owner per replica, and no funnel."""
         cuts = sorted({0, self.units, *(tile.units.stop for tile in self.tiles)})
-        position = [0] * len(self.columns)
+        position = [0] * len(self.replicas)
         result = []
         for start, stop in pairwise(cuts):
-            for index, column in enumerate(self.columns):
-                while column[position[index]].units.stop <= start:
+            for index, replica in enumerate(self.replicas):
+                while replica[position[index]].units.stop <= start:
                     position[index] += 1
-            owners = tuple(column[at].processor for column, at in zip(self.columns, position, strict=True))
-            result.append(Group(units=Span(start, stop), owners=owners))
+            owners = tuple(replica[at].processor for replica, at in zip(self.replicas, position, strict=True))
+            result.append(OwnedUnits(units=Span(start, stop), owners=owners))
         return tuple(result)
 
     @cached_property
@@ -74,7 +74,7 @@ class Tiling:
         tiles = [
             {
                 "processor": tile.processor,
-                "column": tile.column,
+                "replica": tile.replica,
                 "samples": [tile.samples.start, tile.samples.stop],
                 "units": [tile.units.start, tile.units.stop],
             }
@@ -94,7 +94,7 @@ class Tiling:
             tiles = tuple(
                 Tile(
                     processor=str(tile["processor"]),
-                    column=int(tile["column"]),
+                    replica=int(tile["replica" if "replica" in tile else "column"]),
                     samples=Span(*map(int, tile["samples"])),
                     units=Span(*map(int, tile["units"])),
                 )
@@ -115,14 +115,14 @@ def _check(tiling: Tiling) -> None:
     for name, count in Counter(tile.processor for tile in tiling.tiles).items():
         if count > 1:
             raise PlanError(f"{name} has two tiles; each processor has one")
-    numbers = sorted({tile.column for tile in tiling.tiles})
+    numbers = sorted({tile.replica for tile in tiling.tiles})
     if numbers != list(range(len(numbers))):
-        raise PlanError(f"columns must be numbered from 0 without a gap, not {numbers}")
-    for index, column in enumerate(tiling.columns):
-        if len({tile.samples for tile in column}) != 1:
-            raise PlanError(f"the tiles of column {index} have different samples: {[tile.samples for tile in column]}")
-        _check_axis([tile.units for tile in column], tiling.units, f"the units of column {index}")
-    _check_axis([column[0].samples for column in tiling.columns], tiling.samples, "the samples of the columns")
+        raise PlanError(f"replicas must be numbered from 0 without a gap, not {numbers}")
+    for index, replica in enumerate(tiling.replicas):
+        if len({tile.samples for tile in replica}) != 1:
+            raise PlanError(f"the tiles of replica {index} have different samples: {[tile.samples for tile in replica]}")
+        _check_axis([tile.units for tile in replica], tiling.units, f"the units of replica {index}")
+    _check_axis([replica[0].samples for replica in tiling.replicas], tiling.samples, "the samples of the replicas")
 
 
 def _check_axis(parts: Iterable[Span], total: int, what: str) -> None:

@@ -1,4 +1,4 @@
-"""The least predicted time: SRPM's partitions for many numbers of columns, priced with the cluster's own links."""
+"""The least predicted time: SRPM's partitions for many numbers of replicas, priced with the cluster's own links."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from math import fsum
 from typing import ClassVar, final
 
 from tatami.cluster import Cluster, Processor
-from tatami.tiling.compute import column_flop_times
+from tatami.tiling.compute import replica_flop_times
 from tatami.tiling.cost import AbstractCost
 from tatami.tiling.even import EvenPlanner
 from tatami.tiling.grid import GridPlanner
 from tatami.tiling.gridrev import GridRevPlanner
-from tatami.tiling.layout import Column, Layout
+from tatami.tiling.layout import Layout, Replica
 from tatami.tiling.merge import SrpmMergedPlanner
 from tatami.tiling.planner import AbstractPlanner, ascending, cheapest_whole
 from tatami.tiling.span import FEW
@@ -23,7 +23,7 @@ from tatami.tiling.weighted import WeightedPlanner, data_parallel
 from tatami.workload import Workload
 
 _ROWS = 256
-"""Of the dynamic program's table, whatever Eq. 8 thinks of them. Up to 16 columns all are tried, then steps of an eighth."""
+"""Of the dynamic program's table, whatever Eq. 8 thinks of them. Up to 16 replicas all are tried, then steps of an eighth."""
 _OTHERS: tuple[AbstractPlanner, ...] = (WeightedPlanner(), EvenPlanner(), GridPlanner(), GridRevPlanner())
 
 
@@ -31,9 +31,9 @@ _OTHERS: tuple[AbstractPlanner, ...] = (WeightedPlanner(), EvenPlanner(), GridPl
 class TimedPlanner(AbstractPlanner):
     """The layout that `cost` finds cheapest, among many partitions and the other planners' layouts: no other planner is better.
 
-    Eq. 8 counts elements and knows neither links nor what every rank of a column repeats. This planner takes the dynamic
-    program's partition for many numbers of columns, in ascending order and host by host (columns that stay on one host use its
-    local link), and moves the cuts so that all tiles compute for the same time.
+    Eq. 8 counts elements and knows neither links nor what every rank of a replica repeats. This planner takes the dynamic
+    program's partition for many numbers of replicas, in ascending order and host by host (replicas that stay on one host use
+    its local link), and moves the cuts so that all tiles compute for the same time.
     """
 
     name: ClassVar[str] = "timed"
@@ -52,45 +52,45 @@ class TimedPlanner(AbstractPlanner):
         layouts = tried(at_equal_times(cluster, workload=workload))
         found = cheapest_whole(layouts, cluster=cluster, workload=workload, cost=cost)
         if found is not None and cluster.sized:
-            # What every rank of a column repeats makes tiles larger than their areas: once more, at the speeds of these.
+            # What every rank of a replica repeats makes tiles larger than their areas: once more, at the speeds of these.
             layouts = [found, *tried(at_tiles(cluster, found, workload=workload))]
             found = cheapest_whole(layouts, cluster=cluster, workload=workload, cost=cost)
         return layouts[0] if found is None else found
 
 
 def balanced(
-    columns: Sequence[Sequence[Processor]], *, workload: Workload, speeds: Mapping[str, float] | None = None
+    replicas: Sequence[Sequence[Processor]], *, workload: Workload, speeds: Mapping[str, float] | None = None
 ) -> Layout | None:
     """Widths and heights with which every tile computes for the same time; None where a processor is too slow for any height.
 
     A tile takes w (F h + G) / v: F flop for the whole area, G for the whole width whatever the height, v its speed. Equal
-    times T in a column of k processors of total speed S give w = T S / (F + k G), and the widths sum to 1. Where units are few,
-    a column whose units do not divide well is narrower than that: widths are as whole units compute.
+    times T in a replica of k processors of total speed S give w = T S / (F + k G), and the widths sum to 1. Where units are
+    few, a replica whose units do not divide well is narrower than that: widths are as whole units compute.
 
     Args:
-        columns: who shares one, from top to bottom.
+        replicas: who shares one, from top to bottom.
         workload: what is laid out.
         speeds: of all processors by name, if they are at hand.
     """
     per_area, per_width = workload.flop_per_area, workload.flop_per_width
-    sums = [fsum([processor.speed for processor in column]) for column in columns]
-    rates = [speed / (per_area + len(column) * per_width) for column, speed in zip(columns, sums, strict=True)]
+    sums = [fsum([processor.speed for processor in replica]) for replica in replicas]
+    rates = [speed / (per_area + len(replica) * per_width) for replica, speed in zip(replicas, sums, strict=True)]
     total = fsum(rates)
     result = []
-    for column, speed, rate in zip(columns, sums, rates, strict=True):
-        flop = per_area + len(column) * per_width
-        heights = tuple([(processor.speed / speed * flop - per_width) / per_area for processor in column])
+    for replica, speed, rate in zip(replicas, sums, rates, strict=True):
+        flop = per_area + len(replica) * per_width
+        heights = tuple([(processor.speed / speed * flop - per_width) / per_area for processor in replica])
         if min(heights) <= 0:
             return None
-        result.append(Column(width=rate / total, processors=tuple([processor.name for processor in column]), heights=heights))
-    layout = Layout(columns=tuple(result))
+        result.append(Replica(width=rate / total, processors=tuple([processor.name for processor in replica]), heights=heights))
+    layout = Layout(replicas=tuple(result))
     fewest = min(section.units for section in workload.sections)
     if fewest >= FEW * layout.deepest:
         return layout
-    own = speeds or {processor.name: processor.speed for column in columns for processor in column}
-    rates = [1 / float(flop_time) for flop_time in column_flop_times(layout, speeds=own, workload=workload)]
+    own = speeds or {processor.name: processor.speed for replica in replicas for processor in replica}
+    rates = [1 / float(flop_time) for flop_time in replica_flop_times(layout, speeds=own, workload=workload)]
     total = fsum(rates)
-    return Layout(columns=tuple(column.as_wide_as(rate / total) for column, rate in zip(result, rates, strict=True)))
+    return Layout(replicas=tuple(replica.as_wide_as(rate / total) for replica, rate in zip(result, rates, strict=True)))
 
 
 def _partitions(cluster: Cluster, *, workload: Workload, table: SrpmTable) -> Iterator[Layout]:
@@ -103,7 +103,7 @@ def _partitions(cluster: Cluster, *, workload: Workload, table: SrpmTable) -> It
     for processor in orders[0]:
         hosts.setdefault(processor.host, []).append(processor)
     # A host's ranks share its memory, so that their sums never cross the network; hosts of any number of ranks, which the
-    # dynamic program's columns of nearly equal speed need not respect.
+    # dynamic program's replicas of nearly equal speed need not respect.
     by_name = cluster.speeds
     layout = balanced(list(hosts.values()), workload=workload, speeds=by_name) if len(hosts) < cluster.size else None
     if layout is not None:
@@ -111,14 +111,14 @@ def _partitions(cluster: Cluster, *, workload: Workload, table: SrpmTable) -> It
     for order in orders:
         if order is not orders[0]:
             table = srpm_table(cluster, workload=workload, least_rows=_ROWS, order=order)
-        num_columns = 0
-        while num_columns < len(table.rows):
-            num_columns = min(num_columns + max(1, num_columns // 8), len(table.rows))
-            sizes = table.partition(num_columns)
+        num_replicas = 0
+        while num_replicas < len(table.rows):
+            num_replicas = min(num_replicas + max(1, num_replicas // 8), len(table.rows))
+            sizes = table.partition(num_replicas)
             if sizes is None:
                 continue
             stops = accumulate(sizes)
-            columns = [order[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
-            layout = balanced(columns, workload=workload, speeds=by_name)
+            replicas = [order[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+            layout = balanced(replicas, workload=workload, speeds=by_name)
             if layout is not None:
                 yield layout

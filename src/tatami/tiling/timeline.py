@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tatami.cluster import Cluster
-from tatami.tiling.alphabeta import AlphaBetaCost, column_sums_s, gradient_sums_s, statistics_s
+from tatami.tiling.alphabeta import AlphaBetaCost, gradient_sums_s, replica_sums_s, statistics_s
 from tatami.tiling.compute import calls_s, section_flop_times
 from tatami.tiling.layout import Layout
 from tatami.tiling.links import SlowestLink
@@ -22,8 +22,8 @@ class ProcessorTime:
     Attributes:
         processor: its name.
         compute_s: its own tile, and the calls of its blocks.
-        sums_s: tensor-parallel sums inside its column, and sums of batch statistics.
-        gradients_s: the sums of its gradients across the columns.
+        sums_s: tensor-parallel sums inside its replica, and sums of batch statistics.
+        gradients_s: the sums of its gradients across the replicas.
         wait_s: the rest of the iteration: others compute or send for longer.
     """
 
@@ -55,17 +55,17 @@ def timeline(
     times = np.zeros(len(layout.processors))
     for section in section_flop_times(layout, speeds=plain, workload=workload):
         times += section
-    columns = [index for index, column in enumerate(layout.columns) for _ in column.processors]
-    samples = workload.samples * np.array(layout.sample_shares(workload.samples))[columns]
+    replicas = [index for index, replica in enumerate(layout.replicas) for _ in replica.processors]
+    samples = workload.samples * np.array(layout.sample_shares(workload.samples))[replicas]
     compute_s = (samples * times / cost.scale(cluster)).tolist()
-    column_s, statistic_s = column_sums_s(layout, workload, links), statistics_s(layout, workload, links)
+    replica_s, statistic_s = replica_sums_s(layout, workload, links), statistics_s(layout, workload, links)
     gradients_s = gradient_sums_s(layout, workload, links)
     found = []
     for index, name in enumerate(layout.processors):
         own_s = compute_s[index] + calls_s(
-            cluster.by_name[name], blocks=len(workload.blocks), micro_batches=layout.columns[columns[index]].micro_batches
+            cluster.by_name[name], blocks=len(workload.blocks), micro_batches=layout.replicas[replicas[index]].micro_batches
         )
-        sums_s = column_s[columns[index]] + statistic_s
+        sums_s = replica_s[replicas[index]] + statistic_s
         found.append(
             ProcessorTime(
                 processor=name,

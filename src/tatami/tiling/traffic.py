@@ -3,12 +3,12 @@
 Every sum of an iteration is a `PlannedSum`: when it may begin, who takes part, how many elements of how many bytes, and the
 schedule that carries it out, message by message.
 
-    forward      of a block: the parts of its outputs, over each column                  after the block's forward pass
-    backward     of a block: the parts of its inputs' gradients, over each column        after the block's backward pass
+    forward      of a block: the parts of its outputs, over each replica                  after the block's forward pass
+    backward     of a block: the parts of its inputs' gradients, over each replica        after the block's backward pass
     replicated   large gradients of replicated parameters, over all ranks                after the whole backward pass
-    gradients    of all units, over their owners in the columns; small gradients of      after the whole backward pass
+    gradients    of all units, over their owners in the replicas; small gradients of      after the whole backward pass
                  replicated parameters ride on the same messages
-                 where each rank is a column, all gradients are one vector
+                 where each rank is a replica, all gradients are one vector
     statistics   of the global batch (batch normalization), over all ranks, for      in the forward and in the backward pass of
                  each layer and direction                                            the block that lies before the layer
 
@@ -23,7 +23,7 @@ from enum import Enum
 from functools import lru_cache
 
 from tatami.collective import Explicit, Phase, RankGroup, Role, Schedule, Step, Via, build
-from tatami.tiling.horizontal import Message, Method, horizontal_messages
+from tatami.tiling.gradient_messages import Message, Method, gradient_messages
 from tatami.tiling.span import Span, micro_batch_sizes
 from tatami.tiling.summing import summing_shares
 from tatami.tiling.tiling import Tiling
@@ -52,8 +52,8 @@ class SumKind(Enum):
     BACKWARD_STATISTICS = "backward statistics"
 
     @property
-    def vertical(self) -> bool:
-        """Whether it is over a column."""
+    def tensor_parallel(self) -> bool:
+        """Whether it is over a replica."""
         return self in (SumKind.FORWARD, SumKind.BACKWARD)
 
     @property
@@ -94,21 +94,21 @@ class Traffic:
     """All sums of an iteration.
 
     Attributes:
-        columns: the sums of each column, in the order in which its ranks come to them; none of a column of one rank.
-        gradients: across the columns: those that leave while earlier blocks compute, then those that leave when the backward
+        replicas: the sums of each replica, in the order in which its ranks come to them; none of a replica of one rank.
+        gradients: across the replicas: those that leave while earlier blocks compute, then those that leave when the backward
             pass is done, one after the other.
         statistics: over all ranks, those of the forward pass first; a rank comes to them in this order, and in a block after
-            the sums over its column.
+            the sums over its replica.
     """
 
-    columns: tuple[tuple[PlannedSum, ...], ...]
+    replicas: tuple[tuple[PlannedSum, ...], ...]
     gradients: tuple[PlannedSum, ...]
     statistics: tuple[PlannedSum, ...] = ()
 
     @property
     def sums(self) -> tuple[PlannedSum, ...]:
-        """All sums: those of columns, of batch statistics, and of gradients."""
-        return (*(each for column in self.columns for each in column), *self.statistics, *self.gradients)
+        """All sums: those of replicas, of batch statistics, and of gradients."""
+        return (*(each for replica in self.replicas for each in replica), *self.statistics, *self.gradients)
 
     @property
     def size_bytes(self) -> int:
@@ -133,15 +133,15 @@ def traffic_of(
         names: all processors in the order of the ranks, those without a tile among them.
         hosts: of each processor.
         rates: at which they send and receive, as `transfer_rates` has them; None: all alike.
-        micro_batches: in how many each column computes its samples; None: in one. The sums over a column are those of each.
+        micro_batches: in how many each replica computes its samples; None: in one. The sums over a replica are those of each.
     """
-    columns = []
-    for column, number in zip(tilings[0].columns, micro_batches or [1] * len(tilings[0].columns), strict=True):
-        members = tuple(tile.processor for tile in column)
+    replicas = []
+    for replica, number in zip(tilings[0].replicas, micro_batches or [1] * len(tilings[0].replicas), strict=True):
+        members = tuple(tile.processor for tile in replica)
         own = [hosts[name] for name in members]
         wire = sum_wire(own, workload.wire)
         element_bytes = _sent_bytes(workload.element_bytes, wire)
-        columns.append(
+        replicas.append(
             tuple(
                 PlannedSum(
                     kind=kind,
@@ -151,17 +151,17 @@ def traffic_of(
                     element_bytes=element_bytes,
                     wire=wire,
                 )
-                for samples in micro_batch_sizes(column[0].samples.size, number=number)
-                for kind, block, size in column_sums(workload, samples=samples)
+                for samples in micro_batch_sizes(replica[0].samples.size, number=number)
+                for kind, block, size in replica_sums(workload, samples=samples)
                 if size and len(members) > 1
             )
         )
     return Traffic(
-        columns=tuple(columns),
+        replicas=tuple(replicas),
         gradients=gradient_sums(
             tilings,
             unit_elements=[block.unit_parameters for block in workload.blocks],
-            riders=riding_elements(workload, columns=len(columns)),
+            riders=riding_elements(workload, replicas=len(replicas)),
             element_bytes=workload.element_bytes,
             wire=workload.wire,
             names=names,
@@ -169,17 +169,17 @@ def traffic_of(
             rates=rates,
         ),
         statistics=_statistics_sums(workload, names=names, hosts=hosts)
-        if sums_statistics(columns=len(columns), tiles=len(tilings[0].tiles), ranks=len(names))
+        if sums_statistics(replicas=len(replicas), tiles=len(tilings[0].tiles), ranks=len(names))
         else (),
     )
 
 
-def sums_statistics(*, columns: int, tiles: int, ranks: int) -> bool:
-    """Whether statistics of the batch are summed; the ranks of a single column all see the whole batch.
+def sums_statistics(*, replicas: int, tiles: int, ranks: int) -> bool:
+    """Whether statistics of the batch are summed; the ranks of a single replica all see the whole batch.
 
     Ranks without a tile take part as well, because they keep the running statistics.
     """
-    return columns > 1 or tiles < ranks
+    return replicas > 1 or tiles < ranks
 
 
 def _statistics_sums(workload: Workload, *, names: Sequence[str], hosts: Mapping[str, str]) -> tuple[PlannedSum, ...]:
@@ -198,8 +198,8 @@ def _statistics_sums(workload: Workload, *, names: Sequence[str], hosts: Mapping
     return (*forward, *(replace(each, kind=SumKind.BACKWARD_STATISTICS) for each in reversed(forward)))
 
 
-def column_sums(workload: Workload, *, samples: int) -> tuple[tuple[SumKind, int, int], ...]:
-    """What a column of so many samples sums in an iteration: (kind, block, elements), in order."""
+def replica_sums(workload: Workload, *, samples: int) -> tuple[tuple[SumKind, int, int], ...]:
+    """What a replica of so many samples sums in an iteration: (kind, block, elements), in order."""
     forward, backward = [], []
     for index, block in enumerate(workload.blocks):
         forward += [(SumKind.FORWARD, index, size) for size in _even(block.forward_elements, block.forward_sums, samples)]
@@ -241,12 +241,12 @@ def _sum_schedule(algorithm: str, ranks: int, size: int, element_bytes: int) -> 
     return build(algorithm, ranks=ranks, size=size, element_bytes=element_bytes)
 
 
-def riding_elements(workload: Workload, *, columns: int) -> int:
+def riding_elements(workload: Workload, *, replicas: int) -> int:
     """Elements of replicated gradients, and of what ranks tell each other beside them.
 
-    That is which tensors had part in the loss, and each column's number of samples, in `size_digits`.
+    That is which tensors had part in the loss, and each replica's number of samples, in `size_digits`.
     """
-    return workload.replicated_parameters + workload.trained_tensors + columns * (1 if workload.wire is None else SIZE_DIGITS)
+    return workload.replicated_parameters + workload.trained_tensors + replicas * (1 if workload.wire is None else SIZE_DIGITS)
 
 
 def size_digits(samples: int, *, wire: str | None) -> list[int]:
@@ -265,7 +265,7 @@ def gradient_sums(
     hosts: Mapping[str, str],
     rates: Mapping[str, float] | None = None,
 ) -> tuple[PlannedSum, ...]:
-    """The sums of gradients across columns; none where there is but one column of all ranks.
+    """The sums of gradients across replicas; none where there is but one replica of all ranks.
 
     Args:
         tilings: one for each block; one of one unit where there is none.
@@ -278,14 +278,14 @@ def gradient_sums(
         rates: at which processors send and receive, as `transfer_rates` has them.
     """
     tiling = tilings[0]
-    if len(names) == len(tiling.tiles) and len(tiling.columns) == 1:
+    if len(names) == len(tiling.tiles) and len(tiling.replicas) == 1:
         return ()
-    whole = is_one_vector(columns=len(tiling.columns), tiles=len(tiling.tiles), ranks=len(names), blocks=len(unit_elements))
+    whole = is_one_vector(replicas=len(tiling.replicas), tiles=len(tiling.tiles), ranks=len(names), blocks=len(unit_elements))
     rides = whole or riders <= RIDE_ALONG_ELEMENTS
     finest = max(tilings, key=lambda each: each.units)
     heights = [tile.units.size / finest.units for tile in finest.tiles]
     placed = [tile.processor for tile in finest.tiles]
-    shares = summing_shares(heights, placed, columns=len(tiling.columns), rates=rates)
+    shares = summing_shares(heights, placed, replicas=len(tiling.replicas), rates=rates)
     found = []
     laid, own, riding = tilings, list(unit_elements), riders if rides else 0
     if whole:
@@ -323,16 +323,16 @@ def gradient_sums(
     return tuple(found)
 
 
-def is_one_vector(*, columns: int, tiles: int, ranks: int, blocks: int) -> bool:
-    """Whether all gradients travel as one vector: each rank is a column, so it has all units, and any element may be a cut.
+def is_one_vector(*, replicas: int, tiles: int, ranks: int, blocks: int) -> bool:
+    """Whether all gradients travel as one vector: each rank is a replica, so it has all units, and any element may be a cut.
 
     Very many ranks that have no block sum by halving and doubling. Where there are blocks, every rank tells each other anyway.
     """
-    return columns == tiles == ranks and (blocks > 0 or ranks <= _MOST_DIRECT)
+    return replicas == tiles == ranks and (blocks > 0 or ranks <= _MOST_DIRECT)
 
 
 def _one_vector(tiling: Tiling, size: int) -> Tiling:
-    """The same columns, each of one rank, over `size` elements."""
+    """The same replicas, each of one rank, over `size` elements."""
     return Tiling(samples=tiling.samples, units=size, tiles=tuple(replace(e, units=Span(0, size)) for e in tiling.tiles))
 
 
@@ -344,13 +344,13 @@ def _owners_messages(
     tilings: Sequence[Tiling], unit_elements: Sequence[int], shares: Mapping[str, float] | None
 ) -> tuple[Message, ...]:
     """Those that carry units; blocks of which nothing travels are left out."""
-    columns = len(tilings[0].columns)
+    replicas = len(tilings[0].replicas)
     numbers = [number for number, elements in enumerate(unit_elements) if elements]
-    if not numbers or columns == 1:
+    if not numbers or replicas == 1:
         return ()
-    # Two columns: both sum the whole, in one phase. More: each owner sums its part of a group, and gives it back.
-    method: Method = "direct" if columns == 2 else "reduce-scatter"
-    found = horizontal_messages([tilings[number] for number in numbers], method=method, shares=shares)
+    # Two replicas: both sum the whole, in one phase. More: each owner sums its part of a group, and gives it back.
+    method: Method = "direct" if replicas == 2 else "reduce-scatter"
+    found = gradient_messages([tilings[number] for number in numbers], method=method, shares=shares)
     return tuple(
         Message(
             phase=message.phase,
@@ -363,20 +363,20 @@ def _owners_messages(
 
 
 def _with_riders(messages: tuple[Message, ...], *, tiling: Tiling, names: Sequence[str]) -> tuple[Message, ...]:
-    """The messages, and who tells whom of its column's replicated gradients: for each rank, one member of every other column.
+    """The messages, and who tells whom of its replica's replicated gradients: for each rank, one member of every other replica.
 
-    That member is one that sends to the rank anyway; a rank without a tile hears from the first of each column.
+    That member is one that sends to the rank anyway; a rank without a tile hears from the first of each replica.
     """
-    column_of = {tile.processor: tile.column for tile in tiling.tiles}
+    replica_of = {tile.processor: tile.replica for tile in tiling.tiles}
     senders: dict[tuple[str, int], str] = {}
     for message in messages:
         if message.phase == 0:
-            senders.setdefault((message.dest, column_of[message.source]), message.source)
+            senders.setdefault((message.dest, replica_of[message.source]), message.source)
     telling = {
-        (senders.get((name, index), column[0].processor), name)
+        (senders.get((name, index), replica[0].processor), name)
         for name in names
-        for index, column in enumerate(tiling.columns)
-        if column_of.get(name) != index
+        for index, replica in enumerate(tiling.replicas)
+        if replica_of.get(name) != index
     }
     known = {(message.source, message.dest) for message in messages if message.phase == 0}
     alone = [Message(phase=0, source=source, dest=dest, spans=()) for source, dest in sorted(telling - known)]
@@ -432,7 +432,7 @@ def _schedule(
         ranks=len(names),
         size=size,
         phases=(Phase(groups=(group,), what=what),),
-        order="by column",
+        order="by replica",
         fixed_order=True,
     )
 

@@ -8,7 +8,7 @@ from typing import ClassVar, final
 
 from tatami.cluster import Cluster, Processor
 from tatami.tiling.cost import AbstractCost
-from tatami.tiling.layout import Column, Layout
+from tatami.tiling.layout import Layout, Replica
 from tatami.tiling.planner import AbstractPlanner
 from tatami.tiling.speeds import at_equal_times
 from tatami.workload import Workload
@@ -16,7 +16,7 @@ from tatami.workload import Workload
 
 @final
 class WeightedPlanner(AbstractPlanner):
-    """One column for each processor (C = N), in the order of the ranks, as wide as it is fast."""
+    """One replica for each processor (C = N), in the order of the ranks, as wide as it is fast."""
 
     name: ClassVar[str] = "weighted"
     sized: ClassVar[bool] = True
@@ -26,10 +26,10 @@ class WeightedPlanner(AbstractPlanner):
 
 
 def data_parallel(processors: Sequence[Processor]) -> Layout:
-    """A column for each of `processors`, in their order, as wide as it is fast."""
+    """A replica for each of `processors`, in their order, as wide as it is fast."""
     total = fsum(processor.speed for processor in processors)
     return Layout(
-        columns=tuple(
-            Column(width=processor.speed / total, processors=(processor.name,), heights=(1.0,)) for processor in processors
+        replicas=tuple(
+            Replica(width=processor.speed / total, processors=(processor.name,), heights=(1.0,)) for processor in processors
         )
     )

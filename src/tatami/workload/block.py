@@ -16,18 +16,18 @@ class Block:
     """A part of a network that is a sum over its units: f(x) = f_1(x) + ... + f_u(x), where each f_j owns its weights.
 
     A unit is a hidden unit between two linear layers, a head of an attention, a channel between two convolutions, an expert.
-    The ranks of a column share the units of a block, and sum what it gives.
+    The ranks of a replica share the units of a block, and sum what it gives.
 
     Attributes:
         units: how many.
         unit_parameters: elements of trained weights that one unit owns; (n + l) of the paper's pair (+ 1 with a bias).
-        forward_elements: elements of one sample that are summed over the column forward: l of the paper's pair.
+        forward_elements: elements of one sample that are summed over the replica forward: l of the paper's pair.
         backward_elements: the same backward; 0 where the input of the block needs no gradient.
         flop_per_unit: of one sample and one unit, forward, backward and update.
-        flop_per_sample: of one sample, however few units: every rank of a column that takes part repeats it.
+        flop_per_sample: of one sample, however few units: every rank of a replica that takes part repeats it.
         forward_fraction: of these flop, the share of the forward pass. The default, a third, holds where backward is two
             products of the same size for each of forward.
-        forward_sums: sums over the column in one forward pass.
+        forward_sums: sums over the replica in one forward pass.
         backward_sums: the same backward; they do not count where `backward_elements` is 0.
         unit_activation_bytes: what is kept from forward to backward for one sample and one unit.
         sample_activation_bytes: the same for one sample, however few units.
@@ -69,17 +69,17 @@ class Block:
 
     @property
     def summed_elements(self) -> int:
-        """Elements of one sample that a column sums, forward and backward."""
+        """Elements of one sample that a replica sums, forward and backward."""
         return self.forward_elements + self.backward_elements
 
     @property
     def sums(self) -> int:
-        """Sums over the column in one iteration."""
+        """Sums over the replica in one iteration."""
         return self.forward_sums + (self.backward_sums if self.backward_elements else 0)
 
     @property
-    def column_sums(self) -> tuple[tuple[int, int], ...]:
-        """Forward and backward: the elements of one sample that a column sums, and in how many sums; none where nothing is."""
+    def replica_sums(self) -> tuple[tuple[int, int], ...]:
+        """Forward and backward: the elements of one sample that a replica sums, and in how many sums; none where nothing is."""
         ways = ((self.forward_elements, self.forward_sums), (self.backward_elements, self.backward_sums))
         return tuple((elements, sums) for elements, sums in ways if elements and sums)
 
@@ -104,7 +104,7 @@ class Section:
         units: of each of the blocks.
         unit_flop: for each unit that a rank has.
         beside_flop: of a rank that has any unit.
-        repeated_flop: of every rank of a column.
+        repeated_flop: of every rank of a replica.
     """
 
     units: int

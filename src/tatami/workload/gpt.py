@@ -38,7 +38,7 @@ def gpt_workload(
 
     Of each layer the attention splits over its heads (with grouped queries: over the heads of keys and values, each with its
     queries) and the MLP over its hidden units; a vocabulary of `FEWEST_ROWS` or more over its rows. What is left of embeddings
-    and head, and the layer norms, are repeated by every rank of a column. The flop of attention grow with the square of the
+    and head, and the layer norms, are repeated by every rank of a replica. The flop of attention grow with the square of the
     tokens; activations are those of float32, without the scores, which `scaled_dot_product_attention` does not keep.
 
     Args:

@@ -33,11 +33,11 @@ _AMOUNTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One iteration: `samples` through the tiled `blocks`, and through layers that every rank of a column repeats.
+    """One iteration: `samples` through the tiled `blocks`, and through layers that every rank of a replica repeats.
 
     Attributes:
         samples: the global batch.
-        blocks: in the order of the forward pass. Without any, columns have one processor each: data
+        blocks: in the order of the forward pass. Without any, replicas have one processor each: data
             parallelism.
         replicated_parameters: elements of the weights outside of blocks.
         replicated_flop_per_sample: what those layers cost each rank, forward and backward, for each of its samples.
@@ -51,8 +51,8 @@ class Workload:
             SGD, 16 with momentum.
         sharded_bytes_per_parameter: the part of them that is divided among the ranks, each of which keeps that of its shard; 0
             where the optimizer is not sharded. Only of weights outside of blocks.
-        micro_batches: the number of micro-batches in which every column computes its samples; None: as few as memory allows, or
-            more where that is faster.
+        micro_batches: the number of micro-batches in which every replica computes its samples; None: as few as memory allows,
+            or more where that is faster.
         update_bytes: what the optimizer needs for a while to update the largest weight outside of blocks; twice its size for
             Adam.
         backward_moments: at which moments of a backward pass memory may be fullest: of what the forward pass left behind, the
@@ -128,7 +128,7 @@ class Workload:
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:
-        """What a rank computes between sums over its column, one for each of `kinds`; one in all without blocks."""
+        """What a rank computes between sums over its replica, one for each of `kinds`; one in all without blocks."""
         repeated = self.replicated_flop_per_sample + self.sample_flop
         shares = [count * block.flop_per_unit * block.units for block, count in self.kinds]
         if not sum(shares):
@@ -144,13 +144,13 @@ class Workload:
         )
 
     @cached_property
-    def vertical_elements(self) -> int:
-        """Elements that a column as wide as the batch sums in one iteration: l s of the paper (and n s backward)."""
+    def tensor_parallel_elements(self) -> int:
+        """Elements that a replica as wide as the batch sums in one iteration: l s of the paper (and n s backward)."""
         return self.samples * sum(block.summed_elements for block in self.blocks)
 
     @cached_property
-    def horizontal_elements(self) -> int:
-        """Gradient elements of all units, summed across columns in one iteration: (n + l) m of the paper."""
+    def gradient_elements(self) -> int:
+        """Gradient elements of all units, summed across replicas in one iteration: (n + l) m of the paper."""
         return sum(block.parameters for block in self.blocks)
 
     @property
@@ -159,18 +159,18 @@ class Workload:
         return self.element_bytes if self.wire is None else HALF_BYTES
 
     @property
-    def vertical_bytes(self) -> int:
-        """`vertical_elements` in bytes: beta of the communication volume, per unit of width."""
-        return self.vertical_elements * self.wire_bytes
+    def tensor_parallel_bytes(self) -> int:
+        """`tensor_parallel_elements` in bytes: beta of the communication volume, per unit of width."""
+        return self.tensor_parallel_elements * self.wire_bytes
 
     @property
-    def horizontal_bytes(self) -> int:
-        """`horizontal_elements` in bytes: alpha of the communication volume, per unit of height."""
-        return self.horizontal_elements * self.wire_bytes
+    def gradient_bytes(self) -> int:
+        """`gradient_elements` in bytes: alpha of the communication volume, per unit of height."""
+        return self.gradient_elements * self.wire_bytes
 
     @property
     def replicated_bytes(self) -> int:
-        """Gradients of the layers outside of blocks, summed across columns whatever the heights are."""
+        """Gradients of the layers outside of blocks, summed across replicas whatever the heights are."""
         return self.replicated_parameters * self.wire_bytes
 
     @property
@@ -207,13 +207,13 @@ class Workload:
         return self.unit_state_bytes(block) - self.unit_gradient_bytes(block)
 
     @cached_property
-    def vertical_exchanges(self) -> int:
-        """Sums inside a column in one iteration, forward and backward."""
+    def tensor_parallel_exchanges(self) -> int:
+        """Sums inside a replica in one iteration, forward and backward."""
         return sum(block.sums for block in self.blocks)
 
     @property
     def most_micro_batches(self) -> int:
-        """The most micro-batches in which a column may compute: one where statistics are of the whole batch."""
+        """The most micro-batches in which a replica may compute: one where statistics are of the whole batch."""
         return 1 if self.batch_statistics else self.samples
 
     @cached_property
@@ -223,7 +223,7 @@ class Workload:
 
     @cached_property
     def flop_per_width(self) -> float:
-        """Flop that each rank of a column repeats for its samples, however few units it has."""
+        """Flop that each rank of a replica repeats for its samples, however few units it has."""
         beside = self.replicated_flop_per_sample + self.sample_flop
         return self.samples * (sum(block.flop_per_sample for block in self.blocks) + beside)
 

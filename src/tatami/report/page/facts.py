@@ -29,7 +29,7 @@ class RunFacts:
 
     Attributes:
         ranks: names, in the order in which they were first seen.
-        steps: one for each tiling shown: `iteration`, `why`, `samples`, `units`, `columns`, `tiles`, and `stages`, which is 0
+        steps: one for each tiling shown: `iteration`, `why`, `samples`, `units`, `replicas`, `tiles`, and `stages`, which is 0
             where there are none.
         tiles: rectangles: `step`, `rank`, `x1`, `x2` in samples, `y1`, `y2` in units; with stages, in stages.
         stages: of the last tiling, as `StagesDescription.to_dict` has them; None where there are none.
@@ -120,7 +120,7 @@ def _add_floors(facts: RunFacts, tilings: list[Mapping[str, Any]]) -> None:
                 "why": record.get("why", ""),
                 "samples": floor["samples"],
                 "units": floor["units"],
-                "columns": len({tile["column"] for tile in tiles}),
+                "replicas": len({tile["replica"] for tile in tiles}),
                 "tiles": len(tiles),
                 "stages": stages,
             }
@@ -142,10 +142,10 @@ def _storeys(layout: StagedLayout, *, samples: int) -> Row:
     """As the records have a tiling: samples across, and from one whole number to the next the ranks of a stage."""
     tiles = []
     for number, stage in enumerate(layout.stages):
-        for column, (own, span) in enumerate(zip(stage.columns, spans(stage.sample_sizes(samples)), strict=True)):
+        for replica, (own, span) in enumerate(zip(stage.replicas, spans(stage.sample_sizes(samples)), strict=True)):
             edges = list(accumulate((height / sum(own.heights) for height in own.heights), initial=float(number)))
             for name, ends in zip(own.processors, pairwise(edges), strict=True):
-                tiles.append({"processor": name, "column": column, "samples": (span.start, span.stop), "units": ends})
+                tiles.append({"processor": name, "replica": replica, "samples": (span.start, span.stop), "units": ends})
     return {"samples": samples, "units": len(layout.stages), "tiles": tiles}
 
 

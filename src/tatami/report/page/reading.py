@@ -12,6 +12,9 @@ from tatami.errors import InputError, shortened
 from tatami.inputs import check_input, read_text
 from tatami.report.page.record_shapes import lack_of
 
+_RENAMED = {"vertical_s": "tensor_parallel_s", "horizontal_s": "gradients_s", "column": "replica"}
+"""Names in logs of before, and those of today."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
@@ -87,6 +90,14 @@ def _first_floor(run: RecordedRun) -> tuple[tuple[int, int], set[str]]:
     return (tiling["samples"], tiling["units"]), {tile["processor"] for tile in tiling["tiles"]}
 
 
+def _renamed(values: dict[str, Any]) -> dict[str, Any]:
+    """The same with the names of today: logs of before are read."""
+    for before, now in _RENAMED.items():
+        if before in values:
+            values[now] = values.pop(before)
+    return values
+
+
 class GrowingLog:
     """The JSON lines of a run that is still being written: each call reads what has come since the last.
 
@@ -139,7 +150,7 @@ def _parsed(text: str) -> Any:
     Raises:
         ValueError, RecursionError: it is not JSON, or has halves of characters, which no terminal and no page can show.
     """
-    value = json.loads(text)
+    value = json.loads(text, object_hook=_renamed)
     if "\\ud" in text.lower():
         json.dumps(value, ensure_ascii=False).encode()
     return value

@@ -26,7 +26,7 @@ _SPAN = (_COUNT, _COUNT)
 _TILING = {
     "samples": _POSITIVE,
     "units": _POSITIVE,
-    "tiles": [{"processor": _TEXT, "column": _COUNT, "samples": _SPAN, "units": _SPAN}],
+    "tiles": [{"processor": _TEXT, "replica": _COUNT, "samples": _SPAN, "units": _SPAN}],
 }
 _SPEEDS = {_ANY_NAME: _NUMBER}
 _ALARM = {"what": _TEXT, "at": _COUNT, "began": _COUNT, "slower": _NUMBER, "error": _NUMBER}

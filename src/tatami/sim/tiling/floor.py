@@ -47,12 +47,12 @@ class FloorSum:
 
 @dataclass(frozen=True, kw_only=True)
 class Leg:
-    """What a rank computes, and the sums over its column that follow.
+    """What a rank computes, and the sums over its replica that follow.
 
     Attributes:
         flop: of this processor.
         backward: whether it is part of compute 2.
-        sums: one after the other, each with everyone of the column; none where the rank is alone.
+        sums: one after the other, each with everyone of the replica; none where the rank is alone.
         leaves: sums of gradients that begin then, while the rank goes on.
     """
 
@@ -68,10 +68,10 @@ class Floor:
     Attributes:
         names: the processor of each rank that takes part; one without a tile does where gradients are summed, or where it was
             measured what an iteration costs it however little it computes.
-        legs: of each such rank, forward block by block and backward the other way round: every sum over a column is a meeting.
+        legs: of each such rank, forward block by block and backward the other way round: every sum over a replica is a meeting.
         update_flop: compute 3 of each such rank.
         works: of each rank that has a tile, as the controller counts them.
-        gradients: the sums across columns.
+        gradients: the sums across replicas.
         across: those of them that begin when the backward pass is done, one after the other.
         waits: for the slowest of noisy ranks, as a part of what each computes; that of `AlphaBetaCost`.
     """
@@ -90,15 +90,15 @@ class Floor:
         """Prepare a tiling.
 
         Args:
-            tiling: the columns, and the samples of each.
+            tiling: the replicas, and the samples of each.
             tilings: the same for the units of each block of the workload; none where it has none.
             workload: what is laid out.
             cluster: rank r runs on its processor r.
             speeds: flop/s by name. Where one depends on the size of the tile, flop are counted at that of its largest size.
             startup: what each tile costs beyond its area.
-            micro_batches: in how many each column computes its samples; None: in one.
+            micro_batches: in how many each replica computes its samples; None: in one.
         """
-        numbers = micro_batches or [1] * len(tiling.columns)
+        numbers = micro_batches or [1] * len(tiling.replicas)
         self.tilings = tuple(tilings)
         names = [processor.name for processor in cluster.processors]
         hosts = cluster.host_of
@@ -132,12 +132,12 @@ class Floor:
         self.update_flop: dict[int, float] = dict.fromkeys(self.names, 0.0)
         self.works: dict[int, float] = {}
         self.waits = scatter([each for each in cluster.processors if each.name in placed])
-        for column, sums, number in zip(tiling.columns, self.traffic.columns, numbers, strict=True):
-            samples = column[0].samples.size
+        for replica, sums, number in zip(tiling.replicas, self.traffic.replicas, numbers, strict=True):
+            samples = replica[0].samples.size
             sizes = micro_batch_sizes(samples, number=number)
             ready = [self._ready(each) for each in sums]
             each_time = len(ready) // len(sizes)
-            for name in (tile.processor for tile in column):
+            for name in (tile.processor for tile in replica):
                 tiles = [each.by_processor[name] for each in tilings]
                 speed = (speeds or {}).get(name, 1.0)
                 spent_s = calls_s(cluster.by_name[name], blocks=len(tiles), micro_batches=len(sizes))

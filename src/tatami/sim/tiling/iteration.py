@@ -1,6 +1,6 @@
 """One iteration on a stage, each processor at its own pace.
 
-Forward and backward, block by block, with a sum over the column after each; then horizontal, and compute 3. Gradients that
+Forward and backward, block by block, with a sum over the replica after each; then gradient sums, and compute 3. Gradients that
 leave earlier cross the links meanwhile, and take no time of the processor beside that of the sum.
 """
 
@@ -21,18 +21,18 @@ class Times:
 
     began_s: float
     forward_s: float = 0.0
-    vertical_s: float = 0.0
+    tensor_parallel_s: float = 0.0
     backward_s: float = 0.0
-    horizontal_s: float = 0.0
+    gradients_s: float = 0.0
     update_s: float = 0.0
 
     @property
     def ended_s(self) -> float:
-        return self.began_s + self.t1_s + self.horizontal_s + self.update_s
+        return self.began_s + self.t1_s + self.gradients_s + self.update_s
 
     @property
     def t1_s(self) -> float:
-        return self.forward_s + self.vertical_s + self.backward_s
+        return self.forward_s + self.tensor_parallel_s + self.backward_s
 
     @property
     def compute_s(self) -> float:
@@ -84,10 +84,10 @@ class Iteration:
         self._leg(rank, 0)
 
     def _leg(self, rank: int, number: int) -> None:
-        """Compute, sum over the column, and go on with the next."""
+        """Compute, sum over the replica, and go on with the next."""
         times, legs = self._times[rank], self._floor.legs[rank]
         if number == len(legs):
-            times.vertical_s = self._stage.now_s - times.began_s - times.compute_s
+            times.tensor_parallel_s = self._stage.now_s - times.began_s - times.compute_s
             self._across(rank)
             return
         leg = legs[number]
@@ -113,7 +113,7 @@ class Iteration:
         def updated(spent_s: float) -> None:
             times = self._times[rank]
             times.update_s = spent_s
-            times.horizontal_s = self._stage.now_s - begun_s - spent_s
+            times.gradients_s = self._stage.now_s - begun_s - spent_s
             self._end()
 
         self._leaving[rank] += 1
@@ -147,7 +147,7 @@ class Iteration:
                 what.schedule,
                 hosts=what.ranks,
                 element_bytes=what.planned.element_bytes,
-                # What two ways on one connection cost each other was measured back and forth, and does not occur in a column.
+                # What two ways on one connection cost each other was measured back and forth, and does not occur in a replica.
                 software=self._alone if what.planned.kind.meets else self._software,
                 done=lambda member: self._then.pop((key, member))(),
                 skip=False,

@@ -117,7 +117,7 @@ class TilingPlay:
             cluster=self._cluster,
             speeds=self._job.true_flop_per_s,
             startup=self._job.startup,
-            micro_batches=None if layout is None else [column.micro_batches for column in layout.columns],
+            micro_batches=None if layout is None else [replica.micro_batches for replica in layout.replicas],
         )
 
     def _next(self, leads_s: dict[int, float]) -> None:
@@ -259,7 +259,7 @@ def _alike(times: dict[int, Times], last: dict[int, Times]) -> bool:
         return False
     for rank, each in times.items():
         other = last[rank]
-        for name in ("forward_s", "vertical_s", "backward_s", "horizontal_s", "update_s"):
+        for name in ("forward_s", "tensor_parallel_s", "backward_s", "gradients_s", "update_s"):
             one, two = getattr(each, name), getattr(other, name)
             if abs(one - two) > _LEAST_S + _TOGETHER * max(one, two):
                 return False

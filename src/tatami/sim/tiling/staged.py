@@ -155,16 +155,16 @@ class _Iteration:
         by_name = {each.processor: each for each in plan.ranks}
         self._ranks = {
             (number, replica): _Rank(
-                facts=by_name[column.processors[0]],
-                members=column.processors,
-                host=cluster.rank_of[column.processors[0]],
-                passes=_passes(by_name[column.processors[0]].micro_batches, plan.in_flight[number]),
+                facts=by_name[own.processors[0]],
+                members=own.processors,
+                host=cluster.rank_of[own.processors[0]],
+                passes=_passes(by_name[own.processors[0]].micro_batches, plan.in_flight[number]),
                 most_left=plan.weights_left[number],
             )
             for number, layout in enumerate(plan.layout.stages)
-            for replica, column in enumerate(layout.columns)
+            for replica, own in enumerate(layout.replicas)
         }
-        self._left = [len(layout.columns) for layout in plan.layout.stages]
+        self._left = [len(layout.replicas) for layout in plan.layout.stages]
         self._group_of = _tied(plan)
         self._planned_s, self._computed_s = (dict.fromkeys(plan.layout.processors, 0.0) for _ in range(2))
         self._queues: defaultdict[tuple[int, int], deque[Callable[[], object]]] = defaultdict(deque)

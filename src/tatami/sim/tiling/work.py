@@ -43,7 +43,7 @@ class Work:
     """Flop of one processor: compute 1, compute 2 and compute 3; together what `Workload.flop` says of its tile.
 
     Attributes:
-        forward: of each block, in the order of the forward pass: what lies before the block's sum over the column. One where
+        forward: of each block, in the order of the forward pass: what lies before the block's sum over the replica. One where
             there is no block.
         backward: the same backward, in the order of the forward pass.
         update_flop: of all.
@@ -82,7 +82,7 @@ def work_of(tiles: Sequence[Tile], *, samples: int, workload: Workload, startup:
 
     Args:
         tiles: its tile for each block of the workload.
-        samples: of its column.
+        samples: of its replica.
         workload: what is laid out.
         startup: of each of its tiles.
     """

@@ -1,6 +1,6 @@
 """The definition of a block as its test: on the sample, two parts of its units give what the whole gives.
 
-Two ranks of a column are played in this thread: the local program runs twice in step, each time with a part of the units of
+Two ranks of a replica are played in this thread: the local program runs twice in step, each time with a part of the units of
 every block, in double precision. What enters a block and what leaves it is summed over both, forward and backward, as between
 ranks. The result of each, and every gradient, must be those of the module itself. What fails is not believed; so a wrong rule
 about some operation can make a network be tiled less, never wrongly.
@@ -25,7 +25,7 @@ from tatami.tiled.following.local import LocalProgram
 from tatami.tiled.following.unchanged import copy_of
 from tatami.tiled.following.units import UnitAxis
 from tatami.tiled.rows import UnitRuns, cut_units
-from tatami.tiled.vertical import ColumnComm
+from tatami.tiled.tensor_parallel import ReplicaComm
 from tatami.tiling import Span
 
 _TOLERANCE = 1e-9
@@ -166,7 +166,7 @@ def _run(local: LocalProgram, parts: Sequence[_Part], given: Sequence[int], writ
     def argument(value: Any) -> Any:
         return written if _is_single(value) else value
 
-    rank = steps.RankContext(column=ColumnComm.alone(), comm=None, generator=torch.Generator())
+    rank = steps.RankContext(replica=ReplicaComm.alone(), comm=None, generator=torch.Generator())
     inputs = []
     for part in parts:
         context = steps.ModuleContext(rank=rank, units=[functools.partial(_given, span) for span in part.spans])
@@ -209,7 +209,7 @@ def _without_dropout(target: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _Enter(torch.autograd.Function):
-    """`copy_to_column` of all ranks at once."""
+    """`copy_to_replica` of all ranks at once."""
 
     @staticmethod
     def forward(ctx: Any, *copies: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ARG004
@@ -223,7 +223,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """`sum_over_column` of all ranks at once."""
+    """`sum_over_replica` of all ranks at once."""
 
     @staticmethod
     def forward(ctx: Any, *partials: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ARG004

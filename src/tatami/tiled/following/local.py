@@ -1,9 +1,9 @@
 """A followed program, rewritten so that a rank runs it with its own units.
 
-    entrance   what every rank of the column has whole (the block's input, a mask that is learned, the weights of a norm inside)
-               is handed over by `copy_to_column`: its gradient is summed over the column
+    entrance   what every rank of the replica has whole (the block's input, a mask that is learned, the weights of a norm
+               inside) is handed over by `copy_to_replica`: its gradient is summed over the replica
     inside     the same operations with local sizes: 6 heads become `units` heads wherever a size is written down
-    exit       the operation that sums over the units gives a part of the result; `sum_over_column` makes it whole, and a bias
+    exit       the operation that sums over the units gives a part of the result; `sum_over_replica` makes it whole, and a bias
                is added afterwards, once
 
 Sizes are inputs of the rewritten program, so a re-tiling needs no new one. Dropout and batch normalization are handed to
@@ -142,7 +142,7 @@ class _Localiser:
         return self._graph.call_function(node.target, tuple(args), kwargs)  # type: ignore[arg-type]
 
     def _exit(self, node: fx.Node) -> fx.Node:
-        """A partial result, the sum over the column, and then the bias."""
+        """A partial result, the sum over the replica, and then the bias."""
         args = [self._mapped(arg) for arg in node.args]
         bias: Any = None
         if node.target is aten.addmm.default:

@@ -63,8 +63,8 @@ class LocalForward(StandsIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = self._followed.mode(self._module.training)
         units = [units() for units in self._units]
-        # Those of its column that have no unit wait for what it gives.
-        alone = self._context.rank.column.comm is None
+        # Those of its replica that have no unit wait for what it gives.
+        alone = self._context.rank.replica.comm is None
         runs_plainly = self._plainly and alone and all(here.size == total for here, total in units)
         # On all ranks, or on none: where one of them refuses, no other may wait for it.
         frozen = frozenset[str]() if runs_plainly and self._context.rank.comm is None else self._frozen(mode)

@@ -23,7 +23,7 @@ from tatami.tiled.following.unchanged import copy_of
 from tatami.tiled.parts.running import AbstractParts, PartForward, Results
 from tatami.tiled.parts.vocabulary import EmbeddingPart
 from tatami.tiled.rows import ONE_EACH, UnitRuns, cut_units, cut_units_of, tensor_of
-from tatami.tiled.vertical import ColumnComm
+from tatami.tiled.tensor_parallel import ReplicaComm
 from tatami.tiling import Span
 
 _ALIKE = 1e-9
@@ -138,7 +138,7 @@ class _Half:
         self.cuts = {name: (runs, here) for cuts, here in zip(units, spans, strict=True) for name, runs in cuts.items()}
         for cuts, here in zip(units, spans, strict=True):
             cut_units_of(self.module, cuts, here)
-        rank = RankContext(column=ColumnComm.alone(), comm=None, generator=torch.Generator(), speaks=span.start == 0)
+        rank = RankContext(replica=ReplicaComm.alone(), comm=None, generator=torch.Generator(), speaks=span.start == 0)
         self._context = ModuleContext(rank=rank, units=[functools.partial(_given, here) for here in spans])
         self._parts, self._total = parts, total
 
@@ -266,5 +266,5 @@ def _rows_of(layer: Any, span: Span) -> tuple[Any, ModuleContext]:
         id(whole): nn.Parameter(cut_units(whole.detach(), ONE_EACH, span), whole.requires_grad) for whole in layer.parameters()
     }
     half = copy.deepcopy(layer, cut)  # only these rows are copied, of what may be the largest weight of the network
-    rank = RankContext(column=ColumnComm.alone(), comm=None, generator=torch.Generator(), speaks=span.start == 0)
+    rank = RankContext(replica=ReplicaComm.alone(), comm=None, generator=torch.Generator(), speaks=span.start == 0)
     return half, ModuleContext(rank=rank, units=[functools.partial(_given, span)])

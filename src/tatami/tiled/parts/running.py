@@ -1,9 +1,9 @@
 """A module that is a sum over units, at work with some of them, its own Python as it is.
 
-    f(x) = f_1(x) + ... + f_u(x)      every rank of a column computes its units' part; the parts are summed
+    f(x) = f_1(x) + ... + f_u(x)      every rank of a replica computes its units' part; the parts are summed
 
 What comes in, and the tensors of the module that are not cut, are whole on every rank, and their gradients are parts: one sum
-over the column for all of them. Results that do not depend on the units (the logits of a router) are handed on by each rank;
+over the replica for all of them. Results that do not depend on the units (the logits of a router) are handed on by each rank;
 what flows back into them counts once.
 """
 
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from tatami.tiled.context import ModuleContext, StandsIn
 from tatami.tiled.recomputing import recompute_before_backward, recompute_now
 from tatami.tiled.rows import tensor_of
-from tatami.tiled.vertical import ColumnComm, sum_over_column
+from tatami.tiled.tensor_parallel import ReplicaComm, sum_over_replica
 
 Slot = tuple[dict[str, Any], str]
 """Where a module finds a parameter, under which name: it is looked up in every call, since training puts others there."""
@@ -83,9 +83,9 @@ class PartForward(StandsIn):
         self._plain = self.module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        column, lowest = self.context.rank.column, self.context.units[0]()
-        first = lowest.start == 0 and lowest.size > 0  # the one rank of the column that has unit 0
-        if column.comm is None and sum(units().size for units in self.context.units) == self.total:
+        replica, lowest = self.context.rank.replica, self.context.units[0]()
+        first = lowest.start == 0 and lowest.size > 0  # the one rank of the replica that has unit 0
+        if replica.comm is None and sum(units().size for units in self.context.units) == self.total:
             return self._plain(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         slots = _slots(self.module, skip=self.parts.own())
@@ -93,7 +93,7 @@ class PartForward(StandsIn):
         shared = [slot for name, slot in slots.items() if name not in self.parts.once()]
         inputs = [index for index, leaf in enumerate(leaves) if _is_float(leaf)]
         given = [*(leaves[index] for index in inputs), *(owner[name] for owner, name in shared)]
-        entered = _Enter.apply(column, *given) if given else ()  # type: ignore[no-untyped-call]
+        entered = _Enter.apply(replica, *given) if given else ()  # type: ignore[no-untyped-call]
         any_here = any(units().size for units in self.context.units)
         # A rank without units has a result, to know its shape, which gives no gradient to what is not cut.
         used = [tensor if any_here else tensor.detach() for tensor in entered]
@@ -115,7 +115,7 @@ class PartForward(StandsIn):
                 part = leaf if any_here else _Nothing.apply(leaf)  # type: ignore[no-untyped-call]
                 part = _Unused.apply(part, *routed) if routed else part  # type: ignore[no-untyped-call]
                 # The sum is taken in place: of a copy, because the module may keep its result for its backward pass.
-                outputs[index] = sum_over_column(_Tie.apply(part, *tied), column)  # type: ignore[no-untyped-call]
+                outputs[index] = sum_over_replica(_Tie.apply(part, *tied), replica)  # type: ignore[no-untyped-call]
             elif _is_float(leaf) and (leaf.requires_grad or tied):
                 outputs[index] = _Whole.apply(_Tie.apply(leaf, *tied), first)  # type: ignore[no-untyped-call]
         return pytree.tree_unflatten(outputs, structure)
@@ -154,11 +154,11 @@ def _replaced(slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> Iterato
 
 
 class _Enter(torch.autograd.Function):
-    """Tensors that all ranks of a column have whole; backward sums all of their gradients over the column, in one message."""
+    """Tensors that all ranks of a replica have whole; backward sums all of their gradients over the replica, in one message."""
 
     @staticmethod
-    def forward(ctx: Any, column: ColumnComm, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.column = column.now
+    def forward(ctx: Any, replica: ReplicaComm, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.replica = replica.now
         ctx.likes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         ctx.device = tensors[0].device
         ctx.set_materialize_grads(False)
@@ -180,7 +180,7 @@ class _Enter(torch.autograd.Function):
                 grad = torch.zeros(ctx.likes[index][0], dtype=wire, device=ctx.device)
             whole.append(grad.to(wire).reshape(-1))
         total = torch.cat(whole)
-        ctx.column.sum_(total)
+        ctx.replica.sum_(total)
         result: list[torch.Tensor | None] = [None] * len(grads)
         for index, part in zip(asked, torch.split(total, [each.numel() for each in whole]), strict=True):
             shape, dtype = ctx.likes[index]
@@ -232,7 +232,7 @@ class _Unused(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """A tensor that one rank of the column adds; its gradient is that of the whole sum on every rank."""
+    """A tensor that one rank of the replica adds; its gradient is that of the whole sum on every rank."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, first: bool) -> torch.Tensor:  # noqa: ARG004
@@ -244,7 +244,7 @@ class _Once(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """A result that all ranks of the column have; the sum over the column takes its gradient from one of them."""
+    """A result that all ranks of the replica have; the sum over the replica takes its gradient from one of them."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, first: bool) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Logits of which every rank of a column has some classes, and their cross-entropy without gathering them.
+"""Logits of which every rank of a replica has some classes, and their cross-entropy without gathering them.
 
 `SplitLogits` is a tensor of the whole shape that holds the part of this rank. Views that leave the last axis alone keep it
-split, and `torch.nn.functional.cross_entropy` sums a few numbers a row over the column in place of all logits: the
+split, and `torch.nn.functional.cross_entropy` sums a few numbers a row over the replica in place of all logits: the
 logarithm of every rank's sum of exponentials, and the logit of the target. Whatever else is done with it gathers it first,
 so every loss is exact, and those that are not a cross-entropy cost a sum of all logits.
 """
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from tatami.errors import ModelError
 from tatami.tiled.context import ModuleContext
-from tatami.tiled.vertical import ColumnComm
+from tatami.tiled.tensor_parallel import ReplicaComm
 from tatami.tiling import Span
 
 aten = torch.ops.aten
@@ -26,17 +26,17 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class SplitLogits(torch.Tensor):
-    """(..., classes) of which the classes `span` are here; on ranks of one column."""
+    """(..., classes) of which the classes `span` are here; on ranks of one replica."""
 
     part: torch.Tensor
     span: Span
-    column: ColumnComm
+    replica: ReplicaComm
 
     @staticmethod
-    def __new__(cls, part: torch.Tensor, span: Span, total: int, column: ColumnComm) -> SplitLogits:
+    def __new__(cls, part: torch.Tensor, span: Span, total: int, replica: ReplicaComm) -> SplitLogits:
         made = torch.Tensor._make_wrapper_subclass(cls, (*part.shape[:-1], total), dtype=part.dtype, device=part.device)
         assert isinstance(made, SplitLogits)
-        made.part, made.span, made.column = part, span, column
+        made.part, made.span, made.replica = part, span, replica
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -44,13 +44,13 @@ class SplitLogits(torch.Tensor):
 
     def like(self, part: torch.Tensor) -> SplitLogits:
         """The same classes of something else."""
-        return SplitLogits(part, self.span, self.shape[-1], self.column)
+        return SplitLogits(part, self.span, self.shape[-1], self.replica)
 
     def gathered(self) -> torch.Tensor:
-        """All classes, as an ordinary tensor. Collective over the column."""
+        """All classes, as an ordinary tensor. Collective over the replica."""
         whole = self.part.new_zeros(self.shape)
         whole[..., self.span.slice()] = self.part
-        self.column.sum_(whole, exact=True)
+        self.replica.sum_(whole, exact=True)
         return whole
 
     @classmethod
@@ -98,21 +98,21 @@ def _changed(what: str) -> ModelError:
 
 def split_logits(part: torch.Tensor, total: int, context: ModuleContext) -> torch.Tensor:
     """The logits of all `total` classes, of which this rank has `part` (..., classes_here); whole without gradients."""
-    column, span = context.rank.column.now, context.units[0]()
-    if column.comm is None:  # a rank that was left out has no class, and no sample
+    replica, span = context.rank.replica.now, context.units[0]()
+    if replica.comm is None:  # a rank that was left out has no class, and no sample
         return part if part.shape[-1] == total else torch.nn.functional.pad(part, (0, total - part.shape[-1]))
     if not (torch.is_grad_enabled() and part.requires_grad):
-        return SplitLogits(part.detach(), span, total, column).gathered()
-    made: torch.Tensor = _Split.apply(part, total, span, column)  # type: ignore[no-untyped-call]
+        return SplitLogits(part.detach(), span, total, replica).gathered()
+    made: torch.Tensor = _Split.apply(part, total, span, replica)  # type: ignore[no-untyped-call]
     return made
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, total: int, span: Span, column: ColumnComm) -> torch.Tensor:
+    def forward(ctx: Any, part: torch.Tensor, total: int, span: Span, replica: ReplicaComm) -> torch.Tensor:
         ctx.span = span
         ctx.set_materialize_grads(False)
-        return SplitLogits(part.detach(), span, total, column)
+        return SplitLogits(part.detach(), span, total, replica)
 
     @staticmethod
     @once_differentiable
@@ -221,7 +221,7 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: SplitLogits, target: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        comm = logits.column.comm
+        comm = logits.replica.comm
         assert comm is not None
         part = logits.part.float() if logits.dtype in _HALVES else logits.part
         span = logits.span
@@ -234,7 +234,7 @@ class _Losses(torch.autograd.Function):
             table[-1] = torch.where(here, part.gather(-1, place.unsqueeze(-1)).squeeze(-1), 0.0)
         else:
             table[comm.rank] = -torch.inf
-        logits.column.sum_(table, exact=True)
+        logits.replica.sum_(table, exact=True)
         total = torch.logsumexp(table[:-1], 0)
         ctx.save_for_backward(part, total, place, here, counts)
         ctx.logits = logits.detach()

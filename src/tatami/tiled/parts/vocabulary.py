@@ -1,6 +1,6 @@
-"""The vocabulary: the rows of an embedding and of the output layer, tied or not, split over the ranks of a column.
+"""The vocabulary: the rows of an embedding and of the output layer, tied or not, split over the ranks of a replica.
 
-embedding   a rank looks up the tokens whose rows it has, zeros for the others; the sum over the column is the embedding
+embedding   a rank looks up the tokens whose rows it has, zeros for the others; the sum over the replica is the embedding
 output      a rank has the logits of its rows; they stay where they are, and their cross-entropy is taken without gathering
             them (`SplitLogits`)
 """
@@ -48,7 +48,7 @@ class EmbeddingPart(StandsIn):
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """(...) tokens to (..., width)."""
         layer, span = self._layer, self._context.units[0]()
-        if self._context.rank.column.comm is None and span.size == layer.num_embeddings:
+        if self._context.rank.replica.comm is None and span.size == layer.num_embeddings:
             return F.embedding(input, layer.weight, layer.padding_idx)
         if not bool(((input >= 0) & (input < layer.num_embeddings)).all()):
             raise IndexError("index out of range in self")  # as torch says it

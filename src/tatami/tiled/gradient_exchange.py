@@ -1,8 +1,8 @@
-"""Horizontal communication: gradients summed across columns, which split the samples and share the units.
+"""Gradient sums: gradients are summed across replicas, which split the samples and share the units.
 
 Who sends which units to whom is data (`tatami.tiling.traffic`); here it is carried out. Gradients of replicated parameters,
-the same on every rank of a column, ride on the same messages: each rank hears of every other column from one of its members.
-Where each rank is a column, all gradients are one vector, and messages are pieces of its memory: nothing is packed.
+the same on every rank of a replica, ride on the same messages: each rank hears of every other replica from one of its members.
+Where each rank is a replica, all gradients are one vector, and messages are pieces of its memory: nothing is packed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Transfer:
     """One message as this rank sees it: with whom, which of its units of which pair, and whether replicated gradients ride."""
 
     peer: int
-    column: int
+    replica: int
     spans: tuple[tuple[int, Span], ...]
     carries_replicated: bool
 
@@ -65,12 +65,12 @@ class _UnderWay:
     sends: list[AbstractRequest] = field(default_factory=list)
 
 
-class HorizontalExchange:
-    """Sums gradients across the columns of a tiling, over one communicator of all its ranks.
+class GradientExchange:
+    """Sums gradients across the replicas of a tiling, over one communicator of all its ranks.
 
     Args:
         comm: all ranks of the tiled model.
-        tilings: one for each pair of the network; the same columns, cut for that pair's units.
+        tilings: one for each pair of the network; the same replicas, cut for that pair's units.
         names: the processor of every rank.
         wire: to what gradients are rounded on their way, this rank's own, too; None: they travel as they are.
         rates: at which processors send and receive, as `transfer_rates` has them, the same on all ranks; None: all alike.
@@ -98,9 +98,9 @@ class HorizontalExchange:
         self._shapes: tuple[object, ...] = ()
         me = names[comm.rank]
         tile = tilings[0].by_processor.get(me)
-        self._column = None if tile is None else tile.column
-        self._num_columns = len(tilings[0].columns)
-        self._speaks_for_column = tile is not None and tilings[0].columns[tile.column][0].processor == me
+        self._replica = None if tile is None else tile.replica
+        self._num_replicas = len(tilings[0].replicas)
+        self._speaks_for_replica = tile is not None and tilings[0].replicas[tile.replica][0].processor == me
         self._rides = True
         self._sends: list[list[_Transfer]] = []
         self._receives: list[list[_Transfer]] = []
@@ -129,7 +129,7 @@ class HorizontalExchange:
         tile = tilings[0].by_processor.get(me)
         offsets = [tiling.by_processor[me].units.start if tile is not None else 0 for tiling in tilings]
         rank_of = {name: rank for rank, name in enumerate(names)}
-        column_of = {other.processor: other.column for other in tilings[0].tiles}
+        replica_of = {other.processor: other.replica for other in tilings[0].tiles}
         self._sends = [[], []]
         self._receives = [[], []]
         for message in (message for each in planned for message in each.messages):
@@ -138,18 +138,18 @@ class HorizontalExchange:
             sending = message.source == me
             transfer = _Transfer(
                 peer=rank_of[message.dest if sending else message.source],
-                column=column_of[message.source],
+                replica=replica_of[message.source],
                 spans=tuple((p, Span(s.start - offsets[p], s.stop - offsets[p])) for p, s in message.spans),
                 carries_replicated=message.carries_riders,
             )
             (self._sends if sending else self._receives)[message.phase].append(transfer)
         for receives in self._receives:
-            receives.sort(key=lambda transfer: (transfer.column, transfer.peer))
+            receives.sort(key=lambda transfer: (transfer.replica, transfer.peer))
 
     def sum(
         self, pairs: Sequence[Sequence[Rows]], replicated: Sequence[torch.Tensor], *, times: LinkTimes | None = None
     ) -> list[torch.Tensor]:
-        """Sum over the columns. All owners of a unit end with the same bits, and the order of sums is the same in every run.
+        """Sum over the replicas. All owners of a unit end with the same bits, and the order of sums is the same in every run.
 
         Args:
             pairs: the tensors of every pair, contiguous; they become the sums.
@@ -169,7 +169,9 @@ class HorizontalExchange:
             num_riders = sum(tensor.numel() for tensor in replicated)
             self._plan([sum(r.per_unit for r in pair) for pair in pairs], num_riders, element_bytes=dtype.itemsize)
             tiling = self._tilings[0]
-            whole = is_one_vector(columns=self._num_columns, tiles=len(tiling.tiles), ranks=len(self._names), blocks=len(pairs))
+            whole = is_one_vector(
+                replicas=self._num_replicas, tiles=len(tiling.tiles), ranks=len(self._names), blocks=len(pairs)
+            )
             self._vector = GradientVector(tensors, dtype=dtype) if whole else None
             self._stages = [] if whole else [GradientStage(pair, dtype=dtype) for pair in pairs]
             self._shapes = shapes
@@ -205,30 +207,30 @@ class HorizontalExchange:
         return sums
 
     def _sum_arrivals(self, begun: _UnderWay, times: LinkTimes | None) -> None:
-        """Wait for the other columns, add them up in their order while the rest is still under way, and give the sums back."""
+        """Wait for the other replicas, add them up in their order while the rest is still under way, and give the sums back."""
         heard: dict[int, torch.Tensor] = {}
         for request, transfer, room in begun.arrivals:
             if times is None:
                 request.wait()
             else:
                 times.wait(request, transfer.peer)
-            if self._num_columns == 2:  # each has sent all that it now adds to
+            if self._num_replicas == 2:  # each has sent all that it now adds to
                 for sent in begun.sends:
                     sent.wait()
             if self._vector is not None:
-                heard[transfer.column] = room.buffer
+                heard[transfer.replica] = room.buffer
                 continue
             for units, piece in room.pieces:
                 units.add_(piece)
             if transfer.carries_replicated:
-                heard[transfer.column] = room.riders
+                heard[transfer.replica] = room.riders
         if self._vector is not None:
             if heard:  # all of the same elements
                 (units, _), *_ = begun.arrivals[0][2].pieces
                 own = units if self._wire is None else units.to(wire_dtype(self._wire))
-                _sum_in_order([units], own, heard, mine=self._column, num_columns=self._num_columns)
+                _sum_in_order([units], own, heard, mine=self._replica, num_replicas=self._num_replicas)
         elif begun.own.numel():
-            _sum_in_order(begun.riders, begun.own, heard, mine=self._column, num_columns=self._num_columns)
+            _sum_in_order(begun.riders, begun.own, heard, mine=self._replica, num_replicas=self._num_replicas)
         left = begun.sends
         begun.sends = []
         self._send(begun, phase=1, times=None)
@@ -279,10 +281,10 @@ class HorizontalExchange:
         return room
 
     def _all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sum large replicated gradients over all ranks, one rank speaking for each column."""
+        """Sum large replicated gradients over all ranks, one rank speaking for each replica."""
         flat = tensors[0].new_zeros(sum(tensor.numel() for tensor in tensors))
         whole = [(flat_rows(tensor), Span(0, tensor.numel())) for tensor in tensors]
-        if self._speaks_for_column:
+        if self._speaks_for_replica:
             pack(flat, whole)
         self._vectors.sum_(flat)
         for rows, span, pieces in blocks(flat, whole):
@@ -298,16 +300,16 @@ def _sum_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
 
 
 def _sum_in_order(
-    tensors: Sequence[torch.Tensor], own: torch.Tensor, heard: dict[int, torch.Tensor], *, mine: int | None, num_columns: int
+    tensors: Sequence[torch.Tensor], own: torch.Tensor, heard: dict[int, torch.Tensor], *, mine: int | None, num_replicas: int
 ) -> None:
-    """What all columns have of `tensors`, added from the left: the same bits on whichever rank they are added.
+    """What all replicas have of `tensors`, added from the left: the same bits on whichever rank they are added.
 
     Args:
-        tensors: of this rank's column; `own` has the same, one after the other, as it travels.
-        heard: of every other column, as `own`; that of the first one is overwritten.
+        tensors: of this rank's replica; `own` has the same, one after the other, as it travels.
+        heard: of every other replica, as `own`; that of the first one is overwritten.
     """
-    contributions = [own if column == mine else heard[column] for column in range(num_columns)]
-    if mine == 0 and num_columns > 1:  # a + b has the bits of b + a, and what was received is memory to add to
+    contributions = [own if replica == mine else heard[replica] for replica in range(num_replicas)]
+    if mine == 0 and num_replicas > 1:  # a + b has the bits of b + a, and what was received is memory to add to
         contributions[:2] = contributions[1::-1]
     total = contributions[0].to(tensors[0].dtype, copy=contributions[0] is own)
     for contribution in contributions[1:]:

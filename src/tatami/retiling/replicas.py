@@ -1,4 +1,4 @@
-"""A column re-mapping, and what a layout is going to cost in time."""
+"""A replica re-mapping, and what a layout is going to cost in time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tatami.workload import Workload
 
 
 def recut(layout: Layout, *, speeds: Mapping[str, float], units: int) -> Layout:
-    """Same columns, members, order and widths; only the cuts inside each column move (section 5).
+    """Same replicas, members, order and widths; only the cuts inside each replica move (section 5).
 
     Args:
         layout: the layout in force.
@@ -19,9 +19,9 @@ def recut(layout: Layout, *, speeds: Mapping[str, float], units: int) -> Layout:
         units: no processor gets less than one of these.
     """
     return Layout(
-        columns=tuple(
-            replace(column, heights=_heights([speeds[name] for name in column.processors], least=1 / units))
-            for column in layout.columns
+        replicas=tuple(
+            replace(replica, heights=_heights([speeds[name] for name in replica.processors], least=1 / units))
+            for replica in layout.replicas
         )
     )
 
@@ -32,7 +32,7 @@ class Forecast:
 
     Attributes:
         ratio: the shortest over the longest of all processors.
-        slowest: of the column that takes longest, in which the slowest of each block counts; only ratios of it mean anything.
+        slowest: of the replica that takes longest, in which the slowest of each block counts; only ratios of it mean anything.
     """
 
     ratio: float
@@ -42,10 +42,10 @@ class Forecast:
 def forecast(layout: Layout, *, workload: Workload, speeds: Mapping[str, float]) -> Forecast:
     """Work over speed, block by block, in whole samples and units."""
     slowest, of_each = 0.0, []
-    for column, samples in zip(layout.columns, layout.sample_sizes(workload.samples), strict=True):
-        works = [[samples * section.work(size) for size in column.unit_sizes(section.units)] for section in workload.sections]
+    for replica, samples in zip(layout.replicas, layout.sample_sizes(workload.samples), strict=True):
+        works = [[samples * section.work(size) for size in replica.unit_sizes(section.units)] for section in workload.sections]
         sizes = [sum(own) / workload.work_flop for own in zip(*works, strict=True)]
-        rates = [speed_at(speeds[name], size) for name, size in zip(column.processors, sizes, strict=True)]
+        rates = [speed_at(speeds[name], size) for name, size in zip(replica.processors, sizes, strict=True)]
         times = [[work / rate for work, rate in zip(own, rates, strict=True)] for own in works]
         slowest = max(slowest, sum(map(max, times)))
         of_each += [spent for spent in map(sum, zip(*times, strict=True)) if spent]
@@ -55,9 +55,9 @@ def forecast(layout: Layout, *, workload: Workload, speeds: Mapping[str, float])
 def works_of(layout: Layout, *, workload: Workload) -> dict[str, float]:
     """`Workload.tile_work` of every processor that has a tile."""
     works = {}
-    for column, samples in zip(layout.columns, layout.sample_sizes(workload.samples), strict=True):
-        sizes = [column.unit_sizes(block.units) for block in workload.blocks]
-        for place, name in enumerate(column.processors):
+    for replica, samples in zip(layout.replicas, layout.sample_sizes(workload.samples), strict=True):
+        sizes = [replica.unit_sizes(block.units) for block in workload.blocks]
+        for place, name in enumerate(replica.processors):
             works[name] = workload.tile_work([size[place] for size in sizes], samples=samples)
     return works
 

@@ -1,6 +1,6 @@
-"""Horizontal communication as data: who sends which units to whom, so that every owner ends with the sum over the columns.
+"""Gradient sums as data: who sends which units to whom, so that every owner ends with the sum over the replicas.
 
-The unit axis is cut at the union of all columns' cuts. Each segment, a group, has one owner in every column; the C owners
+The unit axis is cut at the union of all replicas' cuts. Each segment, a group, has one owner in every replica; the C owners
 sum it among themselves. There is no funnel: a rank that owns more units sends more, and none sends for another.
 """
 
@@ -39,27 +39,27 @@ class Message:
     carries_riders: bool = False
 
 
-def horizontal_messages(
+def gradient_messages(
     tilings: Sequence[Tiling], *, method: Method, shares: Mapping[str, float] | None = None
 ) -> tuple[Message, ...]:
     """The messages that sum every unit over its owners: at most one from one processor to another in each phase.
 
     Args:
-        tilings: one for each block of the network: the same processors in the same columns, each block's own units.
+        tilings: one for each block of the network: the same processors in the same replicas, each block's own units.
         method: "direct": one phase, every owner sends all its units to each other owner; the bytes grow with C - 1.
             "reduce-scatter": two phases. Every group is cut into C chunks of whole units, and chunk c is summed by its owner
-            in column c, who then gives the sum to the other owners: 2 (C - 1) / C of the bytes. For C = 2 both carry the same
+            in replica c, who then gives the sum to the other owners: 2 (C - 1) / C of the bytes. For C = 2 both carry the same
             bytes, and "direct" needs half the messages.
         shares: the owners of a group sum it in proportion to these (see `tatami.tiling.summing`); None: in equal parts.
 
     Returns:
-        Messages in the order of phase, source and dest (as the tiles lie, column by column). None carries nothing.
+        Messages in the order of phase, source and dest (as the tiles lie, replica by replica). None carries nothing.
 
     Raises:
-        PlanError: an unknown method, no tiling, or tilings whose columns differ.
+        PlanError: an unknown method, no tiling, or tilings whose replicas differ.
     """
     if method not in ("direct", "reduce-scatter"):
-        raise PlanError(f"there is no method {method!r} of horizontal communication; choose direct or reduce-scatter")
+        raise PlanError(f"there is no method {method!r} of gradient sums; choose direct or reduce-scatter")
     order = _common_order(tilings)
     bundles: dict[tuple[int, str, str], list[tuple[int, Span]]] = {}
     due = dict.fromkeys(order, 0.0)
@@ -79,7 +79,7 @@ def horizontal_messages(
 
 
 def _direct(tiling: Tiling) -> Iterator[tuple[int, str, str, Span]]:
-    for group in tiling.groups:
+    for group in tiling.owned_units:
         for source in group.owners:
             for dest in group.owners:
                 if source != dest:
@@ -87,7 +87,7 @@ def _direct(tiling: Tiling) -> Iterator[tuple[int, str, str, Span]]:
 
 
 def _reduce_scatter(tiling: Tiling, chunks: Iterator[Sequence[int]]) -> Iterator[tuple[int, str, str, Span]]:
-    for group, sizes in zip(tiling.groups, chunks, strict=True):
+    for group, sizes in zip(tiling.owned_units, chunks, strict=True):
         start = group.units.start
         for summer, chunk in zip(group.owners, spans(sizes), strict=True):
             if chunk.size == 0:
@@ -100,15 +100,15 @@ def _reduce_scatter(tiling: Tiling, chunks: Iterator[Sequence[int]]) -> Iterator
 
 
 def _chunks(tiling: Tiling) -> Iterator[Sequence[int]]:
-    """Of each group, how many units the owner in each column sums: equal parts."""
-    num_columns = len(tiling.columns)
+    """Of each group, how many units the owner in each replica sums: equal parts."""
+    num_replicas = len(tiling.replicas)
     turn = 0
-    for group in tiling.groups:
-        share, left = divmod(group.units.size, num_columns)
-        # Units that do not divide go to the columns in turn, so that thin groups do not all burden the first column.
-        extra = {(turn + index) % num_columns for index in range(left)}
-        turn = (turn + left) % num_columns
-        yield [share + (column in extra) for column in range(num_columns)]
+    for group in tiling.owned_units:
+        share, left = divmod(group.units.size, num_replicas)
+        # Units that do not divide go to the replicas in turn, so that thin groups do not all burden the first replica.
+        extra = {(turn + index) % num_replicas for index in range(left)}
+        turn = (turn + left) % num_replicas
+        yield [share + (replica in extra) for replica in range(num_replicas)]
 
 
 def _weighted_chunks(tiling: Tiling, shares: Mapping[str, float], due: dict[str, float]) -> Iterator[Sequence[int]]:
@@ -117,10 +117,10 @@ def _weighted_chunks(tiling: Tiling, shares: Mapping[str, float], due: dict[str,
     Args:
         tiling: of one block.
         shares: of all processors.
-        due: what a processor has summed too little of so far, in fractions of a block. Six heads over eight columns are one or
+        due: what a processor has summed too little of so far, in fractions of a block. Six heads over eight replicas are one or
             none for each; over several blocks all come to their share.
     """
-    for group in tiling.groups:
+    for group in tiling.owned_units:
         own = [shares[owner] for owner in group.owners]
         if not any(own):
             own = [1.0] * len(own)
@@ -138,9 +138,9 @@ def _weighted_chunks(tiling: Tiling, shares: Mapping[str, float], due: dict[str,
 def _common_order(tilings: Sequence[Tiling]) -> dict[str, int]:
     """The place of every processor in the tiles' order, which all tilings must share."""
     if not tilings:
-        raise PlanError("horizontal communication needs at least one tiling")
-    columns = [[[tile.processor for tile in column] for column in tiling.columns] for tiling in tilings]
-    for index, other in enumerate(columns):
-        if other != columns[0]:
-            raise PlanError(f"the tilings of one network must have the same columns: 0 has {columns[0]}, {index} has {other}")
+        raise PlanError("gradient sums need at least one tiling")
+    replicas = [[[tile.processor for tile in replica] for replica in tiling.replicas] for tiling in tilings]
+    for index, other in enumerate(replicas):
+        if other != replicas[0]:
+            raise PlanError(f"the tilings of one network must have the same replicas: 0 has {replicas[0]}, {index} has {other}")
     return {tile.processor: index for index, tile in enumerate(tilings[0].tiles)}
