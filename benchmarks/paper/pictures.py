@@ -80,7 +80,7 @@ def draw_breakdown(ax: Axes, records: Sequence[Record], *, condition: str, net: 
     left = [0.0] * len(found)
     for part in PARTS:
         lengths = [1e3 * each["breakdown"][f"{part}_s"] for each in found]
-        ax.barh(places, lengths, left=left, color=PART_COLOURS[part], label=part, height=0.7)
+        ax.barh(places, lengths, left=left, color=PART_COLOURS[part], label=PARTS[part], height=0.7)
         left = [start + length for start, length in zip(left, lengths, strict=True)]
     ax.set_yticks(places, [METHODS[each["method"]] for each in found])
     ax.invert_yaxis()

@@ -31,8 +31,14 @@ METHODS: Mapping[str, str] = {
     "ddp-weighted-float16": "DDP, weighted batches, float16 sent",
 }
 """What methods are called, in the order in which they are shown."""
-PARTS = ("compute", "waiting", "tensor_parallel", "gradients", "overhead")
-"""Of an iteration."""
+PARTS: Mapping[str, str] = {
+    "compute": "compute",
+    "waiting": "waiting",
+    "tensor_parallel": "tensor-parallel sums",
+    "gradients": "gradient sums",
+    "overhead": "overhead",
+}
+"""Of an iteration: what they are called, by the names of their records."""
 
 
 def measured(records: Iterable[Record], **wanted: Any) -> list[Record]:
@@ -88,7 +94,7 @@ def breakdown_table(records: Sequence[Record], *, condition: str, net: str, num:
     ]
     return Table(
         title=f"an iteration, mean of the ranks; {_network(found)}, condition {condition}, N = {num}",
-        headers=("method", "k(c)", "iteration", *PARTS),
+        headers=("method", "k(c)", "iteration", *PARTS.values()),
         rows=tuple(rows),
         numbers=frozenset(range(2, 8)),
     )

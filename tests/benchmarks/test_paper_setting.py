@@ -58,7 +58,7 @@ def test_a_job_is_read_as_it_was_written() -> None:
 def test_grids_have_every_number_of_replicas_that_divides_n(num: int, replicas: tuple[int, ...]) -> None:
     cluster = Cluster.from_speeds(CONDITIONS["A"][:num])
     names = grids(num)
-    assert names == tuple(f"{name}-{count}" for name in ("even", "h-rev") for count in replicas)
+    assert names == tuple(f"{name}-{count}" for name in ("even", "h", "h-rev") for count in replicas)
     for name in names:
         layout = layout_of(name, cluster=cluster, workload=WORKLOAD)
         assert f"{method(name)}-{len(layout.replicas)}" == name
