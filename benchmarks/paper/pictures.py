@@ -88,7 +88,7 @@ def draw_breakdown(ax: Axes, records: Sequence[Record], *, condition: str, net: 
     ax.set_title(
         f"condition {condition}, {num} processors: {net}, {found[0]['samples'] if found else 0:,} samples", fontsize=10
     )
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=len(PARTS), frameon=False, fontsize=9)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, frameon=False, fontsize=9)
     return ax
 
 
