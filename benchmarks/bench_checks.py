@@ -25,8 +25,8 @@ from tatami.comm.agreement import Watch
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import run_threads
 from tatami.gradients.outside_reads import OutsideReads
-from tatami.tiled.following.settings import ModuleSettings
-from tatami.tiled.same_batch import BatchFacts
+from tatami.partition.tracing.settings import ModuleSettings
+from tatami.runtime.same_batch import BatchFacts
 
 LAYERS, WIDTH, HEADS, TOKENS, BATCH = 12, 64, 4, 16, 8
 FIRST, ITERATIONS = 10, 138

@@ -37,9 +37,9 @@ from tatami.comm.detect import init
 from tatami.errors import LabError, MemoryLackError
 from tatami.lab import Lab
 from tatami.lab.rank import PRELOAD_VARIABLE
-from tatami.tiled import find_blocks, tile, workload_of
 from tatami.tiling import Layout, Plan, Replica, plan
 from tatami.tiling.memory import memory_bytes
+from tatami.train import find_blocks, tile, workload_of
 from tatami.workload import Workload
 
 RESULTS = Path(__file__).parent / "results" / "capped.jsonl"

@@ -206,7 +206,7 @@ def with_tatami(case: Case) -> dict[str, Any]:
 
 def _tatami_rank(case: Case) -> State:
     import tatami
-    from tatami.tiled import whole_state_dict
+    from tatami.train import whole_state_dict
 
     comm = tatami.init()
     model = tatami.tile(network(case.step_s), comm, batch_size=BATCH, speeds="equal", reduction="mean", quiet=True)

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tatami.retiling.noticing import Detector
-from tatami.retiling.rental import Rental
+from tatami.retiling.ski_rental import Rental
 from tatami.retiling.thresholds import FALSE_ALARMS
 
 RANKS, ITERATIONS = 8, 2000

@@ -13,7 +13,7 @@ _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 """The C library gives blocks over 32 MiB back at once and gets them again, page by page, in every iteration. Only serial runs
 and large tiles alone have such blocks: they would take half as long again as the same work in tiles, and every gamma would be
 too good."""
-_PRELOAD = ("torch._dynamo", "torch.distributed", "numpy", "tatami.tiled")
+_PRELOAD = ("torch._dynamo", "torch.distributed", "numpy", "tatami.train")
 """What ranks would otherwise load under their quotas: half a minute on a tenth of a core."""
 
 

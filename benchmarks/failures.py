@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tatami.server.recovery import YEAR_S
-from tatami.sim.server.fates import life_s
+from tatami.sim.server.lifetimes import life_s
 
 
 @dataclass(frozen=True, kw_only=True)

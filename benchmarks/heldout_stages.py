@@ -4,7 +4,7 @@
     --out FILE                   where the records go
 
 In two labs of four hosts, 100 Mbit/s and 1 Gbit/s, a GPT is tiled with its speeds and links as `tatami.tile` measures them, and
-moved (`tatami.tiled.move`) to layouts drawn with a seed: two to four stages, one or two replicas, machines in any order, cuts
+moved (`tatami.train.move`) to layouts drawn with a seed: two to four stages, one or two replicas, machines in any order, cuts
 near what the speeds ask for, 1 to 8 micro-batches. Of each, three blocks of iterations are timed. Needs Linux and root
 (docs/lab.md) and a machine with nothing else to do. Writes a line for each layout with `measured_s`, its spread, `planned_s`
 and the error, and one with the median of the errors.
@@ -78,6 +78,7 @@ def rank(bandwidth: float, layouts: int, found: Path) -> None:
     """One rank of a lab."""
     import tatami
     from tatami.cli.tasks import CharacterGpt, NextTokenLoss
+    from tatami.train import move
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -103,7 +104,7 @@ def rank(bandwidth: float, layouts: int, found: Path) -> None:
     records: list[dict[str, Any]] = []
     for seed in range(layouts):
         layout = drawn(model.cluster, model.staged.workload, seed=seed)
-        tatami.tiled.move(model, layout, optimizer=optimizer)
+        move(model, layout, optimizer=optimizer)
         iterate(2)
         blocks_s = [iterate(ITERATIONS) for _ in range(BLOCKS)]
         assert model.stage is not None

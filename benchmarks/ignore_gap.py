@@ -22,12 +22,12 @@ from tatami.bench.interleaved import machine
 from tatami.server import SGD, Ignore
 from tatami.server import actions as act
 from tatami.server import events as ev
+from tatami.server.coordinator import Coordinator
 from tatami.server.learner import Course, Learner
 from tatami.server.optimizers import Vector
 from tatami.server.pieces import cut, parcel
 from tatami.server.protocol import Protocol
 from tatami.server.shard import ShardServer
-from tatami.server.state import Coordinator
 
 RESULTS = Path(__file__).parent / "results" / "ignore_gap.jsonl"
 SHARES = (0.0, 0.01, 0.05, 0.10)

@@ -35,7 +35,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.comm.detect import init
 from tatami.errors import LabError
 from tatami.lab import Lab
-from tatami.tiled.probe import probe_network
+from tatami.model.cluster_probe import probe_network
 from tatami.tiling import AlphaBetaCost
 
 RESULTS = Path(__file__).parent / "results" / "measured_speeds.jsonl"

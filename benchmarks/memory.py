@@ -5,7 +5,7 @@ tiles, by turns in the Trainer and in a loop written by hand, with Adam and with
 four replicas of one rank, with a sharded optimizer and without. Each rank is a process of its own under
 mpiexec. What is measured is the peak of the resident set size over some iterations (`VmHWM`, set back by
 `/proc/self/clear_refs` before them), less the size after imports and the training of a tiny network of the same kind, where
-freed memory goes back at once, as in a run whose plan fills a machine's memory (tatami.tiled.allocator). Writes
+freed memory goes back at once, as in a run whose plan fills a machine's memory (tatami.runtime.allocator). Writes
 benchmarks/results/memory.jsonl: the command and the machine, and a line for each case with the rank that is furthest off.
 """
 
@@ -32,7 +32,7 @@ from torch import nn
 import tatami
 from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
-from tatami.tiled.allocator import give_freed_memory_back
+from tatami.runtime.allocator import give_freed_memory_back
 from tatami.tiling import Layout, Replica
 from tatami.tiling.memory import memory_bytes
 from tatami.workload import Workload

@@ -30,7 +30,7 @@ from tatami.report import blank, draw_schedule, save
 from tatami.report.page import joined, page_of, read_run
 from tatami.report.ray_runs import draw_timeline
 from tatami.testing.slowdown import Slowdown
-from tatami.tiled import Callback
+from tatami.train import Callback
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"

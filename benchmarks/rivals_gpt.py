@@ -45,15 +45,15 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.comm.detect import init
 from tatami.errors import LabError
 from tatami.lab import Lab
+from tatami.measure.speed_curves import measure_network_curves, with_curves
+from tatami.model.cluster_probe import probe
+from tatami.partition.tracing.sample import Sample
 from tatami.report import EfficiencyRound, efficiency
 from tatami.retiling import Retiler
-from tatami.tiled import TiledModel, tile
-from tatami.tiled.following.sample import Sample
-from tatami.tiled.phases import PhaseTimes
-from tatami.tiled.probe import probe
-from tatami.tiled.retiling import Retiling
-from tatami.tiled.speed_curves import measure_network_curves, with_curves
+from tatami.runtime.phases import PhaseTimes
 from tatami.tiling import AlphaBetaCost, largest_remainder, plan, spans
+from tatami.train import TiledModel, tile
+from tatami.train.retiling import Retiling
 from tatami.workload import Workload, gpt_workload
 
 RESULTS = Path(__file__).parent / "results" / "rivals_gpt.jsonl"

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from tatami.comm.threads import single_communicator
-from tatami.tiled import tile
-from tatami.tiled.following import following
+from tatami.partition.tracing import tracing
+from tatami.train import tile
 
 TOKENS = 16
 
@@ -91,13 +91,13 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 
 def main() -> None:
     traced: list[str] = []
-    compute = following._TRACED._compute
+    compute = tracing._TRACED._compute
 
     def counted(module: nn.Module, *rest: Any) -> Any:
         traced.append(type(module).__name__)
         return compute(module, *rest)
 
-    following._TRACED._compute = counted
+    tracing._TRACED._compute = counted
     for name in sys.argv[1:] or NETWORKS:
         model, sample = NETWORKS[name]()
         traced.clear()

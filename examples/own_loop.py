@@ -5,7 +5,7 @@ from torch import nn
 
 import tatami
 from tatami.datasets import load
-from tatami.tiled import Retiling, save_model
+from tatami.train import Retiling, save_model
 
 data = load("digits", targets="classes")
 comm = tatami.init()

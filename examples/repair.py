@@ -11,7 +11,7 @@ from torch import nn
 
 import tatami
 from tatami.datasets import load
-from tatami.tiled import whole_state_dict
+from tatami.train import whole_state_dict
 
 data = load("digits")
 comm = tatami.init()

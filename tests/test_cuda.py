@@ -29,9 +29,9 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.comm.transport import Transport
 from tatami.parallel import DataParallel
 from tatami.retiling import Retiler
+from tatami.runtime.phases import DevicePhases
 from tatami.testing.worlds import World
-from tatami.tiled import Trainer, measure_speed, move, tile
-from tatami.tiled.phases import DevicePhases
+from tatami.train import Trainer, measure_speed, move, tile
 from tatami.workload import Workload
 from tiled_rig import simple_layout
 
@@ -258,7 +258,7 @@ model = tatami.tile(network, comm, batch_size=8, speeds="equal", reduction="mean
 assert model.comm.transport.name == "NCCL", model.comm.describe()
 here = model.local(x)
 model(here).square().mean().backward()
-from tatami.tiled import whole_state_dict
+from tatami.train import whole_state_dict
 with torch.no_grad():
     for parameter in model.parameters():
         parameter.copy_(parameter.grad)

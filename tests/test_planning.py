@@ -15,8 +15,8 @@ import tatami
 from tatami.cluster import Cluster, Processor
 from tatami.errors import InputError, MemoryLackError, PlanError
 from tatami.planning import answers, compared, questions
-from tatami.tiled import find_blocks, workload_of
 from tatami.tiling import PLANNERS, Plan, StagedPlan
+from tatami.train import find_blocks, workload_of
 from tatami.workload import Piece, Workload, gpt_workload
 
 SPEEDS = [1.0, 0.5, 0.25]

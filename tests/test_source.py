@@ -131,7 +131,7 @@ LIKE = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"
 """Methods of a tensor that is at hand, of whose device and dtype the new one is."""
 HOST = frozenset({"frombuffer"})
 """Views of memory of the host, which have no other device; they need a dtype."""
-NOT_COMPUTING = {"tiled/torch_norms.py": "a trial of torch's own functions, when tatami is loaded"}
+NOT_COMPUTING = {"runtime/torch_norms.py": "a trial of torch's own functions, when tatami is loaded"}
 
 
 def unsaid(source: str) -> list[tuple[int, str]]:

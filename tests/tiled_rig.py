@@ -18,9 +18,9 @@ from drawing import one_at_a_time
 from tatami.cluster import Cluster, Processor
 from tatami.comm import Recording
 from tatami.comm.base import AbstractCommunicator
-from tatami.tiled import TiledModel, tile, whole_state_dict
 from tatami.tiling import Layout, StagedLayout
 from tatami.tiling.layout import Replica
+from tatami.train import TiledModel, tile, whole_state_dict
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.1}
 """Relative. For bfloat16, whose unit in the last place is 0.008, a check of sanity only."""

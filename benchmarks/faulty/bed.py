@@ -17,7 +17,7 @@ from ray_nodes import address_of, drive, ray_cluster
 from tatami.cluster import Cluster
 from tatami.errors import LabError
 from tatami.lab import Lab
-from tatami.lab.state import running_lab
+from tatami.lab.lab_state import running_lab
 
 SLACK_S = 300.0
 """For nodes and ranks to start."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
-from tatami.tiled.phases import PhaseTimes
+from tatami.runtime.phases import PhaseTimes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,9 @@ from paper.setting import DDP, DDP_FLOAT16, DYNAMIC, ORACLE, TIMED_BFLOAT16, lay
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
-from tatami.tiled import IterationPhase, move, tile
-from tatami.tiled.retiling import Check, Retiling
 from tatami.tiling import Span, largest_remainder, spans
+from tatami.train import IterationPhase, move, tile
+from tatami.train.retiling import Check, Retiling
 from tatami.workload import Workload
 
 _LEARNING_RATE = 0.1

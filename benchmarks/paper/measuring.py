@@ -19,10 +19,10 @@ from paper.setting import ORACLE, RIVALS, EvaluationJob, SlowTrace, method, pape
 from tatami.clock import SystemClock
 from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.probe import MessageCost, measure_links, measure_message_costs, without_messages
+from tatami.comm.link_probe import MessageCost, measure_links, measure_message_costs, without_messages
+from tatami.measure.speeds import measure_sample_flop, measure_speeds
+from tatami.model.overheads import measure_overheads
 from tatami.report import EfficiencyRound, efficiency
-from tatami.tiled.measure import measure_sample_flop, measure_speeds
-from tatami.tiled.overheads import measure_overheads
 from tatami.tiling import AlphaBetaCost, Layout, with_speeds
 from tatami.tiling.speeds import at_paces
 from tatami.workload import Workload, net_workload, parse_net

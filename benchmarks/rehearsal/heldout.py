@@ -21,9 +21,9 @@ from tatami.cluster import Cluster, Link, Processor
 from tatami.cluster.toml import cluster_toml
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.detect import init
-from tatami.tiled import measure_speeds, tile
-from tatami.tiled.probe import probe
+from tatami.model.cluster_probe import probe
 from tatami.tiling import Layout, Replica
+from tatami.train import measure_speeds, tile
 from tatami.workload import as_probed, net_workload, parse_net
 
 _TIMEOUT_S = 180.0

@@ -22,9 +22,9 @@ from tatami.cluster import Cluster
 from tatami.comm.allreduce import AllReduce, AllReduceSpec
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.detect import init
-from tatami.tiled import tile
-from tatami.tiled.probe import probe
+from tatami.model.cluster_probe import probe
 from tatami.tiling import Layout
+from tatami.train import tile
 from tatami.workload import Workload, net_workload, parse_net
 
 _TIMEOUT_S = 180.0

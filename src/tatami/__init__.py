@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from tatami.cluster import Cluster, Link, Processor
     from tatami.comm.detect import init
     from tatami.elastic.steps import steps
+    from tatami.model.model import TiledModel
+    from tatami.model.tile import tile
     from tatami.parallel.batch_norm import MultiNodeBatchNorm
     from tatami.parallel.chain_list import MultiNodeChainList
     from tatami.parallel.data_parallel import DataParallel
@@ -20,11 +22,9 @@ if TYPE_CHECKING:
     from tatami.parallel.scattering import scatter_dataset
     from tatami.planning import PlanComparison, plan
     from tatami.retiling.retiler import Retiler
-    from tatami.tiled.model import TiledModel
-    from tatami.tiled.own_checkpoints import load_training, save_training
-    from tatami.tiled.tile import tile
-    from tatami.tiled.trainer import Trainer
     from tatami.tiling import Plan, Tiling
+    from tatami.train.own_checkpoints import load_training, save_training
+    from tatami.train.trainer import Trainer
     from tatami.workload import Workload
 
 __all__ = [
@@ -72,10 +72,10 @@ if not TYPE_CHECKING:  # a type checker would take every misspelt name for one o
             "tatami.parallel.scattering": ("scatter_dataset",),
             "tatami.planning": ("PlanComparison", "plan"),
             "tatami.retiling.retiler": ("Retiler",),
-            "tatami.tiled.model": ("TiledModel",),
-            "tatami.tiled.own_checkpoints": ("load_training", "save_training"),
-            "tatami.tiled.tile": ("tile",),
-            "tatami.tiled.trainer": ("Trainer",),
+            "tatami.model.model": ("TiledModel",),
+            "tatami.train.own_checkpoints": ("load_training", "save_training"),
+            "tatami.model.tile": ("tile",),
+            "tatami.train.trainer": ("Trainer",),
             "tatami.tiling": ("Plan", "Tiling"),
             "tatami.workload": ("Workload",),
         },

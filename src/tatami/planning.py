@@ -394,8 +394,8 @@ def _followed(model: nn.Module, *, batch_size: int | None, sample: Any) -> tuple
     """The workload of a network, and what of it is tiled in a line."""
     from torch import nn
 
-    from tatami.tiled.blocks import find_blocks, workload_of
-    from tatami.tiled.describing import describe
+    from tatami.model.describing import describe
+    from tatami.partition.blocks import find_blocks, workload_of
 
     if not isinstance(model, nn.Module):
         raise InputError(

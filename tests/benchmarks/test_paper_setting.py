@@ -27,7 +27,7 @@ from paper.tables import breakdown_table, course_table, efficiency_table, measur
 from tatami.cluster import Cluster
 from tatami.errors import InputError
 from tatami.report import blank
-from tatami.tiled.phases import PhaseTimes
+from tatami.runtime.phases import PhaseTimes
 from tatami.workload import net_workload
 
 WORKLOAD = net_workload("203-80-26", samples=1024)

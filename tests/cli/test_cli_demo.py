@@ -13,9 +13,9 @@ import pytest
 from tatami.cli.demo import why_slower
 from tatami.cli.training import TrainingOutcome, course
 from tatami.retiling import Decision, DecisionKind
-from tatami.tiled import History
-from tatami.tiled.retiling import Check
 from tatami.tiling import Layout, Span, Tile, Tiling
+from tatami.train import History
+from tatami.train.retiling import Check
 
 TILING = Tiling(samples=4, units=4, tiles=(Tile(processor="p0", replica=0, samples=Span(0, 4), units=Span(0, 4)),))
 

@@ -31,7 +31,7 @@ STARTS = (
     "tatami.bench.train.bench_train",
     "tatami.server.training.run_training",
     "tatami.sim.processes.Runs.map",
-    "tatami.tiled.probe.probe",
+    "tatami.model.cluster_probe.probe",
 )
 """Where a command has found nothing to refuse, and would start processes or measure for seconds."""
 

@@ -59,7 +59,7 @@ def test_speeds_that_strayed_are_told_and_planned_with(
 ) -> None:
     cluster = replace(Cluster.from_speeds([1e10, 2e10]), sample_flop={"20-16-5": 100.0})
     noisy = tuple(replace(each, spread=spread) for each in cluster.processors)
-    monkeypatch.setattr("tatami.tiled.probe.probe", lambda *_, **__: replace(cluster, processors=noisy))
+    monkeypatch.setattr("tatami.model.cluster_probe.probe", lambda *_, **__: replace(cluster, processors=noisy))
     file = tmp_path / "cluster.toml"
     result = CliRunner().invoke(app, ["probe", "-n", "1", *SMALL[2:], "-o", str(file)])
     assert result.exit_code == 0, result.output

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from tatami.cli.app import app
-from tatami.cli.job import prepare
 from tatami.cli.train_job import TrainJob
 from tatami.cli.training import train
+from tatami.cli.training_job import prepare
 from tatami.comm.threads import run_threads
 
 pytest.importorskip("sklearn")

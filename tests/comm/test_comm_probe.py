@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tatami.comm import AbstractCommunicator
-from tatami.comm.probe import link_ranks, measure_links, measure_message_costs
+from tatami.comm.link_probe import link_ranks, measure_links, measure_message_costs
 from tatami.testing.worlds import World
 
 

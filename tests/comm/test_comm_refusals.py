@@ -21,7 +21,7 @@ from tatami.comm.refusals import LONGEST_TEXT, Refusals
 from tatami.errors import InputError, ModelError, TrainingError
 from tatami.parallel import DataParallel, MultiNodeOptimizer
 from tatami.testing.worlds import World
-from tatami.tiled import Trainer, tile
+from tatami.train import Trainer, tile
 from tiled_rig import simple_layout
 
 X, Y = torch.ones(12, 6, dtype=torch.float64), torch.zeros(12, 3, dtype=torch.float64)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tatami.comm import AbstractCommunicator, launch
-from tatami.comm.roll_call import ProcessPlace, describe_findings
+from tatami.comm.stall_report import ProcessPlace, describe_findings
 from tatami.testing.worlds import WORLD_TIMEOUT_S, World
 
 HERE = ProcessPlace.here()

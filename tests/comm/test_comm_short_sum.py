@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tatami.collective import build
-from tatami.comm import loads
+from tatami.comm import shared_sum
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.loads import loads_and_stores
 from tatami.comm.reduction import Op
+from tatami.comm.shared_sum import loads_and_stores
 from tatami.comm.short_sum import ShortSum
 from tatami.errors import CommError
 from tatami.testing.worlds import World
@@ -77,7 +77,7 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_every_part_is_reduced_and_stored(
     dtype: torch.dtype, op: Op, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loads, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(shared_sum, "BLOCK_BYTES", block_bytes)
     size = 200
     generator = torch.Generator().manual_seed(1)
     given = [torch.randint(-40, 40, (size,), generator=generator) for _ in range(RANKS)]  # whole numbers: exact in all dtypes
@@ -96,7 +96,7 @@ def test_every_part_is_reduced_and_stored(
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_mean_is_divided_before_it_is_stored(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loads, "BLOCK_BYTES", 32)
+    monkeypatch.setattr(shared_sum, "BLOCK_BYTES", 32)
     vectors = {rank: torch.full((50,), 3.0 * rank, dtype=dtype) for rank in range(RANKS)}
     phase = build("shared", ranks=RANKS, size=50).phases[0]
     for rank in range(RANKS):

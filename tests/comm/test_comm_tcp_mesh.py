@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tatami.comm.door import (
+from tatami.comm.rendezvous import (
     INTERFACE_VARIABLE,
     PROOF_BYTES,
     Door,
@@ -29,7 +29,7 @@ from tatami.comm.door import (
     hello,
     welcome,
 )
-from tatami.comm.roll_call import ProcessPlace
+from tatami.comm.stall_report import ProcessPlace
 from tatami.comm.tcp_connection import LARGEST_BYTES, TcpConnection, Transfer
 from tatami.comm.tcp_mesh import TcpMesh
 from tatami.errors import CommError, InputError
@@ -415,7 +415,7 @@ def test_a_door_that_stays_keeps_who_comes_early_for_the_next_meeting() -> None:
 
 
 def test_a_door_keeps_a_bounded_number_of_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tatami.comm.door._MOST_KEPT", 2)
+    monkeypatch.setattr("tatami.comm.rendezvous._MOST_KEPT", 2)
     door = Door()
     strangers = [socket.create_connection(door.address) for _ in range(4)]
     for number, each in enumerate(strangers):

@@ -84,7 +84,7 @@ def test_a_stranger_under_torchrun_takes_no_rank_and_nothing_of_it_is_unpickled(
         textwrap.dedent(
             """
             import os, pathlib, tatami
-            from tatami.comm.roll_call import ProcessPlace
+            from tatami.comm.stall_report import ProcessPlace
             class Payload:
                 host, kernel, pid = "host", "kernel", 1
                 def __reduce__(self):

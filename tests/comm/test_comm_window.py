@@ -10,7 +10,7 @@ import torch
 from tatami.clock import SystemClock
 from tatami.collective import Sync
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.meeting import CounterBarrier, notices
+from tatami.comm.memory_barrier import CounterBarrier, notices
 from tatami.comm.reduction import Op
 from tatami.comm.session import Watchdog
 from tatami.comm.wait import wait_policy

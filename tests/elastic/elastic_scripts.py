@@ -18,8 +18,8 @@ from tatami.clock import SystemClock
 from tatami.elastic.session import current_session
 from tatami.elastic.settings import Moment
 from tatami.elastic.steps import steps
-from tatami.tiled import Callback, LRSchedulerConfig, TiledModel, whole_state_dict
 from tatami.tiling import Layout, Replica, StagedLayout
+from tatami.train import Callback, LRSchedulerConfig, TiledModel, whole_state_dict
 
 STEPS = 6
 SAMPLES = 12
@@ -434,7 +434,7 @@ def trainer_of(model: TiledModel, *callbacks: Any, folder: str | None = None) ->
         accumulate_grad_batches=2,
         gradient_clip_val=0.3,
         callbacks=callbacks,
-        checkpoint=None if folder is None else tatami.tiled.ModelCheckpoint(dirpath=folder, every_n_train_steps=1),
+        checkpoint=None if folder is None else tatami.train.ModelCheckpoint(dirpath=folder, every_n_train_steps=1),
         seed=5,
     )
 

@@ -17,10 +17,10 @@ from tatami.comm.elastic import ElasticCommunicator
 from tatami.errors import InputError
 from tatami.membership import Held, Regroup, mirrors_of, takes
 from tatami.retiling import Retiler
-from tatami.tiled import ModelCheckpoint, Retiling, Trainer, tile, whole_state_dict
-from tatami.tiled.mirroring import MirrorTensors
-from tatami.tiled.relaying import relay
+from tatami.state.mirroring import MirrorTensors
+from tatami.state.regroup import relay
 from tatami.tiling import Layout, Replica, StagedLayout
+from tatami.train import ModelCheckpoint, Retiling, Trainer, tile, whole_state_dict
 
 
 def layout(*replicas: tuple[str, ...]) -> Layout:

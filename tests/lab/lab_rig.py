@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from tatami.cluster import Cluster, Link, Processor
-from tatami.lab.state import STATES
+from tatami.lab.lab_state import STATES
 
 JOB = Path(__file__).with_name("lab_job.py")
 NETWORK = Link(bandwidth_bytes_per_s=12.5e6, latency_s=50e-6)  # 100 Mbit/s

@@ -15,9 +15,9 @@ from torch import nn
 from tatami.cluster import Cluster, OwnLink, Processor
 from tatami.errors import ClusterError, InputError, LabError
 from tatami.lab import Lab, missing, plan_lab
+from tatami.lab.lab_state import pace_file, write_pace
 from tatami.lab.pacing import Pacing
 from tatami.lab.plan import BALANCE
-from tatami.lab.state import pace_file, write_pace
 
 FAST = replace(CLUSTER, processors=tuple(replace(each, speed=2e9 * each.speed) for each in CLUSTER.processors))
 PRODUCT_FLOP = 2 * 32 * 16 * 8 + BALANCE * 4 * (32 * 16 + 16 * 8 + 32 * 8)

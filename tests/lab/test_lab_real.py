@@ -17,7 +17,7 @@ from lab_rig import CLUSTER, CLUSTER_TOML, JOB, interfaces, processes_of, traces
 from tatami.errors import InputError
 from tatami.lab import Lab, LabEvent, known_labs, missing, parse_event
 from tatami.lab.check import check_rates_of, check_speeds_of
-from tatami.lab.job import LOST
+from tatami.lab.launched_job import LOST
 from tatami.units import parse_bandwidth
 
 REASON = missing()

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from tatami.cli.app import app
 from tatami.errors import InputError, LabError
-from tatami.lab import Lab, LabEvent, check, missing, needs, parse_event, running_lab, state
+from tatami.lab import Lab, LabEvent, check, lab_state, missing, needs, parse_event, running_lab
 from tatami.lab.check import Finding
-from tatami.lab.job import mpi_command
+from tatami.lab.launched_job import mpi_command
 
 from lab_rig import CLUSTER, CLUSTER_TOML  # isort: skip
 
@@ -122,15 +122,15 @@ def test_a_script_loads_torch_before_its_quota_begins(tmp_path: Path) -> None:
 
 
 def test_which_lab_a_shell_means(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(state, "STATES", tmp_path)
+    monkeypatch.setattr(lab_state, "STATES", tmp_path)
     with pytest.raises(InputError, match="no lab is running"):
         running_lab("h1")
-    ours = state.new_state(["h1", "h2"])
+    ours = lab_state.new_state(["h1", "h2"])
     assert running_lab("h1") == ours
-    assert state.known_labs() == [ours]
+    assert lab_state.known_labs() == [ours]
     with pytest.raises(InputError, match="no running lab has a host 'h9'; there are tatami-"):
         running_lab("h9")
-    other = state.new_state(["h1"])
+    other = lab_state.new_state(["h1"])
     with pytest.raises(InputError, match="several labs have a host 'h1'; say which: --lab tatami-"):
         running_lab("h1")
     assert running_lab("h1", name=other.name) == other
@@ -139,21 +139,21 @@ def test_which_lab_a_shell_means(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_a_lab_whose_process_is_gone_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(state, "STATES", tmp_path)
-    lab = state.new_state(["h1"])
+    monkeypatch.setattr(lab_state, "STATES", tmp_path)
+    lab = lab_state.new_state(["h1"])
     os.rmdir(lab.folder)
     path = tmp_path / f"{lab.name}.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "owner_started": lab.owner_started + 1}))
-    (known,) = state.known_labs()
+    (known,) = lab_state.known_labs()
     assert lab.is_running
     assert not known.is_running  # the number of its process is another one's by now
 
 
 def test_a_state_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(state, "STATES", tmp_path)
+    monkeypatch.setattr(lab_state, "STATES", tmp_path)
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(LabError, match="does not describe a lab"):
-        state.known_labs()
+        lab_state.known_labs()
 
 
 @pytest.mark.parametrize(("got", "holds"), [(1.099, True), (0.901, True), (1.101, False), (0.899, False)])

@@ -24,16 +24,16 @@ from tatami.planning import plan
 from tatami.records import Records
 from tatami.report.page import LARGEST_PAGE_BYTES, RecordedRun, joined, page_of, read_run, write_page
 from tatami.report.page.charts import charts_of
-from tatami.report.page.facts import facts_of, thinned
 from tatami.report.page.record_shapes import PHASES
+from tatami.report.page.run_facts import facts_of, thinned
 from tatami.report.palette import PHASES as PHASES_SHOWN
 from tatami.report.palette import RANKS
 from tatami.retiling import Retiler
+from tatami.runtime.phases import PhaseTimes
 from tatami.testing.worlds import World
-from tatami.tiled import Trainer
-from tatami.tiled.phases import PhaseTimes
-from tatami.tiled.recording import RunRecorder
 from tatami.tiling import link_bytes, traffic_of
+from tatami.train import Trainer
+from tatami.train.recording import RunRecorder
 from tatami.workload import Workload
 from tiled_rig import some_layouts, tiled
 

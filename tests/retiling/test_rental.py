@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tatami.cluster import Cluster, Link, Processor, SpeedTable, speed_at
 from tatami.retiling import Retiler, Watcher
-from tatami.retiling.rental import Rental, expected_rest
-from tatami.retiling.replicas import works_of
+from tatami.retiling.replica_cuts import works_of
 from tatami.retiling.sizes import SizedTimes
+from tatami.retiling.ski_rental import Rental, expected_rest
 from tatami.retiling.watching import Found
 from tatami.tiling import AlphaBetaCost, Layout, plan
 from tatami.workload import Workload

@@ -15,7 +15,7 @@ from tatami.cluster import Cluster
 from tatami.errors import PlanError
 from tatami.retiling import Controller, DecisionKind, Retiler, Timing
 from tatami.retiling.ability import ability, balance, estimate
-from tatami.retiling.replicas import forecast, recut
+from tatami.retiling.replica_cuts import forecast, recut
 from tatami.tiling import Layout, Replica, plan
 from tatami.workload import Block, Workload
 

@@ -15,7 +15,7 @@ import pytest
 from tatami.cluster import Cluster, Processor
 from tatami.errors import PlanError
 from tatami.retiling import Decision, DecisionKind, Retiler, Timing, Watcher
-from tatami.retiling.levels import levels
+from tatami.retiling.options import levels
 from tatami.retiling.situation import Situation
 from tatami.retiling.watching import Found, _tell_places
 from tatami.tiling import Layout, Replica, plan

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from tatami.server import actions as act
 from tatami.server import events as ev
+from tatami.server.coordinator import Coordinator
 from tatami.server.protocol import Protocol
 from tatami.server.roster import Status
-from tatami.server.state import Coordinator
 
 Commit = tuple[act.Contribution, ...]
 

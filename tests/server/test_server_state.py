@@ -8,9 +8,9 @@ import pytest
 
 from tatami.server import actions as act
 from tatami.server import events as ev
+from tatami.server.coordinator import Coordinator
 from tatami.server.protocol import Protocol
 from tatami.server.recovery import AbstractRecovery, Checkpoint, FromServers, Ignore
-from tatami.server.state import Coordinator
 
 TERMS: dict[str, Any] = {"rounds": 2, "workers": 2, "servers": 1, "shards": 1, "spares": 1, "restarts": 0}
 

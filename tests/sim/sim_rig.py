@@ -11,7 +11,7 @@ from tatami.server.actions import Action
 from tatami.sim.platforms import AbstractPlatform
 from tatami.sim.processes import Runs
 from tatami.sim.server import ServerSetup
-from tatami.sim.server.play import ServerPlay
+from tatami.sim.server.stage_actions import ServerPlay
 from tatami.sim.stage import Stage, play
 
 

@@ -15,7 +15,7 @@ from tatami.errors import InputError
 from tatami.server.recovery import Checkpoint, FromServers, Ignore
 from tatami.sim.processes import Runs
 from tatami.sim.server import ServerRun, ServerSetup, paper_setup, simulate_server
-from tatami.sim.server.fates import life_s
+from tatami.sim.server.lifetimes import life_s
 
 ROUND_S = 143.3523100721
 """Golden: SimGrid 4.1, LV08. The paper's 200 rounds take about 28,700 s."""

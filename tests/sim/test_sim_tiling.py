@@ -20,8 +20,8 @@ from tatami.sim.processes import Runs
 from tatami.sim.tiling import Change, Startup, TilingJob, TilingRun, TimedTile, calibrate, rehearse, work_of
 from tatami.sim.tiling.changes import Speeds
 from tatami.testing.worlds import World
-from tatami.tiled import IterationPhase, TiledModel, Trainer, tile
 from tatami.tiling import AlphaBetaCost, Layout, Replica, plan
+from tatami.train import IterationPhase, TiledModel, Trainer, tile
 from tatami.workload import Block, Workload, linear_pair, net_workload
 
 NETTALK = Workload.mlp(203, 80, 26, samples=1024)

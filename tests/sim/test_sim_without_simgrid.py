@@ -26,13 +26,13 @@ from tatami.sim.allreduce.software import Fragment
 from tatami.sim.elastic import LossySetup, MachineEvents
 from tatami.sim.platforms import FatTree, MachineGroup, Tree, Wire
 from tatami.sim.server import Checkpoints, ServerSetup
-from tatami.sim.server.fates import Fates, life_s
-from tatami.sim.server.play import Skipping
+from tatami.sim.server.lifetimes import Fates, life_s
 from tatami.sim.server.result import Period
 from tatami.sim.server.simulate import rounds_of_period
+from tatami.sim.server.stage_actions import Skipping
 from tatami.sim.server.storage import SimulatedStorage
 from tatami.sim.stage import Going
-from tatami.sim.tiling.floor import Floor
+from tatami.sim.tiling.iteration_plan import Floor
 from tatami.sim.tiling.work import work_of
 from tatami.tiling import plan, traffic_of
 from tatami.workload import Workload, net_workload

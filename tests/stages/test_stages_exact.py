@@ -24,13 +24,13 @@ from stages_rig import (
 from torch import nn
 
 from tatami.errors import ModelError
+from tatami.partition.pieces import record_network
+from tatami.partition.tracing.sample import Sample
 from tatami.stages.channel import AbstractChannel, Parcel
 from tatami.stages.program import ForwardProgram, Reach, Staging
 from tatami.stages.recording import record
 from tatami.stages.running import StageRunner
 from tatami.stages.stand_in import StandIn, stand_in_of
-from tatami.tiled.following.sample import Sample
-from tatami.tiled.pieces import record_network
 
 
 def _compare(case: Case, program: ForwardProgram, cuts: tuple[int, ...], *, micro_batches: int = 1) -> list[nn.Module]:

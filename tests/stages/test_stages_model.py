@@ -23,12 +23,12 @@ from tatami.cluster import Cluster, Link, Processor
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import run_threads
 from tatami.errors import InputError, ModelError, NotFiniteError, PlanError, RankDiedError
+from tatami.model.model_stage import ModelStage
 from tatami.records import Records
 from tatami.report.page import facts_of, read_run
 from tatami.testing.worlds import World
-from tatami.tiled import ModelCheckpoint, Trainer, whole_state_dict
-from tatami.tiled.model_stage import ModelStage
 from tatami.tiling import Layout, Replica, StagedLayout
+from tatami.train import ModelCheckpoint, Trainer, whole_state_dict
 from tiled_rig import staged
 
 STEPS = 5

@@ -19,14 +19,14 @@ import tatami
 from hand_clock import HandClock
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import ModelError, PlanError
+from tatami.partition.pieces import record_network
+from tatami.partition.tracing.sample import Sample
 from tatami.records import Records
 from tatami.retiling import Retiler
 from tatami.stages.stand_in import StandIn
 from tatami.testing.worlds import World
-from tatami.tiled import TiledModel, Trainer, move, whole_state_dict
-from tatami.tiled.following.sample import Sample
-from tatami.tiled.pieces import record_network
 from tatami.tiling import Layout, Replica, StagedLayout
+from tatami.train import TiledModel, Trainer, move, whole_state_dict
 from tiled_rig import EXAMPLES, layouts, property_test, shares, staged
 
 

@@ -20,12 +20,12 @@ import tatami
 from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import ModelError
+from tatami.partition.pieces import record_network
+from tatami.partition.tracing.sample import Sample
 from tatami.stages.program import ForwardProgram, Staging
 from tatami.stages.recording import record
 from tatami.testing.worlds import World
-from tatami.tiled import TiledModel, whole_state_dict
-from tatami.tiled.following.sample import Sample
-from tatami.tiled.pieces import record_network
+from tatami.train import TiledModel, whole_state_dict
 from tiled_rig import assert_close, staged
 
 STEPS, SAMPLES = 3, 7

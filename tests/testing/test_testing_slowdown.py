@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tatami.errors import ClusterError, InputError
+from tatami.runtime.phases import IterationPhase, Phases
 from tatami.testing.slowdown import FULLEST, Slowdown, emulated_factors
-from tatami.tiled.phases import IterationPhase, Phases
 
 
 class Machine:

@@ -13,11 +13,11 @@ from networks import Batch, Case, build
 from torch import nn
 
 from tatami.comm.base import AbstractCommunicator
+from tatami.runtime.batch import on_device, samples_of
+from tatami.runtime.losses import LossReduction
 from tatami.testing.worlds import World
-from tatami.tiled import History, TiledModel, move, tile, whole_state_dict
-from tatami.tiled.batch import on_device, samples_of
-from tatami.tiled.losses import LossReduction
 from tatami.tiling import Layout, Replica
+from tatami.train import History, TiledModel, move, tile, whole_state_dict
 from tiled_rig import assert_close, gradients, some_layouts, whole_gradients
 
 STEPS = 5

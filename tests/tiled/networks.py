@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from drawing import one_at_a_time
-from tatami.tiled import register
+from tatami.train import register
 
 VOCABULARY = 11
 LARGE = 512

@@ -18,7 +18,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.comm.short_sum import ShortSum
 from tatami.errors import CommError, InputError
 from tatami.testing.worlds import World
-from tatami.tiled import TiledModel, find_blocks, tile, whole_state_dict, workload_of
+from tatami.train import TiledModel, find_blocks, tile, whole_state_dict, workload_of
 from tiled_rig import simple_layout, some_layouts, whole_gradients
 
 FEATURES, CHANNELS, TOKENS, SAMPLES, STEPS = 4, 5, 3, 11, 3

@@ -17,10 +17,10 @@ from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.parallel import MultiNodeLoader
+from tatami.runtime.batch import cut_batch, samples_of
 from tatami.testing.worlds import World
-from tatami.tiled import History, Trainer
-from tatami.tiled.batch import cut_batch, samples_of
 from tatami.tiling import Span
+from tatami.train import History, Trainer
 from tiled_rig import assert_close, some_layouts, tiled
 
 SAMPLES, BATCH = 22, 8

@@ -23,8 +23,8 @@ from tatami.parallel import EarlyStopping
 from tatami.records import Records
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
-from tatami.tiled import METRICS, Callback, LRSchedulerConfig, ModelCheckpoint, Trainer
-from tatami.tiled.evaluating import accuracy
+from tatami.train import METRICS, Callback, LRSchedulerConfig, ModelCheckpoint, Trainer
+from tatami.train.evaluating import accuracy
 from tiled_rig import some_layouts, tiled
 
 SAMPLES = 24

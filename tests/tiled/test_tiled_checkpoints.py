@@ -29,9 +29,9 @@ from tatami.parallel import ResumableLoader
 from tatami.parallel.sampling import SynchronizedSampler
 from tatami.records import Records
 from tatami.testing.worlds import World
-from tatami.tiled import Callback, History, LRSchedulerConfig, ModelCheckpoint, Trainer, tile, whole_state_dict
-from tatami.tiled.checkpointing import TrainingCheckpoints
 from tatami.tiling import Layout
+from tatami.train import Callback, History, LRSchedulerConfig, ModelCheckpoint, Trainer, tile, whole_state_dict
+from tatami.train.checkpointing import TrainingCheckpoints
 from tiled_rig import assert_close, simple_layout, some_layouts, tiled
 
 SAMPLES, BATCH = 22, 8

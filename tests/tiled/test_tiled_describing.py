@@ -12,8 +12,8 @@ from torch import nn
 
 import tatami
 from tatami.comm.threads import run_threads
-from tatami.tiled import find_blocks, workload_of
-from tatami.tiled.describing import Description, describe, ranges
+from tatami.model.describing import Description, describe, ranges
+from tatami.train import find_blocks, workload_of
 
 
 def described(model: nn.Module, sample: torch.Tensor | None = None) -> Description:

@@ -17,10 +17,10 @@ from tatami.comm import Op, run_threads
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.transport import Transport
 from tatami.errors import InputError
+from tatami.runtime.phases import DevicePhases
+from tatami.runtime.stopwatch import AbstractStopwatch
 from tatami.testing.worlds import World
-from tatami.tiled import IterationPhase, TiledModel, move, tile, whole_state_dict
-from tatami.tiled.phases import DevicePhases
-from tatami.tiled.stopwatch import AbstractStopwatch
+from tatami.train import IterationPhase, TiledModel, move, tile, whole_state_dict
 from tiled_rig import assert_close, copy_of, draw_batches, simple_layout
 
 MIXTURES: dict[str, Callable[[int], Any]] = {

@@ -15,9 +15,9 @@ from torch import nn
 from tatami.comm import init
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import NotFiniteError
+from tatami.state.good_state import FIRST, MOST_APART, GoodState
 from tatami.testing.worlds import World
-from tatami.tiled import Trainer, move, tile, whole_state_dict
-from tatami.tiled.good_state import FIRST, MOST_APART, GoodState
+from tatami.train import Trainer, move, tile, whole_state_dict
 from tiled_rig import assert_close, optimizers, simple_layout, some_layouts, tiled
 
 ADAM = optimizers(torch.float64)["adam"]

@@ -25,8 +25,8 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.parallel import DataParallel, MultiNodeOptimizer
 from tatami.testing.worlds import World
-from tatami.tiled import History, TiledModel, Trainer, whole_state_dict
 from tatami.tiling import Layout, spans, whole_shares
+from tatami.train import History, TiledModel, Trainer, whole_state_dict
 from tiled_rig import some_layouts, tiled
 
 SIZES = (7, 7, 3)

@@ -14,10 +14,10 @@ from equal_runs import check_case
 from networks import VOCABULARY, Batch, Case
 
 from tatami.comm.threads import single_communicator
+from tatami.partition.tracing import tracing
+from tatami.runtime.losses import LossReduction
 from tatami.testing.worlds import World
-from tatami.tiled import find_blocks, tile
-from tatami.tiled.following import following
-from tatami.tiled.losses import LossReduction
+from tatami.train import find_blocks, tile
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -169,13 +169,13 @@ def test_the_layers_of_a_llama_are_traced_once(monkeypatch: pytest.MonkeyPatch) 
 
 def check_traced_once(model: Any, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[str] = []
-    compute = following._TRACED._compute
+    compute = tracing._TRACED._compute
 
     def counted(module: Any, *rest: Any) -> Any:
         traced.append(type(module).__name__)
         return compute(module, *rest)
 
-    monkeypatch.setattr(following._TRACED, "_compute", counted)
+    monkeypatch.setattr(tracing._TRACED, "_compute", counted)
     text = torch.randint(0, model.config.vocab_size, (2, 16), generator=torch.Generator().manual_seed(1))
     tiled = tile(model, single_communicator(), batch_size=8, sample={"input_ids": text, "labels": text}, quiet=True)
     kinds = collections.Counter(block.kind for block in tiled.workload.blocks)

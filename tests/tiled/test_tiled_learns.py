@@ -17,7 +17,7 @@ from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.datasets import Dataset, load
 from tatami.testing.worlds import World
-from tatami.tiled import Trainer, move, tile
+from tatami.train import Trainer, move, tile
 
 CORPUS = Path(os.environ.get("TATAMI_NETTALK", Path(__file__).parents[3] / "shared" / "data" / "nettalk.data"))
 HALF_A_POINT = 0.005

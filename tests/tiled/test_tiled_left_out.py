@@ -17,7 +17,7 @@ from torch import nn
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, NotFiniteError
 from tatami.testing.worlds import World
-from tatami.tiled import History, TiledModel, Trainer, find_blocks, tile
+from tatami.train import History, TiledModel, Trainer, find_blocks, tile
 from tiled_rig import simple_layout, some_layouts
 
 SAMPLES, BATCH, TOKENS = 14, 7, 6

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tatami.errors import ModelError
-from tatami.tiled import find_blocks, workload_of
-from tatami.tiled.linear_pairs import PairNames, find_pairs
+from tatami.partition.linear_pairs import PairNames, find_pairs
+from tatami.train import find_blocks, workload_of
 from tatami.workload import linear_pair
 
 

@@ -13,8 +13,8 @@ from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.wrapper import WrappedCommunicator
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
-from tatami.tiled import Retiling, tile
 from tatami.tiling import Layout, Replica
+from tatami.train import Retiling, tile
 
 
 class _Slow(AbstractRequest):

@@ -11,7 +11,7 @@ from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError
 from tatami.testing.worlds import World
-from tatami.tiled import TiledModel, find_blocks, tile
+from tatami.train import TiledModel, find_blocks, tile
 from tiled_rig import simple_layout
 
 P = 0.5

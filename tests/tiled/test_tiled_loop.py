@@ -14,8 +14,8 @@ from torch import nn
 from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.testing.worlds import World
-from tatami.tiled import TiledModel, move, whole_state_dict
 from tatami.tiling import Layout
+from tatami.train import TiledModel, move, whole_state_dict
 from tiled_rig import assert_close, copy_of, optimizers, simple_layout, some_layouts, tiled
 
 

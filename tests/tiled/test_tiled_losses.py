@@ -15,9 +15,9 @@ from torch import nn
 from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
+from tatami.runtime.losses import reduction_of, setting_of
 from tatami.testing.worlds import World
-from tatami.tiled import History, TiledModel, Trainer
-from tatami.tiled.losses import reduction_of, setting_of
+from tatami.train import History, TiledModel, Trainer
 from tiled_rig import assert_close, gradients, some_layouts, tiled, whole_gradients
 
 SGD = functools.partial(torch.optim.SGD, lr=0.01)

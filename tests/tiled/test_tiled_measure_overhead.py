@@ -12,8 +12,9 @@ from hand_clock import HandClock
 from tatami.cluster import Cluster
 from tatami.comm import AbstractCommunicator
 from tatami.errors import PlanError
+from tatami.measure import speeds
 from tatami.testing.worlds import World
-from tatami.tiled import measure, measure_sample_flop, measure_speeds, tile
+from tatami.train import measure_sample_flop, measure_speeds, tile
 from tatami.workload import Block, Workload
 
 WORKLOAD = Workload.mlp(20, 64, 5, samples=32)
@@ -38,7 +39,7 @@ def test_finds_what_each_sample_costs(world: World) -> None:
     clock = HandClock()
 
     def body(comm: AbstractCommunicator) -> None:
-        with patch.object(measure, "BlockPass", fake_pass(clock)):
+        with patch.object(speeds, "BlockPass", fake_pass(clock)):
             found = measure_sample_flop(WORKLOAD, comm, clock=clock)
             assert found == pytest.approx(SAMPLE_FLOP, rel=1e-9)
             told = measure_speeds(replace(WORKLOAD, sample_flop=found), comm, clock=clock)
@@ -63,7 +64,7 @@ def test_units_whose_time_drowns_in_noise_are_not_taken_for_free(world: World, s
             clock.sleep(self.seconds)
 
     def body(comm: AbstractCommunicator) -> None:
-        with patch.object(measure, "BlockPass", Fake):
+        with patch.object(speeds, "BlockPass", Fake):
             found = measure_sample_flop(WORKLOAD, comm, clock=clock)
             assert found == pytest.approx((9 * 7 / 8 - 1 / 8) * most_flop / WORKLOAD.samples, rel=0.01)
             told = measure_speeds(replace(WORKLOAD, sample_flop=found), comm, clock=clock)

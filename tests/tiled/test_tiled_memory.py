@@ -24,11 +24,11 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import run_threads
 from tatami.comm.wrapper import Recording
 from tatami.errors import InputError, MemoryLackError
-from tatami.tiled import TiledModel, find_blocks, move, tile, workload_of
-from tatami.tiled.following.keeping import Keeping
-from tatami.tiled.good_state import GoodState
+from tatami.partition.tracing.saved_activations import Keeping
+from tatami.state.good_state import GoodState
 from tatami.tiling import Layout, Plan, Replica, plan
 from tatami.tiling.memory import memory_bytes
+from tatami.train import TiledModel, find_blocks, move, tile, workload_of
 from tatami.workload import Workload
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is predicted to take", "ignore:.*leaves out")

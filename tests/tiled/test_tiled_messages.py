@@ -16,11 +16,11 @@ from torch import nn
 from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import ClosedError
+from tatami.runtime.gradient_exchange import GradientExchange
+from tatami.runtime.rows import ONE_EACH, Rows, UnitRuns
 from tatami.testing.worlds import World
-from tatami.tiled import move, whole_state_dict
-from tatami.tiled.gradient_exchange import GradientExchange
-from tatami.tiled.rows import ONE_EACH, Rows, UnitRuns
 from tatami.tiling import Layout, Tiling
+from tatami.train import move, whole_state_dict
 from tiled_rig import assert_close, gradients, simple_layout, some_layouts, tiled, whole_gradients
 
 SECOND = UnitRuns(axis=1, runs=ONE_EACH.runs)

@@ -17,8 +17,8 @@ from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, PlanError, TrainingError
 from tatami.testing.worlds import World
-from tatami.tiled import History, TiledModel, Trainer, move, tile, whole_state_dict
 from tatami.tiling import Layout, Replica
+from tatami.train import History, TiledModel, Trainer, move, tile, whole_state_dict
 from tiled_rig import simple_layout, some_layouts, tiled
 
 SIZES = (9, 9, 2)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tatami.testing.worlds import World
-from tatami.tiled import find_blocks
+from tatami.train import find_blocks
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

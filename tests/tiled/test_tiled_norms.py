@@ -16,9 +16,10 @@ from torch import nn
 from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import CommError, ModelError, TrainingError
+from tatami.runtime import torch_norms
 from tatami.testing.worlds import World
-from tatami.tiled import TiledModel, move, torch_norms
 from tatami.tiling import Layout
+from tatami.train import TiledModel, move
 from tiled_rig import simple_layout, some_layouts, tiled
 
 NORM_TYPES = [1.0, 2.0, 3.5, math.inf, -math.inf, 0.0]

@@ -23,10 +23,10 @@ from drawing import one_at_a_time
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import run_threads
 from tatami.errors import InputError, ModelError
+from tatami.model.describing import describe
 from tatami.testing.worlds import World
-from tatami.tiled import find_blocks, tile, workload_of
-from tatami.tiled.describing import describe
 from tatami.tiling import Layout, Replica
+from tatami.train import find_blocks, tile, workload_of
 from tiled_rig import assert_close, simple_layout
 
 Forward = Callable[..., Any]

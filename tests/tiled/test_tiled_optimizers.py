@@ -12,8 +12,8 @@ from torch import nn
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import run_threads
 from tatami.errors import ModelError
-from tatami.tiled import Trainer, tile
-from tatami.tiled.optimizers import check_optimizer
+from tatami.runtime.optimizers import check_optimizer
+from tatami.train import Trainer, tile
 
 ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 

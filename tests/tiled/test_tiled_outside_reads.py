@@ -17,8 +17,8 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
 from tatami.parallel import DataParallel
 from tatami.testing.worlds import World
-from tatami.tiled import Trainer, move
 from tatami.tiling import Layout
+from tatami.train import Trainer, move
 from tiled_rig import simple_layout, tiled
 
 SAMPLES = 8

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tatami.comm import AbstractCommunicator
-from tatami.comm.probe import measure_message_costs
+from tatami.comm.link_probe import measure_message_costs
+from tatami.model import overheads
+from tatami.model.overheads import measure_overheads, messages_of, overheads_of, small_model
 from tatami.testing.worlds import World
-from tatami.tiled import overheads
-from tatami.tiled.overheads import measure_overheads, messages_of, overheads_of, small_model
 from tiled_rig import Placed, simple_layout
 
 mse: Any = F.mse_loss  # as torch has no type for `backward`

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-import tatami.tiled.model
-import tatami.tiled.overlapped_sums
+import tatami.model.model
+import tatami.runtime.overlapped_sums
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, TrainingError
 from tatami.testing.worlds import World
-from tatami.tiled import TiledModel, move, tile
 from tatami.tiling import Layout
+from tatami.train import TiledModel, move, tile
 from tiled_rig import assert_close, simple_layout
 
 STEPS, SAMPLES = 6, 8
@@ -20,8 +20,8 @@ STEPS, SAMPLES = 6, 8
 
 @pytest.fixture(autouse=True)
 def _between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tatami.tiled.model, "may_overlap", lambda comm: comm.size > 1)
-    monkeypatch.setattr(tatami.tiled.overlapped_sums, "LEAST_BYTES", 0)
+    monkeypatch.setattr(tatami.model.model, "may_overlap", lambda comm: comm.size > 1)
+    monkeypatch.setattr(tatami.runtime.overlapped_sums, "LEAST_BYTES", 0)
 
 
 def fill(network: nn.Module) -> nn.Module:
@@ -161,7 +161,7 @@ def test_ranks_that_were_given_batches_of_different_sizes_are_told(world: World)
 @pytest.mark.ranks(2, 3)
 def test_a_pass_that_is_broken_off_ends_the_run_once_buckets_have_left(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the ranks still learn the order of gradients nothing has left, and the pass can be repeated."""
-    monkeypatch.setattr(tatami.tiled.overlapped_sums, "BUCKET_BYTES", 8)
+    monkeypatch.setattr(tatami.runtime.overlapped_sums, "BUCKET_BYTES", 8)
 
     def body(comm: AbstractCommunicator) -> None:
         model, inner = tiled(comm)

@@ -19,8 +19,8 @@ from tatami.checkpoints.state_codec import decode, encode
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import run_threads
 from tatami.errors import CheckpointError, InputError
-from tatami.tiled import TiledModel, whole_state_dict
 from tatami.tiling import Layout, StagedLayout
+from tatami.train import TiledModel, whole_state_dict
 from tiled_rig import assert_close, simple_layout, some_layouts, staged, tiled
 
 SAMPLES, BATCH, EPOCHS, SAVED_AT = 22, 8, 3, 4

@@ -14,13 +14,13 @@ from torch import nn
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import ModelError
+from tatami.partition.parts.split_logits import SplitLogits, split_logits
+from tatami.runtime.context import ModuleContext, RankContext
+from tatami.runtime.phases import Phases
+from tatami.runtime.tensor_parallel import ReplicaComm
 from tatami.testing.worlds import World
-from tatami.tiled import find_blocks, register, tile
-from tatami.tiled.context import ModuleContext, RankContext
-from tatami.tiled.parts.split_logits import SplitLogits, split_logits
-from tatami.tiled.phases import Phases
-from tatami.tiled.tensor_parallel import ReplicaComm
 from tatami.tiling import Span
+from tatami.train import find_blocks, register, tile
 from tiled_rig import simple_layout
 
 ROWS, TIME, CLASSES, WIDTH = 3, 4, 11, 5

@@ -12,10 +12,10 @@ from tatami.cluster import Cluster
 from tatami.cluster.link import NETWORK_LINK
 from tatami.comm import AbstractCommunicator
 from tatami.errors import PlanError
+from tatami.model.cluster_probe import probe
 from tatami.testing.slowdown import Slowdown
 from tatami.testing.worlds import World
-from tatami.tiled import tile
-from tatami.tiled.probe import probe
+from tatami.train import tile
 from tatami.workload import Workload
 from tiled_rig import Placed
 

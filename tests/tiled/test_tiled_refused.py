@@ -24,7 +24,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.comm.threads import run_threads
 from tatami.errors import CommTimeoutError, InputError, ModelError, PlanError
 from tatami.testing.worlds import World
-from tatami.tiled import TiledModel, Trainer, find_blocks, move, tile
+from tatami.train import TiledModel, Trainer, find_blocks, move, tile
 from tiled_rig import simple_layout, some_layouts, tiled
 
 
@@ -147,7 +147,7 @@ def test_ranks_that_disagree(world: World) -> None:
 
 
 def test_ranks_wait_longer_for_each_other_while_a_network_is_set_up_and_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("tatami.tiled.tile"), "SETUP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(importlib.import_module("tatami.model.tile"), "SETUP_TIMEOUT_S", 0.5)
     has_given_up = threading.Event()
 
     def body(comm: AbstractCommunicator) -> None:
@@ -315,7 +315,7 @@ def test_the_first_pass_does_not_import_the_compiler() -> None:
 
 
 def test_packages_are_found_without_their_own_import() -> None:
-    code = "import tatami; print(tatami.tiled.register.__name__, hasattr(tatami, 'tild'), hasattr(tatami, '_lazy'))"
+    code = "import tatami; print(tatami.train.register.__name__, hasattr(tatami, 'tild'), hasattr(tatami, '_lazy'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["register", "False", "False"]
 

@@ -18,11 +18,11 @@ from tatami.errors import CommError, PlanError
 from tatami.records import Records
 from tatami.retiling import Decision, Retiler, StagedDecision
 from tatami.retiling.watching import Found
+from tatami.runtime.stopwatch import HostStopwatch
 from tatami.testing.worlds import World
-from tatami.tiled import Check, IterationPhase, Retiling, TiledModel, Trainer, move, tile, whole_state_dict
-from tatami.tiled.own_times import _Probe
-from tatami.tiled.stopwatch import HostStopwatch
 from tatami.tiling import Layout
+from tatami.train import Check, IterationPhase, Retiling, TiledModel, Trainer, move, tile, whole_state_dict
+from tatami.train.own_times import _Probe
 from tiled_rig import assert_close, optimizers, simple_layout, tiled
 
 SAMPLES, UNITS = 256, 128

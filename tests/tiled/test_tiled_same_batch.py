@@ -16,10 +16,10 @@ from drawing import one_at_a_time
 from tatami.comm.agreement import DEBUG_VARIABLE
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError
+from tatami.runtime.same_batch import numbers_of
 from tatami.testing.worlds import World
-from tatami.tiled import TiledModel, Trainer
-from tatami.tiled.same_batch import numbers_of
 from tatami.tiling import Layout
+from tatami.train import TiledModel, Trainer
 from tiled_rig import assert_close, gradients, simple_layout, tiled, whole_gradients
 
 SAMPLES = 40

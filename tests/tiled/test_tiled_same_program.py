@@ -13,11 +13,11 @@ from equal_runs import check_case
 from networks import Batch, Case
 from torch import nn
 
+from tatami.partition.blocks import find_blocks
+from tatami.partition.tracing import tracing
+from tatami.partition.tracing.exporting import ModuleCall
+from tatami.partition.tracing.same_program import structure_of
 from tatami.testing.worlds import World
-from tatami.tiled.blocks import find_blocks
-from tatami.tiled.following import following
-from tatami.tiled.following.exporting import ModuleCall
-from tatami.tiled.following.same_program import structure_of
 
 FACTOR = {"now": 2.0}
 """What a layer may compute with that is no attribute of it."""
@@ -214,13 +214,13 @@ def test_a_program_is_not_used_after_a_global_that_it_was_made_with_has_changed(
 
 def test_what_many_layers_fail_with_is_found_out_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = []
-    compute = following._followed
+    compute = tracing._followed
 
     def counted(module: nn.Module, *rest: Any) -> Any:
         traced.append(module)
         return compute(module, *rest)
 
-    monkeypatch.setattr(following._TRACED, "_compute", counted)
+    monkeypatch.setattr(tracing._TRACED, "_compute", counted)
 
     class Branching(nn.Module):
         def __init__(self, index: int) -> None:

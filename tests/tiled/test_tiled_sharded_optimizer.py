@@ -14,9 +14,9 @@ from tatami.cluster import Cluster, Processor
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError, PlanError
 from tatami.testing.worlds import World
-from tatami.tiled import TiledModel, move, tile, whole_state_dict
 from tatami.tiling.memory import memory_bytes
 from tatami.tiling.sharding import rounds_of, shard_bounds, shard_shares
+from tatami.train import TiledModel, move, tile, whole_state_dict
 from tatami.workload import Workload
 from tiled_rig import WithUnused, assert_close, simple_layout
 

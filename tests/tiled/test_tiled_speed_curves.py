@@ -12,11 +12,11 @@ from torch import nn
 
 from tatami.cluster import Cluster, SpeedTable
 from tatami.comm import AbstractCommunicator
+from tatami.measure.speed_curves import SpeedCurve, measure_curves, measure_network_curves
+from tatami.measure.speeds import AbstractPass
+from tatami.partition.tracing.sample import Sample
 from tatami.testing.worlds import World
-from tatami.tiled import tile
-from tatami.tiled.following.sample import Sample
-from tatami.tiled.measure import AbstractPass
-from tatami.tiled.speed_curves import SpeedCurve, measure_curves, measure_network_curves
+from tatami.train import tile
 
 CPU = torch.device("cpu")
 
@@ -61,7 +61,7 @@ class Machine:
 def test_speeds_are_measured_up_to_where_they_grow_no_more(
     world: World, monkeypatch: pytest.MonkeyPatch, call_s: float, sample_s: float, options: dict[str, Any], sizes: list[int]
 ) -> None:
-    monkeypatch.setattr("tatami.tiled.speed_curves.memory_here", lambda: 2**32 * world.size)
+    monkeypatch.setattr("tatami.measure.speed_curves.memory_here", lambda: 2**32 * world.size)
 
     def body(comm: AbstractCommunicator) -> list[SpeedCurve]:
         machine = Machine(call_s=call_s, sample_s=sample_s * (1 + comm.rank))

@@ -10,10 +10,10 @@ from torch import nn
 
 from hand_clock import HandClock
 from tatami.comm.base import AbstractCommunicator
+from tatami.runtime.rows import Rows, UnitRuns, blocks, pack
 from tatami.testing.worlds import World
-from tatami.tiled import IterationPhase, Phases, PhaseTimes, measure_speed, measure_speeds, tile
-from tatami.tiled.rows import Rows, UnitRuns, blocks, pack
 from tatami.tiling import Span
+from tatami.train import IterationPhase, Phases, PhaseTimes, measure_speed, measure_speeds, tile
 from tatami.workload import Workload
 from tiled_rig import simple_layout, some_layouts
 

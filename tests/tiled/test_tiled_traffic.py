@@ -15,10 +15,10 @@ from tatami.comm import Recording
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.wrapper import Call
 from tatami.sim.allreduce.rounds import part_of
-from tatami.sim.tiling.floor import Floor
+from tatami.sim.tiling.iteration_plan import Floor
 from tatami.testing.worlds import World
-from tatami.tiled import TiledModel, move, tile
 from tatami.tiling import Layout, SumKind
+from tatami.train import TiledModel, move, tile
 from tiled_rig import Network, Placed, hosts_of, layouts, networks, some_layouts, tiled, uneven_cluster
 
 pytestmark = pytest.mark.mpi

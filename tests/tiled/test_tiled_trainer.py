@@ -22,7 +22,7 @@ from tatami.errors import InputError, ModelError, OutputExistsError
 from tatami.records import Records
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
-from tatami.tiled import History, TiledModel, Trainer
+from tatami.train import History, TiledModel, Trainer
 from tiled_rig import some_layouts, tiled
 
 SAMPLES = 23

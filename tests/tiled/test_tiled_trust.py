@@ -19,8 +19,8 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError
 from tatami.parallel import DataParallel
 from tatami.testing.worlds import World
-from tatami.tiled import TiledModel, Trainer, WeightAverage, move, tile, whole_state_dict
 from tatami.tiling import Layout
+from tatami.train import TiledModel, Trainer, WeightAverage, move, tile, whole_state_dict
 from tiled_rig import assert_close, gradients, simple_layout, whole_gradients
 
 SAMPLES = 12

@@ -18,7 +18,7 @@ from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, ModelError
 from tatami.retiling import Retiler
 from tatami.testing.worlds import World
-from tatami.tiled import History, TiledModel, Trainer, tile, whole_state_dict
+from tatami.train import History, TiledModel, Trainer, tile, whole_state_dict
 from tiled_rig import assert_close, gradients, some_layouts, tiled
 
 SAMPLES = 23
@@ -212,7 +212,7 @@ def test_tied_and_frozen_weights_from_the_first_batch(world: World, kind: str) -
 
 
 def tile_quietly(network: nn.Module, comm: AbstractCommunicator, *, equal: bool, **options: Any) -> TiledModel:
-    from tatami.tiled import tile
+    from tatami.train import tile
 
     assert options["sample"] is not None
     return tile(network, comm, speeds="equal" if equal else "measure", quiet=True, **options)

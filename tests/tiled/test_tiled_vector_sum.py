@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tatami.comm.base import AbstractCommunicator
+from tatami.runtime.vector_sum import VectorSum
 from tatami.testing.worlds import World
-from tatami.tiled.vector_sum import VectorSum
 from tatami.tiling.traffic import sum_algorithm
 
 pytestmark = pytest.mark.mpi

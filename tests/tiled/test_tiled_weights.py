@@ -26,7 +26,7 @@ from tatami.comm.threads import run_threads
 from tatami.errors import CheckpointError, CommTimeoutError, ModelError, NotFiniteError, OutputExistsError
 from tatami.retiling import Controller, Decision, DecisionKind, Retiler
 from tatami.testing.worlds import World
-from tatami.tiled import Trainer, check_weights, load_model, load_whole_state_dict, save_model, whole_state_dict
+from tatami.train import Trainer, check_weights, load_model, load_whole_state_dict, save_model, whole_state_dict
 from tiled_rig import assert_close, optimizers, simple_layout, some_layouts, tiled
 
 SAMPLES = 12

@@ -14,14 +14,14 @@ from torch import nn
 from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import InputError, PlanError
+from tatami.runtime.gradient_exchange import GradientExchange
+from tatami.runtime.rows import ONE_EACH, Rows
+from tatami.runtime.vector_sum import VectorSum
 from tatami.testing.worlds import World
-from tatami.tiled import Trainer, tile
-from tatami.tiled.gradient_exchange import GradientExchange
-from tatami.tiled.rows import ONE_EACH, Rows
-from tatami.tiled.vector_sum import VectorSum
 from tatami.tiling import AlphaBetaCost, Tiling, traffic_of
 from tatami.tiling.bounds import time_bound_s, volume_bytes
 from tatami.tiling.traffic import size_digits
+from tatami.train import Trainer, tile
 from tatami.workload import WIRES, Workload, net_workload
 from tiled_rig import Placed, gradients, hosts_of, simple_layout, some_layouts, tiled, whole_gradients
 

@@ -13,12 +13,12 @@ from networks import CASES, Batch, Case, build
 from torch import nn
 
 from tatami.comm.base import AbstractCommunicator
+from tatami.partition.tracing.capturing import capture
+from tatami.partition.tracing.sample import Sample
+from tatami.runtime.empty_batch import with_stand_in, without_stand_in
 from tatami.testing.worlds import World
-from tatami.tiled import TiledModel, tile
-from tatami.tiled.following.capturing import capture
-from tatami.tiled.following.sample import Sample
-from tatami.tiled.standing_in import with_stand_in, without_stand_in
 from tatami.tiling import Layout
+from tatami.train import TiledModel, tile
 from tiled_rig import assert_close, gradients, simple_layout, some_layouts, whole_gradients
 
 TOKENS, FEATURES, WIDTH, HEADS = 5, 3, 8, 4

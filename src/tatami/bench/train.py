@@ -17,9 +17,9 @@ from torch import nn
 
 from tatami.bench.interleaved import interleaved, machine, start_gloo
 from tatami.comm.base import AbstractCommunicator
-from tatami.tiled import TiledModel, Trainer, tile
-from tatami.tiled.losses import Loss
+from tatami.runtime.losses import Loss
 from tatami.tiling import DEFAULT_PLANNER
+from tatami.train import TiledModel, Trainer, tile
 from tatami.workload import parse_net
 
 

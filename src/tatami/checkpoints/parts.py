@@ -29,7 +29,7 @@ class PartOfWeights(OrderedDict[str, Any]):
     def __reduce__(self) -> Any:
         warn(
             "this state dict has only the units that its rank holds, so what is saved is a part of the weights. All of them: "
-            "tatami.tiled.save_model(model, path) or tatami.tiled.whole_state_dict(model), which all ranks call; all of "
+            "tatami.train.save_model(model, path) or tatami.train.whole_state_dict(model), which all ranks call; all of "
             "training: tatami.save_training"
         )
         return OrderedDict, (), vars(self), None, iter(self.items())
@@ -71,7 +71,7 @@ def check_units(given: Any, own: Units) -> None:
             raise CheckpointError(
                 f"this state dict has {_told(there)} of block {number}, and this rank holds {_told(here)}: it was saved by "
                 "another rank, or under another layout. tatami.load_training loads what tatami.save_training wrote on any "
-                "ranks and layout; tatami.tiled.load_whole_state_dict takes whole weights"
+                "ranks and layout; tatami.train.load_whole_state_dict takes whole weights"
             )
 
 

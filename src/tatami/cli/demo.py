@@ -16,8 +16,8 @@ from tatami.cli.options import epilog
 from tatami.cli.terminal import show, show_json, tell, width
 
 if TYPE_CHECKING:
-    from tatami.cli.job import Prepared
     from tatami.cli.training import TrainingOutcome
+    from tatami.cli.training_job import Prepared
     from tatami.comm import AbstractCommunicator
     from tatami.doctor import MachineLoad
     from tatami.report import Efficiency
@@ -48,9 +48,9 @@ def demo(
     First split evenly, then tiled by SRPM, which is told the speeds, then re-tiled while it trains by DRPM, which is told
     nothing. The times stand side by side in the end, and all three end with the same loss.
     """
-    from tatami.cli.job import prepare
     from tatami.cli.ranks import on_ranks
     from tatami.cli.train_job import TrainJob
+    from tatami.cli.training_job import prepare
     from tatami.outputs import check_folder, check_output
 
     check_folder(out)

@@ -127,7 +127,7 @@ def shell(
 ) -> None:
     """Open a shell on a host of a lab, under the quota of the host's first processor."""
     from tatami.lab import Lab, running_lab
-    from tatami.lab.job import FIRST, spawn_on
+    from tatami.lab.launched_job import FIRST, spawn_on
     from tatami.lab.needs import require_lab
 
     require_lab()

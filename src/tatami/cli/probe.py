@@ -56,8 +56,8 @@ def probe(
     (CPU time over its share of a core). Links are round trips of small and of large messages, one link at a time.
     """
     from tatami.cli.ranks import num_started, on_ranks
-    from tatami.tiled.probe import probe as measure
-    from tatami.tiled.probe import probe_network as measure_for
+    from tatami.model.cluster_probe import probe as measure
+    from tatami.model.cluster_probe import probe_network as measure_for
 
     check_device(device, hosts=hosts)
     workload = net_workload(net, samples=samples)

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from tatami.cli.job import Prepared
+from tatami.cli.training_job import Prepared
 from tatami.clock import NO_PACE, SystemClock
 from tatami.comm import AbstractCommunicator
 from tatami.report.measured_rounds import LEAST_ROUNDS, EfficiencyRound
 from tatami.testing.slowdown import Slowdown
-from tatami.tiled import Callback
+from tatami.train import Callback
 
 BETWEEN = 4
 """Iterations between two measurements; the last rounds of a run are measured, when it has settled."""

@@ -11,8 +11,8 @@ from tatami.cli.terminal import show_json
 from tatami.cli.train_job import TrainJob
 
 if TYPE_CHECKING:
-    from tatami.cli.job import Prepared
     from tatami.cli.training import TrainingOutcome
+    from tatami.cli.training_job import Prepared
     from tatami.comm import AbstractCommunicator
 
 EPILOG = epilog(
@@ -33,8 +33,8 @@ def train(job: TrainJob) -> None:
     The result is that of one machine, up to rounding, for every tiling. --speeds says what the planner assumes about the
     machines; --emulate also makes the ranks that slow. Everything is checked before anything is started or written.
     """
-    from tatami.cli.job import check_outputs, prepare
     from tatami.cli.ranks import check_backend, num_started, on_ranks
+    from tatami.cli.training_job import check_outputs, prepare
 
     check_backend(job.backend)
     check_device(job.device, hosts=job.hosts)
@@ -47,9 +47,9 @@ def train(job: TrainJob) -> None:
 
 
 def _train_rank(prepared: Prepared, comm: AbstractCommunicator) -> TrainingOutcome:
-    from tatami.cli.job import check_outputs
     from tatami.cli.ranks import log_on_rank_0, progress_of
     from tatami.cli.training import plot_course, show_outcome, tell_emulation, train
+    from tatami.cli.training_job import check_outputs
 
     job = prepared.job
     log_on_rank_0(comm)

@@ -12,19 +12,19 @@ from typing import Any, Literal
 import torch
 from rich.text import Text
 
-from tatami.cli.job import Prepared
 from tatami.cli.terminal import show, tell, width
+from tatami.cli.training_job import Prepared
 from tatami.clock import NO_PACE, Pace
 from tatami.comm import AbstractCommunicator
 from tatami.datasets import Dataset
+from tatami.model.describing_stages import StagesDescription
 from tatami.progress import Progress
 from tatami.records import Records
 from tatami.report import CoursePoint, blank, draw_course, draw_text, save
 from tatami.retiling import DecisionKind
 from tatami.testing.slowdown import Slowdown
-from tatami.tiled import Callback, History, Metric, Trainer, tile
-from tatami.tiled.describing_stages import StagesDescription
 from tatami.tiling import Tiling
+from tatami.train import Callback, History, Metric, Trainer, tile
 from tatami.units import format_duration
 
 STEADY = 20

@@ -12,7 +12,7 @@ import torch
 from tatami.collective import Sync
 from tatami.comm.reduction import Op
 from tatami.comm.refusals import Refusals
-from tatami.comm.roll_call import AbstractRollCall
+from tatami.comm.stall_report import AbstractRollCall
 from tatami.comm.transport import Route, Transport
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow, refuse_windows
 

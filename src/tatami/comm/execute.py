@@ -14,11 +14,11 @@ import torch
 
 from tatami.collective import Native, Phase, RankGroup, Role, Schedule, Step, Sync
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.epochs import EPOCHS, AbstractEpochs
 from tatami.comm.groups import GroupCommunicators
-from tatami.comm.loads import loads_and_stores
+from tatami.comm.put_sync import EPOCHS, AbstractEpochs
 from tatami.comm.reduction import HALF_DTYPES, Reduction, divide
 from tatami.comm.rounds import MessageRound
+from tatami.comm.shared_sum import loads_and_stores
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow
 from tatami.errors import InputError, ScheduleError
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import final
 
 from tatami.comm.pmi import PmiServer
-from tatami.comm.roll_call import format_ranks
 from tatami.comm.session import FAILURES, WATCHED
 from tatami.comm.signals import StopRequest, end_with_parent
+from tatami.comm.stall_report import format_ranks
 from tatami.errors import CommError
 
 LOOK_S = 0.05

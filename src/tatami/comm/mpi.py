@@ -22,8 +22,8 @@ from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest
 from tatami.comm.checked import MAX_TAG
 from tatami.comm.mpi_window import AbstractMpiCommunicator, MpiSharedWindow, MpiWindow
 from tatami.comm.reduction import Op, combine
-from tatami.comm.roll_call import AbstractRollCall, MpiRollCall, ProcessPlace
 from tatami.comm.session import abandoned, hold, load_mpi, say_goodbye_with, stop_all_ranks, takes_cuda
+from tatami.comm.stall_report import AbstractRollCall, MpiRollCall, ProcessPlace
 from tatami.comm.transport import Transport
 from tatami.comm.wait import Waiting, wait_policy, wait_until
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow, check_window

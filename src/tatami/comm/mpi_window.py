@@ -17,7 +17,7 @@ import torch
 from tatami.clock import Clock
 from tatami.collective import Sync
 from tatami.comm.checked import CheckedCommunicator
-from tatami.comm.meeting import CounterBarrier, notices, polls_before_yield
+from tatami.comm.memory_barrier import CounterBarrier, notices, polls_before_yield
 from tatami.comm.reduction import Op
 from tatami.comm.session import WATCHDOG
 from tatami.comm.wait import WaitPolicy

@@ -28,8 +28,8 @@ from tatami.clock import Clock, SystemClock
 from tatami.collective import RankGroup, Via, build
 from tatami.comm.allreduce import AUTO, AllReduce, AllReduceSpec
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
-from tatami.comm.loads import loads_and_stores
 from tatami.comm.reduction import HALF_DTYPES, Op, Reduction, divide
+from tatami.comm.shared_sum import loads_and_stores
 from tatami.comm.wait import Waiting, wait_policy, wait_until
 from tatami.comm.window import AbstractSharedWindow
 from tatami.errors import InputError

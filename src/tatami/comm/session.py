@@ -20,7 +20,7 @@ from types import ModuleType, TracebackType
 from typing import Any, Never
 
 from tatami.clock import Clock, SystemClock
-from tatami.comm.roll_call import AbstractRollCall
+from tatami.comm.stall_report import AbstractRollCall
 from tatami.comm.wait import WaitPolicy, wait_until
 from tatami.errors import MissingExtraError, shortened
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import final
 
-from tatami.comm.door import PROOF_BYTES, AbstractMeeting, Address, Look, Whereabouts, hello, wait, welcome
 from tatami.comm.job_token import TOKEN_VARIABLE
+from tatami.comm.rendezvous import PROOF_BYTES, AbstractMeeting, Address, Look, Whereabouts, hello, wait, welcome
 from tatami.comm.tcp_connection import Key, TcpConnection, Transfer
 from tatami.errors import CommError
 

@@ -9,7 +9,7 @@ import torch
 
 from tatami.collective import Sync
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.meeting import meet, notices
+from tatami.comm.memory_barrier import meet, notices
 from tatami.comm.reduction import Op, combine
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow, check_access, check_epoch_call, check_window_open
 

@@ -25,10 +25,10 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from tatami.comm.base import DEFAULT_TIMEOUT_S, AbstractRequest
-from tatami.comm.door import AbstractMeeting, StoreMeeting, Whereabouts
 from tatami.comm.job_token import job_token
 from tatami.comm.nccl_collectives import AbstractNcclCollectives, abandoned
-from tatami.comm.roll_call import StoreRollCall, format_ranks
+from tatami.comm.rendezvous import AbstractMeeting, StoreMeeting, Whereabouts
+from tatami.comm.stall_report import StoreRollCall, format_ranks
 from tatami.comm.tcp_mesh import TcpMesh
 from tatami.comm.threads import single_communicator
 from tatami.comm.torchdist_waits import MessageRequest, said_by

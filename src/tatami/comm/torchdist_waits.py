@@ -13,7 +13,7 @@ import torch
 from tatami.clock import SystemClock
 from tatami.comm.base import AbstractRequest
 from tatami.comm.checked import CheckedCommunicator, as_bytes
-from tatami.comm.roll_call import AbstractRollCall
+from tatami.comm.stall_report import AbstractRollCall
 from tatami.comm.tcp_connection import Transfer
 from tatami.comm.tcp_mesh import TcpMesh
 from tatami.comm.wait import Waiting, WaitPolicy

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from tatami.comm.roll_call import format_ranks
+from tatami.comm.stall_report import format_ranks
 
 
 class Transport(Enum):

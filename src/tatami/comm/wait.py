@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tatami.clock import Clock
-from tatami.comm.roll_call import AbstractRollCall, format_ranks
+from tatami.comm.stall_report import AbstractRollCall, format_ranks
 from tatami.errors import CommTimeoutError, InputError
 
 WAIT_VARIABLE = "TATAMI_WAIT"

@@ -13,7 +13,7 @@ from tatami.collective import Sync
 from tatami.comm.base import AbstractCommunicator, AbstractRequest
 from tatami.comm.reduction import Op
 from tatami.comm.refusals import Refusals
-from tatami.comm.roll_call import AbstractRollCall
+from tatami.comm.stall_report import AbstractRollCall
 from tatami.comm.transport import Route, Transport
 from tatami.comm.window import AbstractSharedWindow, AbstractWindow
 

@@ -1,7 +1,7 @@
 """What is here, what differs between hosts and what stands between them; and what to do about it."""
 
 from tatami.doctor.diagnosis import Diagnosis, compared, connected, diagnosed, steps_to_take
-from tatami.doctor.facts import HostFacts, facts_here
+from tatami.doctor.host_facts import HostFacts, facts_here
 from tatami.doctor.hosts import Examination, examine
 from tatami.doctor.load import LoadWatch, MachineLoad
 from tatami.doctor.trials import Trial, tried

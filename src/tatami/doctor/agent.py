@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from tatami.doctor.facts import facts_here
+from tatami.doctor.host_facts import facts_here
 
 MARK = "tatami doctor: "
 WORD = b"tatami\n"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tatami.distribution import pip_command
-from tatami.doctor.facts import PACKAGES, HostFacts
+from tatami.doctor.host_facts import PACKAGES, HostFacts
 from tatami.units import format_duration, format_size
 
 SHARED_BYTES = 256 << 20

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from tatami.doctor.agent import MARK
-from tatami.doctor.facts import HostFacts
+from tatami.doctor.host_facts import HostFacts
 from tatami.errors import InputError, shortened
 
 SHELL_VARIABLE = "HYDRA_LAUNCHER_EXEC"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tatami.doctor.diagnosis import Diagnosis
-from tatami.doctor.facts import HostFacts
+from tatami.doctor.host_facts import HostFacts
 from tatami.errors import shortened
 
 LIMIT_S = 120.0

@@ -4,7 +4,7 @@ from tatami.elastic.launch import ElasticResult, run_elastic
 from tatami.elastic.settings import ElasticContext, ElasticControl, ElasticSettings
 from tatami.elastic.steps import RepairedStep, Steps, steps
 from tatami.report.elastic_run import ElasticReport, MemberChange
-from tatami.tiled.repairing import Stateful
+from tatami.state.repairing import Stateful
 
 __all__ = [
     "ElasticContext",

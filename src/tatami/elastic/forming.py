@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from tatami.comm.base import AbstractCommunicator
-from tatami.comm.door import Door, KnownMeeting, Whereabouts
 from tatami.comm.elastic import ElasticCommunicator
-from tatami.comm.roll_call import ProcessPlace
+from tatami.comm.rendezvous import Door, KnownMeeting, Whereabouts
+from tatami.comm.stall_report import ProcessPlace
 from tatami.comm.threads import single_communicator
 from tatami.comm.torchdist import TorchdistCommunicator
 from tatami.elastic.orders import Assignment

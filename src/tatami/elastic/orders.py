@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tatami.cluster import Link, Processor
-from tatami.comm.door import Whereabouts
+from tatami.comm.rendezvous import Whereabouts
 from tatami.membership import Dismiss, Regroup, Restart
 from tatami.tiling import Layout, StagedLayout
 from tatami.workload import Workload

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from tatami.comm.door import TOKEN_BYTES
+from tatami.comm.rendezvous import TOKEN_BYTES
 from tatami.elastic.forming import keep_store
 from tatami.elastic.orders import Assignment, HaltAnswer, Order, Report
 from tatami.elastic.rank_process import RankProcess

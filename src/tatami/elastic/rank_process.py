@@ -28,7 +28,7 @@ from tatami.elastic.settings import MomentHook
 from tatami.elastic.steps import repairs_of_fit
 from tatami.engine.processes import Identity, identity
 from tatami.errors import CommError
-from tatami.tiled.repairing import BeginAgain, set_repairs
+from tatami.state.repairing import BeginAgain, set_repairs
 
 _COLLECT_S = 5.0
 

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from tatami.cluster import Cluster, Link, Processor
-from tatami.comm.door import TOKEN_BYTES, Whereabouts
+from tatami.comm.rendezvous import TOKEN_BYTES, Whereabouts
 from tatami.elastic.history import RunHistory
 from tatami.elastic.orders import (
     CarriedOut,

@@ -14,8 +14,8 @@ import torch
 
 from tatami.clock import Clock, SystemClock
 from tatami.cluster import Cluster
-from tatami.comm.door import Whereabouts
 from tatami.comm.elastic import ElasticCommunicator
+from tatami.comm.rendezvous import Whereabouts
 from tatami.elastic.forming import Connections
 from tatami.elastic.order_box import OrderBox
 from tatami.elastic.orders import Assignment, CarriedOut, EnteredLoop, GotStuck, HaltAnswer, RegroupOrder, Report, WantsToLeave
@@ -23,7 +23,7 @@ from tatami.elastic.sections import OpenSection, Sections
 from tatami.elastic.settings import Moment, MomentHook
 from tatami.errors import CommError, InputError
 from tatami.membership import Dismiss, Regroup, Restart
-from tatami.tiled.repairing import BeginAgain
+from tatami.state.repairing import BeginAgain
 
 _Value = TypeVar("_Value")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from tatami.model.model import TiledModel
 from tatami.retiling import Decision, Retiler, StagedDecision, StagedWatcher, Watcher
-from tatami.tiled.model import TiledModel
-from tatami.tiled.own_times import OwnTimes
+from tatami.train.own_times import OwnTimes
 
 _FIRST_S = 0.2
 """What a re-tiling costs beside its rows until one was measured: all ranks stop, and form a new group."""

@@ -24,8 +24,8 @@ from typing import Any, Self
 import torch
 
 from tatami.cluster import Cluster
-from tatami.comm.door import Whereabouts
-from tatami.elastic.heeding import heed, tell_moments
+from tatami.comm.rendezvous import Whereabouts
+from tatami.elastic.abort_hooks import heed, tell_moments
 from tatami.elastic.orders import EnteredLoop, WantsLayout
 from tatami.elastic.sections import OpenSection
 from tatami.elastic.session import Session, current_session
@@ -33,15 +33,15 @@ from tatami.elastic.settings import Moment
 from tatami.elastic.speed_watch import SpeedWatch
 from tatami.errors import CommError, InputError, warn
 from tatami.membership import Regroup
+from tatami.model.model import TiledModel
+from tatami.runtime.optimizers import check_optimizer
+from tatami.runtime.phases import IterationPhase
+from tatami.runtime.random_state import random_state, set_random_state
 from tatami.stages.stand_in import StandIn
-from tatami.tiled.mirroring import MirrorTensors
-from tatami.tiled.model import TiledModel
-from tatami.tiled.optimizers import check_optimizer
-from tatami.tiled.own_times import OwnTimes
-from tatami.tiled.phases import IterationPhase
-from tatami.tiled.random_state import random_state, set_random_state
-from tatami.tiled.relaying import common_state, load_common_state, relay, tell_newcomers
-from tatami.tiled.repairing import FitState, Stateful
+from tatami.state.mirroring import MirrorTensors
+from tatami.state.regroup import common_state, load_common_state, relay, tell_newcomers
+from tatami.state.repairing import FitState, Stateful
+from tatami.train.own_times import OwnTimes
 
 LEAST_SPEED = 0.01
 """Of the fastest rank's: one without a tile that is slower would delay the messages of every step, and leaves."""
@@ -140,7 +140,7 @@ class Steps:
         return RepairedStep(self)
 
     def whole(self, body: Callable[[], Any]) -> Any:
-        """What `body`, a collective such as `tatami.tiled.whole_state_dict(model)`, returns; again where a rank dies in it."""
+        """What `body`, a collective such as `tatami.train.whole_state_dict(model)`, returns; again where a rank dies in it."""
         return body() if self.session is None else self.session.section(body)
 
     def leave(self) -> None:

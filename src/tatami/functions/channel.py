@@ -14,7 +14,7 @@ import torch
 from tatami.clock import Clock, SystemClock
 from tatami.comm.base import AbstractCommunicator
 from tatami.comm.checked import as_bytes
-from tatami.comm.roll_call import format_ranks
+from tatami.comm.stall_report import format_ranks
 from tatami.comm.wait import WaitPolicy, wait_until
 from tatami.errors import CommError, CommTimeoutError, RankDiedError
 from tatami.functions.chain import chains_of

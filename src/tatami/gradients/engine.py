@@ -15,9 +15,9 @@ the weight.
         the pass ends                                _finish       weighs, sums over the owners, adds to what was put aside
 
 Who holds what, and how sums travel, is known to the `AbstractGradientSums` of the model (base.py): of a tiled model the owners
-of each block exchange the units they share (`tatami.tiled.owner_sums`); where each rank is a replica, as in `DataParallel` and
-in tiled models on several hosts (`tatami.tiled.overlapped_sums`), gradients travel in buckets while the backward pass still
-computes (bucketed_sums.py), through shared windows within a host and by messages between hosts (`tatami.comm.overlap`).
+of each block exchange the units they share (`tatami.runtime.owner_sums`); where each rank is a replica, as in `DataParallel`
+and in tiled models on several hosts (`tatami.runtime.overlapped_sums`), gradients travel in buckets while the backward pass
+still computes (bucketed_sums.py), through shared windows within a host and by messages between hosts (`tatami.comm.overlap`).
 
 A hook of a parameter sees the gradient of one backward pass, before it is added to `.grad`. So what is equal on all ranks is
 never summed again, whatever the user accumulates, and a parameter without part in the pass keeps what it has. Where

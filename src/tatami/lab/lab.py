@@ -20,11 +20,20 @@ from tatami.comm.signals import ending_as_exception, undisturbed
 from tatami.errors import InputError, LabError, warn
 from tatami.lab.events import LabEvent
 from tatami.lab.groups import FREE, AbstractGroups, find_groups
-from tatami.lab.job import FIRST, JOB_VARIABLE, RANK_MODULE, LabJob, environment_of, mpi_command, spawn_on, write_launch_script
+from tatami.lab.lab_state import LabState, new_state, take_away, write_pace
+from tatami.lab.launched_job import (
+    FIRST,
+    JOB_VARIABLE,
+    RANK_MODULE,
+    LabJob,
+    environment_of,
+    mpi_command,
+    spawn_on,
+    write_launch_script,
+)
 from tatami.lab.needs import require_lab
 from tatami.lab.network import Network, kernel_delays
 from tatami.lab.plan import BALANCE, LARGEST_SHARE, NATIVE_LATENCY_S, SWITCH, Host, LabPlan, plan_lab, switch_address
-from tatami.lab.state import LabState, new_state, take_away, write_pace
 from tatami.units import format_duration, format_size, parse_bandwidth, parse_size
 
 

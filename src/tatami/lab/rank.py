@@ -16,8 +16,8 @@ import torch  # noqa: F401
 
 from tatami.comm import runner
 from tatami.lab.enter import join, read
+from tatami.lab.lab_state import pace_file
 from tatami.lab.pacing import Pacing
-from tatami.lab.state import pace_file
 
 PRELOAD_VARIABLE = "TATAMI_LAB_PRELOAD"
 

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from tatami.report.drawing import draw_text
     from tatami.report.machines import MachineLine, display_names, machine_lines, machine_table
     from tatami.report.measured_rounds import Efficiency, EfficiencyRound, efficiency
-    from tatami.report.phases import draw_schedule
     from tatami.report.picture import FORMATS, blank, check_path, save
     from tatami.report.ray_runs import draw_members
     from tatami.report.recommended import is_same, plan_table, recommendation, time_words
+    from tatami.report.schedule_drawing import draw_schedule
     from tatami.report.shares import draw_shares
     from tatami.report.staged import piece_words, staged_lines, staged_recommendation, staged_time_words
     from tatami.report.tables import MethodResult, Table, run_table, sized_table
@@ -70,7 +70,7 @@ if not TYPE_CHECKING:
             "tatami.report.measured_rounds": ("Efficiency", "EfficiencyRound", "efficiency"),
             "tatami.report.machines": ("MachineLine", "display_names", "machine_lines", "machine_table"),
             "tatami.report.ray_runs": ("draw_members",),
-            "tatami.report.phases": ("draw_schedule",),
+            "tatami.report.schedule_drawing": ("draw_schedule",),
             "tatami.report.picture": ("FORMATS", "blank", "check_path", "save"),
             "tatami.report.recommended": ("is_same", "plan_table", "recommendation", "time_words"),
             "tatami.report.shares": ("draw_shares",),

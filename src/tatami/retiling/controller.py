@@ -11,7 +11,7 @@ from tatami.retiling.deciding import AbstractDecider
 from tatami.retiling.decision import Decision, DecisionKind, Verdict, tell
 from tatami.retiling.moves import moves
 from tatami.retiling.published import published
-from tatami.retiling.replicas import forecast
+from tatami.retiling.replica_cuts import forecast
 from tatami.retiling.settling import MEMORY, settling
 from tatami.retiling.situation import SIGNALS, Signal, Situation, Window, points
 from tatami.retiling.timing import Timing

@@ -18,7 +18,7 @@ from tatami.cluster import Cluster, SpeedTable, speed_at
 from tatami.retiling.alarms import Alarm
 from tatami.retiling.link_watch import LinkWatch, WatchedMessage
 from tatami.retiling.noticing import WINDOW, Detector, Vector
-from tatami.retiling.replicas import works_of
+from tatami.retiling.replica_cuts import works_of
 from tatami.retiling.sizes import LEAST_DIFFERENCE, SizedTimes
 from tatami.tiling import Layout
 from tatami.workload import Workload

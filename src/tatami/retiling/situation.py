@@ -9,7 +9,7 @@ from typing import Literal
 from tatami.cluster import Cluster, SpeedTable, at_sizes
 from tatami.errors import MemoryLackError
 from tatami.retiling.ability import Balance, Point, balance, estimate
-from tatami.retiling.replicas import Forecast, forecast, recut, works_of
+from tatami.retiling.replica_cuts import Forecast, forecast, recut, works_of
 from tatami.retiling.retiler import Retiler
 from tatami.retiling.timing import Timing
 from tatami.tiling import AbstractCost, AbstractPlanner, AlphaBetaCost, Layout, at_tiles, find_planner, with_speeds

@@ -18,9 +18,9 @@ from tatami.cluster import Cluster, SpeedTable
 from tatami.errors import PlanError
 from tatami.retiling.alarms import Alarm, Glance, tell_alarm
 from tatami.retiling.decision import DecisionKind, tell_speeds
-from tatami.retiling.levels import carried_s
 from tatami.retiling.noticing import Detector, Vector
-from tatami.retiling.rental import Rental
+from tatami.retiling.options import carried_s
+from tatami.retiling.ski_rental import Rental
 from tatami.retiling.watching import OneRankPlans, plan_here
 from tatami.tiling import AlphaBetaCost, StagedLayout, StagedPlan, with_speeds
 from tatami.tiling.speeds import at_paces

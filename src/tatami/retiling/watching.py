@@ -2,11 +2,11 @@
 
 1. *Notice*: `tatami.retiling.estimates` watches the compute time per work of every processor, and the links. An alarm says
    which one changed, since when, and how fast it is now. Without an alarm a level follows slow drifts by itself.
-2. *Weigh*: `tatami.retiling.levels` says what an iteration takes as the tiles lie, what it would take after moving little or
+2. *Weigh*: `tatami.retiling.options` says what an iteration takes as the tiles lie, what it would take after moving little or
    much, and what moving costs. A gain counts from `CERTAINTY` standard errors of the slowest processor's speed on, so that
    noise alone moves nothing.
-3. *Pay*: each thing that could be done has an account (`tatami.retiling.rental`). It is done before the loss since the change
-   would exceed its price: at most twice the cost of an oracle that knows how long the change lasts.
+3. *Pay*: each thing that could be done has an account (`tatami.retiling.ski_rental`). It is done before the loss since the
+   change would exceed its price: at most twice the cost of an oracle that knows how long the change lasts.
 
 As long as nothing is to be gained, an iteration costs one step of the estimates' arrays, and nothing is weighed.
 
@@ -31,13 +31,13 @@ from tatami.retiling.alarms import Alarm, Glance, tell_alarm
 from tatami.retiling.deciding import AbstractDecider
 from tatami.retiling.decision import Decision, DecisionKind, tell_speeds
 from tatami.retiling.estimates import Estimates
-from tatami.retiling.levels import Level, levels
 from tatami.retiling.link_watch import LinkWatch, WatchedMessage
 from tatami.retiling.moves import moves
 from tatami.retiling.noticing import Vector
-from tatami.retiling.rental import Rental, expected_rest
-from tatami.retiling.replicas import works_of
+from tatami.retiling.options import Level, levels
+from tatami.retiling.replica_cuts import works_of
 from tatami.retiling.situation import Situation
+from tatami.retiling.ski_rental import Rental, expected_rest
 from tatami.retiling.timing import Timing
 from tatami.tiling import Layout
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from tatami.engine.crew import Crew, Member
 from tatami.report.server_run import Failure, RunReport, RunStatus
 from tatami.server import events as ev
+from tatami.server.coordinator import Coordinator
 from tatami.server.ledger import Ledger
 from tatami.server.protocol import Protocol
-from tatami.server.state import Coordinator
 
 
 class RunControl:

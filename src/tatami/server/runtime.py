@@ -18,6 +18,7 @@ from tatami.errors import CheckpointError, ModelError, NotFiniteError, TrainingE
 from tatami.report.server_run import Failure, RunReport
 from tatami.server import actions as act
 from tatami.server import events as ev
+from tatami.server.coordinator import Coordinator
 from tatami.server.ledger import Ledger, Sink
 from tatami.server.optimizers import Vector
 from tatami.server.pieces import cut
@@ -26,7 +27,6 @@ from tatami.server.run_control import RunControl
 from tatami.server.saving import Terms
 from tatami.server.server_process import ServerProcess
 from tatami.server.standing import RunPhase
-from tatami.server.state import Coordinator
 from tatami.server.storage import Published, Storage
 from tatami.server.witness import Witness, aftermath
 from tatami.server.worker_process import TaskOutcome, WorkerProcess, packed

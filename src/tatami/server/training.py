@@ -16,6 +16,7 @@ from tatami.engine.ray_watch import RayWatch, ray_processes
 from tatami.errors import CheckpointError, InputError, warn
 from tatami.report.server_run import RunReport
 from tatami.server import checkpoints
+from tatami.server.coordinator import Coordinator
 from tatami.server.learner import Course, LossFn, ModelFn, TrainingSpec, flatten, signature
 from tatami.server.optimizers import AbstractOptimizer, Vector
 from tatami.server.pieces import cut
@@ -25,7 +26,6 @@ from tatami.server.run_context import RunContext
 from tatami.server.run_settings import RunSettings
 from tatami.server.saving import Saved, Terms
 from tatami.server.shard import COUNT, PARAMETERS
-from tatami.server.state import Coordinator
 from tatami.server.witness import Witness
 from tatami.units import format_size
 

@@ -43,7 +43,7 @@ class Workload:
         replicated_flop_per_sample: what those layers cost each rank, forward and backward, for each of its samples.
         sample_flop: what else a rank spends on each of its samples, however few units it has: reading the inputs and filling
             the outputs costs the same for one unit as for all. In flop at the rank's speed; 0 where it was not measured
-            (`tatami.tiled.measure_sample_flop`).
+            (`tatami.train.measure_sample_flop`).
         element_bytes: 4 for float32.
         wire: one of `WIRES`: what is summed over ranks is rounded to it on its way; None: it travels as it is.
         state_bytes_per_parameter: what a processor keeps for each trained weight: the weight, its gradient, the optimizer's

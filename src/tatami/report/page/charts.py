@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tatami.report.page.facts import RunFacts
+from tatami.report.page.run_facts import RunFacts
 from tatami.report.palette import PHASES, RANKS, ink_on
 
 Spec = dict[str, Any]

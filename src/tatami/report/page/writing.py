@@ -23,8 +23,8 @@ from typing import Any
 from tatami.errors import InputError, MissingExtraError
 from tatami.outputs import check_output, write_text
 from tatami.report.page.charts import charts_of
-from tatami.report.page.facts import RunFacts, facts_of, thinned
 from tatami.report.page.reading import RecordedRun
+from tatami.report.page.run_facts import RunFacts, facts_of, thinned
 from tatami.report.palette import PHASES
 from tatami.units import format_size
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tatami.collective import Grid, Sync, build
 from tatami.errors import InputError
-from tatami.sim.allreduce.job import AllReduceJob
+from tatami.sim.allreduce.allreduce_job import AllReduceJob
 from tatami.sim.allreduce.software import Software
 from tatami.sim.platforms import AbstractPlatform, ClusterPlatform
 

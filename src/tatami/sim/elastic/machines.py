@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass, replace
 
 from tatami.cluster import Processor
-from tatami.sim.elastic.setup import LossySetup
-from tatami.sim.server.fates import life_s
+from tatami.sim.elastic.elastic_setup import LossySetup
+from tatami.sim.server.lifetimes import life_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from typing import Literal
 
 from tatami.server.recovery import Checkpoint, FromServers
 from tatami.sim.processes import Runs
-from tatami.sim.server.play import ServerPlay
 from tatami.sim.server.result import Period, ServerRun
-from tatami.sim.server.setup import ServerSetup
+from tatami.sim.server.server_setup import ServerSetup
+from tatami.sim.server.stage_actions import ServerPlay
 from tatami.sim.stage import Stage, play
 
 

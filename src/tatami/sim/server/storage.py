@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tatami.sim.server.setup import ServerSetup
+from tatami.sim.server.server_setup import ServerSetup
 from tatami.sim.stage import Stage
 
 

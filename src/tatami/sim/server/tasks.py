@@ -10,8 +10,8 @@ from tatami.server import events as ev
 from tatami.server.actions import SendTask
 from tatami.server.protocol import Protocol
 from tatami.server.roster import Place, Status
-from tatami.sim.server.fates import Fates
-from tatami.sim.server.setup import ServerSetup
+from tatami.sim.server.lifetimes import Fates
+from tatami.sim.server.server_setup import ServerSetup
 from tatami.sim.stage import Going, Stage
 
 

@@ -2,10 +2,10 @@
 
 from tatami.sim.tiling.calibrate import Calibration, TimedTile, calibrate
 from tatami.sim.tiling.changes import Change
-from tatami.sim.tiling.floor import Floor
-from tatami.sim.tiling.job import TilingJob
+from tatami.sim.tiling.iteration_plan import Floor
 from tatami.sim.tiling.run import TilingRun, rehearse
 from tatami.sim.tiling.staged import StagedIteration, StagedJob, rehearse_stages, simulate_iteration
+from tatami.sim.tiling.tiling_job import TilingJob
 from tatami.sim.tiling.traces import change_at, draw_trace, read_trace
 from tatami.sim.tiling.work import Startup, Work, work_of
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tatami.sim.allreduce import Replay, Software
 from tatami.sim.stage import Stage, Then
 from tatami.sim.tiling.changes import Speeds
-from tatami.sim.tiling.floor import Floor, FloorSum
+from tatami.sim.tiling.iteration_plan import Floor, FloorSum
 
 
 @dataclass(kw_only=True)

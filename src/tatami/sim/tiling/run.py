@@ -15,9 +15,9 @@ from tatami.retiling import Alarm, Controller, Decision, Glance, StagedDecision,
 from tatami.retiling.timing import PROBE_EVERY
 from tatami.sim.stage import Stage, Then, play
 from tatami.sim.tiling.changes import Speeds
-from tatami.sim.tiling.floor import Floor
 from tatami.sim.tiling.iteration import Iteration, Times
-from tatami.sim.tiling.job import TilingJob
+from tatami.sim.tiling.iteration_plan import Floor
+from tatami.sim.tiling.tiling_job import TilingJob
 from tatami.tiling import Layout, Tiling
 
 _TOGETHER = 1e-9

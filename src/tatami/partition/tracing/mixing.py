@@ -1,0 +1,323 @@
+"""Whether a rank that sees a part of a batch can compute what one machine computes of it.
+
+It cannot where the result for a sample depends on other samples, where a number for all of them (a loss of the network's own)
+is neither the mean nor the sum of what its samples give, and where the network keeps something of its samples for later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from tatami.errors import InputError
+from tatami.partition.tracing.restore_state import alike, unchanged
+from tatami.partition.tracing.sample import Sample
+from tatami.runtime.losses import CountedMeans
+from tatami.tiling import Span
+
+_ALIKE = 1e-3
+"""Of the largest element: single precision in another order is off by 1e-6, a sample that sees others by much more."""
+_SAME_NUMBER = {torch.float64: 1e-8, torch.float32: 1e-4}
+_SAME_HALF = 3e-2
+EITHER = frozenset({"mean", "sum"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftBehind:
+    """What a forward pass in training leaves in the modules, by qualified name.
+
+    Attributes:
+        attributes: what it changes beside buffers.
+        with_gradient: of them, those that lead to the weights: losses and results that are kept to be fetched.
+        of_samples: buffers that depend on its samples, and attributes by which the next pass does.
+    """
+
+    attributes: frozenset[str] = frozenset()
+    with_gradient: tuple[str, ...] = ()
+    of_samples: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Whether samples of a batch can be computed apart.
+
+    Attributes:
+        reason: why not, in a sentence; empty where they can.
+        reductions: of "mean" and "sum": what the numbers that the network gives, or keeps, are of what its samples give.
+    """
+
+    reason: str = ""
+    reductions: frozenset[str] = EITHER
+
+
+def mixture_of(
+    model: nn.Module, sample: Sample, *, most: int, numbers: Collection[int], attributes: Collection[str], training: bool
+) -> Mixture:
+    """Whether samples of a batch can be computed apart.
+
+    Args:
+        model: the network; it is not changed.
+        sample: for which this is tried.
+        most: samples of the largest batch that is tried, in which those of `sample` are repeated: a network may look at how
+            many there are.
+        numbers: which leaves of its result are single numbers that it is trained with.
+        attributes: of its modules, with which it may be trained as well.
+        training: whether both are looked at in training: nothing is drawn or normalized over the batch there.
+    """
+    name = type(model).__name__
+    passes = _Passes(model, sample, attributes, training=training)
+    whole, part = (passes.results(range(count)) for count in (sample.samples, sample.samples - 1))
+    pairs = list(zip(whole, part, strict=False))
+    if any(_is_table(one, other, sample.samples) for one, other in pairs):
+        return Mixture(reason=f"what {name} gives has the samples of the batch on two axes, of which a rank sees only a part")
+    of_samples = [_has_samples(one, other, sample.samples) for one, other in pairs]
+    for batch in _other_batches(sample.samples, most=most):
+        try:
+            found = passes.results(batch)
+        except Exception:  # it may take some numbers of samples only
+            continue
+        for one, other, has_samples in zip(whole, found, of_samples, strict=False):
+            if has_samples and other.shape[:1] == (len(batch),) and not _same_samples(one, other, batch):
+                return Mixture(
+                    reason=f"what {name} gives for a sample depends on the other samples of the batch, or on how many there "
+                    "are, of which a rank sees only a part"
+                )
+    if not numbers and not attributes:
+        return Mixture()
+    neither = Mixture(
+        reason=f"{name} computes a loss that is neither the mean nor the sum of what its samples give one by one, and a rank "
+        "sees only a part of them. A balance of experts over the batch is such a loss: take the balance of each sample, or "
+        "return its terms and compute it where the loss is, from means over the batch by model.over_batch(...)"
+    )
+    unknown = Mixture()
+    for count in dict.fromkeys((sample.samples - 1, max(1, sample.samples // 2))):
+        try:
+            found = [passes.of(places) for places in (range(sample.samples), range(count), range(count, sample.samples))]
+        except Exception:  # a single sample is more than some networks can do; half of them may not be
+            continue
+        problem = next((each.problem for each in found if each.problem), "")
+        if problem:
+            return Mixture(reason=problem)
+        if len({len(each.results) for each in found}) > 1:
+            return Mixture()
+        checked = [[each.results[i] for each in found] for i in range(len(found[0].results)) if i in numbers]
+        checked += [[each.kept[i] for each in found] for i in range(len(attributes))]
+        if any(lacks_samples(leaves) for leaves in checked):
+            unknown = neither  # a variance of a single sample, say; unless half of them show what it is
+            continue
+        reductions = EITHER.intersection(*(reductions_of(leaves, count, sample.samples - count) for leaves in checked))
+        return Mixture(reductions=reductions) if reductions else neither
+    return unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """What a forward pass gives.
+
+    Attributes:
+        results: the leaves of the result.
+        kept: what the modules hold afterwards under the names that were asked for.
+        problem: why means that leave targets out cannot be taken over all targets; then they are as torch takes them.
+    """
+
+    results: list[Any]
+    kept: list[Any]
+    problem: str = ""
+
+
+class _Passes:
+    """Forward passes over parts of a sample batch, each computed once; what is drawn is always the same."""
+
+    def __init__(self, model: nn.Module, sample: Sample, attributes: Collection[str], *, training: bool) -> None:
+        self._model, self._sample, self._attributes, self._training = model, sample, attributes, training
+        self._known: dict[tuple[int, ...], _Pass] = {}
+
+    def results(self, places: Sequence[int]) -> list[Any]:
+        return self.of(places).results
+
+    def of(self, places: Sequence[int]) -> _Pass:
+        """The pass over the samples at these places."""
+        if tuple(places) not in self._known:
+            self._known[tuple(places)] = self._computed(self._sample.at(places))
+        return self._known[tuple(places)]
+
+    def _computed(self, sample: Sample) -> _Pass:
+        try:
+            with SteadyDraws(), CountedMeans():
+                return self._once(sample)
+        except InputError as error:
+            with SteadyDraws():
+                return replace(self._once(sample), problem=str(error))
+
+    def _once(self, sample: Sample) -> _Pass:
+        with unchanged(self._model), torch.enable_grad():  # forces are gradients that a forward pass takes
+            self._model.train(self._training)
+            leaves = pytree.tree_leaves(self._model(*sample.args, **sample.kwargs))
+            kept = [attribute(self._model, name) for name in self._attributes]
+            return _Pass(results=_detached(leaves), kept=_detached(kept))
+
+
+def kept_of_samples(model: nn.Module, sample: Sample, changed: Collection[str]) -> tuple[str, ...]:
+    """Of what a pass in training changes in the modules: what depends on its samples afterwards.
+
+    A buffer is saved, so what it holds must be that of the whole batch. Of anything else it matters only whether later passes
+    see it: results that are kept to be looked at are written again by the next pass.
+    """
+    if not changed:
+        return ()
+    try:
+        other = sample.other(noise=True)
+        one, two = (_passes(model, first, other) for first in (sample, other))
+    except Exception:  # the network may take some numbers only
+        other = sample.other(noise=False)
+        one, two = (_passes(model, first, other) for first in (sample, other))
+    buffers = {name for name, _ in model.named_buffers()}
+    differs = {name for name in changed if not alike(one.first.get(name), two.first.get(name))}
+    is_seen = any(
+        isinstance(a, torch.Tensor) and not close(a, b, tolerance=_ALIKE) for a, b in zip(one.result, two.result, strict=False)
+    )
+    later = differs if is_seen else {name for name in changed if not alike(one.second.get(name), two.second.get(name))}
+    return tuple(sorted(later | (differs & buffers)))
+
+
+class SteadyDraws(TorchFunctionMode):
+    """What is drawn is always the same number, so that samples that differ differ by what the network makes of them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        state = torch.get_rng_state()
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not torch.equal(state, torch.get_rng_state()):
+            result.fill_(0.5 if result.is_floating_point() else 0)
+        return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TwoPasses:
+    """What modules hold after the first and after the second of two passes, and what the second one gives."""
+
+    first: dict[str, Any]
+    second: dict[str, Any]
+    result: list[Any]
+
+
+def _passes(model: nn.Module, one: Sample, other: Sample) -> _TwoPasses:
+    with unchanged(model) as state, torch.enable_grad():
+        model(*one.args, **one.kwargs)
+        first = state.changes()
+        result = _detached(pytree.tree_leaves(model(*other.args, **other.kwargs)))
+        return _TwoPasses(first=first, second=state.changes(), result=result)
+
+
+def attribute(model: nn.Module, name: str) -> Any:
+    """What a module holds, by its qualified name; None where it holds nothing there."""
+    owner, _, own = name.rpartition(".")
+    return getattr(model.get_submodule(owner), own, None)
+
+
+def _detached(leaves: Iterable[Any]) -> list[Any]:
+    return [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def _is_table(one: Any, other: Any, samples: int) -> bool:
+    """Whether two axes are as long as there are samples."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or one.dim() != other.dim():
+        return False
+    return sum((a, b) == (samples, samples - 1) for a, b in zip(one.shape, other.shape, strict=True)) > 1
+
+
+def _other_batches(samples: int, *, most: int) -> Iterator[list[int]]:
+    """The places of samples in batches in which each must have the result that it has in the whole one.
+
+    The first and the last but one; in another order; one sample alone many times, as one that fills an expert; many samples.
+    """
+    yield list(range(samples - 1))
+    yield list(range(1, samples))
+    yield list(reversed(range(samples)))
+    yield [0] * samples
+    if most > samples:
+        yield [place % samples for place in range(most)]
+
+
+def _has_samples(one: Any, other: Any, samples: int) -> bool:
+    """Whether a result has the samples on its first axis: of all of them, and of one less."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or not one.dim() or one.dim() != other.dim():
+        return False
+    shapes = (one.shape[0], other.shape[0]) == (samples, samples - 1) and one.shape[1:] == other.shape[1:]
+    return shapes and one.is_floating_point()
+
+
+def _same_samples(one: torch.Tensor, other: Any, batch: Sequence[int]) -> bool:
+    expected = one[list(batch)]
+    return expected.shape != other.shape or close(expected, other, tolerance=_ALIKE)
+
+
+def close(one: torch.Tensor, other: torch.Tensor, *, tolerance: float) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point() or torch.equal(one, other):
+        return torch.equal(one, other)
+    scale = float(other.abs().nan_to_num(posinf=0.0).max()) if other.numel() else 0.0
+    return torch.allclose(one, other, rtol=0.0, atol=tolerance * max(scale, 1e-30), equal_nan=True)
+
+
+def lacks_samples(leaves: Sequence[Any]) -> bool:
+    """Whether a part gives no number where the whole gives one."""
+    if not _are_numbers(leaves):
+        return False
+    whole, one, other = (float(leaf) for leaf in leaves)
+    return not math.isnan(whole) and (math.isnan(one) or math.isnan(other))
+
+
+def reductions_of(leaves: Sequence[Any], first: int, rest: int) -> frozenset[str]:
+    """What the number of a batch, the first of three, is of those of its `first` samples and of the `rest`: mean, sum, both."""
+    if not _are_numbers(leaves):
+        return EITHER
+    whole, one, other = (float(leaf) for leaf in leaves)
+    slack = _SAME_NUMBER.get(leaves[0].dtype, _SAME_HALF) * max(abs(whole), abs(one), abs(other))
+    off = {"mean": whole - (first * one + rest * other) / (first + rest), "sum": whole - one - other}
+    return frozenset(name for name, difference in off.items() if not abs(difference) > slack)
+
+
+def _are_numbers(leaves: Sequence[Any]) -> bool:
+    return all(isinstance(leaf, torch.Tensor) and not leaf.dim() for leaf in leaves)
+
+
+def refuse_other_loss(
+    loss: Callable[[Span], torch.Tensor], *, samples: int, reduction: str, what: str, counts: bool = False
+) -> None:
+    """Try what a loss does with samples, by that of parts of them.
+
+    Args:
+        loss: of some of the samples.
+        samples: how many there are; of fewer than two nothing can be said.
+        reduction: what it is said to do: "mean" or "sum".
+        what: its name.
+        counts: whether means that leave targets out are taken over all targets, as the Trainer does.
+
+    Raises:
+        InputError: it does something else.
+    """
+    for first in dict.fromkeys((samples // 2, samples - 1)) if samples > 1 else ():
+        try:
+            with torch.no_grad(), SteadyDraws(), CountedMeans() if counts else nullcontext():
+                found = [loss(span) for span in (Span(0, samples), Span(0, first), Span(first, samples))]
+        except InputError:  # class weights, by which a mean divides
+            raise
+        except Exception:  # it may take some numbers of samples only
+            continue
+        if not lacks_samples(found) and reduction not in reductions_of(found, first, samples - first):
+            whole, one, rest = (float(each) for each in found)
+            raise InputError(
+                f"the loss ({what}) is said to be the {reduction} over the samples of a batch, and is not: of {samples} "
+                f"samples it is {whole:.6g}, of the first {first} {one:.6g}, and of the others {rest:.6g}. A rank sees a "
+                "part of the batch, so a loss must be the mean or the sum of what its samples give one by one, or be made of "
+                "means over the global batch (model.over_batch(...)); targets are left out by ignore_index"
+            )

@@ -1,0 +1,112 @@
+"""Data parallelism between hosts: gradients are summed while the backward pass still computes.
+
+A long sum over a slow link hides behind the backward pass if each part of it leaves as soon as it is ready. Where every rank is
+a replica, gradients therefore travel in the buckets of `DataParallel` (`tatami.gradients.bucketed_sums`). In all other cases
+they travel after the pass (`tatami.runtime.owner_sums`): where ranks share units, within one host, in half precision (`wire`),
+over links of different rates, over which the parts are uneven, and while a re-tiler measures when the messages of each link
+arrive. Prices assume that all gradients travel after the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from tatami.comm.base import AbstractCommunicator
+from tatami.gradients.base import AbstractGradientSums
+from tatami.gradients.bucketed_sums import BucketedSums
+from tatami.gradients.buckets import BUCKET_BYTES
+from tatami.runtime.owner_sums import OwnerSums
+from tatami.runtime.same_batch import different_sizes
+from tatami.runtime.stopwatch import LinkTimes
+
+LEAST_BYTES = 2 * BUCKET_BYTES
+"""Less than two buckets of gradients would leave at the end of the pass anyway."""
+
+
+class OverlappedSums(AbstractGradientSums):
+    """Sums the gradients of one model, in buckets where that pays.
+
+    A backward pass that is broken off after buckets have left cannot be repeated: the next forward pass raises `TrainingError`.
+
+    Args:
+        owners: sums the gradients where buckets are not used.
+        comm: the ranks.
+        link_times: records when messages between replicas leave and arrive, while a re-tiler measures links.
+        replicas: the ranks of each replica now.
+    """
+
+    def __init__(
+        self,
+        owners: OwnerSums,
+        comm: AbstractCommunicator,
+        *,
+        link_times: LinkTimes,
+        replicas: Callable[[], list[list[int]]],
+    ) -> None:
+        self._owners, self._comm, self._link_times, self._replicas = owners, comm, link_times, replicas
+        self._buckets: BucketedSums | None = None
+
+    @property
+    def layout(self) -> object:
+        return self._owners.layout
+
+    @property
+    def are_needed(self) -> bool:
+        return self._owners.are_needed
+
+    @property
+    def shares_units(self) -> bool:
+        return self._owners.shares_units
+
+    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+        if not self._pays(parameters):
+            self.close()
+            return
+        if self._buckets is None:
+            self._buckets = BucketedSums(self._comm, bucket_bytes=BUCKET_BYTES)
+        self._buckets.begin(parameters)
+
+    def put(self, parameter: nn.Parameter, gradient: torch.Tensor, weight: float, *, is_whole: bool) -> None:
+        if self._buckets is not None:
+            self._buckets.put(parameter, gradient, weight, is_whole=is_whole)
+
+    def finish(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None], *, weight: float, samples: int
+    ) -> list[torch.Tensor | None]:
+        if self._buckets is None:
+            return self._owners.finish(parameters, gradients, weight=weight, samples=samples)
+        sums = self._buckets.finish(parameters, gradients, weight=weight, samples=samples)
+        given = torch.zeros(self._comm.size, dtype=torch.int64, device="cpu")
+        given[self._comm.rank] = samples
+        self._comm.allreduce(given)
+        replicas = self._replicas()
+        sizes = [int(given[rank]) for (rank,) in replicas]
+        if len(set(sizes)) > 1:
+            raise different_sizes(sizes, replicas=replicas)
+        return sums
+
+    def close(self) -> None:
+        """Give the memory of the buckets back. Collective."""
+        if self._buckets is not None:
+            self._buckets.close()
+            self._buckets = None
+
+    def _pays(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether buckets are used; the same on all ranks."""
+        replicas = self._replicas()
+        is_flat = self.are_needed and len(replicas) == self._comm.size and all(len(ranks) == 1 for ranks in replicas)
+        return (
+            is_flat
+            and self._owners.sends_evenly
+            and not self._link_times.is_watched
+            and sum(each.numel() * each.element_size() for each in parameters) >= LEAST_BYTES
+            and all(each.dtype in (torch.float32, torch.float64) for each in parameters)
+        )
+
+
+def may_overlap(comm: AbstractCommunicator) -> bool:
+    """Whether these ranks can sum in buckets: on several hosts, in host memory, and always the same ranks."""
+    return len(set(comm.hosts)) > 1 and not comm.changes and not comm.on_devices

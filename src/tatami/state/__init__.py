@@ -1,0 +1,1 @@
+"""Weights and optimizer state that change places: between ranks, mirrors and checkpoints."""
