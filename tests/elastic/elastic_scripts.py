@@ -65,6 +65,14 @@ def optimizer_of_parameters(parameters: Iterable[nn.Parameter], *, kind: str) ->
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
+def take(step: Any, model: TiledModel) -> None:
+    """What stands inside of `with step`: of the loss of its batch."""
+    x, y = model.local(*batch(step.number))
+    loss = nn.functional.mse_loss(model(x), y) if len(y) else (model(x) * 0).sum()
+    loss.backward()
+    step.update(loss)
+
+
 def train(replicas: int, kind: str, count: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Run by every rank of an elastic run, and by a single process that has none."""
     comm = tatami.init()
@@ -79,10 +87,7 @@ def train(replicas: int, kind: str, count: int) -> tuple[list[float], dict[str, 
     loop = steps(model, optimizer, count=count)
     for step in loop:
         with step:
-            x, y = model.local(*batch(step.number))
-            loss = nn.functional.mse_loss(model(x), y) if len(y) else (model(x) * 0).sum()
-            loss.backward()
-            step.update(loss)
+            take(step, model)
         if step.is_done:
             assert step.loss is not None
             losses[step.number] = step.loss
@@ -111,10 +116,7 @@ def train_in_disorder(replicas: int, kind: str, leaver: tuple[str, int]) -> tupl
         if (model.name, step.number) == leaver:
             loop.leave()
         with step:
-            x, y = model.local(*batch(step.number))
-            loss = nn.functional.mse_loss(model(x), y) if len(y) else (model(x) * 0).sum()
-            loss.backward()
-            step.update(loss)
+            take(step, model)
         if step.is_done:
             assert step.loss is not None
             losses[step.number] = step.loss
@@ -258,10 +260,7 @@ def train_until_alone() -> tuple[int, dict[str, torch.Tensor]]:
     for step in loop:
         with step:
             time.sleep(0.02)  # the work of a larger network
-            x, y = model.local(*batch(step.number))
-            loss = nn.functional.mse_loss(model(x), y) if len(y) else (model(x) * 0).sum()
-            loss.backward()
-            step.update(loss)
+            take(step, model)
         size = model.comm.size
         if size not in seen[-1:]:
             seen.append(size)
@@ -290,8 +289,8 @@ class Ticking:
         self._now_s += duration_s
 
 
-def train_while_others_slow_down() -> tuple[int, dict[str, torch.Tensor]]:
-    """Three ranks, of which the second has a third of its speed from step 40 on, and the third next to none from step 90 on."""
+def ticking() -> tuple[str, Ticking, TiledModel, torch.optim.Optimizer]:
+    """A rank whose clock the script moves: its name, the clock, the model of three ranks, and its optimizer."""
     comm: Any = tatami.init()
     torch.manual_seed(11)
     own = comm.names[comm.rank]
@@ -299,16 +298,18 @@ def train_while_others_slow_down() -> tuple[int, dict[str, torch.Tensor]]:
     model = tatami.tile(
         network(), comm, batch_size=SAMPLES, layout=LAYOUTS[3], speeds="equal", reduction="mean", quiet=True, clock=clock
     )
-    optimizer = optimizer_of(model, "sgd")
+    return own, clock, model, optimizer_of(model, "sgd")
+
+
+def train_while_others_slow_down() -> tuple[int, dict[str, torch.Tensor]]:
+    """Three ranks, of which the second has a third of its speed from step 40 on, and the third next to none from step 90 on."""
+    own, clock, model, optimizer = ticking()
     loop = steps(model, optimizer, count=2000)
     for step in loop:
         slower = {"p1": 3.0 if step.number >= 40 else 1.0, "p2": 1000.0 if step.number >= 90 else 1.0}
         clock.tick_s = slower.get(own, 1.0) * model.local_work / (SAMPLES * model.workload.units)
         with step:
-            x, y = model.local(*batch(step.number))
-            loss = nn.functional.mse_loss(model(x), y) if len(y) else (model(x) * 0).sum()
-            loss.backward()
-            step.update(loss)
+            take(step, model)
         if model.comm.size == 2:
             break
     return loop.number, loop.whole(lambda: whole_state_dict(model))
@@ -316,14 +317,7 @@ def train_while_others_slow_down() -> tuple[int, dict[str, torch.Tensor]]:
 
 def train_while_one_is_slow_for_a_while() -> tuple[int, dict[str, torch.Tensor]]:
     """Three ranks, of which the third has a twentieth of its speed from step 40 on, until it has had no tile for 200 steps."""
-    comm: Any = tatami.init()
-    torch.manual_seed(11)
-    own = comm.names[comm.rank]
-    clock = Ticking(seed=int(own[1:]))
-    model = tatami.tile(
-        network(), comm, batch_size=SAMPLES, layout=LAYOUTS[3], speeds="equal", reduction="mean", quiet=True, clock=clock
-    )
-    optimizer = optimizer_of(model, "sgd")
+    own, clock, model, optimizer = ticking()
     loop = steps(model, optimizer, count=4000)
     without = 0
     for step in loop:
@@ -331,10 +325,7 @@ def train_while_one_is_slow_for_a_while() -> tuple[int, dict[str, torch.Tensor]]
         share = model.local_work / (SAMPLES * model.workload.units) if model.tile is not None else 1.0
         clock.tick_s = slower * share
         with step:
-            x, y = model.local(*batch(step.number))
-            loss = nn.functional.mse_loss(model(x), y) if len(y) else (model(x) * 0).sum()
-            loss.backward()
-            step.update(loss)
+            take(step, model)
         has_tile = "p2" in model.layout.processors
         if has_tile and without:
             break

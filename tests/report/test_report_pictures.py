@@ -11,24 +11,16 @@ from tatami.cluster import Cluster, Processor
 from tatami.errors import InputError, MissingExtraError, OutputExistsError, PlanError
 from tatami.report import CoursePoint, blank, check_path, draw_course, draw_shares, draw_tiling, save
 from tatami.report.fitting import Box, fit_lettering
-from tatami.tiling import Span, Tile, Tiling, plan
+from tatami.tiling import Tiling, plan
 from tatami.workload import Workload
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra `plot`)")
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
+from test_report_text import TILING
 
 SPEEDS = {"slow": 1.0, "mid": 3.0, "fast": 4.0}
-TILING = Tiling(
-    samples=100,
-    units=20,
-    tiles=(
-        Tile(processor="slow", replica=0, samples=Span(0, 50), units=Span(0, 5)),
-        Tile(processor="mid", replica=0, samples=Span(0, 50), units=Span(5, 20)),
-        Tile(processor="fast", replica=1, samples=Span(50, 100), units=Span(0, 20)),
-    ),
-)
 
 
 def srpm(speeds: dict[str, float]) -> Tiling:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from tatami.cluster import Cluster
 from tatami.retiling import Controller, Decision, Retiler, Timing
@@ -103,30 +104,11 @@ class Run:
         return result
 
 
-def run(
-    speeds: list[float],
-    *,
-    retiler: Retiler | None = None,
-    workload: Workload = NETTALK,
-    known: bool = False,
-    noise: float = 0.0,
-    overhead_s: float = 0.0,
-    seed: int = 0,
-) -> Run:
+def run(speeds: list[float], *, workload: Workload = NETTALK, known: bool = False, **settings: Any) -> Run:
     """A run on processors p0, p1, ... that starts from SRPM (`known`) or from even tiles, planned in ignorance."""
     cluster = Cluster.from_speeds(speeds if known else [1.0] * len(speeds))
     layout = plan("srpm" if known else "even", cluster=cluster, workload=workload).layout
-    return start(
-        layout,
-        cluster=cluster,
-        speeds=speeds,
-        retiler=retiler,
-        workload=workload,
-        known=known,
-        noise=noise,
-        overhead_s=overhead_s,
-        seed=seed,
-    )
+    return start(layout, cluster=cluster, speeds=speeds, workload=workload, known=known, **settings)
 
 
 def start(

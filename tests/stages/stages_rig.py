@@ -14,11 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import tatami
+from tatami.comm.base import AbstractCommunicator
 from tatami.stages.channel import AbstractChannel, Parcel
 from tatami.stages.program import ForwardProgram, Staging, obstacle_of
 from tatami.stages.recording import record
 from tatami.stages.running import StageRunner, release
 from tatami.stages.stand_in import StandIn
+from tatami.tiling import Layout, StagedLayout
+from tatami.train import TiledModel
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 AdamW = partial(torch.optim.AdamW, lr=0.01, eps=1e-4)
@@ -384,3 +388,17 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
 }
 """Networks that can be cut in front of every operation."""
+
+
+def tiled(case: Case, comm: AbstractCommunicator, layout: Layout | StagedLayout) -> TiledModel:
+    """A case in a layout."""
+    return tatami.tile(
+        case.make(),
+        comm,
+        batch_size=len(case.y),
+        sample=case.x,
+        layout=layout,
+        speeds="equal",
+        reduction="mean",
+        quiet=True,
+    )

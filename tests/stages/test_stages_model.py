@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from stages_rig import CASES, AdamW, Gpt, assert_same, floats, made, numbers, plain_run
+from stages_rig import CASES, AdamW, Gpt, assert_same, floats, made, numbers, plain_run, tiled
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -72,16 +72,7 @@ def test_a_loop_by_hand_trains_as_one_machine(world: World, name: str) -> None:
     def body(comm: AbstractCommunicator) -> list[tuple[int, StagedLayout, dict[str, torch.Tensor]]]:
         found = []
         for layout in (*layouts(comm.size, pieces=2 if name == "lstm" else 4), *wide_layouts(comm.size, cut=SHARED.get(name))):
-            model = tatami.tile(
-                case.make(),
-                comm,
-                batch_size=len(case.y),
-                sample=case.x,
-                layout=layout,
-                speeds="equal",
-                reduction="mean",
-                quiet=True,
-            )
+            model = tiled(case, comm, layout)
             optimizer = AdamW(model.parameters())
             for step in range(STEPS):
                 optimizer.zero_grad()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stages_rig import CASES, AdamW, Case, assert_same, floats, made, numbers, plain_run
+from stages_rig import CASES, AdamW, Case, assert_same, floats, made, numbers, plain_run, tiled
 from torch import nn
 
 import tatami
@@ -60,19 +60,6 @@ def placements(draw: st.DrawFn, size: int, *, pieces: int) -> Layout | StagedLay
     laid = [Layout(replicas=tuple(one(stage, replica) for replica in range(replicas))) for stage in range(stages)]
     cuts = draw(st.lists(st.integers(1, pieces - 1), min_size=stages - 1, max_size=stages - 1, unique=True))
     return StagedLayout(stages=tuple(laid), cuts=tuple(sorted(cuts)))
-
-
-def tiled(case: Case, comm: AbstractCommunicator, layout: Layout | StagedLayout) -> TiledModel:
-    return tatami.tile(
-        case.make(),
-        comm,
-        batch_size=len(case.y),
-        sample=case.x,
-        layout=layout,
-        speeds="equal",
-        reduction="mean",
-        quiet=True,
-    )
 
 
 def step(model: TiledModel, case: Case, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

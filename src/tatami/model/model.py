@@ -50,8 +50,7 @@ from tatami.runtime.empty_batch import with_stand_in, without_stand_in
 from tatami.runtime.local_draws import LocalDrawing, LocalDraws
 from tatami.runtime.local_statistics import LocalStatistics, SplitStatistics
 from tatami.runtime.losses import LossReduction, check_reduction, check_targets_count
-from tatami.runtime.model_registry import models, register
-from tatami.runtime.norms import WholeNorms
+from tatami.runtime.norms import WholeNorms, models, register
 from tatami.runtime.optimizers import watch_optimizers
 from tatami.runtime.overlapped_sums import OverlappedSums, may_overlap
 from tatami.runtime.owner_sums import OwnerSums

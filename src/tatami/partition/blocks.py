@@ -23,7 +23,7 @@ from tatami.partition.tracing.restore_state import WeightSums
 from tatami.partition.tracing.sample import Sample
 from tatami.partition.tracing.settings import has_hooks
 from tatami.partition.tracing.tracing import Followed, cut_names, follow_modules
-from tatami.runtime.tiled_block import TiledBlock
+from tatami.runtime.rows import TiledBlock
 from tatami.stages.stand_in import StandIn
 from tatami.workload import Block, Workload
 

@@ -1,11 +1,15 @@
-"""Norms over the units of all ranks, of gradients and weights of which each rank holds some."""
+"""Norms over the units of all ranks, of gradients and weights; and the tiled models here, which functions of torch look for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from tatami.comm.base import AbstractCommunicator
 from tatami.runtime.phases import IterationPhase, Phases
@@ -56,3 +60,30 @@ class WholeNorms:
         if tensor.numel() == 0:  # must not change the norm of the others
             return math.inf if norm_type < 0 else 0.0
         return float(torch.linalg.vector_norm(tensor.detach(), norm_type, dtype=torch.float64))
+
+
+class HoldsTiles(Protocol):
+    """A model of which this rank has tiles."""
+
+    @property
+    def norms(self) -> WholeNorms: ...
+
+    def tiled_parameters(self) -> Iterable[nn.Parameter]: ...
+
+    def plain_parameters(self) -> Iterable[nn.Parameter]: ...
+
+
+_lock = threading.Lock()
+_models: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def register(model: HoldsTiles) -> None:
+    """Know `model` for as long as it lives."""
+    with _lock:
+        _models.add(model)
+
+
+def models() -> list[HoldsTiles]:
+    """Those that are alive; where ranks are threads of one process, those of all of them."""
+    with _lock:
+        return list(_models)

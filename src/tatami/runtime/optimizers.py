@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tatami.errors import InputError, ModelError
-from tatami.runtime.model_registry import models
+from tatami.runtime.norms import models
 
 _NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
 """What cannot be tried, because it wants a closure, and what is known by its name."""

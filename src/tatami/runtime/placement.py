@@ -9,7 +9,7 @@ from tatami.cluster import Cluster
 from tatami.comm.base import AbstractCommunicator
 from tatami.errors import PlanError
 from tatami.runtime.gradient_exchange import GradientExchange
-from tatami.runtime.tiled_block import TiledBlock
+from tatami.runtime.rows import TiledBlock
 from tatami.tiling import Layout, Span, Tiling
 from tatami.tiling.summing import transfer_rates
 from tatami.workload import Workload

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tatami.tiling import Span
+from tatami.workload import Block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,3 +134,24 @@ def cut_units_of(root: nn.Module, cuts: Mapping[str, UnitRuns], span: Span) -> N
             made[id(whole)] = whole, nn.Parameter(cut, whole.requires_grad) if isinstance(whole, nn.Parameter) else cut
         tensors: dict[str, Any] = owner._parameters if isinstance(whole, nn.Parameter) else owner._buffers
         tensors[leaf] = made[id(whole)][1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiledBlock:
+    """A block of a network, or one unit of it whose tensors are its own.
+
+    Attributes:
+        facts: what planners know of it.
+        cuts: by the names of the network's tensors: where its units lie in them.
+        only: the unit that it is, where each has tensors of its own (an expert): then there is one of these for each unit, in
+            their order, with the same facts, and `cuts` are those of a single unit. None where it is all units.
+    """
+
+    facts: Block
+    cuts: Mapping[str, UnitRuns]
+    only: int | None = None
+
+    @property
+    def begins(self) -> bool:
+        """Whether it stands for its facts: all units, or the first of them."""
+        return not self.only

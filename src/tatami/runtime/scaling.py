@@ -15,7 +15,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from tatami.comm.reduction import Op
-from tatami.runtime.model_registry import models
+from tatami.runtime.norms import models
 from tatami.runtime.sharded_steps import shards_in_place
 
 _UNSCALE = "_unscale_grads_"

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tatami.errors import InputError
-from tatami.runtime.model_registry import models
+from tatami.runtime.norms import models
 from tatami.runtime.optimizers import check_shardable
 from tatami.runtime.sharded_sums import ShardedSums
 

@@ -19,8 +19,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from tatami.errors import ModelError, warn
-from tatami.runtime.model_registry import models, register
-from tatami.runtime.norms import WholeNorms
+from tatami.runtime.norms import WholeNorms, models, register
 
 _plainly: Any = nn.Parameter.__torch_function__
 """Calls a function of torch as if its arguments were of no subclass."""

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tatami.checkpoints.sharing import share_out
 from tatami.checkpoints.state_codec import State
 from tatami.errors import CheckpointError
 from tatami.model.model import TiledModel
@@ -379,3 +378,20 @@ def _matching_groups(optimizer: torch.optim.Optimizer, saved: State, *, names: M
             f"{len(theirs)} of {[len(each) for each in theirs]}, or in another order"
         )
     return [group["settings"] for group in saved["groups"]]
+
+
+def share_out(pieces: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
+    """For each piece the rank that writes it: of those that have it, the one with least to write so far.
+
+    Args:
+        pieces: of each, its size, and the ranks that have it.
+    """
+    load: dict[int, int] = {}
+    writers = [0] * len(pieces)
+    # The largest first, or a late one would make one rank's load twice the others'.
+    for index in sorted(range(len(pieces)), key=lambda index: (-pieces[index][0], index)):
+        size, owners = pieces[index]
+        writer = min(owners, key=lambda rank: (load.get(rank, 0), rank))
+        load[writer] = load.get(writer, 0) + size
+        writers[index] = writer
+    return writers

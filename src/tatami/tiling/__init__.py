@@ -22,8 +22,7 @@ from tatami.tiling.srpm import SrpmPlanner, SrpmTable, srpm_table
 from tatami.tiling.staged import choose, plan_stages
 from tatami.tiling.staged_layout import StagedLayout
 from tatami.tiling.staged_price import StagedPlan, StagedRank, price_stages
-from tatami.tiling.tile import Tile
-from tatami.tiling.tiling import OwnedUnits, Tiling
+from tatami.tiling.tiling import OwnedUnits, Tile, Tiling
 from tatami.tiling.timed import TimedPlanner
 from tatami.tiling.timeline import ProcessorTime, timeline
 from tatami.tiling.traffic import PlannedSum, SumKind, Traffic, link_bytes, traffic_of

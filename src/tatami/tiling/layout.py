@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from tatami.errors import PlanError
 from tatami.tiling.span import FEW, Span, micro_batch_sizes, spans, whole_shares, whole_shares_of
-from tatami.tiling.tile import Tile
-from tatami.tiling.tiling import Tiling
+from tatami.tiling.tiling import Tile, Tiling
 from tatami.workload import Workload
 
 GRAIN = 8

@@ -12,7 +12,21 @@ from typing import Any
 
 from tatami.errors import PlanError
 from tatami.tiling.span import Span
-from tatami.tiling.tile import Tile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """`samples` x `units` of one processor, in replica `replica` (counted from the left, from 0)."""
+
+    processor: str
+    replica: int
+    samples: Span
+    units: Span
+
+    @property
+    def area(self) -> int:
+        """Samples times units: the work, up to a factor."""
+        return self.samples.size * self.units.size
 
 
 @dataclass(frozen=True, kw_only=True)

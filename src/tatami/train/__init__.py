@@ -9,7 +9,7 @@ from tatami.partition.blocks import Blocks, find_blocks, workload_of
 from tatami.partition.parts.declared import register
 from tatami.runtime.phases import IterationPhase, Phases, PhaseTimes
 from tatami.runtime.row_messages import Moved
-from tatami.runtime.tiled_block import TiledBlock
+from tatami.runtime.rows import TiledBlock
 from tatami.state.moving import move
 from tatami.train.averaging import WeightAverage
 from tatami.train.batches import AbstractBatches, LocalBatch

@@ -21,8 +21,7 @@ from tatami.partition.tracing.capturing import Captured, inputs_of
 from tatami.partition.tracing.exporting import ModuleCall, NotFollowedError
 from tatami.partition.tracing.settings import has_hooks
 from tatami.runtime.context import ModuleContext
-from tatami.runtime.rows import ONE_EACH, UnitRuns
-from tatami.runtime.tiled_block import TiledBlock
+from tatami.runtime.rows import ONE_EACH, TiledBlock, UnitRuns
 from tatami.workload import Block
 
 _FLOAT_BYTES = 4
