@@ -91,7 +91,7 @@ def test_importing_and_planning_load_nothing_heavy() -> None:
 def test_the_trainer_loads_nothing_of_the_wings() -> None:
     ran = python("import sys, tatami.train.trainer\nprint([name for name in sys.modules if name.startswith('tatami.')])")
     loaded = {name.split(".")[1] for name in ast.literal_eval(ran.stdout)}
-    assert "tiled" in loaded
+    assert "train" in loaded
     assert loaded.isdisjoint({"functions", "parallel", "server", "elastic", "sim", "lab"})
 
 

@@ -24,6 +24,8 @@ from tatami.workload import Workload
 BUDGET_S = 6.0
 """Time for all sizes, in which a third of a core gets to the second size of a GPT of 14 M parameters; the repeats on a machine
 that something else uses as well are not counted."""
+_ALONE_S = 1.0
+"""The same where there is one rank for good: its speed decides nothing, and says how long an iteration will take."""
 _ITERATIONS, _LONGEST_S = 3, 30.0
 """So many iterations are added to it, as the first size lets them be expected, but no longer than that."""
 _FEW = 16
@@ -119,27 +121,28 @@ def measure_curves(
         first: the fewest samples.
         share: how many samples a rank would have if all had as many.
         sample_bytes: what is kept for each sample.
-        budget_s: about how long it may take, beside the time of `_ITERATIONS` iterations.
+        budget_s: about how long it may take, beside the time of `_ITERATIONS` iterations; less on one rank.
         device: on which it is computed.
         clock, pace: see `tatami.clock`.
     """
+    alone = comm.size == 1 and not comm.changes
     timer = Timer(device=device, repeat_s=REPEAT_S, clock=clock or SystemClock(), pace=pace)
     most = _memory_bytes(comm, device) * _MEMORY_FRACTION / max(sample_bytes, 1.0)
     comm.barrier()
     timer.warm_up(passes_of(first))
-    end_s = timer.clock.now_s() + budget_s
+    end_s = timer.clock.now_s() + (min(budget_s, _ALONE_S) if alone else budget_s)
     found: list[tuple[int, float]] = []
     count, spread, failed = first, 0.0, ""
     while True:
         times_s: list[float] = []
         try:
-            times_s = _times_s(timer, passes_of(count), end_s=end_s)
+            times_s = _times_s(timer, passes_of(count), end_s=end_s, fewest=0 if alone else _FEWEST_REPEATS)
         except Exception as error:  # the network is the user's, and may take the number of samples that it was tried with only
             if not found:
                 raise
             failed = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         more, time_s = min(_GROWTH * count, share), statistics.median(times_s or [0.0])
-        if not found:
+        if not found and not alone:
             # Machines on which an iteration takes seconds would else be judged by a single sample.
             end_s += min(_ITERATIONS * time_s * share / count, _LONGEST_S)
         left_s = end_s - timer.clock.now_s()
@@ -168,12 +171,12 @@ def measure_curves(
     return list(comm.allgather_object(SpeedCurve(times_s=tuple(times), spread=spread)))
 
 
-def _times_s(timer: Timer, passes: Sequence[AbstractPass], *, end_s: float) -> list[float]:
-    """Timings after one that warms up: fewer where they take long."""
+def _times_s(timer: Timer, passes: Sequence[AbstractPass], *, end_s: float, fewest: int) -> list[float]:
+    """Timings after one that warms up: fewer where they take long; that one where there is time for no other."""
     first_s = timer.seconds(passes)
     left_s = end_s - timer.clock.now_s()
     repeats = int(left_s / 2 / max(first_s, timer.repeat_s)) if first_s > 0 else REPEATS
-    return [timer.seconds(passes) for _ in range(min(REPEATS, max(_FEWEST_REPEATS, repeats)))]
+    return [timer.seconds(passes) for _ in range(min(REPEATS, max(fewest, repeats)))] or [first_s]
 
 
 def _spread(times_s: Sequence[float]) -> float:

@@ -68,8 +68,11 @@ class Replica:
         return self._with(self.width, number)
 
     def _with(self, width: float, micro_batches: int) -> Replica:
-        replica = Replica(width=width, processors=self.processors, heights=self.heights, micro_batches=micro_batches)
-        replica._sizes.update(self._sizes)  # they depend on the heights alone
+        if not (0 <= width < math.inf and micro_batches >= 1):
+            return replace(self, width=width, micro_batches=micro_batches)  # says what is wrong
+        # The heights are checked, and what is known of them stays true: planners make hundreds of thousands of these.
+        replica = object.__new__(Replica)
+        replica.__dict__.update(self.__dict__, width=width, micro_batches=micro_batches)
         return replica
 
     def micro_batch_sizes(self, samples: int) -> tuple[int, ...]:
